@@ -1,1 +1,1 @@
-"""curvature."""
+"""Curvature: what layers see and send back, its Kronecker factors, and exact products."""

@@ -1,0 +1,108 @@
+"""What is back-propagated from the logits to measure curvature.
+
+Every curvature matrix here is C = E[J' H J] with J the Jacobian of one row of logits z (length C) and H a
+matrix at that row's output, so it is measured by back-propagating vectors v with E[v v'] = H:
+
+| curvature        | likelihood  | H                                  | paper          |
+|------------------|-------------|------------------------------------|----------------|
+| `fisher`         | categorical | diag(p) - p p', p = softmax(z)     | Eq. 2          |
+| `fisher`         | bernoulli   | diag(p (1 - p)), p = sigmoid(z)    | Eq. 2          |
+| `fisher`         | gaussian    | I (unit variance: loss |z - y|^2/2)| Eq. 2          |
+| `gauss-newton`   | any         | I                                  | Eq. 3          |
+
+Scaling: per row; nothing is divided by the number of rows. Logits are [..., C]; the leading axes are rows.
+The empirical Fisher (gradients at the data's own labels) needs no vector: it is read off the loss's own backward pass.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from decaylab.errors import DecaylabError
+
+Curvature = Literal["fisher", "gauss-newton", "empirical-fisher"]
+Likelihood = Literal["categorical", "gaussian", "bernoulli"]
+
+
+def check_names(curvature: str, likelihood: str) -> None:
+    """Refuse an unknown curvature or likelihood, naming the known ones."""
+    for kind, given, known in (
+        ("curvature", curvature, get_args(Curvature)),
+        ("likelihood", likelihood, get_args(Likelihood)),
+    ):
+        if given not in known:
+            raise DecaylabError(f"unknown {kind} {given!r}: use one of {', '.join(known)}")
+
+
+def output_hessian(curvature: Curvature, likelihood: Likelihood) -> Likelihood:
+    """The likelihood whose output Hessian is meant: the Gauss-Newton matrix is that of a Gaussian."""
+    check_names(curvature, likelihood)
+    if curvature == "empirical-fisher":
+        raise DecaylabError("the empirical Fisher has no output Hessian: it uses the loss's gradients")
+    return "gaussian" if curvature == "gauss-newton" else likelihood
+
+
+def sampled(
+    logits: Tensor,
+    curvature: Curvature,
+    likelihood: Likelihood,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """One random vector per row, v with E[v v'] = H; shape and dtype of `logits`. One backward pass.
+
+    Fisher: v = p - y with y drawn from the model's own predictive distribution (never from the data's labels).
+    Gauss-Newton: v ~ N(0, I). Draws without a host synchronisation.
+    """
+    kind = output_hessian(curvature, likelihood)
+    z = logits.detach()
+    if kind == "gaussian":
+        # drawn in float32 at least, then rounded: the sample does not depend on the autocast dtype
+        wide = torch.promote_types(z.dtype, torch.float32)
+        return torch.randn(z.shape, dtype=wide, device=z.device, generator=generator).to(z.dtype)
+    p = _probabilities(z, kind)
+    if kind == "bernoulli":
+        y = torch.rand(p.shape, dtype=p.dtype, device=p.device, generator=generator) < p
+        return (p - y.to(p.dtype)).to(z.dtype)
+    # argmax of p / Exp(1) is a draw from p (the exponential race): no host check as in multinomial
+    race = torch.empty_like(p).exponential_(generator=generator)
+    y = torch.zeros_like(p).scatter_(-1, (p / race).argmax(-1, keepdim=True), 1.0)
+    return (p - y).to(z.dtype)
+
+
+def exact(logits: Tensor, curvature: Curvature, likelihood: Likelihood) -> Iterator[Tensor]:
+    """C vectors per row with sum_c v_c v_c' = H: the curvature without sampling. One backward pass per class.
+
+    Categorical: v_c = sqrt(p_c) (e_c - p); Bernoulli: sqrt(p_c (1 - p_c)) e_c; Gaussian and Gauss-Newton: e_c.
+    """
+    kind = output_hessian(curvature, likelihood)
+    z = logits.detach()
+    p = None if kind == "gaussian" else _probabilities(z, kind)
+    for c in range(z.shape[-1]):
+        unit = torch.zeros_like(z)
+        unit[..., c] = 1.0
+        if p is None:
+            yield unit
+        elif kind == "bernoulli":
+            yield (unit * (p * (1 - p)).sqrt()).to(z.dtype)
+        else:
+            yield ((unit - p) * p[..., c : c + 1].sqrt()).to(z.dtype)
+
+
+def hessian_product(
+    logits: Tensor, vector: Tensor, curvature: Curvature, likelihood: Likelihood
+) -> Tensor:
+    """H v for each row; `vector` has the shape of `logits`. No backward pass."""
+    kind = output_hessian(curvature, likelihood)
+    if kind == "gaussian":
+        return vector
+    p = _probabilities(logits.detach(), kind).to(vector.dtype)
+    if kind == "bernoulli":
+        return p * (1 - p) * vector
+    return p * (vector - (p * vector).sum(-1, keepdim=True))
+
+
+def _probabilities(logits: Tensor, kind: Likelihood) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide.sigmoid() if kind == "bernoulli" else wide.softmax(-1)
