@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
+# An independent library that the tests compare with; its own requirements would pull in torchvision.
+ORACLES := curvlinops-for-pytorch einconv linear-operator backpack-for-pytorch
 
 .PHONY: demo test check fix clean
 
@@ -24,7 +26,7 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps curvlinops-for-pytorch einconv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(ORACLES)
 	touch $(INSTALLED)
 
 clean:
