@@ -1,0 +1,58 @@
+"""Writing files so that a kill, a crash or a full disk leaves the previous content whole."""
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from decaylab.errors import DecaylabError
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn an `OSError` while writing `path` into one sentence with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "free some space" if full else "choose a folder that can be written with --runs"
+        raise DecaylabError(
+            f"cannot write {path} ({error.strerror or error}): {remedy} and run the same command"
+            " again; what was there is unharmed"
+        ) from error
+
+
+def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary file, force it to disk, then put it in the place of `path`.
+
+    A reader sees the old content or the new one, never a part: the rename is the only step that
+    touches `path`. A temporary file left by a kill is overwritten by the next write.
+    """
+    temporary = path.with_name(path.name + ".part")
+    with disk_errors(path):
+        try:
+            write(temporary)
+            _sync(temporary)
+            os.replace(temporary, path)
+            _sync(path.parent)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """`replace_file` for a text."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+
+    replace_file(path, write)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,122 @@
+"""The rows of a run: an append-only file of one JSON object per line."""
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from decaylab.records.files import disk_errors
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number: `name` had `value` after `step` steps, in (zero-based) `epoch`, at `seconds`."""
+
+    step: int
+    epoch: int
+    seconds: float
+    name: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that count, in the order written, and what was left out and why."""
+
+    rows: tuple[Row, ...]
+    left_out: tuple[str, ...] = ()
+
+    def names(self) -> list[str]:
+        """The recorded names, in the order of their first row."""
+        return list(dict.fromkeys(row.name for row in self.rows))
+
+    def series(self, name: str) -> list[Row]:
+        """All rows of one name, by step."""
+        return sorted((row for row in self.rows if row.name == name), key=lambda row: row.step)
+
+    def last(self, name: str) -> float | None:
+        """The latest value of one name, or None."""
+        series = self.series(name)
+        return series[-1].value if series else None
+
+
+class RowWriter:
+    """Appends rows; each call of `append` is on disk when it returns.
+
+    `resume(step)` appends a mark that voids all earlier rows past `step`, so that those written
+    after the last checkpoint by a killed process do not count. Nothing is ever deleted.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def resume(self, step: int) -> None:
+        """Void the rows past `step` that are there (-1: all of them)."""
+        if self.path.exists() and self.path.stat().st_size:
+            self._write([json.dumps({"resumed_from": step})])
+
+    def append(self, rows: Iterable[Row]) -> None:
+        """Append rows and force them to disk."""
+        self._write([json.dumps(_plain(row)) for row in rows])
+
+    def _write(self, lines: list[str]) -> None:
+        # One write call, and a newline first where a killed process left a torn line.
+        with disk_errors(self.path), self.path.open("ab+") as file:
+            torn = file.tell() > 0 and self._last_byte(file.fileno()) != b"\n"
+            text = ("\n" if torn else "") + "".join(line + "\n" for line in lines)
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    @staticmethod
+    def _last_byte(handle: int) -> bytes:
+        return os.pread(handle, 1, os.fstat(handle).st_size - 1)
+
+
+def read_rows(path: Path) -> Rows:
+    """Read rows: the last per (step, name); damaged lines and voided rows are left out.
+
+    `left_out` names each damaged line, and counts the rows that a resume voided.
+    """
+    if not path.exists():
+        return Rows(())
+    kept: dict[tuple[int, str], Row] = {}
+    left_out: list[str] = []
+    voided = 0
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            if "resumed_from" in entry:
+                past = [key for key in kept if key[0] > int(entry["resumed_from"])]
+                voided += len(past)
+                for key in past:
+                    del kept[key]
+                continue
+            row = _row(entry)
+        except (ValueError, TypeError, KeyError):
+            left_out.append(f"line {number} of {path.name} is damaged")
+            continue
+        kept.pop((row.step, row.name), None)
+        kept[row.step, row.name] = row
+    if voided:
+        left_out.append(f"{voided} rows past a checkpoint were superseded by a resume")
+    return Rows(tuple(kept.values()), tuple(left_out))
+
+
+def _plain(row: Row) -> dict[str, object]:
+    # JSON has no nan and no inf: they are written as the strings that float() reads.
+    entry = asdict(row)
+    if not math.isfinite(row.value):
+        entry["value"] = str(row.value)
+    return entry
+
+
+def _row(entry: dict[str, object]) -> Row:
+    step, epoch, name = entry["step"], entry["epoch"], entry["name"]
+    if not (type(step) is int and type(epoch) is int and isinstance(name, str)):
+        raise ValueError("not a row")
+    return Row(step, epoch, float(str(entry["seconds"])), name, float(str(entry["value"])))

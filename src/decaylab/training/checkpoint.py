@@ -1,0 +1,102 @@
+"""Checkpoints: any nested state as one safetensors file, replaced atomically, without pickle.
+
+The tensors lie in the file by their path in the state; everything else (numbers, strings, lists,
+the shape of the nesting) is JSON in the file's own header. One file, so that tensors and JSON always
+belong together; one rename, so that a kill while writing leaves the previous checkpoint valid.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from decaylab.errors import DecaylabError
+from decaylab.records.files import replace_file
+
+_TENSOR, _TUPLE, _ITEMS = "$tensor", "$tuple", "$items"
+
+
+def flatten(state: Any, path: str = "state") -> tuple[Any, dict[str, Tensor]]:
+    """Split a nested state into a JSON tree and its tensors by path.
+
+    Dicts may have string or number keys; tuples stay tuples. Anything but tensors, numbers,
+    strings, booleans and None is refused by its path.
+
+    >>> tree, tensors = flatten({0: torch.zeros(2), "betas": (0.9, 0.999)})
+    >>> sorted(tensors), nest(tree, tensors)["betas"]
+    (['state.0'], (0.9, 0.999))
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def visit(value: Any, where: str) -> Any:
+        if isinstance(value, Tensor):
+            tensors[where] = value
+            return {_TENSOR: where}
+        if isinstance(value, dict):
+            items = [[key, visit(part, f"{where}.{key}")] for key, part in value.items()]
+            plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+            return dict(items) if plain else {_ITEMS: items}
+        if isinstance(value, (list, tuple)):
+            parts = [visit(part, f"{where}.{index}") for index, part in enumerate(value)]
+            return {_TUPLE: parts} if isinstance(value, tuple) else parts
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise TypeError(f"{where} is a {type(value).__name__}: a checkpoint holds no such thing")
+
+    return visit(state, path), tensors
+
+
+def nest(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    """Undo `flatten`."""
+    if isinstance(tree, list):
+        return [nest(part, tensors) for part in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if _TENSOR in tree:
+        return tensors[tree[_TENSOR]]
+    if _TUPLE in tree:
+        return tuple(nest(part, tensors) for part in tree[_TUPLE])
+    if _ITEMS in tree:
+        return {key: nest(part, tensors) for key, part in tree[_ITEMS]}
+    return {key: nest(part, tensors) for key, part in tree.items()}
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write a state; the file that was there stays valid until the new one is whole on disk."""
+    tree, tensors = flatten(state)
+    # A copy of each: parts of one storage (views, tied weights) cannot be written as they are.
+    copies = {
+        key: value.detach().to("cpu", copy=True).contiguous() for key, value in tensors.items()
+    }
+
+    def write(temporary: Path) -> None:
+        try:
+            save_file(copies, temporary, metadata={"state": json.dumps(tree)})
+        except SafetensorError as error:  # it wraps the OSError of a full disk in its text
+            raise OSError(None, str(error)) from error
+
+    replace_file(path, write)
+
+
+def load(path: Path, device: str | torch.device = "cpu", only: str | None = None) -> dict[str, Any]:
+    """Read a state back, tensors on `device`; with `only`, just that top-level entry's tensors."""
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            tree = json.loads(file.metadata()["state"])
+            if only is not None:
+                tree = {only: tree[only]}
+            wanted = [key for key in file.keys() if only is None or _within(key, only)]  # noqa: SIM118
+            return nest(tree, {key: file.get_tensor(key) for key in wanted})
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise DecaylabError(
+            f"{path} is no readable checkpoint ({error}): delete it and run the same command again"
+            " to train from the start"
+        ) from error
+
+
+def _within(key: str, entry: str) -> bool:
+    return key == f"state.{entry}" or key.startswith(f"state.{entry}.")

@@ -1,0 +1,251 @@
+"""A run as a frozen value: everything that decides its numbers, and nothing else.
+
+TOML in and out, an id that is the same for the same content. Device, paths and tier are no part of
+it. Fields left out take the published settings of their optimizer (recipe lines 1-9 and 14), all
+of them in `PUBLISHED` below.
+"""
+
+import hashlib
+import json
+import tomllib
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from decaylab.data import DATA_SETS
+from decaylab.errors import DecaylabError
+from decaylab.networks import NETWORKS
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "data": tuple(DATA_SETS),
+    "network": tuple(NETWORKS),
+    "activation": ("relu", "linear"),
+    "optimizer": ("sgd", "adam", "kfac-f", "kfac-g"),
+    "decay": ("none", "l2", "decoupled", "independent"),
+    "decay_scope": ("all", "conv", "fc"),
+    "damping_scaling": ("fixed", "scale-free"),
+    "precision": ("fp32", "tf32", "bf16"),
+}
+
+_SGD: dict[str, Any] = {"lr": 0.03, "momentum": 0.9, "epochs": 200, "lr_drop_every": 60}
+_ADAM: dict[str, Any] = {
+    **{"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8},
+    **{"epochs": 200, "lr_drop_every": 60},
+}
+_KFAC: dict[str, Any] = {
+    **{"momentum": 0.9, "epochs": 100, "lr_drop_every": 40},
+    **{"damping": 1e-3, "damping_scaling": "fixed", "kl_clip": 0.0},
+    **{"refresh_every": 10, "invert_every": 100, "factor_decay": 0.95, "initialize_batches": 100},
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "sgd": _SGD,
+    "adam": _ADAM,
+    "kfac-f": {**_KFAC, "lr": 0.001, "curvature_scale": 1.0},
+    "kfac-g": {**_KFAC, "lr": 0.03, "curvature_scale": 2.0},
+}
+"""Per optimizer, what a field left out is taken to be; a field not listed is not one of its own."""
+
+_POSITIVE = {
+    *("lr", "width", "batch_norm_eps", "eps", "damping", "curvature_scale", "refresh_every"),
+    *("invert_every", "batch_size", "epochs", "lr_drop_every", "lr_drop_factor"),
+}
+_NOT_NEGATIVE = {"weight_decay", "kl_clip", "initialize_batches", "seed", "momentum"}
+_BELOW_ONE = {"momentum", "factor_decay"}
+
+
+def _option(default: Any, text: str, panel: str) -> Any:
+    return field(default=default, metadata={"help": text, "panel": panel})
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One training run.
+
+    A field that is None takes the published setting of its optimizer (`resolved`).
+
+    >>> spec = RunSpec(data="digits", network="mlp", optimizer="adam")
+    >>> spec.resolved().epochs, RunSpec.from_toml(spec.to_toml()) == spec.resolved()
+    (200, True)
+    """
+
+    data: str = _option("digits", "Data set: digits, mnist, cifar10 or cifar100.", "Data")
+    augment: bool = _option(False, "Pad-4 crop and horizontal flip.", "Data")
+    held_out: bool = _option(False, "Train on 9/10, test on the held-out rest: for search.", "Data")
+    network: str = _option("mlp", "mlp, vgg11/13/16/19 or resnet20/32/44/56.", "Network")
+    width: float = _option(1.0, "Factor on the number of channels.", "Network")
+    hidden: tuple[int, ...] | None = _option(None, "MLP only: sizes, as 100,100.", "Network")
+    activation: str = _option("relu", "MLP only: relu or linear.", "Network")
+    bias: bool = _option(True, "Biases in linear and conv layers.", "Network")
+    batch_norm: bool = _option(False, "Batch normalisation.", "Network")
+    batch_norm_eps: float = _option(1e-3, "The eps of batch normalisation.", "Network")
+    optimizer: str = _option("sgd", "sgd, adam, kfac-f (Fisher) or kfac-g (GN).", "Optimizer")
+    lr: float | None = _option(None, "Learning rate.", "Optimizer")
+    momentum: float | None = _option(None, "SGD and K-FAC: momentum.", "Optimizer")
+    betas: tuple[float, float] | None = _option(None, "Adam: as 0.9,0.999.", "Optimizer")
+    eps: float | None = _option(None, "Adam: eps.", "Optimizer")
+    decay: str = _option("none", "none, l2, decoupled or independent.", "Decay")
+    weight_decay: float = _option(0.0, "Its strength.", "Decay")
+    decay_scope: str = _option("all", "What is decayed: all, conv or fc.", "Decay")
+    damping: float | None = _option(None, "Damping lambda.", "K-FAC")
+    damping_scaling: str | None = _option(None, "fixed or scale-free.", "K-FAC")
+    kl_clip: float | None = _option(None, "KL clip; 0 is none.", "K-FAC")
+    curvature_scale: float | None = _option(None, "Factor on the curvature.", "K-FAC")
+    refresh_every: int | None = _option(None, "Steps between factor refreshes.", "K-FAC")
+    invert_every: int | None = _option(None, "Steps between inversions.", "K-FAC")
+    factor_decay: float | None = _option(None, "Running-average coefficient.", "K-FAC")
+    initialize_batches: int | None = _option(
+        None, "Batches that initialise the factors, at most one pass; 0 is none.", "K-FAC"
+    )
+    batch_size: int = _option(128, "Images per step.", "Schedule")
+    epochs: int | None = _option(None, "Passes over the training data.", "Schedule")
+    lr_drop_every: int | None = _option(None, "Epochs between drops of lr.", "Schedule")
+    lr_drop_factor: float = _option(0.1, "Factor of a drop.", "Schedule")
+    precision: str = _option("fp32", "fp32, tf32 or bf16 (autocast).", "Schedule")
+    seed: int = _option(0, "Seed of weights, batches and sampling.", "Schedule")
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(RunSpec)
+        for item in fields(self):
+            value = _checked(item.name, getattr(self, item.name), hints[item.name])
+            object.__setattr__(self, item.name, value)
+        self._check_combination()
+
+    def _check_combination(self) -> None:
+        published = PUBLISHED[self.optimizer]
+        for item in fields(self):
+            optional = any(item.name in settings for settings in PUBLISHED.values())
+            if optional and getattr(self, item.name) is not None and item.name not in published:
+                raise DecaylabError(
+                    f"{item.name} is no setting of {self.optimizer} (it has"
+                    f" {', '.join(published)}): leave it out"
+                )
+        if self.weight_decay and self.decay == "none":
+            raise DecaylabError(
+                f"weight_decay is {self.weight_decay} but decay is none: choose decay = l2,"
+                " decoupled or independent"
+            )
+        if self.network != "mlp" and (self.hidden is not None or self.activation != "relu"):
+            raise DecaylabError(f"hidden and activation belong to mlp, not to {self.network}")
+
+    def resolved(self) -> "RunSpec":
+        """The same run with every setting of its optimizer filled in."""
+        missing = {
+            name: value
+            for name, value in PUBLISHED[self.optimizer].items()
+            if getattr(self, name) is None
+        }
+        if self.network == "mlp" and self.hidden is None:
+            missing["hidden"] = (100, 100)
+        return replace(self, **missing)
+
+    @property
+    def id(self) -> str:
+        """A readable name and a hash of the content, e.g. `digits-mlp-sgd-none-3f2a91c0`.
+
+        Fields at their default are no part of the hash, so that a field added later does not
+        rename the runs that are there.
+        """
+        spec = self.resolved()
+        content = {
+            item.name: getattr(spec, item.name)
+            for item in fields(spec)
+            if getattr(spec, item.name) != item.default
+        }
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        parts = [spec.data, spec.network, *(["bn"] if spec.batch_norm else [])]
+        return "-".join([*parts, spec.optimizer, spec.decay, digest[:8]])
+
+    def to_toml(self) -> str:
+        """The resolved spec as TOML; what does not apply (None) is left out."""
+        spec = self.resolved()
+        values = {item.name: getattr(spec, item.name) for item in fields(spec)}
+        return "".join(f"{key} = {_toml(v)}\n" for key, v in values.items() if v is not None)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "RunSpec":
+        """A spec from plain values; an unknown key is refused."""
+        known = [item.name for item in fields(cls)]
+        unknown = [key for key in values if key not in known]
+        if unknown:
+            raise DecaylabError(f"unknown key {unknown[0]!r}; known are {', '.join(known)}")
+        return cls(**values)
+
+    @classmethod
+    def from_toml(cls, text: str, overrides: Mapping[str, Any] | None = None) -> "RunSpec":
+        """A spec from TOML text; `overrides` win over it."""
+        try:
+            values = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise DecaylabError(f"this is no valid TOML: {error}") from error
+        return cls.from_mapping({**values, **(overrides or {})})
+
+    @classmethod
+    def from_file(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> "RunSpec":
+        """A spec from a TOML file; an error names the file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise DecaylabError(f"cannot read {path}: {reason}; give a TOML file") from error
+        try:
+            return cls.from_toml(text, overrides)
+        except DecaylabError as error:
+            raise DecaylabError(f"{path}: {error}") from error
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """The value in its field's type, or an error with key, expected and given."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if value is None and type(None) in kinds:
+        return None
+    kind = kinds[0]
+    converted = _converted(value, kind)
+    if converted is None:
+        raise DecaylabError(f"{name} must be {_words(kind)}, not {value!r}")
+    if name in CHOICES and converted not in CHOICES[name]:
+        raise DecaylabError(f"unknown {name} {value!r}: choose from {', '.join(CHOICES[name])}")
+    if name == "seed" and converted >= 2**63:
+        raise DecaylabError(f"seed must be below 2**63, not {value!r}")
+    for part in converted if isinstance(converted, tuple) else (converted,):
+        if name in _POSITIVE | {"hidden"} and not part > 0:
+            raise DecaylabError(f"{name} must be positive, not {value!r}")
+        if name in _NOT_NEGATIVE | {"betas", "factor_decay"} and part < 0:
+            raise DecaylabError(f"{name} must not be negative, but is {value!r}")
+        if name in _BELOW_ONE | {"betas"} and not part < 1:
+            raise DecaylabError(f"{name} must be below 1, not {value!r}")
+    return converted
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    """The value as `kind`, or None: no silent conversion but int to float and list to tuple."""
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)
+        if not isinstance(value, (list, tuple)) or not value:
+            return None
+        if inner[-1] is not Ellipsis and len(inner) != len(value):
+            return None
+        parts = tuple(_converted(part, inner[0]) for part in value)
+        return None if None in parts else parts
+    if kind is float and type(value) in (int, float):
+        if not -1e300 < value < 1e300:  # also nan, inf and whole numbers beyond a float
+            return None
+        return float(value) + 0.0  # -0.0 and 0.0 are one value
+    return value if type(value) is kind else None
+
+
+def _words(kind: Any) -> str:
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)
+        count = "a list" if inner[-1] is Ellipsis else f"a list of {len(inner)}"
+        return f"{count} of {'whole numbers' if inner[0] is int else 'numbers'}"
+    return {str: "a string", bool: "true or false", int: "a whole number"}.get(kind, "a number")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(part) for part in value) + "]"
+    return json.dumps(value)  # strings are known names; repr of a float is valid TOML
