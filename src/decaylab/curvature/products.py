@@ -1,0 +1,232 @@
+"""Exact curvature-vector products and per-parameter traces by autograd, for any model.
+
+The curvature is that of the loss averaged over rows (Eq. 2-4): with R rows of logits z_r [C] and
+the Jacobian J_r of row r with respect to the parameters,
+
+    C = (1/R) sum_r J_r' H_r J_r
+
+where H_r is I (Gauss-Newton), the output Hessian (Fisher: diag(p) - pp' for the categorical
+likelihood) or g_r g_r' with g_r the gradient of row r's loss at the data's target (empirical
+Fisher). Scaling: mean over rows (all leading axes of the logits), sum over classes; the loss of the
+Gaussian likelihood is |z - y|^2 / 2.
+
+With `batch_norm="train"` the rows depend on each other through the batch statistics and J_r
+includes that. The model is left as it was. Nothing here approximates by Kronecker factors.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.func import jvp, vjp
+
+from decaylab.curvature.outputs import Curvature, Likelihood, exact, hessian_product, sampled
+from decaylab.curvature.untouched import (
+    BatchNormMode,
+    as_function,
+    check_inputs,
+    check_logits,
+    tied,
+    trainable,
+    untouched,
+)
+from decaylab.errors import DecaylabError
+
+
+def jacobian_product(
+    model: nn.Module,
+    inputs: Tensor,
+    vector: dict[str, Tensor],
+    *,
+    batch_norm: BatchNormMode = "eval",
+) -> tuple[Tensor, Tensor]:
+    """The logits [..., C] and J v: v is a dict of directions, parameters left out stay.
+
+    Cost: one forward-mode pass (about two forward passes). Rows are not averaged.
+    """
+    check_inputs(model, inputs)
+    with untouched(model, batch_norm=batch_norm) as bare_model:
+        primals, tangents = _directions(bare_model, vector)
+        logits, tangent = _jvp(as_function(bare_model, inputs), primals, tangents)
+    return logits.detach(), tangent.detach()
+
+
+def curvature_product(
+    model: nn.Module,
+    inputs: Tensor,
+    vector: dict[str, Tensor],
+    *,
+    curvature: Curvature = "gauss-newton",
+    likelihood: Likelihood = "categorical",
+    targets: Tensor | None = None,
+    batch_norm: BatchNormMode = "eval",
+) -> dict[str, Tensor]:
+    """C v for the parameters named in `vector` (their block of C), in their shapes.
+
+    `curvature` chooses Gauss-Newton, Fisher or empirical Fisher (which needs `targets`: class
+    numbers, or values of the logits' shape for the Gaussian and Bernoulli likelihoods). Cost: one
+    forward-mode pass, one forward, one backward.
+    """
+    check_inputs(model, inputs)
+    with untouched(model, batch_norm=batch_norm) as bare_model:
+        primals, tangents = _directions(bare_model, vector)
+        function = as_function(bare_model, inputs)
+        logits, tangent = _jvp(function, primals, tangents)
+        if curvature == "empirical-fisher":
+            gradient = loss_gradient(logits, targets, likelihood)
+            at_output = gradient * (gradient * tangent).sum(-1, keepdim=True)
+        else:
+            at_output = hessian_product(logits, tangent, curvature, likelihood)
+        (product,) = vjp(function, primals)[1](at_output.to(logits.dtype) / rows(logits))
+    return {name: value.detach() for name, value in product.items()}
+
+
+def exact_traces(
+    model: nn.Module,
+    inputs: Tensor,
+    *,
+    curvature: Curvature = "gauss-newton",
+    likelihood: Likelihood = "categorical",
+    targets: Tensor | None = None,
+    batch_norm: BatchNormMode = "eval",
+) -> dict[str, Tensor]:
+    """Trace of each trainable parameter's diagonal block: (1/R) sum_r sum_c |J_r' v_rc|^2.
+
+    Cost: one backward pass per row and class (empirical Fisher: per row): of one example in eval
+    mode, of the whole batch where batch statistics tie the rows together. For large batches use
+    `sampled_traces`.
+    """
+    check_inputs(model, inputs)
+    with untouched(model, batch_norm=batch_norm) as bare_model:
+        parameters = trainable(bare_model)
+        total = {name: p.new_zeros(()) for name, p in parameters.items()}
+        count = 0
+        for part, wanted in _separable_parts(inputs, targets, tied(bare_model, batch_norm)):
+            logits = check_logits(bare_model(part))
+            count += rows(logits)
+            for cotangent in _exact_cotangents(logits, curvature, likelihood, wanted):
+                # rows add up before they are squared in a backward pass: one row at a time
+                for row in range(rows(logits)):
+                    alone = torch.zeros_like(cotangent).flatten(0, -2)
+                    alone[row] = cotangent.flatten(0, -2)[row]
+                    for name, square in _squared_norms(logits, parameters, alone.view_as(logits)):
+                        total[name] += square
+    return {name: value / count for name, value in total.items()}
+
+
+def sampled_traces(
+    model: nn.Module,
+    inputs: Tensor,
+    *,
+    samples: int,
+    generator: torch.Generator,
+    curvature: Curvature = "gauss-newton",
+    likelihood: Likelihood = "categorical",
+    batch_norm: BatchNormMode = "eval",
+) -> dict[str, Tensor]:
+    """Unbiased draws of each block's trace, [samples] per trainable parameter.
+
+    One draw is (1/R) |sum_r J_r' v_r|^2 with independent v_r, E[v_r] = 0 and E[v_r v_r'] = H_r, so
+    that the cross terms between rows vanish in the mean. Cost: one forward and `samples` backward
+    passes. Scaling as `exact_traces`; Fisher and Gauss-Newton only (the empirical Fisher's vectors
+    are given, not drawn).
+    """
+    if samples < 2:
+        raise DecaylabError(f"samples={samples}: a standard error needs at least two draws")
+    check_inputs(model, inputs)
+    with untouched(model, batch_norm=batch_norm) as bare_model:
+        parameters = trainable(bare_model)
+        draws = {name: p.new_zeros(samples) for name, p in parameters.items()}
+        logits = check_logits(bare_model(inputs))
+        for k in range(samples):
+            cotangent = sampled(logits, curvature, likelihood, generator)
+            for name, square in _squared_norms(logits, parameters, cotangent):
+                draws[name][k] = square / rows(logits)
+    return draws
+
+
+def loss_gradient(logits: Tensor, targets: Tensor | None, likelihood: Likelihood) -> Tensor:
+    """Gradient of each row's own loss at its logits, [..., C]: p - y, or z - y (gaussian)."""
+    if targets is None:
+        raise DecaylabError("the empirical Fisher needs targets: give the labels of the batch")
+    expected = logits.shape[:-1] if likelihood == "categorical" else logits.shape
+    if targets.shape != expected:
+        raise DecaylabError(
+            f"targets have shape {list(targets.shape)}, "
+            f"the {likelihood} likelihood needs {list(expected)}"
+        )
+    z = logits.detach()
+    if likelihood == "categorical":
+        return z.softmax(-1) - nn.functional.one_hot(targets, z.shape[-1]).to(z.dtype)
+    return (z.sigmoid() if likelihood == "bernoulli" else z) - targets.to(z.dtype)
+
+
+def rows(logits: Tensor) -> int:
+    """How many rows of logits: the product of all axes but the last."""
+    return logits.numel() // logits.shape[-1]
+
+
+def _jvp(
+    function: Callable[[dict[str, Tensor]], Tensor],
+    primals: dict[str, Tensor],
+    tangents: dict[str, Tensor],
+) -> tuple[Tensor, Tensor]:
+    with warnings.catch_warnings():
+        # torch loads its own forward-mode rules on first use, through its deprecated scripting
+        warnings.filterwarnings("ignore", message=r".*torch\.jit\.script.*")
+        result = jvp(function, (primals,), (tangents,))
+    return result[0], result[1]
+
+
+def _directions(
+    model: nn.Module, vector: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    parameters = dict(model.named_parameters())
+    unknown = sorted(set(vector) - set(parameters))
+    if unknown:
+        raise DecaylabError(
+            f"the model has no parameter {unknown[0]!r}: name them as named_parameters does"
+        )
+    for name, direction in vector.items():
+        if direction.shape != parameters[name].shape:
+            raise DecaylabError(
+                f"the direction of {name!r} has shape {list(direction.shape)}, "
+                f"the parameter {list(parameters[name].shape)}"
+            )
+    if not vector:
+        raise DecaylabError("the direction is empty: name at least one parameter")
+    return (
+        {name: parameters[name].detach() for name in vector},
+        {name: direction.detach() for name, direction in vector.items()},
+    )
+
+
+def _separable_parts(
+    inputs: Tensor, targets: Tensor | None, together: bool
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The batch itself, or its examples one by one where they do not depend on each other."""
+    if together:
+        yield inputs, targets
+        return
+    for i in range(len(inputs)):
+        yield inputs[i : i + 1], None if targets is None else targets[i : i + 1]
+
+
+def _exact_cotangents(
+    logits: Tensor, curvature: Curvature, likelihood: Likelihood, targets: Tensor | None
+) -> Iterator[Tensor]:
+    if curvature == "empirical-fisher":
+        return iter([loss_gradient(logits, targets, likelihood)])
+    return exact(logits, curvature, likelihood)
+
+
+def _squared_norms(
+    logits: Tensor, parameters: dict[str, Tensor], cotangent: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    gradients = torch.autograd.grad(
+        logits, list(parameters.values()), cotangent, retain_graph=True, allow_unused=True
+    )
+    for name, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            yield name, gradient.square().sum()

@@ -1,0 +1,196 @@
+"""Calling a model from outside its training, and leaving it exactly as it was.
+
+Everything that measures a model (exact products, probes, theory) calls it through this module: one
+context manager that restores all it had to change, and one set of checks that turn wrong input into
+one sentence.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from decaylab.errors import DecaylabError
+
+BatchNormMode = Literal["eval", "train"]
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The eager module behind `torch.compile` and data-parallel wrappers: names without prefix."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(
+            model, nn.parallel.DistributedDataParallel | nn.DataParallel
+        ):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module, *, batch_norm: BatchNormMode = "eval") -> Iterator[nn.Module]:
+    """Yield the bare model in a fixed mode; then restore modes, gradients, buffers and RNG.
+
+    Inside, gradients are enabled, autocast is off and every module is in eval mode (dropout is
+    off), except that with `batch_norm="train"` normalisation layers use the batch's own statistics,
+    without updating the running ones. A K-FAC attached to the model is paused. Attention uses its
+    plain kernel, the one with forward-mode rules.
+    """
+    if batch_norm not in get_args(BatchNormMode):
+        raise DecaylabError(f"unknown batch_norm mode {batch_norm!r}: use 'eval' or 'train'")
+    model = bare(model)
+    modules = list(model.modules())
+    modes = [module.training for module in modules]
+    tracking = [(m, m.track_running_stats) for m in modules if isinstance(m, _NormBase)]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [
+        (module, name, buffer, buffer._version, buffer.clone())
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    with contextlib.ExitStack() as stack:
+        for pause in _pauses(modules):
+            stack.enter_context(pause())
+        stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(model)))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        for kind in {parameter.device.type for parameter in model.parameters()}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        try:
+            model.eval()
+            if batch_norm == "train":
+                for norm, _ in tracking:
+                    # without tracking it neither reads nor writes its running statistics
+                    norm.training, norm.track_running_stats = True, False
+            yield model
+        finally:
+            for module, was in zip(modules, modes, strict=True):
+                module.training = was
+            for norm, was in tracking:
+                norm.track_running_stats = was
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for module, name, buffer, version, kept in buffers:
+                    module._buffers[name] = buffer
+                    # only where it changed: a graph that waits for its backward may have saved it
+                    if buffer._version != version:
+                        buffer.copy_(kept)
+
+
+def _pauses(modules: list[nn.Module]) -> list[Callable[[], Any]]:
+    """The `paused` methods of the optimizers that listen to these modules, each once."""
+    found = {}
+    for module in modules:
+        for hook in [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]:
+            owner: Any = getattr(hook, "__self__", hook)
+            if callable(getattr(owner, "paused", None)):
+                found[id(owner)] = owner.paused
+    return list(found.values())
+
+
+def _cuda_devices(model: nn.Module) -> list[torch.device]:
+    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+    return sorted((d for d in devices if d.type == "cuda"), key=str)
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that training moves, by name, shared tensors once; never empty."""
+    parameters = dict(bare(model).named_parameters())
+    if not parameters:
+        raise DecaylabError("the model has no weights: give a model with parameters")
+    chosen: dict[str, Tensor] = {name: p for name, p in parameters.items() if p.requires_grad}
+    if not chosen:
+        raise DecaylabError(
+            "every parameter of the model is frozen: "
+            "call model.requires_grad_(True) before measuring its weights"
+        )
+    return chosen
+
+
+def layer_of(parameter: str) -> str:
+    """The module that owns a parameter; behind a parametrization, the outer one.
+
+    >>> layer_of("features.0.weight"), layer_of("fc.parametrizations.weight.original1")
+    ('features.0', 'fc')
+    """
+    outer, parametrized, _ = parameter.partition(".parametrizations.")
+    return outer if parametrized else parameter.rpartition(".")[0]
+
+
+def layer_names(parameters: dict[str, Tensor]) -> dict[str, list[str]]:
+    """Which parameters each layer owns, in the model's order: layer name -> parameter names."""
+    layers: dict[str, list[str]] = {}
+    for name in parameters:
+        layers.setdefault(layer_of(name), []).append(name)
+    return layers
+
+
+def check_inputs(model: nn.Module, inputs: Tensor) -> None:
+    """Refuse what cannot be fed to this model, in one sentence each."""
+    if not isinstance(inputs, Tensor):
+        raise DecaylabError(f"inputs must be one tensor of examples, not {type(inputs).__name__}")
+    if inputs.ndim == 0 or inputs.numel() == 0:
+        raise DecaylabError("the batch is empty: give inputs with at least one example")
+    weight = next(iter(bare(model).parameters()), None)
+    if weight is None:
+        raise DecaylabError("the model has no weights: give a model with parameters")
+    if inputs.device != weight.device:
+        raise DecaylabError(
+            f"the inputs are on {inputs.device}, the model is on {weight.device}: move one of them"
+        )
+    if inputs.is_floating_point() and inputs.dtype != weight.dtype:
+        raise DecaylabError(
+            f"the inputs are {inputs.dtype} and the model is {weight.dtype}: convert one of them"
+        )
+
+
+def check_logits(logits: Any) -> Tensor:
+    """The model's output, if it is a matrix of logits [..., C] with at least one leading axis."""
+    if not isinstance(logits, Tensor):
+        raise DecaylabError(
+            f"the model returns {type(logits).__name__}: "
+            "wrap it so that it returns the logits, a tensor [..., classes]"
+        )
+    if logits.ndim < 2 or not logits.is_floating_point():
+        raise DecaylabError(
+            f"the model's output has shape {list(logits.shape)} and dtype {logits.dtype}: "
+            "it must be a floating-point matrix of logits [..., classes]"
+        )
+    return logits
+
+
+def as_function(model: nn.Module, inputs: Tensor) -> Callable[[dict[str, Tensor]], Tensor]:
+    """Logits as a function of the named parameters; the others stay the model's own."""
+
+    def logits(parameters: dict[str, Tensor]) -> Tensor:
+        return check_logits(functional_call(model, parameters, (inputs,)))
+
+    return logits
+
+
+def tied(model: nn.Module, batch_norm: BatchNormMode) -> bool:
+    """Whether the examples of a batch depend on each other: batch normalisation by the batch."""
+    return any(
+        isinstance(module, _BatchNorm) and (batch_norm == "train" or module.running_mean is None)
+        for module in model.modules()
+    )
+
+
+def chunks(
+    model: nn.Module, inputs: Tensor, size: int | None, batch_norm: BatchNormMode
+) -> tuple[Tensor, ...]:
+    """The batch in pieces of at most `size` examples; one piece where the examples are tied."""
+    if size is not None and size < 1:
+        raise DecaylabError(f"chunk={size}: a chunk needs at least one example")
+    if size is None or tied(model, batch_norm):
+        return (inputs,)
+    return inputs.split(size)

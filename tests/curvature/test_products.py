@@ -1,0 +1,127 @@
+"""Exact products and traces against matrices written out by plain loops."""
+
+import pytest
+import torch
+from oracle import probes as oracle
+from oracle.tiny_nets import CLASSES, NAMES, tiny_net
+from torch import nn
+
+from decaylab.curvature import products
+from decaylab.errors import DecaylabError
+
+KINDS = [
+    ("gauss-newton", "categorical"),
+    ("fisher", "categorical"),
+    ("fisher", "bernoulli"),
+    ("fisher", "gaussian"),
+    ("empirical-fisher", "categorical"),
+    ("empirical-fisher", "bernoulli"),
+    ("empirical-fisher", "gaussian"),
+]
+
+
+def in_mode(model: nn.Module, batch_norm: str) -> nn.Module:
+    """The oracle's way to set the mode; statistics are not updated while it runs."""
+    model.train(batch_norm == "train")
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 0.0
+    return model
+
+
+def targets_for(likelihood: str, labels: torch.Tensor) -> torch.Tensor:
+    if likelihood == "categorical":
+        return labels
+    return nn.functional.one_hot(labels, CLASSES).double()
+
+
+@pytest.mark.parametrize("batch_norm", ["eval", "train"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("curvature", "likelihood"), KINDS)
+def test_product_and_traces_equal_the_matrix(name, batch_norm, curvature, likelihood):
+    model, inputs, labels = tiny_net(name)
+    kind = {"curvature": curvature, "likelihood": likelihood}
+    kind["targets"] = targets_for(likelihood, labels)
+    in_mode(model, batch_norm)
+    C = oracle.curvature_matrix(model, inputs, **kind)
+    vector = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+    flat = torch.cat([v.flatten() for v in vector.values()])
+
+    product = products.curvature_product(model, inputs, vector, batch_norm=batch_norm, **kind)
+    traces = products.exact_traces(model, inputs, batch_norm=batch_norm, **kind)
+
+    got = torch.cat([product[n].flatten() for n in vector])
+    torch.testing.assert_close(got, C @ flat, rtol=1e-10, atol=1e-10)
+    for n, place in oracle.places(model).items():
+        want = C[place, place].trace()
+        torch.testing.assert_close(traces[n], want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_jacobian_product_equals_the_jacobian(name):
+    model, inputs, _ = tiny_net(name)
+    J = oracle.parameter_jacobian(model.eval(), inputs)
+    vector = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+    flat = torch.cat([v.flatten() for v in vector.values()])
+    logits, tangent = products.jacobian_product(model, inputs, vector)
+    torch.testing.assert_close(logits, model(inputs).detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(tangent, J @ flat, rtol=1e-10, atol=1e-10)
+
+
+def test_a_part_of_the_parameters_gives_its_own_block():
+    model, inputs, _ = tiny_net("conv")
+    C = oracle.curvature_matrix(model.eval(), inputs, "fisher")
+    place = oracle.places(model)["2.weight"]
+    direction = torch.randn_like(model[2].weight)
+    product = products.curvature_product(model, inputs, {"2.weight": direction}, curvature="fisher")
+    want = C[place, place] @ direction.flatten()
+    torch.testing.assert_close(product["2.weight"].flatten(), want, rtol=1e-10, atol=1e-12)
+    assert set(product) == {"2.weight"}
+
+
+def test_rows_of_a_sequence_are_averaged():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    inputs = torch.randn(4, 5, 3, dtype=torch.float64)
+    traces = products.exact_traces(model, inputs)
+    # J_r of a linear layer is x_r (x) I, and 1 (x) I for the bias: two classes
+    want = 2 * inputs.square().sum(-1).mean()
+    torch.testing.assert_close(traces["weight"], want.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(traces["bias"], torch.tensor(2.0).double(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("batch_norm", ["eval", "train"])
+@pytest.mark.parametrize("curvature", ["fisher", "gauss-newton"])
+def test_sampled_traces_are_unbiased(curvature, batch_norm):
+    model, inputs, _ = tiny_net("bn")
+    kind = {"curvature": curvature, "batch_norm": batch_norm}
+    exact = products.exact_traces(model, inputs, **kind)
+    generator = torch.Generator().manual_seed(1)
+    draws = products.sampled_traces(model, inputs, samples=800, generator=generator, **kind)
+    for name, want in exact.items():
+        if want > 1e-20:  # the bias in front of BN has none
+            error = draws[name].std() / 800**0.5
+            assert abs(draws[name].mean() - want) < 4 * error
+
+
+def test_bad_input_gets_one_sentence():
+    model, inputs, _ = tiny_net("mlp")
+    direction = {"0.weight": torch.zeros_like(model[0].weight)}
+    with pytest.raises(DecaylabError, match="no parameter 'nope'"):
+        products.curvature_product(model, inputs, {"nope": inputs})
+    with pytest.raises(DecaylabError, match=r"direction of .0\.weight. has shape"):
+        products.curvature_product(model, inputs, {"0.weight": inputs})
+    with pytest.raises(DecaylabError, match="direction is empty"):
+        products.curvature_product(model, inputs, {})
+    with pytest.raises(DecaylabError, match="needs targets"):
+        products.curvature_product(model, inputs, direction, curvature="empirical-fisher")
+    with pytest.raises(DecaylabError, match="targets have shape"):
+        products.curvature_product(
+            model, inputs, direction, curvature="empirical-fisher", targets=torch.zeros(2)
+        )
+    with pytest.raises(DecaylabError, match="unknown curvature 'hessian'"):
+        products.curvature_product(model, inputs, direction, curvature="hessian")
+    with pytest.raises(DecaylabError, match="unknown batch_norm mode"):
+        products.curvature_product(model, inputs, direction, batch_norm="frozen")
+    with pytest.raises(DecaylabError, match="at least two draws"):
+        products.sampled_traces(model, inputs, samples=1, generator=torch.Generator())
