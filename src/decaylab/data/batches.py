@@ -1,0 +1,165 @@
+"""Batches made on the device that holds the images: shuffle, crop, flip, normalise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from decaylab.data.sets import Split
+from decaylab.errors import DecaylabError
+
+PADDING = 4
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """The draws of a whole epoch: image, crop corner and flip, [N] each; no crops: order only."""
+
+    order: Tensor
+    top: Tensor | None = None
+    left: Tensor | None = None
+    flip: Tensor | None = None
+
+
+class Batches:
+    """Training batches: every image once an epoch in random order, every batch full.
+
+    Recipe 13. With `augment`, each image gets 4 rows and columns of zeros on every side, a random
+    crop of its own size (one of 9 x 9 corners) and, with probability one half, a horizontal flip.
+    The zeros are raw pixels, put there before normalisation (the order of the usual pipelines), so
+    that a network sees -mean / std in the border. Then (pixel / 255 - mean) / std per channel.
+
+    Cost: one gather from the padded uint8 images (kept on the device), a flip and two
+    elementwise passes a batch; no host synchronisation, no branch on a value.
+
+    Args:
+        split: images uint8 [N, C, H, W] and labels int64 [N]; batches live on their device.
+        batch_size: images in every batch; the N % batch_size left over are dropped, others each
+            epoch.
+        mean: per channel, of pixels / 255.
+        std: per channel, of pixels / 255.
+        augment: crop and flip.
+        seed: of the generator (on that device) behind every draw.
+        dtype: of the images given out.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        *,
+        batch_size: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        augment: bool = False,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if not 0 < batch_size <= len(split):
+            raise DecaylabError(
+                f"A batch of {batch_size} cannot be drawn from {len(split)} training images: "
+                f"choose a batch size between 1 and {len(split)}."
+            )
+        self.batch_size = batch_size
+        self.steps_per_epoch = len(split) // batch_size
+        self._images, self._labels = split.images, split.labels
+        self._normalise = _Normalise(split.images, mean, std, dtype)
+        self._generator = torch.Generator(split.images.device).manual_seed(seed)
+        self._before = self._generator.get_state()
+        self._epoch: _Epoch | None = None
+        self._crops: Tensor | None = None
+        if augment:
+            height, width = split.images.shape[2:]
+            padded = F.pad(split.images, (PADDING,) * 4)
+            # A view [N, 9, 9, C, H, W]: a crop is one index per image.
+            corners = padded.unfold(2, height, 1).unfold(3, width, 1)
+            self._crops = corners.permute(0, 2, 3, 1, 4, 5)
+
+    def begin_epoch(self) -> None:
+        """Draw the order, and with augmentation the crops and flips, of the whole next epoch."""
+        self._before = self._generator.get_state()
+        device, generator, total = self._images.device, self._generator, len(self._images)
+        order = torch.randperm(total, generator=generator, device=device)
+        if self._crops is None:
+            self._epoch = _Epoch(order)
+            return
+        corners = 2 * PADDING + 1
+        top, left = torch.randint(corners, (2, total), generator=generator, device=device)
+        flip = torch.randint(2, (total, 1, 1, 1), generator=generator, device=device) == 1
+        self._epoch = _Epoch(order, top, left, flip)
+
+    def batch(self, i: int) -> tuple[Tensor, Tensor]:
+        """Batch i of this epoch: images [B, C, H, W], normalised, and labels [B]. Draws nothing."""
+        epoch = self._epoch
+        if epoch is None:
+            raise DecaylabError("Call begin_epoch() before batch(): it draws what a batch holds.")
+        if not 0 <= i < self.steps_per_epoch:
+            raise IndexError(f"batch {i} of {self.steps_per_epoch}")
+        part = slice(i * self.batch_size, (i + 1) * self.batch_size)
+        chosen = epoch.order[part]
+        if self._crops is None or epoch.top is None or epoch.left is None or epoch.flip is None:
+            images = self._images[chosen]
+        else:
+            images = self._crops[chosen, epoch.top[part], epoch.left[part]]
+            images = torch.where(epoch.flip[part], images.flip(-1), images)
+        return self._normalise(images), self._labels[chosen]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The generator as it was before this epoch's draws (uint8, CPU).
+
+        After `load_state_dict`, `begin_epoch` draws this epoch again.
+        """
+        return {"generator": self._before.clone()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go back to where `state_dict` was taken; call `begin_epoch` next."""
+        self._generator.set_state(state["generator"].cpu())
+        self._before = self._generator.get_state()
+        self._epoch = None
+
+
+def evaluation_batches(
+    split: Split,
+    *,
+    batch_size: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """All images in order, normalised, with their labels; the last batch may be short.
+
+    >>> split = Split(torch.zeros(5, 1, 2, 2, dtype=torch.uint8), torch.arange(5))
+    >>> [len(y) for _, y in evaluation_batches(split, batch_size=2, mean=(0,), std=(1,))]
+    [2, 2, 1]
+    """
+    if batch_size < 1:
+        raise DecaylabError(f"A batch of {batch_size} images is none: choose 1 or more.")
+    normalise = _Normalise(split.images, mean, std, dtype)
+    for start in range(0, len(split), batch_size):
+        part = slice(start, start + batch_size)
+        yield normalise(split.images[part]), split.labels[part]
+
+
+class _Normalise:
+    """(pixel / 255 - mean) / std as one multiplication and one addition per pixel."""
+
+    def __init__(
+        self, images: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype
+    ) -> None:
+        channels = images.shape[1]
+        if len(mean) != channels or len(std) != channels:
+            raise DecaylabError(
+                f"Images of {channels} channels need as many means and stds, not {len(mean)} and "
+                f"{len(std)}."
+            )
+        # In double precision first, so that only the result is rounded.
+        scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
+        shift = -torch.tensor(mean, dtype=torch.float64) * 255 * scale
+        self._scale = scale.view(-1, 1, 1).to(images.device, dtype)
+        self._shift = shift.view(-1, 1, 1).to(images.device, dtype)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return torch.addcmul(self._shift, images.to(self._scale.dtype), self._scale)

@@ -1,0 +1,208 @@
+"""The file formats: MNIST's idx, CIFAR's binary records, and Hugging Face's parquet layout.
+
+Each reader turns files into `Part`s and knows nothing of how many images there should be; a file
+that breaks its own format gets a `DecaylabError` that names it. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import struct
+import tarfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from decaylab.data.facts import Part
+from decaylab.errors import DecaylabError
+
+IMAGE_COLUMNS = ("img", "image")
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """An array of unsigned bytes in idx format, gzipped if the name ends in .gz.
+
+    Layout, big-endian: 0 0 8 d, then d sizes of 4 bytes, then the bytes, last axis fastest.
+    """
+    data = _unzipped(path) if path.suffix == ".gz" else _bytes(path)
+    if len(data) < 4 or data[:3] != b"\0\0\x08":
+        raise DecaylabError(
+            f"{path} is not an idx file of unsigned bytes (it begins with "
+            f"{data[:4].hex(' ') or 'nothing'}, not 00 00 08): replace it."
+        )
+    start = 4 + 4 * data[3]
+    if len(data) < start:
+        raise DecaylabError(f"{path} is truncated: it ends inside its header; replace it.")
+    shape = struct.unpack(f">{data[3]}I", data[4:start])
+    expected = int(np.prod(shape, dtype=object)) if shape else 1
+    if len(data) - start != expected:
+        raise DecaylabError(
+            f"{path} is truncated or corrupt: its header says {expected} bytes "
+            f"({'x'.join(map(str, shape))}) and {len(data) - start} follow; replace it."
+        )
+    return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
+
+
+def read_mnist(images_path: Path, labels_path: Path) -> Part:
+    """One split of MNIST from its two idx files: images [N, 1, H, W] and labels [N]."""
+    images, labels = read_idx(images_path), read_idx(labels_path)
+    if images.ndim != 3:
+        raise DecaylabError(f"{images_path} has {images.ndim} axes, images have 3: replace it.")
+    if labels.ndim != 1:
+        raise DecaylabError(f"{labels_path} has {labels.ndim} axes, labels have 1: replace it.")
+    if len(images) != len(labels):
+        raise DecaylabError(
+            f"{images_path} holds {len(images)} images and {labels_path} {len(labels)} labels: "
+            f"they do not belong together; replace them."
+        )
+    return Part(images_path, images[:, None], labels)
+
+
+def read_cifar_records(path: Path, data: bytes, label_bytes: int) -> Part:
+    """Records of CIFAR's binary version: labels, then 3x32x32 bytes, channel by channel.
+
+    CIFAR-10 has one label byte, CIFAR-100 two (coarse, fine); the last one is the label.
+    """
+    size = label_bytes + 3 * 32 * 32
+    if not data or len(data) % size:
+        other = 3 - label_bytes
+        hint = ""
+        if data and len(data) % (other + 3 * 32 * 32) == 0:
+            hint = f" (it is one of CIFAR-{'10' if other == 1 else '100'}'s records)"
+        raise DecaylabError(
+            f"{path} is truncated or of another data set: {len(data)} bytes are no whole number "
+            f"of records of {size}{hint}; replace it."
+        )
+    records = np.frombuffer(data, np.uint8).reshape(-1, size)
+    return Part(path, records[:, label_bytes:].reshape(-1, 3, 32, 32), records[:, label_bytes - 1])
+
+
+def read_cifar_folder(folder: Path, names: Sequence[str], label_bytes: int) -> list[Part]:
+    """The binary files `names` of an unpacked CIFAR archive, one part per file."""
+    return [read_cifar_records(folder / name, _bytes(folder / name), label_bytes) for name in names]
+
+
+def read_cifar_archive(path: Path, names: Sequence[str], label_bytes: int) -> list[Part]:
+    """The same from the archive (tar.gz) itself, read in memory: nothing is unpacked to disk."""
+    found: dict[str, bytes] = {}
+    seen: list[str] = []
+    try:
+        with tarfile.open(path, "r:gz") as archive:
+            for member in archive:
+                name = PurePosixPath(member.name).name
+                stream = archive.extractfile(member) if member.isfile() else None
+                if stream is None:
+                    continue
+                seen.append(name)
+                if name in names:
+                    found[name] = stream.read()
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise DecaylabError(
+            f"{path} is truncated or corrupt ({_reason(error)}): replace it."
+        ) from error
+    missing = [name for name in names if name not in found]
+    if missing:
+        if missing[0].removesuffix(".bin") in seen:
+            raise DecaylabError(pickle_refusal(path, label_bytes))
+        raise DecaylabError(
+            f"{path} holds no {missing[0]} but {', '.join(seen[:8]) or 'nothing'}: it is not the "
+            f"binary archive of this data set; replace it."
+        )
+    return [read_cifar_records(path / name, found[name], label_bytes) for name in names]
+
+
+def pickle_refusal(path: Path, label_bytes: int) -> str:
+    """The sentence for CIFAR's python archive; the binary one has the same images."""
+    number = "10" if label_bytes == 1 else "100"
+    return (
+        f"{path} is of CIFAR's python archive, a pickle, which can run any code and is never "
+        f"opened here: take cifar-{number}-binary.tar.gz in its place, for instance by "
+        f"`decaylab data fetch cifar{number}`."
+    )
+
+
+def read_parquet(path: Path, shape: tuple[int, int, int], label_column: str) -> Part:
+    """One shard of Hugging Face's layout: `img` or `image` (struct<bytes, path>) and labels.
+
+    The bytes may be any image format that pillow reads; they are converted to RGB, or to grey
+    where `shape` (C, H, W) has one channel. About 0.1 ms an image (WebP, PNG).
+    """
+    parquet = _module("pyarrow.parquet")
+    pyarrow = _module("pyarrow")
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            image_column = next((name for name in IMAGE_COLUMNS if name in names), None)
+            if image_column is None or label_column not in names:
+                wanted = "img" if image_column is None else label_column
+                raise DecaylabError(
+                    f"{path} has the columns {', '.join(names)} and no {wanted!r}: it is of "
+                    f"another data set or layout; replace it."
+                )
+            table = file.read(columns=[image_column, label_column])
+        encoded = table[image_column].combine_chunks().field("bytes").to_pylist()
+        labels = np.array(table[label_column].to_pylist(), dtype=np.int64)
+    except (pyarrow.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        raise DecaylabError(
+            f"{path} is truncated, corrupt or no parquet file of images ({_reason(error)}): "
+            f"replace it."
+        ) from error
+    images = np.empty((len(encoded), *shape), np.uint8)
+    for index, data in enumerate(encoded):
+        images[index] = _decoded(path, index, data, shape)
+    return Part(path, images, labels)
+
+
+def _decoded(path: Path, index: int, data: Any, shape: tuple[int, int, int]) -> np.ndarray:
+    pillow = _module("PIL.Image")
+    mode = "L" if shape[0] == 1 else "RGB"
+    try:
+        # The size is compared before the pixels are decoded, so that a huge image costs nothing.
+        with pillow.open(io.BytesIO(data)) as image:
+            if image.size != (shape[2], shape[1]):
+                raise ValueError(f"{image.width}x{image.height}, not {shape[2]}x{shape[1]}")
+            pixels = np.asarray(image if image.mode == mode else image.convert(mode))
+    except (OSError, SyntaxError, TypeError, ValueError) as error:
+        raise DecaylabError(
+            f"{path}: image {index} cannot be read ({_reason(error)}); replace the file."
+        ) from error
+    return pixels[None] if shape[0] == 1 else pixels.transpose(2, 0, 1)
+
+
+def _module(name: str) -> ModuleType:
+    """Import pyarrow or pillow when a parquet file is met: they are an extra."""
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise DecaylabError(
+            f"Reading parquet files needs {name.split('.')[0]}: pip install 'decaylab[data]'."
+        ) from error
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DecaylabError(f"{path} cannot be read ({_reason(error)}).") from error
+
+
+def _unzipped(path: Path) -> bytes:
+    try:
+        return gzip.decompress(_bytes(path))
+    except (EOFError, zlib.error, OSError) as error:
+        raise DecaylabError(
+            f"{path} is truncated or corrupt ({_reason(error)}): replace it."
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error's own words, for use inside one sentence."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".")
