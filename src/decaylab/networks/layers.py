@@ -1,0 +1,71 @@
+"""The pieces that all networks share: a layer with its normalisation, widths, initial weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+
+from decaylab.errors import DecaylabError
+
+BATCH_NORM_EPS = 1e-3
+BATCH_NORM_MOMENTUM = 0.01  # torch's convention; a running average of 0.99 in the usual one
+
+
+@dataclass(frozen=True)
+class Style:
+    """What every layer of a network has in common: batch normalisation, its eps, a bias."""
+
+    batch_norm: bool = True
+    bias: bool = True
+    eps: float = BATCH_NORM_EPS
+
+    def conv(
+        self, in_channels: int, out_channels: int, size: int, stride: int = 1
+    ) -> nn.Sequential:
+        """A convolution that keeps the image size at stride 1, then batch normalisation if any."""
+        conv = nn.Conv2d(
+            in_channels, out_channels, size, stride=stride, padding=size // 2, bias=self.bias
+        )
+        if not self.batch_norm:
+            return nn.Sequential(conv)
+        norm = nn.BatchNorm2d(
+            out_channels, eps=self.eps, momentum=BATCH_NORM_MOMENTUM, affine=False
+        )
+        return nn.Sequential(conv, norm)
+
+    def linear(self, in_features: int, out_features: int) -> nn.Sequential:
+        """A linear layer, then batch normalisation if any."""
+        linear = nn.Linear(in_features, out_features, bias=self.bias)
+        if not self.batch_norm:
+            return nn.Sequential(linear)
+        norm = nn.BatchNorm1d(
+            out_features, eps=self.eps, momentum=BATCH_NORM_MOMENTUM, affine=False
+        )
+        return nn.Sequential(linear, norm)
+
+
+def scaled(channels: int, width: float) -> int:
+    """Channels at a width factor: rounded, and never below one.
+
+    >>> scaled(64, 1 / 8), scaled(64, 1.0), scaled(4, 0.01)
+    (8, 64, 1)
+    """
+    if not (math.isfinite(width) and width > 0):
+        raise DecaylabError(f"width must be a positive number, not {width}: try 1.0 or 0.125")
+    return max(1, round(channels * width))
+
+
+def initialize_(model: nn.Module) -> nn.Module:
+    """Draw all conv and linear weights Glorot-uniform and set their biases to zero, in place.
+
+    W ~ U(-b, b) with b = sqrt(6 / (fan_in + fan_out)); a fan counts channels times kernel area.
+    Draws from torch's global generator: call `torch.manual_seed` first. Other layers stay.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return model
