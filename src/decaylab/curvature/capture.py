@@ -1,0 +1,219 @@
+"""What layers see and send back, observed through hooks in an unchanged training loop.
+
+On a refresh, a forward hook on each covered layer keeps its input and the gradient edge of its output (not the output: an
+in-place ReLU behind the layer would overwrite it). A hook on the model takes the logits and back-propagates curvature
+vectors through the same graph: one forward, one extra backward per vector. Parameter gradients are not computed in it.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+
+@dataclass
+class Call:
+    """One call of a covered layer: its input, its output's edge, and the rows of logits behind it."""
+
+    name: str
+    inputs: Tensor
+    edge: GradientEdge
+    rows: Tensor | float = 0.0
+
+
+class _Hook:
+    """A hook that does not keep its owner alive, and is inert in a copied or saved model."""
+
+    def __init__(self, owner: "Capture | None", method: str, name: str = "") -> None:
+        self._owner = weakref.ref(owner) if owner is not None else None
+        self._method, self._name = method, name
+
+    def __call__(self, module: nn.Module, *event: Any) -> None:
+        if torch.compiler.is_compiling() or self._owner is None:
+            return
+        owner = self._owner()
+        if owner is not None:
+            getattr(owner, self._method)(self._name, *event)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Hook, (None, self._method, self._name))
+
+    def __deepcopy__(self, memo: Any) -> "_Hook":
+        return _Hook(None, self._method, self._name)
+
+
+class Capture:
+    """Hooks on a model and its covered layers.
+
+    Args:
+        model: the model, or what `torch.compile` made of it (a refresh then runs the eager module).
+        layers: covered layers by name.
+        due: whether a refresh is due now.
+        on_output: called with the model's output after each observed forward pass.
+        on_gradient: if given, called with (call, gradient) when the loss's own backward pass reaches a layer's output.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: dict[str, nn.Module],
+        due: Callable[[], bool],
+        on_output: Callable[[Any], None],
+        on_gradient: Callable[[Call, Tensor], None] | None = None,
+    ) -> None:
+        self.model = eager_module(model)
+        self.calls: list[Call] = []
+        self.without_grad: set[str] = set()
+        self._due, self._on_output, self._on_gradient = due, on_output, on_gradient
+        self._pauses = 0
+        self._inside = False
+        self._handles = [
+            self.model.register_forward_pre_hook(_Hook(self, "_begin")),
+            *(
+                layer.register_forward_hook(_Hook(self, "_layer", name), with_kwargs=True)
+                for name, layer in layers.items()
+            ),
+            self.model.register_forward_hook(_Hook(self, "_end")),
+        ]
+        self._undo_dispatch = _run_eagerly_when(model, self.acts)
+
+    def acts(self) -> bool:
+        """Whether a forward pass is observed now: training, with grad, a refresh due, outside torch.func and backward.
+
+        Inside a backward pass a forward is activation checkpointing's recomputation, which has been observed before.
+        """
+        return (
+            self._pauses == 0
+            and torch.is_grad_enabled()
+            and self.model.training
+            and self._due()
+            and not torch._C._are_functorch_transforms_active()
+            and torch._C._current_graph_task_id() == -1
+        )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Silence the hooks."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+    def take(self) -> list[Call]:
+        """Hand over the calls observed since the last time."""
+        calls, self.calls = self.calls, []
+        return calls
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._undo_dispatch()
+        self.calls.clear()
+
+    def _begin(self, _: str, *event: Any) -> None:
+        self._inside = self.acts()
+        if self._inside:
+            self.calls.clear()
+            self.without_grad.clear()
+
+    def _layer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._inside and not torch.is_grad_enabled() and self._pauses == 0:
+            self.without_grad.add(name)
+        if not self.acts() or not output.requires_grad:
+            return
+        inputs = args[0] if args else kwargs["input"]
+        call = Call(name, inputs.detach(), get_gradient_edge(output))
+        self.calls.append(call)
+        if self._on_gradient is not None:
+            output.register_hook(_Gradient(self._on_gradient, call))
+
+    def _end(self, _: str, args: tuple[Any, ...], output: Any) -> None:
+        inside, self._inside = self._inside, False
+        if inside and self.acts():
+            self._on_output(output)
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """Reports a gradient with the call it belongs to."""
+
+    report: Callable[[Call, Tensor], None]
+    call: Call
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.report(self.call, gradient)
+
+
+def back_propagate(
+    logits: list[Tensor], vectors: list[Tensor], calls: list[Call]
+) -> list[Tensor | None]:
+    """The gradients of sum(vector * logits) at each call's output; None where the logits do not depend on it."""
+    with torch.autocast(logits[0].device.type, enabled=False):
+        return list(
+            torch.autograd.grad(
+                logits,
+                [call.edge for call in calls],
+                vectors,
+                retain_graph=True,
+                allow_unused=True,
+            )
+        )
+
+
+def reentrant_checkpoint_behind(tensor: Tensor) -> bool:
+    """Whether the graph of `tensor` holds a reentrant activation checkpoint, which hides its layers from autograd."""
+    seen: set[Node] = set()
+    nodes = [tensor.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if "CheckpointFunction" in node.name():
+            return True
+        seen.add(node)
+        nodes.extend(parent for parent, _ in node.next_functions)
+    return False
+
+
+def eager_module(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile(model)` wraps; any other model as it is."""
+    return getattr(model, "_orig_mod", model)
+
+
+@contextmanager
+def frozen_batch_norm(model: nn.Module) -> Iterator[None]:
+    """Batch norm in train mode without a trace: the running statistics are not updated in here."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    try:
+        for norm in norms:
+            norm.momentum, norm.num_batches_tracked = 0.0, None
+        yield
+    finally:
+        for norm, (momentum, batches) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, batches
+
+
+def _run_eagerly_when(model: nn.Module, condition: Callable[[], bool]) -> Callable[[], None]:
+    """Send calls of a compiled model to its eager module while `condition()`; returns what undoes it."""
+    eager = eager_module(model)
+    if eager is not model:
+        holder, attribute, eager_call = model, "forward", eager.__call__
+    elif getattr(model, "_compiled_call_impl", None) is not None:
+        holder, attribute, eager_call = model, "_compiled_call_impl", model._call_impl
+    else:
+        return lambda: None
+    compiled_call = getattr(holder, attribute)
+
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        return (eager_call if condition() else compiled_call)(*args, **kwargs)
+
+    setattr(holder, attribute, dispatch)
+    return lambda: setattr(holder, attribute, compiled_call)

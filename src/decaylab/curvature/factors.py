@@ -1,0 +1,212 @@
+"""Kronecker factors A and S of layer blocks: sums over a refresh, running averages, damped inverses, preconditioning.
+
+Scaling, for a loss averaged over the rows of the logits (recipe line 6):
+
+    A = mean over examples and positions of a a'        T = positions / rows of the logits
+    S = mean over examples and positions of g g'        block = T A (x) S = A (x) G,  G = sum over positions of g g' / rows
+
+g is the gradient of one row's (not averaged) loss. G is what is stored: T enters it by itself, for convolutions, sequences and
+layers that are called several times alike. Blocks of one shape are stacked, so that each operation runs once per shape.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decaylab.curvature.inverses import damped_inverse, factored_damping
+from decaylab.curvature.layers import (
+    Layer,
+    Sharing,
+    gradient_rows,
+    groups_of,
+    input_moment,
+    input_rows,
+    input_squares,
+)
+
+
+@dataclass(frozen=True)
+class KroneckerFactors:
+    """The factors of one layer: its block of the curvature is T * A (x) S.
+
+    `A` [in (+1), in (+1)] is in the order of `weight.flatten(1)` with the bias last, `S` [out, out] by output channel;
+    with a leading axis of groups where the layer has more than one. A side longer than `max_factor_dim` is its diagonal
+    only, and is returned as that diagonal matrix's vector. `T` is a scalar tensor.
+    """
+
+    A: Tensor
+    S: Tensor
+    T: Tensor
+
+
+class Shape(NamedTuple):
+    """What blocks must share to be stacked: lengths of the two sides, and which of them are diagonal."""
+
+    input_dim: int
+    output_dim: int
+    input_diagonal: bool
+    output_diagonal: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer's place among the blocks: which of its parameters are trained, and its shape."""
+
+    name: str
+    layer: Layer
+    weight: bool
+    bias: bool
+    shape: Shape
+
+    @staticmethod
+    def of(name: str, layer: Layer, *, weight: bool, bias: bool, max_factor_dim: int) -> "Block":
+        """The block of a layer whose weight and/or bias is trained."""
+        groups = groups_of(layer)
+        fan_in = layer.weight[0].numel() * weight + bias
+        fan_out = layer.weight.shape[0] // groups
+        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+        shape = Shape(fan_in, fan_out, fan_in > max_factor_dim, fan_out > max_factor_dim, dtype)
+        return Block(name, layer, weight, bias, shape)
+
+    @property
+    def groups(self) -> int:
+        """Number of stacked entries: one per group of a convolution."""
+        return groups_of(self.layer)
+
+
+@dataclass
+class Sums:
+    """What one layer has shown since the last refresh: sums, with their counts, so that passes (and ranks) add up."""
+
+    A: Tensor | None = None
+    G: Tensor | None = None
+    positions: Tensor | float = 0.0
+    rows: Tensor | float = 0.0
+
+    def add_inputs(
+        self, block: Block, inputs: Tensor, sharing: Sharing, mask: Tensor | None
+    ) -> None:
+        """Add sum of a a' over the rows of one call."""
+        rows, count = input_rows(block.layer, inputs.to(block.shape.dtype), sharing, mask)
+        moment = input_squares if block.shape.input_diagonal else input_moment
+        total = moment(rows, count, weight=block.weight, bias=block.bias)
+        self.A = total if self.A is None else self.A.add_(total)
+        self.positions = self.positions + count
+
+    def add_gradients(
+        self, block: Block, gradient: Tensor, sharing: Sharing, scale: Tensor | float
+    ) -> None:
+        """Add scale * sum of g g' over the rows of one call."""
+        rows = gradient_rows(block.layer, gradient.to(block.shape.dtype), sharing)
+        if block.shape.output_diagonal:
+            total = rows.square().sum(1)
+        else:
+            total = torch.bmm(rows.mT, rows)
+        total.mul_(scale)
+        self.G = total if self.G is None else self.G.add_(total)
+
+    def add_rows(self, rows: Tensor | float) -> None:
+        """Count the rows of logits that the gradients came from."""
+        self.rows = self.rows + rows
+
+
+@dataclass
+class Bank:
+    """All blocks of one shape, stacked: A [n, a, a], G [n, g, g] (or diagonals [n, a], [n, g]), and their inverses.
+
+    Buffers are allocated once and written in place. `ready` says which blocks have a factor; until then the inverse is
+    zero, so that a layer that was never seen is not moved. `boost` multiplies the damping of blocks whose last Cholesky
+    factorisation failed.
+    """
+
+    shape: Shape
+    device: torch.device
+    slices: dict[str, slice] = field(default_factory=dict)
+    count: int = 0
+
+    def add(self, block: Block) -> None:
+        """Give a block its entries; before `allocate`."""
+        self.slices[block.name] = slice(self.count, self.count + block.groups)
+        self.count += block.groups
+
+    def allocate(self) -> None:
+        """Make the buffers, zero: nothing is known, nothing is moved."""
+        n, (a, g) = self.count, self.shape[:2]
+
+        def zeros(*size: int, dtype: torch.dtype = self.shape.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=self.device)
+
+        self.A, self.A_inverse = (
+            zeros(n, a) if self.shape.input_diagonal else zeros(n, a, a) for _ in range(2)
+        )
+        self.G, self.G_inverse = (
+            zeros(n, g) if self.shape.output_diagonal else zeros(n, g, g) for _ in range(2)
+        )
+        self.gradient, self.step = zeros(n, g, a), zeros(n, g, a)
+        self.T, self.boost, self.failures = zeros(n), zeros(n) + 1, zeros(n, dtype=torch.int64)
+        self.ready = zeros(n, dtype=torch.bool)
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors that outlive a step."""
+        names = ("A", "G", "A_inverse", "G_inverse", "T", "boost", "failures", "ready")
+        return {name: getattr(self, name) for name in names}
+
+    def update(self, name: str, sums: Sums, factor_decay: float) -> None:
+        """Fold a refresh into the running averages: F <- decay F + (1 - decay) mean; the first one sets them.
+
+        A mean that is not finite is left out, on the device.
+        """
+        assert sums.A is not None and sums.G is not None
+        here = self.slices[name]
+        A, G = sums.A / sums.positions, sums.G / sums.rows
+        T = torch.ones_like(self.T[here]) * (sums.positions / sums.rows)
+        sound = A.isfinite().flatten(1).all(1) & G.isfinite().flatten(1).all(1)
+        keep = torch.where(self.ready[here], factor_decay, 0.0).to(self.shape.dtype)
+        keep = torch.where(sound, keep, 1.0)
+        for average, mean in ((self.A[here], A), (self.G[here], G), (self.T[here], T)):
+            entries = (-1,) + (1,) * (mean.dim() - 1)
+            mean.masked_fill_(~sound.view(entries), 0.0)
+            average.mul_(keep.view(entries)).add_(mean.mul_((1 - keep).view(entries)))
+        self.ready[here] |= sound
+
+    def forget(self) -> None:
+        """Let the next `update` set the factors instead of averaging into them."""
+        self.ready.zero_()
+
+    def invert(self, damping: Tensor) -> None:
+        """Invert every ready block with its `damping` [n] times its boost.
+
+        Where it fails the old inverse stays and the boost doubles for the next try; where it works the boost halves
+        towards 1.
+        """
+        boosted = damping * self.boost
+        extra_A, extra_G = factored_damping(self.A, self.G, boosted)
+        A_inverse, A_sound = damped_inverse(self.A, extra_A)
+        G_inverse, G_sound = damped_inverse(self.G, extra_G)
+        sound = A_sound & G_sound & self.ready
+        failed = self.ready & ~sound
+        for old, new in ((self.A_inverse, A_inverse), (self.G_inverse, G_inverse)):
+            old.copy_(torch.where(sound.view((-1,) + (1,) * (old.dim() - 1)), new, old))
+        self.boost.copy_(torch.where(failed, self.boost * 2, (self.boost / 2).clamp(min=1)))
+        self.failures += failed
+
+    def precondition(self) -> None:
+        """step <- G^-1 gradient A^-1, the inverse of A (x) G applied to each block's gradient [out, in (+1)]."""
+        if self.shape.input_diagonal:
+            half = self.gradient * self.A_inverse[:, None, :]
+        else:
+            half = torch.bmm(self.gradient, self.A_inverse)
+        if self.shape.output_diagonal:
+            torch.mul(half, self.G_inverse[:, :, None], out=self.step)
+        else:
+            torch.bmm(self.G_inverse, half, out=self.step)
+
+    def factors(self, name: str) -> KroneckerFactors:
+        """One layer's factors, copied."""
+        here = self.slices[name]
+        T = self.T[here][0].clone()
+        A, S = self.A[here].clone(), self.G[here] / T
+        return KroneckerFactors(A, S, T) if len(A) > 1 else KroneckerFactors(A[0], S[0], T)

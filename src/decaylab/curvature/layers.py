@@ -1,0 +1,140 @@
+"""Layers as matrix products: which vectors a weight multiplies, and what comes back for them.
+
+A Linear or convolution layer computes s = W a for many vectors a: one per example and output position. K-FAC needs those
+a (patches, for a convolution) and the gradients g at the matching s, as rows:
+
+    input rows     [groups, rows, in / groups]      in the order of `weight.flatten(1)`: (channel, kernel axes)
+    gradient rows  [groups, rows, out / groups]
+
+`expand` (Martens & Grosse 2015; Grosse & Martens 2016 for convolutions) makes a row of each example and position.
+`reduce` (Eschenhagen et al. 2023) makes one row of each example: a averaged, g summed over its positions.
+"""
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Sharing = Literal["expand", "reduce"]
+Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+LAYER_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def groups_of(layer: Layer) -> int:
+    """Number of independent blocks of the layer: a convolution's groups."""
+    return 1 if isinstance(layer, nn.Linear) else layer.groups
+
+
+def input_rows(
+    layer: Layer, inputs: Tensor, sharing: Sharing, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor | int]:
+    """The rows a of one call of `layer`, and how many count: [groups, rows, in / groups], number.
+
+    `mask` (1 for a row of the logits that counts) is applied to Linear layers whose leading axes are those of the mask:
+    a masked position is left out of the mean.
+    """
+    if isinstance(layer, nn.Linear):
+        vectors = _by_example(inputs)[None]
+    else:
+        vectors = patches(layer, inputs)
+    examples, positions = vectors.shape[1:3]
+    masked = mask is not None and isinstance(layer, nn.Linear) and mask.shape == inputs.shape[:-1]
+    if masked:
+        assert mask is not None
+        weights = mask.to(vectors.dtype).reshape(1, examples, positions, 1)
+        vectors = vectors * weights
+    if sharing == "reduce":
+        if masked:
+            kept = weights.sum(2)
+            return vectors.sum(2) / kept.clamp(min=1), kept.clamp(max=1).sum()
+        return vectors.mean(2), examples
+    count: Tensor | int = weights.sum() if masked else examples * positions
+    return vectors.flatten(1, 2), count
+
+
+def gradient_rows(layer: Layer, gradient: Tensor, sharing: Sharing) -> Tensor:
+    """The rows g of one call of `layer`, from the gradient at its output: [groups, rows, out / groups]."""
+    if isinstance(layer, nn.Linear):
+        vectors = _by_example(gradient)[None]
+    else:
+        spatial = len(layer.kernel_size)
+        if gradient.dim() == spatial + 1:
+            gradient = gradient[None]
+        split = gradient.flatten(2).unflatten(1, (layer.groups, -1))
+        vectors = split.permute(1, 0, 3, 2)
+    return vectors.sum(2) if sharing == "reduce" else vectors.flatten(1, 2)
+
+
+def patches(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor) -> Tensor:
+    """The patch under each output position of a convolution: [groups, examples, positions, in / groups].
+
+    A strided view of the padded input, copied once; any number of axes, stride, padding (numbers, 'same', 'valid', and every
+    padding mode), dilation, groups and memory format. The last axis runs over (channel, kernel axes).
+    """
+    axes = len(layer.kernel_size)
+    if inputs.dim() == axes + 1:
+        inputs = inputs[None]
+    margins = [m for before_after in reversed(_padding(layer)) for m in before_after]
+    if any(margins):
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        inputs = F.pad(inputs, margins, mode=mode)
+    examples, channels, *sizes = inputs.shape
+    per_group = channels // layer.groups
+    kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
+    outputs = [(sizes[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(axes)]
+    by_example, by_channel, *by_axis = inputs.stride()
+    view = inputs.as_strided(
+        (layer.groups, examples, *outputs, per_group, *kernel),
+        (
+            by_channel * per_group,
+            by_example,
+            *(by_axis[i] * stride[i] for i in range(axes)),
+            by_channel,
+            *(by_axis[i] * dilation[i] for i in range(axes)),
+        ),
+    )
+    return view.reshape(layer.groups, examples, math.prod(outputs), -1)
+
+
+def input_moment(rows: Tensor, count: Tensor | int, *, weight: bool, bias: bool) -> Tensor:
+    """Sum over rows of [a; 1] [a; 1]': [groups, dim, dim]. The 1 stands where a bias is trained, the a where a weight is."""
+    groups, _, width = rows.shape
+    dim = width * weight + bias
+    moment = rows.new_empty(groups, dim, dim)
+    if weight:
+        moment[:, :width, :width] = torch.bmm(rows.mT, rows)
+    if weight and bias:
+        total = rows.sum(1)
+        moment[:, :width, width] = total
+        moment[:, width, :width] = total
+    if bias:
+        moment[:, -1, -1] = count
+    return moment
+
+
+def input_squares(rows: Tensor, count: Tensor | int, *, weight: bool, bias: bool) -> Tensor:
+    """The diagonal of `input_moment`, for a side too long for a matrix: [groups, dim]."""
+    parts = [rows.square().sum(1)] if weight else []
+    if bias:
+        ones = torch.ones(rows.shape[0], 1, dtype=rows.dtype, device=rows.device)
+        parts.append(ones * count)
+    return torch.cat(parts, 1)
+
+
+def _by_example(tensor: Tensor) -> Tensor:
+    """[examples, ..., width] as [examples, positions, width]; a single vector is one example."""
+    if tensor.dim() == 1:
+        return tensor[None, None]
+    return tensor.reshape(tensor.shape[0], -1, tensor.shape[-1])
+
+
+def _padding(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[tuple[int, int]]:
+    """Padding before and after each spatial axis; 'same' puts the odd one after, as torch does."""
+    if layer.padding == "valid":
+        return [(0, 0)] * len(layer.kernel_size)
+    if layer.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(p, p) for p in layer.padding if not isinstance(p, str)]

@@ -1,0 +1,235 @@
+"""Measuring Kronecker factors in a training loop: hooks capture, curvature vectors go back, sums add up.
+
+An observed forward pass costs one extra backward pass (`outputs="sampled"`) or one per class (`"exact"`). The empirical
+Fisher costs none: it listens to the loss's own backward pass.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from decaylab.curvature.capture import (
+    Call,
+    Capture,
+    back_propagate,
+    frozen_batch_norm,
+    reentrant_checkpoint_behind,
+)
+from decaylab.curvature.factors import Block, Sums
+from decaylab.curvature.layers import Sharing
+from decaylab.curvature.outputs import Curvature, Likelihood, check_names, exact, sampled
+from decaylab.errors import DecaylabError
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Which curvature is measured, and how.
+
+    Attributes:
+        curvature: Fisher (Eq. 2), Gauss-Newton (Eq. 3) or empirical Fisher.
+        likelihood: the predictive distribution behind the loss; the Gauss-Newton matrix ignores it.
+        outputs: "sampled", one random vector per row, or "exact", one backward pass per class.
+        scale: the curvature is multiplied by it; 2 is the published K-FAC-G.
+        reduction: how the loss adds up rows; only the empirical Fisher reads the loss.
+        sharing: "expand" or "reduce", for layers that meet several positions per example.
+        logits: "output": they are what the model returns; "observed": the loop hands them to `observe`.
+    """
+
+    curvature: Curvature = "fisher"
+    likelihood: Likelihood = "categorical"
+    outputs: Literal["sampled", "exact"] = "sampled"
+    scale: float = 1.0
+    reduction: Literal["mean", "sum"] = "mean"
+    sharing: Sharing = "expand"
+    logits: Literal["output", "observed"] = "output"
+
+    def __post_init__(self) -> None:
+        check_names(self.curvature, self.likelihood)
+        for name, known in (
+            ("outputs", ("sampled", "exact")),
+            ("reduction", ("mean", "sum")),
+            ("sharing", ("expand", "reduce")),
+            ("logits", ("output", "observed")),
+        ):
+            if getattr(self, name) not in known:
+                raise DecaylabError(
+                    f"unknown {name} {getattr(self, name)!r}: use one of {', '.join(known)}"
+                )
+        if not self.scale > 0:
+            raise DecaylabError(f"curvature_scale is {self.scale}: it must be positive")
+
+
+class Observer:
+    """Sums of curvature statistics per layer, gathered from forward passes that are due."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: dict[str, Block],
+        measure: Measure,
+        due: Callable[[], bool],
+        generator: torch.Generator,
+    ) -> None:
+        self.measure = measure
+        self.sums: dict[str, Sums] = {}
+        self.generator = generator
+        self._blocks = blocks
+        self._classes: tuple[int, ...] | None = None
+        empirical = measure.curvature == "empirical-fisher"
+        self.capture = Capture(
+            model,
+            {name: block.layer for name, block in blocks.items()},
+            due,
+            self._model_returned,
+            self._loss_gradient if empirical else None,
+        )
+
+    def take(self) -> dict[str, Sums]:
+        """Hand over what was summed; complain about passes whose logits were never seen."""
+        pending = self.capture.take()
+        sums, self.sums = self.sums, {}
+        if pending and not sums:
+            raise DecaylabError(
+                "a refresh was due, but the model did not return logits as one tensor [..., C]: "
+                "call opt.observe(logits) after the forward pass"
+            )
+        return sums
+
+    def observe(self, logits: Tensor | Sequence[Tensor], mask: Tensor | None = None) -> None:
+        """Back-propagate curvature vectors from `logits` [..., C], or from those of several heads.
+
+        Does nothing when no refresh is due. `mask` (the shape of the rows, true for those that count) leaves out padded
+        rows. Several heads stand for losses that are added.
+        """
+        if not self.capture.acts():
+            return
+        heads = [logits] if isinstance(logits, Tensor) else list(logits)
+        self._check(heads, mask)
+        calls = self.capture.take()
+        if not calls:
+            if mask is None and self.measure.logits == "output":
+                return  # the model's own output, seen already
+            raise DecaylabError(
+                "opt.observe(logits) found nothing to observe: call it once, right after the forward pass, "
+                "with logits='observed' given to KFAC where the model itself returns a tensor"
+            )
+        self._refuse_reentrant_checkpoints(heads[0])
+        rows = _rows(heads[0], mask)
+        if self.measure.curvature == "empirical-fisher":
+            for call in calls:  # the sums are added in the loss's backward pass
+                call.rows = rows
+            for name in {call.name for call in calls}:
+                self.sums.setdefault(name, Sums()).add_rows(rows)
+            return
+        with torch.no_grad():
+            self._add(heads, calls, rows, mask)
+
+    def _model_returned(self, output: Any) -> None:
+        if self.measure.logits == "output" and isinstance(output, Tensor):
+            self.observe(output)
+
+    def _add(
+        self, heads: list[Tensor], calls: list[Call], rows: Tensor | float, mask: Tensor | None
+    ) -> None:
+        reached: dict[int, None] = {}
+        for vectors in self._vectors(heads, rows, mask):
+            with torch.enable_grad(), frozen_batch_norm(self.capture.model):
+                gradients = back_propagate(heads, vectors, calls)
+            for i, (call, gradient) in enumerate(zip(calls, gradients, strict=True)):
+                if gradient is not None:
+                    reached[i] = None
+                    self._sums(call).add_gradients(
+                        self._blocks[call.name], gradient, self.measure.sharing, self.measure.scale
+                    )
+        if not reached:
+            raise DecaylabError(
+                "the logits do not depend on the last forward pass of any covered layer: "
+                "call opt.observe(logits) right after the forward pass that made them"
+            )
+        for i in reached:
+            block = self._blocks[calls[i].name]
+            self._sums(calls[i]).add_inputs(block, calls[i].inputs, self.measure.sharing, mask)
+        for name in {calls[i].name for i in reached}:
+            self.sums[name].add_rows(rows)
+
+    def _vectors(
+        self, heads: list[Tensor], rows: Tensor | float, mask: Tensor | None
+    ) -> Iterator[list[Tensor]]:
+        """One list of vectors, a head each, per backward pass."""
+        kind = (self.measure.curvature, self.measure.likelihood)
+
+        def weighted(head: Tensor, vector: Tensor) -> Tensor:
+            # each head's loss is averaged over its own rows, G over those of the first
+            own = _rows(head, mask)
+            vector = vector if head is heads[0] else vector * (rows / own) ** 0.5
+            return vector if mask is None else vector * mask.to(vector.dtype)[..., None]
+
+        if self.measure.outputs == "sampled":
+            yield [weighted(head, sampled(head, *kind, self.generator)) for head in heads]
+            return
+        for head in heads:
+            for vector in exact(head, *kind):
+                yield [
+                    weighted(other, vector if other is head else torch.zeros_like(other))
+                    for other in heads
+                ]
+
+    def _loss_gradient(self, call: Call, gradient: Tensor) -> None:
+        """Empirical Fisher: the gradient of the loss at a layer's output. A mean loss has divided it by the rows."""
+        if call.name not in self.sums:
+            return  # a second backward pass, after the step that used the sums
+        block, sums = self._blocks[call.name], self._sums(call)
+        per_row = call.rows**2 if self.measure.reduction == "mean" else 1.0
+        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+            sums.add_inputs(block, call.inputs, self.measure.sharing, None)
+            sums.add_gradients(block, gradient, self.measure.sharing, per_row * self.measure.scale)
+
+    def _sums(self, call: Call) -> Sums:
+        return self.sums.setdefault(call.name, Sums())
+
+    def _check(self, heads: list[Tensor], mask: Tensor | None) -> None:
+        for head in heads:
+            if not isinstance(head, Tensor) or head.dim() < 2 or not head.is_floating_point():
+                what = list(head.shape) if isinstance(head, Tensor) else type(head).__name__
+                raise DecaylabError(
+                    f"K-FAC needs logits of shape [..., C] and got {what}: "
+                    "pass them with opt.observe(logits) and logits='observed'"
+                )
+            if not head.requires_grad:
+                raise DecaylabError("the logits have no graph: call opt.observe before detaching them")
+        classes = tuple(head.shape[-1] for head in heads)
+        if self._classes is not None and classes != self._classes:
+            raise DecaylabError(
+                f"the class axis of the logits was {self._classes} long and is now {classes}: "
+                "put the classes last, and keep their number"
+            )
+        self._classes = classes
+        measure = self.measure
+        if (measure.curvature, measure.likelihood) == ("fisher", "categorical") and 1 in classes:
+            raise DecaylabError(
+                "a categorical likelihood over one class has no curvature: "
+                "use likelihood='bernoulli' or 'gaussian'"
+            )
+        if mask is not None and mask.shape != heads[0].shape[:-1]:
+            raise DecaylabError(
+                f"the mask has shape {list(mask.shape)} and the rows of the logits "
+                f"{list(heads[0].shape[:-1])}: give one entry per row"
+            )
+
+    def _refuse_reentrant_checkpoints(self, logits: Tensor) -> None:
+        hidden = self.capture.without_grad
+        if hidden and reentrant_checkpoint_behind(logits):
+            raise DecaylabError(
+                f"layer {min(hidden)!r} runs under reentrant activation checkpointing, which hides it from K-FAC: "
+                "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+
+
+def _rows(logits: Tensor, mask: Tensor | None) -> Tensor | float:
+    """How many rows of the logits count."""
+    if mask is not None:
+        return mask.sum().to(torch.promote_types(logits.dtype, torch.float32)).clamp(min=1)
+    return float(logits[..., 0].numel())

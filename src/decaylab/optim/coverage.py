@@ -1,0 +1,151 @@
+"""Which parameters K-FAC preconditions, layer by layer, and who steps the others."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from decaylab.curvature.factors import Block
+from decaylab.curvature.layers import LAYER_TYPES
+from decaylab.errors import DecaylabError
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Where one parameter's step comes from.
+
+    Attributes:
+        block: the layer whose Kronecker-factored block it is in, or None.
+        method: "kfac", or the first-order method that steps it: "adam" or "sgd".
+        reason: in words.
+    """
+
+    block: str | None
+    method: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The blocks by layer name, the coverage by parameter name, and the param groups by method."""
+
+    blocks: dict[str, Block]
+    coverage: dict[str, Coverage]
+    groups: list[dict[str, Any]]
+
+
+def plan(
+    model: nn.Module,
+    params: Iterable[Any] | None,
+    *,
+    exclude: Iterable[str],
+    max_factor_dim: int,
+    others: dict[str, Any],
+) -> Plan:
+    """Sort a model's parameters into blocks and others, and split each param group accordingly.
+
+    `params` is what torch's optimizers take (parameters, named ones, or dicts); None is every parameter. A group with both
+    kinds becomes two; `others` holds the options of the groups that first-order steps serve.
+    """
+    groups = _as_groups(model.parameters() if params is None else params)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    chosen = [p for group in groups for p in group["params"]]
+    strangers = sum(p not in names for p in chosen)
+    if strangers:
+        raise DecaylabError(
+            f"{strangers} of the given parameters do not belong to the model: "
+            "give KFAC the model that owns them, or step them with an optimizer of their own"
+        )
+    layers = dict(model.named_modules())
+    unknown = sorted(set(exclude) - set(layers))
+    if unknown:
+        raise DecaylabError(f"exclude names no layer of the model: {', '.join(unknown)}")
+    owners = _owners(model)
+    blocks, coverage = {}, {}
+    for parameter in chosen:
+        home, attribute = owners[parameter][0]
+        reason = _why_not(layers[home], home, attribute, parameter, owners[parameter], exclude)
+        if reason is not None:
+            method = others["method"]
+            coverage[names[parameter]] = Coverage(None, method, reason)
+            continue
+        coverage[names[parameter]] = Coverage(home, "kfac", type(layers[home]).__name__)
+    for name in dict.fromkeys(c.block for c in coverage.values() if c.block is not None):
+        layer: Any = layers[name]
+        own = {a for p in chosen for h, a in owners[p] if coverage[names[p]].block == name == h}
+        blocks[name] = Block.of(
+            name,
+            layer,
+            weight="weight" in own,
+            bias="bias" in own,
+            max_factor_dim=max_factor_dim,
+        )
+    if not blocks:
+        raise DecaylabError(
+            "K-FAC covers no layer of this model: it needs a trainable Linear or Conv1d/2d/3d layer; "
+            "use torch.optim for a model without one"
+        )
+    split = []
+    for group in groups:
+        covered = [p for p in group["params"] if coverage[names[p]].block is not None]
+        rest = [p for p in group["params"] if coverage[names[p]].block is None]
+        if covered:
+            split.append({**group, "params": covered, "method": "kfac"})
+        if rest:
+            lr = group.get("others_lr", others["lr"])
+            split.append({**group, **others, "lr": lr, "params": rest})
+    return Plan(blocks, coverage, split)
+
+
+def _why_not(
+    module: nn.Module,
+    name: str,
+    attribute: str,
+    parameter: Tensor,
+    owners: list[tuple[str, str]],
+    exclude: Iterable[str],
+) -> str | None:
+    """Why a parameter is in no block; None if it is in its layer's."""
+    if not parameter.requires_grad:
+        return "frozen when the optimizer was built"
+    if len(owners) > 1:
+        return f"tied: shared by {', '.join(f'{home}.{a}' for home, a in owners)}"
+    if name in exclude:
+        return "excluded by name"
+    if type(module) not in LAYER_TYPES:
+        for known in LAYER_TYPES:
+            if isinstance(module, known):
+                return f"{type(module).__name__} is a {known.__name__} with code of its own"
+        return f"{type(module).__name__} has no Kronecker-factored block"
+    if attribute not in ("weight", "bias"):
+        return f"{attribute!r} is no weight or bias of a {type(module).__name__}"
+    if not isinstance(module._parameters.get("weight"), Tensor):
+        return "its weight is computed (parametrized)"
+    return None
+
+
+def _owners(model: nn.Module) -> dict[Tensor, list[tuple[str, str]]]:
+    """For each parameter, the (module name, attribute) places it sits in; a module met twice counts once."""
+    owners: dict[Tensor, list[tuple[str, str]]] = {}
+    for name, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append((name, attribute))
+    return owners
+
+
+def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Param groups from whatever torch accepts, as dicts of their own with lists of parameters."""
+    given = list(params)
+    if not given:
+        raise DecaylabError("KFAC got an empty list of parameters")
+    if not isinstance(given[0], dict):
+        given = [{"params": given}]
+    groups = []
+    for group in given:
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        members = [p[1] if isinstance(p, tuple) else p for p in members]
+        groups.append({**group, "params": members})
+    return groups
