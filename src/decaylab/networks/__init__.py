@@ -60,8 +60,8 @@ def build(
     for what, value in (("classes", classes), ("channels", in_channels), ("size", image_size)):
         if value < 1:
             raise DecaylabError(f"a network needs at least one of its {what}, not {value}")
-    if batch_norm_eps < 0:
-        raise DecaylabError(f"batch_norm_eps must not be negative, and it is {batch_norm_eps}")
+    if not batch_norm_eps > 0:
+        raise DecaylabError(f"batch_norm_eps must be above zero, and it is {batch_norm_eps}")
     scaled(
         1, width
     )  # a wrong width is an error for every network, also for one without hidden layers

@@ -215,7 +215,7 @@ def invariance(model: nn.Module, inputs: Any) -> dict[str, float]:
 
     A small defect proves nothing where the output hardly depends on the layer at all: unused,
     zero, or one weak branch of many. Such a layer, whose removal (W_l = 0) changes the output by
-    less than twice what doubling does, gets `nan`, which is not below the threshold.
+    less than five times what doubling does, gets `nan`, which is not below the threshold.
 
     `inputs`: a tensor, a tuple of arguments or a mapping of keyword arguments; a batch of at least
     two under batch normalisation. Key: module name. Cost: one forward pass, and one per layer, two
@@ -237,7 +237,7 @@ def invariance(model: nn.Module, inputs: Any) -> dict[str, float]:
             defect = float(change / size)
             if defect < INVARIANCE_THRESHOLD:
                 removal = _distance(evaluate.scaled(layer.scaled, 0.0), reference)
-                weak = float(removal) < 2 * float(change) or float(removal) == 0.0
+                weak = float(removal) < 5 * float(change) or float(removal) == 0.0
                 defect = math.nan if weak else defect
             defects[name] = defect
     return defects

@@ -1,0 +1,310 @@
+"""Roles and scale invariance: exact where eps vanishes; odd models; the model is left alone."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+from decaylab.errors import DecaylabError
+from decaylab.networks import INVARIANCE_THRESHOLD, NETWORKS, build, invariance, roles
+
+IMAGES = {"mlp": 8, "vgg11": 32, "vgg13": 32, "vgg16": 32, "vgg19": 32}
+
+
+def images(name, batch=8, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(
+        batch, 3, IMAGES.get(name, 12), IMAGES.get(name, 12), generator=generator, dtype=dtype
+    )
+
+
+def network(name, **options):
+    torch.manual_seed(0)
+    model = build(name, classes=10, image_size=IMAGES.get(name, 12), width=1 / 16, **options)
+    for p in model.parameters():  # biases too: at zero they would hide a mistake
+        if p.ndim == 1:
+            nn.init.normal_(p, std=0.1)
+    return model.double()
+
+
+def by_role(found):
+    names = {}
+    for role in found.values():
+        names.setdefault(role.role, set()).add(role.parameter)
+    return names
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_batch_norm_with_next_to_no_eps_is_exactly_invariant(name):
+    model = network(name, batch_norm=True, batch_norm_eps=1e-300)
+    defects = invariance(model, images(name))
+    layers = {n for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+    assert defects.keys() == layers
+    assert defects.pop("head") == pytest.approx(1.0, abs=1e-12)  # weight and bias: f -> 2 f
+    assert max(defects.values()) < 1e-12
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("batch_norm", [True, False])
+def test_by_order_and_by_measurement_agree_on_our_networks(name, batch_norm):
+    model = network(name, batch_norm=batch_norm)
+    measured = roles(model, images(name))
+    assert measured == roles(model)
+    expected = "invariant" if batch_norm else "weight"
+    for parameter, role in measured.items():
+        layer, kind = parameter.rsplit(".", 1)
+        assert role.module == layer
+        assert role.role == ("bias" if kind == "bias" else "head" if layer == "head" else expected)
+        assert role.kind == ("linear" if layer == "head" or name == "mlp" else "conv")
+
+
+def test_the_defect_is_the_formula():
+    """On VGG11 without batch normalisation, against a model scaled by hand."""
+    model, x = network("vgg11", batch_norm=False), images("vgg11")
+    defects = invariance(model, x)
+    for name in ("features.0", "features.6", "head"):
+        scaled = copy.deepcopy(model)
+        for p in scaled.get_submodule(name).parameters():
+            p.data *= 2
+        expected = (scaled(x) - model(x)).norm() / model(x).norm()
+        assert defects[name] == pytest.approx(expected.item(), rel=1e-12)
+        assert defects[name] > 2 * INVARIANCE_THRESHOLD
+
+
+class Dropping(nn.Module):
+    """Everything that a run could change: batch statistics, dropout, a buffer that is replaced."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6, momentum=None)
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.head(self.dropout(self.norm(self.layer(x))))
+
+
+def test_the_model_is_left_bit_for_bit_as_it_was():
+    torch.manual_seed(0)
+    model = Dropping()
+    x = torch.randn(5, 4)
+    model(x).sum().backward()
+    model.train()
+    model.norm.eval()  # frozen statistics: the mode of each module counts
+    pending = model(x).square().sum()
+    before = copy.deepcopy(model.state_dict())
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    tensors = [id(t) for t in (*model.parameters(), *model.buffers())]
+    generator = torch.get_rng_state()
+
+    defects = invariance(model, x)
+    roles(model, x)
+
+    assert defects["layer"] < 1e-4  # the same dropout mask in both runs, or this would be large
+    assert defects["head"] == pytest.approx(1.0)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert [m.training for m in model.modules()] == [True, True, False, True, True]
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert all(torch.equal(p.grad, gradients[n]) for n, p in model.named_parameters())
+    assert [id(t) for t in (*model.parameters(), *model.buffers())] == tensors
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    pending.backward()  # a graph from before is still valid
+
+
+def test_the_model_is_left_alone_when_its_forward_fails():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError):
+        invariance(model, torch.randn(3, 5))
+    assert not model.training
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(6, eps=0.0), nn.GroupNorm(2, 6, eps=0.0), nn.RMSNorm(6, eps=0.0)]
+)
+def test_other_normalisations(norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), norm, nn.Linear(6, 3)).double()
+    x = torch.rand(5, 4, dtype=torch.float64)
+    assert invariance(model, x)["0"] < 1e-12  # weight and bias together, though the bias is not 0
+    names = by_role(roles(model, x))
+    assert names["invariant"] == {"0.weight"}
+    assert names["head"] == {"3.weight"}
+    assert names["bias"] == {"0.bias", "3.bias"}
+    assert names["norm"] == {f"2.{n}" for n, _ in norm.named_parameters()}
+    assert roles(model) == roles(model, x)
+
+
+def test_weight_normalisation():
+    torch.manual_seed(0)
+    model = nn.Sequential(weight_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)).double()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    names = by_role(roles(model, x))
+    assert names["invariant"] == {"0.parametrizations.weight.original1"}
+    assert names["norm"] == {"0.parametrizations.weight.original0"}
+    assert names["head"] == {"2.weight"}
+    assert roles(model) == roles(model, x)
+
+
+def test_spectral_normalisation_is_found_by_measurement():
+    torch.manual_seed(0)
+    layer = spectral_norm(nn.Linear(4, 6), n_power_iterations=20)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(6, 3)).double()
+    names = by_role(roles(model, torch.randn(5, 4, dtype=torch.float64)))
+    assert names["invariant"] == {"0.parametrizations.weight.original"}
+
+
+class Language(nn.Module):
+    """An embedding tied to the head, and attention between."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 11, bias=False)  # registered first, runs last
+        self.embedding = nn.Embedding(11, 8)
+        self.embedding.weight = self.head.weight
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+
+    def forward(self, tokens):
+        return {"logits": self.head(self.block(self.embedding(tokens)))}
+
+
+def test_tied_embedding_and_transformer_layer():
+    torch.manual_seed(0)
+    model, tokens = Language(), torch.randint(11, (4, 7))
+    found = roles(model, {"tokens": tokens})
+    assert found.keys() == dict(model.named_parameters()).keys()
+    names = by_role(found)
+    assert names["head"] == {"head.weight"}
+    assert names["weight"] == {
+        "block.self_attn.in_proj_weight",
+        "block.self_attn.out_proj.weight",
+        "block.linear1.weight",
+        "block.linear2.weight",
+    }
+    assert names["norm"] == {f"block.norm{i}.{n}" for i in (1, 2) for n in ("weight", "bias")}
+    assert "invariant" not in names  # a residual sum stands before each normalisation
+    assert set(invariance(model, (tokens,))) == {
+        "head",
+        "embedding",
+        "block.self_attn",
+        "block.self_attn.out_proj",
+        "block.linear1",
+        "block.linear2",
+    }
+
+
+def test_attention_alone_has_its_output_projection_as_head():
+    model = nn.MultiheadAttention(8, 2, add_bias_kv=True)
+    x = torch.randn(5, 3, 8)
+    names = by_role(roles(model, (x, x, x)))
+    assert names["head"] == {"out_proj.weight"}
+    assert names["weight"] == {"in_proj_weight"}
+    assert names["other"] == {"bias_k", "bias_v"}
+    assert names["bias"] == {"in_proj_bias", "out_proj.bias"}
+
+
+class Reordered(nn.Module):
+    """Layers of a list that run in the reverse of the order in which they stand there."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 6), nn.Linear(4, 6)])
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        for layer in reversed(self.layers[1:]):
+            x = self.norm(layer(x))
+        return self.layers[0](x)
+
+
+def test_the_order_of_running_counts_with_inputs():
+    names = by_role(roles(Reordered(), torch.randn(9, 4)))
+    assert names["head"] == {"layers.0.weight"}
+    assert names["invariant"] == {"layers.1.weight", "layers.2.weight"}
+
+
+def test_a_last_layer_behind_which_a_norm_stands_is_invariant_and_no_head():
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, affine=False))
+    for found in (roles(model), roles(model, torch.randn(9, 4))):
+        assert by_role(found) == {"invariant": {"0.weight"}, "bias": {"0.bias"}}
+
+
+class Branches(nn.Module):
+    """Layers on which the output does not, or hardly, depend."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(4, 4)
+        self.zero = nn.Linear(4, 4, bias=False)
+        self.weak = nn.Linear(4, 4, bias=False)
+        self.head = nn.Linear(4, 3)
+        nn.init.zeros_(self.zero.weight)
+        nn.init.constant_(self.weak.weight, 1e-3)
+
+    def forward(self, x):
+        return self.head(x + self.zero(x) + self.weak(x))
+
+
+def test_layers_that_hardly_matter_are_not_called_invariant():
+    model, x = Branches(), torch.randn(9, 4)
+    defects = invariance(model, x)
+    assert all(math.isnan(defects[name]) for name in ("unused", "zero", "weak"))
+    assert by_role(roles(model, x))["weight"] == {"unused.weight", "zero.weight", "weak.weight"}
+
+
+class Own(nn.Module):
+    """Parameters of a module's own, and a recurrent layer that keeps a list of its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(4, 4))
+        self.shift = nn.Parameter(torch.randn(4))
+        self.recurrent = nn.LSTM(4, 5, batch_first=True)
+        self.scale = nn.ParameterList([torch.ones(5)])
+        self.head = nn.Conv1d(5, 2, 1)
+
+    def forward(self, x):
+        x, state = self.recurrent(x @ self.matrix + self.shift)
+        return self.head((x * self.scale[0]).mT), state
+
+
+def test_unknown_modules_go_by_shape():
+    torch.manual_seed(0)
+    model = Own()
+    x = torch.randn(3, 6, 4)
+    names = by_role(roles(model, x))
+    assert names["head"] == {"head.weight"}
+    assert names["weight"] == {"matrix", "recurrent.weight_ih_l0", "recurrent.weight_hh_l0"}
+    assert names["bias"] == {"shift", "recurrent.bias_ih_l0", "recurrent.bias_hh_l0", "head.bias"}
+    assert names["other"] == {"scale.0"}
+    assert roles(model)["head.weight"].kind == "conv"
+
+
+def test_nothing_to_find():
+    assert roles(nn.ReLU()) == {}
+    assert invariance(nn.ReLU(), torch.randn(2)) == {}
+    assert by_role(roles(nn.BatchNorm1d(3))) == {"norm": {"weight", "bias"}}
+
+
+def test_lazy_layers_get_a_sentence():
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(DecaylabError, match="run one batch"):
+        roles(model)
+
+
+def test_an_output_without_numbers_gets_a_sentence():
+    class Classes(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).argmax(1)
+
+    with pytest.raises(DecaylabError, match="floating-point"):
+        invariance(Classes(3, 2), torch.randn(4, 3))
