@@ -164,7 +164,7 @@ def convolutions(draw, dimensions: int):
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_convolution(dimensions, data):
     arguments, size = data.draw(convolutions(dimensions))
     batch = data.draw(st.integers(1, 3))
