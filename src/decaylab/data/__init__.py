@@ -1,8 +1,8 @@
 """Data sets as uint8 tensors on the training device, and the batches made from them there."""
 
 from decaylab.data.batches import Batches, evaluation_batches
+from decaylab.data.downloads import fetch
 from decaylab.data.facts import DATA_SETS, Facts
-from decaylab.data.fetch import fetch
 from decaylab.data.sets import DataSet, Split
 from decaylab.data.sources import find, load
 

@@ -81,7 +81,8 @@ def load(name: str, data_dir: str | Path | None = None) -> DataSet:
     """Load a data set into memory (CPU), after checking that it is what its name says.
 
     The first load of CIFAR from parquet decodes 60,000 images (some 7 s); later ones read the
-    decoded form from the user's cache in a fraction of a second.
+    decoded form from the user's cache in a fraction of a second. Images come in the order of the
+    files, which is not the same in CIFAR's archive and in its parquet form.
 
     >>> digits = load("digits")
     >>> digits.train.images.shape, digits.classes
