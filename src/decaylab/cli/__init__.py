@@ -1,1 +1,70 @@
-"""cli."""
+"""The command `decaylab`."""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from decaylab import __version__
+from decaylab.cli import demo, runs
+from decaylab.cli.train import train_command
+from decaylab.errors import DecaylabError
+from decaylab.training import Interrupted
+
+
+class _Commands(TyperGroup):
+    """An error that a user can mend is one line on stderr, an exit code; whole with `--debug`."""
+
+    debug = False
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        self.debug = "--debug" in args  # anywhere in the command line
+        return super().parse_args(ctx, [word for word in args if word != "--debug"])
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (DecaylabError, Interrupted) as error:
+            if self.debug:
+                raise
+            said = "stopped" if isinstance(error, Interrupted) else "error"
+            print(f"{said}: {error}", file=sys.stderr)
+            raise typer.Exit(error.exit_code) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="What weight decay does to a network.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"decaylab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True)
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show errors with their traceback.")
+    ] = False,
+) -> None:
+    """What weight decay does to a network."""
+
+
+app.command("demo")(demo.demo_command)
+app.command("train")(train_command)
+app.add_typer(runs.app, name="runs")
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="decaylab")

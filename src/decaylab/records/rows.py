@@ -12,7 +12,7 @@ from decaylab.records.files import disk_errors
 
 @dataclass(frozen=True)
 class Row:
-    """One number: `name` had `value` after `step` steps, in (zero-based) `epoch`, at `seconds`."""
+    """`name` had `value` after `step` steps, when `epoch` epochs were complete, at `seconds`."""
 
     step: int
     epoch: int

@@ -117,14 +117,14 @@ class RunFolder:
                 )
             spec = self.path / "spec.toml"
             if spec.exists():
-                self._check_same_spec(spec_text)
+                self.check_same_spec(spec_text)
             else:
                 if (self.path / "manifest.json").exists() or self.checkpoint.exists():
                     self.spec_text()  # raises: results without the spec that made them
                 replace_text(spec, spec_text)
             yield self
 
-    def _check_same_spec(self, spec_text: str) -> None:
+    def check_same_spec(self, spec_text: str) -> None:
         """Refuse a folder whose spec differs; keys that an older version lacked may be missing."""
         try:
             there = tomllib.loads(self.spec_text())

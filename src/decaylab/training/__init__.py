@@ -1,1 +1,24 @@
-"""training."""
+"""Training: a run as a frozen spec, a loop that yields, records and resumes."""
+
+from decaylab.training.build import build_data, build_model, build_optimizer, load_run
+from decaylab.training.evaluate import Evaluation, evaluate
+from decaylab.training.loop import Execution, Progress, train, train_to_end
+from decaylab.training.run import TrainingRun
+from decaylab.training.signals import Interrupted
+from decaylab.training.spec import RunSpec
+
+__all__ = [
+    "Evaluation",
+    "Execution",
+    "Interrupted",
+    "Progress",
+    "RunSpec",
+    "TrainingRun",
+    "build_data",
+    "build_model",
+    "build_optimizer",
+    "evaluate",
+    "load_run",
+    "train",
+    "train_to_end",
+]

@@ -1,11 +1,13 @@
 """Checkpoints: any nested state as one safetensors file, replaced atomically, without pickle.
 
 The tensors lie in the file by their path in the state; everything else (numbers, strings, lists,
-the shape of the nesting) is JSON in the file's own header. One file, so that tensors and JSON always
-belong together; one rename, so that a kill while writing leaves the previous checkpoint valid.
+the shape of the nesting) is JSON in the file's own header. One file, so that tensors and JSON
+always belong together; one rename, so that a kill while writing leaves the previous checkpoint
+valid.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,8 @@ def save(path: Path, state: dict[str, Any]) -> None:
         try:
             save_file(copies, temporary, metadata={"state": json.dumps(tree)})
         except SafetensorError as error:  # it wraps the OSError of a full disk in its text
-            raise OSError(None, str(error)) from error
+            number = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(number[1]) if number else None, str(error)) from error
 
     replace_file(path, write)
 

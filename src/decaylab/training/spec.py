@@ -17,14 +17,15 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from decaylab.data import DATA_SETS
 from decaylab.errors import DecaylabError
 from decaylab.networks import NETWORKS
+from decaylab.optim.decay import DECAYS, OPTIMIZERS, SCOPES
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "data": tuple(DATA_SETS),
     "network": tuple(NETWORKS),
     "activation": ("relu", "linear"),
-    "optimizer": ("sgd", "adam", "kfac-f", "kfac-g"),
-    "decay": ("none", "l2", "decoupled", "independent"),
-    "decay_scope": ("all", "conv", "fc"),
+    "optimizer": OPTIMIZERS,
+    "decay": DECAYS,
+    "decay_scope": SCOPES,
     "damping_scaling": ("fixed", "scale-free"),
     "precision": ("fp32", "tf32", "bf16"),
 }
@@ -47,12 +48,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 """Per optimizer, what a field left out is taken to be; a field not listed is not one of its own."""
 
+_SCHEDULE = ("epochs", "lr_drop_every", "initialize_batches")
 _POSITIVE = {
-    *("lr", "width", "batch_norm_eps", "eps", "damping", "curvature_scale", "refresh_every"),
-    *("invert_every", "batch_size", "epochs", "lr_drop_every", "lr_drop_factor"),
+    *("lr", "width", "eps", "damping", "curvature_scale", "refresh_every"),
+    *("invert_every", "hidden", "batch_size", "epochs", "lr_drop_every", "lr_drop_factor"),
 }
-_NOT_NEGATIVE = {"weight_decay", "kl_clip", "initialize_batches", "seed", "momentum"}
-_BELOW_ONE = {"momentum", "factor_decay"}
+_NOT_NEGATIVE = {
+    *("weight_decay", "kl_clip", "initialize_batches", "seed", "momentum", "batch_norm_eps"),
+    *("betas", "factor_decay"),
+}
+_BELOW_ONE = {"momentum", "factor_decay", "betas"}
 
 
 def _option(default: Any, text: str, panel: str) -> Any:
@@ -75,7 +80,7 @@ class RunSpec:
     held_out: bool = _option(False, "Train on 9/10, test on the held-out rest: for search.", "Data")
     network: str = _option("mlp", "mlp, vgg11/13/16/19 or resnet20/32/44/56.", "Network")
     width: float = _option(1.0, "Factor on the number of channels.", "Network")
-    hidden: tuple[int, ...] | None = _option(None, "MLP only: sizes, as 100,100.", "Network")
+    hidden: tuple[int, ...] | None = _option(None, "MLP only: sizes, as 128,128.", "Network")
     activation: str = _option("relu", "MLP only: relu or linear.", "Network")
     bias: bool = _option(True, "Biases in linear and conv layers.", "Network")
     batch_norm: bool = _option(False, "Batch normalisation.", "Network")
@@ -101,7 +106,7 @@ class RunSpec:
     batch_size: int = _option(128, "Images per step.", "Schedule")
     epochs: int | None = _option(None, "Passes over the training data.", "Schedule")
     lr_drop_every: int | None = _option(None, "Epochs between drops of lr.", "Schedule")
-    lr_drop_factor: float = _option(0.1, "Factor of a drop.", "Schedule")
+    lr_drop_factor: float = _option(10.0, "What a drop divides lr by.", "Schedule")
     precision: str = _option("fp32", "fp32, tf32 or bf16 (autocast).", "Schedule")
     seed: int = _option(0, "Seed of weights, batches and sampling.", "Schedule")
 
@@ -137,8 +142,14 @@ class RunSpec:
             if getattr(self, name) is None
         }
         if self.network == "mlp" and self.hidden is None:
-            missing["hidden"] = (100, 100)
+            missing["hidden"] = (128, 128)
         return replace(self, **missing)
+
+    def optimizer_settings(self) -> dict[str, Any]:
+        """The settings that its optimizer is built with, by name: not the schedule's."""
+        spec = self.resolved()
+        names = [name for name in PUBLISHED[spec.optimizer] if name not in _SCHEDULE]
+        return {name: getattr(spec, name) for name in names}
 
     @property
     def id(self) -> str:
@@ -209,11 +220,11 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     if name == "seed" and converted >= 2**63:
         raise DecaylabError(f"seed must be below 2**63, not {value!r}")
     for part in converted if isinstance(converted, tuple) else (converted,):
-        if name in _POSITIVE | {"hidden"} and not part > 0:
+        if name in _POSITIVE and not part > 0:
             raise DecaylabError(f"{name} must be positive, not {value!r}")
-        if name in _NOT_NEGATIVE | {"betas", "factor_decay"} and part < 0:
+        if name in _NOT_NEGATIVE and part < 0:
             raise DecaylabError(f"{name} must not be negative, but is {value!r}")
-        if name in _BELOW_ONE | {"betas"} and not part < 1:
+        if name in _BELOW_ONE and not part < 1:
             raise DecaylabError(f"{name} must be below 1, not {value!r}")
     return converted
 
@@ -222,7 +233,7 @@ def _converted(value: Any, kind: Any) -> Any:
     """The value as `kind`, or None: no silent conversion but int to float and list to tuple."""
     if get_origin(kind) is tuple:
         inner = get_args(kind)
-        if not isinstance(value, (list, tuple)) or not value:
+        if not isinstance(value, (list, tuple)):
             return None
         if inner[-1] is not Ellipsis and len(inner) != len(value):
             return None

@@ -1,0 +1,118 @@
+"""`decaylab runs list` and `decaylab runs show`: what is recorded."""
+
+import json
+import sys
+import tomllib
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from decaylab.cli import options
+from decaylab.errors import DecaylabError
+from decaylab.records import RunFolder, RunStore
+
+app = typer.Typer(help="What is recorded.", no_args_is_help=True)
+
+
+def summary(folder: RunFolder) -> dict[str, Any]:
+    """A run in plain values: id, folder, manifest, spec, latest value of each name."""
+    manifest = folder.manifest()
+    rows = folder.rows()
+    latest = max(rows.rows, key=lambda row: row.step, default=None)
+    try:
+        spec = tomllib.loads(folder.spec_text())
+    except tomllib.TOMLDecodeError as error:
+        raise DecaylabError(f"{folder.path / 'spec.toml'} is damaged: {error}") from error
+    return {
+        "id": folder.id,
+        "folder": str(folder.path),
+        "status": manifest.status if manifest else "not started",
+        "step": latest.step if latest else 0,
+        "epoch": latest.epoch if latest else 0,
+        "seconds": latest.seconds if latest else 0.0,
+        "values": {name: rows.last(name) for name in rows.names()},
+        "manifest": asdict(manifest) if manifest else None,
+        "spec": spec,
+        "left_out": list(rows.left_out),
+    }
+
+
+@app.command("list")
+def list_runs(runs: options.Runs = options.RUNS, json_output: options.Json = False) -> None:
+    """List the runs in a folder, with status and last accuracy."""
+    found, unreadable = [], []
+    for folder in RunStore(runs).runs():
+        try:
+            found.append(summary(folder))
+        except DecaylabError as error:
+            unreadable.append({"id": folder.id, "status": "unreadable", "message": str(error)})
+    if json_output:
+        print(json.dumps(found + unreadable, indent=2))
+        return
+    for entry in unreadable:
+        print(f"left out: {entry['message']}", file=sys.stderr)
+    if not found:
+        print(f"no runs in {runs}")
+        return
+    _print(_table(found))
+
+
+def _table(found: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("run", "status", "epoch", "test accuracy", "train loss", "seconds", "device"):
+        table.add_column(heading, no_wrap=heading == "run", justify="left")
+    for entry in found:
+        values, manifest = entry["values"], entry["manifest"] or {}
+        accuracy = values.get("test/accuracy")
+        loss = values.get("train/loss", values.get("train/running_loss"))
+        table.add_row(
+            entry["id"],
+            entry["status"],
+            str(entry["epoch"]),
+            "" if accuracy is None else f"{100 * accuracy:.2f} %",
+            "" if loss is None else f"{loss:.4g}",
+            f"{entry['seconds']:.1f}",
+            f"{manifest.get('device', '')}",
+        )
+    return table
+
+
+@app.command("show")
+def show_run(
+    run: Annotated[str, typer.Argument(help="The id of a run, or how it starts or ends.")],
+    runs: options.Runs = options.RUNS,
+    json_output: options.Json = False,
+) -> None:
+    """Show one run: its spec, how it went, its numbers, and what could not be read."""
+    folder = RunStore(runs).find(run)
+    entry = summary(folder)
+    if json_output:
+        rows = folder.rows()
+        entry["series"] = {
+            name: [[row.step, row.value] for row in rows.series(name)] for name in rows.names()
+        }
+        print(json.dumps(entry, indent=2))
+        return
+    print(f"{entry['id']}: {entry['status']} after {entry['epoch']} epochs, {entry['folder']}\n")
+    print(folder.spec_text())
+    for key, value in (entry["manifest"] or {}).items():
+        if key not in ("id", "status") and value not in ("", None):
+            print(f"{key}: {value}")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("name")
+    table.add_column("latest", justify="right")
+    for name, value in entry["values"].items():
+        table.add_row(name, f"{value:.6g}")
+    print()
+    _print(table)
+    for note in entry["left_out"]:
+        print(f"left out: {note}", file=sys.stderr)
+
+
+def _print(table: Table) -> None:
+    # Piped, a table must not be folded to 80 columns.
+    console = Console()
+    Console(width=None if console.is_terminal else 200).print(table)

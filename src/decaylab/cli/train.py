@@ -1,0 +1,151 @@
+"""`decaylab train`: every field of a run's spec as an option, from a TOML file or from both."""
+
+import inspect
+import json
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+
+from decaylab.cli import options
+from decaylab.cli.progress import follow, on_terminal
+from decaylab.cli.runs import summary
+from decaylab.data import load
+from decaylab.errors import DecaylabError, Diverged
+from decaylab.records import RunFolder, RunStore
+from decaylab.training import Execution, RunSpec, train
+
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="A spec as TOML; options given here win."),
+]
+CheckpointEvery = Annotated[
+    float, typer.Option("--checkpoint-every", help="Seconds between checkpoints, at least.")
+]
+TrainSet = Annotated[
+    bool, typer.Option("--train-set", help="Evaluate the training set after each epoch too.")
+]
+Tier = Annotated[str, typer.Option("--tier", help="A label kept with the results.")]
+
+
+def _train(
+    overrides: dict[str, Any],
+    *,
+    config: Config = None,
+    runs: options.Runs = options.RUNS,
+    data_dir: options.DataDir = None,
+    device: options.Device = "auto",
+    checkpoint_every: CheckpointEvery = 60.0,
+    train_set: TrainSet = False,
+    tier: Tier = "custom",
+    json_output: options.Json = False,
+) -> None:
+    if checkpoint_every < 0:
+        raise DecaylabError("--checkpoint-every must not be negative: 0 is after every step")
+    given = {name: value for name, value in overrides.items() if value is not None}
+    spec = RunSpec.from_file(config, given) if config else RunSpec.from_mapping(given)
+    where = options.chosen_device(device)
+    store = RunStore(runs)
+    folder = store.folder(spec.id)
+    if _ended_before(folder, spec):
+        _say(f"run {spec.id} is finished already: nothing to train", to_stderr=json_output)
+    else:
+        data = load(spec.data, data_dir)
+        execution = Execution(
+            checkpoint_every=checkpoint_every,
+            every_step=on_terminal(to_stderr=json_output),
+            train_set_each_epoch=train_set,
+            tier=tier,
+        )
+        training = train(spec, data=data, device=where, store=store, execution=execution)
+        begun = " (continued)" if folder.checkpoint.exists() else ""
+        _say(f"run {spec.id}{begun} in {folder.path}", to_stderr=json_output)
+        follow(training, to_stderr=json_output)
+    result = summary(folder)
+    if json_output:
+        print(json.dumps(result, indent=2))
+    else:
+        values = result["values"]
+        print(
+            f"finished: test accuracy {100 * values['test/accuracy']:.2f} %, train accuracy"
+            f" {100 * values['train/accuracy']:.2f} %, train loss {values['train/loss']:.4g}"
+        )
+
+
+def _ended_before(folder: RunFolder, spec: RunSpec) -> bool:
+    """Whether the run is finished; a run that diverged says so again."""
+    if not folder.path.exists():
+        return False
+    folder.check_same_spec(spec.to_toml())
+    manifest = folder.manifest()
+    if manifest is not None and manifest.status == "diverged":
+        raise Diverged(f"run {spec.id} ended before: {manifest.message}")
+    return manifest is not None and manifest.status == "finished"
+
+
+def _say(text: str, *, to_stderr: bool) -> None:
+    print(text, file=sys.stderr if to_stderr else sys.stdout, flush=True)
+
+
+def _numbers(text: str) -> tuple[float, ...] | tuple[int, ...]:
+    """`128,64` or `0.9,0.999` as a tuple; the spec checks how many, and of which type."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        return tuple(int(part) for part in parts)
+    except ValueError:
+        try:
+            return tuple(float(part) for part in parts)
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is no list of numbers such as 1,2") from None
+
+
+def _option(item: "Field[Any]", hint: Any) -> inspect.Parameter:
+    """One field of the spec as an optional option: None where it is not given."""
+    kinds = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    flag = "--" + item.name.replace("_", "-")
+    arguments: dict[str, Any] = {
+        "help": item.metadata["help"],
+        "rich_help_panel": item.metadata["panel"],
+        "show_default": False,
+    }
+    annotation: Any
+    if get_origin(kinds[0]) is tuple:
+        annotation = Annotated[
+            Any, typer.Option(flag, parser=_numbers, metavar="A,B,...", **arguments)
+        ]
+    elif kinds[0] is bool:
+        names = f"{flag}/--no-{item.name.replace('_', '-')}"
+        annotation = Annotated[bool | None, typer.Option(names, **arguments)]
+    else:
+        annotation = Annotated[kinds[0] | None, typer.Option(flag, **arguments)]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(item.name, keyword, default=None, annotation=annotation)
+
+
+def _command() -> Callable[..., None]:
+    """`_train` with one option per field of the spec in its signature."""
+    hints = get_type_hints(RunSpec)
+    spec_options = {item.name: _option(item, hints[item.name]) for item in fields(RunSpec)}
+    signature = inspect.signature(_train)
+    others = [p for name, p in signature.parameters.items() if name != "overrides"]
+
+    def train_command(**given: Any) -> None:
+        overrides = {name: given.pop(name) for name in spec_options}
+        _train(overrides, **given)
+
+    parameters = [*spec_options.values(), *others]
+    train_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    train_command.__annotations__ = {p.name: p.annotation for p in parameters}
+    train_command.__doc__ = (
+        "Train a network.\n\n"
+        "What is left out takes the paper's published setting for the optimizer. The same command"
+        " again continues a run that was stopped, and does nothing for one that is finished."
+    )
+    return train_command
+
+
+train_command = _command()

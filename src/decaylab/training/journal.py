@@ -1,0 +1,107 @@
+"""What a training run writes: its manifest, rows and checkpoints, in the folder of its spec."""
+
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import decaylab
+from decaylab.errors import DecaylabError
+from decaylab.records import Manifest, Row, RunFolder, RunStore, Status
+from decaylab.training import checkpoint
+from decaylab.training.spec import RunSpec
+
+
+class Journal:
+    """Writes one run; made by `open_journal`, which holds the run's lock."""
+
+    def __init__(self, folder: RunFolder, spec: RunSpec, *, device: str, tier: str) -> None:
+        self.folder = folder
+        self.previous = folder.manifest()
+        now = time.time()
+        self._manifest = Manifest(
+            id=spec.id,
+            status="running",
+            version=decaylab.__version__,
+            commit=code_commit(),
+            torch=torch.__version__,
+            device=device,
+            seed=spec.seed,
+            tier=tier,
+            started=now,
+            updated=now,
+        )
+        if self.previous is not None:
+            devices = dict.fromkeys([*self.previous.device.split(" + "), device])
+            self._manifest = replace(
+                self._manifest,
+                started=self.previous.started,
+                device=" + ".join(devices),
+                resumes=self.previous.resumes + 1,
+            )
+        self._last_save = time.monotonic()
+        self.ended = False
+
+    def checkpoint(self) -> dict[str, Any] | None:
+        """The state at the last checkpoint, or None."""
+        path = self.folder.checkpoint
+        return checkpoint.load(path) if path.exists() else None
+
+    def begin(self, step: int | None) -> None:
+        """Declare the run running, from `step` (None: from the start); later rows are void."""
+        self.folder.write_manifest(self._manifest)
+        self.folder.rows_writer.resume(-1 if step is None else step)
+
+    def append(self, rows: Iterable[Row]) -> None:
+        """Append rows, on disk when it returns."""
+        self.folder.rows_writer.append(rows)
+
+    def due(self, every: float) -> bool:
+        """Whether the last checkpoint is at least `every` seconds old."""
+        return time.monotonic() - self._last_save >= every
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Replace the checkpoint."""
+        checkpoint.save(self.folder.checkpoint, state)
+        self._last_save = time.monotonic()
+
+    def end(self, status: Status, message: str = "") -> None:
+        """Say how the run ended; where even that cannot be written, it reads as interrupted."""
+        self.ended = True
+        ended = replace(self._manifest, status=status, message=message)
+        if status == "finished":
+            self.folder.write_manifest(ended)
+        else:
+            with suppress(DecaylabError):
+                self.folder.write_manifest(ended)
+
+
+@contextmanager
+def open_journal(store: RunStore, spec: RunSpec, *, device: str, tier: str) -> Iterator[Journal]:
+    """The journal of a spec's run, locked while inside."""
+    with store.folder(spec.id).writing(spec.to_toml()) as folder:
+        yield Journal(folder, spec, device=device, tier=tier)
+
+
+def code_commit() -> str | None:
+    """The git commit of this code where it runs from a checkout, with `+` if files were changed."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None
+    try:
+        head = _git(root, "rev-parse", "HEAD")
+        return head + ("+" if _git(root, "status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=5
+    )
+    return done.stdout.strip()

@@ -1,0 +1,250 @@
+"""Training: a generator that yields after each epoch, writes records, and resumes bit for bit."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import isfinite
+from time import perf_counter
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from decaylab.data import DataSet, load
+from decaylab.errors import DecaylabError, Diverged
+from decaylab.records import RunStore
+from decaylab.training.build import chosen_split
+from decaylab.training.journal import Journal, open_journal
+from decaylab.training.run import TrainingRun, weight_norms
+from decaylab.training.signals import requests
+from decaylab.training.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a run is carried out: nothing here changes its weights, or its id.
+
+    `checkpoint_every` is in seconds (0: after every step). `observe` is called with the run at the
+    start and after each epoch; the numbers it returns are recorded with the others.
+    """
+
+    checkpoint_every: float = 60.0
+    every_step: bool = False
+    train_set_each_epoch: bool = False
+    tier: str = "custom"
+    observe: Callable[[TrainingRun], Mapping[str, float]] | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands. `values` are the numbers recorded after an epoch, none after a step.
+
+    `loss` is the last batch's, on the device: reading it waits for the device.
+    """
+
+    kind: Literal["step", "epoch", "finished"]
+    run: str
+    epoch: int
+    epochs: int
+    step: int
+    steps: int
+    seconds: float
+    values: dict[str, float] = field(default_factory=dict)
+    model: nn.Module | None = field(default=None, repr=False)
+    optimizer: torch.optim.Optimizer | None = field(default=None, repr=False)
+    loss: Tensor | None = field(default=None, repr=False)
+
+
+def train(
+    spec: RunSpec,
+    *,
+    data: DataSet | None = None,
+    device: str | torch.device = "cpu",
+    store: RunStore | None = None,
+    execution: Execution | None = None,
+) -> Iterator[Progress]:
+    """Train what `spec` describes, yielding after each epoch (with `every_step`, each step too).
+
+    `data` is the whole data set (left out: it is loaded). With a `store`, rows and checkpoints go
+    to the run's folder; a run that was stopped there continues, and one that is finished yields
+    its last Progress at once. The last one has kind `finished`: everything is on disk by then.
+
+    A loss that is not finite raises `Diverged`; SIGINT and SIGTERM raise `Interrupted` after a
+    checkpoint; closing the generator at a yield saves a checkpoint too.
+
+    >>> spec = RunSpec(data="digits", network="mlp", hidden=(16,), epochs=2)
+    >>> [progress.kind for progress in train(spec)]
+    ['epoch', 'finished']
+    """
+    spec, how = spec.resolved(), execution or Execution()
+    data = chosen_split(spec, load(spec.data) if data is None else data).to(device)
+    with ExitStack() as stack:
+        journal = None
+        if store is not None:
+            name = device_name(torch.device(device))
+            journal = stack.enter_context(open_journal(store, spec, device=name, tier=how.tier))
+        stack.enter_context(requests.listening())
+        run = TrainingRun(spec, data)
+        if journal is not None and journal.previous is not None:
+            if journal.previous.status == "diverged":
+                raise Diverged(f"{journal.previous.message} (run {spec.id}, in an earlier start)")
+            if journal.previous.status == "finished":
+                yield _finished_before(run, journal)
+                return
+        yield from _guarded(run, journal, how)
+
+
+def train_to_end(
+    spec: RunSpec,
+    *,
+    data: DataSet | None = None,
+    device: str | torch.device = "cpu",
+    store: RunStore | None = None,
+    execution: Execution | None = None,
+) -> Progress:
+    """The last Progress of `train`: a run as a plain function of its spec."""
+    for progress in train(spec, data=data, device=device, store=store, execution=execution):
+        last = progress
+    return last
+
+
+def device_name(device: torch.device) -> str:
+    """`cpu`, or the name of the GPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _guarded(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterator[Progress]:
+    """The run, with a last word in its manifest however it ends."""
+    try:
+        yield from _epochs(run, journal, how)
+    except Diverged as error:
+        if journal is not None:
+            journal.end("diverged", str(error))
+        raise
+    except (KeyboardInterrupt, GeneratorExit) as error:
+        if journal is not None and not journal.ended:
+            # Inside a step (a second signal) the state is not whole: the last checkpoint stands.
+            if run.whole and run.finite():
+                journal.save(run.state_dict())
+            journal.end("interrupted", str(error) or "left by its caller")
+        raise
+    except BaseException as error:
+        if journal is not None:
+            journal.end("failed", f"{type(error).__name__}: {error}")
+        raise
+
+
+def _epochs(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterator[Progress]:
+    _start(run, journal, how)
+    epochs = run.spec.epochs or 0
+    while run.epoch < epochs:
+        run.begin_epoch()
+        while run.position < run.steps_per_epoch:
+            with run.at_work():
+                loss = _advance(run, journal, how)
+            if how.every_step:
+                yield _progress(run, "step", loss=loss)
+        last = run.epoch + 1 == epochs
+        values = _finish_epoch(run, journal, how, whole_train_set=last or how.train_set_each_epoch)
+        if journal is not None and (last or journal.due(how.checkpoint_every)):
+            journal.save(run.state_dict())
+            if last:
+                journal.end("finished")
+        yield _progress(run, "finished" if last else "epoch", values)
+        run.next_epoch()
+
+
+def _start(run: TrainingRun, journal: Journal | None, how: Execution) -> None:
+    """Continue from the checkpoint, or initialise and record how things stand before step 1."""
+    state = journal.checkpoint() if journal is not None else None
+    if state is not None:
+        run.load_state_dict(state)
+    if journal is not None:
+        journal.begin(None if state is None else run.step)
+    if state is None:
+        with run.at_work():
+            run.initialize(requests.check)
+            values = weight_norms(run.model) | _observed(run, how)
+        if journal is not None:
+            journal.append(run.rows(values))
+
+
+def _advance(run: TrainingRun, journal: Journal | None, how: Execution) -> Tensor:
+    """Steps up to the next yield; a checkpoint between them when one is due."""
+    while True:
+        started = perf_counter()
+        loss = run.train_step()
+        done = run.position == run.steps_per_epoch
+        due = journal is not None and not done and journal.due(how.checkpoint_every)
+        if (done or due) and not run.finite():  # waits for the device
+            _diverge(run, journal)
+        run.train_seconds += perf_counter() - started
+        if done:
+            return loss
+        requests.check()
+        if journal is not None and due:
+            journal.save(run.state_dict())
+        if how.every_step:
+            return loss
+
+
+def _finish_epoch(
+    run: TrainingRun, journal: Journal | None, how: Execution, *, whole_train_set: bool
+) -> dict[str, float]:
+    with run.at_work():
+        values = run.measure(whole_train_set=whole_train_set, between=requests.check)
+        values |= {"train/seconds": run.train_seconds, **_observed(run, how)}
+    if journal is not None:
+        journal.append(run.rows(values))
+    run.recorded = True
+    losses = ("train/running_loss", "train/loss", "test/loss")
+    if not all(isfinite(values.get(name, 0.0)) for name in losses):
+        _diverge(run, None)
+    return values
+
+
+def _diverge(run: TrainingRun, journal: Journal | None) -> None:
+    if journal is not None:
+        journal.append(run.rows({"train/running_loss": float("nan"), "lr": run.lr}))
+    raise Diverged(
+        f"the loss is not finite in epoch {run.epoch + 1} (step {run.step}): lower the learning"
+        f" rate, now {run.lr:g}, or the weight decay"
+    )
+
+
+def _observed(run: TrainingRun, how: Execution) -> dict[str, float]:
+    return dict(how.observe(run)) if how.observe is not None else {}
+
+
+def _progress(
+    run: TrainingRun,
+    kind: Literal["step", "epoch", "finished"],
+    values: dict[str, float] | None = None,
+    loss: Tensor | None = None,
+) -> Progress:
+    return Progress(
+        kind=kind,
+        run=run.spec.id,
+        epoch=run.epoch + (run.position == run.steps_per_epoch),
+        epochs=run.spec.epochs or 0,
+        step=run.step,
+        steps=run.steps_per_epoch * (run.spec.epochs or 0),
+        seconds=run.seconds,
+        values=values or {},
+        model=run.model,
+        optimizer=run.optimizer,
+        loss=loss,
+    )
+
+
+def _finished_before(run: TrainingRun, journal: Journal) -> Progress:
+    state = journal.checkpoint()
+    if state is None:
+        raise DecaylabError(
+            f"run {run.spec.id} is finished but its checkpoint is gone: move {journal.folder.path}"
+            " away to train it again"
+        )
+    state["recorded"] = False  # stay in the last epoch: there is no next one
+    run.load_state_dict(state)
+    rows = journal.folder.rows().rows
+    return _progress(run, "finished", {row.name: row.value for row in rows if row.step == run.step})

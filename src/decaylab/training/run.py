@@ -1,0 +1,259 @@
+"""The state of a run between two steps, and the operations that move it on.
+
+What is here is exactly what a checkpoint holds: model, optimizer, position (epoch, step), the
+generators, and the sums of the running epoch. `loop.train` says when which operation happens.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from decaylab.data import DataSet
+from decaylab.errors import DecaylabError
+from decaylab.optim import schedules
+from decaylab.optim.decay import decay_rate
+from decaylab.optim.kfac import KFAC
+from decaylab.records import Row
+from decaylab.training.build import build_batches, build_model, build_optimizer
+from decaylab.training.evaluate import evaluate, hits
+from decaylab.training.spec import RunSpec
+
+
+class TrainingRun:
+    """One run, in memory. `spec` is resolved; `data` is as the spec uses it, on the device."""
+
+    def __init__(self, spec: RunSpec, data: DataSet) -> None:
+        self.spec, self.data = spec, data
+        self.device = data.train.images.device
+        self.batches = build_batches(spec, data)
+        self.steps_per_epoch = self.batches.steps_per_epoch
+        self.model = build_model(spec, data)
+        self.optimizer = build_optimizer(spec, self.model)
+        assert spec.lr_drop_every is not None
+        self._schedule = schedules.step(spec.lr_drop_every, spec.lr_drop_factor)
+        self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self.epoch = 0  # the running one, from 0
+        self.position = 0  # its steps that are done
+        self.drawn = False  # whether its batches are drawn
+        self.recorded = False  # whether its rows are written
+        self.whole = False  # False before an epoch and inside a step: must not be saved then
+        self.train_seconds = 0.0
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._random = _seeded_states(spec.seed, self.device)
+        self._seconds = 0.0
+        self._since: float | None = None  # when it went to work; None while it rests
+
+    @property
+    def step(self) -> int:
+        """Steps done since the start."""
+        return self.epoch * self.steps_per_epoch + self.position
+
+    @property
+    def seconds(self) -> float:
+        """Time at work since the start, over all resumes: training, evaluation, checkpoints."""
+        return self._seconds + (0.0 if self._since is None else perf_counter() - self._since)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the running epoch (recipe line 14)."""
+        assert self.spec.lr is not None
+        return self._schedule(self.epoch, self.spec.lr)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """The run's own precision and random stream, and its clock; the caller's come back after.
+
+        So runs that take turns in one process do not disturb each other.
+        """
+        self._since = perf_counter()
+        outer = _get_states(self.device)
+        _set_states(self._random, self.device)
+        try:
+            with _precision(self.spec.precision, self.device):
+                yield
+        finally:
+            self._random = _get_states(self.device)
+            _set_states(outer, self.device)
+            self._seconds, self._since = self.seconds, None
+
+    def initialize(self, between: Callable[[], None]) -> None:
+        """K-FAC: average the factors over batches of a pass of its own (recipe line 8)."""
+        if not isinstance(self.optimizer, KFAC) or not self.spec.initialize_batches:
+            return
+        # Another seed than the training batches', whose generator must not be touched.
+        batches = build_batches(self.spec, self.data, seed=self.spec.seed + 2**62)
+        batches.begin_epoch()
+        count = min(self.spec.initialize_batches, batches.steps_per_epoch)
+
+        def images() -> Iterator[Tensor]:
+            for index in range(count):
+                between()
+                yield batches.batch(index)[0]
+
+        self.optimizer.initialize(images())
+
+    def begin_epoch(self) -> None:
+        """Draw the batches of the epoch (again, after a resume) and set its learning rate."""
+        if not self.drawn:
+            self.batches.begin_epoch()
+            self.drawn, self.recorded = True, False
+        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = self._schedule(self.epoch, base)
+        self.model.train()
+        self.whole = True
+
+    def train_step(self) -> Tensor:
+        """One step; the mean loss of its batch, still on the device. No host synchronisation."""
+        images, labels = self.batches.batch(self.position)
+        self.whole = False
+        logits = self.model(images)
+        loss = F.cross_entropy(logits, labels)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.loss_sum += loss.detach()
+        self.correct += hits(logits.detach(), labels)
+        self.position += 1
+        self.whole = True
+        return loss.detach()
+
+    def finite(self) -> bool:
+        """Whether every loss of the running epoch was finite. One host synchronisation."""
+        return bool(torch.isfinite(self.loss_sum))
+
+    def measure(self, *, whole_train_set: bool, between: Callable[[], None]) -> dict[str, float]:
+        """The numbers at the end of an epoch. `between` may raise between evaluation batches."""
+        images = self.steps_per_epoch * self.spec.batch_size
+        values = {
+            "train/running_loss": self.loss_sum.item() / self.steps_per_epoch,
+            "train/running_accuracy": self.correct.item() / images,
+        }
+        if isinstance(self.optimizer, KFAC):
+            health = self.optimizer.check()
+            values["kfac/skipped_steps"] = health.skipped
+            values["kfac/failed_inversions"] = sum(health.failed_inversions.values())
+        splits = {"test": self.data.test}
+        if whole_train_set:
+            splits["train"] = self.data.train
+        for name, split in splits.items():
+            result = evaluate(self.model, split, self.data, between=between)
+            values[f"{name}/loss"], values[f"{name}/accuracy"] = result.loss, result.accuracy
+        values["lr"] = self.lr
+        values["exposure/stage"] = self.stage_exposure()
+        return values | weight_norms(self.model)
+
+    def stage_exposure(self) -> float:
+        """Decay so far since the last drop of lr: `decay_rate` summed over its steps."""
+        spec = self.spec
+        assert spec.lr_drop_every is not None
+        steps = (self.epoch % spec.lr_drop_every) * self.steps_per_epoch + self.position
+        return steps * decay_rate(
+            spec.weight_decay,
+            spec.decay,
+            optimizer=spec.optimizer,
+            lr=self.lr,
+            momentum=spec.momentum or 0.0,
+        )
+
+    def rows(self, values: dict[str, float]) -> list[Row]:
+        """Values as rows of this moment."""
+        epochs = self.epoch + (self.position == self.steps_per_epoch)
+        return [Row(self.step, epochs, self.seconds, name, value) for name, value in values.items()]
+
+    def next_epoch(self) -> None:
+        """Leave the epoch behind; its rows are written."""
+        self.whole = False
+        self.epoch, self.position, self.drawn = self.epoch + 1, 0, False
+        self.loss_sum.zero_()
+        self.correct.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides the rest of the run."""
+        return {
+            "device": self.device.type,
+            "epoch": self.epoch,
+            "position": self.position,
+            "step": self.step,
+            "recorded": self.recorded,
+            "seconds": self.seconds,
+            "train_seconds": self.train_seconds,
+            "loss_sum": self.loss_sum,
+            "correct": self.correct,
+            "random": self._random if self._since is None else _get_states(self.device),
+            "batches": self.batches.state_dict(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken; the draws of the running epoch are made again."""
+        if state["device"] != self.device.type:
+            raise DecaylabError(
+                f"run {self.spec.id} was begun on {state['device']} and its random streams belong"
+                f" there: continue it with --device {state['device']}, or use another --runs folder"
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.batches.load_state_dict(state["batches"])
+        self.batches.begin_epoch()
+        self.epoch, self.position, self.drawn = state["epoch"], state["position"], True
+        self.recorded = state["recorded"]
+        self._seconds, self.train_seconds = state["seconds"], state["train_seconds"]
+        self.loss_sum.copy_(state["loss_sum"])
+        self.correct.copy_(state["correct"])
+        self._random = state["random"]
+        if self.recorded:
+            self.next_epoch()
+
+
+def weight_norms(model: nn.Module) -> dict[str, float]:
+    """`norm/<module>`: the Euclidean norm of each linear or conv weight, without bias."""
+    weights = {
+        name: module.weight
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "weight", None), Tensor) and module.weight.dim() > 1
+    }
+    if not weights:
+        return {}
+    norms = torch.stack([weight.detach().double().norm() for weight in weights.values()]).tolist()
+    return {f"norm/{name}": norm for name, norm in zip(weights, norms, strict=True)}
+
+
+def _seeded_states(seed: int, device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.Generator().manual_seed(seed).get_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.Generator(device).manual_seed(seed).get_state()
+    return states
+
+
+def _get_states(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_states(states: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+@contextmanager
+def _precision(precision: str, device: torch.device) -> Iterator[None]:
+    """fp32: IEEE products; tf32: TF32 products (CUDA); bf16: autocast, TF32 for what stays fp32."""
+    matmul: Any = torch.backends.cuda.matmul
+    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = matmul.fp32_precision, conv.fp32_precision
+    matmul.fp32_precision = conv.fp32_precision = "ieee" if precision == "fp32" else "tf32"
+    try:
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            yield
+    finally:
+        matmul.fp32_precision, conv.fp32_precision = before

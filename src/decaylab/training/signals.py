@@ -1,0 +1,63 @@
+"""SIGINT and SIGTERM as a request that a run heeds at the next step, where its state is whole."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run stopped by a signal, after its checkpoint. Exit code 130 (SIGINT) or 143 (SIGTERM)."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+class _Requests:
+    """The process's handlers: installed by the first run that listens, removed by the last.
+
+    Runs may interleave in one process, so that they start and end in any order. The second signal
+    of a kind acts at once, as if nobody listened.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._listeners = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Keep signals for `check` while inside; elsewhere than in the main thread, do nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        if self._listeners == 0:
+            self.received = None
+            self._previous = {}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # a nohup stays one
+                    self._previous[number] = signal.signal(number, self._receive)
+        self._listeners += 1
+        try:
+            yield
+        finally:
+            self._listeners -= 1
+            if self._listeners == 0:
+                for kind, handler in self._previous.items():
+                    signal.signal(kind, handler)
+
+    def check(self) -> None:
+        """Raise `Interrupted` if a signal has come."""
+        if self.received is not None:
+            raise Interrupted(self.received)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received == number:
+            raise Interrupted(number)
+        self.received = number
+
+
+requests = _Requests()
