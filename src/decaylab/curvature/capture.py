@@ -1,8 +1,9 @@
 """What layers see and send back, observed through hooks in an unchanged training loop.
 
-On a refresh, a forward hook on each covered layer keeps its input and the gradient edge of its output (not the output: an
-in-place ReLU behind the layer would overwrite it). A hook on the model takes the logits and back-propagates curvature
-vectors through the same graph: one forward, one extra backward per vector. Parameter gradients are not computed in it.
+On a refresh, a forward hook on each covered layer keeps its input and the gradient edge of its
+output (not the output: an in-place ReLU behind the layer would overwrite it). A hook on the model
+takes the logits and back-propagates curvature vectors through the same graph: one forward, one
+extra backward per vector. Parameter gradients are not computed in it.
 """
 
 import weakref
@@ -16,14 +17,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
-@dataclass
+@dataclass(eq=False)
+class Pass:
+    """One observed forward pass: how many rows of logits count in it, and which, if not all."""
+
+    rows: Tensor | float
+    mask: Tensor | None
+
+
+@dataclass(eq=False)
 class Call:
-    """One call of a covered layer: its input, its output's edge, and the rows of logits behind it."""
+    """One call of a covered layer: its input, its output's edge, and the pass it was part of."""
 
     name: str
     inputs: Tensor
     edge: GradientEdge
-    rows: Tensor | float = 0.0
+    observed: Pass | None = None
 
 
 class _Hook:
@@ -55,7 +64,8 @@ class Capture:
         layers: covered layers by name.
         due: whether a refresh is due now.
         on_output: called with the model's output after each observed forward pass.
-        on_gradient: if given, called with (call, gradient) when the loss's own backward pass reaches a layer's output.
+        on_gradient: if given, called with (call, gradient) when the loss's own backward pass
+        reaches a layer's output.
     """
 
     def __init__(
@@ -83,9 +93,12 @@ class Capture:
         self._undo_dispatch = _run_eagerly_when(model, self.acts)
 
     def acts(self) -> bool:
-        """Whether a forward pass is observed now: training, with grad, a refresh due, outside torch.func and backward.
+        """Whether a forward pass is observed now.
 
-        Inside a backward pass a forward is activation checkpointing's recomputation, which has been observed before.
+        It is in train mode, with grad, when a refresh is due, outside torch.func and backward.
+
+        Inside a backward pass a forward is activation checkpointing's recomputation, which has
+        been observed before.
         """
         return (
             self._pauses == 0
@@ -154,7 +167,7 @@ class _Gradient:
 def back_propagate(
     logits: list[Tensor], vectors: list[Tensor], calls: list[Call]
 ) -> list[Tensor | None]:
-    """The gradients of sum(vector * logits) at each call's output; None where the logits do not depend on it."""
+    """Gradients of sum(vector * logits) at each call's output; None where the logits ignore it."""
     with torch.autocast(logits[0].device.type, enabled=False):
         return list(
             torch.autograd.grad(
@@ -168,7 +181,7 @@ def back_propagate(
 
 
 def reentrant_checkpoint_behind(tensor: Tensor) -> bool:
-    """Whether the graph of `tensor` holds a reentrant activation checkpoint, which hides its layers from autograd."""
+    """Whether a reentrant activation checkpoint, which hides its layers, is in the graph."""
     seen: set[Node] = set()
     nodes = [tensor.grad_fn]
     while nodes:
@@ -202,7 +215,7 @@ def frozen_batch_norm(model: nn.Module) -> Iterator[None]:
 
 
 def _run_eagerly_when(model: nn.Module, condition: Callable[[], bool]) -> Callable[[], None]:
-    """Send calls of a compiled model to its eager module while `condition()`; returns what undoes it."""
+    """Send calls of a compiled model to its eager module while `condition()`; returns the undo."""
     eager = eager_module(model)
     if eager is not model:
         holder, attribute, eager_call = model, "forward", eager.__call__

@@ -1,12 +1,14 @@
-"""Kronecker factors A and S of layer blocks: sums over a refresh, running averages, damped inverses, preconditioning.
+"""Kronecker factors A and S: sums over a refresh, running averages, inverses, preconditioning.
 
 Scaling, for a loss averaged over the rows of the logits (recipe line 6):
 
     A = mean over examples and positions of a a'        T = positions / rows of the logits
-    S = mean over examples and positions of g g'        block = T A (x) S = A (x) G,  G = sum over positions of g g' / rows
+    S = mean over examples and positions of g g'        block = T A (x) S = A (x) G,  G = sum over
+    positions of g g' / rows
 
-g is the gradient of one row's (not averaged) loss. G is what is stored: T enters it by itself, for convolutions, sequences and
-layers that are called several times alike. Blocks of one shape are stacked, so that each operation runs once per shape.
+g is the gradient of one row's (not averaged) loss. G is what is stored: T enters it by itself, for
+convolutions, sequences and layers that are called several times alike. Blocks of one shape are
+stacked, so that each operation runs once per shape.
 """
 
 from dataclasses import dataclass, field
@@ -31,9 +33,10 @@ from decaylab.curvature.layers import (
 class KroneckerFactors:
     """The factors of one layer: its block of the curvature is T * A (x) S.
 
-    `A` [in (+1), in (+1)] is in the order of `weight.flatten(1)` with the bias last, `S` [out, out] by output channel;
-    with a leading axis of groups where the layer has more than one. A side longer than `max_factor_dim` is its diagonal
-    only, and is returned as that diagonal matrix's vector. `T` is a scalar tensor.
+    `A` [in (+1), in (+1)] is in the order of `weight.flatten(1)` with the bias last, `S` [out,
+    out] by output channel; with a leading axis of groups where the layer has more than one. A side
+    longer than `max_factor_dim` is its diagonal only, and is returned as that diagonal matrix's
+    vector. `T` is a scalar tensor.
     """
 
     A: Tensor
@@ -42,7 +45,7 @@ class KroneckerFactors:
 
 
 class Shape(NamedTuple):
-    """What blocks must share to be stacked: lengths of the two sides, and which of them are diagonal."""
+    """What blocks must share to be stacked: the lengths of both sides, and which are diagonal."""
 
     input_dim: int
     output_dim: int
@@ -79,7 +82,7 @@ class Block:
 
 @dataclass
 class Sums:
-    """What one layer has shown since the last refresh: sums, with their counts, so that passes (and ranks) add up."""
+    """What one layer has shown since the last refresh: sums and counts, so that passes add up."""
 
     A: Tensor | None = None
     G: Tensor | None = None
@@ -87,24 +90,24 @@ class Sums:
     rows: Tensor | float = 0.0
 
     def add_inputs(
-        self, block: Block, inputs: Tensor, sharing: Sharing, mask: Tensor | None
+        self, block: Block, inputs: list[Tensor], sharing: Sharing, mask: Tensor | None
     ) -> None:
-        """Add sum of a a' over the rows of one call."""
-        rows, count = input_rows(block.layer, inputs.to(block.shape.dtype), sharing, mask)
+        """Add the sum of a a' over the rows of the layer's calls in one pass."""
+        wide = [x.to(block.shape.dtype) for x in inputs]
+        rows, count = input_rows(block.layer, wide, sharing, mask)
         moment = input_squares if block.shape.input_diagonal else input_moment
         total = moment(rows, count, weight=block.weight, bias=block.bias)
         self.A = total if self.A is None else self.A.add_(total)
         self.positions = self.positions + count
 
     def add_gradients(
-        self, block: Block, gradient: Tensor, sharing: Sharing, scale: Tensor | float
+        self, block: Block, gradients: list[Tensor], sharing: Sharing, scale: Tensor | float
     ) -> None:
-        """Add scale * sum of g g' over the rows of one call."""
-        rows = gradient_rows(block.layer, gradient.to(block.shape.dtype), sharing)
-        if block.shape.output_diagonal:
-            total = rows.square().sum(1)
-        else:
-            total = torch.bmm(rows.mT, rows)
+        """Add scale times the sum of g g' over the rows of the layer's calls in one pass."""
+        wide = [g.to(block.shape.dtype) for g in gradients]
+        rows = gradient_rows(block.layer, wide, sharing)
+        diagonal = block.shape.output_diagonal
+        total = rows.square().sum(1) if diagonal else torch.bmm(rows.mT, rows)
         total.mul_(scale)
         self.G = total if self.G is None else self.G.add_(total)
 
@@ -115,11 +118,11 @@ class Sums:
 
 @dataclass
 class Bank:
-    """All blocks of one shape, stacked: A [n, a, a], G [n, g, g] (or diagonals [n, a], [n, g]), and their inverses.
+    """All blocks of one shape, stacked: A [n, a, a], G [n, g, g] (or diagonals), and inverses.
 
-    Buffers are allocated once and written in place. `ready` says which blocks have a factor; until then the inverse is
-    zero, so that a layer that was never seen is not moved. `boost` multiplies the damping of blocks whose last Cholesky
-    factorisation failed.
+    Buffers are allocated once and written in place. `ready` says which blocks have a factor; until
+    then the inverse is zero, so that a layer that was never seen is not moved. `boost` multiplies
+    the damping of blocks whose last Cholesky factorisation failed.
     """
 
     shape: Shape
@@ -155,11 +158,12 @@ class Bank:
         return {name: getattr(self, name) for name in names}
 
     def update(self, name: str, sums: Sums, factor_decay: float) -> None:
-        """Fold a refresh into the running averages: F <- decay F + (1 - decay) mean; the first one sets them.
+        """Fold a refresh into the averages: F <- decay F + (1 - decay) mean; the first sets them.
 
         A mean that is not finite is left out, on the device.
         """
-        assert sums.A is not None and sums.G is not None
+        assert sums.A is not None
+        assert sums.G is not None
         here = self.slices[name]
         A, G = sums.A / sums.positions, sums.G / sums.rows
         T = torch.ones_like(self.T[here]) * (sums.positions / sums.rows)
@@ -179,8 +183,8 @@ class Bank:
     def invert(self, damping: Tensor) -> None:
         """Invert every ready block with its `damping` [n] times its boost.
 
-        Where it fails the old inverse stays and the boost doubles for the next try; where it works the boost halves
-        towards 1.
+        Where it fails the old inverse stays and the boost doubles for the next try; where it works
+        the boost halves towards 1.
         """
         boosted = damping * self.boost
         extra_A, extra_G = factored_damping(self.A, self.G, boosted)
@@ -194,7 +198,7 @@ class Bank:
         self.failures += failed
 
     def precondition(self) -> None:
-        """step <- G^-1 gradient A^-1, the inverse of A (x) G applied to each block's gradient [out, in (+1)]."""
+        """Apply the inverse of A (x) G to each gradient [out, in (+1)]: G^-1 gradient A^-1."""
         if self.shape.input_diagonal:
             half = self.gradient * self.A_inverse[:, None, :]
         else:

@@ -1,7 +1,8 @@
 """Damped inverses of Kronecker factors, without a host synchronisation.
 
-The block A (x) G (with G = T S, so that the number of positions T is inside) is damped by lambda in factored form
-(Martens & Grosse 2015, Sec. 6.3; recipe: r = sqrt(lambda / T) on A and S, then a division by T, which is the same thing):
+The block A (x) G (with G = T S, so that the number of positions T is inside) is damped by lambda
+in factored form (Martens & Grosse 2015, Sec. 6.3; recipe: r = sqrt(lambda / T) on A and S, then a
+division by T, which is the same thing):
 
     pi = sqrt((tr A / dim A) / (tr G / dim G)),    A + pi sqrt(lambda) I,    G + sqrt(lambda) / pi I
 
@@ -34,9 +35,10 @@ def mean_diagonal(side: Tensor) -> Tensor:
 
 
 def damped_inverse(side: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
-    """(side + damping I)^-1 by Cholesky, and for each of the n whether it is sound: [n, ...], bool [n].
+    """(side + damping I)^-1 by Cholesky, and which of the n are sound: [n, ...], bool [n].
 
-    `cholesky_ex` does not check on the host: a factor that is not positive definite gives False, not an error.
+    `cholesky_ex` does not check on the host: a factor that is not positive definite gives False,
+    not an error.
     """
     if side.dim() == 2:
         inverse = (side + damping[:, None]).reciprocal()

@@ -1,16 +1,19 @@
 """Layers as matrix products: which vectors a weight multiplies, and what comes back for them.
 
-A Linear or convolution layer computes s = W a for many vectors a: one per example and output position. K-FAC needs those
-a (patches, for a convolution) and the gradients g at the matching s, as rows:
+A Linear or convolution layer computes s = W a for many vectors a: one per example and output
+position. K-FAC needs those a (patches, for a convolution) and the gradients g at the matching s,
+as rows:
 
-    input rows     [groups, rows, in / groups]      in the order of `weight.flatten(1)`: (channel, kernel axes)
-    gradient rows  [groups, rows, out / groups]
+    input rows     [groups, rows, in / groups]      in the order of `weight.flatten(1)`: (channel,
+    kernel axes) gradient rows  [groups, rows, out / groups]
 
-`expand` (Martens & Grosse 2015; Grosse & Martens 2016 for convolutions) makes a row of each example and position.
-`reduce` (Eschenhagen et al. 2023) makes one row of each example: a averaged, g summed over its positions.
+`expand` (Martens & Grosse 2015; Grosse & Martens 2016 for convolutions) makes a row of each
+example and position. `reduce` (Eschenhagen et al. 2023) makes one row of each example: a averaged,
+g summed over its positions.
 """
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -28,50 +31,52 @@ def groups_of(layer: Layer) -> int:
 
 
 def input_rows(
-    layer: Layer, inputs: Tensor, sharing: Sharing, mask: Tensor | None = None
+    layer: Layer, inputs: list[Tensor], sharing: Sharing, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor | int]:
-    """The rows a of one call of `layer`, and how many count: [groups, rows, in / groups], number.
+    """The rows a of the calls of `layer` in one pass, and how many count.
 
-    `mask` (1 for a row of the logits that counts) is applied to Linear layers whose leading axes are those of the mask:
-    a masked position is left out of the mean.
+    Several calls (a layer used twice) are further positions. `mask` (true for a row of the logits
+    that counts) is applied to Linear layers whose leading axes are those of the mask: a masked
+    position is left out of the mean.
     """
+    masked = mask is not None and isinstance(layer, nn.Linear)
+    masked = masked and all(mask.shape == x.shape[:-1] for x in inputs)  # type: ignore[union-attr]
     if isinstance(layer, nn.Linear):
-        vectors = _by_example(inputs)[None]
+        vectors = _joined([_by_example(x)[None] for x in inputs], sharing)
     else:
-        vectors = patches(layer, inputs)
-    examples, positions = vectors.shape[1:3]
-    masked = mask is not None and isinstance(layer, nn.Linear) and mask.shape == inputs.shape[:-1]
-    if masked:
-        assert mask is not None
-        weights = mask.to(vectors.dtype).reshape(1, examples, positions, 1)
-        vectors = vectors * weights
-    if sharing == "reduce":
-        if masked:
-            kept = weights.sum(2)
-            return vectors.sum(2) / kept.clamp(min=1), kept.clamp(max=1).sum()
-        return vectors.mean(2), examples
-    count: Tensor | int = weights.sum() if masked else examples * positions
-    return vectors.flatten(1, 2), count
+        vectors = _joined([patches(layer, x) for x in inputs], sharing)
+    if not masked:
+        examples, positions = vectors.shape[1:3]
+        return _shared(vectors, sharing, torch.mean), examples * (
+            1 if sharing == "reduce" else positions
+        )
+    assert mask is not None
+    weights = _joined([_by_example(mask[..., None])[None] for _ in inputs], sharing)
+    weights = weights.to(vectors.dtype)
+    if sharing == "expand":
+        return (vectors * weights).flatten(1, 2), weights.sum()
+    kept = weights.sum(2)
+    return (vectors * weights).sum(2) / kept.clamp(min=1), kept.clamp(max=1).sum()
 
 
-def gradient_rows(layer: Layer, gradient: Tensor, sharing: Sharing) -> Tensor:
-    """The rows g of one call of `layer`, from the gradient at its output: [groups, rows, out / groups]."""
+def gradient_rows(layer: Layer, gradients: list[Tensor], sharing: Sharing) -> Tensor:
+    """The rows g of those calls, from the gradients at their outputs."""
     if isinstance(layer, nn.Linear):
-        vectors = _by_example(gradient)[None]
+        vectors = [_by_example(gradient)[None] for gradient in gradients]
     else:
-        spatial = len(layer.kernel_size)
-        if gradient.dim() == spatial + 1:
-            gradient = gradient[None]
-        split = gradient.flatten(2).unflatten(1, (layer.groups, -1))
-        vectors = split.permute(1, 0, 3, 2)
-    return vectors.sum(2) if sharing == "reduce" else vectors.flatten(1, 2)
+        axes = len(layer.kernel_size)
+        batched = [g[None] if g.dim() == axes + 1 else g for g in gradients]
+        split = [g.flatten(2).unflatten(1, (layer.groups, -1)) for g in batched]
+        vectors = [g.permute(1, 0, 3, 2) for g in split]
+    return _shared(_joined(vectors, sharing), sharing, torch.sum)
 
 
 def patches(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor) -> Tensor:
-    """The patch under each output position of a convolution: [groups, examples, positions, in / groups].
+    """The patch under each output position: [groups, examples, positions, in / groups].
 
-    A strided view of the padded input, copied once; any number of axes, stride, padding (numbers, 'same', 'valid', and every
-    padding mode), dilation, groups and memory format. The last axis runs over (channel, kernel axes).
+    A strided view of the padded input, copied once; any number of axes, stride, padding (numbers,
+    'same', 'valid', and every padding mode), dilation, groups and memory format. The last axis
+    runs over (channel, kernel axes).
     """
     axes = len(layer.kernel_size)
     if inputs.dim() == axes + 1:
@@ -99,7 +104,10 @@ def patches(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor) -> Tensor:
 
 
 def input_moment(rows: Tensor, count: Tensor | int, *, weight: bool, bias: bool) -> Tensor:
-    """Sum over rows of [a; 1] [a; 1]': [groups, dim, dim]. The 1 stands where a bias is trained, the a where a weight is."""
+    """Sum over rows of [a; 1] [a; 1]': [groups, dim, dim].
+
+    The a is there if a weight is trained, the 1 if a bias is.
+    """
     groups, _, width = rows.shape
     dim = width * weight + bias
     moment = rows.new_empty(groups, dim, dim)
@@ -121,6 +129,20 @@ def input_squares(rows: Tensor, count: Tensor | int, *, weight: bool, bias: bool
         ones = torch.ones(rows.shape[0], 1, dtype=rows.dtype, device=rows.device)
         parts.append(ones * count)
     return torch.cat(parts, 1)
+
+
+def _shared(vectors: Tensor, sharing: Sharing, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """[groups, examples, positions, width] to rows: all of them, or one per example."""
+    return vectors.flatten(1, 2) if sharing == "expand" else reduce(vectors, 2)
+
+
+def _joined(calls: list[Tensor], sharing: Sharing) -> Tensor:
+    """The calls' vectors [groups, examples, positions, width] as one, along the positions."""
+    if len(calls) == 1:
+        return calls[0]
+    if sharing == "expand":  # the number of examples may differ from call to call
+        calls = [vectors.flatten(1, 2)[:, None] for vectors in calls]
+    return torch.cat(calls, 2)
 
 
 def _by_example(tensor: Tensor) -> Tensor:

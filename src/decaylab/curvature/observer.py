@@ -1,7 +1,7 @@
-"""Measuring Kronecker factors in a training loop: hooks capture, curvature vectors go back, sums add up.
+"""Measuring Kronecker factors in a training loop: hooks capture, vectors go back, sums add up.
 
-An observed forward pass costs one extra backward pass (`outputs="sampled"`) or one per class (`"exact"`). The empirical
-Fisher costs none: it listens to the loss's own backward pass.
+An observed forward pass costs one extra backward pass (`outputs="sampled"`) or one per class
+(`"exact"`). The empirical Fisher costs none: it listens to the loss's own backward pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from decaylab.curvature.capture import (
     Call,
     Capture,
+    Pass,
     back_propagate,
     frozen_batch_norm,
     reentrant_checkpoint_behind,
@@ -35,7 +36,8 @@ class Measure:
         scale: the curvature is multiplied by it; 2 is the published K-FAC-G.
         reduction: how the loss adds up rows; only the empirical Fisher reads the loss.
         sharing: "expand" or "reduce", for layers that meet several positions per example.
-        logits: "output": they are what the model returns; "observed": the loop hands them to `observe`.
+        logits: "output": they are what the model returns; "observed": the loop hands them to
+        `observe`.
     """
 
     curvature: Curvature = "fisher"
@@ -77,6 +79,7 @@ class Observer:
         self.sums: dict[str, Sums] = {}
         self.generator = generator
         self._blocks = blocks
+        self._loss_gradients: list[tuple[Call, Tensor]] = []
         self._classes: tuple[int, ...] | None = None
         empirical = measure.curvature == "empirical-fisher"
         self.capture = Capture(
@@ -89,6 +92,8 @@ class Observer:
 
     def take(self) -> dict[str, Sums]:
         """Hand over what was summed; complain about passes whose logits were never seen."""
+        with torch.no_grad():
+            self._add_loss_gradients()
         pending = self.capture.take()
         sums, self.sums = self.sums, {}
         if pending and not sums:
@@ -101,8 +106,8 @@ class Observer:
     def observe(self, logits: Tensor | Sequence[Tensor], mask: Tensor | None = None) -> None:
         """Back-propagate curvature vectors from `logits` [..., C], or from those of several heads.
 
-        Does nothing when no refresh is due. `mask` (the shape of the rows, true for those that count) leaves out padded
-        rows. Several heads stand for losses that are added.
+        Does nothing when no refresh is due. `mask` (the shape of the rows, true for those that
+        count) leaves out padded rows. Several heads stand for losses that are added.
         """
         if not self.capture.acts():
             return
@@ -113,58 +118,62 @@ class Observer:
             if mask is None and self.measure.logits == "output":
                 return  # the model's own output, seen already
             raise DecaylabError(
-                "opt.observe(logits) found nothing to observe: call it once, right after the forward pass, "
-                "with logits='observed' given to KFAC where the model itself returns a tensor"
+                "opt.observe(logits) found nothing to observe: call it once, right after the "
+                "forward pass, and build KFAC with logits='observed' if the model returns a tensor"
             )
         self._refuse_reentrant_checkpoints(heads[0])
-        rows = _rows(heads[0], mask)
-        if self.measure.curvature == "empirical-fisher":
-            for call in calls:  # the sums are added in the loss's backward pass
-                call.rows = rows
-            for name in {call.name for call in calls}:
-                self.sums.setdefault(name, Sums()).add_rows(rows)
-            return
-        with torch.no_grad():
-            self._add(heads, calls, rows, mask)
+        observed = Pass(_rows(heads[0], mask), mask)
+        for call in calls:
+            call.observed = observed
+        if self.measure.curvature != "empirical-fisher":  # that one waits for the loss's gradients
+            with torch.no_grad():
+                self._back_propagate(heads, calls, observed)
 
     def _model_returned(self, output: Any) -> None:
         if self.measure.logits == "output" and isinstance(output, Tensor):
             self.observe(output)
 
-    def _add(
-        self, heads: list[Tensor], calls: list[Call], rows: Tensor | float, mask: Tensor | None
-    ) -> None:
-        reached: dict[int, None] = {}
-        for vectors in self._vectors(heads, rows, mask):
+    def _back_propagate(self, heads: list[Tensor], calls: list[Call], observed: Pass) -> None:
+        reached: dict[Call, None] = {}
+        for vectors in self._vectors(heads, observed):
             with torch.enable_grad(), frozen_batch_norm(self.capture.model):
                 gradients = back_propagate(heads, vectors, calls)
-            for i, (call, gradient) in enumerate(zip(calls, gradients, strict=True)):
-                if gradient is not None:
-                    reached[i] = None
-                    self._sums(call).add_gradients(
-                        self._blocks[call.name], gradient, self.measure.sharing, self.measure.scale
-                    )
+            pairs = [(c, g) for c, g in zip(calls, gradients, strict=True) if g is not None]
+            self._add_gradients(pairs, self.measure.scale)
+            reached.update(dict.fromkeys(call for call, _ in pairs))
         if not reached:
             raise DecaylabError(
                 "the logits do not depend on the last forward pass of any covered layer: "
                 "call opt.observe(logits) right after the forward pass that made them"
             )
-        for i in reached:
-            block = self._blocks[calls[i].name]
-            self._sums(calls[i]).add_inputs(block, calls[i].inputs, self.measure.sharing, mask)
-        for name in {calls[i].name for i in reached}:
-            self.sums[name].add_rows(rows)
+        self._add_inputs(list(reached), observed)
 
-    def _vectors(
-        self, heads: list[Tensor], rows: Tensor | float, mask: Tensor | None
-    ) -> Iterator[list[Tensor]]:
+    def _add_gradients(self, pairs: list[tuple[Call, Tensor]], scale: Tensor | float) -> None:
+        by_layer: dict[str, list[Tensor]] = {}
+        for call, gradient in pairs:
+            by_layer.setdefault(call.name, []).append(gradient)
+        for name, gradients in by_layer.items():
+            sums = self.sums.setdefault(name, Sums())
+            sums.add_gradients(self._blocks[name], gradients, self.measure.sharing, scale)
+
+    def _add_inputs(self, calls: list[Call], observed: Pass) -> None:
+        by_layer: dict[str, list[Tensor]] = {}
+        for call in calls:
+            by_layer.setdefault(call.name, []).append(call.inputs)
+        for name, inputs in by_layer.items():
+            sums = self.sums.setdefault(name, Sums())
+            sums.add_inputs(self._blocks[name], inputs, self.measure.sharing, observed.mask)
+            sums.add_rows(observed.rows)
+
+    def _vectors(self, heads: list[Tensor], observed: Pass) -> Iterator[list[Tensor]]:
         """One list of vectors, a head each, per backward pass."""
         kind = (self.measure.curvature, self.measure.likelihood)
+        mask = observed.mask
 
         def weighted(head: Tensor, vector: Tensor) -> Tensor:
             # each head's loss is averaged over its own rows, G over those of the first
             own = _rows(head, mask)
-            vector = vector if head is heads[0] else vector * (rows / own) ** 0.5
+            vector = vector if head is heads[0] else vector * (observed.rows / own) ** 0.5
             return vector if mask is None else vector * mask.to(vector.dtype)[..., None]
 
         if self.measure.outputs == "sampled":
@@ -178,17 +187,20 @@ class Observer:
                 ]
 
     def _loss_gradient(self, call: Call, gradient: Tensor) -> None:
-        """Empirical Fisher: the gradient of the loss at a layer's output. A mean loss has divided it by the rows."""
-        if call.name not in self.sums:
-            return  # a second backward pass, after the step that used the sums
-        block, sums = self._blocks[call.name], self._sums(call)
-        per_row = call.rows**2 if self.measure.reduction == "mean" else 1.0
-        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-            sums.add_inputs(block, call.inputs, self.measure.sharing, None)
-            sums.add_gradients(block, gradient, self.measure.sharing, per_row * self.measure.scale)
+        if call.observed is not None:
+            self._loss_gradients.append((call, gradient.detach()))
 
-    def _sums(self, call: Call) -> Sums:
-        return self.sums.setdefault(call.name, Sums())
+    def _add_loss_gradients(self) -> None:
+        """Empirical Fisher: a mean loss has divided each row's gradient by the number of rows."""
+        by_pass: dict[Pass, list[tuple[Call, Tensor]]] = {}
+        for call, gradient in self._loss_gradients:
+            assert call.observed is not None
+            by_pass.setdefault(call.observed, []).append((call, gradient))
+        self._loss_gradients = []
+        for observed, pairs in by_pass.items():
+            per_row = observed.rows**2 if self.measure.reduction == "mean" else 1.0
+            self._add_gradients(pairs, per_row * self.measure.scale)
+            self._add_inputs([call for call, _ in pairs], observed)
 
     def _check(self, heads: list[Tensor], mask: Tensor | None) -> None:
         for head in heads:
@@ -199,7 +211,9 @@ class Observer:
                     "pass them with opt.observe(logits) and logits='observed'"
                 )
             if not head.requires_grad:
-                raise DecaylabError("the logits have no graph: call opt.observe before detaching them")
+                raise DecaylabError(
+                    "the logits have no graph: call opt.observe before detaching them"
+                )
         classes = tuple(head.shape[-1] for head in heads)
         if self._classes is not None and classes != self._classes:
             raise DecaylabError(
@@ -223,7 +237,8 @@ class Observer:
         hidden = self.capture.without_grad
         if hidden and reentrant_checkpoint_behind(logits):
             raise DecaylabError(
-                f"layer {min(hidden)!r} runs under reentrant activation checkpointing, which hides it from K-FAC: "
+                f"layer {min(hidden)!r} runs under reentrant activation checkpointing, which hides "
+                "it from K-FAC: "
                 "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
 

@@ -1,7 +1,8 @@
 """What is back-propagated from the logits to measure curvature.
 
-Every curvature matrix here is C = E[J' H J] with J the Jacobian of one row of logits z (length C) and H a
-matrix at that row's output, so it is measured by back-propagating vectors v with E[v v'] = H:
+Every curvature matrix here is C = E[J' H J] with J the Jacobian of one row of logits z (length C)
+and H a matrix at that row's output, so it is measured by back-propagating vectors v with E[v v'] =
+H:
 
 | curvature        | likelihood  | H                                  | paper          |
 |------------------|-------------|------------------------------------|----------------|
@@ -10,8 +11,9 @@ matrix at that row's output, so it is measured by back-propagating vectors v wit
 | `fisher`         | gaussian    | I (unit variance: loss |z - y|^2/2)| Eq. 2          |
 | `gauss-newton`   | any         | I                                  | Eq. 3          |
 
-Scaling: per row; nothing is divided by the number of rows. Logits are [..., C]; the leading axes are rows.
-The empirical Fisher (gradients at the data's own labels) needs no vector: it is read off the loss's own backward pass.
+Scaling: per row; nothing is divided by the number of rows. Logits are [..., C]; the leading axes
+are rows. The empirical Fisher (gradients at the data's own labels) needs no vector: it is read off
+the loss's own backward pass.
 """
 
 from collections.abc import Iterator
@@ -37,10 +39,12 @@ def check_names(curvature: str, likelihood: str) -> None:
 
 
 def output_hessian(curvature: Curvature, likelihood: Likelihood) -> Likelihood:
-    """The likelihood whose output Hessian is meant: the Gauss-Newton matrix is that of a Gaussian."""
+    """The likelihood whose output Hessian is meant: Gauss-Newton is that of a Gaussian."""
     check_names(curvature, likelihood)
     if curvature == "empirical-fisher":
-        raise DecaylabError("the empirical Fisher has no output Hessian: it uses the loss's gradients")
+        raise DecaylabError(
+            "the empirical Fisher has no output Hessian: it uses the loss's gradients"
+        )
     return "gaussian" if curvature == "gauss-newton" else likelihood
 
 
@@ -50,10 +54,10 @@ def sampled(
     likelihood: Likelihood,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """One random vector per row, v with E[v v'] = H; shape and dtype of `logits`. One backward pass.
+    """One random vector per row, v with E[v v'] = H, shaped like `logits`. One backward pass.
 
-    Fisher: v = p - y with y drawn from the model's own predictive distribution (never from the data's labels).
-    Gauss-Newton: v ~ N(0, I). Draws without a host synchronisation.
+    Fisher: v = p - y with y drawn from the model's own predictive distribution (never from the
+    data's labels). Gauss-Newton: v ~ N(0, I). Draws without a host synchronisation.
     """
     kind = output_hessian(curvature, likelihood)
     z = logits.detach()
@@ -72,9 +76,10 @@ def sampled(
 
 
 def exact(logits: Tensor, curvature: Curvature, likelihood: Likelihood) -> Iterator[Tensor]:
-    """C vectors per row with sum_c v_c v_c' = H: the curvature without sampling. One backward pass per class.
+    """C vectors per row with sum_c v_c v_c' = H, for exact curvature. One backward pass per class.
 
-    Categorical: v_c = sqrt(p_c) (e_c - p); Bernoulli: sqrt(p_c (1 - p_c)) e_c; Gaussian and Gauss-Newton: e_c.
+    Categorical: v_c = sqrt(p_c) (e_c - p); Bernoulli: sqrt(p_c (1 - p_c)) e_c; Gaussian and Gauss-
+    Newton: e_c.
     """
     kind = output_hessian(curvature, likelihood)
     z = logits.detach()

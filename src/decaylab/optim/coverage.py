@@ -45,8 +45,9 @@ def plan(
 ) -> Plan:
     """Sort a model's parameters into blocks and others, and split each param group accordingly.
 
-    `params` is what torch's optimizers take (parameters, named ones, or dicts); None is every parameter. A group with both
-    kinds becomes two; `others` holds the options of the groups that first-order steps serve.
+    `params` is what torch's optimizers take (parameters, named ones, or dicts); None is every
+    parameter. A group with both kinds becomes two; `others` holds the options of the groups that
+    first-order steps serve.
     """
     groups = _as_groups(model.parameters() if params is None else params)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -83,8 +84,8 @@ def plan(
         )
     if not blocks:
         raise DecaylabError(
-            "K-FAC covers no layer of this model: it needs a trainable Linear or Conv1d/2d/3d layer; "
-            "use torch.optim for a model without one"
+            "K-FAC covers no layer of this model: it needs a trainable Linear or Conv1d/2d/3d "
+            "layer; use torch.optim for a model without one"
         )
     split = []
     for group in groups:
@@ -126,7 +127,7 @@ def _why_not(
 
 
 def _owners(model: nn.Module) -> dict[Tensor, list[tuple[str, str]]]:
-    """For each parameter, the (module name, attribute) places it sits in; a module met twice counts once."""
+    """For each parameter, its places (module name, attribute); a module met twice counts once."""
     owners: dict[Tensor, list[tuple[str, str]]] = {}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():

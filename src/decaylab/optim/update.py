@@ -1,7 +1,8 @@
-"""The pieces of a K-FAC update after preconditioning: decay, KL clip, momentum, and a mask for steps that are not finite.
+"""The pieces of a K-FAC update: decay, KL clip, momentum, and a mask for what is not finite.
 
-Nothing here looks at a tensor's value on the host. A step that must not happen is masked on the device: its direction is
-zeroed, its learning rate is 0 and its momentum 1, which leaves weights and velocities as they are.
+Nothing here looks at a tensor's value on the host. A step that must not happen is masked on the
+device: its direction is zeroed, its learning rate is 0 and its momentum 1, which leaves weights
+and velocities as they are.
 """
 
 from collections.abc import Sequence
@@ -10,16 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Tensors = list[Tensor] | tuple[Tensor, ...]
 
-def add_decay(directions: Sequence[Tensor], params: Sequence[Tensor], weight_decay: float) -> Any:
+
+def add_decay(directions: Tensors, params: Tensors, weight_decay: float) -> Tensors:
     """The decay term: direction + weight_decay * W.
 
-    L2 (Eq. 6) adds it to the gradient, before preconditioning; weight decay (Eq. 7) to the velocity, after it.
+    L2 (Eq. 6) adds it to the gradient, before preconditioning; weight decay (Eq. 7) to the
+    velocity, after it.
     """
     return torch._foreach_add(directions, params, alpha=weight_decay)
 
 
-def all_finite(tensors: Sequence[Tensor]) -> Tensor:
+def all_finite(tensors: Tensors) -> Tensor:
     """Whether every entry of every tensor is finite: a scalar bool on the device."""
     largest = torch._foreach_norm(tensors, float("inf"))
     return torch.stack([norm.double() for norm in largest]).isfinite().all()
@@ -35,22 +39,22 @@ def kl_scale(terms: Sequence[tuple[float | Tensor, Tensor, Tensor]], kl_clip: fl
 
 
 def move(
-    params: Sequence[Tensor],
-    velocities: Sequence[Tensor],
-    steps: Sequence[Tensor],
+    params: Tensors,
+    velocities: Tensors,
+    steps: Tensors,
     group: dict[str, Any],
     finite: Tensor,
 ) -> None:
     """Advance velocities and parameters of one param group, in place.
 
-        velocity <- momentum velocity + step
-        W <- W - lr (velocity + [decoupled] wd W) - [independent] wd W
+    velocity <- momentum velocity + step
+    W <- W - lr (velocity + [decoupled] wd W) - [independent] wd W
     """
     one = torch.ones((), dtype=params[0].dtype, device=params[0].device)
     torch._foreach_mul_(velocities, torch.where(finite, group["momentum"] * one, one))
     torch._foreach_add_(velocities, steps)
     weight_decay, rate = group["weight_decay"], one * group["lr"]
-    directions: Any = velocities
+    directions = velocities
     if group["decay"] == "decoupled" and weight_decay:
         directions = add_decay(directions, params, weight_decay)
     directions = torch._foreach_mul(directions, rate)
@@ -63,10 +67,10 @@ def move(
 def step_others(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], finite: Tensor
 ) -> None:
-    """Let torch's own (fused) Adam or SGD step the parameters outside the blocks, unless the step is masked.
+    """Let torch's own fused Adam or SGD step the parameters outside the blocks, unless masked.
 
-    The decay is ours, so that it means the same as inside the blocks: decoupled and independent shrink the weights here,
-    L2 is what torch's `weight_decay` is.
+    The decay is ours, so that it means the same as inside the blocks: decoupled and independent
+    shrink the weights here, L2 is what torch's `weight_decay` is.
     """
     served = []
     for group in groups:

@@ -1,0 +1,117 @@
+"""The blocks of a model: stacked by shape, with a place for each parameter's gradient and step."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decaylab.curvature.factors import Bank, Block, KroneckerFactors, Shape, Sums
+from decaylab.errors import DecaylabError
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in its bank: views, shaped like it, of the stacked gradient and step."""
+
+    gradient: Tensor
+    step: Tensor
+
+
+class Blocks:
+    """Every covered layer's factors, inverses, gradient and preconditioned step.
+
+    `slots` has the views for each covered parameter: write the gradient there, `precondition()`,
+    and read the step. `seen` names the layers that have shown their factors at least once.
+    """
+
+    def __init__(self, blocks: dict[str, Block], device: torch.device) -> None:
+        self.blocks = blocks
+        self.seen: set[str] = set()
+        self._home: dict[str, Bank] = {}
+        banks: dict[Shape, Bank] = {}
+        for name, block in blocks.items():
+            self._home[name] = banks.setdefault(block.shape, Bank(block.shape, device))
+            self._home[name].add(block)
+        self._banks = list(banks.values())
+        for bank in self._banks:
+            bank.allocate()
+        self.slots: dict[Tensor, Slot] = {}
+        for name, block in blocks.items():
+            bank = self._home[name]
+            here, stacks = bank.slices[name], (bank.gradient, bank.step)
+            weight, bias = block.layer.weight, block.layer.bias
+            if block.weight:
+                width = weight[0].numel()
+                self.slots[weight] = Slot(*(s[here, :, :width].view(weight.shape) for s in stacks))
+            if block.bias and bias is not None:
+                self.slots[bias] = Slot(*(s[here, :, -1].view(bias.shape) for s in stacks))
+
+    @property
+    def steps(self) -> list[Tensor]:
+        """The preconditioned steps, stacked by shape."""
+        return [bank.step for bank in self._banks]
+
+    def update(self, sums: dict[str, Sums], factor_decay: float) -> None:
+        """Fold what each layer has shown into its running averages."""
+        for name, layer_sums in sums.items():
+            if layer_sums.A is not None and layer_sums.G is not None:
+                self._home[name].update(name, layer_sums, factor_decay)
+                self.seen.add(name)
+
+    def forget(self) -> None:
+        """Let the next `update` set the factors instead of averaging into them."""
+        for bank in self._banks:
+            bank.forget()
+
+    def invert(self, damping: float, ratios: dict[str, Tensor]) -> None:
+        """Invert every block with `damping`, multiplied for the layers in `ratios`."""
+        for bank in self._banks:
+            dampings = torch.full_like(bank.boost, damping)
+            for name, here in bank.slices.items():
+                if name in ratios:
+                    dampings[here] *= ratios[name]
+            bank.invert(dampings)
+
+    def precondition(self) -> None:
+        """Solve every block's damped system for the gradients in the slots."""
+        for bank in self._banks:
+            bank.precondition()
+
+    def factors(self) -> dict[str, KroneckerFactors]:
+        """The running averages of every layer, copied."""
+        return {name: bank.factors(name) for name, bank in self._home.items()}
+
+    def failures(self) -> dict[str, int]:
+        """How many inversions failed, for the layers where one did. Synchronises with the host."""
+        failed = {}
+        for bank in self._banks:
+            counts = bank.failures.tolist()
+            failed.update({name: sum(counts[here]) for name, here in bank.slices.items()})
+        return {name: count for name, count in failed.items() if count}
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Factors, inverses and counters by layer, copied."""
+        return {
+            name: {key: value[bank.slices[name]].clone() for key, value in bank.state().items()}
+            for name, bank in self._home.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned."""
+        if state.keys() != self._home.keys():
+            differ = sorted(state.keys() ^ self._home.keys())
+            raise DecaylabError(
+                f"this state dict covers other layers than the model ({', '.join(differ[:3])}): "
+                "build KFAC with the options it was saved with"
+            )
+        for name, bank in self._home.items():
+            here = bank.slices[name]
+            for key, buffer in bank.state().items():
+                if state[name][key].shape != buffer[here].shape:
+                    raise DecaylabError(
+                        f"layer {name!r} has another shape in this state dict: "
+                        "it was saved from another model"
+                    )
+                buffer[here] = state[name][key].to(buffer.device)
+        self.seen = {name for name in state if bool(state[name]["ready"].any())}

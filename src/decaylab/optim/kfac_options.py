@@ -1,0 +1,80 @@
+"""Rare options of K-FAC, its health report, and who steps the parameters outside its blocks."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from decaylab.errors import DecaylabError
+
+
+@dataclass(frozen=True)
+class KFACOptions:
+    """What is rarely changed.
+
+    Attributes:
+        exclude: layers, as `named_modules` names them, that are left to the first-order method.
+        invariant: the scale-invariant layers for `damping_scaling="scale-free"`; None finds those
+            followed by a normalisation, in module order.
+        seed: of the optimizer's own generator; None takes torch's initial seed.
+        others_betas: Adam's coefficients for parameters outside the blocks.
+        others_eps: Adam's epsilon for them.
+    """
+
+    exclude: tuple[str, ...] = ()
+    invariant: tuple[str, ...] | None = None
+    seed: int | None = None
+    others_betas: tuple[float, float] = (0.9, 0.999)
+    others_eps: float = 1e-8
+
+
+@dataclass(frozen=True)
+class Health:
+    """What `KFAC.check` found.
+
+    Attributes:
+        steps: steps taken, the skipped ones included.
+        skipped: steps whose gradient or update was not finite, and which changed nothing.
+        skipped_in_a_row: such steps since the last good one.
+        failed_inversions: by layer, how often its Cholesky factorisation failed and the old
+        inverse stayed.
+    """
+
+    steps: int
+    skipped: int
+    skipped_in_a_row: int
+    failed_inversions: dict[str, int]
+
+
+def first_order(
+    method: str, lr: float, momentum: float, options: KFACOptions
+) -> torch.optim.Optimizer:
+    """Torch's fused Adam or SGD; it is lent param groups and state for each step."""
+    placeholder = [torch.zeros(())]
+    if method == "adam":
+        betas, eps = options.others_betas, options.others_eps
+        return torch.optim.Adam(placeholder, lr=lr, betas=betas, eps=eps, fused=True)
+    if method == "sgd":
+        return torch.optim.SGD(placeholder, lr=lr, momentum=momentum, fused=True)
+    raise DecaylabError(f"others is {method!r}: use adam or sgd")
+
+
+RANGES = {
+    "damping": "> 0",
+    "kl_clip": "> 0, or None",
+    "refresh_every": ">= 1",
+    "invert_every": ">= 1",
+    "factor_decay": ">= 0 and < 1",
+    "max_factor_dim": ">= 1",
+    "lr": ">= 0",
+    "weight_decay": ">= 0",
+    "momentum": ">= 0 and < 1",
+}
+
+
+def check_numbers(**checks: tuple[Any, bool]) -> None:
+    """Refuse values that are out of range; each is given with the result of its test."""
+    for name, (value, sound) in checks.items():
+        if not sound or (isinstance(value, float) and math.isnan(value)):
+            raise DecaylabError(f"{name} is {value}: use a value that is {RANGES[name]}")
