@@ -413,7 +413,7 @@ class KFAC(torch.optim.Optimizer):
 
     @contextmanager
     def _initialization(self) -> Iterator[None]:
-        """Every forward pass is observed; mode, random state and running statistics are put back."""
+        """Observe every forward pass; then put mode, random state and running statistics back."""
         devices = [self.device] if self.device.type == "cuda" else []
         modes = [(module, module.training) for module in self.model.modules()]
         self._initializing = True
