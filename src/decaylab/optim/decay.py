@@ -1,0 +1,334 @@
+"""Weight decay: its kinds, whom it acts on, how strong it is, and one place where it is added.
+
+L2 regularisation and weight decay are one term, `weight_decay * W`, at different places (Eq. 6, 7):
+
+| kind          | where the term stands                 | what a step takes from W by it alone  |
+|---------------|---------------------------------------|---------------------------------------|
+| `none`        | nowhere                               | nothing                               |
+| `l2`          | in the gradient, so inside            | SGD, in the long run:                 |
+|               | preconditioner and momentum           | lr * weight_decay / (1 - momentum);   |
+|               |                                       | others: no fixed part                 |
+| `decoupled`   | beside the step, behind both          | lr * weight_decay                     |
+| `independent` | beside the step, whatever the lr      | weight_decay                          |
+
+The paper's SGD cells decay inside the momentum: that is kind `l2` here (recipe 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from decaylab.errors import DecaylabError
+from decaylab.networks import ParameterRole, roles
+
+Decay = Literal["none", "l2", "decoupled", "independent"]
+Scope = str | Callable[[ParameterRole], bool]
+
+DECAYS: tuple[str, ...] = ("none", "l2", "decoupled", "independent")
+SCOPES: tuple[str, ...] = ("all", "conv", "fc")
+OPTIMIZERS: tuple[str, ...] = ("sgd", "adam", "kfac-f", "kfac-g")
+
+
+def add_decay(
+    directions: list[Tensor], parameters: list[Tensor], amount: float | Tensor
+) -> list[Tensor]:
+    """The decay term: direction + amount * W for each pair. It is added here and nowhere else.
+
+    L2: directions are gradients, amount is weight_decay (Eq. 6). Decoupled: directions are the
+    steps behind preconditioner and momentum (Eq. 7), or W itself with -lr * weight_decay. `amount` may be a 0-dim tensor; nothing waits for the device. (torch's own optimizers add their
+    L2, and Adam its decoupled term, themselves.)
+    """
+    if not directions:
+        return []
+    if isinstance(amount, Tensor):
+        return list(torch._foreach_add(directions, torch._foreach_mul(parameters, amount)))
+    return list(torch._foreach_add(directions, parameters, alpha=amount))
+
+
+def check_decay(decay: str, weight_decay: float) -> None:
+    """Refuse an unknown kind, and a weight decay that is negative or not a number."""
+    if decay not in DECAYS:
+        raise DecaylabError(f"unknown decay {decay!r}: choose one of {', '.join(DECAYS)}")
+    if not (math.isfinite(weight_decay) and weight_decay >= 0):
+        raise DecaylabError(f"weight decay must be zero or more, and it is {weight_decay}")
+
+
+def _in_scope(found: dict[str, ParameterRole], scope: Scope) -> set[str]:
+    """Names of the parameters that a scope takes."""
+    if callable(scope):
+        return {name for name, role in found.items() if scope(role)}
+    if scope not in SCOPES:
+        raise DecaylabError(f"unknown scope {scope!r}: choose one of {', '.join(SCOPES)}")
+    head = {role.module for role in found.values() if role.role == "head"}
+    return {
+        name
+        for name, role in found.items()
+        if scope == "all"
+        or (scope == "fc" and role.module in head)
+        or (scope == "conv" and role.module not in head and role.role not in ("norm", "other"))
+    }
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    weight_decay: float,
+    decay: str = "decoupled",
+    scope: Scope = "all",
+    inputs: Any = None,
+) -> list[dict[str, Any]]:
+    """The model's parameters as torch param groups: those that decay, then those that do not.
+
+    Each group has `params`, `names`, `weight_decay` and `decay`. Scopes (recipe 16; Fig. 2), biases
+    included: `all`; `conv`, the layers before the last (under batch normalisation those followed by
+    it); `fc`, the last layer; or a predicate on `ParameterRole`. gamma and beta of a normalisation
+    are in `all` only. `inputs` (a batch, as for `roles`) finds the last layer by running the model
+    instead of by module order. With decay `none`, or a weight decay of 0, nobody decays.
+    """
+    check_decay(decay, weight_decay)
+    chosen = _in_scope(roles(model, inputs), scope)
+    active = decay != "none" and weight_decay > 0
+    if active and not chosen:
+        raise DecaylabError(f"the scope {scope!r} takes no parameter of this model: try 'all'")
+    parameters = dict(model.named_parameters())
+    decayed = [name for name in parameters if active and name in chosen]
+    rest = [name for name in parameters if not (active and name in chosen)]
+    return [
+        {
+            "params": [parameters[name] for name in names],
+            "names": names,
+            "weight_decay": float(weight_decay) if names is decayed else 0.0,
+            "decay": decay if names is decayed else "none",
+        }
+        for names in (decayed, rest)
+        if names
+    ]
+
+
+@dataclass(frozen=True)
+class Convention:
+    """Where a decay term stands: multiplied by the learning rate or not, inside momentum or not."""
+
+    times_lr: bool
+    inside_momentum: bool
+
+
+CONVENTIONS = {
+    "l2": Convention(times_lr=True, inside_momentum=True),  # torch.optim.SGD
+    "decoupled": Convention(times_lr=True, inside_momentum=False),  # SGDW, AdamW, K-FAC here
+    "independent": Convention(times_lr=False, inside_momentum=False),  # Algorithm 1 as printed
+    "independent-momentum": Convention(times_lr=False, inside_momentum=True),
+}
+
+
+def _convention(name: str | Convention) -> Convention:
+    if isinstance(name, Convention):
+        return name
+    if name not in CONVENTIONS:
+        raise DecaylabError(f"unknown convention {name!r}: choose one of {', '.join(CONVENTIONS)}")
+    return CONVENTIONS[name]
+
+
+def steady_shrink(
+    weight_decay: float, convention: str | Convention, *, lr: float, momentum: float = 0.0
+) -> float:
+    """By which part of itself a weight shrinks in one step, in the long run, by decay alone.
+
+    With a = weight_decay (times lr): outside momentum a, at once and exactly. Inside it,
+    v' = momentum * v + a W, W' = W - v' has the rates r^2 - (1 + momentum - a) r + momentum = 0,
+    and the larger |r| wins: 1 - |r|, which is a / (1 - momentum) up to a part momentum * a /
+    (1 - momentum)^2 of it. From a = (1 - sqrt(momentum))^2 on W oscillates and the result is
+    1 - sqrt(momentum). Holds for a constant lr without preconditioner and without gradient.
+
+    >>> round(steady_shrink(5e-4, "l2", lr=0.1, momentum=0.9), 7)
+    0.0005023
+    """
+    where = _convention(convention)
+    amount = weight_decay * (lr if where.times_lr else 1.0)
+    if not where.inside_momentum or momentum == 0:
+        return amount
+    half = (1 + momentum - amount) / 2
+    discriminant = half * half - momentum
+    if discriminant <= 0:
+        return 1 - math.sqrt(momentum)
+    return 1 - (abs(half) + math.sqrt(discriminant))
+
+
+def convert(
+    weight_decay: float,
+    from_: str | Convention,
+    to: str | Convention,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+) -> float:
+    """The value that shrinks a weight as much per step in another convention (`CONVENTIONS`).
+
+    Between conventions on the same side of the momentum it is exact from the first step: decoupled
+    -> independent multiplies by lr. Across it, `steady_shrink` is the same on both sides, exactly,
+    once the momentum has settled (some 1 / (1 - momentum) steps); before that, with a gradient, or
+    when lr changes, only approximately: the momentum also carries the decay of past weights. It is
+    for SGD (and for decay behind a preconditioner), not for L2 inside Adam or K-FAC, where the term
+    is preconditioned and no fixed value corresponds.
+
+    >>> round(convert(0.3, "decoupled", "independent", lr=1e-3), 12)
+    0.0003
+    >>> round(convert(5e-4, "l2", "decoupled", lr=0.1, momentum=0.9), 6)
+    0.005023
+    """
+    source, target = _convention(from_), _convention(to)
+    if target.times_lr and lr <= 0:
+        raise DecaylabError(f"a convention that multiplies by lr needs lr above 0, not {lr}")
+    if source.inside_momentum == target.inside_momentum or momentum == 0:
+        amount = weight_decay * (lr if source.times_lr else 1.0)
+    else:
+        shrink = steady_shrink(weight_decay, source, lr=lr, momentum=momentum)
+        amount = shrink
+        if target.inside_momentum:
+            if shrink > 1 - math.sqrt(momentum):
+                raise DecaylabError(
+                    f"no decay inside a momentum of {momentum} shrinks weights by {shrink:.3g} a "
+                    f"step: the most is {1 - math.sqrt(momentum):.3g}"
+                )
+            # The equation of steady_shrink, solved for a at r = 1 - shrink.
+            amount = shrink * (1 - momentum / (1 - shrink))
+    return amount / (lr if target.times_lr else 1.0)
+
+
+def decay_rate(
+    weight_decay: float, decay: str, *, optimizer: str, lr: float, momentum: float = 0.0
+) -> float:
+    """The decay that one step adds to the exposure, to first order (recipe, before line 1).
+
+    independent: weight_decay; decoupled: lr * weight_decay; l2: the same, and divided by
+    (1 - momentum) where the momentum sums the term up (SGD and K-FAC; Adam's average does not). For
+    L2 in Adam and K-FAC it is the rate before the preconditioner: compare it only with its like.
+    """
+    check_decay(decay, weight_decay)
+    if optimizer not in OPTIMIZERS:
+        raise DecaylabError(
+            f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}"
+        )
+    if decay == "none":
+        return 0.0
+    if decay == "independent":
+        return weight_decay
+    if decay == "l2" and optimizer != "adam":
+        return lr * weight_decay / (1 - momentum)
+    return lr * weight_decay
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of epochs with one learning rate, and the decay it brings; `last` is included."""
+
+    first: int
+    last: int
+    lr: float
+    exposure: float
+
+
+def decay_exposure(
+    learning_rates: Sequence[float],
+    *,
+    steps_per_epoch: int,
+    weight_decay: float,
+    decay: str,
+    optimizer: str,
+    momentum: float = 0.0,
+) -> list[Stage]:
+    """The sum of `decay_rate` over the steps of each stage of a schedule: how far decay can act.
+
+    `learning_rates` holds one value per epoch, epoch 0 first. An exposure of 1 means that the
+    weights of the stage's start count for 1/e at its end. A shortened schedule has less of it.
+    """
+    stages, first = [], 0
+    for lr, epochs in groupby(learning_rates):
+        count = sum(1 for _ in epochs)
+        rate = decay_rate(weight_decay, decay, optimizer=optimizer, lr=lr, momentum=momentum)
+        stages.append(Stage(first, first + count - 1, lr, rate * steps_per_epoch * count))
+        first += count
+    return stages
+
+
+OUTSIDE = "outside_weight_decay"
+"""Key of a group whose decay a hook applies; torch's own `weight_decay` is then 0."""
+
+
+def decay_of(group: dict[str, Any]) -> tuple[str, float]:
+    """Kind and weight decay of a param group, ours or one of a plain torch optimizer.
+
+    >>> decay_of({"weight_decay": 0.1, "decoupled_weight_decay": True})
+    ('decoupled', 0.1)
+    """
+    weight_decay = group.get(OUTSIDE, 0.0) or group.get("weight_decay", 0.0)
+    if not weight_decay:
+        return "none", 0.0
+    plain = "decoupled" if group.get("decoupled_weight_decay") else "l2"
+    return group.get("decay", plain), weight_decay
+
+
+@dataclass(frozen=True)
+class DecayRow:
+    """How one parameter decays; `factor` and `long_run` multiply it per step, None: not fixed."""
+
+    parameter: str
+    role: str
+    decay: str
+    weight_decay: float
+    how: str
+    factor: float | None
+    long_run: float | None
+
+
+def _row(
+    role: ParameterRole, group: dict[str, Any], optimizer: str, lr: float, momentum: float
+) -> DecayRow:
+    decay, weight_decay = decay_of(group)
+    how = {
+        "none": "not decayed",
+        "l2": "in the gradient, inside the momentum",
+        "decoupled": "beside the step, times lr",
+        "independent": "beside the step, whatever the lr",
+    }[decay]
+    factor: float | None = 1.0
+    long_run: float | None = 1.0
+    if decay == "l2" and optimizer != "sgd":
+        how, factor, long_run = "in the gradient, then preconditioned", None, None
+    elif decay != "none":
+        factor = 1 - steady_shrink(weight_decay, decay, lr=lr)
+        long_run = 1 - steady_shrink(weight_decay, decay, lr=lr, momentum=momentum)
+    return DecayRow(role.parameter, role.role, decay, weight_decay, how, factor, long_run)
+
+
+def decay_table(
+    model: nn.Module,
+    groups: Sequence[dict[str, Any]],
+    *,
+    optimizer: str,
+    lr: float,
+    momentum: float = 0.0,
+) -> list[DecayRow]:
+    """Who is decayed, how, and by which factor a step: one row per parameter, in model order.
+
+    `groups` come from `parameter_groups` or are an optimizer's `param_groups`. factor: what one
+    step multiplies W by through the decay term alone, from rest; long_run: once the momentum has
+    settled (`steady_shrink`). Both are None for L2 behind a preconditioner (Adam, K-FAC).
+    """
+    if optimizer not in OPTIMIZERS:
+        raise DecaylabError(
+            f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}"
+        )
+    group_of = {id(p): group for group in groups for p in group["params"]}
+    found = roles(model)
+    return [
+        _row(found[name], group_of.get(id(p), {}), optimizer, lr, momentum)
+        for name, p in model.named_parameters()
+    ]

@@ -1,0 +1,100 @@
+"""SGD and Adam are torch's own; here they get decay by group, also the kinds that torch lacks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from decaylab.errors import DecaylabError
+from decaylab.optim.decay import OUTSIDE, add_decay, check_decay
+
+
+def _decay_outside(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Step pre-hook: W -= lr * weight_decay * W (decoupled) or W -= weight_decay * W (independent).
+
+    Before torch's step or after it is the same to W: the gradient is there already. Which is why a
+    closure, that would compute it at the shrunk weights, is refused. As in torch, parameters
+    without a gradient are left alone.
+    """
+    closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))
+    for group in optimizer.param_groups:
+        weight_decay = group.get(OUTSIDE, 0.0)
+        parameters = [p for p in group["params"] if p.grad is not None]
+        if weight_decay and closure:
+            raise DecaylabError(
+                "decay beside the step takes no closure: backward first, then step()"
+            )
+        if weight_decay and parameters:
+            rate = group["lr"] if group["decay"] == "decoupled" else 1.0
+            with torch.no_grad():
+                shrunk = add_decay(parameters, parameters, -rate * weight_decay)
+                torch._foreach_copy_(parameters, shrunk)
+
+
+def _torch_groups(
+    groups: Iterable[dict[str, Any]], by_torch: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """Copies of the groups in which torch sees only the kinds of decay that are its own."""
+    prepared = []
+    for group in groups:
+        decay, weight_decay = group.get("decay", "none"), float(group.get("weight_decay", 0.0))
+        check_decay(decay, weight_decay)
+        prepared.append(
+            {
+                **group,
+                "decay": decay,
+                "weight_decay": weight_decay if decay in by_torch else 0.0,
+                OUTSIDE: 0.0 if decay in (*by_torch, "none") else weight_decay,
+            }
+        )
+    return prepared
+
+
+def _check(lr: float | Tensor, **fractions: float) -> None:
+    if not isinstance(lr, Tensor) and not (math.isfinite(lr) and lr >= 0):
+        raise DecaylabError(f"the learning rate must be zero or more, and it is {lr}")
+    for name, value in fractions.items():
+        if not 0 <= value < 1:
+            raise DecaylabError(f"{name} must be at least 0 and below 1, and it is {value}")
+
+
+def sgd(
+    groups: Iterable[dict[str, Any]], *, lr: float | Tensor, momentum: float = 0.9
+) -> torch.optim.SGD:
+    """torch.optim.SGD with the decay that each group of `parameter_groups` asks for.
+
+    v' = momentum * v + gradient (l2: + weight_decay * W), W' = W - lr * v' (decoupled:
+    - lr * weight_decay * W; independent: - weight_decay * W). The paper's SGD decays inside the
+    momentum (recipe 1): that is `l2`. Without momentum, l2 and decoupled are the same.
+    """
+    _check(lr, momentum=momentum)
+    optimizer = torch.optim.SGD(_torch_groups(groups, ("l2",)), lr=lr, momentum=momentum)
+    optimizer.register_step_pre_hook(_decay_outside)
+    return optimizer
+
+
+def adam(
+    groups: Iterable[dict[str, Any]],
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    capturable: bool = False,
+) -> torch.optim.Adam:
+    """torch.optim.Adam with the decay that each group of `parameter_groups` asks for.
+
+    l2: as torch.optim.Adam, decoupled: as torch.optim.AdamW, by group (recipe 2); independent:
+    - weight_decay * W beside the step. `capturable` is torch's, for CUDA graphs.
+    """
+    _check(lr, beta1=betas[0], beta2=betas[1])
+    prepared = _torch_groups(groups, ("l2", "decoupled"))
+    for group in prepared:
+        group["decoupled_weight_decay"] = group["decay"] == "decoupled"
+    optimizer = torch.optim.Adam(prepared, lr=lr, betas=betas, eps=eps, capturable=capturable)
+    optimizer.register_step_pre_hook(_decay_outside)
+    return optimizer

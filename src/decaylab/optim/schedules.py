@@ -1,0 +1,48 @@
+"""Learning rates by epoch: pure functions, for any optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from decaylab.errors import DecaylabError
+
+Schedule = Callable[[int, float], float]
+"""(epoch counted from 0, base learning rate) -> learning rate of that epoch."""
+
+
+def constant(epoch: int, base: float) -> float:
+    """The base learning rate at every epoch (Fig. 9's K-FAC runs)."""
+    return base
+
+
+def step(every: int, factor: float = 10.0) -> Schedule:
+    """Divide the learning rate by `factor` every `every` epochs (Appendix A; recipe 14).
+
+    lr(epoch) = base / factor^floor(epoch / every). The paper: every 60 of 200 epochs for SGD and
+    Adam (80 at batch 2000), every 40 of 100 for K-FAC.
+
+    >>> schedule = step(every=60)
+    >>> [schedule(epoch, 1.0) for epoch in (0, 59, 60, 119, 120, 180)]
+    [1.0, 1.0, 0.1, 0.1, 0.01, 0.001]
+    """
+    if every < 1:
+        raise DecaylabError(f"the learning rate drops every 1 or more epochs, not every {every}")
+    if not factor > 0:
+        raise DecaylabError(f"the learning rate is divided by a positive factor, not by {factor}")
+
+    def learning_rate(epoch: int, base: float) -> float:
+        return base / factor ** (epoch // every)
+
+    return learning_rate
+
+
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    """Give all groups a learning rate; one that is a 0-dim tensor is filled, so graphs see it."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
