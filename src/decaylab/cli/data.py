@@ -1,0 +1,115 @@
+"""`decaylab data list` and `decaylab data fetch`: which data sets are here, and getting them."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from decaylab.cli import options
+from decaylab.data import DATA_SETS, Facts, fetch, find, load
+from decaylab.errors import DecaylabError
+
+data_app = typer.Typer(help="Data sets: which are here, and getting them.", no_args_is_help=True)
+
+
+@data_app.command("list")
+def list_data(data_dir: options.DataDir = None, json_output: options.Json = False) -> None:
+    """List the data sets and where each was found."""
+    entries = [_entry(facts, data_dir) for facts in DATA_SETS.values()]
+    if json_output:
+        print(json.dumps(entries, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("name", "images", "classes", "shape", "where"):
+        table.add_column(heading, overflow="fold")
+    for entry in entries:
+        table.add_row(
+            entry["name"],
+            f"{entry['train']:,} + {entry['test']:,}",
+            str(entry["classes"]),
+            "x".join(map(str, entry["shape"])),
+            _where(entry),
+        )
+    # Off a terminal nothing is wrapped, so that a line stays a data set.
+    Console(width=None if sys.stdout.isatty() else 500, highlight=False, markup=False).print(table)
+
+
+def _entry(facts: Facts, data_dir: Path | None) -> dict[str, Any]:
+    """A data set in plain values; `place` is null where it was not found, `problem` says why."""
+    place: str | None = None
+    layout = problem = None
+    if facts.name == "digits":
+        place, layout = "scikit-learn", "built in"
+    else:
+        try:
+            source = find(facts.name, data_dir)
+        except DecaylabError as error:
+            problem = str(error)
+        else:
+            if source is not None:
+                place, layout = str(source.place), source.format
+    return {
+        "name": facts.name,
+        "train": facts.splits["train"].count,
+        "test": facts.splits["test"].count,
+        "classes": facts.classes,
+        "shape": list(facts.shape),
+        "place": place,
+        "format": layout,
+        "problem": problem,
+    }
+
+
+def _where(entry: dict[str, Any]) -> str:
+    if entry["problem"] is not None:
+        return f"unusable: {entry['problem']}"
+    if entry["place"] is None:
+        return f"fetch it: decaylab data fetch {entry['name']}"
+    return f"{entry['place']} ({entry['format']})"
+
+
+@data_app.command("fetch")
+def fetch_data(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(DATA_SETS)}.")],
+) -> None:
+    """Download a data set into the user's cache, check it and decode it."""
+    if name == "digits":
+        print("digits ships with scikit-learn: there is nothing to fetch")
+        return
+    folder = _with_bar(name) if sys.stdout.isatty() else fetch(name, _line_when_done)
+    data = load(name, folder)
+    print(
+        f"{name}: {len(data.train):,} + {len(data.test):,} images, {data.classes} classes, "
+        f"checked, in {folder}"
+    )
+
+
+def _with_bar(name: str) -> Path:
+    tasks: dict[str, TaskID] = {}
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Bar(TextColumn("{task.description}"), *columns) as bar:
+
+        def show(file: str, done: int, total: int | None) -> None:
+            if file not in tasks:
+                tasks[file] = bar.add_task(file)
+            bar.update(tasks[file], completed=done, total=total)
+
+        return fetch(name, show)
+
+
+def _line_when_done(file: str, done: int, total: int | None) -> None:
+    if done == total:
+        print(f"{file}: {done:,} bytes", flush=True)
