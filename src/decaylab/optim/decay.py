@@ -42,8 +42,9 @@ def add_decay(
     """The decay term: direction + amount * W for each pair. It is added here and nowhere else.
 
     L2: directions are gradients, amount is weight_decay (Eq. 6). Decoupled: directions are the
-    steps behind preconditioner and momentum (Eq. 7), or W itself with -lr * weight_decay. `amount` may be a 0-dim tensor; nothing waits for the device. (torch's own optimizers add their
-    L2, and Adam its decoupled term, themselves.)
+    steps behind preconditioner and momentum (Eq. 7), or W itself with -lr * weight_decay. `amount`
+    may be a 0-dim tensor; nothing waits for the device. (torch's own optimizers add their L2, and
+    Adam its decoupled term, themselves.)
     """
     if not directions:
         return []

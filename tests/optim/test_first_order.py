@@ -1,0 +1,195 @@
+"""SGD and Adam with every kind of decay, against torch's optimizers and against the formula."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from decaylab.errors import DecaylabError
+from decaylab.optim.decay import parameter_groups
+from decaylab.optim.first_order import adam, sgd
+
+STEPS = 100
+
+
+def network():
+    torch.manual_seed(0)
+    # No bias before the normalisation: its gradient is rounding error, which Adam blows up.
+    return nn.Sequential(
+        nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)
+    ).double()
+
+
+def train(model, optimizer, steps=STEPS, first=0):
+    """Some steps on fresh data each; which data depends on the number of the step alone."""
+    for number in range(first, first + steps):
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(16, 6, generator=generator, dtype=torch.float64)
+        y = torch.randint(4, (16,), generator=generator)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def ours(make, decay, weight_decay=0.1, scope="all", steps=STEPS, **options):
+    model = network()
+    groups = parameter_groups(model, weight_decay=weight_decay, decay=decay, scope=scope)
+    return train(model, make(groups, **options), steps)
+
+
+def by_torch(make, **options):
+    model = network()
+    return train(model, make(model.parameters(), **options))
+
+
+def assert_equal(a, b):
+    assert (a - b).norm() <= 1e-12 * b.norm()
+
+
+def test_sgd_l2_is_decoupled_without_momentum():
+    assert_equal(
+        ours(sgd, "l2", lr=0.05, momentum=0.0), ours(sgd, "decoupled", lr=0.05, momentum=0.0)
+    )
+
+
+def test_sgd_l2_is_not_decoupled_with_momentum():
+    """Inside a momentum of 0.9 the same value decays ten times as much."""
+    inside, outside = (ours(sgd, kind, lr=0.05, momentum=0.9) for kind in ("l2", "decoupled"))
+    assert (inside - outside).norm() > 0.1 * outside.norm()
+
+
+def test_sgd_l2_is_torch_sgd():
+    assert_equal(
+        ours(sgd, "l2", lr=0.05),
+        by_torch(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
+    )
+
+
+def test_adam_l2_is_torch_adam():
+    assert_equal(ours(adam, "l2", lr=0.01), by_torch(torch.optim.Adam, lr=0.01, weight_decay=0.1))
+
+
+def test_adam_decoupled_is_torch_adamw():
+    assert_equal(
+        ours(adam, "decoupled", lr=0.01), by_torch(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+    )
+
+
+@pytest.mark.parametrize("decay", ["decoupled", "independent"])
+@pytest.mark.parametrize(
+    ("make", "plain", "options"),
+    [
+        (sgd, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+        (adam, torch.optim.Adam, {"lr": 0.01}),
+    ],
+)
+def test_decay_beside_the_step_is_the_formula(decay, make, plain, options):
+    """W' = plain step from W, minus (lr *) weight_decay * W."""
+    model = network()
+    optimizer = plain(model.parameters(), **options)
+    rate = 0.03 * (options["lr"] if decay == "decoupled" else 1.0)
+    for number in range(STEPS):
+        before = [p.detach().clone() for p in model.parameters()]
+        train(model, optimizer, 1, number)
+        for p, old in zip(model.parameters(), before, strict=True):
+            p.data -= rate * old
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert_equal(ours(make, decay, weight_decay=0.03, **options), expected)
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("lr", [0.0, 0.5])
+def test_independent_decay_does_not_know_the_learning_rate(make, lr):
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = make([{"params": [weight], "weight_decay": 0.1, "decay": "independent"}], lr=lr)
+    for _ in range(3):
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full_like(weight, 0.9**3), rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
+def test_scope_leaves_the_others_to_the_plain_optimizer(make, decay):
+    """One step: parameters out of scope move as without decay, those in it do not."""
+    plain = ours(make, "none", steps=1, lr=0.05)
+    scoped = ours(make, decay, scope="fc", steps=1, lr=0.05)
+    head = 8 * 4 + 4
+    assert torch.equal(plain[:-head], scoped[:-head])
+    assert not torch.equal(plain[-head:], scoped[-head:])
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
+def test_parameters_without_gradient_do_not_decay(make, decay):
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    group = {"params": [used, unused], "weight_decay": 0.1, "decay": decay}
+    optimizer = make([group], lr=0.1)
+    used.grad = torch.zeros(2)
+    optimizer.step()
+    assert torch.equal(unused.detach(), torch.ones(2))
+    assert (used < 1).all()
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
+def test_state_dict_continues_bit_for_bit(make, decay):
+    whole = ours(make, decay, lr=0.02, scope="conv", steps=20)
+    model = network()
+    groups = parameter_groups(model, weight_decay=0.1, decay=decay, scope="conv")
+    optimizer = make(groups, lr=0.02)
+    train(model, optimizer, 10)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    resumed = network()
+    groups = parameter_groups(resumed, weight_decay=0.7, decay=decay, scope="conv")
+    continued = make(groups, lr=0.5)  # lr and weight decay come from the state
+    resumed.load_state_dict(saved[0])
+    continued.load_state_dict(saved[1])
+    assert torch.equal(train(resumed, continued, 10, first=10), whole)
+
+
+@pytest.mark.parametrize("decay", ["none", "l2", "decoupled", "independent"])
+def test_a_learning_rate_in_a_tensor_is_the_same(decay):
+    for make in (sgd, adam):
+        number = ours(make, decay, lr=0.01, steps=20)
+        tensor = ours(make, decay, lr=torch.tensor(0.01, dtype=torch.float64), steps=20)
+        assert_equal(tensor, number)
+
+
+def test_the_callers_groups_are_left_alone():
+    groups = parameter_groups(network(), weight_decay=0.1, decay="decoupled")
+    keys = [dict(group) for group in groups]
+    sgd(groups, lr=0.1)
+    adam(groups, lr=0.1)
+    assert [group.keys() for group in groups] == [group.keys() for group in keys]
+    assert groups[0]["weight_decay"] == 0.1
+
+
+def test_a_closure_is_refused_where_it_would_see_shrunk_weights():
+    model = network()
+    optimizer = sgd(parameter_groups(model, weight_decay=0.1, decay="independent"), lr=0.1)
+    with pytest.raises(DecaylabError, match="closure"):
+        optimizer.step(lambda: 0.0)
+    plain = sgd(parameter_groups(model, weight_decay=0.1, decay="l2"), lr=0.1)
+    assert plain.step(lambda: 1.5) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (sgd, {"lr": -0.1}, "learning rate"),
+        (adam, {"lr": float("nan")}, "learning rate"),
+        (sgd, {"lr": 0.1, "momentum": 1.0}, "momentum"),
+        (adam, {"lr": 0.1, "betas": (0.9, 1.0)}, "beta2"),
+    ],
+)
+def test_bad_numbers_get_a_sentence(make, options, words):
+    with pytest.raises(DecaylabError, match=words):
+        make(parameter_groups(network(), weight_decay=0.1), **options)
+    weight = nn.Parameter(torch.ones(1))
+    with pytest.raises(DecaylabError, match="unknown decay"):
+        make([{"params": [weight], "weight_decay": 0.1, "decay": "cosine"}], lr=0.1)
