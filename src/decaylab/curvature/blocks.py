@@ -73,6 +73,10 @@ class Blocks:
                     dampings[here] *= ratios[name]
             bank.invert(dampings)
 
+    def boosts(self) -> dict[str, Tensor]:
+        """What failed inversions have multiplied each layer's damping by (of groups: the most)."""
+        return {name: bank.boost[bank.slices[name]].max() for name, bank in self._home.items()}
+
     def precondition(self) -> None:
         """Solve every block's damped system for the gradients in the slots."""
         for bank in self._banks:

@@ -168,8 +168,7 @@ class Bank:
         A, G = sums.A / sums.positions, sums.G / sums.rows
         T = torch.ones_like(self.T[here]) * (sums.positions / sums.rows)
         sound = A.isfinite().flatten(1).all(1) & G.isfinite().flatten(1).all(1)
-        keep = torch.where(self.ready[here], factor_decay, 0.0).to(self.shape.dtype)
-        keep = torch.where(sound, keep, 1.0)
+        keep = torch.where(sound, self.ready[here].to(self.shape.dtype) * factor_decay, 1.0)
         for average, mean in ((self.A[here], A), (self.G[here], G), (self.T[here], T)):
             entries = (-1,) + (1,) * (mean.dim() - 1)
             mean.masked_fill_(~sound.view(entries), 0.0)

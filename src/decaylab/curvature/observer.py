@@ -32,7 +32,10 @@ class Measure:
     Attributes:
         curvature: Fisher (Eq. 2), Gauss-Newton (Eq. 3) or empirical Fisher.
         likelihood: the predictive distribution behind the loss; the Gauss-Newton matrix ignores it.
-        outputs: "sampled", one random vector per row, or "exact", one backward pass per class.
+        outputs: "sampled", one random vector per row, or "exact", one backward pass per class:
+            exact where rows do not see each other; where they do (batch norm in train mode,
+            attention between rows) each class's vector has a random sign per row and the result is
+            unbiased, like a sampled one.
         scale: the curvature is multiplied by it; 2 is the published K-FAC-G.
         reduction: how the loss adds up rows; only the empirical Fisher reads the loss.
         sharing: "expand" or "reduce", for layers that meet several positions per example.
@@ -181,10 +184,17 @@ class Observer:
             return
         for head in heads:
             for vector in exact(head, *kind):
+                vector = vector * self._signs(vector)
                 yield [
                     weighted(other, vector if other is head else torch.zeros_like(other))
                     for other in heads
                 ]
+
+    def _signs(self, vectors: Tensor) -> Tensor:
+        """A random sign per row: it cancels what rows that see each other would add."""
+        shape = (*vectors.shape[:-1], 1)
+        draws = torch.rand(shape, device=vectors.device, generator=self.generator)
+        return (draws < 0.5).to(vectors.dtype) * 2 - 1
 
     def _loss_gradient(self, call: Call, gradient: Tensor) -> None:
         if call.observed is not None:

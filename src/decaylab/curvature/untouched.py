@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from decaylab.curvature.capture import _Hook
 from decaylab.errors import DecaylabError
 
 BatchNormMode = Literal["eval", "train"]
@@ -87,14 +88,10 @@ def untouched(model: nn.Module, *, batch_norm: BatchNormMode = "eval") -> Iterat
 
 
 def _pauses(modules: list[nn.Module]) -> list[Callable[[], Any]]:
-    """The `paused` methods of the optimizers that listen to these modules, each once."""
-    found = {}
-    for module in modules:
-        for hook in [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]:
-            owner: Any = getattr(hook, "__self__", hook)
-            if callable(getattr(owner, "paused", None)):
-                found[id(owner)] = owner.paused
-    return list(found.values())
+    """The `paused` methods of the captures that listen to these modules, each once."""
+    hooks = [h for m in modules for h in [*m._forward_pre_hooks.values()] if isinstance(h, _Hook)]
+    captures = [hook._owner() for hook in hooks if hook._owner is not None]
+    return [capture.paused for capture in captures if capture is not None]
 
 
 def _cuda_devices(model: nn.Module) -> list[torch.device]:

@@ -17,11 +17,10 @@ from decaylab.curvature.outputs import Curvature, Likelihood
 from decaylab.errors import DecaylabError
 from decaylab.networks import roles
 from decaylab.optim.coverage import Coverage, plan
+from decaylab.optim.decay import Decay, add_decay, check_decay
 from decaylab.optim.kfac_options import Health, KFACOptions, check_numbers, first_order
-from decaylab.optim.update import add_decay, all_finite, kl_scale, move, step_others
+from decaylab.optim.update import all_finite, kl_scale, move, step_others
 
-Decay = Literal["none", "l2", "decoupled", "independent"]
-DECAYS = ("none", "l2", "decoupled", "independent")
 # So many steps in a row without a finite gradient are no accident.
 TOLERATED_SKIPS = 10
 
@@ -234,6 +233,11 @@ class KFAC(torch.optim.Optimizer):
         """The running averages A, S and T of every covered layer, by name, copied."""
         return self._blocks.factors()
 
+    def dampings(self) -> dict[str, Tensor]:
+        """Each block's lambda as an inversion now would use it: scale-free and raised ones too."""
+        ratios = self._damping_ratios()
+        return {n: self.damping * ratios.get(n, 1.0) * b for n, b in self._blocks.boosts().items()}
+
     def coverage(self) -> dict[str, Coverage]:
         """For every parameter: which block it is in, or why it is in none and who steps it."""
         return dict(self._coverage)
@@ -314,9 +318,11 @@ class KFAC(torch.optim.Optimizer):
                 )
         self._blocks.update(sums, self.factor_decay)
 
+    def _damping_ratios(self) -> dict[str, Tensor]:
+        return {n: (norm / self._weight_norm(n)) ** 2 for n, norm in self._initial_norms.items()}
+
     def _invert(self) -> None:
-        ratios = {n: (norm / self._weight_norm(n)) ** 2 for n, norm in self._initial_norms.items()}
-        self._blocks.invert(self.damping, ratios)
+        self._blocks.invert(self.damping, self._damping_ratios())
 
     def _update(self) -> None:
         """Precondition, clip, and move every parameter that has a gradient (recipe line 3)."""
@@ -375,15 +381,11 @@ class KFAC(torch.optim.Optimizer):
 
     def _check_groups(self) -> None:
         for group in self.param_groups:
+            check_decay(group["decay"], group["weight_decay"])
             check_numbers(
                 lr=(group["lr"], isinstance(group["lr"], Tensor) or group["lr"] >= 0),
-                weight_decay=(group["weight_decay"], group["weight_decay"] >= 0),
                 momentum=(group["momentum"], 0 <= group["momentum"] < 1),
             )
-            if group["decay"] not in DECAYS:
-                raise DecaylabError(
-                    f"unknown decay {group['decay']!r}: use one of {', '.join(DECAYS)}"
-                )
 
     def _one_device(self) -> torch.device:
         devices = {p.device for group in self.param_groups for p in group["params"]}

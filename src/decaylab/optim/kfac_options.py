@@ -68,7 +68,6 @@ RANGES = {
     "factor_decay": ">= 0 and < 1",
     "max_factor_dim": ">= 1",
     "lr": ">= 0",
-    "weight_decay": ">= 0",
     "momentum": ">= 0 and < 1",
 }
 

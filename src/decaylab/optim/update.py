@@ -11,16 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decaylab.optim.decay import add_decay
+
 Tensors = list[Tensor] | tuple[Tensor, ...]
-
-
-def add_decay(directions: Tensors, params: Tensors, weight_decay: float) -> Tensors:
-    """The decay term: direction + weight_decay * W.
-
-    L2 (Eq. 6) adds it to the gradient, before preconditioning; weight decay (Eq. 7) to the
-    velocity, after it.
-    """
-    return torch._foreach_add(directions, params, alpha=weight_decay)
 
 
 def all_finite(tensors: Tensors) -> Tensor:
@@ -54,7 +47,7 @@ def move(
     torch._foreach_mul_(velocities, torch.where(finite, group["momentum"] * one, one))
     torch._foreach_add_(velocities, steps)
     weight_decay, rate = group["weight_decay"], one * group["lr"]
-    directions = velocities
+    directions: Tensors = velocities
     if group["decay"] == "decoupled" and weight_decay:
         directions = add_decay(directions, params, weight_decay)
     directions = torch._foreach_mul(directions, rate)
