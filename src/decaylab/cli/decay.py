@@ -1,0 +1,82 @@
+"""`decaylab decay-table`: who is decayed, how, and by which factor a step."""
+
+import json
+import math
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from decaylab.cli import options
+from decaylab.errors import DecaylabError
+from decaylab.networks import build
+from decaylab.optim.decay import OPTIMIZERS, DecayRow, decay_table, parameter_groups
+from decaylab.training.spec import PUBLISHED
+
+Network = Annotated[str, typer.Argument(help="mlp, vgg11/13/16/19 or resnet20/32/44/56.")]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, adam, kfac-f or kfac-g.")]
+Decay = Annotated[str, typer.Option("--decay", help="none, l2, decoupled or independent.")]
+WeightDecay = Annotated[float, typer.Option("--weight-decay", help="Its strength.")]
+Scope = Annotated[str, typer.Option("--scope", help="What is decayed: all, conv or fc.")]
+LearningRate = Annotated[
+    float | None, typer.Option("--lr", help="Learning rate; else the paper's for the optimizer.")
+]
+Momentum = Annotated[float, typer.Option("--momentum", help="Of SGD and K-FAC; Adam has its own.")]
+BatchNorm = Annotated[bool, typer.Option("--batch-norm/--no-batch-norm")]
+Width = Annotated[float, typer.Option("--width", help="Factor on the number of channels.")]
+
+
+def decay_table_command(
+    network: Network,
+    optimizer: Optimizer = "sgd",
+    decay: Decay = "decoupled",
+    weight_decay: WeightDecay = 5e-4,
+    scope: Scope = "all",
+    lr: LearningRate = None,
+    momentum: Momentum = 0.9,
+    batch_norm: BatchNorm = False,
+    width: Width = 1.0,
+    json_output: options.Json = False,
+) -> None:
+    """Print who is decayed, how, and by which factor a step.
+
+    For a network on CIFAR-10. "a step" is what the decay term alone multiplies a weight by in the
+    first step, "long run" once the momentum has settled. L2 in Adam and K-FAC passes through their
+    preconditioner, so it has no fixed factor.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise DecaylabError(
+            f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}"
+        )
+    rate = PUBLISHED[optimizer]["lr"] if lr is None else lr
+    if not (math.isfinite(rate) and rate >= 0):
+        raise DecaylabError(f"the learning rate must be zero or more, and it is {rate}")
+    if not 0 <= momentum < 1:
+        raise DecaylabError(f"momentum must be at least 0 and below 1, and it is {momentum}")
+    model = build(network, classes=10, batch_norm=batch_norm, width=width)
+    groups = parameter_groups(model, weight_decay=weight_decay, decay=decay, scope=scope)
+    rows = decay_table(model, groups, optimizer=optimizer, lr=rate, momentum=momentum)
+    if json_output:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    title = f"{network}, {optimizer} at lr {rate:g}, {decay} decay of {weight_decay:g} on {scope}"
+    decayed = sum(row.decay != "none" for row in rows)
+    # Off a terminal nothing is wrapped, so that a line stays a parameter.
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
+    console.print(title)
+    console.print(_table(rows))
+    console.print(f"{decayed} of {len(rows)} parameters decay")
+
+
+def _table(rows: list[DecayRow]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("parameter", "role", "decay", "how", "a step", "long run"):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        numbers = ["-" if value is None else f"{value:.8g}" for value in (row.factor, row.long_run)]
+        kind = row.decay if row.decay == "none" else f"{row.decay} {row.weight_decay:g}"
+        table.add_row(row.parameter, row.role, kind, row.how, *numbers)
+    return table

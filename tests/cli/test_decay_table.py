@@ -1,0 +1,74 @@
+"""`decaylab decay-table`: the numbers, the scopes, and bad input."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from decaylab.cli.decay import decay_table_command
+from decaylab.errors import DecaylabError
+
+app = typer.Typer()
+app.command()(decay_table_command)
+runner = CliRunner()
+
+
+def rows(*arguments):
+    result = runner.invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    return {row["parameter"]: row for row in json.loads(result.stdout)}
+
+
+def test_adam_with_decoupled_decay_on_the_convolutions():
+    table = rows(
+        *["vgg16", "--optimizer", "adam", "--decay", "decoupled", "--weight-decay", "0.3"],
+        *["--scope", "conv", "--lr", "0.001", "--batch-norm", "--width", "0.125"],
+    )
+    assert len(table) == 28
+    first, head = table["features.0.weight"], table["head.weight"]
+    assert (first["role"], first["decay"], head["role"], head["decay"]) == (
+        *("invariant", "decoupled"),
+        *("head", "none"),
+    )
+    assert first["factor"] == first["long_run"] == pytest.approx(1 - 0.3 * 0.001, abs=1e-15)
+    assert head["factor"] == head["long_run"] == 1.0
+
+
+def test_sgd_with_l2_decays_more_in_the_long_run():
+    table = rows("mlp", "--decay", "l2", "--weight-decay", "1e-3", "--lr", "0.1")
+    row = table["head.weight"]
+    assert row["factor"] == pytest.approx(1 - 1e-4, abs=1e-15)
+    assert 1 - row["long_run"] == pytest.approx(1e-3, rel=0.02)
+
+
+def test_the_printed_table_has_a_line_per_parameter():
+    result = runner.invoke(
+        app, ["mlp", "--optimizer", "kfac-g", "--decay", "l2"], catch_exceptions=False
+    )
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines[2:-1]] == [
+        *("features.0.weight", "features.0.bias", "features.2.weight", "features.2.bias"),
+        *("head.weight", "head.bias"),
+    ]
+    assert all("preconditioned" in line for line in lines[2:-1])
+    assert lines[0] == "mlp, kfac-g at lr 0.03, l2 decay of 0.0005 on all"
+    assert lines[-1] == "6 of 6 parameters decay"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["vgg17"], "unknown network"),
+        (["mlp", "--optimizer", "lion"], "unknown optimizer"),
+        (["mlp", "--decay", "L1"], "unknown decay"),
+        (["mlp", "--scope", "head"], "unknown scope"),
+        (["mlp", "--weight-decay", "-1"], "weight decay"),
+        (["mlp", "--lr", "-1"], "learning rate"),
+        (["mlp", "--momentum", "1"], "momentum"),
+        (["mlp", "--width", "0"], "width"),
+    ],
+)
+def test_bad_input_gets_a_sentence(arguments, words):
+    with pytest.raises(DecaylabError, match=words):
+        runner.invoke(app, arguments, catch_exceptions=False)
