@@ -308,3 +308,16 @@ def test_an_output_without_numbers_gets_a_sentence():
 
     with pytest.raises(DecaylabError, match="floating-point"):
         invariance(Classes(3, 2), torch.randn(4, 3))
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_the_model_and_its_generator_are_left_alone():
+    torch.manual_seed(0)
+    model = Dropping().cuda()
+    x = torch.randn(5, 4, device="cuda")
+    before, generator = copy.deepcopy(model.state_dict()), torch.cuda.get_rng_state()
+    defects = invariance(model, x)
+    assert defects["layer"] < 1e-4
+    assert defects["head"] == pytest.approx(1.0)
+    assert torch.equal(torch.cuda.get_rng_state(), generator)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())

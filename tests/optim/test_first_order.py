@@ -193,3 +193,28 @@ def test_bad_numbers_get_a_sentence(make, options, words):
     weight = nn.Parameter(torch.ones(1))
     with pytest.raises(DecaylabError, match="unknown decay"):
         make([{"params": [weight], "weight_decay": 0.1, "decay": "cosine"}], lr=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
+def test_on_the_gpu_a_step_does_not_wait_for_the_device(make, decay):
+    """With lr in a tensor there, the same numbers as on the CPU, and no synchronisation."""
+    expected = ours(make, decay, lr=0.01, steps=1)
+    model = network()
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 6, generator=generator, dtype=torch.float64).cuda()
+    y = torch.randint(4, (16,), generator=generator).cuda()
+    model.cuda()
+    options = {"capturable": True} if make is adam else {}
+    lr = torch.tensor(0.01, dtype=torch.float64, device="cuda")
+    optimizer = make(parameter_groups(model, weight_decay=0.1, decay=decay), lr=lr, **options)
+    F.cross_entropy(model(x), y).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    moved = torch.cat([p.detach().flatten() for p in model.parameters()]).cpu()
+    assert (moved - expected).norm() <= 1e-9 * expected.norm()
