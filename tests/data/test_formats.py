@@ -92,6 +92,48 @@ def test_parquet_reads_back_what_was_written(tmp_path, data, image_format, chann
     assert (part.labels == labels).all()
 
 
+@pytest.fixture(scope="module")
+def whole_files(tmp_path_factory):
+    """One small good file of each format, and its reader."""
+    folder = tmp_path_factory.mktemp("whole")
+    random = np.random.default_rng(3).integers(0, 256, (4, 3, 32, 32)).astype(np.uint8)
+    writers.write_idx(folder / "a-idx", random[:, 0, :5, :5])
+    writers.write_idx(folder / "a-idx.gz", random[:, 0, :5, :5])
+    writers.write_archive(
+        folder / "a.tar.gz", {"x/a.bin": writers.cifar_bytes(random, np.arange(4))}
+    )
+    for image_format in ("PNG", "WEBP", "JPEG", "GIF"):
+        path = folder / f"{image_format}.parquet"
+        writers.write_shard(path, random[..., :6, :6], np.arange(4), image_format=image_format)
+    return {
+        folder / "a-idx": formats.read_idx,
+        folder / "a-idx.gz": formats.read_idx,
+        folder / "a.tar.gz": lambda path: formats.read_cifar_archive(path, ["a.bin"], 1),
+    } | {
+        path: lambda path: formats.read_parquet(path, (3, 6, 6), "label")
+        for path in folder.glob("*.parquet")
+    }
+
+
+@settings(parent=quick, max_examples=300)
+@given(data=st.data())
+def test_a_corrupt_file_is_read_or_named_and_never_anything_else(tmp_path, whole_files, data):
+    """Bytes changed or cut off anywhere: a reader may not notice, but must not break."""
+    path, read = data.draw(st.sampled_from(sorted(whole_files.items(), key=str)))
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(0, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    del content[data.draw(st.sampled_from([len(content), len(content) // 2, len(content) - 1])) :]
+    damaged = tmp_path / path.name
+    damaged.write_bytes(content)
+    said = path.name
+    try:
+        read(damaged)
+    except DecaylabError as error:
+        said = str(error)
+    assert path.name in said
+
+
 @pytest.fixture
 def idx(tmp_path):
     path = tmp_path / "images-idx3-ubyte"
@@ -192,6 +234,12 @@ class TestParquetErrors:
             formats.read_parquet(path, (3, 6, 6), "label")
         path = self.write(tmp_path / "b.parquet", columns=("pixels", "label"))
         with pytest.raises(DecaylabError, match="columns pixels, label and no 'img'"):
+            formats.read_parquet(path, (3, 6, 6), "label")
+
+    def test_images_that_are_no_struct(self, tmp_path):
+        path = tmp_path / "a.parquet"
+        writers.pq.write_table(writers.pa.table({"img": [b"x"], "label": [1]}), path)
+        with pytest.raises(DecaylabError, match=r"a\.parquet is .* no parquet file of images"):
             formats.read_parquet(path, (3, 6, 6), "label")
 
     def test_wrong_size(self, tmp_path):

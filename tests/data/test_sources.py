@@ -125,6 +125,14 @@ class TestNotFound:
         for part in (tmp_path, tmp_path / "environment", own_cache, "data fetch cifar10"):
             assert str(part) in str(caught.value)
 
+    def test_a_folder_that_may_not_be_read(self, tmp_path, monkeypatch):
+        def denied(_):
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(type(tmp_path), "iterdir", denied)
+        with pytest.raises(DecaylabError, match=r"cannot be searched \(Permission denied\)"):
+            load("mnist", tmp_path)
+
     def test_missing_shard(self, small, tmp_path):
         WRITE["parquet"](tmp_path, "cifar10", small("cifar10"))
         (tmp_path / "train-00000-of-00002.parquet").unlink()

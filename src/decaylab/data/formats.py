@@ -147,7 +147,14 @@ def read_parquet(path: Path, shape: tuple[int, int, int], label_column: str) -> 
             table = file.read(columns=[image_column, label_column])
         encoded = table[image_column].combine_chunks().field("bytes").to_pylist()
         labels = np.array(table[label_column].to_pylist(), dtype=np.int64)
-    except (pyarrow.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise DecaylabError(
             f"{path} is truncated, corrupt or no parquet file of images ({_reason(error)}): "
             f"replace it."
@@ -167,7 +174,7 @@ def _decoded(path: Path, index: int, data: Any, shape: tuple[int, int, int]) -> 
             if image.size != (shape[2], shape[1]):
                 raise ValueError(f"{image.width}x{image.height}, not {shape[2]}x{shape[1]}")
             pixels = np.asarray(image if image.mode == mode else image.convert(mode))
-    except (OSError, SyntaxError, TypeError, ValueError) as error:
+    except Exception as error:  # decoders raise whatever they like on corrupt bytes
         raise DecaylabError(
             f"{path}: image {index} cannot be read ({_reason(error)}); replace the file."
         ) from error

@@ -121,17 +121,25 @@ def find(name: str, data_dir: str | Path | None = None) -> Source | None:
         raise DecaylabError(f"There is no data folder {data_dir}: give an existing --data-dir.")
     refused: Path | None = None
     for folder in _folders(name, data_dir):
-        if not folder.is_dir():
-            continue
-        source = _cifar(name, folder) if name in CIFAR else _mnist(folder)
-        source = source or _parquet(facts, folder)
+        try:
+            source, pickled = _look(facts, folder) if folder.is_dir() else (None, None)
+        except OSError as error:
+            raise DecaylabError(f"{folder} cannot be searched ({error.strerror}).") from error
         if source is not None:
             return source
-        pickled = [folder / p for p in CIFAR[name].pickled] if name in CIFAR else []
-        refused = refused or next((path for path in pickled if path.is_file()), None)
+        refused = refused or pickled
     if refused is not None:
         raise DecaylabError(pickle_refusal(refused, CIFAR[name].label_bytes))
     return None
+
+
+def _look(facts: Facts, folder: Path) -> tuple[Source | None, Path | None]:
+    """What one folder holds: a readable source, and a file of CIFAR's python archive."""
+    if facts.name not in CIFAR:
+        return _mnist(folder) or _parquet(facts, folder), None
+    source = _cifar(facts.name, folder) or _parquet(facts, folder)
+    pickled = (folder / path for path in CIFAR[facts.name].pickled)
+    return source, next((path for path in pickled if path.is_file()), None)
 
 
 def _roots(data_dir: str | Path | None) -> list[Path]:
