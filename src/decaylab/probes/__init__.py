@@ -1,1 +1,62 @@
-"""probes."""
+"""Probes: every quantity of the paper on any model, and a watch that records them in any loop."""
+
+from decaylab.curvature.untouched import untouched
+from decaylab.probes.damping import DampingReading, LayerDamping, effective_damping, spectrum
+from decaylab.probes.gap import generalization_gap
+from decaylab.probes.gauss_newton import (
+    fisher_rao_norm,
+    gauss_newton_norm,
+    kfac_gauss_newton_norm,
+    kfac_norm,
+)
+from decaylab.probes.jacobian import jacobian_norm
+from decaylab.probes.kronecker import measured_factors
+from decaylab.probes.reading import NonFiniteWarning, Reading
+from decaylab.probes.traces import TraceReading, curvature_traces, kfac_traces
+from decaylab.probes.watch import FREE, PROBES, Moment, Probe, Watch, watch
+from decaylab.probes.weights import (
+    EffectiveLearningRate,
+    Layers,
+    effective_learning_rate,
+    exposure_rate,
+    layers_of,
+    rotations,
+    snapshot,
+    update_norms,
+    weight_norms,
+)
+
+__all__ = [
+    "FREE",
+    "PROBES",
+    "DampingReading",
+    "EffectiveLearningRate",
+    "LayerDamping",
+    "Layers",
+    "Moment",
+    "NonFiniteWarning",
+    "Probe",
+    "Reading",
+    "TraceReading",
+    "Watch",
+    "curvature_traces",
+    "effective_damping",
+    "effective_learning_rate",
+    "exposure_rate",
+    "fisher_rao_norm",
+    "gauss_newton_norm",
+    "generalization_gap",
+    "jacobian_norm",
+    "kfac_gauss_newton_norm",
+    "kfac_norm",
+    "kfac_traces",
+    "layers_of",
+    "measured_factors",
+    "rotations",
+    "snapshot",
+    "spectrum",
+    "untouched",
+    "update_norms",
+    "watch",
+    "weight_norms",
+]

@@ -1,0 +1,129 @@
+"""Effective damping (Eq. 14): how much of K-FAC's step is still second-order, layer by layer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from decaylab.curvature.factors import KroneckerFactors
+from decaylab.curvature.inverses import factored_damping
+from decaylab.curvature.untouched import bare
+from decaylab.probes.kronecker import eigenvalues, seen, without_bias
+from decaylab.probes.reading import Reading, row_name
+
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+
+
+@dataclass(frozen=True)
+class LayerDamping:
+    """One layer's damping beside its curvature, in the curvature's unit (norm and shares: not).
+
+    Attributes:
+        damping: lambda, as this layer gets it. norm: |W_l|, of the weight without its bias.
+        effective: lambda |W_l|^2, what stands beside C(W_l / |W_l|) in Eq. 14. share: mean over
+        directions of e / (e + lambda |W_l|^2), e the eigenvalues of C(W_l / |W_l|);
+            1: every direction is second-order, 0: the step is SGD's.
+        factored: mean over directions of what factored damping really adds, times |W_l|^2.
+        factored_share: the share with that instead.
+        quantiles: level -> quantile of the eigenvalues e.
+    """
+
+    damping: float
+    norm: float
+    effective: float
+    share: float
+    factored: float
+    factored_share: float
+    quantiles: Mapping[float, float]
+
+
+@dataclass(frozen=True)
+class DampingReading(Reading):
+    """`layers` and `total` are shares of second-order directions; `details` has everything else.
+
+    The total is over the directions of all layers together.
+    """
+
+    details: Mapping[str, LayerDamping] = None  # type: ignore[assignment]
+
+    def rows(self) -> dict[str, float]:
+        """Shares, and per layer the effective damping and the share under factored damping."""
+        found = super().rows()
+        for layer, of in self.details.items():
+            found[row_name("effective_damping", layer)] = of.effective
+            found[row_name("factored_damping", layer)] = of.factored
+            found[row_name("factored_share", layer)] = of.factored_share
+        return found
+
+
+def effective_damping(
+    model: nn.Module,
+    factors: Mapping[str, KroneckerFactors],
+    damping: float | Mapping[str, float | Tensor],
+    *,
+    levels: Sequence[float] = QUANTILES,
+) -> DampingReading:
+    """The damping lambda |W_l|^2 beside the curvature of the normalised weights (Eq. 14).
+
+    With C(W) = T A (x) S and C(W/|W|) = |W|^2 C(W) (Eq. 13, scale-invariant layers) the eigenvalues
+    are e_ij = |W|^2 T a_i s_j, and the undamped step's share in direction ij is e / (e + lambda
+    |W|^2). Factored damping, which K-FAC uses, inverts T (A + pi r I) (x) (S + r/pi I), r =
+    sqrt(lambda / T): it adds lambda + T r (a_i / pi + pi s_j) in direction ij, so more than lambda
+    everywhere.
+
+    The block is the weight's, without the bias (recipe line 20); pi is the optimizer's, with it.
+    The share does not depend on |W| beside C(W), so that it means the same for layers that are not
+    scale-invariant. Scaling as the factors: curvature of the loss averaged over rows. `damping`:
+    one number or one per layer. Cost: the eigenvalues of A and S; no pass through the model.
+    """
+    modules = dict(bare(model).named_modules())
+    details, counts = {}, {}
+    for layer, factor in seen(factors).items():
+        module = modules[layer]
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.requires_grad:
+            value = damping if isinstance(damping, int | float) else damping[layer]
+            details[layer] = _layer_damping(module, factor, float(value), levels)
+            counts[layer] = weight.numel()
+    total = sum(details[k].share * counts[k] for k in details) / sum(counts.values())
+    shares = {layer: of.share for layer, of in details.items()}
+    return DampingReading("second_order_share", "1", shares, total, details=details)
+
+
+def spectrum(module: nn.Module, factors: KroneckerFactors) -> Tensor:
+    """All eigenvalues of the weight's block T A (x) S, unsorted, in float64: [in * out]."""
+    own = without_bias(module, factors)
+    grouped = getattr(module, "groups", 1) > 1
+    a, s = (eigenvalues(side, grouped=grouped) for side in (own.A, own.S))
+    return own.T.double() * (a[..., :, None] * s[..., None, :]).flatten()
+
+
+def _layer_damping(
+    module: nn.Module, factors: KroneckerFactors, damping: float, levels: Sequence[float]
+) -> LayerDamping:
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    grouped = getattr(module, "groups", 1) > 1
+    square = float(weight.detach().double().square().sum())
+    own = without_bias(module, factors)
+    T = own.T.double()
+    a = eigenvalues(own.A, grouped=grouped)
+    g = T * eigenvalues(own.S, grouped=grouped)  # G = T S, so that the block is A (x) G
+    A, G = factors.A.double(), T * factors.S.double()
+    A, G = (A, G) if grouped else (A[None], G[None])
+    lambdas = torch.full((len(A),), damping, dtype=torch.float64, device=T.device)
+    extra_a, extra_g = (e if grouped else e[0] for e in factored_damping(A, G, lambdas))
+    plain = a[..., :, None] * g[..., None, :]
+    used = (a + extra_a[..., None])[..., :, None] * (g + extra_g[..., None])[..., None, :]
+    levels_tensor = torch.tensor(levels, dtype=torch.float64, device=T.device)
+    ordered = plain.flatten().sort().values
+    places = (levels_tensor * (len(ordered) - 1)).round().long()
+    return LayerDamping(
+        damping=damping,
+        norm=square**0.5,
+        effective=damping * square,
+        share=float((plain / (plain + damping)).mean()),
+        factored=float((used - plain).mean()) * square,
+        factored_share=float((plain / used).mean()),
+        quantiles=dict(zip(levels, (square * ordered[places]).tolist(), strict=True)),
+    )

@@ -1,0 +1,120 @@
+"""The input-output Jacobian norm (Sec. 4.2, Table 2): how strongly logits react to the input."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from decaylab.curvature.untouched import (
+    BatchNormMode,
+    check_inputs,
+    check_logits,
+    chunks,
+    tied,
+    untouched,
+)
+from decaylab.errors import DecaylabError
+from decaylab.probes.reading import Reading
+
+UNIT = "logit^2 / input^2"
+
+
+def jacobian_norm(
+    model: nn.Module,
+    inputs: Tensor,
+    *,
+    samples: int | None = None,
+    chunk: int | None = 128,
+    batch_norm: BatchNormMode = "eval",
+    seed: int = 0,
+) -> Reading:
+    """Mean over inputs of the squared Frobenius norm of the input-output Jacobian.
+
+    |J_x|_F^2 = (1/B) sum_b sum_c |d z_bc / d x_b|^2 for inputs x [B, ...] and logits z [B, ..., C]
+    (every output of an example counts). Scaling: mean over examples, sum over outputs and pixels,
+    in units of the input as given (normalised pixels, if the inputs are normalised).
+
+    Exact by default: one backward pass per output of an example. With `samples=k` it is
+    Hutchinson's estimate from k backward passes, E|J' v|^2 with random signs v, and `total_error`
+    is its standard error given these inputs. Memory: that of one forward pass on `chunk` examples.
+
+    With `batch_norm="train"` the examples of a batch are tied together: J is then the derivative of
+    all logits with regard to all inputs, still divided by B; the batch is not cut into chunks and
+    the exact value costs one backward pass per example and output.
+    """
+    if samples is not None and samples < 2:
+        raise DecaylabError(f"samples={samples}: a standard error needs at least two draws")
+    check_inputs(model, inputs)
+    if not inputs.is_floating_point():
+        raise DecaylabError(
+            f"the inputs are {inputs.dtype}: a Jacobian needs floating-point inputs, not tokens"
+        )
+    with untouched(model, batch_norm=batch_norm) as bare_model:
+        together = tied(bare_model, batch_norm)
+        generator = torch.Generator(inputs.device).manual_seed(seed)
+        parts = [
+            _exact(_pull_back(bare_model, part), together)
+            if samples is None
+            else _sampled(_pull_back(bare_model, part), samples, together, generator)
+            for part in chunks(bare_model, inputs, chunk, batch_norm)
+        ]
+    draws = torch.cat(parts, 1) / len(inputs)  # [draws, examples]; tied examples are one column
+    total = float(draws.mean(0).sum())
+    if samples is None:
+        return Reading("jacobian_norm", UNIT, total=total)
+    error = float((draws.var(0) / samples).sum().sqrt())
+    return Reading("jacobian_norm", UNIT, total=total, total_error=error)
+
+
+def _pull_back(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The outputs [B, outputs of an example], and J' v by example [B, ...] for v of their shape."""
+    leaf = inputs.detach().clone().requires_grad_()
+    outputs = check_logits(model(leaf)).flatten(1)
+    if len(outputs) != len(inputs):
+        raise DecaylabError(
+            f"the model turns {len(inputs)} examples into {len(outputs)} rows of logits: "
+            "the first axis of its output must be the batch"
+        )
+    if not outputs.requires_grad:
+        raise DecaylabError("the logits do not depend on the inputs: the model detaches them")
+
+    def pull_back(vector: Tensor) -> Tensor:
+        return torch.autograd.grad(outputs, leaf, vector, retain_graph=True)[0]
+
+    return outputs.detach(), pull_back
+
+
+def _exact(passes: tuple[Tensor, Callable[[Tensor], Tensor]], together: bool) -> Tensor:
+    """sum_c |J' e_c|^2 as one draw: [1, B], or [1, 1] for examples that are tied together."""
+    outputs, pull_back = passes
+    unit = torch.zeros_like(outputs)
+    total = torch.zeros(1 if together else len(outputs), dtype=torch.float64, device=unit.device)
+    for c in range(outputs.shape[1]):
+        if together:
+            for b in range(len(outputs)):
+                unit.zero_()[b, c] = 1.0
+                total += pull_back(unit).square().sum()
+        else:  # an example's logits depend on its own input alone: one pass serves them all
+            unit.zero_()[:, c] = 1.0
+            total += _by_example(pull_back(unit))
+    return total[None]
+
+
+def _sampled(
+    passes: tuple[Tensor, Callable[[Tensor], Tensor]],
+    samples: int,
+    together: bool,
+    generator: torch.Generator,
+) -> Tensor:
+    """|J' v|^2 for `samples` vectors v of random signs: [samples, B], or [samples, 1] if tied."""
+    outputs, pull_back = passes
+    draws = []
+    for _ in range(samples):
+        coins = torch.randint(2, outputs.shape, generator=generator, device=outputs.device)
+        squares = _by_example(pull_back((2 * coins - 1).to(outputs.dtype)))
+        draws.append(squares.sum(0, keepdim=True) if together else squares)
+    return torch.stack(draws)
+
+
+def _by_example(gradient: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(gradient.flatten(1), dim=1).double().square()

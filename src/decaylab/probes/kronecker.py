@@ -1,0 +1,93 @@
+"""Kronecker factors for the probes: measured on any model, and what is read off them.
+
+The factors are always `decaylab.optim.kfac`'s own; nothing here computes them a second time.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from decaylab.curvature.factors import KroneckerFactors
+from decaylab.curvature.outputs import Curvature, Likelihood
+from decaylab.curvature.untouched import trainable, untouched
+from decaylab.errors import DecaylabError
+from decaylab.optim.kfac import KFAC, KFACOptions
+
+
+def measured_factors(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    curvature: Curvature = "gauss-newton",
+    likelihood: Likelihood = "categorical",
+    outputs: Literal["sampled", "exact"] = "exact",
+    seed: int = 0,
+) -> dict[str, KroneckerFactors]:
+    """The K-FAC factors of a model trained by any optimizer, averaged over `batches` of inputs.
+
+    As `KFAC.initialize` measures them: BN uses the batch's own statistics, and its running ones are
+    left alone. Cost: per batch one forward and one backward pass (outputs="exact": one per class).
+    """
+    if curvature == "empirical-fisher":
+        raise DecaylabError("factors of the empirical Fisher need the loss: read them off a KFAC")
+    with untouched(model) as bare_model:
+        kfac = KFAC(
+            bare_model,
+            lr=1.0,
+            params=list(trainable(bare_model).values()),
+            curvature=curvature,
+            likelihood=likelihood,
+            outputs=outputs,
+            options=KFACOptions(seed=seed),
+        )
+        try:
+            kfac.initialize(batches)
+            return kfac.factors()
+        finally:
+            kfac.detach()
+
+
+def seen(factors: Mapping[str, KroneckerFactors]) -> dict[str, KroneckerFactors]:
+    """The factors of layers that have been measured at least once; a sentence if there are none."""
+    found = {layer: factor for layer, factor in factors.items() if float(factor.T) > 0}
+    if not found:
+        raise DecaylabError("there are no K-FAC factors: take a step or call initialize first")
+    return found
+
+
+def joined_weight(module: nn.Module, factors: KroneckerFactors) -> Tensor:
+    """[weight, bias] of a layer as its factors order it: [out, in (+1)], groups in front if any."""
+    weight: Any = module.weight
+    bias: Any = module.bias
+    flat = weight.detach().flatten(1).to(factors.A.dtype)
+    columns = factors.A.shape[-1]
+    parts = [flat] if columns >= flat.shape[1] else []  # a frozen weight is in no factor
+    if columns != flat.shape[1]:
+        parts.append(bias.detach().to(flat.dtype)[:, None])
+    joined = torch.cat(parts, 1)
+    groups = getattr(module, "groups", 1)
+    return joined.unflatten(0, (groups, -1)) if groups > 1 else joined
+
+
+def times(matrix: Tensor, side: Tensor) -> Tensor:
+    """Matrix @ side, where a side may be given as the vector of a diagonal matrix."""
+    return matrix @ side if side.dim() == matrix.dim() else matrix * side[..., None, :]
+
+
+def without_bias(module: nn.Module, factors: KroneckerFactors) -> KroneckerFactors:
+    """The factors of the weight's own block: the row and column of the homogeneous 1 left out."""
+    weight: Any = module.weight
+    width = weight[0].numel()
+    A = factors.A
+    grouped = getattr(module, "groups", 1) > 1
+    A = A[..., :width] if A.dim() == 1 + grouped else A[..., :width, :width]
+    return KroneckerFactors(A, factors.S, factors.T)
+
+
+def eigenvalues(side: Tensor, *, grouped: bool) -> Tensor:
+    """Eigenvalues of a factor, [(groups,) dim], in float64; rounding below zero is cut off."""
+    matrix = side.dim() == 2 + grouped
+    values = torch.linalg.eigvalsh(side.double()) if matrix else side.double()
+    return values.clamp(min=0)

@@ -1,0 +1,150 @@
+"""Traces of Fisher and Gauss-Newton by layer, of weights and normalised weights (Fig. 7)."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from decaylab.curvature.factors import KroneckerFactors
+from decaylab.curvature.outputs import Likelihood
+from decaylab.curvature.products import exact_traces, sampled_traces
+from decaylab.curvature.untouched import (
+    BatchNormMode,
+    bare,
+    check_inputs,
+    chunks,
+    layer_names,
+    trainable,
+)
+from decaylab.errors import DecaylabError
+from decaylab.probes.kronecker import seen, without_bias
+from decaylab.probes.reading import Reading, numbers, row_name, standard_error
+from decaylab.probes.weights import layers_of
+
+NAMES = {"gauss-newton": "gn_trace", "fisher": "fisher_trace"}
+UNITS = {"gauss-newton": "logit^2 / weight^2", "fisher": "nat / weight^2"}
+
+
+@dataclass(frozen=True)
+class TraceReading(Reading):
+    """tr C_ll by layer, their sum, and the traces of the normalised weights.
+
+    Attributes:
+        normalised: |W_l|^2 tr C(W_l), W_l the layer's weight without its bias. By Eq. 13 this is
+            tr C(W_l / |W_l|) where the layer is scale-invariant; elsewhere it has no such meaning.
+        normalised_errors: standard errors of these; empty where they are exact.
+    """
+
+    normalised: Mapping[str, float] = field(default_factory=dict)
+    normalised_errors: Mapping[str, float] = field(default_factory=dict)
+
+    def rows(self) -> dict[str, float]:
+        """As `Reading.rows`, with the normalised ones under `name_normalised/layer`."""
+        name = f"{self.name}_normalised"
+        return super().rows() | {row_name(name, layer): v for layer, v in self.normalised.items()}
+
+
+def curvature_traces(
+    model: nn.Module,
+    inputs: Tensor,
+    *,
+    curvature: Literal["fisher", "gauss-newton"] = "fisher",
+    likelihood: Likelihood = "categorical",
+    samples: int | None = None,
+    chunk: int | None = 128,
+    batch_norm: BatchNormMode = "eval",
+) -> TraceReading:
+    """Tr F or tr G of every layer's diagonal block (Sec. 4.3, Fig. 7). Scaling: mean over rows.
+
+    Exact by default: a backward pass per row and class (see `exact_traces`). With `samples=k`, k
+    backward passes per chunk of `chunk` examples and standard errors. In nats (Fisher) or logit^2
+    (Gauss-Newton) per weight^2. The total is the trace of the whole matrix.
+    """
+    check_inputs(model, inputs)
+    if curvature not in NAMES:
+        raise DecaylabError(f"no trace of {curvature!r} here: use 'fisher' or 'gauss-newton'")
+    kind: dict[str, Any] = {
+        "curvature": curvature,
+        "likelihood": likelihood,
+        "batch_norm": batch_norm,
+    }
+    if samples is None:
+        by_parameter = {n: t[None] for n, t in exact_traces(model, inputs, **kind).items()}
+    else:
+        by_parameter = _sampled(model, inputs, samples, chunk, kind)
+    layers = layer_names(trainable(model))
+    draws = {layer: _sum(by_parameter[n] for n in names) for layer, names in layers.items()}
+    normalised = {}
+    for layer, weights in layers_of(model).weights.items():
+        square = _sum(w.detach().square().sum() for w in weights.values())
+        normalised[layer] = square * _sum(by_parameter[name] for name in weights)
+    return _reading(NAMES[curvature], UNITS[curvature], draws, normalised)
+
+
+def kfac_traces(
+    model: nn.Module, factors: Mapping[str, KroneckerFactors], *, name: str = "kfac_trace"
+) -> TraceReading:
+    """T tr A tr S of every K-FAC block, which stands for tr C_ll. No pass through the model.
+
+    A convolution's positions are taken as independent, so it differs from the exact trace there.
+    Scaling as the factors: mean over rows.
+    """
+    modules = dict(bare(model).named_modules())
+    traces, normalised = {}, {}
+    for layer, factor in seen(factors).items():
+        module = modules[layer]
+        grouped = getattr(module, "groups", 1) > 1
+        traces[layer] = _kronecker_trace(factor, grouped)[None]
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.requires_grad:
+            own = _kronecker_trace(without_bias(module, factor), grouped)
+            normalised[layer] = (own * weight.detach().square().sum())[None]
+    return _reading(name, "curvature", traces, normalised)
+
+
+def _kronecker_trace(factors: KroneckerFactors, grouped: bool) -> Tensor:
+    def trace(side: Tensor) -> Tensor:
+        diagonal = side if side.dim() == 1 + grouped else side.diagonal(dim1=-2, dim2=-1)
+        return diagonal.sum(-1)
+
+    return factors.T * (trace(factors.A) * trace(factors.S)).sum()
+
+
+def _sampled(
+    model: nn.Module, inputs: Tensor, samples: int, chunk: int | None, kind: dict[str, Any]
+) -> dict[str, Tensor]:
+    generator = torch.Generator(inputs.device).manual_seed(0)
+    draws: dict[str, Tensor] = {}
+    for part in chunks(bare(model), inputs, chunk, kind["batch_norm"]):
+        found = sampled_traces(model, part, samples=samples, generator=generator, **kind)
+        for name, values in found.items():
+            draws[name] = draws.get(name, 0) + values * len(part) / len(inputs)
+    return draws
+
+
+def _reading(
+    name: str, unit: str, draws: dict[str, Tensor], normalised: dict[str, Tensor]
+) -> TraceReading:
+    """Means and standard errors over the draws [k] of each layer; a single draw is exact."""
+    total = torch.stack(list(draws.values())).sum(0)
+    exact = len(total) == 1
+
+    def errors(of: dict[str, Tensor]) -> dict[str, float]:
+        return {} if exact else numbers({k: standard_error(v) for k, v in of.items()})
+
+    return TraceReading(
+        name,
+        unit,
+        numbers({k: v.mean() for k, v in draws.items()}),
+        float(total.mean()),
+        errors(draws),
+        None if exact else float(standard_error(total)),
+        numbers({k: v.mean() for k, v in normalised.items()}),
+        errors(normalised),
+    )
+
+
+def _sum(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)).sum(0)

@@ -1,0 +1,337 @@
+"""Watching a training run: probes at every n-th step of any torch optimizer, as records.
+
+    with watch(model, optimizer, every=100) as watched:
+        ...  # your own loop
+    watched.records.series("effective_lr/features.0")
+
+It hangs on the optimizer's step hooks, so that it works in plain loops and under Lightning or
+accelerate (whose optimizer wrappers are looked through). Between two records a step costs a few
+microseconds.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from decaylab.curvature.untouched import bare, check_inputs
+from decaylab.errors import DecaylabError
+from decaylab.optim.kfac import KFAC
+from decaylab.probes.damping import effective_damping
+from decaylab.probes.gauss_newton import (
+    fisher_rao_norm,
+    gauss_newton_norm,
+    kfac_gauss_newton_norm,
+)
+from decaylab.probes.jacobian import jacobian_norm
+from decaylab.probes.reading import NonFiniteWarning, Reading
+from decaylab.probes.traces import curvature_traces
+from decaylab.probes.weights import (
+    Layers,
+    Snapshot,
+    effective_learning_rate,
+    exposure_rate,
+    layers_of,
+    movement,
+    snapshot,
+    weight_norms,
+)
+from decaylab.records.rows import Row, Rows, RowWriter
+
+Cost = Literal["free", "one backward", "many"]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a probe is shown: the step just taken.
+
+    Attributes:
+        model: the bare model.
+        optimizer: the torch optimizer that took the step.
+        inputs: the batch given to `watch`, or None.
+        layers: the model's layers, found once.
+        before: the weights before the step.
+        exposure: decay exposure of each layer since the watch began.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    inputs: Any
+    layers: Layers
+    before: Snapshot
+    exposure: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A named measurement, what it costs, and whether it needs a batch of inputs.
+
+    Costs: "free" (no pass through the model), "one backward" (about one training step), "many".
+    """
+
+    name: str
+    cost: Cost
+    measure: Callable[[Moment], Reading | Sequence[Reading]]
+    needs_inputs: bool = False
+
+
+def _second_order_share(moment: Moment) -> Reading:
+    if not isinstance(moment.optimizer, KFAC):
+        raise DecaylabError("second_order_share needs a K-FAC optimizer")
+    kfac = moment.optimizer
+    return effective_damping(moment.model, kfac.factors(), kfac.dampings())
+
+
+PROBES: dict[str, Probe] = {
+    probe.name: probe
+    for probe in (
+        Probe("weight_norm", "free", lambda m: weight_norms(m.layers)),
+        Probe("movement", "free", lambda m: movement(m.layers, m.before)),
+        Probe("effective_lr", "free", lambda m: effective_learning_rate(m.layers, m.optimizer)),
+        Probe("decay_exposure", "free", lambda m: Reading("decay_exposure", "1", m.exposure)),
+        Probe(
+            "gn_norm",
+            "one backward",
+            lambda m: gauss_newton_norm(m.model, m.inputs, per_layer=False),
+            needs_inputs=True,
+        ),
+        Probe(
+            "fr_norm",
+            "one backward",
+            lambda m: fisher_rao_norm(m.model, m.inputs, per_layer=False),
+            needs_inputs=True,
+        ),
+        Probe("jacobian_norm", "many", lambda m: jacobian_norm(m.model, m.inputs), True),
+        Probe("kfac_gn_norm", "many", lambda m: kfac_gauss_newton_norm(m.model, [m.inputs]), True),
+        Probe(
+            "fisher_trace",
+            "many",
+            lambda m: curvature_traces(m.model, m.inputs, curvature="fisher", samples=8),
+            needs_inputs=True,
+        ),
+        Probe(
+            "gn_trace",
+            "many",
+            lambda m: curvature_traces(m.model, m.inputs, curvature="gauss-newton", samples=8),
+            needs_inputs=True,
+        ),
+        Probe("second_order_share", "many", _second_order_share),
+    )
+}
+FREE = tuple(name for name, probe in PROBES.items() if probe.cost == "free")
+
+
+class Watch:
+    """What `watch` returns: a context manager with `records`, and `detach()`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        probes: Sequence[Probe],
+        *,
+        every: int,
+        inputs: Tensor | None,
+        steps_per_epoch: int | None,
+        writer: RowWriter | None,
+    ) -> None:
+        self.model, self.optimizer, self.inputs = model, optimizer, inputs
+        self.probes, self.every = tuple(probes), every
+        self.steps = 0
+        self._rows: list[Row] = []
+        self._writer, self._steps_per_epoch = writer, steps_per_epoch
+        self._began = time.perf_counter()
+        self._layers = layers_of(model, inputs)
+        self._before: Snapshot | None = None
+        self._warned: set[str] = set()
+        self._exposure = _Exposure(optimizer)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._step_begins),
+            optimizer.register_step_post_hook(self._step_ended),
+        ]
+
+    @property
+    def records(self) -> Rows:
+        """Everything recorded so far, in the format of a run's own rows."""
+        return Rows(tuple(self._rows))
+
+    def detach(self) -> None:
+        """Take the hooks off the optimizer; the records stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    def _due(self, step: int) -> bool:
+        return step == 1 or step % self.every == 0
+
+    def _step_begins(self, *_: Any) -> None:
+        if self._due(self.steps + 1):
+            self._before = self._guarded("snapshot", lambda: snapshot(self._layers))
+
+    def _step_ended(self, *_: Any) -> None:
+        self.steps += 1
+        self._exposure.add()
+        if self._due(self.steps):
+            self._guarded("records", self._record)
+            self._before = None
+
+    def _record(self) -> None:
+        moment = Moment(
+            self.model,
+            self.optimizer,
+            self.inputs,
+            self._layers,
+            self._before or {},
+            self._exposure.by_layer(self._layers),
+        )
+        found: dict[str, float] = {}
+        for probe in self.probes:
+            found |= self._guarded(probe.name, partial(_rows_of, probe, moment)) or {}
+        seconds = time.perf_counter() - self._began
+        epoch = 0 if self._steps_per_epoch is None else (self.steps - 1) // self._steps_per_epoch
+        rows = [Row(self.steps, epoch, seconds, name, value) for name, value in found.items()]
+        self._rows.extend(rows)
+        if self._writer is not None:
+            self._writer.append(rows)
+
+    def _guarded(self, name: str, action: Callable[[], Any]) -> Any:
+        """Run `action`; what goes wrong or is not finite is said once per probe, never raised."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", NonFiniteWarning)
+            try:
+                result, trouble = action(), None
+            except Exception as error:  # the training must not stop for a probe
+                result, trouble = None, f"{type(error).__name__}: {error}"
+        not_finite = [str(w.message) for w in caught if w.category is NonFiniteWarning]
+        for w in caught:
+            if w.category is not NonFiniteWarning:
+                warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
+        trouble = trouble or (not_finite[0] if not_finite else None)
+        if trouble is not None and name not in self._warned:
+            self._warned.add(name)
+            text = f"watch: {name} at step {self.steps}: {trouble} (said once; training goes on)"
+            warnings.warn(text, stacklevel=2)
+        return result
+
+
+def watch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    every: int = 100,
+    probes: Iterable[str | Probe] = FREE,
+    inputs: Tensor | None = None,
+    steps_per_epoch: int | None = None,
+    folder: str | Path | None = None,
+) -> Watch:
+    """Record probes after step 1 and after every `every`-th step of `optimizer`.
+
+    Works with any model and any torch optimizer; see the module's text. A probe that fails warns
+    once and never stops the training.
+
+    Args:
+        model: the model that is trained, bare or wrapped.
+        optimizer: the optimizer that steps it, or a wrapper that holds it as `.optimizer`.
+        every: steps between two records.
+        probes: names from `PROBES`, or `Probe`s of your own; by default those that cost nothing.
+        inputs: a fixed batch for probes that run the model, and to find scale-invariant layers by
+            experiment (once, now) instead of by module order.
+        steps_per_epoch: fills in the rows' epoch; 0 without it.
+        folder: rows are also appended to `rows.jsonl` in this folder.
+    """
+    if every < 1:
+        raise DecaylabError(f"every={every}: record at every step with every=1, or less often")
+    while not isinstance(optimizer, torch.optim.Optimizer) or _is_wrapper(optimizer):
+        if not hasattr(optimizer, "optimizer"):
+            raise DecaylabError(f"{type(optimizer).__name__} is no torch optimizer")
+        optimizer = optimizer.optimizer
+    chosen = [_probe(probe) for probe in probes]
+    model = bare(model)
+    if inputs is not None:
+        check_inputs(model, inputs)
+    for probe in chosen:
+        if probe.needs_inputs and inputs is None:
+            raise DecaylabError(f"the probe {probe.name!r} runs the model: give watch inputs=...")
+    writer = None
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        writer = RowWriter(Path(folder) / "rows.jsonl")
+    return Watch(
+        model,
+        optimizer,
+        chosen,
+        every=every,
+        inputs=inputs,
+        steps_per_epoch=steps_per_epoch,
+        writer=writer,
+    )
+
+
+class _Exposure:
+    """The decay exposure of every param group, added up step by step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._totals: list[Any] = []
+        self._last: list[tuple[Any, Any]] = []
+
+    def add(self) -> None:
+        """Add one step's rate; worked out anew only where a group's settings changed."""
+        for i, group in enumerate(self._optimizer.param_groups):
+            if i == len(self._totals):
+                self._totals.append(0.0)
+                self._last.append((None, 0.0))
+            lr = group["lr"]
+            settings = (lr, group.get("weight_decay"), group.get("momentum"))
+            # a learning rate on the device stays there: comparing it would wait for it
+            if isinstance(lr, Tensor) or settings != self._last[i][0]:
+                self._last[i] = (settings, exposure_rate(self._optimizer, group))
+            self._totals[i] = self._totals[i] + self._last[i][1]
+
+    def by_layer(self, layers: Layers) -> dict[str, float]:
+        """The total of the group that each layer's weight is in; the others are left out."""
+        totals = {
+            p: total
+            for group, total in zip(self._optimizer.param_groups, self._totals, strict=False)
+            for p in group["params"]
+        }
+        first = {layer: next(iter(of.values())) for layer, of in layers.weights.items()}
+        return {layer: float(totals[p]) for layer, p in first.items() if p in totals}
+
+
+def _probe(probe: str | Probe) -> Probe:
+    if isinstance(probe, Probe):
+        return probe
+    if probe not in PROBES:
+        known = ", ".join(f"{name} ({of.cost})" for name, of in PROBES.items())
+        raise DecaylabError(f"unknown probe {probe!r}: use one of {known}")
+    return PROBES[probe]
+
+
+def _rows_of(probe: Probe, moment: Moment) -> dict[str, float]:
+    measured = probe.measure(moment)
+    readings = [measured] if isinstance(measured, Reading) else measured
+    return {name: value for reading in readings for name, value in reading.rows().items()}
+
+
+def _is_wrapper(optimizer: Any) -> bool:
+    """Whether this optimizer only holds another one (accelerate, Lightning)."""
+    return isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer)

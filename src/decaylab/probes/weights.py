@@ -1,0 +1,242 @@
+"""Norms, updates and rotations of the weights, the effective learning rate, the decay exposure.
+
+A layer's weight is W_l without its bias (recipe line 20): of a module with several weights (an
+LSTM) all of them joined, of a parametrised one what the weight is computed from, without a learnt
+gain. Frozen weights are left out. None of this runs the model, except where `inputs` are given.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from decaylab.curvature.untouched import bare, check_inputs, trainable, untouched
+from decaylab.errors import DecaylabError
+from decaylab.networks import invariance, roles
+from decaylab.networks.roles import INVARIANCE_THRESHOLD
+from decaylab.optim.decay import decay_of, decay_rate
+from decaylab.optim.kfac import KFAC
+from decaylab.probes.reading import Reading, numbers, row_name
+
+Rule = Literal["sgd", "adam", "kfac"]
+# Optimizers whose step does not change when the gradient is multiplied by a number.
+GRADIENT_SCALE_FREE = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
+)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The trainable weights of a model by layer, and which layers are scale-invariant.
+
+    Attributes:
+        weights: layer name -> parameter name -> parameter (not a copy).
+        defects: invariant layer -> how far from invariant it is; nan where it was not measured.
+    """
+
+    weights: Mapping[str, Mapping[str, Tensor]]
+    defects: Mapping[str, float]
+
+
+def layers_of(model: nn.Module | Layers, inputs: Tensor | None = None) -> Layers:
+    """Find a model's layers once, so that the probes below need not look again.
+
+    With `inputs`, invariant is what `invariance(model, inputs)` finds (LayerNorm, GroupNorm and
+    weight-normalised nets included): one forward pass per layer. Without, it is read off the order
+    of the modules and costs nothing.
+    """
+    if isinstance(model, Layers):
+        return model
+    model = bare(model)
+    parameters, known = trainable(model), roles(model)
+    weights: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in parameters.items():
+        if known[name].role in ("invariant", "weight", "head"):
+            weights.setdefault(known[name].module, {})[name] = parameter
+    if inputs is None:
+        chosen = {role.module for role in known.values() if role.role == "invariant"}
+        return Layers(weights, {layer: math.nan for layer in weights if layer in chosen})
+    check_inputs(model, inputs)
+    with untouched(model):
+        defects = invariance(model, inputs)
+    return Layers(weights, {k: v for k, v in defects.items() if v < INVARIANCE_THRESHOLD})
+
+
+def weight_norms(model: nn.Module | Layers) -> Reading:
+    """|W_l| of every layer: Euclidean norm of the weight without bias. The total is of all."""
+    values = _norms(layers_of(model).weights)
+    total = math.sqrt(sum(value**2 for value in values.values()))
+    return Reading("weight_norm", "weight", values, total)
+
+
+Snapshot = Mapping[str, Mapping[str, Tensor]]
+"""The weights of every layer at one moment: layer name -> parameter name -> values."""
+
+
+def snapshot(model: nn.Module | Layers) -> Snapshot:
+    """Copy the weights, for `update_norms` and `rotations` after a step."""
+    return {
+        layer: {name: weight.detach().clone() for name, weight in weights.items()}
+        for layer, weights in layers_of(model).weights.items()
+    }
+
+
+def update_norms(model: nn.Module | Layers, before: Snapshot) -> Reading:
+    """|W_l - W_l(before)| of every layer: the length of what moved it, decay included."""
+    return movement(model, before)[0]
+
+
+def rotations(model: nn.Module | Layers, before: Snapshot) -> Reading:
+    """Angle between the directions W_l / |W_l| before and now (Sec. 4.1), in radians, 0 to pi.
+
+    tan(angle) = |d - (d.u) u| / (|W_l(before)| + d.u) for the move d and the old direction u:
+    precise for small angles too. 0 where decay alone acted; nan where the old weight was zero.
+    """
+    return movement(model, before)[1]
+
+
+def movement(model: nn.Module | Layers, before: Snapshot) -> tuple[Reading, Reading]:
+    """`update_norms` and `rotations` together."""
+    now = layers_of(model).weights
+    if now.keys() != before.keys():
+        raise DecaylabError("the snapshot is of another model, or of other trainable layers")
+    lengths, angles = {}, {}
+    with torch.no_grad():
+        for layer, old in before.items():
+            w = torch.cat([weight.flatten() for weight in old.values()])
+            d = torch.cat([now[layer][name].flatten() for name in old]) - w
+            norm = torch.linalg.vector_norm(w)
+            u = w / norm
+            along = d @ u
+            across = torch.linalg.vector_norm(torch.addcmul(d, u, along, value=-1))
+            lengths[layer] = torch.linalg.vector_norm(d)
+            angles[layer] = torch.atan2(across, norm + along)
+    both = numbers(lengths | {f"angle/{layer}": angle for layer, angle in angles.items()})
+    return (
+        Reading("update_norm", "weight", {layer: both[layer] for layer in lengths}),
+        Reading("rotation", "radian", {layer: both[f"angle/{layer}"] for layer in angles}),
+    )
+
+
+@dataclass(frozen=True)
+class EffectiveLearningRate(Reading):
+    """By scale-invariant layer; `defects`: how far from invariant each is (nan: not measured)."""
+
+    rule: str = ""
+    defects: Mapping[str, float] = field(default_factory=dict)
+
+    def rows(self) -> dict[str, float]:
+        """As `Reading.rows`, with the measured defects under `invariance_defect/layer`."""
+        measured = {k: v for k, v in self.defects.items() if not math.isnan(v)}
+        return super().rows() | {row_name("invariance_defect", k): v for k, v in measured.items()}
+
+
+def effective_learning_rate(
+    model: nn.Module | Layers,
+    optimizer: torch.optim.Optimizer,
+    inputs: Tensor | None = None,
+    *,
+    rule: Rule | None = None,
+) -> EffectiveLearningRate:
+    """How fast each scale-invariant layer's direction turns, per unit of what drives it (Eq. 9).
+
+    For an invariant layer the loss depends on the direction u = W/|W| alone, its gradient is
+    orthogonal to W and grad L(W) = grad L(u) / |W|. A step W -= lr p then changes u by
+    -(lr/|W|) (I - uu') p + O(lr^2), and it remains to see how p depends on |W|:
+
+    - SGD: p = grad L(W) = grad L(u) / |W|, so the direction moves with **lr / |W|^2** (Eq. 9).
+      Momentum mu multiplies that by 1/(1 - mu) in the long run; it is not included.
+    - Adam: p = m / (sqrt(v) + eps) does not change when all gradients are multiplied by a number,
+    so
+      the factor 1/|W| of the gradient cancels and **lr / |W|** is left (while |W| changes slowly
+      against Adam's averages, and eps is negligible). So for the other optimizers that divide by a
+      running gradient size.
+    - K-FAC: p = C(W)^-1 grad L(W), and C(W) = C(u) / |W|^2 (Eq. 13), so p = |W| C(u)^-1 grad L(u)
+    and
+      the direction moves with **lr** whatever the norm. That is the undamped step. With damping
+      lambda (Eq. 14) p = |W| (C(u) + lambda |W|^2 I)^-1 grad L(u): as before where eigenvalues of
+      C(u) exceed lambda |W|^2, and lr / (lambda |W|^2), SGD's law, where they do not.
+      `effective_damping` measures which of the two it is.
+
+    With `inputs`, invariant is what `invariance(model, inputs)` finds (LayerNorm, GroupNorm and
+    weight-normalised nets included), with the defect beside it: one forward pass per layer.
+    Without, it is read off the order of the modules and costs nothing. `rule` overrides the
+    optimizer's kind.
+    """
+    layers = layers_of(model, inputs)
+    weights = {layer: of for layer, of in layers.weights.items() if layer in layers.defects}
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    norms = _norms(weights)
+    values, used = {}, set()
+    for layer, of in weights.items():
+        group = next((groups[p] for p in of.values() if p in groups), None)
+        if group is None:
+            continue  # this optimizer does not move the layer
+        kind = rule or rule_of(optimizer, group)
+        used.add(kind)
+        values[layer] = _effective(kind, float(group["lr"]), norms[layer])
+    unit = {"sgd": "lr / weight^2", "adam": "lr / weight", "kfac": "lr"}
+    kinds = sorted(used)
+    return EffectiveLearningRate(
+        "effective_lr",
+        " or ".join(unit[kind] for kind in kinds),
+        values,
+        rule=" and ".join(kinds),
+        defects={layer: layers.defects[layer] for layer in values},
+    )
+
+
+def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule:
+    """Which law of `effective_learning_rate` a param group follows."""
+    method = group.get("method") if isinstance(optimizer, KFAC) else None
+    if method is not None:
+        return method
+    if isinstance(optimizer, torch.optim.SGD):
+        return "sgd"
+    if isinstance(optimizer, GRADIENT_SCALE_FREE):
+        return "adam"
+    raise DecaylabError(
+        f"the effective learning rate of {type(optimizer).__name__} is not known: "
+        "say which law it follows with rule='sgd', 'adam' or 'kfac'"
+    )
+
+
+def exposure_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float | Tensor:
+    """The decay that one step adds to this group's exposure: `decaylab.optim.decay.decay_rate`.
+
+    The sum over steps is the decay exposure (recipe): 1 means that the weights of the start count
+    for 1/e by decay alone. Decoupled: lr * wd; independent: wd; L2 under SGD: lr * wd / (1 -
+    momentum). For L2 under Adam or K-FAC it is the rate before the preconditioner.
+    """
+    decay, strength = decay_of(dict(group))
+    if decay == "none":
+        return 0.0
+    if group.get("method") == "kfac":
+        kind = "kfac-f"
+    elif isinstance(optimizer, torch.optim.SGD) or group.get("method") == "sgd":
+        kind = "sgd"
+    else:
+        kind = "adam"
+    momentum = float(group.get("momentum", 0.0))
+    return decay_rate(strength, decay, optimizer=kind, lr=group["lr"], momentum=momentum)
+
+
+def _effective(kind: Rule, lr: float, norm: float) -> float:
+    power = {"sgd": 2, "adam": 1, "kfac": 0}[kind]
+    return math.inf if norm == 0.0 and power else lr / norm**power
+
+
+def _norms(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
+    """|W_l| in float64 from the norms of a layer's tensors; one host synchronisation."""
+    if not layers:
+        return {}
+    tensors = [w.detach() for weights in layers.values() for w in weights.values()]
+    single = iter(torch.stack(torch._foreach_norm(tensors)).tolist())
+    return {
+        layer: math.sqrt(sum(next(single) ** 2 for _ in weights))
+        for layer, weights in layers.items()
+    }
