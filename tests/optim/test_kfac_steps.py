@@ -1,0 +1,245 @@
+"""Several steps on changing batches equal those computed with dense Kronecker matrices."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle.dense_kfac import DenseKFAC, Settings
+from oracle.kfac_runs import cross_entropy, labels_for, random, seeded, train_step
+from torch import nn
+from torch.nn import functional as F
+
+from decaylab.optim.kfac import KFAC
+
+CLASSES = 3
+STEPS = 7
+BASE = {"refresh_every": 2, "invert_every": 3, "factor_decay": 0.7, "damping": 0.05}
+
+
+def conv_net():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 2, groups=2),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 2, 2, bias=False),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(8, CLASSES),
+    )
+
+
+def batch(step: int, size: int = 4):
+    """A batch of its own for every step; its size changes too."""
+    size += step % 2
+    return random(size, 2, 4, 4, seed=step), labels_for(size, classes=CLASSES, seed=step)
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def run_both(options, *, steps=STEPS, build=conv_net, batch=batch, groups=None, loss=cross_entropy):
+    """Step the library and the dense oracle from the same start; the weights after each step."""
+    ours = seeded(build)
+    dense = DenseKFAC(copy.deepcopy(ours), loss, Settings(**options))
+    library = {k: v for k, v in options.items() if k != "own"}
+    params = None if groups is None else groups(ours)
+    opt = KFAC(ours, outputs="exact", params=params, **library)
+    clips = []
+    for step in range(steps):
+        x, y = batch(step)
+        expected = dense.step(x, y)
+        found = train_step(opt, ours, x, y, loss)
+        assert abs(float(found) - expected) <= 1e-9, step
+        assert (flat(ours) - flat(dense.model)).abs().max() <= 1e-10, step
+        clips.append(dense.clip)
+    start = flat(seeded(build))
+    assert (flat(ours) - start).abs().max() > 1e-3  # it went somewhere
+    return opt, clips
+
+
+@pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
+@pytest.mark.parametrize("curvature", ["fisher", "gauss-newton", "empirical-fisher"])
+def test_every_decay_and_curvature(curvature, decay):
+    weight_decay = 0.01 if decay == "independent" else 0.2
+    options = BASE | {"lr": 0.05, "weight_decay": weight_decay, "decay": decay}
+    run_both(options | {"curvature": curvature})
+
+
+@pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
+def test_a_kl_clip_that_binds(decay):
+    options = BASE | {"lr": 0.1, "weight_decay": 0.02, "decay": decay, "kl_clip": 1e-3}
+    _, clips = run_both(options)
+    assert max(clips) < 0.9
+
+
+def test_a_kl_clip_that_does_not_bind():
+    _, clips = run_both(BASE | {"lr": 0.01, "kl_clip": 1e3})
+    assert min(clips) == 1.0
+
+
+@given(
+    momentum=st.sampled_from([0.0, 0.5, 0.9]),
+    refresh_every=st.integers(1, 4),
+    invert_every=st.integers(1, 5),
+    factor_decay=st.sampled_from([0.0, 0.5, 0.95]),
+    damping=st.sampled_from([0.01, 0.3]),
+    decay=st.sampled_from(["l2", "decoupled", "independent"]),
+    curvature_scale=st.sampled_from([1.0, 2.0]),
+    sharing=st.sampled_from(["expand", "reduce"]),
+    kl_clip=st.sampled_from([None, 1e-3]),
+)
+@settings(max_examples=12, deadline=None)
+def test_intervals_momentum_and_averages(**drawn):
+    run_both({"lr": 0.03, "weight_decay": 0.05} | drawn, steps=6)
+
+
+def test_the_default_intervals():
+    """Refresh at steps 1, 11, 21 and invert at 1, 101 only: small nets, 22 steps."""
+    run_both(
+        {"lr": 0.02, "damping": 0.05},
+        steps=22,
+        build=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, CLASSES)),
+        batch=lambda s: (random(4, 3, seed=s), labels_for(4, classes=CLASSES, seed=s)),
+    )
+
+
+def test_sequences_and_several_rows_per_example():
+    run_both(
+        BASE | {"lr": 0.05, "weight_decay": 0.1},
+        build=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, CLASSES)),
+        batch=lambda s: (random(2, 3, 3, seed=s), labels_for(2, 3, classes=CLASSES, seed=s)),
+    )
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "bernoulli"])
+def test_other_likelihoods(likelihood):
+    def loss(z, y):
+        if likelihood == "bernoulli":
+            return F.binary_cross_entropy_with_logits(z, y, reduction="sum") / len(z)
+        return 0.5 * F.mse_loss(z, y, reduction="sum") / len(z)
+
+    def with_targets(step):
+        return random(4, 2, 4, 4, seed=step), random(4, CLASSES, seed=step).sigmoid().round()
+
+    options = BASE | {"lr": 0.05, "likelihood": likelihood}
+    run_both(options, batch=with_targets, loss=loss)
+    run_both(options | {"curvature": "empirical-fisher"}, batch=with_targets, loss=loss)
+
+
+@pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
+@pytest.mark.parametrize("kl_clip", [None, 1e-3])
+def test_weight_and_bias_in_groups_of_their_own(decay, kl_clip):
+    """The block is the layer's; lr and weight decay are the parameter's."""
+    own = {"0.weight": (0.05, 0.1), "0.bias": (0.01, 0.0), "2.weight": (0.05, 0.1)}
+    own |= {"5.weight": (0.02, 0.3), "5.bias": (0.05, 0.1)}
+
+    def groups(model):
+        return [
+            {"params": [parameter], "lr": own[name][0], "weight_decay": own[name][1]}
+            for name, parameter in model.named_parameters()
+        ]
+
+    run_both(BASE | {"lr": 1.0, "own": own, "decay": decay, "kl_clip": kl_clip}, groups=groups)
+
+
+# -- conversions --
+
+
+def trained(steps=STEPS, reduction="mean", **options) -> torch.Tensor:
+    model = seeded(conv_net)
+    opt = KFAC(model, outputs="exact", reduction=reduction, **(BASE | options))
+    for step in range(steps):
+        x, y = random(4, 2, 4, 4, seed=step), labels_for(4, classes=CLASSES, seed=step)
+        train_step(opt, model, x, y, lambda z, y: cross_entropy(z, y, reduction))
+    return flat(model)
+
+
+@pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
+@pytest.mark.parametrize("curvature", ["gauss-newton", "fisher", "empirical-fisher"])
+@pytest.mark.parametrize("kl_clip", [None, 1e-3])
+def test_the_published_scale_of_two(decay, curvature, kl_clip):
+    """Recipe line 5: with 1x, lr/2, damping/2, decoupled decay x 2, kl_clip/2; L2 unchanged."""
+    common = {"decay": decay, "curvature": curvature}
+    two = trained(
+        curvature_scale=2.0, lr=0.1, damping=0.06, weight_decay=0.05, kl_clip=kl_clip, **common
+    )
+    one = trained(
+        lr=0.05,
+        damping=0.03,
+        weight_decay=0.1 if decay == "decoupled" else 0.05,
+        kl_clip=None if kl_clip is None else kl_clip / 2,
+        **common,
+    )
+    torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("curvature", ["gauss-newton", "fisher", "empirical-fisher"])
+def test_sum_and_mean_reduction(curvature):
+    """A summed loss with lr / N (and decoupled decay * N) takes the same steps."""
+    mean = trained(curvature=curvature, lr=0.05, weight_decay=0.1)
+    total = trained(curvature=curvature, lr=0.05 / 4, weight_decay=0.1 * 4, reduction="sum")
+    torch.testing.assert_close(mean, total, rtol=0, atol=1e-12)
+
+
+def test_l2_and_decoupled_differ_by_the_place_of_one_term():
+    """With damping far above the curvature both precondition by the same multiple of one."""
+    huge = {"damping": 1e10, "lr": 1e8, "momentum": 0.0}
+    l2 = trained(decay="l2", weight_decay=0.1, **huge)
+    decoupled = trained(decay="decoupled", weight_decay=0.1 / 1e10, **huge)
+    none = trained(**huge)
+    assert (l2 - none).abs().max() > 1e-3
+    torch.testing.assert_close(l2, decoupled, rtol=0, atol=1e-5)
+    # and with curvature that matters they do not agree
+    assert (
+        trained(decay="l2", lr=0.1, weight_decay=0.1) - trained(lr=0.1, weight_decay=0.1)
+    ).norm() > 1e-2
+
+
+def test_decoupled_decay_is_not_stored_in_the_velocity():
+    """Zero gradient: only decay acts, by lr * wd a step, with momentum or without (Eq. 7)."""
+    for momentum in (0.0, 0.9):
+        for decay, shrink in (("decoupled", 1 - 0.1 * 0.2), ("independent", 1 - 0.2)):
+            model = seeded(lambda: nn.Sequential(nn.Linear(3, 2)))
+            start = flat(model)
+            opt = KFAC(model, 0.1, weight_decay=0.2, decay=decay, momentum=momentum)
+            for _ in range(3):
+                train_step(opt, model, random(4, 3), None, lambda z, y: (0 * z).sum())
+            torch.testing.assert_close(flat(model), start * shrink**3, rtol=1e-14, atol=0)
+
+
+def test_initialize_is_the_mean_over_batches():
+    """Recipe line 8: the factors start as their mean over a pass; the first refresh averages."""
+    model = seeded(conv_net)
+    batches = [random(4, 2, 4, 4, seed=s) for s in range(3)]
+    together = KFAC(copy.deepcopy(model), 0.1, outputs="exact")
+    together.initialize([torch.cat(batches)])
+    opt = KFAC(model, 0.1, outputs="exact", factor_decay=0.75)
+    opt.initialize(batches)
+    start = opt.factors()
+    for name, expected in together.factors().items():
+        torch.testing.assert_close(start[name].A, expected.A, rtol=1e-12, atol=0)
+        torch.testing.assert_close(start[name].S, expected.S, rtol=1e-12, atol=1e-16)
+        assert start[name].T == expected.T
+    x, y = batch(0)
+    fresh = KFAC(copy.deepcopy(model), 0.1, outputs="exact")
+    fresh.initialize([x])
+    new = fresh.factors()
+    train_step(opt, model, x, y)
+    for name, found in opt.factors().items():
+        expected = 0.75 * start[name].S + 0.25 * new[name].S
+        torch.testing.assert_close(found.S, expected, rtol=1e-12, atol=1e-16)
+
+
+def test_initialize_inverts():
+    """Steps right after it use those factors, although no inversion would change them."""
+    model = seeded(conv_net)
+    x, y = batch(0)
+    plain = copy.deepcopy(model)
+    first = KFAC(plain, 0.1, outputs="exact", damping=0.05)
+    train_step(first, plain, x, y)
+    opt = KFAC(model, 0.1, outputs="exact", damping=0.05)
+    opt.initialize([(x, y)])
+    train_step(opt, model, x, y)
+    torch.testing.assert_close(flat(model), flat(plain), rtol=0, atol=1e-12)
