@@ -1,0 +1,315 @@
+"""What goes wrong, and what is said or done about it: bad input, NaN, failed factorisations."""
+
+import pytest
+import torch
+from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
+from torch import nn
+
+from decaylab.errors import DecaylabError
+from decaylab.optim.kfac import KFAC
+from decaylab.optim.kfac_options import KFACOptions
+
+CLASSES = 3
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+def data(seed: int = 0, size: int = 6):
+    return random(size, 4, seed=seed), labels_for(size, classes=CLASSES, seed=seed)
+
+
+def snapshot(opt: KFAC, model: nn.Module) -> list[torch.Tensor]:
+    """Parameters and every tensor of torch's own state (velocities, Adam's moments)."""
+    tensors = [p.detach().clone() for p in model.parameters()]
+    for state in opt.state_dict()["state"].values():
+        tensors += [v.clone() for v in state.values() if isinstance(v, torch.Tensor)]
+    return tensors
+
+
+def equal(left, right) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+# -- sentences --
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"damping": 0.0}, "damping is 0.0"),
+        ({"damping": -1.0}, "damping is -1.0"),
+        ({"damping": float("nan")}, "damping is nan"),
+        ({"lr": -0.1}, "lr is -0.1"),
+        ({"momentum": 1.0}, "momentum is 1.0"),
+        ({"momentum": -0.5}, "momentum is -0.5"),
+        ({"weight_decay": -1e-4}, "weight.decay.* -0.0001"),
+        ({"kl_clip": 0.0}, "kl_clip is 0.0"),
+        ({"refresh_every": 0}, "refresh_every is 0"),
+        ({"invert_every": 0}, "invert_every is 0"),
+        ({"factor_decay": 1.0}, "factor_decay is 1.0"),
+        ({"max_factor_dim": 0}, "max_factor_dim is 0"),
+        ({"curvature_scale": 0.0}, "curvature_scale is 0.0"),
+        ({"curvature": "hessian"}, "unknown curvature 'hessian'.*gauss-newton"),
+        ({"likelihood": "poisson"}, "unknown likelihood 'poisson'.*bernoulli"),
+        ({"outputs": "all"}, "outputs.*'all'.*exact"),
+        ({"decay": "cosine"}, "unknown decay 'cosine'.*independent"),
+        ({"damping_scaling": "free"}, "damping_scaling is 'free'.*scale-free"),
+        ({"reduction": "none"}, "reduction.*'none'.*sum"),
+        ({"sharing": "average"}, "sharing.*'average'.*reduce"),
+        ({"logits": "hidden"}, "logits.*'hidden'.*observed"),
+        ({"others": "lion"}, "others is 'lion'.*sgd"),
+        (
+            {"options": KFACOptions(invariant=("nosuch",)), "damping_scaling": "scale-free"},
+            "nosuch",
+        ),
+    ],
+)
+def test_options_out_of_range_are_named_with_a_remedy(options, sentence):
+    with pytest.raises(DecaylabError, match=sentence):
+        KFAC(seeded(net), **({"lr": 0.1} | options))
+
+
+def test_a_model_without_any_covered_layer():
+    with pytest.raises(DecaylabError, match="covers no layer"):
+        KFAC(nn.Sequential(nn.LayerNorm(3)), 0.1)
+    frozen = seeded(net).requires_grad_(False)
+    with pytest.raises(DecaylabError, match="covers no layer"):
+        KFAC(frozen, 0.1)
+
+
+def test_parameters_that_are_not_the_models():
+    with pytest.raises(DecaylabError, match="do not belong to the model"):
+        KFAC(seeded(net), 0.1, params=seeded(net).parameters())
+    with pytest.raises(DecaylabError, match="empty"):
+        KFAC(seeded(net), 0.1, params=[])
+
+
+def test_a_model_on_two_devices():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to("meta"))
+    with pytest.raises(DecaylabError, match=r"several devices \(cpu, meta\)"):
+        KFAC(model, 0.1)
+
+
+def test_an_output_that_is_not_logits():
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)))
+    KFAC(model, 0.1)
+    opt = KFAC(model, 0.1)
+    with pytest.raises(DecaylabError, match=r"shape \[\.\.\., C\] and got \[6\]"):
+        model(data()[0])
+    opt.detach()
+
+
+def test_one_class_needs_another_likelihood():
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 1)))
+    opt = KFAC(model, 0.1)
+    with pytest.raises(DecaylabError, match="bernoulli"):
+        model(data()[0])
+    opt.detach()
+
+
+def test_a_class_dimension_that_moved():
+    class Moving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.moved = nn.Linear(4, CLASSES), False
+
+        def forward(self, x):
+            z = self.layer(x)
+            return z.mT if self.moved else z
+
+    model = seeded(Moving)
+    opt = KFAC(model, 0.1, refresh_every=1)
+    train_step(opt, model, *data())
+    model.moved = True
+    with pytest.raises(DecaylabError, match=r"class axis.*was .*3.* is now .*6"):
+        model(data()[0])
+
+
+def test_a_mask_of_another_shape():
+    model = seeded(net)
+    opt = KFAC(model, 0.1, logits="observed")
+    logits = model(data()[0])
+    with pytest.raises(DecaylabError, match=r"mask has shape \[3\].*\[6\]"):
+        opt.observe(logits, mask=torch.ones(3, dtype=torch.bool))
+
+
+def test_logits_without_a_graph():
+    model = seeded(net)
+    opt = KFAC(model, 0.1, logits="observed")
+    logits = model(data()[0])
+    with pytest.raises(DecaylabError, match="no graph"):
+        opt.observe(logits.detach())
+
+
+def test_observing_the_wrong_logits():
+    model = seeded(net)
+    opt = KFAC(model, 0.1, logits="observed")
+    model(data()[0])
+    strange = random(6, CLASSES).requires_grad_() * 2
+    with pytest.raises(DecaylabError, match="do not depend on"):
+        opt.observe(strange)
+
+
+def test_a_step_without_any_forward_pass():
+    model = seeded(net)
+    opt = KFAC(model, 0.1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(DecaylabError, match="no forward pass was observed"):
+        opt.step()
+
+
+def test_a_refresh_without_forward_pass_later_warns_and_keeps_the_factors():
+    model = seeded(net)
+    opt = KFAC(model, 0.1, **EXACT)
+    train_step(opt, model, *data())
+    before = opt.factors()["0"].S
+    with opt.paused():
+        cross_entropy(model(data(1)[0]), data(1)[1]).backward()
+    with pytest.warns(UserWarning, match="factors stay"):
+        opt.step()
+    assert torch.equal(opt.factors()["0"].S, before)
+
+
+def test_a_weight_used_behind_the_layers_back():
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+        def forward(self, x):
+            return self.last(torch.nn.functional.linear(x, self.first.weight))
+
+    model = seeded(Direct)
+    opt = KFAC(model, 0.1)
+    cross_entropy(model(data()[0]), data()[1]).backward()
+    with pytest.raises(DecaylabError, match=r"'first'.*exclude"):
+        opt.step()
+
+
+def test_initialize_without_batches_or_loss():
+    opt = KFAC(seeded(net), 0.1)
+    with pytest.raises(DecaylabError, match="no batch"):
+        opt.initialize([])
+    empirical = KFAC(seeded(net), 0.1, curvature="empirical-fisher")
+    with pytest.raises(DecaylabError, match="loss="):
+        empirical.initialize([data()])
+
+
+# -- gradients that are not finite --
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("target", ["3.weight", "1.weight"])
+@pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
+def test_a_non_finite_gradient_changes_nothing_and_is_counted(poison, target, decay):
+    """In a block or outside: weights, velocities and Adam's moments stay, also under decay."""
+    model = seeded(net)
+    opt = KFAC(model, 0.1, weight_decay=0.1, decay=decay, kl_clip=1e-3, **EXACT)
+    train_step(opt, model, *data())
+    before = snapshot(opt, model)
+    cross_entropy(model(data(1)[0]), data(1)[1]).backward()
+    model.get_parameter(target).grad.view(-1)[0] = poison
+    opt.step()
+    opt.zero_grad()
+    assert equal(before, snapshot(opt, model))
+    health = opt.check()
+    assert (health.skipped, health.skipped_in_a_row) == (1, 1)
+    train_step(opt, model, *data(2))
+    assert not equal(before, snapshot(opt, model))
+    health = opt.check()
+    assert (health.steps, health.skipped, health.skipped_in_a_row) == (3, 1, 0)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "gauss-newton", "empirical-fisher"])
+def test_a_batch_with_nan_leaves_the_factors_clean(curvature):
+    model = seeded(net)
+    opt = KFAC(model, 0.1, curvature=curvature, **EXACT)
+    train_step(opt, model, *data())
+    before, weights = opt.factors(), snapshot(opt, model)
+    x, y = data(1)
+    x[0, 0] = float("nan")
+    train_step(opt, model, x, y)
+    for name, factors in opt.factors().items():
+        assert torch.equal(factors.A, before[name].A)
+        assert torch.equal(factors.S, before[name].S)
+    assert equal(weights, snapshot(opt, model))
+
+
+def test_nan_in_the_very_first_batch():
+    """Nothing is known yet, so nothing moves; the next batch starts as if it were the first."""
+    model, fresh = seeded(net), seeded(net)
+    opt, expected = KFAC(model, 0.1, **EXACT), KFAC(fresh, 0.1, **EXACT)
+    x, y = data()
+    train_step(opt, model, x * float("nan"), y)
+    train_step(opt, model, x, y)
+    train_step(expected, fresh, x, y)
+    for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-12)
+
+
+def test_ten_in_a_row_raise():
+    model = seeded(net)
+    opt = KFAC(model, 0.1)
+    train_step(opt, model, *data())
+    for count in range(1, 11):
+        cross_entropy(model(data()[0]), data()[1]).backward()
+        model[3].bias.grad.fill_(float("nan"))
+        opt.step()
+        opt.zero_grad()
+        if count < 10:
+            assert opt.check().skipped_in_a_row == count
+    with pytest.raises(DecaylabError, match=r"10 steps.*learning rate"):
+        opt.check()
+
+
+# -- Cholesky --
+
+
+def poisoned(opt: KFAC, layer: str, factor: str) -> None:
+    """Give a factor a negative eigenvalue, through the state dict."""
+    state = opt.state_dict()
+    values = state["kfac"]["layers"][layer][factor]
+    values[..., 0, 0] -= 10 * values.abs().max()
+    opt.load_state_dict(state)
+
+
+@pytest.mark.parametrize("factor", ["A", "G"])
+def test_a_failed_factorisation_keeps_the_old_inverse_and_doubles_the_damping(factor):
+    model = seeded(net)
+    opt = KFAC(model, 0.1, outputs="exact", refresh_every=1000, invert_every=1)
+    train_step(opt, model, *data())
+    sound = opt.state_dict()["kfac"]["layers"]
+    poisoned(opt, "0", factor)
+    for tries in range(1, 4):
+        train_step(opt, model, *data(tries))
+        state = opt.state_dict()["kfac"]["layers"]
+        for inverse in ("A_inverse", "G_inverse"):
+            assert torch.equal(state["0"][inverse], sound["0"][inverse])
+        assert float(state["0"]["boost"]) == 2**tries
+        assert float(state["3"]["boost"]) == 1
+        assert opt.check().failed_inversions == {"0": tries}
+    assert opt.check().skipped == 0
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_enough_doubling_mends_a_slightly_indefinite_factor():
+    model = seeded(net)
+    opt = KFAC(model, 1e-3, outputs="exact", refresh_every=1000, invert_every=1, damping=1e-6)
+    train_step(opt, model, *data())
+    state = opt.state_dict()
+    A = state["kfac"]["layers"]["0"]["A"]
+    A -= 0.01 * A.diagonal(dim1=1, dim2=2).mean() * torch.eye(A.shape[-1], dtype=A.dtype)
+    A -= torch.linalg.eigvalsh(A).min() * torch.eye(A.shape[-1], dtype=A.dtype)
+    A -= 1e-2 * torch.eye(A.shape[-1], dtype=A.dtype)  # smallest eigenvalue: -0.01
+    opt.load_state_dict(state)
+    failures = []
+    for step in range(30):
+        train_step(opt, model, *data(step))
+        failures.append(opt.check().failed_inversions.get("0", 0))
+    assert failures[0] == 1  # it failed at first
+    assert failures[-1] < 30  # and then some inversion worked
+    assert all(p.isfinite().all() for p in model.parameters())
