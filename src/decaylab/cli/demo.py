@@ -5,11 +5,13 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from decaylab.cli import options
 from decaylab.data import load
+from decaylab.errors import DecaylabError
 from decaylab.records import RunStore
 from decaylab.training import Execution, RunSpec, train_to_end
 
@@ -17,23 +19,23 @@ DECAYS = ("none", "l2", "decoupled")
 # Per optimizer: learning rate, L2 and decoupled weight decay. Decoupled decay is multiplied by lr
 # and not by the preconditioner, so that equal numbers would not be equal decays (recipe line 15).
 SETTINGS = {
-    "sgd": (0.1, 0.003, 0.03),
-    "adam": (0.003, 0.01, 0.5),
-    "kfac-f": (0.003, 0.01, 0.5),
-    "kfac-g": (0.03, 0.003, 0.05),
+    "sgd": (0.03, 0.003, 0.03),
+    "adam": (0.003, 0.001, 0.3),
+    "kfac-f": (0.001, 0.001, 1.0),
+    "kfac-g": (0.03, 0.001, 0.02),
 }
 
 
 def demo_specs(seed: int = 0, epochs: int | None = None) -> list[RunSpec]:
-    """Twelve runs of a narrow VGG11 with batch normalisation: four optimizers, three decays."""
+    """Twelve runs of a small MLP with batch normalisation: four optimizers, three decays."""
     base = RunSpec(
         data="digits",
-        network="vgg11",
-        width=0.125,
+        network="mlp",
+        hidden=(128, 128),
         batch_norm=True,
         batch_size=64,
-        epochs=epochs or 15,
-        lr_drop_every=epochs or 15,
+        epochs=epochs or 50,
+        lr_drop_every=epochs or 50,  # a constant lr: what changes lr/|W|^2 is |W| alone
         seed=seed,
     )
     specs = []
@@ -54,7 +56,10 @@ def demo_command(
     json_output: options.Json = False,
 ) -> None:
     """Train twelve small networks on digits: what does weight decay do in each optimizer?"""
+    if epochs is not None and epochs < 1:
+        raise DecaylabError(f"epochs must be positive, not {epochs}")
     store, where = RunStore(runs), options.chosen_device(device)
+    torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
     specs = demo_specs(seed, epochs)
     results = []
     for number, spec in enumerate(specs, start=1):
@@ -68,15 +73,16 @@ def demo_command(
         return
     Console(width=None if sys.stdout.isatty() else 100).print(_table(results))
     print(
-        "\nEvery layer but the last is followed by batch normalisation: its scale does not change"
-        "\nwhat the network computes, but its step counts as lr/|W|^2. Without decay |W| grows and"
-        "\nthat effective learning rate falls; decay keeps it up. L2 goes through the"
-        "\npreconditioner (Adam, K-FAC) and so acts differently from decoupled decay."
-        f"\n\nRecords: {runs} (decaylab runs list --runs {runs}). A second start reads them."
+        "\nBatch normalisation follows every layer but the last: the scale of its weights does not"
+        "\nchange what the network computes, and a step turns them by lr/|W|^2. Without decay |W|"
+        "\ngrows and this effective learning rate falls; with decay it rises. L2 passes through the"
+        "\npreconditioner of Adam and K-FAC, decoupled decay does not. Digits are too easy for a"
+        "\nverdict on accuracy: one test image is 0.3 %."
+        f"\n\nRecords: decaylab runs list --runs {runs}. A second start reads them."
     )
 
 
-def _result(spec: RunSpec, store: RunStore, device: Any) -> dict[str, Any]:
+def _result(spec: RunSpec, store: RunStore, device: torch.device) -> dict[str, Any]:
     folder = store.folder(spec.id)
     manifest = folder.manifest() if folder.path.exists() else None
     if manifest is None or manifest.status != "finished":
@@ -101,9 +107,7 @@ def _first_norm(names: list[str]) -> str:
 
 
 def _table(results: list[dict[str, Any]]) -> Table:
-    table = Table(
-        title="digits, VGG11 of width 1/8 with BN, one seed", box=None, title_justify="left"
-    )
+    table = Table(title="digits, MLP 128-128 with BN, one seed", box=None, title_justify="left")
     table.add_column("optimizer")
     table.add_column("decay")
     for heading in ("test accuracy", "train loss", "first layer |W|", "lr/|W|^2, start = 1"):
