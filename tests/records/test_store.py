@@ -1,0 +1,153 @@
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from decaylab.errors import DecaylabError
+from decaylab.records import Manifest, Row, RunStore, files
+
+SPEC = 'data = "digits"\nlr = 0.1\n'
+
+
+def manifest(**changes):
+    values = {"status": "running", "version": "0.1.0", "commit": None, "torch": "2", "tier": "t"}
+    plain = {"id": "r", "device": "cpu", "seed": 0, "started": 1.0, "updated": 1.0}
+    return Manifest(**{**values, **plain, **changes})
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
+
+
+def test_the_same_spec_opens_the_same_folder_again(tmp_path):
+    folder = RunStore(tmp_path).folder("r")
+    for _ in range(2):
+        with folder.writing(SPEC) as opened:
+            opened.rows_writer.append([Row(1, 0, 0.0, "loss", 1.0)])
+    assert [run.id for run in RunStore(tmp_path).runs()] == ["r"]
+
+
+def test_a_changed_spec_is_refused_and_nothing_is_overwritten(tmp_path):
+    folder = RunStore(tmp_path).folder("r")
+    with folder.writing(SPEC):
+        folder.write_manifest(manifest(status="finished"))
+    before = contents(folder)
+    with pytest.raises(DecaylabError, match=r"lr is 0\.1 there and 0\.2 now"):
+        folder.writing('data = "digits"\nlr = 0.2\n').__enter__()
+    assert contents(folder) == before
+
+
+def test_a_field_that_a_later_version_added_is_no_change(tmp_path):
+    folder = RunStore(tmp_path).folder("r")
+    with folder.writing(SPEC):
+        pass
+    with folder.writing(SPEC + "added = 1\n"):
+        pass
+    assert folder.spec_text() == SPEC
+
+
+def test_a_damaged_or_missing_spec_under_results_is_refused(tmp_path):
+    folder = RunStore(tmp_path).folder("r")
+    with folder.writing(SPEC):
+        folder.write_manifest(manifest(status="finished"))
+    (folder.path / "spec.toml").write_text("data = [")
+    with pytest.raises(DecaylabError, match="damaged"):
+        folder.writing(SPEC).__enter__()
+    (folder.path / "spec.toml").unlink()
+    with pytest.raises(DecaylabError, match=r"no readable spec\.toml"):
+        folder.writing(SPEC).__enter__()
+
+
+def test_two_writers_exclude_each_other(tmp_path):
+    folder = RunStore(tmp_path).folder("r")
+    with folder.writing(SPEC):
+        assert folder.locked()
+        with pytest.raises(DecaylabError, match="another process"):
+            RunStore(tmp_path).folder("r").writing(SPEC).__enter__()
+    assert not folder.locked()
+    with folder.writing(SPEC):
+        pass
+
+
+def test_a_run_whose_process_was_killed_reads_as_interrupted(tmp_path):
+    folder = RunStore(tmp_path).folder("r")
+    script = (
+        "import os, sys, signal; sys.path.insert(0, sys.argv[2]);"
+        "from pathlib import Path; from decaylab.records import RunStore;"
+        "from test_store import manifest, SPEC;"
+        "folder = RunStore(Path(sys.argv[1])).folder('r'); w = folder.writing(SPEC); w.__enter__();"
+        "folder.write_manifest(manifest()); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    here = str(Path(__file__).parent)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), here], check=False)
+    assert done.returncode == -9
+    assert json.loads((folder.path / "manifest.json").read_text())["status"] == "running"
+    assert folder.manifest().status == "interrupted"
+    with folder.writing(SPEC):
+        assert folder.manifest().status == "running"
+
+
+def test_another_format_and_a_damaged_manifest_are_named(tmp_path):
+    folder = RunStore(tmp_path).folder("r")
+    with folder.writing(SPEC):
+        folder.write_manifest(replace(manifest(), format=2, version="9.0"))
+        with pytest.raises(DecaylabError, match=r"format 2 by decaylab 9\.0"):
+            folder.manifest()
+        for text in ("{", "[]", "{}", '{"format": 1}', '{"format": 1, "status": "odd"}'):
+            (folder.path / "manifest.json").write_text(text)
+            with pytest.raises(DecaylabError, match="damaged"):
+                folder.manifest()
+
+
+def test_a_manifest_with_more_fields_is_read(tmp_path):
+    folder = RunStore(tmp_path).folder("r")
+    with folder.writing(SPEC):
+        folder.write_manifest(manifest(status="finished"))
+    path = folder.path / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "later": 1}))
+    assert folder.manifest().status == "finished"
+
+
+def test_find_takes_a_unique_start_or_end(tmp_path):
+    store = RunStore(tmp_path)
+    for name in ("a-1", "a-2", "b-2x", "a-1-b"):
+        with store.folder(name).writing(SPEC):
+            pass
+    assert store.find("2x").id == "b-2x"
+    assert store.find("b-").id == "b-2x"
+    assert store.find("a-1").id == "a-1"
+    with pytest.raises(DecaylabError, match="give more of the id"):
+        store.find("a")
+    with pytest.raises(DecaylabError, match="no run 'zz'"):
+        store.find("zz")
+
+
+def full_disk(*_arguments, **_keywords):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, monkeypatch):
+    folder = RunStore(tmp_path).folder("r")
+    with folder.writing(SPEC):
+        folder.write_manifest(manifest())
+        folder.rows_writer.append([Row(1, 0, 0.0, "loss", 1.0)])
+        before = contents(folder)
+        monkeypatch.setattr(files.os, "fsync", full_disk)
+        with pytest.raises(DecaylabError, match=r"No space left.*free some space"):
+            folder.write_manifest(manifest(status="finished"))
+        assert contents(folder) == before
+        with pytest.raises(DecaylabError, match=r"No space left.*free some space"):
+            folder.rows_writer.append([Row(2, 0, 0.0, "loss", 1.0)])
+        assert contents(folder)["rows.jsonl"].startswith(before["rows.jsonl"])
+
+
+def test_a_runs_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "runs").write_text("mine")
+    with pytest.raises(DecaylabError, match="cannot write"):
+        RunStore(tmp_path / "runs").folder("r").writing(SPEC).__enter__()
+    assert (tmp_path / "runs").read_text() == "mine"
