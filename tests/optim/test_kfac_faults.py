@@ -313,3 +313,15 @@ def test_enough_doubling_mends_a_slightly_indefinite_factor():
     assert failures[0] == 1  # it failed at first
     assert failures[-1] < 30  # and then some inversion worked
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_singular_factor_is_no_crash(dtype):
+    """All inputs equal and damping lost in rounding: a pivot of the factorisation is exactly 0."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, CLASSES))).to(dtype)
+    before = [p.detach().clone() for p in model.parameters()]
+    opt = KFAC(model, 0.1, damping=1e-40, refresh_every=1, invert_every=1)
+    x, y = torch.ones(4, 3, dtype=dtype), labels_for(4, classes=CLASSES)
+    train_step(opt, model, x, y)
+    assert opt.check().failed_inversions == {"0": 1}
+    assert all(map(torch.equal, model.parameters(), before))  # no inverse yet, so no step

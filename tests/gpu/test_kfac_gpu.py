@@ -1,0 +1,192 @@
+"""K-FAC on a CUDA device: the numbers of the CPU, and no waiting for the device in a step."""
+
+import contextlib
+import copy
+import io
+
+import pytest
+import torch
+from oracle.kfac_runs import cross_entropy, labels_for, random, seeded, train_step
+from torch import nn
+
+from decaylab.optim.kfac import KFAC
+from decaylab.optim.kfac_options import KFACOptions
+
+pytestmark = pytest.mark.gpu
+CLASSES = 4
+
+
+def net():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 8, 3, stride=2, groups=2, padding="valid"),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(8 * 9, CLASSES),
+    )
+
+
+def data(seed: int = 0, size: int = 8):
+    return random(size, 3, 8, 8, seed=seed), labels_for(size, classes=CLASSES, seed=seed)
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
+
+
+@contextlib.contextmanager
+def no_synchronisation():
+    """Any call that makes the host wait for the device is an error in here."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "gauss-newton", "empirical-fisher"])
+@pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
+def test_steps_equal_those_of_the_cpu(curvature, decay):
+    options = {
+        "curvature": curvature,
+        "decay": decay,
+        "outputs": "exact",
+        "weight_decay": 0.01,
+        "damping": 0.05,
+        "refresh_every": 2,
+        "invert_every": 3,
+        "kl_clip": 1e-2,
+    }
+    host = seeded(net)
+    device = copy.deepcopy(host).cuda()
+    on_host, on_device = KFAC(host, 0.05, **options), KFAC(device, 0.05, **options)
+    for step in range(7):
+        x, y = data(step)
+        train_step(on_host, host, x, y)
+        train_step(on_device, device, x.cuda(), y.cuda())
+        assert (flat(host) - flat(device)).abs().max() <= 1e-8
+    for name, expected in on_host.factors().items():
+        found = on_device.factors()[name]
+        assert found.A.is_cuda
+        assert (found.A.cpu() - expected.A).abs().max() <= 1e-8
+        assert (found.S.cpu() - expected.S).abs().max() <= 1e-8
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "gauss-newton", "empirical-fisher"])
+@pytest.mark.parametrize("kl_clip", [None, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_plain_and_refresh_steps_do_not_wait_for_the_device(curvature, kl_clip, dtype):
+    model = seeded(net).to("cuda", dtype)
+    opt = KFAC(model, 0.01, curvature=curvature, refresh_every=2, kl_clip=kl_clip, weight_decay=0.1)
+    x, y = (t.cuda() for t in data())
+    x = x.to(dtype)
+    for _ in range(3):  # workspaces are made on first use
+        train_step(opt, model, x, y)
+    with no_synchronisation():
+        for _ in range(4):
+            train_step(opt, model, x, y)
+    health = opt.check()
+    assert (health.steps, health.skipped) == (7, 0)
+
+
+def test_masking_a_non_finite_gradient_does_not_wait_for_the_device():
+    model = seeded(net).cuda()
+    opt = KFAC(model, 0.01, refresh_every=2, kl_clip=1e-3)
+    x, y = (t.cuda() for t in data())
+    for _ in range(3):
+        train_step(opt, model, x, y)
+    before = flat(model)
+    with no_synchronisation():
+        for _ in range(2):
+            cross_entropy(model(x), y).backward()
+            model[6].weight.grad.fill_(float("nan"))
+            opt.step()
+            opt.zero_grad()
+    assert opt.check().skipped == 2
+    assert torch.equal(before, flat(model))
+
+
+def test_a_singular_factor_does_not_crash():
+    """Dead inputs and dead outputs: factors with zero rows, float32."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, CLASSES)).cuda()
+    with torch.no_grad():
+        model[0].bias.fill_(-1e3)
+    opt = KFAC(model, 0.01, refresh_every=1, invert_every=1, damping=1e-12)
+    x, y = torch.zeros(8, 6, device="cuda"), labels_for(8, classes=CLASSES).cuda()
+    for _ in range(4):
+        train_step(opt, model, x, y)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_sampling_uses_a_generator_on_the_device_and_resumes_bit_for_bit():
+    model = seeded(net).cuda()
+    options = {"refresh_every": 2, "invert_every": 3, "weight_decay": 0.1}
+    opt = KFAC(model, 0.05, options=KFACOptions(seed=3), **options)
+    file = io.BytesIO()
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        for step in range(7):
+            if step == 3:
+                torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+            train_step(opt, model, *(t.cuda() for t in data(step)))
+        file.seek(0)
+        saved = torch.load(file, weights_only=True, map_location="cuda")
+        again = seeded(net, seed=5).cuda()
+        resumed = KFAC(again, 0.1, options=KFACOptions(seed=8), **options)
+        again.load_state_dict(saved["model"])
+        resumed.load_state_dict(saved["opt"])
+        for step in range(3, 7):
+            train_step(resumed, again, *(t.cuda() for t in data(step)))
+    finally:
+        torch.backends.cudnn.deterministic = before
+    assert torch.equal(flat(model), flat(again))
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "gauss-newton"])
+def test_a_vgg_in_bf16_and_channels_last_trains(curvature):
+    torch.manual_seed(0)
+    layers, channels = [], 3
+    for width in (32, 64, 128):
+        for _ in range(2):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
+            channels = width
+        layers += [nn.MaxPool2d(2)]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+    model = model.cuda().to(memory_format=torch.channels_last)
+    x = torch.randn(128, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+    y = torch.arange(128, device="cuda") % 10
+    opt = KFAC(model, 0.05, curvature=curvature, damping=1e-2, kl_clip=1e-2, invert_every=10)
+    losses = []
+    for _ in range(80):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.detach())
+    values = torch.stack(losses)
+    assert values.isfinite().all()
+    assert values[-5:].mean() < 0.5 * values[:5].mean()
+    assert opt.check().skipped == 0
+
+
+def test_a_grad_scaler_with_fp16():
+    model = seeded(net).float().cuda()
+    opt = KFAC(model, 0.01, damping=0.1, refresh_every=1, invert_every=1)
+    scaler = torch.amp.GradScaler("cuda")
+    x, y = data()
+    losses = []
+    for _ in range(30):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = cross_entropy(model(x.float().cuda()), y.cuda())
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert all(p.isfinite().all() for p in model.parameters())
