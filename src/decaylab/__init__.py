@@ -1,3 +1,19 @@
 """decaylab: what weight decay does to a network, and a K-FAC that is right."""
 
+from decaylab.errors import DecaylabError
+from decaylab.networks import invariance, roles
+from decaylab.optim.decay import parameter_groups
+from decaylab.optim.kfac import KFAC
+from decaylab.optim.kfac_options import KFACOptions
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "KFAC",
+    "DecaylabError",
+    "KFACOptions",
+    "__version__",
+    "invariance",
+    "parameter_groups",
+    "roles",
+]

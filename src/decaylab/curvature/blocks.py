@@ -1,5 +1,7 @@
 """The blocks of a model: stacked by shape, with a place for each parameter's gradient and step."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,7 @@ class Blocks:
     def __init__(self, blocks: dict[str, Block], device: torch.device) -> None:
         self.blocks = blocks
         self.seen: set[str] = set()
+        self._stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
         self._home: dict[str, Bank] = {}
         banks: dict[Shape, Bank] = {}
         for name, block in blocks.items():
@@ -41,11 +44,11 @@ class Blocks:
             bank = self._home[name]
             here, stacks = bank.slices[name], (bank.gradient, bank.step)
             weight, bias = block.layer.weight, block.layer.bias
+            width = weight[0].numel() * block.weight
             if block.weight:
-                width = weight[0].numel()
-                self.slots[weight] = Slot(*(s[here, :, :width].view(weight.shape) for s in stacks))
+                self.slots[weight] = Slot(*(block.as_weight(s[here, :, :width]) for s in stacks))
             if block.bias and bias is not None:
-                self.slots[bias] = Slot(*(s[here, :, -1].view(bias.shape) for s in stacks))
+                self.slots[bias] = Slot(*(s[here, :, width].view(bias.shape) for s in stacks))
 
     @property
     def steps(self) -> list[Tensor]:
@@ -64,14 +67,42 @@ class Blocks:
         for bank in self._banks:
             bank.forget()
 
-    def invert(self, damping: float, ratios: dict[str, Tensor]) -> None:
-        """Invert every block with `damping`, multiplied for the layers in `ratios`."""
+    def begin_inversion(self, damping: float, ratios: dict[str, Tensor]) -> None:
+        """Start to invert every block with `damping`, multiplied for the layers in `ratios`.
+
+        On CUDA the work goes to a stream of its own, from a copy of the factors, and training goes
+        on beside it until `end_inversion`.
+        """
         for bank in self._banks:
             dampings = torch.full_like(bank.boost, damping)
             for name, here in bank.slices.items():
                 if name in ratios:
                     dampings[here] *= ratios[name]
-            bank.invert(dampings)
+            bank.begin_inversion(dampings)
+        with self._beside_training():
+            for bank in self._banks:
+                bank.invert()
+
+    def end_inversion(self) -> None:
+        """Wait, on the device, for the inverses begun last, and use them from now on."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        for bank in self._banks:
+            bank.end_inversion()
+
+    @contextmanager
+    def _beside_training(self) -> Iterator[None]:
+        """On the side stream, once it has seen what the current one has queued."""
+        if self._stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        for bank in self._banks:  # keep their memory until the current stream is done with it
+            for tensor in bank.pending.values():
+                tensor.record_stream(self._stream)
 
     def boosts(self) -> dict[str, Tensor]:
         """What failed inversions have multiplied each layer's damping by (of groups: the most)."""
@@ -84,7 +115,7 @@ class Blocks:
 
     def factors(self) -> dict[str, KroneckerFactors]:
         """The running averages of every layer, copied."""
-        return {name: bank.factors(name) for name, bank in self._home.items()}
+        return {name: bank.factors(self.blocks[name]) for name, bank in self._home.items()}
 
     def failures(self) -> dict[str, int]:
         """How many inversions failed, for the layers where one did. Synchronises with the host."""
@@ -95,7 +126,9 @@ class Blocks:
         return {name: count for name, count in failed.items() if count}
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Factors, inverses and counters by layer, copied."""
+        """Factors, inverses (those begun too, once they are done) and counters by layer, copied."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return {
             name: {key: value[bank.slices[name]].clone() for key, value in bank.state().items()}
             for name, bank in self._home.items()
@@ -109,6 +142,10 @@ class Blocks:
                 f"this state dict covers other layers than the model ({', '.join(differ[:3])}): "
                 "build KFAC with the options it was saved with"
             )
+        for bank in self._banks:
+            bank.pending = {}
+            if "sound" in state[next(iter(bank.slices))]:
+                bank.begin_inversion(bank.boost)  # makes the room for what was begun
         for name, bank in self._home.items():
             here = bank.slices[name]
             for key, buffer in bank.state().items():

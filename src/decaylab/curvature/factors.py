@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decaylab.curvature.inverses import damped_inverse, factored_damping
+from decaylab.curvature.inverses import damped, factored_damping, invert_
 from decaylab.curvature.layers import (
     Layer,
     Sharing,
@@ -26,6 +26,8 @@ from decaylab.curvature.layers import (
     input_moment,
     input_rows,
     input_squares,
+    is_channels_last,
+    second_moment,
 )
 
 
@@ -63,6 +65,7 @@ class Block:
     weight: bool
     bias: bool
     shape: Shape
+    channels_last: bool = False
 
     @staticmethod
     def of(name: str, layer: Layer, *, weight: bool, bias: bool, max_factor_dim: int) -> "Block":
@@ -72,12 +75,30 @@ class Block:
         fan_out = layer.weight.shape[0] // groups
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         shape = Shape(fan_in, fan_out, fan_in > max_factor_dim, fan_out > max_factor_dim, dtype)
-        return Block(name, layer, weight, bias, shape)
+        return Block(name, layer, weight, bias, shape, is_channels_last(layer))
 
     @property
     def groups(self) -> int:
         """Number of stacked entries: one per group of a convolution."""
         return groups_of(self.layer)
+
+    def as_weight(self, rows: Tensor) -> Tensor:
+        """A view [groups, out / groups, in / groups] of a stack in the shape of the weight."""
+        shape = self.layer.weight.shape
+        if not self.channels_last:
+            return rows.view(shape)
+        return rows.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+
+    def in_weight_order(self, A: Tensor) -> Tensor:
+        """The input factor [groups, dim(, dim)] in the order of `weight.flatten(1)`, bias last."""
+        if not self.channels_last:
+            return A
+        shape = self.layer.weight.shape[1:]
+        width = shape.numel()
+        stored = torch.arange(width).view(*shape[1:], shape[0]).movedim(-1, 0).flatten()
+        order = torch.cat([stored, torch.arange(width, A.shape[1])]).to(A.device)
+        A = A[:, order]
+        return A if A.dim() == 2 else A[:, :, order]
 
 
 @dataclass
@@ -93,10 +114,10 @@ class Sums:
         self, block: Block, inputs: list[Tensor], sharing: Sharing, mask: Tensor | None
     ) -> None:
         """Add the sum of a a' over the rows of the layer's calls in one pass."""
-        wide = [x.to(block.shape.dtype) for x in inputs]
+        wide = [_product_ready(x, block.shape.dtype) for x in inputs]
         rows, count = input_rows(block.layer, wide, sharing, mask)
         moment = input_squares if block.shape.input_diagonal else input_moment
-        total = moment(rows, count, weight=block.weight, bias=block.bias)
+        total = moment(rows, count, block.shape.dtype, weight=block.weight, bias=block.bias)
         self.A = total if self.A is None else self.A.add_(total)
         self.positions = self.positions + count
 
@@ -104,10 +125,12 @@ class Sums:
         self, block: Block, gradients: list[Tensor], sharing: Sharing, scale: Tensor | float
     ) -> None:
         """Add scale times the sum of g g' over the rows of the layer's calls in one pass."""
-        wide = [g.to(block.shape.dtype) for g in gradients]
+        wide = [_product_ready(g, block.shape.dtype) for g in gradients]
         rows = gradient_rows(block.layer, wide, sharing)
-        diagonal = block.shape.output_diagonal
-        total = rows.square().sum(1) if diagonal else torch.bmm(rows.mT, rows)
+        if block.shape.output_diagonal:
+            total = rows.to(block.shape.dtype).square().sum(1)
+        else:
+            total = second_moment(rows, block.shape.dtype)
         total.mul_(scale)
         self.G = total if self.G is None else self.G.add_(total)
 
@@ -138,24 +161,26 @@ class Bank:
     def allocate(self) -> None:
         """Make the buffers, zero: nothing is known, nothing is moved."""
         n, (a, g) = self.count, self.shape[:2]
+        # zeros behind the input side bring its rows to a size that tensor cores take
+        wide = -(-a // 8) * 8 if self.device.type == "cuda" else a
 
         def zeros(*size: int, dtype: torch.dtype = self.shape.dtype) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=self.device)
 
-        self.A, self.A_inverse = (
-            zeros(n, a) if self.shape.input_diagonal else zeros(n, a, a) for _ in range(2)
-        )
-        self.G, self.G_inverse = (
-            zeros(n, g) if self.shape.output_diagonal else zeros(n, g, g) for _ in range(2)
-        )
-        self.gradient, self.step = zeros(n, g, a), zeros(n, g, a)
+        one, two = self.shape.input_diagonal, self.shape.output_diagonal
+        self.A, self.G = zeros(n, *(a,) * (2 - one)), zeros(n, *(g,) * (2 - two))
+        self._wide_inverse = zeros(n, *(wide,) * (2 - one))
+        self.A_inverse = self._wide_inverse[:, :a] if one else self._wide_inverse[:, :a, :a]
+        self.G_inverse = zeros(n, *(g,) * (2 - two))
+        self.gradient, self.step = zeros(n, g, wide), zeros(n, g, wide)
         self.T, self.boost, self.failures = zeros(n), zeros(n) + 1, zeros(n, dtype=torch.int64)
         self.ready = zeros(n, dtype=torch.bool)
+        self.pending: dict[str, Tensor] = {}
 
     def state(self) -> dict[str, Tensor]:
         """The tensors that outlive a step."""
         names = ("A", "G", "A_inverse", "G_inverse", "T", "boost", "failures", "ready")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | self.pending
 
     def update(self, name: str, sums: Sums, factor_decay: float) -> None:
         """Fold a refresh into the averages: F <- decay F + (1 - decay) mean; the first sets them.
@@ -179,37 +204,56 @@ class Bank:
         """Let the next `update` set the factors instead of averaging into them."""
         self.ready.zero_()
 
-    def invert(self, damping: Tensor) -> None:
-        """Invert every ready block with its `damping` [n] times its boost.
+    def begin_inversion(self, damping: Tensor) -> None:
+        """Take a damped copy of the factors: `damping` [n] times each block's boost."""
+        extra_A, extra_G = factored_damping(self.A, self.G, damping * self.boost)
+        self.pending = {
+            "A_pending": damped(self.A, extra_A),
+            "G_pending": damped(self.G, extra_G),
+            "sound": self.ready.clone(),
+        }
 
-        Where it fails the old inverse stays and the boost doubles for the next try; where it works
-        the boost halves towards 1.
+    def invert(self) -> None:
+        """Invert the copy; the inverses in use stay as they are."""
+        for side in ("A_pending", "G_pending"):
+            self.pending["sound"] &= invert_(self.pending[side])
+
+    def end_inversion(self) -> None:
+        """Use the new inverses.
+
+        Where the factorisation failed the old inverse stays and the boost doubles for the next try;
+        where it worked the boost halves towards 1.
         """
-        boosted = damping * self.boost
-        extra_A, extra_G = factored_damping(self.A, self.G, boosted)
-        A_inverse, A_sound = damped_inverse(self.A, extra_A)
-        G_inverse, G_sound = damped_inverse(self.G, extra_G)
-        sound = A_sound & G_sound & self.ready
-        failed = self.ready & ~sound
-        for old, new in ((self.A_inverse, A_inverse), (self.G_inverse, G_inverse)):
+        sound, failed = self.pending["sound"], self.ready & ~self.pending["sound"]
+        for old, new in (
+            (self.A_inverse, self.pending["A_pending"]),
+            (self.G_inverse, self.pending["G_pending"]),
+        ):
             old.copy_(torch.where(sound.view((-1,) + (1,) * (old.dim() - 1)), new, old))
         self.boost.copy_(torch.where(failed, self.boost * 2, (self.boost / 2).clamp(min=1)))
         self.failures += failed
+        self.pending = {}
 
     def precondition(self) -> None:
         """Apply the inverse of A (x) G to each gradient [out, in (+1)]: G^-1 gradient A^-1."""
         if self.shape.input_diagonal:
-            half = self.gradient * self.A_inverse[:, None, :]
+            half = self.gradient * self._wide_inverse[:, None, :]
         else:
-            half = torch.bmm(self.gradient, self.A_inverse)
+            half = torch.bmm(self.gradient, self._wide_inverse)
         if self.shape.output_diagonal:
             torch.mul(half, self.G_inverse[:, :, None], out=self.step)
         else:
             torch.bmm(self.G_inverse, half, out=self.step)
 
-    def factors(self, name: str) -> KroneckerFactors:
+    def factors(self, block: Block) -> KroneckerFactors:
         """One layer's factors, copied."""
-        here = self.slices[name]
+        here = self.slices[block.name]
         T = self.T[here][0].clone()
-        A, S = self.A[here].clone(), self.G[here] / T
+        A, S = block.in_weight_order(self.A[here]).clone(), self.G[here] / T
         return KroneckerFactors(A, S, T) if len(A) > 1 else KroneckerFactors(A[0], S[0], T)
+
+
+def _product_ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the factor's dtype, but for bf16 and fp16 on CUDA, whose products accumulate in fp32."""
+    reduced = tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor if tensor.is_cuda and reduced and dtype == torch.float32 else tensor.to(dtype)

@@ -34,20 +34,29 @@ def mean_diagonal(side: Tensor) -> Tensor:
     return (side if side.dim() == 2 else side.diagonal(dim1=1, dim2=2)).mean(1)
 
 
-def damped_inverse(side: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
-    """(side + damping I)^-1 by Cholesky, and which of the n are sound: [n, ...], bool [n].
-
-    `cholesky_ex` does not check on the host: a factor that is not positive definite gives False,
-    not an error.
-    """
+def damped(side: Tensor, damping: Tensor) -> Tensor:
+    """A new tensor: side + damping I, for each of the n."""
     if side.dim() == 2:
-        inverse = (side + damping[:, None]).reciprocal()
-        return inverse, inverse.isfinite().all(1) & (inverse > 0).all(1)
-    if side.shape[1] > LARGEST_BATCHED and side.shape[0] > 1:
-        each = [damped_inverse(side[i : i + 1], damping[i : i + 1]) for i in range(len(side))]
-        return torch.cat([inverse for inverse, _ in each]), torch.cat([ok for _, ok in each])
-    damped = side.clone()
-    damped.diagonal(dim1=1, dim2=2).add_(damping[:, None])
-    root, info = torch.linalg.cholesky_ex(damped, check_errors=False)
-    inverse = torch.cholesky_inverse(root)
-    return inverse, (info == 0) & inverse.isfinite().flatten(1).all(1)
+        return side + damping[:, None]
+    result = side.clone()
+    result.diagonal(dim1=1, dim2=2).add_(damping[:, None])
+    return result
+
+
+def invert_(sides: Tensor) -> Tensor:
+    """Replace each of the n damped factors by its inverse, in place; returns which are sound, [n].
+
+    By Cholesky. `cholesky_ex` does not check on the host: a factor that is not positive definite
+    gives False (and whatever numbers), not an error.
+    """
+    if sides.dim() == 2:
+        sound = (sides > 0).all(1)
+        sides.reciprocal_()
+        return sound & sides.isfinite().all(1)
+    if sides.shape[1] > LARGEST_BATCHED and len(sides) > 1:
+        return torch.cat([invert_(sides[i : i + 1]) for i in range(len(sides))])
+    root, info = torch.linalg.cholesky_ex(sides, check_errors=False)
+    # not cholesky_inverse: it looks at the result on the host
+    identity = torch.eye(sides.shape[1], dtype=sides.dtype, device=sides.device)
+    sides.copy_(torch.cholesky_solve(identity.expand_as(sides), root))
+    return (info == 0) & sides.isfinite().flatten(1).all(1)

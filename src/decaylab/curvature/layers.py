@@ -25,6 +25,14 @@ Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 LAYER_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
+def is_channels_last(layer: Layer) -> bool:
+    """Whether a convolution's weight lies in memory as (out, kernel axes, in)."""
+    weight = layer.weight
+    if isinstance(layer, nn.Linear) or weight.is_contiguous():
+        return False
+    return weight.movedim(1, -1).is_contiguous()
+
+
 def groups_of(layer: Layer) -> int:
     """Number of independent blocks of the layer: a convolution's groups."""
     return 1 if isinstance(layer, nn.Linear) else layer.groups
@@ -100,34 +108,46 @@ def patches(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor) -> Tensor:
             *(by_axis[i] * dilation[i] for i in range(axes)),
         ),
     )
+    if is_channels_last(layer):
+        view = view.movedim(2 + axes, -1)
     return view.reshape(layer.groups, examples, math.prod(outputs), -1)
 
 
-def input_moment(rows: Tensor, count: Tensor | int, *, weight: bool, bias: bool) -> Tensor:
+def second_moment(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum over rows of r r', accumulated and returned in `dtype`: [groups, dim, dim]."""
+    if rows.dtype == dtype:
+        return torch.bmm(rows.mT, rows)
+    return torch.bmm(rows.mT, rows, out_dtype=dtype)
+
+
+def input_moment(
+    rows: Tensor, count: Tensor | int, dtype: torch.dtype, *, weight: bool, bias: bool
+) -> Tensor:
     """Sum over rows of [a; 1] [a; 1]': [groups, dim, dim].
 
     The a is there if a weight is trained, the 1 if a bias is.
     """
     groups, _, width = rows.shape
-    dim = width * weight + bias
-    moment = rows.new_empty(groups, dim, dim)
+    if not bias:
+        return second_moment(rows, dtype)
+    dim = width * weight + 1
+    moment = torch.empty(groups, dim, dim, dtype=dtype, device=rows.device)
     if weight:
-        moment[:, :width, :width] = torch.bmm(rows.mT, rows)
-    if weight and bias:
-        total = rows.sum(1)
+        total = rows.sum(1, dtype=dtype)
+        moment[:, :width, :width] = second_moment(rows, dtype)
         moment[:, :width, width] = total
         moment[:, width, :width] = total
-    if bias:
-        moment[:, -1, -1] = count
+    moment[:, -1, -1] = count
     return moment
 
 
-def input_squares(rows: Tensor, count: Tensor | int, *, weight: bool, bias: bool) -> Tensor:
+def input_squares(
+    rows: Tensor, count: Tensor | int, dtype: torch.dtype, *, weight: bool, bias: bool
+) -> Tensor:
     """The diagonal of `input_moment`, for a side too long for a matrix: [groups, dim]."""
-    parts = [rows.square().sum(1)] if weight else []
+    parts = [rows.to(dtype).square().sum(1)] if weight else []
     if bias:
-        ones = torch.ones(rows.shape[0], 1, dtype=rows.dtype, device=rows.device)
-        parts.append(ones * count)
+        parts.append(torch.ones(len(rows), 1, dtype=dtype, device=rows.device) * count)
     return torch.cat(parts, 1)
 
 

@@ -201,14 +201,19 @@ class Observer:
             self._loss_gradients.append((call, gradient.detach()))
 
     def _add_loss_gradients(self) -> None:
-        """Empirical Fisher: a mean loss has divided each row's gradient by the number of rows."""
+        """Empirical Fisher: a mean loss has divided each row's gradient by the number of rows.
+
+        Of all rows since the last step: several passes are taken to share one mean, as in gradient
+        accumulation.
+        """
         by_pass: dict[Pass, list[tuple[Call, Tensor]]] = {}
         for call, gradient in self._loss_gradients:
             assert call.observed is not None
             by_pass.setdefault(call.observed, []).append((call, gradient))
         self._loss_gradients = []
+        total = sum((observed.rows for observed in by_pass), start=0.0)
         for observed, pairs in by_pass.items():
-            per_row = observed.rows**2 if self.measure.reduction == "mean" else 1.0
+            per_row = total**2 if self.measure.reduction == "mean" else 1.0
             self._add_gradients(pairs, per_row * self.measure.scale)
             self._add_inputs([call for call, _ in pairs], observed)
 

@@ -95,7 +95,7 @@ def plan(
             split.append({**group, "params": covered, "method": "kfac"})
         if rest:
             lr = group.get("others_lr", others["lr"])
-            split.append({**group, **others, "lr": lr, "params": rest})
+            split.append({**others, **group, "lr": lr, "method": others["method"], "params": rest})
     return Plan(blocks, coverage, split)
 
 

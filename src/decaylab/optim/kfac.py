@@ -17,9 +17,9 @@ from decaylab.curvature.outputs import Curvature, Likelihood
 from decaylab.errors import DecaylabError
 from decaylab.networks import roles
 from decaylab.optim.coverage import Coverage, plan
-from decaylab.optim.decay import Decay, add_decay, check_decay
+from decaylab.optim.decay import Decay, check_decay
 from decaylab.optim.kfac_options import Health, KFACOptions, check_numbers, first_order
-from decaylab.optim.update import all_finite, kl_scale, move, step_others
+from decaylab.optim.update import LossScale, Updater
 
 # So many steps in a row without a finite gradient are no accident.
 TOLERATED_SKIPS = 10
@@ -88,6 +88,8 @@ class KFAC(torch.optim.Optimizer):
         options: see `KFACOptions`.
     """
 
+    _step_supports_amp_scaling = True  # a GradScaler leaves unscaling and skipping to `step`
+
     def __init__(
         self,
         model: nn.Module,
@@ -125,24 +127,27 @@ class KFAC(torch.optim.Optimizer):
             invert_every=(invert_every, invert_every >= 1),
             factor_decay=(factor_decay, 0 <= factor_decay < 1),
             max_factor_dim=(max_factor_dim, max_factor_dim >= 1),
+            inversion_lag=(options.inversion_lag, 0 <= options.inversion_lag < invert_every),
         )
         if damping_scaling not in ("fixed", "scale-free"):
             raise DecaylabError(f"damping_scaling is {damping_scaling!r}: use fixed or scale-free")
         self.model = eager_module(model)
         if others_lr is None:
             others_lr = 1e-3 if others == "adam" else float(lr)
-        self._others = first_order(others, others_lr, momentum, options)
+        self._first_order = first_order(others, others_lr, momentum, options)
         planned = plan(
             self.model,
             params,
             exclude=options.exclude,
             max_factor_dim=max_factor_dim,
-            others={**self._others.defaults, "method": others},
+            others={**self._first_order.defaults, "method": others, "weight_decay": weight_decay},
         )
         self.damping, self.kl_clip = damping, kl_clip
         self.refresh_every, self.invert_every = refresh_every, invert_every
         self.factor_decay, self.steps = factor_decay, 0
         self._initializing = False
+        self._inversion_lag, self._inverted = options.inversion_lag, False
+        self._begun: int | None = None  # the step at which the pending inversion began
         self._coverage = planned.coverage
         defaults = {"lr": lr, "weight_decay": weight_decay, "decay": decay, "momentum": momentum}
         self._frozen_groups = False
@@ -153,6 +158,7 @@ class KFAC(torch.optim.Optimizer):
         seed = torch.initial_seed() if options.seed is None else options.seed
         generator = torch.Generator(self.device).manual_seed(seed % 2**63)
         self._blocks = Blocks(planned.blocks, self.device)
+        self._updater = Updater(self._blocks, self._first_order, self._velocity)
         invariant = self._invariant_layers(options) if damping_scaling == "scale-free" else []
         self._initial_norms = {name: self._weight_norm(name) for name in invariant}
         self._skips = torch.zeros(2, dtype=torch.int64, device=self.device)  # in total, in a row
@@ -167,12 +173,14 @@ class KFAC(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._begin_step()
         if self._refresh_due():
             self._refresh(self._observer.take())
-        if self.steps % self.invert_every == 0:
-            self._invert()
+        if self._inversion_due() and not self._lag():
+            self._begin_inversion()
+            self._end_inversion()
         self._update()
-        self.steps += 1
+        self._end_step()
         return loss
 
     def observe(self, logits: Tensor | Sequence[Tensor], mask: Tensor | None = None) -> None:
@@ -227,7 +235,8 @@ class KFAC(torch.optim.Optimizer):
         with torch.no_grad():
             self._blocks.forget()
             self._blocks.update(sums, self.factor_decay)
-            self._invert()
+            self._begin_inversion()
+            self._end_inversion()
 
     def factors(self) -> dict[str, KroneckerFactors]:
         """The running averages A, S and T of every covered layer, by name, copied."""
@@ -261,6 +270,8 @@ class KFAC(torch.optim.Optimizer):
         state = super().state_dict()
         state["kfac"] = {
             "steps": self.steps,
+            "begun": self._begun,
+            "inverted": self._inverted,
             "damping": self.damping,
             "skips": self._skips.clone(),
             "generator": self._observer.generator.get_state(),
@@ -277,6 +288,7 @@ class KFAC(torch.optim.Optimizer):
         self._blocks.load_state_dict(mine["layers"])
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
         self.steps, self.damping = int(mine["steps"]), float(mine["damping"])
+        self._begun, self._inverted = mine["begun"], bool(mine["inverted"])
         self._skips.copy_(mine["skips"])
         self._observer.generator.set_state(mine["generator"].cpu())
         for name, norm in self._initial_norms.items():
@@ -319,57 +331,48 @@ class KFAC(torch.optim.Optimizer):
         self._blocks.update(sums, self.factor_decay)
 
     def _damping_ratios(self) -> dict[str, Tensor]:
+        """Scale-free damping: |W_l(0)|^2 / |W_l|^2 for each scale-invariant layer."""
         return {n: (norm / self._weight_norm(n)) ** 2 for n, norm in self._initial_norms.items()}
 
-    def _invert(self) -> None:
-        self._blocks.invert(self.damping, self._damping_ratios())
+    def _inversion_due(self) -> bool:
+        return self.steps % self.invert_every == 0
+
+    def _lag(self) -> int:
+        """Steps from the beginning of an inversion to its use; the first one is used at once."""
+        return self._inversion_lag if self._inverted else 0
+
+    def _begin_step(self) -> None:
+        """What precedes the work on the device: inverses begun `lag` steps ago come into use."""
+        if self._begun is not None and self.steps - self._begun >= self._inversion_lag:
+            self._end_inversion()
+
+    def _end_step(self) -> None:
+        """What follows it: an inversion that is due begins beside the next steps."""
+        if self._inversion_due() and self._lag():
+            self._begin_inversion()
+        self.steps += 1
+
+    def _begin_inversion(self) -> None:
+        self._blocks.begin_inversion(self.damping, self._damping_ratios())
+        self._begun = self.steps
+
+    def _end_inversion(self) -> None:
+        self._blocks.end_inversion()
+        self._begun, self._inverted = None, True
 
     def _update(self) -> None:
-        """Precondition, clip, and move every parameter that has a gradient (recipe line 3)."""
-        blocks = [
-            (group, [p for p in group["params"] if p.grad is not None])
-            for group in self.param_groups
-            if group["method"] == "kfac"
-        ]
-        others = [group for group in self.param_groups if group["method"] != "kfac"]
-        slots = self._blocks.slots
-        for group, params in blocks:
-            for p in group["params"]:
-                if p.grad is None:
-                    slots[p].gradient.zero_()
-            if params:
-                gradients: Any = [p.grad for p in params]
-                if group["decay"] == "l2" and group["weight_decay"]:
-                    gradients = add_decay(gradients, params, group["weight_decay"])
-                torch._foreach_copy_([slots[p].gradient for p in params], gradients)
-        self._blocks.precondition()
-        other_gradients = [p.grad for g in others for p in g["params"] if p.grad is not None]
-        finite = all_finite([*self._blocks.steps, *other_gradients])
-        for step in self._blocks.steps:
-            step.masked_fill_(~finite, 0.0)
-        if self.kl_clip is not None:
-            self._clip(blocks, self.kl_clip)
-        for group, params in blocks:
-            if params:
-                velocities = [self._velocity(p) for p in params]
-                move(params, velocities, [slots[p].step for p in params], group, finite)
-        if others:
-            self._others.state = self.state
-            step_others(self._others, others, finite)
-        self._skips += 1 - finite.long()
-        self._skips[1].mul_(1 - finite.long())
-
-    def _clip(self, blocks: list[tuple[dict[str, Any], list[Tensor]]], kl_clip: float) -> None:
-        slots = self._blocks.slots
-        terms = [
-            (group["lr"], slots[p].gradient, slots[p].step)
-            for group, params in blocks
-            for p in params
-        ]
-        if terms:
-            scale = kl_scale(terms, kl_clip)
-            for step in self._blocks.steps:
-                step.mul_(scale.to(step.dtype))
+        skip = getattr(self, "found_inf", None)  # set by a GradScaler around its step
+        if skip is not None and self._observer.measure.curvature == "empirical-fisher":
+            raise DecaylabError(
+                "the empirical Fisher is measured on the loss's gradients, which a GradScaler "
+                "scales: use bfloat16 autocast without one, or curvature='fisher'"
+            )
+        scale = LossScale(getattr(self, "grad_scale", None), skip)
+        self._first_order.state = self.state
+        finite = self._updater(self.param_groups, self.kl_clip, scale)
+        if skip is None:  # a GradScaler looks for its scale by steps that overflow
+            self._skips += (~finite).long()
+            self._skips[1].mul_((~finite).long())
 
     def _velocity(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]

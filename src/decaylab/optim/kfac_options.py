@@ -17,6 +17,8 @@ class KFACOptions:
         exclude: layers, as `named_modules` names them, that are left to the first-order method.
         invariant: the scale-invariant layers for `damping_scaling="scale-free"`; None finds those
             followed by a normalisation, in module order.
+        inversion_lag: an inversion begun at step k is used from step k + lag on; meanwhile, on
+            CUDA, it runs on a stream beside the training. 0 inverts and uses at once.
         seed: of the optimizer's own generator; None takes torch's initial seed.
         others_betas: Adam's coefficients for parameters outside the blocks.
         others_eps: Adam's epsilon for them.
@@ -24,6 +26,7 @@ class KFACOptions:
 
     exclude: tuple[str, ...] = ()
     invariant: tuple[str, ...] | None = None
+    inversion_lag: int = 0
     seed: int | None = None
     others_betas: tuple[float, float] = (0.9, 0.999)
     others_eps: float = 1e-8
@@ -67,6 +70,7 @@ RANGES = {
     "invert_every": ">= 1",
     "factor_decay": ">= 0 and < 1",
     "max_factor_dim": ">= 1",
+    "inversion_lag": ">= 0 and < invert_every",
     "lr": ">= 0",
     "momentum": ">= 0 and < 1",
 }

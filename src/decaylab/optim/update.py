@@ -1,83 +1,149 @@
-"""The pieces of a K-FAC update: decay, KL clip, momentum, and a mask for what is not finite.
+"""A K-FAC update after the curvature is known: precondition, KL clip, momentum, decay.
 
-Nothing here looks at a tensor's value on the host. A step that must not happen is masked on the
-device: its direction is zeroed, its learning rate is 0 and its momentum 1, which leaves weights
-and velocities as they are.
+Nothing here looks at a tensor's value on the host. A step that must not happen (its gradient or its
+direction is not finite) is masked on the device: its direction is zeroed, its learning rate is 0
+and its momentum 1, which leaves weights and velocities as they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from decaylab.curvature.blocks import Blocks
 from decaylab.optim.decay import add_decay
 
-Tensors = list[Tensor] | tuple[Tensor, ...]
+Group = dict[str, Any]
 
 
-def all_finite(tensors: Tensors) -> Tensor:
+@dataclass(frozen=True)
+class LossScale:
+    """What a GradScaler has to say: what to divide gradients by, and whether to skip the step."""
+
+    scale: Tensor | None = None
+    skip: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Updater:
+    """Moves parameters: those in blocks by K-FAC, the others by `first_order`.
+
+    Attributes:
+        blocks: the covered layers.
+        first_order: torch's fused Adam or SGD; it is lent param groups and state for each step.
+        velocity: gives a parameter's momentum buffer.
+    """
+
+    blocks: Blocks
+    first_order: torch.optim.Optimizer
+    velocity: Callable[[Tensor], Tensor]
+
+    def __call__(
+        self, groups: Sequence[Group], kl_clip: float | None, loss_scale: LossScale
+    ) -> Tensor:
+        """Update every parameter that has a gradient; returns whether all was finite, as a tensor.
+
+        (l2: gradient += wd W) -> precondition -> KL clip -> momentum -> (decoupled: + wd W).
+        """
+        covered = [_with_gradient(g) for g in groups if g["method"] == "kfac"]
+        others = [_with_gradient(g) for g in groups if g["method"] != "kfac"]
+        for group in groups:
+            if group["method"] == "kfac":
+                self._gather(group, loss_scale)
+        self.blocks.precondition()
+        other_gradients = [p.grad for group in others for p in group["params"]]
+        finite = _all_finite([*self.blocks.steps, *other_gradients])
+        move = finite if loss_scale.skip is None else finite & (loss_scale.skip == 0)
+        for step in self.blocks.steps:
+            step.masked_fill_(~move, 0.0)
+        if kl_clip is not None:
+            scale = torch.where(move, self._kl_scale(covered, kl_clip), 1.0)
+            for step in self.blocks.steps:
+                step.mul_(scale.to(step.dtype))
+        for group in covered:
+            if group["params"]:
+                steps = [self.blocks.slots[p].step for p in group["params"]]
+                velocities = [self.velocity(p) for p in group["params"]]
+                _move(group, velocities, steps, move)
+        self._step_others([group for group in others if group["params"]], move, loss_scale)
+        return finite
+
+    def _gather(self, group: Group, loss_scale: LossScale) -> None:
+        """Copy a group's gradients, with L2's term, to their places in the blocks."""
+        slots = self.blocks.slots
+        for p in group["params"]:
+            if p.grad is None:
+                slots[p].gradient.zero_()
+        params = _with_gradient(group)["params"]
+        if not params:
+            return
+        gradients: Any = [p.grad for p in params]
+        if loss_scale.scale is not None:
+            gradients = torch._foreach_mul(gradients, 1 / loss_scale.scale)
+        if group["decay"] == "l2" and group["weight_decay"]:
+            gradients = add_decay(gradients, params, group["weight_decay"])
+        torch._foreach_copy_([slots[p].gradient for p in params], gradients)
+
+    def _kl_scale(self, groups: list[Group], kl_clip: float) -> Tensor:
+        """What the KL clip multiplies the step with: min(1, sqrt(c / sum lr^2 g.v))."""
+        terms = [
+            group["lr"] ** 2 * (slot.gradient * slot.step).sum(dtype=torch.float64)
+            for group in groups
+            for slot in (self.blocks.slots[p] for p in group["params"])
+        ]
+        if not terms:
+            return torch.ones((), dtype=torch.float64, device=self.blocks.steps[0].device)
+        quadratic = torch.stack(terms).sum().clamp(min=torch.finfo(torch.float64).tiny)
+        return (kl_clip / quadratic).sqrt().clamp(max=1.0)
+
+    def _step_others(self, groups: list[Group], move: Tensor, loss_scale: LossScale) -> None:
+        """Decay as inside the blocks, then torch's own step; L2 is what torch's decay is."""
+        if not groups:
+            return
+        served = []
+        for group in groups:
+            params, weight_decay = group["params"], group["weight_decay"]
+            l2 = weight_decay if group["decay"] == "l2" else 0.0
+            served.append({**group, "weight_decay": l2})
+            if group["decay"] in ("decoupled", "independent") and weight_decay:
+                one = torch.ones_like(params[0].flatten()[0])
+                rate = one * (group["lr"] if group["decay"] == "decoupled" else 1.0)
+                amount = torch.where(move, -weight_decay * rate, 0 * one)
+                torch._foreach_copy_(params, add_decay(params, params, amount))
+        first_order: Any = self.first_order
+        first_order.param_groups = served
+        first_order.found_inf = (~move).float()
+        first_order.grad_scale = loss_scale.scale
+        first_order.step()
+
+
+def _with_gradient(group: Group) -> Group:
+    """The group with only those of its parameters that have a gradient."""
+    return {**group, "params": [p for p in group["params"] if p.grad is not None]}
+
+
+def _all_finite(tensors: list[Tensor]) -> Tensor:
     """Whether every entry of every tensor is finite: a scalar bool on the device."""
     largest = torch._foreach_norm(tensors, float("inf"))
     return torch.stack([norm.double() for norm in largest]).isfinite().all()
 
 
-def kl_scale(terms: Sequence[tuple[float | Tensor, Tensor, Tensor]], kl_clip: float) -> Tensor:
-    """What the KL clip multiplies the step with: min(1, sqrt(c / sum lr^2 g.v)) (recipe line 9).
-
-    `terms` are (lr, gradient, step) for each parameter.
-    """
-    quadratic = torch.stack([lr**2 * (g * v).sum(dtype=torch.float64) for lr, g, v in terms]).sum()
-    return (kl_clip / quadratic.clamp(min=torch.finfo(torch.float64).tiny)).sqrt().clamp(max=1.0)
-
-
-def move(
-    params: Tensors,
-    velocities: Tensors,
-    steps: Tensors,
-    group: dict[str, Any],
-    finite: Tensor,
-) -> None:
+def _move(group: Group, velocities: list[Tensor], steps: list[Tensor], move: Tensor) -> None:
     """Advance velocities and parameters of one param group, in place.
 
     velocity <- momentum velocity + step
     W <- W - lr (velocity + [decoupled] wd W) - [independent] wd W
     """
+    params, weight_decay = group["params"], group["weight_decay"]
     one = torch.ones((), dtype=params[0].dtype, device=params[0].device)
-    torch._foreach_mul_(velocities, torch.where(finite, group["momentum"] * one, one))
+    torch._foreach_mul_(velocities, torch.where(move, group["momentum"] * one, one))
     torch._foreach_add_(velocities, steps)
-    weight_decay, rate = group["weight_decay"], one * group["lr"]
-    directions: Tensors = velocities
+    directions = velocities
     if group["decay"] == "decoupled" and weight_decay:
         directions = add_decay(directions, params, weight_decay)
-    directions = torch._foreach_mul(directions, rate)
+    directions = list(torch._foreach_mul(directions, torch.where(move, one * group["lr"], 0 * one)))
     if group["decay"] == "independent" and weight_decay:
-        directions = add_decay(directions, params, weight_decay)
-    torch._foreach_mul_(directions, torch.where(finite, one, 0 * one))
+        directions = add_decay(directions, params, torch.where(move, weight_decay * one, 0 * one))
     torch._foreach_sub_(params, directions)
-
-
-def step_others(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], finite: Tensor
-) -> None:
-    """Let torch's own fused Adam or SGD step the parameters outside the blocks, unless masked.
-
-    The decay is ours, so that it means the same as inside the blocks: decoupled and independent
-    shrink the weights here, L2 is what torch's `weight_decay` is.
-    """
-    served = []
-    for group in groups:
-        params = [p for p in group["params"] if p.grad is not None]
-        if not params:
-            continue
-        l2 = group["weight_decay"] if group["decay"] == "l2" else 0.0
-        served.append({**group, "params": params, "weight_decay": l2})
-        if group["decay"] in ("decoupled", "independent") and group["weight_decay"]:
-            one = torch.ones((), dtype=params[0].dtype, device=params[0].device)
-            rate = one * (group["lr"] if group["decay"] == "decoupled" else 1.0)
-            shrink = 1 - torch.where(finite, rate * group["weight_decay"], 0 * one)
-            torch._foreach_mul_(params, shrink)
-    if served:
-        optimizer.param_groups = served
-        optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
-        optimizer.step()
