@@ -36,6 +36,8 @@ def flatten(state: Any, path: str = "state") -> tuple[Any, dict[str, Tensor]]:
 
     def visit(value: Any, where: str) -> Any:
         if isinstance(value, Tensor):
+            while where in tensors:  # {"a": {"b": ...}, "a.b": ...} or the keys 1 and "1"
+                where += "'"
             tensors[where] = value
             return {_TENSOR: where}
         if isinstance(value, dict):

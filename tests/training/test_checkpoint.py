@@ -1,0 +1,133 @@
+import errno
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from decaylab.errors import DecaylabError
+from decaylab.training import checkpoint
+
+leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5)
+)
+keys = st.one_of(st.text(max_size=5), st.integers(-9, 9))
+states = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(keys, inner, max_size=3),
+    ),
+)
+
+
+@given(states)
+def test_any_nesting_comes_back(state):
+    tree, tensors = checkpoint.flatten(state)
+    back = checkpoint.nest(tree, tensors)
+    assert back == state
+    assert repr(back) == repr(state)  # tuples stay tuples, True stays True
+
+
+def test_tensors_of_every_kind_come_back_bit_for_bit(tmp_path):
+    shared = torch.randn(4, 4, dtype=torch.float64)
+    state = {
+        "float": torch.randn(3, 2),
+        "views": [shared[0], shared[:, 1], shared.t()],
+        "scalar": torch.tensor(3),
+        "empty": torch.zeros(0, 3),
+        "bytes": torch.get_rng_state(),
+        "half": torch.randn(5).bfloat16(),
+        "odd": torch.tensor([math.nan, math.inf, -0.0]),
+        "channels_last": torch.randn(1, 3, 2, 2).to(memory_format=torch.channels_last),
+        "parameter": torch.nn.Parameter(torch.randn(2)),
+        "flag": torch.tensor(True),
+        0: {"step": torch.tensor(1.0), "name.with.dots": torch.ones(1)},
+    }
+    path = tmp_path / "checkpoint.safetensors"
+    checkpoint.save(path, state)
+    back = checkpoint.load(path)
+    assert list(back) == list(state)
+    _, before = checkpoint.flatten(state)
+    _, after = checkpoint.flatten(back)
+    assert list(before) == list(after)
+    for key, tensor in before.items():
+        assert tensor.dtype == after[key].dtype
+        assert torch.equal(tensor.detach().nan_to_num(7.0), after[key].nan_to_num(7.0)), key
+    assert set(load_file(path)) == set(before)  # the public reader agrees
+
+
+def test_keys_that_meet_in_one_path_are_kept_apart(tmp_path):
+    state = {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1), 1: torch.ones(2), "1": torch.ones(3)}
+    checkpoint.save(tmp_path / "c", state)
+    back = checkpoint.load(tmp_path / "c")
+    assert [len(back[1]), len(back["1"]), back["a"]["b"].item(), back["a.b"].item()] == [2, 3, 0, 1]
+
+
+def test_one_entry_alone(tmp_path):
+    path = tmp_path / "c"
+    checkpoint.save(path, {"model": {"w": torch.ones(2)}, "model2": {"w": torch.zeros(2)}, "n": 1})
+    assert checkpoint.load(path, only="model")["model"]["w"].tolist() == [1, 1]
+    with pytest.raises(DecaylabError, match="no readable checkpoint"):
+        checkpoint.load(path, only="nothing")
+
+
+def test_what_is_no_state_is_refused_by_its_path():
+    with pytest.raises(TypeError, match=r"state\.groups\.0\.hook is a function"):
+        checkpoint.flatten({"groups": [{"hook": lambda: None}]})
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x00" * 100, b'{"a"', b"\xff" * 9])
+def test_a_damaged_file_is_named(tmp_path, damage):
+    path = tmp_path / "c"
+    path.write_bytes(damage)
+    with pytest.raises(DecaylabError, match="no readable checkpoint"):
+        checkpoint.load(path)
+    checkpoint.save(path, {"w": torch.ones(100)})
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(DecaylabError, match="no readable checkpoint"):
+        checkpoint.load(path)
+
+
+def test_a_disk_that_fills_up_while_writing_leaves_the_old_one(tmp_path):
+    # A limit on file size stands for the disk: the write fails half-way, as it does there.
+    script = """
+import resource, sys, torch
+from pathlib import Path
+from decaylab.errors import DecaylabError
+from decaylab.training import checkpoint
+path = Path(sys.argv[1])
+checkpoint.save(path, {"w": torch.ones(3)})
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+try:
+    checkpoint.save(path, {"w": torch.zeros(100_000)})
+except DecaylabError as error:
+    print(error)
+"""
+    path = tmp_path / "checkpoint.safetensors"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True
+    )
+    assert "free some space" in done.stdout
+    assert done.stdout.count("\n") == 1
+    assert checkpoint.load(path)["w"].tolist() == [1, 1, 1]
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_full_disk_reported_by_the_writer_is_one_sentence(tmp_path, monkeypatch):
+    path = tmp_path / "c"
+    checkpoint.save(path, {"n": 1})
+
+    def full(_tensors, filename, metadata):
+        filename.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(DecaylabError, match=r"No space left on device.*free some space"):
+        checkpoint.save(path, {"n": 2})
+    assert checkpoint.load(path) == {"n": 1}

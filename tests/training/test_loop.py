@@ -1,0 +1,274 @@
+import math
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from decaylab.data import load
+from decaylab.errors import DecaylabError, Diverged
+from decaylab.records import RunStore
+from decaylab.training import Execution, Interrupted, RunSpec, checkpoint, evaluate, load_run, train
+from decaylab.training import train_to_end as finish
+from decaylab.training.build import build_batches, build_data, build_model, build_optimizer
+
+SPEC = RunSpec(hidden=(16,), batch_norm=True, batch_size=256, epochs=3, lr_drop_every=2)
+EAGER = Execution(checkpoint_every=0.0)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load("digits")
+
+
+def same(one, other):
+    return all(torch.equal(one[key], other[key]) for key in one) and one.keys() == other.keys()
+
+
+def test_it_is_the_plain_loop(digits):
+    spec = replace(SPEC, decay="l2", weight_decay=0.01, lr=0.1)
+    model = build_model(spec, digits)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    batches = build_batches(spec, digits)
+    for epoch in range(3):
+        batches.begin_epoch()
+        for index in range(batches.steps_per_epoch):
+            images, labels = batches.batch(index)
+            optimizer.param_groups[0]["lr"] = 0.1 if epoch < 2 else 0.01
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+    last = finish(spec, data=digits)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(last.model.state_dict()[key], value, rtol=1e-6, atol=1e-7)
+    result = evaluate(model, digits.test, digits)
+    assert last.values["test/accuracy"] == result.accuracy
+    assert last.values["test/loss"] == pytest.approx(result.loss, rel=1e-5)
+    assert last.values["lr"] == pytest.approx(0.01)
+
+
+def test_what_is_recorded(digits, tmp_path):
+    spec = replace(SPEC, decay="l2", weight_decay=0.01, lr=0.1)
+    store = RunStore(tmp_path)
+    last = finish(spec, data=digits, store=store)
+    folder = store.folder(spec.id)
+    rows = folder.rows()
+    assert [row.step for row in rows.series("test/loss")] == [5, 10, 15]
+    assert [row.epoch for row in rows.series("test/loss")] == [1, 2, 3]
+    assert [row.step for row in rows.series("norm/head")] == [0, 5, 10, 15]
+    assert [row.step for row in rows.series("train/loss")] == [15]
+    weight = last.model.head.weight.detach().double()
+    assert rows.last("norm/head") == pytest.approx(weight.norm().item(), rel=1e-12)
+    exposures = [row.value for row in rows.series("exposure/stage")]
+    per_epoch = 5 * 0.1 * 0.01 / (1 - 0.9)
+    assert exposures == pytest.approx([per_epoch, 2 * per_epoch, per_epoch / 10])
+    seconds = [row.seconds for row in rows.rows]
+    assert seconds == sorted(seconds)
+    manifest = folder.manifest()
+    assert (manifest.status, manifest.device, manifest.seed) == ("finished", "cpu", 0)
+    assert manifest.torch == torch.__version__
+    each = finish(spec, data=digits, execution=Execution(train_set_each_epoch=True))
+    assert each.values["train/loss"] == last.values["train/loss"]
+
+
+def test_yields_after_each_epoch_and_on_request_each_step(digits):
+    kinds = [p.kind for p in train(SPEC, data=digits)]
+    assert kinds == ["epoch", "epoch", "finished"]
+    stepped = list(train(SPEC, data=digits, execution=Execution(every_step=True)))
+    assert [p.kind for p in stepped] == (["step"] * 5 + ["epoch"]) * 2 + ["step"] * 5 + ["finished"]
+    assert [p.step for p in stepped if p.kind == "step"] == list(range(1, 16))
+    mean = sum(p.loss.item() for p in stepped[:5]) / 5
+    assert stepped[5].values["train/running_loss"] == pytest.approx(mean, rel=1e-12)
+
+
+def test_runs_in_turn_do_not_disturb_each_other_nor_the_caller(digits):
+    alone = finish(SPEC, data=digits).model.state_dict()
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    first = train(SPEC, data=digits)
+    second = train(replace(SPEC, seed=1, precision="bf16"), data=digits)
+    for one, _ in zip(first, second, strict=True):
+        last = one
+    assert same(last.model.state_dict(), alone)
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_seed_decides_the_weights(digits):
+    again, other = (finish(replace(SPEC, seed=seed), data=digits).model for seed in (0, 1))
+    assert same(finish(SPEC, data=digits).model.state_dict(), again.state_dict())
+    assert not same(again.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "kfac-f", "kfac-g"])
+def test_every_optimizer_trains_and_its_model_loads_from_its_folder(digits, tmp_path, optimizer):
+    spec = replace(SPEC, optimizer=optimizer, decay="decoupled", weight_decay=0.01)
+    spec = replace(spec, hidden=(64,), batch_size=64, epochs=5, lr_drop_every=5)
+    last = finish(spec, data=digits, store=RunStore(tmp_path))
+    assert last.values["train/running_accuracy"] > 0.9
+    model, found, data = load_run(tmp_path / spec.id)
+    assert found == spec.resolved()
+    assert same(model.state_dict(), last.model.state_dict())
+    assert evaluate(model, data.test, data).accuracy == last.values["test/accuracy"]
+
+
+def test_initialising_kfac_leaves_the_training_batches_alone(digits):
+    spec = replace(SPEC, optimizer="kfac-g", lr=1e-9)
+    with_pass = finish(spec, data=digits).values["train/running_loss"]
+    without = finish(replace(spec, initialize_batches=0), data=digits).values["train/running_loss"]
+    assert with_pass == pytest.approx(without, rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_precisions_train_and_leave_torch_as_it_was(digits, precision):
+    flags = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+    for progress in train(replace(SPEC, precision=precision), data=digits):
+        last = progress
+        now = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+        assert now == flags
+        assert not torch.is_autocast_enabled("cpu")
+    exact = finish(SPEC, data=digits).values["test/loss"]
+    assert last.values["test/loss"] == pytest.approx(exact, rel=0.05)
+    assert (last.values["test/loss"] == exact) == (precision == "tf32")  # no TF32 on a CPU
+
+
+def test_held_out_images_are_tested_and_not_trained_on(digits):
+    spec = replace(SPEC, held_out=True)
+    data = build_data(spec)
+    assert len(data.test) == len(digits.train) // 10
+    assert len(data.train) + len(data.test) == len(digits.train)
+    last = finish(spec, data=digits)
+    found = evaluate(last.model, data.test, data)
+    assert last.values["test/accuracy"] == found.accuracy
+
+
+def test_batch_statistics_on_request_and_no_trace_of_it(digits):
+    model = finish(SPEC, data=digits).model
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    running = evaluate(model, digits.test, digits)
+    batch = evaluate(model, digits.test, digits, batch_norm="batch")
+    assert running.loss != batch.loss
+    assert (running.batch_norm, batch.batch_norm, batch.count) == ("running", "batch", 360)
+    assert same(model.state_dict(), before)
+    assert model.training
+
+
+def test_evaluation_in_parts_is_evaluation_in_whole(digits):
+    model = build_model(SPEC, digits)
+    whole = evaluate(model, digits.test, digits, batch_size=360)
+    parts = evaluate(model, digits.test, digits, batch_size=7)
+    assert parts.accuracy == whole.accuracy
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
+
+
+def test_a_loss_that_is_not_finite_keeps_the_records_and_stays_diverged(digits, tmp_path):
+    spec = replace(SPEC, batch_norm=False, lr=1e30)
+    store = RunStore(tmp_path)
+    with pytest.raises(Diverged, match="lower the learning rate"):
+        finish(spec, data=digits, store=store)
+    folder = store.folder(spec.id)
+    assert folder.manifest().status == "diverged"
+    assert math.isnan(folder.rows().last("train/running_loss"))
+    assert folder.rows().last("norm/head") is not None
+    assert not folder.checkpoint.exists()
+    with pytest.raises(Diverged, match="earlier start"):
+        finish(spec, data=digits, store=store)
+    with pytest.raises(Diverged):
+        finish(spec, data=digits, store=RunStore(tmp_path / "other"), execution=EAGER)
+
+
+def test_leaving_the_generator_saves_and_another_call_continues(digits, tmp_path):
+    whole = finish(SPEC, data=digits).model.state_dict()
+    store = RunStore(tmp_path)
+    how = Execution(every_step=True)
+    for leave_at in (2, 5, 6, 9, 13):  # in an epoch, at its last step, and after it
+        for progress in train(SPEC, data=digits, store=store, execution=how):
+            if progress.step >= leave_at:
+                break
+        del progress
+        assert store.folder(SPEC.id).manifest().status == "interrupted"
+    starts = next(train(SPEC, data=digits, store=store, execution=how)).step
+    assert starts > 13
+    last = finish(SPEC, data=digits, store=store)
+    assert same(last.model.state_dict(), whole)
+    assert store.folder(SPEC.id).manifest().status == "finished"
+
+
+def test_a_finished_run_is_not_trained_again(digits, tmp_path):
+    store = RunStore(tmp_path)
+    last = finish(SPEC, data=digits, store=store)
+    (again,) = train(SPEC, data=digits, store=store)
+    assert again.kind == "finished"
+    assert again.values == last.values
+    assert same(again.model.state_dict(), last.model.state_dict())
+    store.folder(SPEC.id).checkpoint.unlink()
+    with pytest.raises(DecaylabError, match="checkpoint is gone"):
+        finish(SPEC, data=digits, store=store)
+
+
+def test_an_error_is_a_failed_run_that_continues(digits, tmp_path):
+    store = RunStore(tmp_path)
+
+    def fail(run):
+        if run.step == 10:
+            raise RuntimeError("out of luck")
+        return {"mine": 1.0}
+
+    with pytest.raises(RuntimeError):
+        finish(SPEC, data=digits, store=store, execution=replace(EAGER, observe=fail))
+    manifest = store.folder(SPEC.id).manifest()
+    assert (manifest.status, manifest.message) == ("failed", "RuntimeError: out of luck")
+    last = finish(SPEC, data=digits, store=store)
+    assert same(last.model.state_dict(), finish(SPEC, data=digits).model.state_dict())
+    assert [row.step for row in store.folder(SPEC.id).rows().series("mine")] == [0, 5]
+
+
+@pytest.mark.parametrize("at", [0, 5, 10])
+def test_a_signal_is_heeded_at_the_next_step(digits, tmp_path, at):
+    store = RunStore(tmp_path)
+
+    def interrupt(run):
+        if run.step == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted) as caught:
+        finish(SPEC, data=digits, store=store, execution=Execution(observe=interrupt))
+    assert caught.value.exit_code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert store.folder(SPEC.id).manifest().status == "interrupted"
+    assert store.folder(SPEC.id).checkpoint.exists()
+    last = finish(SPEC, data=digits, store=store)
+    assert same(last.model.state_dict(), finish(SPEC, data=digits).model.state_dict())
+
+
+def test_bad_calls(digits, tmp_path):
+    with pytest.raises(DecaylabError, match="batch"):
+        finish(replace(SPEC, batch_size=5000), data=digits)
+    with pytest.raises(DecaylabError, match="asks for mnist and was given digits"):
+        finish(replace(SPEC, data="mnist"), data=digits)
+    with RunStore(tmp_path).folder("r").writing(SPEC.to_toml()):
+        pass
+    with pytest.raises(DecaylabError, match="has no checkpoint"):
+        load_run(tmp_path / "r")
+
+
+def test_a_run_is_not_continued_on_another_kind_of_device(digits, tmp_path):
+    store = RunStore(tmp_path)
+    training = train(SPEC, data=digits, store=store)
+    next(training)
+    training.close()
+    path = store.folder(SPEC.id).checkpoint
+    checkpoint.save(path, {**checkpoint.load(path), "device": "cuda"})
+    with pytest.raises(DecaylabError, match="continue it with --device cuda"):
+        finish(SPEC, data=digits, store=store)
+
+
+def test_scopes_reach_the_optimizer(digits):
+    spec = replace(SPEC, decay="l2", weight_decay=0.1, decay_scope="fc")
+    model = build_model(spec, digits)
+    decayed = [g for g in build_optimizer(spec, model).param_groups if g["weight_decay"]]
+    assert [id(p) for g in decayed for p in g["params"]] == [id(p) for p in model.head.parameters()]

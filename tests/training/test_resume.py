@@ -1,0 +1,71 @@
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from decaylab.data import load
+from decaylab.records import RunStore
+from decaylab.training import RunSpec, checkpoint, train_to_end
+
+BASE = RunSpec(
+    hidden=(16,), batch_norm=True, augment=True, batch_size=256, epochs=4, lr_drop_every=2
+)
+SPECS = {
+    "sgd": replace(BASE, decay="l2", weight_decay=0.01),
+    "adam": replace(BASE, optimizer="adam", decay="decoupled", weight_decay=0.1),
+    "kfac-g": replace(
+        BASE, optimizer="kfac-g", refresh_every=3, invert_every=4, decay="l2", weight_decay=0.01
+    ),
+}
+
+
+def final_state(store, spec):
+    state = checkpoint.load(store.folder(spec.id).checkpoint)
+    state.pop("seconds")
+    state.pop("train_seconds")
+    return checkpoint.flatten(state)
+
+
+def numbers(store, spec):
+    rows = store.folder(spec.id).rows().rows
+    return {(r.step, r.name): (r.epoch, r.value) for r in rows if r.name != "train/seconds"}
+
+
+@pytest.mark.parametrize(("optimizer", "seed"), [("sgd", 0), ("adam", 1), ("kfac-g", 2)])
+def test_killed_at_random_moments_it_ends_as_the_uninterrupted_run(tmp_path, optimizer, seed):
+    spec = SPECS[optimizer]
+    whole, killed = RunStore(tmp_path / "whole"), RunStore(tmp_path / "killed")
+    # Single-threaded, as the killed processes are: sums over threads round differently.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        train_to_end(spec, data=load("digits"), store=whole)
+    finally:
+        torch.set_num_threads(threads)
+    (tmp_path / "spec.toml").write_text(spec.to_toml())
+    script = Path(__file__).with_name("killed_runs.py")
+    arguments = [str(tmp_path / "spec.toml"), str(killed.root), str(seed)]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()
+    assert told[-1] == "finished"
+    assert sum(line.startswith("killed") for line in told) >= 5
+    starts = [int(line.split()[-1]) for line in told if line.startswith("continued")]
+    assert starts == sorted(starts)  # never back behind a checkpoint
+    assert starts[-1] > 0
+
+    (tree, tensors), (expected_tree, expected) = final_state(killed, spec), final_state(whole, spec)
+    assert tree == expected_tree
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), name
+    assert numbers(killed, spec) == numbers(whole, spec)
+    assert killed.folder(spec.id).manifest().status == "finished"
+    assert killed.folder(spec.id).manifest().resumes >= 5

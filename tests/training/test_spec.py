@@ -1,0 +1,154 @@
+import json
+import tomllib
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decaylab.errors import DecaylabError
+from decaylab.training.spec import CHOICES, PUBLISHED, RunSpec
+
+numbers = st.floats(1e-12, 1e12)
+ranges = {
+    "hidden": st.lists(st.integers(1, 999), max_size=4).map(tuple),
+    "betas": st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)),
+    "momentum": st.floats(0, 0.999),
+    "factor_decay": st.floats(0, 0.999),
+    "seed": st.integers(0, 2**63 - 1),
+}
+
+
+@st.composite
+def specs(draw):
+    optimizer = draw(st.sampled_from(CHOICES["optimizer"]))
+    values = {"optimizer": optimizer}
+    optional = {name for settings in PUBLISHED.values() for name in settings}
+    for item in fields(RunSpec):
+        if item.name == "optimizer" or (
+            item.name in optional and item.name not in PUBLISHED[optimizer]
+        ):
+            continue
+        if draw(st.booleans()):
+            continue
+        if item.name in ranges:
+            values[item.name] = draw(ranges[item.name])
+        elif item.name in CHOICES:
+            values[item.name] = draw(st.sampled_from(CHOICES[item.name]))
+        elif "bool" in str(item.type):
+            values[item.name] = draw(st.booleans())
+        elif "int" in str(item.type):
+            values[item.name] = draw(st.integers(1, 10**9))
+        else:
+            values[item.name] = draw(numbers)
+    if values.get("network", "mlp") != "mlp":
+        values.pop("hidden", None)
+        values.pop("activation", None)
+    if values.get("weight_decay") and values.get("decay", "none") == "none":
+        values["decay"] = "l2"
+    return values
+
+
+@given(specs())
+def test_toml_round_trip_and_stable_id(values):
+    spec = RunSpec(**values)
+    again = RunSpec.from_toml(spec.to_toml())
+    assert again == spec.resolved()
+    assert again.id == spec.id
+    backwards = dict(reversed(tomllib.loads(spec.to_toml()).items()))
+    assert RunSpec.from_mapping(backwards).id == spec.id
+
+
+@given(specs(), specs())
+def test_different_runs_have_different_ids(one, other):
+    first, second = RunSpec(**one), RunSpec(**other)
+    assert (first.id == second.id) == (first.resolved() == second.resolved())
+
+
+def test_an_id_does_not_depend_on_how_a_number_is_written():
+    texts = ["lr = 0.1", "lr = 1e-1", "lr = 0.10", "lr = +0.1", "lr = 0.1\nwidth = 1"]
+    assert len({RunSpec.from_toml(text).id for text in texts}) == 1
+
+
+def test_an_id_is_readable_and_what_is_left_out_equals_the_published_value():
+    spec = RunSpec("cifar10", network="vgg16", batch_norm=True, optimizer="adam", decay="decoupled")
+    assert spec.id.startswith("cifar10-vgg16-bn-adam-decoupled-")
+    assert spec.id == replace(spec, lr=0.001, betas=(0.9, 0.999), epochs=200).id
+    assert spec.id != replace(spec, seed=1).id
+
+
+def test_a_field_added_later_at_its_default_leaves_ids_alone(monkeypatch):
+    spec = RunSpec()
+    before = spec.id
+    monkeypatch.delitem(RunSpec.__dataclass_fields__, "held_out")
+    assert spec.id == before
+
+
+def test_the_published_settings():
+    kfac_g, kfac_f = (RunSpec(optimizer=name).resolved() for name in ("kfac-g", "kfac-f"))
+    assert (kfac_g.epochs, kfac_g.lr_drop_every, kfac_g.curvature_scale) == (100, 40, 2.0)
+    assert (kfac_f.curvature_scale, kfac_f.damping, kfac_f.momentum) == (1.0, 1e-3, 0.9)
+    assert (kfac_f.refresh_every, kfac_f.invert_every, kfac_f.factor_decay) == (10, 100, 0.95)
+    sgd, adam = (RunSpec(optimizer=name).resolved() for name in ("sgd", "adam"))
+    assert (sgd.epochs, sgd.lr_drop_every, sgd.momentum, sgd.batch_size) == (200, 60, 0.9, 128)
+    assert (adam.epochs, adam.lr_drop_every, adam.eps) == (200, 60, 1e-8)
+    assert sgd.damping is None
+    assert adam.momentum is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('lr = "fast"', "lr must be a number, not 'fast'"),
+        ("lr = true", "lr must be a number, not True"),
+        ("lr = nan", "lr must be a number, not nan"),
+        ("lr = inf", "lr must be a number"),
+        ("lr = " + "9" * 400, "lr must be a number"),
+        ("lr = -0.1", "lr must be positive, not -0.1"),
+        ("lr = 0", "lr must be positive"),
+        ("epochs = 1.5", "epochs must be a whole number, not 1.5"),
+        ("epochs = 0", "epochs must be positive"),
+        ("batch_size = true", "batch_size must be a whole number"),
+        ("batch_norm = 1", "batch_norm must be true or false, not 1"),
+        ("hidden = 3", "hidden must be a list of whole numbers, not 3"),
+        ("hidden = [3, 0]", "hidden must be positive"),
+        ('optimizer = "adam"\nbetas = [0.9]', "betas must be a list of 2 of numbers"),
+        ('optimizer = "adam"\nbetas = [0.9, 1.0]', "betas must be below 1"),
+        ("momentum = 1.0", "momentum must be below 1"),
+        ("momentum = -0.5", "momentum must not be negative"),
+        ("seed = -1", "seed must not be negative"),
+        ("seed = 9223372036854775808", "seed must be below"),
+        ('network = "vgg17"', "unknown network 'vgg17': choose from mlp, vgg11"),
+        ('optimizer = "sgdm"', "unknown optimizer 'sgdm': choose from sgd, adam, kfac-f, kfac-g"),
+        ('data = "imagenet"', "unknown data 'imagenet'"),
+        ("network = 3", "network must be a string"),
+        ("learning_rate = 0.1", "unknown key 'learning_rate'; known are data, augment"),
+        ("damping = 0.1", "damping is no setting of sgd"),
+        ("weight_decay = 0.1", "decay is none: choose decay = l2"),
+        ('network = "vgg11"\nhidden = [3]', "belong to mlp"),
+        ("lr = ", "no valid TOML"),
+    ],
+)
+def test_bad_toml_is_one_sentence(tmp_path, text, said):
+    path = tmp_path / "spec.toml"
+    path.write_text(text)
+    with pytest.raises(DecaylabError) as caught:
+        RunSpec.from_file(path)
+    assert said in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_or_binary_config_is_named(tmp_path):
+    with pytest.raises(DecaylabError, match="cannot read"):
+        RunSpec.from_file(tmp_path / "none.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DecaylabError, match="not UTF-8"):
+        RunSpec.from_file(tmp_path / "binary.toml")
+
+
+def test_overrides_win_over_the_file(tmp_path):
+    (tmp_path / "spec.toml").write_text('lr = 0.5\nnetwork = "vgg11"')
+    spec = RunSpec.from_file(tmp_path / "spec.toml", {"lr": 0.25})
+    assert (spec.lr, spec.network) == (0.25, "vgg11")
+    assert json.dumps(spec.lr) == "0.25"
