@@ -101,9 +101,9 @@ def kfac_gauss_newton_norm(
         raise DecaylabError(f"unknown outputs {outputs!r}: use 'exact' or 'sampled'")
     if outputs == "sampled" and draws < 2:
         raise DecaylabError(f"draws={draws}: a standard error needs at least two draws")
-    seen = list(batches)
+    given = [batches] if isinstance(batches, Tensor) else list(batches)
     readings = [
-        kfac_norm(model, measured_factors(model, seen, outputs=outputs, seed=seed))
+        kfac_norm(model, measured_factors(model, given, outputs=outputs, seed=seed))
         for seed in range(draws if outputs == "sampled" else 1)
     ]
     return _averaged("kfac_gn_norm", readings)

@@ -3,7 +3,7 @@
 The factors are always `decaylab.optim.kfac`'s own; nothing here computes them a second time.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from decaylab.curvature.factors import KroneckerFactors
 from decaylab.curvature.outputs import Curvature, Likelihood
-from decaylab.curvature.untouched import trainable, untouched
+from decaylab.curvature.untouched import check_inputs, trainable, untouched
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC, KFACOptions
 
@@ -43,10 +43,17 @@ def measured_factors(
             options=KFACOptions(seed=seed),
         )
         try:
-            kfac.initialize(batches)
+            kfac.initialize(_checked(bare_model, batches))
             return kfac.factors()
         finally:
             kfac.detach()
+
+
+def _checked(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches, each refused with a sentence where this model cannot take it."""
+    for batch in [batches] if isinstance(batches, Tensor) else batches:
+        check_inputs(model, batch[0] if isinstance(batch, tuple | list) else batch)
+        yield batch
 
 
 def seen(factors: Mapping[str, KroneckerFactors]) -> dict[str, KroneckerFactors]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class NonFiniteWarning(UserWarning):
-    """A probe measured something that is not a finite number; the message names the layer."""
+    """A probe measured something that is not a finite number; the message names the layers."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Reading:
     total_error: float | None = None
 
     def __post_init__(self) -> None:
-        for where in self.non_finite:
-            warnings.warn(f"{self.name} of {where} is not finite", NonFiniteWarning, stacklevel=3)
+        if self.non_finite:
+            where = ", ".join(self.non_finite)
+            warnings.warn(f"{self.name} is not finite: {where}", NonFiniteWarning, stacklevel=3)
 
     @property
     def non_finite(self) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from decaylab.curvature.untouched import bare, check_inputs
 from decaylab.errors import DecaylabError
+from decaylab.optim.decay import decay_of
 from decaylab.optim.kfac import KFAC
 from decaylab.probes.damping import effective_damping
 from decaylab.probes.gauss_newton import (
@@ -156,6 +157,9 @@ class Watch:
             optimizer.register_step_pre_hook(self._step_begins),
             optimizer.register_step_post_hook(self._step_ended),
         ]
+        # first of all, so that what other hooks do to the weights (decay) is part of the step
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(self._handles[0].id, last=False)
 
     @property
     def records(self) -> Rows:
@@ -300,7 +304,7 @@ class _Exposure:
                 self._totals.append(0.0)
                 self._last.append((None, 0.0))
             lr = group["lr"]
-            settings = (lr, group.get("weight_decay"), group.get("momentum"))
+            settings = (lr, decay_of(group), group.get("momentum"))
             # a learning rate on the device stays there: comparing it would wait for it
             if isinstance(lr, Tensor) or settings != self._last[i][0]:
                 self._last[i] = (settings, exposure_rate(self._optimizer, group))

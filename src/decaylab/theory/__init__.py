@@ -1,1 +1,23 @@
-"""theory."""
+"""The paper's numbered statements T1 to T7, both sides computed on random nets."""
+
+from decaylab.theory.check import Check
+from decaylab.theory.decay import decay_as_descent
+from decaylab.theory.identities import (
+    gauss_newton_norms,
+    gradient_structure,
+    jacobian_norms,
+    norm_gradient,
+)
+from decaylab.theory.invariance import curvature_scaling, direction_updates
+
+STATEMENTS = {
+    "T1": gradient_structure,
+    "T2": gauss_newton_norms,
+    "T3": jacobian_norms,
+    "T4": norm_gradient,
+    "T5": curvature_scaling,
+    "T6": direction_updates,
+    "T7": decay_as_descent,
+}
+
+__all__ = ["STATEMENTS", "Check"]

@@ -1,0 +1,223 @@
+"""Probes leave a model exactly as it was, and say in one sentence what they cannot measure."""
+
+import copy
+
+import pytest
+import torch
+from oracle.tiny_nets import NAMES, tiny_net
+from torch import nn
+
+from decaylab import probes
+from decaylab.curvature import products
+from decaylab.errors import DecaylabError
+from decaylab.optim.kfac import KFAC
+
+WITH_INPUTS = {
+    "jacobian": probes.jacobian_norm,
+    "jacobian sampled": lambda m, x, **k: probes.jacobian_norm(m, x, samples=2, **k),
+    "gauss-newton": probes.gauss_newton_norm,
+    "fisher-rao": probes.fisher_rao_norm,
+    "traces": probes.curvature_traces,
+    "traces sampled": lambda m, x, **k: probes.curvature_traces(m, x, samples=2, **k),
+    "kfac": lambda m, x, **k: probes.kfac_gauss_newton_norm(m, [x], outputs="sampled", draws=2),
+    "gap": lambda m, x, **k: probes.generalization_gap(
+        m, [(x, torch.zeros(len(x)).long())], [(x, torch.zeros(len(x)).long())], **k
+    ),
+    "product": lambda m, x, **k: products.curvature_product(
+        m, x, {n: p.detach() for n, p in m.named_parameters()}, **k
+    ),
+    "effective lr": lambda m, x, **k: probes.effective_learning_rate(
+        m, torch.optim.SGD(m.parameters(), lr=1.0), x
+    ),
+}
+
+
+def everything(model: nn.Module) -> dict[str, object]:
+    """All that a probe might change, as values and as identities."""
+    return {
+        "state": {k: v.clone() for k, v in model.state_dict().items()},
+        "modes": [m.training for m in model.modules()],
+        "grads": [p.grad for p in model.parameters()],
+        "grad values": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "buffers": [id(b) for b in model.buffers()],
+        "requires": [p.requires_grad for p in model.parameters()],
+        "options": [
+            (m.momentum, m.track_running_stats)
+            for m in model.modules()
+            if isinstance(m, nn.BatchNorm2d)
+        ],
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+        "rng": torch.get_rng_state(),
+    }
+
+
+def same(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+@pytest.mark.parametrize("batch_norm", ["eval", "train"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("probe", WITH_INPUTS)
+def test_the_model_is_left_bit_for_bit(probe, name, batch_norm):
+    model, inputs, labels = tiny_net(name)
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    model[0].eval() if isinstance(model, nn.Sequential) else model.norm.eval()  # mixed modes
+    before = everything(model)
+    WITH_INPUTS[probe](model, inputs, batch_norm=batch_norm)
+    assert same(before, everything(model))
+    assert not inputs.requires_grad
+
+
+def test_a_graph_that_waits_for_its_backward_stays_valid():
+    model, inputs, labels = tiny_net("residual")
+    other = copy.deepcopy(model)
+    loss = nn.functional.cross_entropy(model(inputs), labels)
+    for probe in WITH_INPUTS.values():
+        probe(model, inputs, batch_norm="train")
+    loss.backward()
+    nn.functional.cross_entropy(other(inputs), labels).backward()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_it_is_restored_when_the_model_fails():
+    model, inputs, _ = tiny_net("residual")
+    before = everything(model)
+    with pytest.raises(RuntimeError):
+        probes.jacobian_norm(model, inputs[:, :1], batch_norm="train")
+    assert same(before, everything(model))
+
+
+def test_works_under_no_grad_inference_mode_and_autocast():
+    model, inputs, _ = tiny_net("mlp")
+    want = probes.jacobian_norm(model, inputs).total
+    with torch.no_grad():
+        assert probes.jacobian_norm(model, inputs).total == want
+    with torch.autocast("cpu", torch.bfloat16):
+        assert probes.jacobian_norm(model, inputs).total == want
+
+
+def test_a_kfac_on_the_model_does_not_notice():
+    def run(probing: bool) -> list[torch.Tensor]:
+        model, inputs, labels = tiny_net("residual")
+        kfac = KFAC(model, lr=0.1, refresh_every=1, invert_every=1)
+        for _ in range(3):
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            if probing:
+                for probe in WITH_INPUTS.values():
+                    probe(model, inputs, batch_norm="train")
+            kfac.step()
+            kfac.zero_grad()
+        return [*model.parameters(), *(f.A for f in kfac.factors().values())]
+
+    for with_probes, without in zip(run(True), run(False), strict=True):
+        assert torch.equal(with_probes, without)
+
+
+def test_dropout_is_off():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 2))
+    got = probes.jacobian_norm(model, torch.ones(3, 4), batch_norm="train").total
+    assert got == pytest.approx(float(model[1].weight.detach().square().sum()), rel=1e-6)
+
+
+MEASURE_WEIGHTS = [k for k in WITH_INPUTS if k not in ("jacobian", "jacobian sampled", "gap")]
+
+
+@pytest.mark.parametrize("probe", WITH_INPUTS)
+class TestBadInput:
+    def test_empty_batch(self, probe):
+        model, inputs, _ = tiny_net("mlp")
+        with pytest.raises(DecaylabError, match="batch is empty"):
+            WITH_INPUTS[probe](model, inputs[:0])
+
+    def test_another_dtype(self, probe):
+        model, inputs, _ = tiny_net("mlp")
+        with pytest.raises(DecaylabError, match=r"float32 and the model is torch\.float64"):
+            WITH_INPUTS[probe](model, inputs.float())
+
+    def test_another_device(self, probe):
+        model, inputs, _ = tiny_net("mlp")
+        with pytest.raises(DecaylabError, match="the inputs are on meta, the model is on cpu"):
+            WITH_INPUTS[probe](model, inputs.to("meta"))
+
+    def test_no_weights(self, probe):
+        if probe == "effective lr":
+            pytest.skip("torch builds no optimizer without parameters")
+        with pytest.raises(DecaylabError, match="has no weights"):
+            WITH_INPUTS[probe](nn.Sequential(nn.ReLU()), torch.ones(2, 3))
+
+    def test_no_logits(self, probe):
+        if probe == "effective lr":
+            pytest.skip("takes any output")
+        model = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+        with pytest.raises(DecaylabError, match="logits"):
+            WITH_INPUTS[probe](model, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("probe", MEASURE_WEIGHTS)
+def test_a_frozen_model(probe):
+    model, inputs, _ = tiny_net("mlp")
+    model.requires_grad_(False)
+    if probe == "product":
+        pytest.skip("the parameters are named by the caller")
+    with pytest.raises(DecaylabError, match="frozen"):
+        WITH_INPUTS[probe](model, inputs)
+
+
+def test_the_jacobian_of_a_frozen_model_is_that_of_the_model():
+    model, inputs, _ = tiny_net("mlp")
+    want = probes.jacobian_norm(model, inputs).total
+    assert probes.jacobian_norm(model.requires_grad_(False), inputs).total == want
+
+
+def test_frozen_and_empty_models_have_no_weight_norms():
+    with pytest.raises(DecaylabError, match="no weights"):
+        probes.weight_norms(nn.ReLU())
+    with pytest.raises(DecaylabError, match="frozen"):
+        probes.weight_norms(nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_outputs_that_are_no_tensor_and_inputs_that_are_tokens():
+    class Tuple(nn.Linear):
+        def forward(self, x):
+            return (super().forward(x), None)
+
+    with pytest.raises(DecaylabError, match="the model returns tuple"):
+        probes.jacobian_norm(Tuple(3, 2), torch.ones(2, 3))
+    with pytest.raises(DecaylabError, match="not tokens"):
+        probes.jacobian_norm(nn.Embedding(3, 2), torch.ones(2, 3).long())
+    with pytest.raises(DecaylabError, match="one tensor of examples, not list"):
+        probes.jacobian_norm(nn.Linear(3, 2), [1.0])
+    for bad in ({"samples": 1}, {"chunk": 0}):
+        with pytest.raises(DecaylabError, match="at least"):
+            probes.jacobian_norm(nn.Linear(3, 2), torch.ones(2, 3), **bad)
+
+
+def test_what_is_not_finite_is_reported_with_the_layers_name():
+    model, inputs, _ = tiny_net("conv")
+    with torch.no_grad():
+        model[2].weight[0] = float("nan")
+    with pytest.warns(probes.NonFiniteWarning, match="weight_norm is not finite: layer '2'"):
+        got = probes.weight_norms(model)
+    assert got.non_finite == ("layer '2'", "the model")
+    with pytest.warns(probes.NonFiniteWarning, match="jacobian_norm is not finite: the model"):
+        probes.jacobian_norm(model, inputs)
+
+
+def test_kfac_without_factors():
+    model, _, _ = tiny_net("mlp")
+    for probe in (
+        lambda f: probes.kfac_norm(model, f),
+        lambda f: probes.kfac_traces(model, f),
+        lambda f: probes.effective_damping(model, f, 1e-3),
+    ):
+        for factors in ({}, KFAC(model, lr=1.0).factors()):
+            with pytest.raises(DecaylabError, match="no K-FAC factors"):
+                probe(factors)

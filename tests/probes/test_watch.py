@@ -1,0 +1,196 @@
+"""Watching any loop: what is recorded, what is not disturbed, what happens when a probe fails."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from oracle.tiny_nets import tiny_net
+from torch import nn
+
+from decaylab import probes
+from decaylab.errors import DecaylabError
+from decaylab.optim.decay import parameter_groups
+from decaylab.optim.first_order import adam, sgd
+from decaylab.optim.kfac import KFAC
+from decaylab.records.rows import read_rows
+
+
+def train(model, optimizer, inputs, labels, steps):
+    for _ in range(steps):
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_what_is_recorded_and_when():
+    model, inputs, labels = tiny_net("bn")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.01)
+    norms = []
+    optimizer.register_step_post_hook(
+        lambda *_: norms.append(float(model[0].weight.detach().norm()))
+    )
+    with probes.watch(model, optimizer, every=3, steps_per_epoch=4) as watched:
+        train(model, optimizer, inputs, labels, 8)
+    rows = watched.records
+    series = rows.series("weight_norm/0")
+    assert [row.step for row in series] == [1, 3, 6]
+    assert [row.epoch for row in series] == [0, 0, 1]
+    assert [row.value for row in series] == pytest.approx([norms[0], norms[2], norms[5]])
+    assert rows.last("effective_lr/0") == pytest.approx(0.1 / norms[5] ** 2)
+    assert rows.last("decay_exposure/0") == pytest.approx(6 * 0.1 * 0.01 / 0.5)
+    assert {"update_norm/0", "rotation/0", "weight_norm/5", "weight_norm"} <= set(rows.names())
+    assert "effective_lr/5" not in rows.names()  # the head is not scale-invariant
+    seconds = [row.seconds for row in rows.rows]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("kind", ["decoupled", "independent", "l2"])
+def test_movement_is_of_the_whole_step_decay_included(kind):
+    model, inputs, labels = tiny_net("mlp")
+    groups = parameter_groups(model, weight_decay=0.3, decay=kind)
+    optimizer = adam(groups, lr=0.1, betas=(0.9, 0.999), eps=1e-8)
+    old = model[0].weight.detach().clone()
+    with probes.watch(model, optimizer, every=1) as watched:
+        train(model, optimizer, inputs, labels, 1)
+    moved = float((model[0].weight.detach() - old).norm())
+    assert watched.records.last("update_norm/0") == pytest.approx(moved, rel=1e-10)
+
+
+def test_exposure_follows_the_schedule():
+    model, inputs, labels = tiny_net("mlp")
+    groups = parameter_groups(model, weight_decay=0.2, decay="decoupled", scope="fc")
+    optimizer = sgd(groups, lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
+    with probes.watch(model, optimizer, every=4, probes=["decay_exposure"]) as watched:
+        for _ in range(4):
+            train(model, optimizer, inputs, labels, 1)
+            schedule.step()
+    assert watched.records.last("decay_exposure/2") == pytest.approx(0.2 * (0.2 + 0.02))
+    assert watched.records.last("decay_exposure/0") == 0.0
+
+
+def test_training_is_the_same_with_and_without():
+    def run(watching: bool) -> list[torch.Tensor]:
+        model, inputs, labels = tiny_net("residual")
+        kfac = KFAC(model, lr=0.05, refresh_every=2, invert_every=2)
+        if watching:
+            probes.watch(model, kfac, every=1, probes=probes.PROBES, inputs=inputs)
+        train(model, kfac, inputs, labels, 4)
+        return list(model.state_dict().values())
+
+    for a, b in zip(run(True), run(False), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_every_probe_by_name():
+    model, inputs, labels = tiny_net("bn")
+    kfac = KFAC(model, lr=0.05)
+    with probes.watch(model, kfac, every=1, probes=probes.PROBES, inputs=inputs) as watched:
+        train(model, kfac, inputs, labels, 1)
+    names = set(watched.records.names())
+    assert {
+        *("weight_norm", "update_norm/0", "rotation/0", "effective_lr/0", "invariance_defect/0"),
+        *("decay_exposure/0", "gn_norm", "fr_norm", "jacobian_norm", "kfac_gn_norm/0"),
+        *("fisher_trace/0", "fisher_trace_normalised/0", "gn_trace/5", "second_order_share/0"),
+        *("effective_damping/0", "factored_damping/0", "factored_share/5"),
+    } <= names
+    assert watched.records.last("jacobian_norm") == probes.jacobian_norm(model, inputs).total
+
+
+def test_a_failing_probe_warns_once_and_does_not_stop():
+    model, inputs, labels = tiny_net("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def broken(moment):
+        raise ValueError("no such thing")
+
+    mine = probes.Probe("mine", "free", broken)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with probes.watch(model, optimizer, every=1, probes=[mine, "weight_norm"]) as watched:
+            train(model, optimizer, inputs, labels, 3)
+    assert len(caught) == 1
+    assert "mine at step 1: ValueError: no such thing" in str(caught[0].message)
+    assert len(watched.records.series("weight_norm")) == 3
+
+
+def test_what_is_not_finite_is_recorded_and_said_once():
+    model, inputs, labels = tiny_net("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=math.inf)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with probes.watch(model, optimizer, every=1, probes=["weight_norm"]) as watched:
+            train(model, optimizer, inputs, labels, 3)
+    assert [str(w.message) for w in caught if "not finite" in str(w.message)] == [
+        "watch: weight_norm at step 1: weight_norm is not finite: layer '0', layer '2', the model "
+        "(said once; training goes on)"
+    ]
+    assert len(watched.records.series("weight_norm/0")) == 3
+
+
+def test_detach_and_rows_on_disk(tmp_path):
+    model, inputs, labels = tiny_net("mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    watched = probes.watch(model, optimizer, every=2, folder=tmp_path / "run")
+    train(model, optimizer, inputs, labels, 2)
+    watched.detach()
+    train(model, optimizer, inputs, labels, 2)
+    assert watched.steps == 2
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    written = read_rows(tmp_path / "run" / "rows.jsonl")
+    assert written.rows == watched.records.rows
+    assert written.rows
+
+
+def test_wrapped_models_and_optimizers():
+    """As accelerate and Lightning wrap them: an object that holds the optimizer as `.optimizer`."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        def step(self, closure=None):
+            return self.optimizer.step(closure)
+
+    model, inputs, labels = tiny_net("mlp")
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = Wrapper(inner)
+    compiled = torch.compile(model, backend="eager")
+    with probes.watch(compiled, wrapped, every=1) as watched:
+        for _ in range(2):
+
+            def closure():
+                inner.zero_grad()
+                loss = nn.functional.cross_entropy(model(inputs), labels)
+                loss.backward()
+                return loss
+
+            wrapped.step(closure)
+    assert len(watched.records.series("weight_norm/0")) == 2
+    assert watched.records.last("update_norm/0") > 0
+
+
+def test_bad_arguments():
+    model, inputs, _ = tiny_net("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(DecaylabError, match="unknown probe 'nope': use one of weight_norm"):
+        probes.watch(model, optimizer, probes=["nope"])
+    with pytest.raises(DecaylabError, match="'jacobian_norm' runs the model: give watch inputs"):
+        probes.watch(model, optimizer, probes=["jacobian_norm"])
+    with pytest.raises(DecaylabError, match="every=0"):
+        probes.watch(model, optimizer, every=0)
+    with pytest.raises(DecaylabError, match="str is no torch optimizer"):
+        probes.watch(model, "sgd")
+    with pytest.raises(DecaylabError, match="inputs are torch"):
+        probes.watch(model, optimizer, inputs=inputs.float())
+    with pytest.raises(DecaylabError, match="frozen"):
+        probes.watch(model.requires_grad_(False), optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_costs_are_declared_and_the_defaults_are_free():
+    assert {probe.cost for probe in probes.PROBES.values()} == {"free", "one backward", "many"}
+    assert all(probes.PROBES[name].cost == "free" for name in probes.FREE)
+    assert not any(probes.PROBES[name].needs_inputs for name in probes.FREE)
