@@ -214,6 +214,20 @@ def frozen_batch_norm(model: nn.Module) -> Iterator[None]:
             norm.momentum, norm.num_batches_tracked = momentum, batches
 
 
+@contextmanager
+def as_in_training(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Train mode with grad; afterwards modes, random state and running statistics are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices), frozen_batch_norm(model), torch.enable_grad():
+            model.train()
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def _run_eagerly_when(model: nn.Module, condition: Callable[[], bool]) -> Callable[[], None]:
     """Send calls of a compiled model to its eager module while `condition()`; returns the undo."""
     eager = eager_module(model)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.blocks import Blocks
-from decaylab.curvature.capture import eager_module, frozen_batch_norm
+from decaylab.curvature.capture import as_in_training, eager_module
 from decaylab.curvature.factors import KroneckerFactors, Sums
 from decaylab.curvature.layers import Sharing
 from decaylab.curvature.observer import Measure, Observer
@@ -162,7 +162,9 @@ class KFAC(torch.optim.Optimizer):
         invariant = self._invariant_layers(options) if damping_scaling == "scale-free" else []
         self._initial_norms = {name: self._weight_norm(name) for name in invariant}
         self._skips = torch.zeros(2, dtype=torch.int64, device=self.device)  # in total, in a row
-        self._observer = Observer(model, planned.blocks, measure, self._refresh_due, generator)
+        self._observer = Observer(
+            model, planned.blocks, measure, lambda: self.refresh_due, generator
+        )
 
     # ---------------------------------------------------------------- what a user calls
 
@@ -173,15 +175,52 @@ class KFAC(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._begin_step()
-        if self._refresh_due():
+        self.before_step()
+        self.device_step()
+        self.after_step()
+        return loss
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """The part of `step` that precedes its device work: pending inverses come into use."""
+        if self._begun is not None and self.steps - self._begun >= self._inversion_lag:
+            self._end_inversion()
+
+    @torch.no_grad()
+    def device_step(self) -> None:
+        """The part of `step` that a CUDA graph can capture, unless `inverts_now`.
+
+        Capture a forward and backward pass with it, once for steps with `refresh_due` and once for
+        those without, and call `before_step` and `after_step` around each replay.
+        """
+        if self.refresh_due:
             self._refresh(self._observer.take())
-        if self._inversion_due() and not self._lag():
+        if self.inverts_now:
             self._begin_inversion()
             self._end_inversion()
         self._update()
-        self._end_step()
-        return loss
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """The part of `step` that follows: an inversion that is due begins, steps are counted."""
+        if self._inversion_due and not self.inverts_now:
+            self._begin_inversion()
+        self.steps += 1
+
+    @property
+    def refresh_due(self) -> bool:
+        """Whether the coming step measures the factors."""
+        return self._initializing or self.steps % self.refresh_every == 0
+
+    @property
+    def inverts_now(self) -> bool:
+        """Whether the coming step inverts and uses the inverses at once (never in a graph)."""
+        return self._inversion_due and not (self._inversion_lag and self._inverted)
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The optimizer's own generator, which a CUDA graph of a refresh must be told about."""
+        return self._observer.generator
 
     def observe(self, logits: Tensor | Sequence[Tensor], mask: Tensor | None = None) -> None:
         """Hand over the logits of the last forward pass, where the model's output is not them.
@@ -221,7 +260,7 @@ class KFAC(torch.optim.Optimizer):
                 "call initialize(batches, loss=...)"
             )
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        with self._initialization(), torch.enable_grad():
+        with self._initialization():
             for batch in batches:
                 inputs = batch[0] if isinstance(batch, tuple | list) else batch
                 output = forward(batch) if forward is not None else self.model(inputs)
@@ -304,9 +343,6 @@ class KFAC(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- one step
 
-    def _refresh_due(self) -> bool:
-        return self._initializing or self.steps % self.refresh_every == 0
-
     def _refresh(self, sums: dict[str, Sums]) -> None:
         """Fold what was observed into the factors; say so if nothing was, or if a layer hides."""
         if not sums:
@@ -334,23 +370,9 @@ class KFAC(torch.optim.Optimizer):
         """Scale-free damping: |W_l(0)|^2 / |W_l|^2 for each scale-invariant layer."""
         return {n: (norm / self._weight_norm(n)) ** 2 for n, norm in self._initial_norms.items()}
 
+    @property
     def _inversion_due(self) -> bool:
         return self.steps % self.invert_every == 0
-
-    def _lag(self) -> int:
-        """Steps from the beginning of an inversion to its use; the first one is used at once."""
-        return self._inversion_lag if self._inverted else 0
-
-    def _begin_step(self) -> None:
-        """What precedes the work on the device: inverses begun `lag` steps ago come into use."""
-        if self._begun is not None and self.steps - self._begun >= self._inversion_lag:
-            self._end_inversion()
-
-    def _end_step(self) -> None:
-        """What follows it: an inversion that is due begins beside the next steps."""
-        if self._inversion_due() and self._lag():
-            self._begin_inversion()
-        self.steps += 1
 
     def _begin_inversion(self) -> None:
         self._blocks.begin_inversion(self.damping, self._damping_ratios())
@@ -418,15 +440,9 @@ class KFAC(torch.optim.Optimizer):
 
     @contextmanager
     def _initialization(self) -> Iterator[None]:
-        """Observe every forward pass; then put mode, random state and running statistics back."""
-        devices = [self.device] if self.device.type == "cuda" else []
-        modes = [(module, module.training) for module in self.model.modules()]
         self._initializing = True
         try:
-            with torch.random.fork_rng(devices), frozen_batch_norm(self.model):
-                self.model.train()
+            with as_in_training(self.model, self.device):
                 yield
         finally:
             self._initializing = False
-            for module, mode in modes:
-                module.training = mode
