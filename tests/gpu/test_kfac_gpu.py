@@ -49,7 +49,10 @@ def no_synchronisation():
 
 @pytest.mark.parametrize("curvature", ["fisher", "gauss-newton", "empirical-fisher"])
 @pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
-def test_steps_equal_those_of_the_cpu(curvature, decay):
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_steps_equal_those_of_the_cpu(curvature, decay, lag, channels_last):
+    """With a lag the inverses come from a side stream."""
     options = {
         "curvature": curvature,
         "decay": decay,
@@ -59,11 +62,14 @@ def test_steps_equal_those_of_the_cpu(curvature, decay):
         "refresh_every": 2,
         "invert_every": 3,
         "kl_clip": 1e-2,
+        "options": KFACOptions(inversion_lag=lag),
     }
     host = seeded(net)
     device = copy.deepcopy(host).cuda()
+    if channels_last:
+        device = device.to(memory_format=torch.channels_last)
     on_host, on_device = KFAC(host, 0.05, **options), KFAC(device, 0.05, **options)
-    for step in range(7):
+    for step in range(10):
         x, y = data(step)
         train_step(on_host, host, x, y)
         train_step(on_device, device, x.cuda(), y.cuda())

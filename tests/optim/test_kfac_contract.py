@@ -436,20 +436,53 @@ def test_bf16_autocast_is_close_to_full_precision():
     assert not torch.equal(flat(model), flat(plain))
 
 
-@pytest.mark.parametrize("curvature", ["fisher", "gauss-newton", "empirical-fisher"])
-def test_a_grad_scaler_changes_nothing(curvature):
-    """The loss is scaled by 1024: gradients are unscaled before the step, curvature must be too."""
+@pytest.mark.parametrize("curvature", ["fisher", "gauss-newton"])
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_a_grad_scaler_changes_nothing(curvature, unscale_first):
+    """The loss is scaled by 1024: the gradients are unscaled, the curvature never was."""
     model, plain = seeded(net).float(), seeded(net).float()
-    options = {"curvature": curvature, "damping": 0.1} | EXACT
+    options = {"curvature": curvature, "damping": 0.1, "kl_clip": 1e-2} | EXACT
     opt, expected = KFAC(model, 0.05, **options), KFAC(plain, 0.05, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(3):
         x, y = data(step)
         scaler.scale(cross_entropy(model(x.float()), y)).backward()
-        scaler.unscale_(opt)
+        if unscale_first:
+            scaler.unscale_(opt)
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
         train_step(expected, plain, x.float(), y)
         assert same_factors(opt, expected, 1e-5)
         torch.testing.assert_close(flat(model), flat(plain), rtol=0, atol=1e-5)
+
+
+def test_a_grad_scaler_backs_off_after_an_overflow():
+    model = seeded(lambda: net(norm=True)).float()
+    opt = KFAC(model, 0.05, weight_decay=0.1, **EXACT)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = flat(model)
+    scaler.scale(cross_entropy(model(data()[0].float()), data()[1])).backward()
+    model[0].weight.grad.view(-1)[0] = float("inf")
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad()
+    assert torch.equal(flat(model), before)
+    assert scaler.get_scale() == 512.0
+    assert opt.check().skipped == 1
+    # and without a scaler the next step is an ordinary one
+    train_step(opt, model, data()[0].float(), data()[1])
+    assert not torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_a_grad_scaler_is_refused_for_the_empirical_fisher(unscale_first):
+    """It is made of the loss's own gradients, which are scaled by a number we do not know."""
+    model = seeded(net).float()
+    opt = KFAC(model, 0.05, curvature="empirical-fisher")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(cross_entropy(model(data()[0].float()), data()[1])).backward()
+    if unscale_first:
+        scaler.unscale_(opt)
+    with pytest.raises(DecaylabError, match=r"GradScaler"):
+        scaler.step(opt)

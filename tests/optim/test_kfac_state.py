@@ -36,10 +36,14 @@ def flat(model: nn.Module) -> torch.Tensor:
 # -- resuming --
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 5])
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("outputs", ["sampled", "exact"])
-def test_resumed_equals_uninterrupted_bit_for_bit(stop, outputs):
-    """Through torch.save and torch.load(weights_only=True), into a differently seeded optimizer."""
+@pytest.mark.parametrize("lag", [0, 2])
+def test_resumed_equals_uninterrupted_bit_for_bit(stop, outputs, lag):
+    """Through torch.save and torch.load(weights_only=True), into a differently seeded optimizer.
+
+    With a lag of 2 an inversion is pending at steps 4 and 5.
+    """
     options = {
         "weight_decay": 0.1,
         "outputs": outputs,
@@ -49,7 +53,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(stop, outputs):
         "damping_scaling": "scale-free",
     }
     model = seeded(net)
-    opt = KFAC(model, 0.1, options=KFACOptions(seed=1), **options)
+    opt = KFAC(model, 0.1, options=KFACOptions(seed=1, inversion_lag=lag), **options)
     file = io.BytesIO()
     for step in range(8):
         if step == stop:
@@ -59,7 +63,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(stop, outputs):
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     again = seeded(net, seed=7)
-    other = KFAC(again, 0.3, options=KFACOptions(seed=99), **options)
+    other = KFAC(again, 0.3, options=KFACOptions(seed=99, inversion_lag=lag), **options)
     again.load_state_dict(saved["model"])
     other.load_state_dict(saved["opt"])
     for step in range(stop, 8):

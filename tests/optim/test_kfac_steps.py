@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from decaylab.optim.kfac import KFAC
+from decaylab.optim.kfac_options import KFACOptions
 
 CLASSES = 3
 STEPS = 7
@@ -43,7 +44,8 @@ def run_both(options, *, steps=STEPS, build=conv_net, batch=batch, groups=None, 
     """Step the library and the dense oracle from the same start; the weights after each step."""
     ours = seeded(build)
     dense = DenseKFAC(copy.deepcopy(ours), loss, Settings(**options))
-    library = {k: v for k, v in options.items() if k != "own"}
+    library = {k: v for k, v in options.items() if k not in ("own", "inversion_lag")}
+    library["options"] = KFACOptions(inversion_lag=options.get("inversion_lag", 0))
     params = None if groups is None else groups(ours)
     opt = KFAC(ours, outputs="exact", params=params, **library)
     clips = []
@@ -95,6 +97,14 @@ def test_intervals_momentum_and_averages(**drawn):
     run_both({"lr": 0.03, "weight_decay": 0.05} | drawn, steps=6)
 
 
+@pytest.mark.parametrize("lag", [1, 2, 3])
+@pytest.mark.parametrize("refresh_every", [1, 2])
+def test_an_inversion_that_is_used_later(lag, refresh_every):
+    """Begun at step k from the factors of step k, used from step k + lag on; the first at once."""
+    options = BASE | {"lr": 0.05, "invert_every": 4, "refresh_every": refresh_every}
+    run_both(options | {"inversion_lag": lag}, steps=11)
+
+
 def test_the_default_intervals():
     """Refresh at steps 1, 11, 21 and invert at 1, 101 only: small nets, 22 steps."""
     run_both(
@@ -142,6 +152,66 @@ def test_weight_and_bias_in_groups_of_their_own(decay, kl_clip):
         ]
 
     run_both(BASE | {"lr": 1.0, "own": own, "decay": decay, "kl_clip": kl_clip}, groups=groups)
+
+
+# -- channels last --
+
+
+class VolumeNet(nn.Module):
+    """2-d and 3-d convolutions, with and without groups, in one net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = nn.Conv2d(2, 4, (2, 3), groups=2)
+        self.mixed = nn.Conv2d(4, 4, 2, bias=False)
+        self.deep = nn.Conv3d(2, 4, (2, 1, 2), groups=2, padding=(0, 1, 0))
+        self.head = nn.Linear(48, CLASSES)
+
+    def forward(self, x):
+        h = self.mixed(self.flat(x).tanh()).tanh()  # [B, 4, 3, 2]
+        volume = h.unflatten(1, (2, 2))  # [B, 2, 2, 3, 2]
+        return self.head(self.deep(volume).relu().flatten(1).repeat(1, 48 // 20 + 1)[:, :48])
+
+
+def channels_last(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        if parameter.dim() in (4, 5):
+            form = torch.channels_last if parameter.dim() == 4 else torch.channels_last_3d
+            parameter.data = parameter.data.to(memory_format=form)
+    return model
+
+
+@pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("max_factor_dim", [8192, 6])
+def test_channels_last_takes_the_same_steps(decay, sharing, max_factor_dim):
+    models = [seeded(VolumeNet), channels_last(seeded(VolumeNet))]
+    assert models[1].deep.weight.stride() != models[0].deep.weight.stride()
+    options = BASE | {"weight_decay": 0.02, "decay": decay, "kl_clip": 1e-2, "sharing": sharing}
+    opts = [
+        KFAC(model, 0.05, outputs="exact", max_factor_dim=max_factor_dim, **options)
+        for model in models
+    ]
+    for step in range(STEPS):
+        x, y = random(4, 2, 5, 5, seed=step), labels_for(4, classes=CLASSES, seed=step)
+        train_step(opts[0], models[0], x, y)
+        train_step(opts[1], models[1], x.to(memory_format=torch.channels_last), y)
+        torch.testing.assert_close(flat(models[1]), flat(models[0]), rtol=0, atol=1e-11)
+    for name, expected in opts[0].factors().items():
+        found = opts[1].factors()[name]
+        torch.testing.assert_close(found.A, expected.A, rtol=0, atol=1e-11)
+        torch.testing.assert_close(found.S, expected.S, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_volume_net_equals_the_dense_oracle(last):
+    """Conv3d with groups, and both memory formats, against dense matrices."""
+    form = channels_last if last else (lambda model: model)
+    run_both(
+        BASE | {"lr": 0.05, "weight_decay": 0.1},
+        build=lambda: form(VolumeNet()),
+        batch=lambda s: (random(4, 2, 5, 5, seed=s), labels_for(4, classes=CLASSES, seed=s)),
+    )
 
 
 # -- conversions --

@@ -30,6 +30,7 @@ class Settings:
     invert_every: int = 100
     factor_decay: float = 0.95
     sharing: str = "expand"
+    inversion_lag: int = 0
     own: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
@@ -54,6 +55,7 @@ class DenseKFAC:
         self.velocity = {p: torch.zeros_like(p) for p in model.parameters() if p.requires_grad}
         self.factors: dict[str, Factors] = {}
         self.inverses: dict[str, list[Tensor]] = {}
+        self.pending: dict[int, dict[str, list[Tensor]]] = {}  # by the step that may use them
         self.steps = 0
         self.clip = 1.0  # the last factor of the KL clip
 
@@ -98,8 +100,11 @@ class DenseKFAC:
         if self.steps % s.refresh_every == 0:
             self.refresh(x, y)
         if self.steps % s.invert_every == 0:
-            for name, factors in self.factors.items():
-                self.inverses[name] = damped_inverses(factors, s.damping)
+            lag = s.inversion_lag if self.inverses else 0  # the first is used at once
+            self.pending[self.steps + lag] = {
+                name: damped_inverses(factors, s.damping) for name, factors in self.factors.items()
+            }
+        self.inverses = self.pending.pop(self.steps, self.inverses)
         self.steps += 1
 
         loss = self.loss(self.model(x), y)
