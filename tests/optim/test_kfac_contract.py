@@ -469,7 +469,7 @@ def test_a_grad_scaler_backs_off_after_an_overflow():
     opt.zero_grad()
     assert torch.equal(flat(model), before)
     assert scaler.get_scale() == 512.0
-    assert opt.check().skipped == 1
+    assert opt.check().skipped == 0  # looking for its scale is the scaler's business
     # and without a scaler the next step is an ordinary one
     train_step(opt, model, data()[0].float(), data()[1])
     assert not torch.equal(flat(model), before)
