@@ -8,6 +8,9 @@ from typer.core import TyperGroup
 
 from decaylab import __version__
 from decaylab.cli import demo, runs
+from decaylab.cli.data import data_app
+from decaylab.cli.decay import decay_table_command
+from decaylab.cli.theory import theory_command
 from decaylab.cli.train import train_command
 from decaylab.errors import DecaylabError
 from decaylab.training import Interrupted
@@ -63,6 +66,9 @@ def _options(
 app.command("demo")(demo.demo_command)
 app.command("train")(train_command)
 app.add_typer(runs.app, name="runs")
+app.add_typer(data_app, name="data")
+app.command("decay-table")(decay_table_command)
+app.command("theory")(theory_command)
 
 
 def main() -> None:

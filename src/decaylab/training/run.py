@@ -75,12 +75,17 @@ class TrainingRun:
         outer = _get_states(self.device)
         _set_states(self._random, self.device)
         try:
-            with _precision(self.spec.precision, self.device):
+            with _float32_products(self.spec.precision):
                 yield
         finally:
             self._random = _get_states(self.device)
             _set_states(outer, self.device)
             self._seconds, self._since = self.seconds, None
+
+    def autocast(self) -> torch.autocast:
+        """For forward passes: bf16 where the spec asks for it. Weights and steps stay float32."""
+        enabled = self.spec.precision == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     def initialize(self, between: Callable[[], None]) -> None:
         """K-FAC: average the factors over batches of a pass of its own (recipe line 8)."""
@@ -112,8 +117,9 @@ class TrainingRun:
         """One step; the mean loss of its batch, still on the device. No host synchronisation."""
         images, labels = self.batches.batch(self.position)
         self.whole = False
-        logits = self.model(images)
-        loss = F.cross_entropy(logits, labels)
+        with self.autocast():
+            logits = self.model(images)
+            loss = F.cross_entropy(logits, labels)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -142,7 +148,8 @@ class TrainingRun:
         if whole_train_set:
             splits["train"] = self.data.train
         for name, split in splits.items():
-            result = evaluate(self.model, split, self.data, between=between)
+            with self.autocast():
+                result = evaluate(self.model, split, self.data, between=between)
             values[f"{name}/loss"], values[f"{name}/accuracy"] = result.loss, result.accuracy
         values["lr"] = self.lr
         values["exposure/stage"] = self.stage_exposure()
@@ -246,14 +253,13 @@ def _set_states(states: dict[str, Tensor], device: torch.device) -> None:
 
 
 @contextmanager
-def _precision(precision: str, device: torch.device) -> Iterator[None]:
-    """fp32: IEEE products; tf32: TF32 products (CUDA); bf16: autocast, TF32 for what stays fp32."""
+def _float32_products(precision: str) -> Iterator[None]:
+    """CUDA: IEEE products of float32 for fp32; TF32 for tf32, and for what bf16 leaves in it."""
     matmul: Any = torch.backends.cuda.matmul
     conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     before = matmul.fp32_precision, conv.fp32_precision
     matmul.fp32_precision = conv.fp32_precision = "ieee" if precision == "fp32" else "tf32"
     try:
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            yield
+        yield
     finally:
         matmul.fp32_precision, conv.fp32_precision = before

@@ -1,0 +1,67 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from decaylab.cli import app
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    tiny = ["--hidden", "8", "--batch-size", "256", "--epochs", "2", "--device", "cpu"]
+    for optimizer in ("sgd", "adam"):
+        arguments = ["train", *tiny, "--optimizer", optimizer, "--runs", str(folder)]
+        assert runner.invoke(app, arguments).exit_code == 0
+    return folder
+
+
+def test_list(runs):
+    result = runner.invoke(app, ["runs", "list", "--runs", str(runs)])
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert len(lines) == 3
+    assert lines[1].startswith("digits-mlp-adam-none-")
+    assert "finished" in lines[2]
+    entries = json.loads(runner.invoke(app, ["runs", "list", "--runs", str(runs), "--json"]).stdout)
+    assert [entry["spec"]["optimizer"] for entry in entries] == ["adam", "sgd"]
+
+
+def test_show(runs):
+    result = runner.invoke(app, ["runs", "show", "digits-mlp-sgd", "--runs", str(runs)])
+    assert result.exit_code == 0
+    assert 'optimizer = "sgd"' in result.stdout
+    assert "norm/head" in result.stdout
+    arguments = ["runs", "show", "digits-mlp-sgd", "--runs", str(runs), "--json"]
+    entry = json.loads(runner.invoke(app, arguments).stdout)
+    assert [step for step, _ in entry["series"]["test/accuracy"]] == [5, 10]
+    assert entry["values"]["test/accuracy"] == entry["series"]["test/accuracy"][-1][1]
+
+
+def test_no_runs_and_no_such_run(tmp_path, runs):
+    assert "no runs in" in runner.invoke(app, ["runs", "list", "--runs", str(tmp_path)]).stdout
+    for name in ("nothing", "digits"):
+        result = runner.invoke(app, ["runs", "show", name, "--runs", str(runs)])
+        assert result.exit_code == 2
+        assert result.stderr.count("\n") == 1
+
+
+def test_damaged_folders_do_not_hide_the_others(tmp_path):
+    tiny = ["--hidden", "8", "--batch-size", "256", "--epochs", "1", "--device", "cpu"]
+    runner.invoke(app, ["train", *tiny, "--runs", str(tmp_path)])
+    (good,) = tmp_path.iterdir()
+    with (good / "rows.jsonl").open("a") as file:
+        file.write('{"step": 1, "ep')
+    other = tmp_path / "written-later"
+    other.mkdir()
+    (other / "spec.toml").write_text('data = "digits"')
+    (other / "manifest.json").write_text('{"format": 7, "version": "9.9"}')
+    listed = runner.invoke(app, ["runs", "list", "--runs", str(tmp_path)])
+    assert listed.exit_code == 0
+    assert good.name in listed.stdout
+    assert "format 7" in listed.stderr
+    shown = runner.invoke(app, ["runs", "show", good.name, "--runs", str(tmp_path)])
+    assert shown.exit_code == 0
+    assert "of rows.jsonl is damaged" in shown.stderr
