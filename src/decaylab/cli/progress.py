@@ -41,9 +41,9 @@ def line(progress: Progress) -> str:
 def _numbers(progress: Progress) -> str:
     values = progress.values
     return (
-        f"train loss {values['train/running_loss']:.4f}"
+        f"loss {values['train/running_loss']:.4f}"
         f"  test loss {values['test/loss']:.4f}"
-        f"  test accuracy {100 * values['test/accuracy']:.2f} %"
+        f"  accuracy {100 * values['test/accuracy']:.2f} %"
         f"  lr {values['lr']:g}  {progress.seconds:.1f} s"
     )
 
@@ -64,5 +64,5 @@ def _with_bar(training: Iterator[Progress], console: Console) -> Progress:
             description = f"epoch {at}/{progress.epochs}"
             bar.update(task, total=progress.steps, completed=progress.step, description=description)
             if progress.kind != "step":
-                bar.console.print(line(progress), highlight=False)
+                bar.console.print(line(progress), highlight=False, soft_wrap=True)
     return last

@@ -4,6 +4,7 @@ What is here is exactly what a checkpoint holds: model, optimizer, position (epo
 generators, and the sums of the running epoch. `loop.train` says when which operation happens.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -30,6 +31,8 @@ class TrainingRun:
     def __init__(self, spec: RunSpec, data: DataSet) -> None:
         self.spec, self.data = spec, data
         self.device = data.train.images.device
+        if self.device.type == "cuda":
+            _wake_backward_thread(self.device)
         self.batches = build_batches(spec, data)
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.model = build_model(spec, data)
@@ -230,6 +233,14 @@ def weight_norms(model: nn.Module) -> dict[str, float]:
         return {}
     norms = torch.stack([weight.detach().double().norm() for weight in weights.values()]).tolist()
     return {f"norm/{name}": norm for name, norm in zip(weights, norms, strict=True)}
+
+
+def _wake_backward_thread(device: torch.device) -> None:
+    """Let torch's backward thread take up the GPU; it warns of that, once, which helps nobody."""
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        one = torch.ones(1, 1, device=device, requires_grad=True)
+        (one @ one).sum().backward()
 
 
 def _seeded_states(seed: int, device: torch.device) -> dict[str, Tensor]:
