@@ -21,7 +21,8 @@ def summary(folder: RunFolder) -> dict[str, Any]:
     """A run in plain values: id, folder, manifest, spec, latest value of each name."""
     manifest = folder.manifest()
     rows = folder.rows()
-    latest = max(rows.rows, key=lambda row: row.step, default=None)
+    by_step = sorted(rows.rows, key=lambda row: row.step)
+    latest = by_step[-1] if by_step else None
     try:
         spec = tomllib.loads(folder.spec_text())
     except tomllib.TOMLDecodeError as error:
@@ -33,7 +34,7 @@ def summary(folder: RunFolder) -> dict[str, Any]:
         "step": latest.step if latest else 0,
         "epoch": latest.epoch if latest else 0,
         "seconds": latest.seconds if latest else 0.0,
-        "values": {name: rows.last(name) for name in rows.names()},
+        "values": {row.name: row.value for row in by_step},
         "manifest": asdict(manifest) if manifest else None,
         "spec": spec,
         "left_out": list(rows.left_out),
