@@ -173,11 +173,23 @@ class Attention(nn.Module):
         return self.head((x @ x.mT).softmax(-1) @ self.value(x).tanh())
 
 
-def test_sampled_factors_of_rows_that_see_each_other():
-    """With attention between tokens the sampled S is still unbiased: rows are independent draws."""
+@pytest.mark.parametrize("outputs", ["sampled", "exact"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_factors_of_rows_that_see_each_other(outputs, sharing):
+    """With attention between tokens S is still unbiased: no cross terms between rows survive."""
     model, x = seeded(Attention), random(2, 3, 3)
-    naive = naive_factors(copy.deepcopy(model), x, vectors_for("gauss-newton", "categorical"))
-    opt = KFAC(model, 1e-30, curvature="gauss-newton", refresh_every=1, factor_decay=0.0, **SEEDED)
+    vectors = vectors_for("gauss-newton", "categorical")
+    naive = naive_factors(copy.deepcopy(model), x, vectors, sharing=sharing)
+    opt = KFAC(
+        model,
+        1e-30,
+        curvature="gauss-newton",
+        outputs=outputs,
+        sharing=sharing,
+        refresh_every=1,
+        factor_decay=0.0,
+        **SEEDED,
+    )
     samples = []
     for _ in range(1000):
         train_step(opt, model, x, labels_for(2, 3, classes=CLASSES))
