@@ -1,0 +1,241 @@
+"""Panels of plain data, drawn by matplotlib. Nothing is computed here: what is drawn was recorded.
+
+A figure is a list of panels, and each panel an image of its own, so that a page can put them side
+by side or one below the other. Images have a white ground; the page inverts them in dark mode.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from decaylab.errors import DecaylabError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours: told apart without seeing red from green; one name, one colour.
+COLOURS = {
+    "none": "#D55E00",
+    "L2": "#56B4E9",
+    "weight decay": "#009E73",
+    "baseline": "#D55E00",
+    "wd-all": "#0072B2",
+    "wd-conv": "#009E73",
+    "wd-fc": "#56B4E9",
+    "wn-conv": "#CC79A7",
+    "wd-fc+wn-conv": "#8A6D00",
+    "SGD": "#0072B2",
+    "Adam": "#E69F00",
+    "K-FAC-F": "#009E73",
+    "K-FAC-G": "#CC79A7",
+    "tr F": "#D55E00",
+    "tr G": "#0072B2",
+}
+_OTHERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
+SIZE = (4.2, 3.0)  # inches
+DPI = 150
+INKS = 256  # colours of the palette an image is reduced to
+
+
+@dataclass(frozen=True)
+class Line:
+    """One run's numbers over time; lines of one label share its colour and legend entry."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """One bar in each group; None where there is no number. Spreads are drawn as whiskers."""
+
+    label: str
+    values: Sequence[float | None]
+    spreads: Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class Points:
+    """One point per run."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One set of axes: lines, points, or bars over named groups. An empty one says so."""
+
+    title: str
+    x_label: str
+    y_label: str
+    marks: Sequence[Line | Bars | Points] = ()
+    groups: Sequence[str] = ()
+    log_x: bool = False
+    log_y: bool = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to draw."""
+        return not any(
+            any(value is not None for value in mark.values)
+            if isinstance(mark, Bars)
+            else len(mark.x) > 0
+            for mark in self.marks
+        )
+
+
+def needed(module: str) -> ModuleType:
+    """A module of the extra `report`, or an error that names the extra."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise DecaylabError(
+            f"a report needs {module.split('.')[0]}: pip install 'decaylab[report]'"
+        ) from error
+
+
+def draw(panel: Panel) -> bytes:
+    """One panel as a PNG of 630 x 450 pixels and few colours."""
+    matplotlib = needed("matplotlib")
+    style = {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#e4e4e4",
+        "grid.linewidth": 0.6,
+        "axes.axisbelow": True,
+        "legend.frameon": False,
+        "axes.titlesize": 10,
+    }
+    with matplotlib.rc_context(style):
+        figure = needed("matplotlib.figure").Figure(figsize=SIZE, dpi=DPI, layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_title(panel.title)
+        axes.set_xlabel(panel.x_label)
+        axes.set_ylabel(panel.y_label)
+        if panel.empty:
+            _say_empty(axes)
+        else:
+            _marks(axes, panel)
+            _legend(axes, panel)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+    return _few_colours(buffer.getvalue())
+
+
+def side_by_side(images: Sequence[bytes], columns: int = 2) -> bytes:
+    """Panels of one size as one PNG, `columns` in a row."""
+    image = needed("PIL.Image")
+    opened = [image.open(io.BytesIO(data)).convert("RGB") for data in images]
+    columns = min(columns, len(opened))
+    width, height = opened[0].size
+    rows = -(-len(opened) // columns)
+    sheet = image.new("RGB", (columns * width, rows * height), "white")
+    for place, panel in enumerate(opened):
+        sheet.paste(panel, (place % columns * width, place // columns * height))
+    buffer = io.BytesIO()
+    sheet.quantize(INKS, image.Quantize.MAXCOVERAGE).save(buffer, format="png", optimize=True)
+    return buffer.getvalue()
+
+
+def _marks(axes: "Axes", panel: Panel) -> None:
+    colours = _colours(panel)
+    bars = [mark for mark in panel.marks if isinstance(mark, Bars)]
+    named: set[str] = set()
+    for mark in panel.marks:
+        colour = colours[mark.label]
+        label = "_" if mark.label in named else mark.label
+        named.add(mark.label)
+        if isinstance(mark, Bars):
+            _bars(axes, mark, bars.index(mark), len(bars), colour)
+        elif isinstance(mark, Points):
+            axes.scatter(mark.x, mark.y, s=16, color=colour, label=label, alpha=0.8, linewidths=0)
+        else:
+            shape: dict[str, Any] = {"marker": "o", "markersize": 3} if len(mark.x) < 12 else {}
+            axes.plot(mark.x, mark.y, color=colour, label=label, linewidth=1.2, alpha=0.85, **shape)
+    if bars:
+        axes.set_xticks(range(len(panel.groups)), panel.groups)
+        axes.grid(visible=False, axis="x")
+        _room_for(axes, bars, from_zero=not panel.log_y)
+    if panel.log_x and all(x > 0 for mark in panel.marks for x in getattr(mark, "x", ())):
+        axes.set_xscale("log")
+    if panel.log_y and _all_positive(panel):
+        axes.set_yscale("log")
+
+
+def _bars(axes: "Axes", mark: Bars, place: int, count: int, colour: str) -> None:
+    width = 0.8 / count
+    at = [
+        (group + (place - (count - 1) / 2) * width, value, spread or 0.0)
+        for group, (value, spread) in enumerate(zip(mark.values, mark.spreads, strict=True))
+        if value is not None
+    ]
+    if at:
+        x, heights, whiskers = zip(*at, strict=True)
+        axes.bar(x, heights, width * 0.92, color=colour, label=mark.label)
+        drawn = [(a, h, w) for a, h, w in at if w]
+        if drawn:
+            x, heights, whiskers = zip(*drawn, strict=True)
+            axes.errorbar(x, heights, whiskers, fmt="none", ecolor="#333333", elinewidth=1)
+
+
+def _room_for(axes: "Axes", bars: Sequence[Bars], *, from_zero: bool) -> None:
+    """The range of the bars: from below the lowest where all are close, so that they differ."""
+    values = [value for mark in bars for value in mark.values if value is not None]
+    low, high = min(values), max(values)
+    if from_zero and high > low > 0.7 * high:
+        edge = 0.35 * (high - low)
+        axes.set_ylim(low - edge, high + edge)
+
+
+def _legend(axes: "Axes", panel: Panel) -> None:
+    labels = list(dict.fromkeys(mark.label for mark in panel.marks))
+    if len(labels) > 1:
+        axes.legend(
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.2),
+            ncols=min(len(labels), 4),
+            fontsize=8,
+            handlelength=1.4,
+            columnspacing=1.2,
+        )
+
+
+def _colours(panel: Panel) -> Mapping[str, str]:
+    others = iter(_OTHERS * 9)
+    found: dict[str, str] = {}
+    for mark in panel.marks:
+        if mark.label not in found:
+            found[mark.label] = COLOURS.get(mark.label) or next(others)
+    return found
+
+
+def _all_positive(panel: Panel) -> bool:
+    values: list[Any] = []
+    for mark in panel.marks:
+        values += [v for v in mark.values if v is not None] if isinstance(mark, Bars) else mark.y
+    return all(value > 0 for value in values)
+
+
+def _say_empty(axes: "Axes") -> None:
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.text(
+        0.5, 0.5, "no runs yet", ha="center", va="center", color="#777777", transform=axes.transAxes
+    )
+
+
+def _few_colours(png: bytes) -> bytes:
+    """A PNG with a palette: a third of the size. Maximum coverage keeps colours that are rare."""
+    image = needed("PIL.Image")
+    buffer = io.BytesIO()
+    opened = image.open(io.BytesIO(png)).convert("RGB")
+    opened.quantize(INKS, image.Quantize.MAXCOVERAGE).save(buffer, format="png", optimize=True)
+    return buffer.getvalue()
