@@ -11,7 +11,7 @@ from decaylab.probes.gauss_newton import (
 )
 from decaylab.probes.jacobian import jacobian_norm
 from decaylab.probes.kronecker import measured_factors
-from decaylab.probes.reading import NonFiniteWarning, Reading
+from decaylab.probes.reading import NonFiniteWarning, Reading, row_name
 from decaylab.probes.traces import TraceReading, curvature_traces, kfac_traces
 from decaylab.probes.watch import FREE, PROBES, Moment, Probe, Watch, watch
 from decaylab.probes.weights import (
@@ -53,6 +53,7 @@ __all__ = [
     "layers_of",
     "measured_factors",
     "rotations",
+    "row_name",
     "snapshot",
     "spectrum",
     "untouched",

@@ -35,8 +35,7 @@ class Reading:
 
     def __post_init__(self) -> None:
         if self.non_finite:
-            where = ", ".join(self.non_finite)
-            warnings.warn(f"{self.name} is not finite: {where}", NonFiniteWarning, stacklevel=3)
+            warnings.warn(self.not_finite_sentence(), NonFiniteWarning, stacklevel=3)
 
     @property
     def non_finite(self) -> tuple[str, ...]:
@@ -45,6 +44,10 @@ class Reading:
         if self.total is not None and not math.isfinite(self.total):
             bad.append("the model")
         return tuple(bad)
+
+    def not_finite_sentence(self) -> str:
+        """What is not finite, with the layers' names."""
+        return f"{self.name} is not finite: {', '.join(self.non_finite)}"
 
     def rows(self) -> dict[str, float]:
         """The values under the names they have in records: `name` and `name/layer`.

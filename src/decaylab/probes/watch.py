@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from decaylab.curvature.untouched import bare, check_inputs
 from decaylab.errors import DecaylabError
-from decaylab.optim.decay import decay_of
+from decaylab.optim.decay import OUTSIDE
 from decaylab.optim.kfac import KFAC
 from decaylab.probes.damping import effective_damping
 from decaylab.probes.gauss_newton import (
@@ -153,13 +152,9 @@ class Watch:
         self._before: Snapshot | None = None
         self._warned: set[str] = set()
         self._exposure = _Exposure(optimizer)
-        self._handles = [
-            optimizer.register_step_pre_hook(self._step_begins),
-            optimizer.register_step_post_hook(self._step_ended),
-        ]
-        # first of all, so that what other hooks do to the weights (decay) is part of the step
-        hooks: Any = optimizer._optimizer_step_pre_hooks
-        hooks.move_to_end(self._handles[0].id, last=False)
+        self._before_step: Any = None
+        self._after_step: Any = optimizer.register_step_post_hook(self._step_ended)
+        self._listen_if_due()
 
     @property
     def records(self) -> Rows:
@@ -168,9 +163,10 @@ class Watch:
 
     def detach(self) -> None:
         """Take the hooks off the optimizer; the records stay."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for handle in (self._before_step, self._after_step):
+            if handle is not None:
+                handle.remove()
+        self._before_step = self._after_step = None
 
     def __enter__(self) -> "Watch":
         return self
@@ -186,54 +182,70 @@ class Watch:
     def _due(self, step: int) -> bool:
         return step == 1 or step % self.every == 0
 
-    def _step_begins(self, *_: Any) -> None:
+    def _listen_if_due(self) -> None:
+        """Hear of the next step's beginning only where it is recorded: most steps cost one hook."""
+        if self._before_step is not None:
+            self._before_step.remove()
+            self._before_step = None
         if self._due(self.steps + 1):
-            self._before = self._guarded("snapshot", lambda: snapshot(self._layers))
+            self._before_step = self.optimizer.register_step_pre_hook(self._step_begins)
+            # first of all, so that what other hooks do to the weights (decay) is part of the step
+            hooks: Any = self.optimizer._optimizer_step_pre_hooks
+            hooks.move_to_end(self._before_step.id, last=False)
+
+    def _step_begins(self, *_: Any) -> None:
+        try:
+            self._before = snapshot(self._layers)
+        except Exception as error:  # the training must not stop for a probe
+            self._warn_once("snapshot", error)
 
     def _step_ended(self, *_: Any) -> None:
         self.steps += 1
         self._exposure.add()
         if self._due(self.steps):
-            self._guarded("records", self._record)
+            try:
+                self._record()
+            except Exception as error:
+                self._warn_once("records", error)
             self._before = None
+        if self._before_step is not None or self._due(self.steps + 1):
+            self._listen_if_due()
 
     def _record(self) -> None:
+        exposure = self._exposure.by_layer(self._layers)
         moment = Moment(
-            self.model,
-            self.optimizer,
-            self.inputs,
-            self._layers,
-            self._before or {},
-            self._exposure.by_layer(self._layers),
+            self.model, self.optimizer, self.inputs, self._layers, self._before or {}, exposure
         )
         found: dict[str, float] = {}
-        for probe in self.probes:
-            found |= self._guarded(probe.name, partial(_rows_of, probe, moment)) or {}
+        trouble: dict[str, Any] = {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NonFiniteWarning)  # said below, once per probe
+            for probe in self.probes:
+                try:
+                    measured = probe.measure(moment)
+                except Exception as error:
+                    trouble[probe.name] = error
+                    continue
+                for reading in [measured] if isinstance(measured, Reading) else measured:
+                    found |= reading.rows()
+                    if reading.non_finite:
+                        trouble[probe.name] = reading.not_finite_sentence()
         seconds = time.perf_counter() - self._began
         epoch = 0 if self._steps_per_epoch is None else (self.steps - 1) // self._steps_per_epoch
         rows = [Row(self.steps, epoch, seconds, name, value) for name, value in found.items()]
         self._rows.extend(rows)
         if self._writer is not None:
             self._writer.append(rows)
+        for name, what in trouble.items():
+            self._warn_once(name, what)
 
-    def _guarded(self, name: str, action: Callable[[], Any]) -> Any:
-        """Run `action`; what goes wrong or is not finite is said once per probe, never raised."""
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", NonFiniteWarning)
-            try:
-                result, trouble = action(), None
-            except Exception as error:  # the training must not stop for a probe
-                result, trouble = None, f"{type(error).__name__}: {error}"
-        not_finite = [str(w.message) for w in caught if w.category is NonFiniteWarning]
-        for w in caught:
-            if w.category is not NonFiniteWarning:
-                warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
-        trouble = trouble or (not_finite[0] if not_finite else None)
-        if trouble is not None and name not in self._warned:
-            self._warned.add(name)
-            text = f"watch: {name} at step {self.steps}: {trouble} (said once; training goes on)"
-            warnings.warn(text, stacklevel=2)
-        return result
+    def _warn_once(self, name: str, trouble: Exception | str) -> None:
+        if name in self._warned:
+            return
+        self._warned.add(name)
+        said = trouble if isinstance(trouble, str) else f"{type(trouble).__name__}: {trouble}"
+        text = f"watch: {name} at step {self.steps}: {said} (said once; training goes on)"
+        warnings.warn(text, stacklevel=3)
 
 
 def watch(
@@ -295,20 +307,23 @@ class _Exposure:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._totals: list[Any] = []
-        self._last: list[tuple[Any, Any]] = []
+        self._rates: list[Any] = []
+        self._settings: list[Any] = []
 
     def add(self) -> None:
         """Add one step's rate; worked out anew only where a group's settings changed."""
         for i, group in enumerate(self._optimizer.param_groups):
             if i == len(self._totals):
                 self._totals.append(0.0)
-                self._last.append((None, 0.0))
-            lr = group["lr"]
-            settings = (lr, decay_of(group), group.get("momentum"))
+                self._rates.append(0.0)
+                self._settings.append(None)
+            get = group.get
+            settings = (get("lr"), get("weight_decay"), get(OUTSIDE), get("momentum"))
             # a learning rate on the device stays there: comparing it would wait for it
-            if isinstance(lr, Tensor) or settings != self._last[i][0]:
-                self._last[i] = (settings, exposure_rate(self._optimizer, group))
-            self._totals[i] = self._totals[i] + self._last[i][1]
+            if isinstance(settings[0], Tensor) or settings != self._settings[i]:
+                self._settings[i] = settings
+                self._rates[i] = exposure_rate(self._optimizer, group)
+            self._totals[i] = self._totals[i] + self._rates[i]
 
     def by_layer(self, layers: Layers) -> dict[str, float]:
         """The total of the group that each layer's weight is in; the others are left out."""
@@ -328,12 +343,6 @@ def _probe(probe: str | Probe) -> Probe:
         known = ", ".join(f"{name} ({of.cost})" for name, of in PROBES.items())
         raise DecaylabError(f"unknown probe {probe!r}: use one of {known}")
     return PROBES[probe]
-
-
-def _rows_of(probe: Probe, moment: Moment) -> dict[str, float]:
-    measured = probe.measure(moment)
-    readings = [measured] if isinstance(measured, Reading) else measured
-    return {name: value for reading in readings for name, value in reading.rows().items()}
 
 
 def _is_wrapper(optimizer: Any) -> bool:

@@ -6,7 +6,7 @@ gain. Frozen weights are left out. None of this runs the model, except where `in
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from decaylab.networks import invariance, roles
 from decaylab.networks.roles import INVARIANCE_THRESHOLD
 from decaylab.optim.decay import decay_of, decay_rate
 from decaylab.optim.kfac import KFAC
-from decaylab.probes.reading import Reading, numbers, row_name
+from decaylab.probes.reading import Reading, row_name
 
 Rule = Literal["sgd", "adam", "kfac"]
 # Optimizers whose step does not change when the gradient is multiplied by a number.
@@ -104,21 +104,24 @@ def movement(model: nn.Module | Layers, before: Snapshot) -> tuple[Reading, Read
     now = layers_of(model).weights
     if now.keys() != before.keys():
         raise DecaylabError("the snapshot is of another model, or of other trainable layers")
-    lengths, angles = {}, {}
+    places = [(layer, name) for layer, old in before.items() for name in old]
     with torch.no_grad():
-        for layer, old in before.items():
-            w = torch.cat([weight.flatten() for weight in old.values()])
-            d = torch.cat([now[layer][name].flatten() for name in old]) - w
-            norm = torch.linalg.vector_norm(w)
-            u = w / norm
-            along = d @ u
-            across = torch.linalg.vector_norm(torch.addcmul(d, u, along, value=-1))
-            lengths[layer] = torch.linalg.vector_norm(d)
-            angles[layer] = torch.atan2(across, norm + along)
-    both = numbers(lengths | {f"angle/{layer}": angle for layer, angle in angles.items()})
+        w = [before[layer][name] for layer, name in places]
+        d = torch._foreach_sub([now[layer][name] for layer, name in places], w)
+        dots = [torch.dot(a.flatten(), b.flatten()) for a, b in zip(d, w, strict=True)]
+        first = _sums(places, torch._foreach_norm(w), torch._foreach_norm(d), dots)
+        # the part of the move across the old direction, by subtraction of vectors, not of norms
+        along = {layer: dot / square for layer, (square, _, dot) in first.items() if square}
+        parts = torch._foreach_mul(w, [-along.get(layer, math.nan) for layer, _ in places])
+        across = _sums(places, torch._foreach_norm(torch._foreach_add(d, parts)))
+    lengths = {layer: math.sqrt(moved) for layer, (_, moved, _) in first.items()}
+    angles = {}
+    for layer, (square, _, dot) in first.items():
+        forward = math.sqrt(square) + dot / math.sqrt(square) if square else math.nan
+        angles[layer] = math.atan2(math.sqrt(across[layer][0]), forward)
     return (
-        Reading("update_norm", "weight", {layer: both[layer] for layer in lengths}),
-        Reading("rotation", "radian", {layer: both[f"angle/{layer}"] for layer in angles}),
+        Reading("update_norm", "weight", lengths),
+        Reading("rotation", "radian", angles),
     )
 
 
@@ -234,9 +237,18 @@ def _norms(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
     """|W_l| in float64 from the norms of a layer's tensors; one host synchronisation."""
     if not layers:
         return {}
-    tensors = [w.detach() for weights in layers.values() for w in weights.values()]
-    single = iter(torch.stack(torch._foreach_norm(tensors)).tolist())
-    return {
-        layer: math.sqrt(sum(next(single) ** 2 for _ in weights))
-        for layer, weights in layers.items()
-    }
+    places = [(layer, name) for layer, weights in layers.items() for name in weights]
+    norms = torch._foreach_norm([layers[layer][name].detach() for layer, name in places])
+    return {layer: math.sqrt(square) for layer, (square,) in _sums(places, norms).items()}
+
+
+def _sums(places: list[tuple[str, str]], *columns: Sequence[Tensor]) -> dict[str, list[float]]:
+    """By layer, sums over its tensors: of squared norms, and of the third column as it is."""
+    table = torch.stack([value for column in columns for value in column]).double()
+    values = table.view(len(columns), -1).tolist()
+    found: dict[str, list[float]] = {}
+    for i, (layer, _) in enumerate(places):
+        total = found.setdefault(layer, [0.0] * len(columns))
+        for k in range(len(columns)):
+            total[k] += values[k][i] ** 2 if k < 2 else values[k][i]
+    return found

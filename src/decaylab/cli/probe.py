@@ -1,0 +1,140 @@
+"""`decaylab probe RUN`: the paper's quantities at the last checkpoint of a run."""
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor, nn
+
+from decaylab import probes
+from decaylab.cli import options
+from decaylab.data import DataSet, Split, evaluation_batches
+from decaylab.errors import DecaylabError
+from decaylab.optim.kfac import KFAC
+from decaylab.probes import Reading
+from decaylab.records import RunStore
+from decaylab.training import checkpoint
+from decaylab.training.build import build_optimizer, load_run
+
+Example = Annotated[
+    int, typer.Option("--examples", min=2, help="How many images of each split are used.")
+]
+
+
+def probe_command(
+    run: Annotated[str, typer.Argument(help="The id of a run, or how it starts or ends.")],
+    runs: options.Runs = options.RUNS,
+    data_dir: options.DataDir = None,
+    device: options.Device = "auto",
+    examples: Example = 256,
+    json_output: options.Json = False,
+) -> None:
+    """Print the probes of a run's last checkpoint: the whole model's, then layer by layer.
+
+    Everything is measured on the first images of the training split (the generalization gap on
+    those of both), BN in eval mode; K-FAC norms with batch statistics, as K-FAC sees them.
+    """
+    folder = RunStore(runs).find(run)
+    where = options.chosen_device(device)
+    model, spec, data = load_run(folder, data_dir=data_dir, device=where)
+    optimizer = build_optimizer(spec, model)
+    optimizer.load_state_dict(checkpoint.load(folder.checkpoint, where, "optimizer")["optimizer"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", probes.NonFiniteWarning)
+        readings = [measure() for measure in _measures(model, optimizer, data, examples)]
+    for warning in caught:
+        print(f"warning: {warning.message}", file=sys.stderr)
+    if json_output:
+        print(json.dumps([entry for reading in readings for entry in _entries(reading)], indent=2))
+        return
+    print(f"{folder.id}: {examples} images of {data.name}, BN in eval mode\n")
+    console = Console()  # piped, a table must not be folded to 80 columns
+    console = Console(width=None if console.is_terminal else 200)
+    console.print(_totals(readings))
+    console.print()
+    console.print(_by_layer(readings))
+
+
+def _measures(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: DataSet, examples: int
+) -> Iterator[Callable[[], Reading]]:
+    train, test = (_images(split, data, examples) for split in (data.train, data.test))
+    inputs = train[0]
+    yield lambda: probes.generalization_gap(model, [train], [test])
+    yield lambda: probes.jacobian_norm(model, inputs)
+    yield lambda: probes.gauss_newton_norm(model, inputs)
+    yield lambda: probes.kfac_gauss_newton_norm(model, [inputs])
+    yield lambda: probes.fisher_rao_norm(model, inputs)
+    yield lambda: probes.curvature_traces(model, inputs, curvature="fisher", samples=16)
+    yield lambda: probes.curvature_traces(model, inputs, curvature="gauss-newton", samples=16)
+    yield lambda: probes.weight_norms(model)
+    yield lambda: probes.effective_learning_rate(model, optimizer, inputs)
+    if isinstance(optimizer, KFAC):
+        kfac = optimizer
+        yield lambda: probes.effective_damping(model, kfac.factors(), kfac.dampings())
+
+
+def _images(split: Split, data: DataSet, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` images of a split, normalised, with their labels."""
+    size = min(count, len(split.labels))
+    batches: Iterable[Any] = evaluation_batches(
+        split, batch_size=size, mean=data.mean, std=data.std
+    )
+    for images, labels in batches:
+        return images, labels
+    raise DecaylabError(f"{data.name} has no images")
+
+
+def _entries(reading: Reading) -> Iterator[dict[str, Any]]:
+    """One entry per value, with its standard error if it is an estimate; nan and inf are null."""
+    errors = {probes.row_name(reading.name, k): v for k, v in reading.errors.items()}
+    if reading.total_error is not None:
+        errors[reading.name] = reading.total_error
+    for name, value in reading.rows().items():
+        own = name.split("/")[0] == reading.name
+        yield {
+            "name": name,
+            "value": value if math.isfinite(value) else None,
+            "error": errors.get(name),
+            "unit": reading.unit if own else None,
+        }
+
+
+def _totals(readings: list[Reading]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("model")
+    table.add_column("value", justify="right")
+    table.add_column("standard error", justify="right")
+    table.add_column("unit")
+    for reading in readings:
+        if reading.total is not None:
+            error = "" if reading.total_error is None else f"{reading.total_error:.2g}"
+            table.add_row(reading.name, f"{reading.total:.5g}", error, reading.unit)
+    return table
+
+
+def _by_layer(readings: list[Reading]) -> Table:
+    cells: dict[str, dict[str, float]] = {}
+    columns: dict[str, None] = {}
+    for reading in readings:
+        for name, value in reading.rows().items():
+            quantity, _, layer = name.partition("/")
+            if layer:
+                cells.setdefault(layer, {})[quantity] = value
+                columns[quantity] = None
+    table = Table(box=None, pad_edge=False)
+    table.add_column("layer", no_wrap=True)
+    for quantity in columns:
+        table.add_column(quantity.replace("_", " "), justify="right")
+    for layer, values in cells.items():
+        numbers = [f"{values[q]:.3g}" if q in values else "" for q in columns]
+        table.add_row(escape(layer), *numbers)
+    return table
