@@ -57,7 +57,7 @@ def build_model(spec: RunSpec, data: DataSet) -> nn.Module:
     channels, size = data.train.images.shape[1:3]
     only_mlp = {"hidden": spec.hidden} if spec.hidden is not None else {}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(spec.seed)
+        torch.default_generator.manual_seed(spec.seed)  # manual_seed would reseed the GPUs too
         model = networks.build(
             spec.network,
             classes=data.classes,
