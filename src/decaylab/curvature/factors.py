@@ -19,13 +19,12 @@ from torch import Tensor
 
 from decaylab.curvature.inverses import damped, factored_damping, invert_
 from decaylab.curvature.layers import (
+    Columns,
     Layer,
     Sharing,
     gradient_rows,
     groups_of,
-    input_moment,
     input_rows,
-    input_squares,
     is_channels_last,
     second_moment,
 )
@@ -54,6 +53,10 @@ class Shape(NamedTuple):
     input_diagonal: bool
     output_diagonal: bool
     dtype: torch.dtype
+
+    def wide(self, device: torch.device) -> int:
+        """The input side with zeros behind it, to a size that tensor cores take."""
+        return -(-self.input_dim // 8) * 8 if device.type == "cuda" else self.input_dim
 
 
 @dataclass(frozen=True)
@@ -114,10 +117,10 @@ class Sums:
         self, block: Block, inputs: list[Tensor], sharing: Sharing, mask: Tensor | None
     ) -> None:
         """Add the sum of a a' over the rows of the layer's calls in one pass."""
-        wide = [_product_ready(x, block.shape.dtype) for x in inputs]
-        rows, count = input_rows(block.layer, wide, sharing, mask)
-        moment = input_squares if block.shape.input_diagonal else input_moment
-        total = moment(rows, count, block.shape.dtype, weight=block.weight, bias=block.bias)
+        ready = [_product_ready(x, block.shape.dtype) for x in inputs]
+        columns = Columns(block.weight, block.bias, block.shape.wide(inputs[0].device))
+        rows, count = input_rows(block.layer, ready, columns, sharing, mask)
+        total = _moment(rows, block.shape.dtype, diagonal=block.shape.input_diagonal)
         self.A = total if self.A is None else self.A.add_(total)
         self.positions = self.positions + count
 
@@ -125,13 +128,9 @@ class Sums:
         self, block: Block, gradients: list[Tensor], sharing: Sharing, scale: Tensor | float
     ) -> None:
         """Add scale times the sum of g g' over the rows of the layer's calls in one pass."""
-        wide = [_product_ready(g, block.shape.dtype) for g in gradients]
-        rows = gradient_rows(block.layer, wide, sharing)
-        if block.shape.output_diagonal:
-            total = rows.to(block.shape.dtype).square().sum(1)
-        else:
-            total = second_moment(rows, block.shape.dtype)
-        total.mul_(scale)
+        ready = [_product_ready(g, block.shape.dtype) for g in gradients]
+        rows = gradient_rows(block.layer, ready, sharing)
+        total = _moment(rows, block.shape.dtype, diagonal=block.shape.output_diagonal).mul_(scale)
         self.G = total if self.G is None else self.G.add_(total)
 
     def add_rows(self, rows: Tensor | float) -> None:
@@ -161,17 +160,16 @@ class Bank:
     def allocate(self) -> None:
         """Make the buffers, zero: nothing is known, nothing is moved."""
         n, (a, g) = self.count, self.shape[:2]
-        # zeros behind the input side bring its rows to a size that tensor cores take
-        wide = -(-a // 8) * 8 if self.device.type == "cuda" else a
+        wide = self.shape.wide(self.device)
 
         def zeros(*size: int, dtype: torch.dtype = self.shape.dtype) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=self.device)
 
         one, two = self.shape.input_diagonal, self.shape.output_diagonal
-        self.A, self.G = zeros(n, *(a,) * (2 - one)), zeros(n, *(g,) * (2 - two))
-        self._wide_inverse = zeros(n, *(wide,) * (2 - one))
-        self.A_inverse = self._wide_inverse[:, :a] if one else self._wide_inverse[:, :a, :a]
-        self.G_inverse = zeros(n, *(g,) * (2 - two))
+        self._wide_A, self._wide_inverse = (zeros(n, *(wide,) * (2 - one)) for _ in range(2))
+        within = (slice(None), *(slice(a),) * (2 - one))
+        self.A, self.A_inverse = self._wide_A[within], self._wide_inverse[within]
+        self.G, self.G_inverse = (zeros(n, *(g,) * (2 - two)) for _ in range(2))
         self.gradient, self.step = zeros(n, g, wide), zeros(n, g, wide)
         self.T, self.boost, self.failures = zeros(n), zeros(n) + 1, zeros(n, dtype=torch.int64)
         self.ready = zeros(n, dtype=torch.bool)
@@ -190,14 +188,19 @@ class Bank:
         assert sums.A is not None
         assert sums.G is not None
         here = self.slices[name]
-        A, G = sums.A / sums.positions, sums.G / sums.rows
-        T = torch.ones_like(self.T[here]) * (sums.positions / sums.rows)
-        sound = A.isfinite().flatten(1).all(1) & G.isfinite().flatten(1).all(1)
+        # no entry of a second moment is larger than its diagonal: that is where to look
+        sound = _diagonal(sums.A).isfinite().all(1) & _diagonal(sums.G).isfinite().all(1)
         keep = torch.where(sound, self.ready[here].to(self.shape.dtype) * factor_decay, 1.0)
-        for average, mean in ((self.A[here], A), (self.G[here], G), (self.T[here], T)):
-            entries = (-1,) + (1,) * (mean.dim() - 1)
-            mean.masked_fill_(~sound.view(entries), 0.0)
-            average.mul_(keep.view(entries)).add_(mean.mul_((1 - keep).view(entries)))
+        T = torch.ones_like(keep) * sums.positions
+        for average, total, count in (
+            (self._wide_A[here], sums.A, sums.positions),
+            (self.G[here], sums.G, sums.rows),
+            (self.T[here], T, sums.rows),
+        ):
+            entries = (-1,) + (1,) * (total.dim() - 1)
+            total.masked_fill_(~sound.view(entries), 0.0)
+            average.mul_(keep.view(entries))
+            average.addcmul_(total, ((1 - keep) / count).view(entries))
         self.ready[here] |= sound
 
     def forget(self) -> None:
@@ -257,3 +260,12 @@ def _product_ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """In the factor's dtype, but for bf16 and fp16 on CUDA, whose products accumulate in fp32."""
     reduced = tensor.dtype in (torch.bfloat16, torch.float16)
     return tensor if tensor.is_cuda and reduced and dtype == torch.float32 else tensor.to(dtype)
+
+
+def _moment(rows: Tensor, dtype: torch.dtype, *, diagonal: bool) -> Tensor:
+    """Sum over rows of r r', or of its diagonal only: [groups, dim, dim] or [groups, dim]."""
+    return rows.to(dtype).square().sum(1) if diagonal else second_moment(rows, dtype)
+
+
+def _diagonal(side: Tensor) -> Tensor:
+    return side if side.dim() == 2 else side.diagonal(dim1=1, dim2=2)

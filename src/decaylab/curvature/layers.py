@@ -12,8 +12,8 @@ example and position. `reduce` (Eschenhagen et al. 2023) makes one row of each e
 g summed over its positions.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -38,27 +38,36 @@ def groups_of(layer: Layer) -> int:
     return 1 if isinstance(layer, nn.Linear) else layer.groups
 
 
-def input_rows(
-    layer: Layer, inputs: list[Tensor], sharing: Sharing, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor | int]:
-    """The rows a of the calls of `layer` in one pass, and how many count.
+@dataclass(frozen=True)
+class Columns:
+    """What a row of inputs holds: a if a weight is trained, 1 if a bias is, zeros up to `wide`."""
 
-    Several calls (a layer used twice) are further positions. `mask` (true for a row of the logits
-    that counts) is applied to Linear layers whose leading axes are those of the mask: a masked
-    position is left out of the mean.
+    weight: bool
+    bias: bool
+    wide: int
+
+
+def input_rows(
+    layer: Layer,
+    inputs: list[Tensor],
+    columns: Columns,
+    sharing: Sharing,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor | int]:
+    """The rows [a, 1, 0] of the calls of `layer` in one pass, and how many count.
+
+    [groups, rows, wide]. Several calls (a layer used twice) are further positions. `mask` (true for
+    a row of the logits that counts) is applied to Linear layers whose leading axes are those of the
+    mask: a masked position is left out of the mean.
     """
-    masked = mask is not None and isinstance(layer, nn.Linear)
-    masked = masked and all(mask.shape == x.shape[:-1] for x in inputs)  # type: ignore[union-attr]
     if isinstance(layer, nn.Linear):
-        vectors = _joined([_by_example(x)[None] for x in inputs], sharing)
+        vectors = _joined([_linear_rows(x, columns) for x in inputs], sharing)
     else:
-        vectors = _joined([patches(layer, x) for x in inputs], sharing)
-    if not masked:
-        examples, positions = vectors.shape[1:3]
-        return _shared(vectors, sharing, torch.mean), examples * (
-            1 if sharing == "reduce" else positions
-        )
-    assert mask is not None
+        vectors, mask = _joined([_patch_rows(layer, x, columns) for x in inputs], sharing), None
+    examples, positions = vectors.shape[1:3]
+    if mask is None or any(mask.shape != x.shape[:-1] for x in inputs):
+        count = examples if sharing == "reduce" else examples * positions
+        return _shared(vectors, sharing, torch.mean), count
     weights = _joined([_by_example(mask[..., None])[None] for _ in inputs], sharing)
     weights = weights.to(vectors.dtype)
     if sharing == "expand":
@@ -80,11 +89,12 @@ def gradient_rows(layer: Layer, gradients: list[Tensor], sharing: Sharing) -> Te
 
 
 def patches(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor) -> Tensor:
-    """The patch under each output position: [groups, examples, positions, in / groups].
+    """The patch under each output position: a view [groups, examples, *positions, *patch].
 
-    A strided view of the padded input, copied once; any number of axes, stride, padding (numbers,
-    'same', 'valid', and every padding mode), dilation, groups and memory format. The last axis
-    runs over (channel, kernel axes).
+    Of the padded input, without a copy; any number of axes, stride, padding (numbers, 'same',
+    'valid', and every padding mode), dilation, groups and memory format. `patch` runs over
+    (channel, kernel axes), or over (kernel axes, channel) where the weight is in channels-last
+    format, which is then the order in memory.
     """
     axes = len(layer.kernel_size)
     if inputs.dim() == axes + 1:
@@ -108,9 +118,7 @@ def patches(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor) -> Tensor:
             *(by_axis[i] * dilation[i] for i in range(axes)),
         ),
     )
-    if is_channels_last(layer):
-        view = view.movedim(2 + axes, -1)
-    return view.reshape(layer.groups, examples, math.prod(outputs), -1)
+    return view.movedim(2 + axes, -1) if is_channels_last(layer) else view
 
 
 def second_moment(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -120,35 +128,56 @@ def second_moment(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.bmm(rows.mT, rows, out_dtype=dtype)
 
 
-def input_moment(
-    rows: Tensor, count: Tensor | int, dtype: torch.dtype, *, weight: bool, bias: bool
+def _linear_rows(inputs: Tensor, columns: Columns) -> Tensor:
+    """[1, examples, positions, wide] of a Linear layer's inputs."""
+    vectors = _by_example(inputs)[None]
+    width = vectors.shape[-1]
+    if columns.weight and columns.wide == width:
+        return vectors
+    rows = _rows_like(vectors, vectors.shape[:3], width, columns)
+    if columns.weight:
+        rows[..., :width] = vectors
+    return rows
+
+
+def _patch_rows(
+    layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor, columns: Columns
 ) -> Tensor:
-    """Sum over rows of [a; 1] [a; 1]': [groups, dim, dim].
-
-    The a is there if a weight is trained, the 1 if a bias is.
-    """
-    groups, _, width = rows.shape
-    if not bias:
-        return second_moment(rows, dtype)
-    dim = width * weight + 1
-    moment = torch.empty(groups, dim, dim, dtype=dtype, device=rows.device)
-    if weight:
-        total = rows.sum(1, dtype=dtype)
-        moment[:, :width, :width] = second_moment(rows, dtype)
-        moment[:, :width, width] = total
-        moment[:, width, :width] = total
-    moment[:, -1, -1] = count
-    return moment
+    """[groups, examples, positions, wide] of a convolution's inputs: its patches, copied once."""
+    axes = len(layer.kernel_size)
+    view = patches(layer, inputs)
+    outputs, patch = view.shape[2 : 2 + axes], view.shape[2 + axes :]
+    shape = (view.shape[0], view.shape[1], outputs.numel())
+    rows = _rows_like(view, shape, patch.numel(), columns)
+    if columns.weight:
+        room = rows[..., : patch.numel()].view(*view.shape)
+        _copy_runs(room, view)
+    return rows
 
 
-def input_squares(
-    rows: Tensor, count: Tensor | int, dtype: torch.dtype, *, weight: bool, bias: bool
-) -> Tensor:
-    """The diagonal of `input_moment`, for a side too long for a matrix: [groups, dim]."""
-    parts = [rows.to(dtype).square().sum(1)] if weight else []
-    if bias:
-        parts.append(torch.ones(len(rows), 1, dtype=dtype, device=rows.device) * count)
-    return torch.cat(parts, 1)
+def _copy_runs(target: Tensor, source: Tensor) -> None:
+    """Copy; where both lie in runs of 16 bytes, run by run instead of number by number."""
+    run = 16 // source.element_size()
+    for tensor in (target, source):
+        if (
+            tensor.stride(-1) != 1
+            or tensor.shape[-1] % run
+            or tensor.storage_offset() % run
+            or any(stride % run for stride in tensor.stride()[:-1])
+        ):
+            target.copy_(source)
+            return
+    target.view(torch.complex128).copy_(source.view(torch.complex128))
+
+
+def _rows_like(like: Tensor, shape: Sequence[int], width: int, columns: Columns) -> Tensor:
+    """Uninitialised but for the 1 and the zeros behind the first `width` columns."""
+    rows = like.new_empty(*shape, columns.wide)
+    width = width * columns.weight
+    rows[..., width:] = 0
+    if columns.bias:
+        rows[..., width] = 1
+    return rows
 
 
 def _shared(vectors: Tensor, sharing: Sharing, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
