@@ -10,6 +10,7 @@ from decaylab import __version__
 from decaylab.cli import demo, runs
 from decaylab.cli.data import data_app
 from decaylab.cli.decay import decay_table_command
+from decaylab.cli.probe import probe_command
 from decaylab.cli.theory import theory_command
 from decaylab.cli.train import train_command
 from decaylab.errors import DecaylabError
@@ -68,6 +69,7 @@ app.command("train")(train_command)
 app.add_typer(runs.app, name="runs")
 app.add_typer(data_app, name="data")
 app.command("decay-table")(decay_table_command)
+app.command("probe")(probe_command)
 app.command("theory")(theory_command)
 
 
