@@ -197,6 +197,35 @@ def test_effective_damping_equals_the_written_out_one():
     assert layer.factored_share < layer.share
 
 
+def test_the_spectrum_is_that_of_the_written_out_block():
+    model, inputs, _ = tiny_net("conv")
+    factors = probes.measured_factors(model, [inputs])
+    for layer, of in factors.items():
+        module = model.get_submodule(layer)
+        A = of.A if module.bias is None else of.A[:-1, :-1]
+        want = torch.linalg.eigvalsh(of.T * torch.kron(of.S, A))
+        got = probes.spectrum(module, of).sort().values
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-12)
+
+
+def test_a_side_treated_as_diagonal():
+    model, inputs, labels = tiny_net("mlp")
+    kfac = KFAC(model, lr=0.1, max_factor_dim=5)
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    kfac.step()
+    of = kfac.factors()["0"]  # in 4 + 1, out 6: S is a vector
+    assert (of.A.shape, of.S.shape) == ((5, 5), (6,))
+    block = of.T * torch.kron(torch.diag(of.S), of.A)
+    weight = torch.cat([model[0].weight, model[0].bias[:, None]], 1).detach().flatten()
+    norm = probes.kfac_norm(model, kfac.factors()).layers["0"]
+    assert norm == pytest.approx(float(weight @ block @ weight), **CLOSE)
+    trace = probes.kfac_traces(model, kfac.factors()).layers["0"]
+    assert trace == pytest.approx(float(block.trace()), **CLOSE)
+    values = torch.linalg.eigvalsh(of.T * torch.kron(torch.diag(of.S), of.A[:-1, :-1]))
+    share = probes.effective_damping(model, kfac.factors(), 0.1).layers["0"]
+    assert share == pytest.approx(float((values / (values + 0.1)).mean()), **CLOSE)
+
+
 def test_damping_of_an_optimizer_follows_its_scaling():
     model, inputs, labels = tiny_net("bn")
     kfac = KFAC(model, lr=0.1, damping=0.5, damping_scaling="scale-free")
