@@ -92,6 +92,52 @@ def test_sampled_traces_are_within_four_standard_errors():
             assert abs(got.normalised[layer] - want) < 4 * got.normalised_errors[layer]
 
 
+class Sequences(nn.Module):
+    """Attention over [B, T, d] with logits for every position, and a tied input and output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.MultiheadAttention(3, 1, batch_first=True)
+        self.head = nn.Linear(3, 3)
+        self.same = nn.Linear(3, 3, bias=False)
+        self.same.weight = self.head.weight
+
+    def forward(self, x):
+        x = self.same(x)
+        return self.head(x + self.mix(x, x, x, need_weights=False)[0])
+
+
+def weight_normalised() -> nn.Module:
+    inner = nn.utils.parametrizations.weight_norm(nn.Linear(4, 5))
+    return nn.Sequential(inner, nn.LayerNorm(5), nn.GELU(), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize(("make", "shape"), [(Sequences, (3, 4, 3)), (weight_normalised, (6, 4))])
+def test_sequences_tied_and_parametrised_weights(make, shape):
+    torch.manual_seed(0)
+    model = make().double().eval()
+    inputs = torch.randn(shape, dtype=torch.float64)
+    theta = oracle.flat(model)
+    for curvature, probe in (
+        ("gauss-newton", probes.gauss_newton_norm),
+        ("fisher", probes.fisher_rao_norm),
+    ):
+        C = oracle.curvature_matrix(model, inputs, curvature)
+        got = probe(model, inputs, chunk=2)
+        assert got.total == pytest.approx(float(theta @ C @ theta), **CLOSE)
+        traces = probes.curvature_traces(model, inputs, curvature=curvature)
+        assert traces.total == pytest.approx(float(C.trace()), **CLOSE)
+        assert traces.total == pytest.approx(sum(traces.layers.values()), **CLOSE)
+    squares = 0.0
+    for row in inputs:
+        J = torch.autograd.functional.jacobian(lambda x: model(x[None])[0], row)
+        squares += float(J.square().sum())
+    got = probes.jacobian_norm(model, inputs, chunk=2)
+    assert got.total == pytest.approx(squares / len(inputs), **CLOSE)
+    if make is weight_normalised:
+        assert set(probes.gauss_newton_norm(model, inputs).layers) == {"0", "1", "3"}
+
+
 def test_one_hundred_classes():
     torch.manual_seed(0)
     model = nn.Linear(7, 100).double()

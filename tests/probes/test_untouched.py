@@ -99,6 +99,8 @@ def test_works_under_no_grad_inference_mode_and_autocast():
     want = probes.jacobian_norm(model, inputs).total
     with torch.no_grad():
         assert probes.jacobian_norm(model, inputs).total == want
+    with torch.inference_mode():
+        assert probes.jacobian_norm(model, inputs).total == want
     with torch.autocast("cpu", torch.bfloat16):
         assert probes.jacobian_norm(model, inputs).total == want
 

@@ -43,7 +43,8 @@ def jacobian_product(
 ) -> tuple[Tensor, Tensor]:
     """The logits [..., C] and J v: v is a dict of directions, parameters left out stay.
 
-    Cost: one forward-mode pass (about two forward passes). Rows are not averaged.
+    Cost: one forward-mode pass (about two forward passes); two backward passes where an operation
+    of the model has no forward-mode rule. Rows are not averaged.
     """
     check_inputs(model, inputs)
     with untouched(model, batch_norm=batch_norm) as bare_model:
@@ -175,8 +176,29 @@ def _jvp(
     with warnings.catch_warnings():
         # torch loads its own forward-mode rules on first use, through its deprecated scripting
         warnings.filterwarnings("ignore", message=r".*torch\.jit\.script.*")
-        result = jvp(function, (primals,), (tangents,))
+        try:
+            result = jvp(function, (primals,), (tangents,))
+        except NotImplementedError:  # an operation without a forward-mode rule: weight_norm
+            return _jvp_by_two_backward_passes(function, primals, tangents)
     return result[0], result[1]
+
+
+def _jvp_by_two_backward_passes(
+    function: Callable[[dict[str, Tensor]], Tensor],
+    primals: dict[str, Tensor],
+    tangents: dict[str, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """J v as the derivative of u' J v with regard to u."""
+    leaves = {name: primal.detach().requires_grad_() for name, primal in primals.items()}
+    logits = function(leaves)
+    u = torch.zeros_like(logits, requires_grad=True)
+    pulled = torch.autograd.grad(
+        logits, list(leaves.values()), u, create_graph=True, materialize_grads=True
+    )
+    terms = [(g * v).sum() for g, v in zip(pulled, tangents.values(), strict=True)]
+    # 0 * u: where no direction reaches the logits the product is still a function of u
+    (tangent,) = torch.autograd.grad(torch.stack([0 * u.sum(), *terms]).sum(), u)
+    return logits, tangent
 
 
 def _directions(

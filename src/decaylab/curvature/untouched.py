@@ -166,10 +166,11 @@ def check_logits(logits: Any) -> Tensor:
 
 
 def as_function(model: nn.Module, inputs: Tensor) -> Callable[[dict[str, Tensor]], Tensor]:
-    """Logits as a function of the named parameters; the others stay the model's own."""
+    """Logits as a function of the named parameters; the others are constants, without a graph."""
+    constants = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def logits(parameters: dict[str, Tensor]) -> Tensor:
-        return check_logits(functional_call(model, parameters, (inputs,)))
+        return check_logits(functional_call(model, constants | parameters, (inputs,)))
 
     return logits
 
