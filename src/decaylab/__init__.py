@@ -5,6 +5,7 @@ from decaylab.networks import invariance, roles
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
+from decaylab.probes.watch import watch
 
 __version__ = "0.1.0"
 
@@ -16,4 +17,5 @@ __all__ = [
     "invariance",
     "parameter_groups",
     "roles",
+    "watch",
 ]
