@@ -18,6 +18,7 @@ from decaylab.training.journal import Journal, open_journal
 from decaylab.training.run import TrainingRun, weight_norms
 from decaylab.training.signals import requests
 from decaylab.training.spec import RunSpec
+from decaylab.training.transfer import source_norms
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ def train(
             journal = stack.enter_context(open_journal(store, spec, device=name, tier=how.tier))
         stack.enter_context(requests.listening())
         run = TrainingRun(spec, data)
+        if spec.norm_source:
+            run.norms = source_norms(store, spec.norm_source, spec.epochs or 0)
         if journal is not None and journal.previous is not None:
             if journal.previous.status == "diverged":
                 raise Diverged(f"{journal.previous.message} (run {spec.id}, in an earlier start)")

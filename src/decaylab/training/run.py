@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from decaylab.data import DataSet
 from decaylab.errors import DecaylabError
@@ -21,8 +20,10 @@ from decaylab.optim.decay import decay_rate
 from decaylab.optim.kfac import KFAC
 from decaylab.records import Row
 from decaylab.training.build import build_batches, build_model, build_optimizer
-from decaylab.training.evaluate import evaluate, hits
+from decaylab.training.evaluate import evaluate
 from decaylab.training.spec import RunSpec
+from decaylab.training.steps import Steps
+from decaylab.training.transfer import Norms, rescale
 
 
 class TrainingRun:
@@ -36,18 +37,22 @@ class TrainingRun:
         self.batches = build_batches(spec, data)
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.model = build_model(spec, data)
-        self.optimizer = build_optimizer(spec, self.model)
+        forward: Any = torch.compile(self.model) if spec.compiled else self.model
+        self.optimizer = build_optimizer(spec, forward)
         assert spec.lr_drop_every is not None
         self._schedule = schedules.step(spec.lr_drop_every, spec.lr_drop_factor)
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self._steps = Steps(forward, self.optimizer, self.batches, self.autocast)
+        self.loss_sum, self.correct = self._steps.loss_sum, self._steps.correct
+        cuda = self.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self.device) if cuda else None
         self.epoch = 0  # the running one, from 0
         self.position = 0  # its steps that are done
         self.drawn = False  # whether its batches are drawn
         self.recorded = False  # whether its rows are written
         self.whole = False  # False before an epoch and inside a step: must not be saved then
         self.train_seconds = 0.0
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.norms: Norms | None = None  # of another run, taken over after each epoch
         self._random = _seeded_states(spec.seed, self.device)
         self._seconds = 0.0
         self._since: float | None = None  # when it went to work; None while it rests
@@ -78,7 +83,7 @@ class TrainingRun:
         outer = _get_states(self.device)
         _set_states(self._random, self.device)
         try:
-            with _float32_products(self.spec.precision):
+            with _float32_products(self.spec.precision), _on(self._stream):
                 yield
         finally:
             self._random = _get_states(self.device)
@@ -104,33 +109,28 @@ class TrainingRun:
                 between()
                 yield batches.batch(index)[0]
 
-        self.optimizer.initialize(images())
+        with self.autocast():
+            self.optimizer.initialize(images())
 
     def begin_epoch(self) -> None:
         """Draw the batches of the epoch (again, after a resume) and set its learning rate."""
         if not self.drawn:
             self.batches.begin_epoch()
             self.drawn, self.recorded = True, False
-        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
-            group["lr"] = self._schedule(self.epoch, base)
+            if self.norms is not None and self.epoch:
+                rescale(self.model, self.norms[self.epoch])
+        rates = [self._schedule(self.epoch, base) for base in self._base_lrs]
+        self._steps.begin_epoch(self.position, rates)
         self.model.train()
         self.whole = True
 
     def train_step(self) -> Tensor:
         """One step; the mean loss of its batch, still on the device. No host synchronisation."""
-        images, labels = self.batches.batch(self.position)
         self.whole = False
-        with self.autocast():
-            logits = self.model(images)
-            loss = F.cross_entropy(logits, labels)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.loss_sum += loss.detach()
-        self.correct += hits(logits.detach(), labels)
+        loss = self._steps.take()
         self.position += 1
         self.whole = True
-        return loss.detach()
+        return loss
 
     def finite(self) -> bool:
         """Whether every loss of the running epoch was finite. One host synchronisation."""
@@ -265,12 +265,32 @@ def _set_states(states: dict[str, Tensor], device: torch.device) -> None:
 
 @contextmanager
 def _float32_products(precision: str) -> Iterator[None]:
-    """CUDA: IEEE products of float32 for fp32; TF32 for tf32, and for what bf16 leaves in it."""
+    """CUDA: IEEE products of float32 for fp32; TF32 for tf32, and for what bf16 leaves in it.
+
+    cuDNN looks for its fastest convolutions, unless torch's deterministic algorithms are asked for.
+    """
     matmul: Any = torch.backends.cuda.matmul
     conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    before = matmul.fp32_precision, conv.fp32_precision
+    cudnn: Any = torch.backends.cudnn
+    before = matmul.fp32_precision, conv.fp32_precision, cudnn.benchmark
     matmul.fp32_precision = conv.fp32_precision = "ieee" if precision == "fp32" else "tf32"
+    cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
     try:
         yield
     finally:
-        matmul.fp32_precision, conv.fp32_precision = before
+        matmul.fp32_precision, conv.fp32_precision, cudnn.benchmark = before
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """On a stream of its own that takes its turn between what comes before and after."""
+    if stream is None:
+        yield
+        return
+    outer = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(outer)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        outer.wait_stream(stream)

@@ -38,7 +38,8 @@ _ADAM: dict[str, Any] = {
 _KFAC: dict[str, Any] = {
     **{"momentum": 0.9, "epochs": 100, "lr_drop_every": 40},
     **{"damping": 1e-3, "damping_scaling": "fixed", "kl_clip": 0.0},
-    **{"refresh_every": 10, "invert_every": 100, "factor_decay": 0.95, "initialize_batches": 100},
+    **{"refresh_every": 10, "invert_every": 100, "inversion_lag": 0},
+    **{"factor_decay": 0.95, "initialize_batches": 100},
 }
 PUBLISHED: dict[str, dict[str, Any]] = {
     "sgd": _SGD,
@@ -55,7 +56,7 @@ _POSITIVE = {
 }
 _NOT_NEGATIVE = {
     *("weight_decay", "kl_clip", "initialize_batches", "seed", "momentum", "batch_norm_eps"),
-    *("betas", "factor_decay"),
+    *("betas", "factor_decay", "inversion_lag"),
 }
 _BELOW_ONE = {"momentum", "factor_decay", "betas"}
 
@@ -93,12 +94,16 @@ class RunSpec:
     decay: str = _option("none", "none, l2, decoupled or independent.", "Decay")
     weight_decay: float = _option(0.0, "Its strength.", "Decay")
     decay_scope: str = _option("all", "What is decayed: all, conv or fc.", "Decay")
+    norm_source: str = _option(
+        "", "A run without decay takes over that run's layer norms after each epoch.", "Decay"
+    )
     damping: float | None = _option(None, "Damping lambda.", "K-FAC")
     damping_scaling: str | None = _option(None, "fixed or scale-free.", "K-FAC")
     kl_clip: float | None = _option(None, "KL clip; 0 is none.", "K-FAC")
     curvature_scale: float | None = _option(None, "Factor on the curvature.", "K-FAC")
     refresh_every: int | None = _option(None, "Steps between factor refreshes.", "K-FAC")
     invert_every: int | None = _option(None, "Steps between inversions.", "K-FAC")
+    inversion_lag: int | None = _option(None, "Steps from an inversion to its use.", "K-FAC")
     factor_decay: float | None = _option(None, "Running-average coefficient.", "K-FAC")
     initialize_batches: int | None = _option(
         None, "Batches that initialise the factors, at most one pass; 0 is none.", "K-FAC"
@@ -108,6 +113,7 @@ class RunSpec:
     lr_drop_every: int | None = _option(None, "Epochs between drops of lr.", "Schedule")
     lr_drop_factor: float = _option(10.0, "What a drop divides lr by.", "Schedule")
     precision: str = _option("fp32", "fp32, tf32 or bf16 (autocast).", "Schedule")
+    compiled: bool = _option(False, "Compile the network (torch.compile).", "Schedule")
     seed: int = _option(0, "Seed of weights, batches and sampling.", "Schedule")
 
     def __post_init__(self) -> None:
@@ -131,6 +137,8 @@ class RunSpec:
                 f"weight_decay is {self.weight_decay} but decay is none: choose decay = l2,"
                 " decoupled or independent"
             )
+        if self.norm_source and not self.batch_norm:
+            raise DecaylabError("norm_source rescales layers under BN: set batch_norm = true")
         if self.network != "mlp" and (self.hidden is not None or self.activation != "relu"):
             raise DecaylabError(f"hidden and activation belong to mlp, not to {self.network}")
 

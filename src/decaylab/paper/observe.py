@@ -1,0 +1,108 @@
+"""What the paper's artefacts want measured in a run, recorded by the training loop.
+
+Everything here leaves model, optimizer and random streams as they were, so that what is measured is
+no part of a run's id.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+from torch import Tensor
+
+from decaylab import probes
+from decaylab.data import Split, evaluation_batches
+from decaylab.paper.suite import PROBES
+from decaylab.training import TrainingRun
+
+Observer = Callable[[TrainingRun], dict[str, float]]
+
+CHUNK = 128
+KFAC_BATCHES = 10  # of CHUNK training images
+# Images and draws of Fig. 7's traces, measured after every epoch; fewer on digits, a toy.
+TRACES, TRACES_ON_DIGITS = (256, 8), (128, 4)
+
+
+def observer(wanted: Iterable[str]) -> Observer | None:
+    """A function for `Execution.observe` that measures `wanted`, names of `suite.PROBES`.
+
+    - `effective_lr`: at the start and after each epoch, by layer (Eq. 9). No pass.
+    - `traces`: at the start and after each epoch, tr F and tr G of the first layer's normalised
+      weights (Fig. 7), sampled, on the first training images, BN in eval mode.
+    - `jacobian`: at the end, exact, on the whole test set (Table 2). A backward pass per class.
+    - `kfac_gn`: at the end, exact outputs, on the first 1,280 training images (Fig. 5). A backward
+      pass per class.
+    """
+    chosen = tuple(probe for probe in PROBES if probe in set(wanted))
+    measures = [MEASURES[probe] for probe in chosen]
+    if not measures:
+        return None
+
+    def observe(run: TrainingRun) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for measure in measures:
+            values |= measure(run)
+        return values
+
+    return observe
+
+
+def _effective_lr(run: TrainingRun) -> dict[str, float]:
+    return probes.effective_learning_rate(run.model, run.optimizer).rows()
+
+
+def _traces(run: TrainingRun) -> dict[str, float]:
+    images, draws = TRACES_ON_DIGITS if run.data.name == "digits" else TRACES
+    inputs = next(_inputs(run, run.data.train, images))
+    first = next(iter(probes.layers_of(run.model).weights))
+    values = {}
+    for curvature in ("fisher", "gauss-newton"):
+        reading = probes.curvature_traces(
+            run.model,
+            inputs,
+            curvature=curvature,
+            samples=draws,
+        )
+        name = f"{reading.name}_normalised"
+        values[probes.row_name(name, first)] = reading.normalised[first]
+    return values
+
+
+def _jacobian(run: TrainingRun) -> dict[str, float]:
+    if not _at_end(run):
+        return {}
+    parts = [
+        (len(inputs), probes.jacobian_norm(run.model, inputs, chunk=CHUNK).total or 0.0)
+        for inputs in _inputs(run, run.data.test, 8 * CHUNK)
+    ]
+    count = sum(size for size, _ in parts)
+    return {"jacobian_norm": sum(size * value for size, value in parts) / count}
+
+
+def _kfac_gn(run: TrainingRun) -> dict[str, float]:
+    if not _at_end(run):
+        return {}
+    batches = list(islice(_inputs(run, run.data.train, CHUNK), KFAC_BATCHES))
+    reading = probes.kfac_gauss_newton_norm(run.model, batches)
+    return {"kfac_gn_norm": reading.total or 0.0}
+
+
+MEASURES: dict[str, Observer] = {
+    "effective_lr": _effective_lr,
+    "traces": _traces,
+    "jacobian": _jacobian,
+    "kfac_gn": _kfac_gn,
+}
+
+
+def _at_end(run: TrainingRun) -> bool:
+    return run.epoch + 1 == run.spec.epochs and run.position == run.steps_per_epoch
+
+
+def _inputs(run: TrainingRun, split: Split, batch_size: int) -> Iterator[Tensor]:
+    data = run.data
+    return (
+        images
+        for images, _ in evaluation_batches(
+            split, batch_size=batch_size, mean=data.mean, std=data.std
+        )
+    )

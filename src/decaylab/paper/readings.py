@@ -1,0 +1,120 @@
+"""What the records say about a cell: the finished runs, their last values and their curves."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from decaylab.errors import DecaylabError
+from decaylab.paper.suite import PROBES, Cell
+from decaylab.records import Manifest, Rows, RunStore
+from decaylab.training import RunSpec
+
+
+@dataclass(frozen=True)
+class RunReading:
+    """One finished run: its spec, how it went, its rows."""
+
+    spec: RunSpec
+    manifest: Manifest
+    rows: Rows
+
+    def final(self, name: str) -> float | None:
+        """The last value of a name, None where it was not recorded."""
+        return self.rows.last(name)
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """(epoch, value) of a name, by epoch; epoch 0 is before the first step."""
+        return [(row.epoch, row.value) for row in self.rows.series(name)]
+
+    def timed_curve(self, name: str) -> list[tuple[float, float]]:
+        """(seconds of training, value) of a name: evaluation, probes and checkpoints apart."""
+        seconds = {row.step: row.value for row in self.rows.series("train/seconds")}
+        series = self.rows.series(name)
+        return [(seconds[row.step], row.value) for row in series if row.step in seconds]
+
+    def first_layer(self, quantity: str) -> str | None:
+        """The row name of a quantity of the first layer, e.g. `effective_lr/features.0`."""
+        return next((n for n in self.rows.names() if n.startswith(f"{quantity}/")), None)
+
+    def lacking(self, probes: Sequence[str]) -> list[str]:
+        """The probes it should have recorded and has not. Effective lr exists under BN only."""
+        names = self.rows.names()
+        return [
+            probe
+            for probe in probes
+            if not any(name.startswith(PROBES[probe]) for name in names)
+            and not (probe == "effective_lr" and not self.spec.batch_norm)
+        ]
+
+    def first_stage_exposure(self) -> float:
+        """The decay summed over the first stage: `exposure/stage` where lr first drops.
+
+        (Sum of lr*wd over steps, SGD's L2: / (1 - momentum).)
+        """
+        every = self.spec.resolved().lr_drop_every or 0
+        values = [value for epoch, value in self.curve("exposure/stage") if epoch <= every]
+        return max(values, default=0.0)
+
+
+class Readings:
+    """The finished runs of a store, read once. What cannot be read is left out and named."""
+
+    def __init__(self, store: RunStore) -> None:
+        self.store = store
+        self.left_out: list[str] = []
+        self._known: dict[str, RunReading | None] = {}
+
+    def of(self, spec: RunSpec) -> RunReading | None:
+        """The run of a spec, if it is finished and readable."""
+        if spec.id not in self._known:
+            self._known[spec.id] = self._read(spec)
+        return self._known[spec.id]
+
+    def finished(self, cell: Cell) -> list[RunReading]:
+        """The finished runs of a cell, by seed."""
+        return [reading for spec in cell.runs if (reading := self.of(spec)) is not None]
+
+    def values(self, cell: Cell, metric: str) -> list[float]:
+        """The last value of a metric in each finished run of a cell that recorded it."""
+        finals = (reading.final(metric) for reading in self.finished(cell))
+        return [value for value in finals if value is not None]
+
+    def lacking(self, cells: Sequence[Cell]) -> Iterator[tuple[str, list[str]]]:
+        """Run id and missing probes of the finished runs that lack what an artefact wants."""
+        wanted: dict[str, tuple[RunReading, dict[str, None]]] = {}
+        for cell in cells:
+            for reading in self.finished(cell):
+                probes = wanted.setdefault(reading.spec.id, (reading, {}))[1]
+                probes.update(dict.fromkeys(cell.probes))
+        for run_id, (reading, probes) in wanted.items():
+            if lacking := reading.lacking(list(probes)):
+                yield run_id, lacking
+
+    def _read(self, spec: RunSpec) -> RunReading | None:
+        folder = self.store.folder(spec.id)
+        if not folder.path.exists():
+            return None
+        try:
+            manifest = folder.manifest()
+            if manifest is None or manifest.status != "finished":
+                return None
+            folder.check_same_spec(spec.to_toml())
+            rows = folder.rows()
+        except DecaylabError as error:
+            self.left_out.append(str(error))
+            return None
+        self.left_out += [f"{spec.id}: {note}" for note in rows.left_out if "damaged" in note]
+        return RunReading(spec, manifest, rows)
+
+
+def mean_and_spread(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Mean and sample standard deviation; None where there are none, or only one.
+
+    >>> mean_and_spread([1.0, 3.0])
+    (2.0, 1.4142135623730951)
+    >>> mean_and_spread([1.0])
+    (1.0, None)
+    """
+    if not values:
+        return None, None
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None

@@ -1,0 +1,127 @@
+"""The settings behind a cell: the published ones, and where they are silent, searched or chosen.
+
+- `reference/table1-hyperparameters.csv`: the authors' tuned settings of Table 1's 64 cells.
+- `chosen/mnist.csv`: Fig. 5's MNIST nets, for which nothing is published: ours, not searched.
+- `searched/*.toml`: what `decaylab search` found (recipe lines 15 and 18), one file per cell; a
+  folder given by the caller (`RUNS/searched`) is looked through first.
+"""
+
+import csv
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from decaylab.errors import DecaylabError
+
+ROW = ("dataset", "network", "batch_norm", "augment", "optimizer")
+SCHEMES = ("none", "wd", "l2", "wd-conv", "wd-fc", "wn-conv", "wd-fc+wn-conv")
+"""What is done about decay: nothing, weight decay, L2, decay by scope, norm transfer."""
+
+
+def decay_kind(optimizer: str) -> str:
+    """The paper's weight decay: inside SGD's momentum (recipe line 1), decoupled elsewhere."""
+    return "l2" if optimizer == "sgd" else "decoupled"
+
+
+@cache
+def table(name: str) -> tuple[dict[str, str], ...]:
+    """The rows of a CSV in this package, e.g. `reference/table1.csv`."""
+    text = resources.files("decaylab.paper").joinpath(name).read_text(encoding="utf-8")
+    return tuple(csv.DictReader(text.splitlines()))
+
+
+def published(key: Mapping[str, Any], decayed: bool) -> dict[str, str]:
+    """The row of the hyperparameter tables for a cell; VGG11-19 take VGG16's (recipe line 15)."""
+    wanted = {name: str(key[name]) for name in ROW} | {"weight_decay_on": str(int(decayed))}
+    if wanted["network"].startswith("vgg"):
+        wanted["network"] = "vgg16"
+    for row in (*table("reference/table1-hyperparameters.csv"), *table("chosen/mnist.csv")):
+        if all(row[name] == value for name, value in wanted.items()):
+            return row
+    described = ", ".join(f"{name}={value}" for name, value in wanted.items())
+    raise DecaylabError(f"no published setting for {described}: choose a cell of Table 1")
+
+
+def full_schedule(key: Mapping[str, Any], row: Mapping[str, str]) -> dict[str, Any]:
+    """A spec's fields at the paper's schedule, without decay (recipe lines 1-9, 14 and 18-19).
+
+    Batches other than 128: lr by the square root of the batch (recipe line 18).
+    """
+    optimizer, batch_size = str(key["optimizer"]), int(key.get("batch_size", 128))
+    values: dict[str, Any] = {
+        "data": key["dataset"],
+        "augment": bool(int(key["augment"])),
+        "network": key["network"],
+        "batch_norm": bool(int(key["batch_norm"])),
+        "optimizer": optimizer,
+        "lr": float(f"{float(row['learning_rate']) * math.sqrt(batch_size / 128):.3g}"),
+        "batch_size": batch_size,
+        "epochs": int(row["epochs"]),
+        "lr_drop_every": 40 if optimizer.startswith("kfac") else 80 if batch_size == 2000 else 60,
+        "decay": "none",
+        "weight_decay": 0.0,
+    }
+    if key.get("constant_lr"):
+        values["lr_drop_every"] = values["epochs"]
+    if "hidden" in key:
+        values["hidden"] = tuple(int(size) for size in str(key["hidden"]).split("x"))
+    if optimizer.startswith("kfac"):
+        values["damping"] = float(row["damping"])
+        values["kl_clip"] = float(row["kl_clip"] or 0.0)
+        values["factor_decay"] = float(row["factor_decay"])
+        values["curvature_scale"] = 2.0 if optimizer == "kfac-g" else 1.0
+    return values
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A setting found by `decaylab search`: the cell it is for, its values, and where it lies."""
+
+    cell: Mapping[str, Any]
+    values: Mapping[str, float]
+    tier: str
+    path: str
+
+
+def searched(
+    key: Mapping[str, Any], scheme: str, tier: str, folder: Path | None = None
+) -> Searched | None:
+    """What a search found for a cell, or None; smoke takes quick's, and full short's, if need be.
+
+    A search at batch 128 is not one for other batches.
+    """
+    wanted = {name: key[name] for name in ROW} | {"scheme": scheme}
+    wanted["batch_size"] = key.get("batch_size", 128)
+    tiers = {"smoke": ("smoke", "quick"), "full": ("full", "short")}.get(tier, (tier,))
+    for name in tiers:
+        for found in _all_searched(folder):
+            if found.tier == name and all(
+                str(found.cell.get(part)) == str(value) for part, value in wanted.items()
+            ):
+                return found
+    return None
+
+
+def _all_searched(folder: Path | None) -> list[Searched]:
+    own = resources.files("decaylab.paper").joinpath("searched")
+    texts = [] if folder is None or not folder.is_dir() else sorted(folder.glob("*.toml"))
+    packaged = sorted(
+        (entry for entry in own.iterdir() if entry.name.endswith(".toml")), key=lambda e: e.name
+    )
+    return [_read(str(entry), entry.read_text(encoding="utf-8")) for entry in [*texts, *packaged]]
+
+
+def _read(path: str, text: str) -> Searched:
+    try:
+        entry = tomllib.loads(text)
+        values = {name: float(value) for name, value in entry["winner"].items()}
+        return Searched(entry["cell"], values, entry["search"]["tier"], path)
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DecaylabError(
+            f"{path} is no result of `decaylab search` ({error!r}): remove it, and search again"
+        ) from error

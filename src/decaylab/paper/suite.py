@@ -1,0 +1,247 @@
+"""From the paper's tables and figures to run specs: artefact + tier + seeds -> cells.
+
+An artefact is one table or figure (`artefacts/*.toml`); a cell is one number or curve in it, with
+its key columns and one run per seed. The same run has the same id in every artefact, so that it is
+trained once; what is measured in it (`probes`) is no part of the id.
+"""
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from decaylab.errors import DecaylabError
+from decaylab.paper.settings import (
+    ROW,
+    SCHEMES,
+    Searched,
+    decay_kind,
+    full_schedule,
+    published,
+    searched,
+    table,
+)
+from decaylab.paper.tiers import Tier, sized, tier_of
+from decaylab.training import RunSpec
+
+PROBES: dict[str, str] = {
+    "effective_lr": "effective_lr/",
+    "traces": "gn_trace_normalised/",
+    "jacobian": "jacobian_norm",
+    "kfac_gn": "kfac_gn_norm",
+}
+"""What an artefact can ask for beyond what every run records -> how its rows begin."""
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """A table or figure of the paper.
+
+    Attributes:
+        name: `table1` ... `fig9`.
+        title: what it is, in a line.
+        shows: what the paper's table or figure shows, in a sentence.
+        kind: `table`, `bars`, `curves` or `scatter`.
+        keys: the columns that tell its cells apart; the last one varies fastest and is the
+            comparison (with and without decay, or the scheme).
+        metric: the row name of the cell's value, at the end or as a series.
+        percent: whether the value is shown times 100.
+        probes: what its runs must record, names of `PROBES`.
+        claims: the claims of the paper it bears on.
+    """
+
+    name: str
+    title: str
+    shows: str
+    kind: str
+    keys: tuple[str, ...]
+    metric: str
+    percent: bool
+    probes: tuple[str, ...]
+    claims: tuple[str, ...]
+    blocks: tuple[Mapping[str, Any], ...] = field(repr=False, default=())
+    reference: str = ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number or curve of an artefact.
+
+    Attributes:
+        artefact: its artefact's name.
+        key: the artefact's key columns, as the paper has them (also where digits stand in).
+        runs: one spec per seed, 0 first; empty while `missing` says why there are none.
+        sources: the runs, one per seed, whose norms these take over (recipe line 16).
+        paper: the paper's number, None where it prints none.
+        probes: what these runs must record.
+        missing: why there is no run: a search that has not been made.
+        note: where the settings come from, if not from the published ones.
+    """
+
+    artefact: str
+    key: Mapping[str, Any]
+    runs: tuple[RunSpec, ...] = ()
+    sources: tuple[RunSpec, ...] = ()
+    paper: float | None = None
+    probes: tuple[str, ...] = ()
+    missing: str = ""
+    note: str = ""
+
+    @property
+    def label(self) -> str:
+        """The key in one line: `cifar10 vgg16 bn=0 ...`."""
+        return " ".join(f"{name}={value}" for name, value in self.key.items())
+
+
+@cache
+def artefacts() -> dict[str, Artefact]:
+    """All artefacts, in the order they are run: Table 1 first, since most share its runs."""
+    found = []
+    for entry in resources.files("decaylab.paper").joinpath("artefacts").iterdir():
+        if entry.name.endswith(".toml"):
+            values = tomllib.loads(entry.read_text(encoding="utf-8"))
+            name = entry.name.removesuffix(".toml")
+            found.append((values.pop("order"), _artefact(name, values)))
+    return {artefact.name: artefact for _, artefact in sorted(found, key=lambda pair: pair[0])}
+
+
+def artefact_of(name: str) -> Artefact:
+    """An artefact by name; an error that lists the known ones."""
+    known = artefacts()
+    if name not in known:
+        raise DecaylabError(f"unknown artefact {name!r}: choose one of {', '.join(known)}, or all")
+    return known[name]
+
+
+def cells(
+    name: str, tier: str, seeds: int = 1, *, searched_folder: Path | None = None
+) -> list[Cell]:
+    """The cells of an artefact at a tier, in the paper's order, with `seeds` runs each.
+
+    >>> [cell.key["weight_decay"] for cell in cells("table1", "short")[:2]]
+    [0, 1]
+    >>> cells("table1", "short")[0].runs[0].epochs, cells("table1", "full")[0].runs[0].epochs
+    (40, 200)
+    """
+    artefact, size = artefact_of(name), tier_of(tier)
+    if seeds < 1:
+        raise DecaylabError(f"at least one seed is needed, not {seeds}")
+    found = []
+    for block in artefact.blocks:
+        for full_key in _expanded(block):
+            key = {column: full_key[column] for column in artefact.keys if column in full_key}
+            found.append(
+                Cell(
+                    artefact.name,
+                    key,
+                    paper=_paper_number(artefact, key),
+                    probes=artefact.probes,
+                    **_runs(full_key, size, seeds, searched_folder),
+                )
+            )
+    return found
+
+
+def select(found: Iterable[Cell], only: Sequence[str]) -> list[Cell]:
+    """The cells that match every `key=value`; `key=a,b` takes both. Cells without the key stay out.
+
+    >>> len(select(cells("table1", "short"), ["network=vgg16", "dataset=cifar10"]))
+    24
+    """
+    found = list(found)
+    for condition in only:
+        name, equals, value = condition.partition("=")
+        known = {key: {str(cell.key[key]) for cell in found if key in cell.key} for key in _keys()}
+        if not equals or name not in _keys():
+            raise DecaylabError(
+                f"--only {condition!r} is not key=value with a known key: {', '.join(_keys())}"
+            )
+        wanted = value.split(",")
+        if unknown := [one for one in wanted if one not in known[name]]:
+            there = ", ".join(sorted(known[name])) or "none of these cells has it"
+            raise DecaylabError(f"no cell has {name}={unknown[0]}; there are: {there}")
+        found = [cell for cell in found if str(cell.key.get(name, "")) in wanted]
+    return found
+
+
+def _keys() -> tuple[str, ...]:
+    return tuple(dict.fromkeys(key for artefact in artefacts().values() for key in artefact.keys))
+
+
+def _artefact(name: str, values: dict[str, Any]) -> Artefact:
+    fixed = values.pop("fixed", {})
+    blocks = tuple({**fixed, **block} for block in values.pop("cells"))
+    lists: dict[str, Any] = {
+        key: tuple(values.pop(key, ())) for key in ("keys", "probes", "claims")
+    }
+    return Artefact(name=name, blocks=blocks, **lists, **values)
+
+
+def _expanded(block: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    """Every combination of the listed values; the last column varies fastest."""
+    choices = [value if isinstance(value, list) else [value] for value in block.values()]
+    for combination in product(*choices):
+        yield dict(zip(block, combination, strict=True))
+
+
+def _scheme(key: Mapping[str, Any]) -> str:
+    scheme = key.get("scheme", "wd" if key.get("weight_decay") else "none")
+    scheme = "wd" if scheme == "wd-all" else "none" if scheme == "baseline" else scheme
+    assert scheme in SCHEMES, scheme
+    return scheme
+
+
+def _runs(key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None) -> dict[str, Any]:
+    """The runs of a cell, or why there are none; and where the settings come from."""
+    scheme, optimizer = _scheme(key), str(key["optimizer"])
+    found, note = None, ""
+    if scheme == "l2" and optimizer != "sgd":  # for SGD, L2 is its weight decay
+        found = searched(key, "l2", tier.name, folder)
+        if found is None:
+            cell = " ".join(f"{name}={key[name]}" for name in ROW)
+            return {"missing": f"needs search: decaylab search {cell} --tier {tier.name}"}
+    elif key.get("batch_size", 128) != 128:
+        found = searched(key, scheme, tier.name, folder)
+        note = "" if found else "lr scaled by the square root of the batch, not searched"
+    if found is not None:
+        note = f"searched: {Path(found.path).name}"
+    runs = tuple(_spec(key, scheme, tier, found, seed) for seed in range(seeds))
+    if "wn-conv" not in scheme:
+        return {"runs": runs, "note": note}
+    sources = tuple(_spec(key, "wd", tier, None, seed) for seed in range(seeds))
+    taken = [replace(run, norm_source=source.id) for run, source in zip(runs, sources, strict=True)]
+    return {"runs": tuple(taken), "sources": sources, "note": note}
+
+
+def _spec(
+    key: Mapping[str, Any], scheme: str, tier: Tier, found: Searched | None, seed: int
+) -> RunSpec:
+    optimizer = str(key["optimizer"])
+    row = published(key, decayed=scheme != "none")
+    values = full_schedule(key, row) | _decay(scheme, optimizer, float(row["weight_decay"]))
+    values = sized(values, tier) | ({} if found is None else dict(found.values))
+    return RunSpec.from_mapping({**values, "seed": seed})
+
+
+def _decay(scheme: str, optimizer: str, weight_decay: float) -> dict[str, Any]:
+    """The decay fields of a scheme (recipe line 16); the norm transfer is added by its source."""
+    if scheme in ("none", "wn-conv"):
+        return {"decay": "none", "weight_decay": 0.0}
+    scope = "conv" if scheme == "wd-conv" else "fc" if "wd-fc" in scheme else "all"
+    kind = "l2" if scheme == "l2" else decay_kind(optimizer)
+    return {"decay": kind, "weight_decay": weight_decay, "decay_scope": scope}
+
+
+def _paper_number(artefact: Artefact, key: Mapping[str, Any]) -> float | None:
+    """The number the paper prints for a cell."""
+    if not artefact.reference:
+        return None
+    for row in table(f"reference/{artefact.reference}"):
+        *names, value = row
+        if all(str(key.get(name)) == row[name] for name in names):
+            return float(row[value])
+    return None
