@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class Batches:
                 f"A batch of {batch_size} cannot be drawn from {len(split)} training images: "
                 f"choose a batch size between 1 and {len(split)}."
             )
-        self.batch_size = batch_size
+        self.batch_size, self.device = batch_size, split.images.device
         self.steps_per_epoch = len(split) // batch_size
         self._images, self._labels = split.images, split.labels
         self._normalise = _Normalise(split.images, mean, std, dtype)
@@ -84,21 +84,38 @@ class Batches:
         device, generator, total = self._images.device, self._generator, len(self._images)
         order = torch.randperm(total, generator=generator, device=device)
         if self._crops is None:
-            self._epoch = _Epoch(order)
+            self._keep(_Epoch(order))
             return
         corners = 2 * PADDING + 1
         top, left = torch.randint(corners, (2, total), generator=generator, device=device)
         flip = torch.randint(2, (total, 1, 1, 1), generator=generator, device=device) == 1
-        self._epoch = _Epoch(order, top, left, flip)
+        self._keep(_Epoch(order, top, left, flip))
 
-    def batch(self, i: int) -> tuple[Tensor, Tensor]:
-        """Batch i of this epoch: images [B, C, H, W], normalised, and labels [B]. Draws nothing."""
+    def _keep(self, drawn: _Epoch) -> None:
+        """Make these draws the epoch's, in the tensors of the last one: CUDA graphs read them."""
+        if self._epoch is None:
+            self._epoch = drawn
+            return
+        for part in fields(_Epoch):
+            kept = getattr(self._epoch, part.name)
+            if kept is not None:
+                kept.copy_(getattr(drawn, part.name))
+
+    def batch(self, i: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Batch i of this epoch: images [B, C, H, W], normalised, and labels [B]. Draws nothing.
+
+        As a tensor on the device (a scalar, for CUDA graphs), i is not checked.
+        """
         epoch = self._epoch
         if epoch is None:
             raise DecaylabError("Call begin_epoch() before batch(): it draws what a batch holds.")
-        if not 0 <= i < self.steps_per_epoch:
+        part: slice | Tensor
+        if isinstance(i, Tensor):
+            part = torch.arange(self.batch_size, device=self.device) + i * self.batch_size
+        elif 0 <= i < self.steps_per_epoch:
+            part = slice(i * self.batch_size, (i + 1) * self.batch_size)
+        else:
             raise IndexError(f"batch {i} of {self.steps_per_epoch}")
-        part = slice(i * self.batch_size, (i + 1) * self.batch_size)
         chosen = epoch.order[part]
         if self._crops is None or epoch.top is None or epoch.left is None or epoch.flip is None:
             images = self._images[chosen]
@@ -118,7 +135,6 @@ class Batches:
         """Go back to where `state_dict` was taken; call `begin_epoch` next."""
         self._generator.set_state(state["generator"].cpu())
         self._before = self._generator.get_state()
-        self._epoch = None
 
 
 def evaluation_batches(

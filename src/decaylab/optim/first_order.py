@@ -55,6 +55,11 @@ def _torch_groups(
     return prepared
 
 
+def _on_cuda(groups: list[dict[str, Any]]) -> bool | None:
+    """True where torch's fused step, which takes a tensor lr and CUDA graphs, is the one to use."""
+    return all(p.is_cuda for group in groups for p in group["params"]) or None
+
+
 def _check(lr: float | Tensor, **fractions: float) -> None:
     if not isinstance(lr, Tensor) and not (math.isfinite(lr) and lr >= 0):
         raise DecaylabError(f"the learning rate must be zero or more, and it is {lr}")
@@ -73,7 +78,8 @@ def sgd(
     momentum (recipe 1): that is `l2`. Without momentum, l2 and decoupled are the same.
     """
     _check(lr, momentum=momentum)
-    optimizer = torch.optim.SGD(_torch_groups(groups, ("l2",)), lr=lr, momentum=momentum)
+    prepared = _torch_groups(groups, ("l2",))
+    optimizer = torch.optim.SGD(prepared, lr=lr, momentum=momentum, fused=_on_cuda(prepared))
     optimizer.register_step_pre_hook(_decay_outside)
     return optimizer
 
@@ -84,17 +90,19 @@ def adam(
     lr: float | Tensor,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-    capturable: bool = False,
 ) -> torch.optim.Adam:
     """torch.optim.Adam with the decay that each group of `parameter_groups` asks for.
 
     l2: as torch.optim.Adam, decoupled: as torch.optim.AdamW, by group (recipe 2); independent:
-    - weight_decay * W beside the step. `capturable` is torch's, for CUDA graphs.
+    - weight_decay * W beside the step.
     """
     _check(lr, beta1=betas[0], beta2=betas[1])
     prepared = _torch_groups(groups, ("l2", "decoupled"))
     for group in prepared:
         group["decoupled_weight_decay"] = group["decay"] == "decoupled"
-    optimizer = torch.optim.Adam(prepared, lr=lr, betas=betas, eps=eps, capturable=capturable)
+    cuda = _on_cuda(prepared)
+    optimizer = torch.optim.Adam(
+        prepared, lr=lr, betas=betas, eps=eps, fused=cuda, capturable=bool(cuda)
+    )
     optimizer.register_step_pre_hook(_decay_outside)
     return optimizer

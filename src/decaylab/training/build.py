@@ -70,7 +70,10 @@ def build_model(spec: RunSpec, data: DataSet) -> nn.Module:
             activation=spec.activation,
             **only_mlp,
         )
-    return model.to(data.train.images.device)
+    device = data.train.images.device
+    if device.type == "cuda":  # the order that tensor cores want
+        return model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model.to(device)
 
 
 def build_optimizer(spec: RunSpec, model: nn.Module) -> torch.optim.Optimizer:
@@ -85,7 +88,7 @@ def build_optimizer(spec: RunSpec, model: nn.Module) -> torch.optim.Optimizer:
     if spec.optimizer == "adam":
         return adam(groups, **own)
     own["kl_clip"] = own["kl_clip"] or None
-    options = KFACOptions(seed=spec.seed)
+    options = KFACOptions(seed=spec.seed, inversion_lag=own.pop("inversion_lag"))
     return KFAC(model, params=groups, curvature=CURVATURES[spec.optimizer], options=options, **own)
 
 
