@@ -11,6 +11,7 @@ from decaylab.cli import demo, runs
 from decaylab.cli.data import data_app
 from decaylab.cli.decay import decay_table_command
 from decaylab.cli.probe import probe_command
+from decaylab.cli.reproduce import reproduce_command
 from decaylab.cli.theory import theory_command
 from decaylab.cli.train import train_command
 from decaylab.errors import DecaylabError
@@ -71,6 +72,7 @@ app.add_typer(data_app, name="data")
 app.command("decay-table")(decay_table_command)
 app.command("probe")(probe_command)
 app.command("theory")(theory_command)
+app.command("reproduce")(reproduce_command)
 
 
 def main() -> None:

@@ -195,17 +195,22 @@ def _scheme(key: Mapping[str, Any]) -> str:
     return scheme
 
 
+def searched_cell(key: Mapping[str, Any], tier: Tier) -> dict[str, Any]:
+    """The key a search is kept under: on digits, all data sets are one and nothing is augmented."""
+    return {**key, "dataset": "digits", "augment": 0} if tier.on_digits else dict(key)
+
+
 def _runs(key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None) -> dict[str, Any]:
     """The runs of a cell, or why there are none; and where the settings come from."""
     scheme, optimizer = _scheme(key), str(key["optimizer"])
-    found, note = None, ""
+    found, note, where = None, "", searched_cell(key, tier)
     if scheme == "l2" and optimizer != "sgd":  # for SGD, L2 is its weight decay
-        found = searched(key, "l2", tier.name, folder)
+        found = searched(where, "l2", tier.name, folder)
         if found is None:
-            cell = " ".join(f"{name}={key[name]}" for name in ROW)
+            cell = " ".join(f"{name}={where[name]}" for name in ROW)
             return {"missing": f"needs search: decaylab search {cell} --tier {tier.name}"}
     elif key.get("batch_size", 128) != 128:
-        found = searched(key, scheme, tier.name, folder)
+        found = searched(where, scheme, tier.name, folder)
         note = "" if found else "lr scaled by the square root of the batch, not searched"
     if found is not None:
         note = f"searched: {Path(found.path).name}"

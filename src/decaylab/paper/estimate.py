@@ -1,0 +1,93 @@
+"""How long runs will take, from step times that were measured."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from decaylab.data.facts import DATA_SETS
+from decaylab.errors import DecaylabError
+from decaylab.records import RunStore
+from decaylab.training import RunSpec
+
+# ms per step at batch 128 of the paper's nets on one H200, bf16 and CUDA graphs; digits' stand-ins
+# at batch 32 on one core of a server. Evaluation and probes come on top: `OVERHEAD`.
+MEASURED: dict[str, dict[str, float]] = {
+    "vgg16": {"sgd": 2.2, "adam": 2.4, "kfac-f": 3.0, "kfac-g": 3.0},
+    "resnet32": {"sgd": 6.6, "adam": 6.8, "kfac-f": 7.6, "kfac-g": 7.6},
+    "mlp": {"sgd": 0.3, "adam": 0.3, "kfac-f": 0.6, "kfac-g": 0.6},
+    "digits mlp": {"sgd": 0.8, "adam": 1.0, "kfac-f": 1.5, "kfac-g": 1.5},
+    "digits resnet20": {"sgd": 12.0, "adam": 13.0, "kfac-f": 40.0, "kfac-g": 40.0},
+}
+OVERHEAD = 1.2
+STARTUP = 0.3  # seconds a run needs before its first step
+# Depth against VGG16's and ResNet32's, for those that were not measured.
+DEPTH = {"vgg11": 8 / 13, "vgg13": 10 / 13, "vgg19": 16 / 13, "resnet20": 19 / 31, "resnet44": 1.4}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds a run should take, and whether that is of a like run in the records."""
+
+    seconds: float
+    recorded: bool
+
+
+class Estimator:
+    """Estimates from finished runs of a store where there are like ones, else from `MEASURED`."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._per_step: dict[tuple[object, ...], float] = {}
+        for folder in store.runs():
+            try:
+                manifest = folder.manifest()
+                if manifest is None or manifest.status != "finished":
+                    continue
+                spec, rows = RunSpec.from_toml(folder.spec_text()), folder.rows().rows
+            except DecaylabError:
+                continue
+            last = max(rows, key=lambda row: row.step, default=None)
+            if last is not None and last.step:
+                self._per_step[_kind(spec)] = last.seconds / last.step
+
+    def of(self, spec: RunSpec) -> Estimate:
+        """What one run should take from its start to its end."""
+        steps = (spec.resolved().epochs or 0) * steps_per_epoch(spec)
+        recorded = self._per_step.get(_kind(spec))
+        if recorded is not None:
+            return Estimate(steps * recorded, recorded=True)
+        return Estimate(STARTUP + steps * OVERHEAD * _measured(spec) / 1000, recorded=False)
+
+    def total(self, specs: Iterable[RunSpec]) -> float:
+        """Seconds for all of them, one after the other."""
+        return sum(self.of(spec).seconds for spec in specs)
+
+
+def steps_per_epoch(spec: RunSpec) -> int:
+    """Full batches in an epoch."""
+    images = DATA_SETS[spec.data].splits["train"].count
+    return max(1, (images - images // 10 if spec.held_out else images) // spec.batch_size)
+
+
+def _kind(spec: RunSpec) -> tuple[object, ...]:
+    """What decides the time of a step."""
+    shape = (spec.data, spec.network, spec.width, spec.resolved().hidden, spec.batch_norm)
+    return (*shape, spec.optimizer, spec.batch_size, spec.precision)
+
+
+def _measured(spec: RunSpec) -> float:
+    """Ms per step from the table, larger batches in proportion."""
+    if f"{spec.data} {spec.network}" in MEASURED:
+        return MEASURED[f"{spec.data} {spec.network}"][spec.optimizer] * spec.batch_size / 32
+    like = "vgg16" if spec.network.startswith("vgg") else "resnet32"
+    base = MEASURED.get(spec.network, MEASURED[like])[spec.optimizer]
+    return base * DEPTH.get(spec.network, 1.0) * max(1.0, spec.batch_size / 128)
+
+
+def in_words(seconds: float) -> str:
+    """A duration for people.
+
+    >>> in_words(42.4), in_words(200), in_words(9000)
+    ('42 s', '3.3 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,304 @@
+"""Running what an artefact lacks: in order, once each, to be stopped and started at any time."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from decaylab.data import DataSet, load
+from decaylab.errors import DecaylabError, Diverged
+from decaylab.paper.observe import observer
+from decaylab.paper.suite import Cell
+from decaylab.records import RunFolder, RunStore
+from decaylab.training import Execution, Interrupted, Progress, RunSpec, train
+from decaylab.training.signals import requests
+
+State = Literal["finished", "diverged", "busy", "waiting", "ready"]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run to make: its spec, what to record in it, and the artefacts it serves."""
+
+    spec: RunSpec
+    probes: tuple[str, ...]
+    artefacts: tuple[str, ...]
+
+
+def plan(cells: Iterable[Cell]) -> list[PlannedRun]:
+    """The runs of some cells, each once, with the union of the probes that any of them wants.
+
+    In the order of the cells (whose comparison column varies fastest, so that pairs with and
+    without decay stand together), first seeds first; a run stands behind the one whose norms it
+    takes over, which is added where no cell has it.
+    """
+    cells = list(cells)
+    probes: dict[str, dict[str, None]] = {}
+    serves: dict[str, dict[str, None]] = {}
+    ordered: dict[str, RunSpec] = {}
+    for seed in range(max((len(cell.runs) for cell in cells), default=0)):
+        for cell in cells:
+            for runs in (cell.sources, cell.runs):
+                if seed < len(runs):
+                    spec = runs[seed]
+                    ordered.setdefault(spec.id, spec)
+                    serves.setdefault(spec.id, {})[cell.artefact] = None
+                    probes.setdefault(spec.id, {})
+            if seed < len(cell.runs):
+                probes[cell.runs[seed].id].update(dict.fromkeys(cell.probes))
+    return [
+        PlannedRun(spec, tuple(sorted(probes[run_id])), tuple(serves[run_id]))
+        for run_id, spec in ordered.items()
+    ]
+
+
+def state_of(planned: PlannedRun, store: RunStore) -> State:
+    """Where a run stands; `waiting` is for the run whose norms it takes over."""
+    folder = store.folder(planned.spec.id)
+    if folder.path.exists():
+        manifest = folder.manifest()
+        if manifest is not None and manifest.status in ("finished", "diverged"):
+            folder.check_same_spec(planned.spec.to_toml())
+            return "finished" if manifest.status == "finished" else "diverged"
+        if folder.locked():
+            return "busy"
+    source = planned.spec.norm_source
+    if source and not _finished(store.folder(source)):
+        return "waiting"
+    return "ready"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened: a run began, went on by an epoch, or ended."""
+
+    kind: Literal["begun", "epoch", "finished", "failed", "retried"]
+    run: PlannedRun
+    progress: Progress | None = None
+    message: str = ""
+
+
+@dataclass
+class Outcome:
+    """What became of the runs; ids, and why where there is a reason."""
+
+    finished: list[str] = field(default_factory=list)
+    before: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    elsewhere: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    out_of_time: bool = False
+
+
+@dataclass(frozen=True)
+class How:
+    """Where and how long: nothing here changes a run's numbers.
+
+    Attributes:
+        tier: a label kept with the results.
+        seconds: stop cleanly after so long; None is never.
+        keep_checkpoints: else a finished run's is deleted: it may be over a gigabyte.
+        checkpoint_every: seconds between checkpoints, at least.
+        poll: seconds between looks at runs of other processes that one waits for.
+    """
+
+    device: torch.device
+    tier: str
+    data_dir: Path | None = None
+    seconds: float | None = None
+    keep_checkpoints: bool = False
+    checkpoint_every: float = 60.0
+    poll: float = 2.0
+
+
+class Reproduction:
+    """Makes planned runs one after the other, skipping what is done or done by another process.
+
+    A run that fails is tried once more; if it fails again, or diverges, it is listed in `outcome`
+    and the others go on. Two processes may share the store: each run has one lock, and who comes
+    second takes the next run; a run that waits for another process's source waits.
+    """
+
+    def __init__(self, planned: list[PlannedRun], store: RunStore, how: How) -> None:
+        self.planned, self.store, self.how = planned, store, how
+        self.outcome = Outcome()
+        self._data: dict[str, DataSet] = {}
+
+    def check_data(self) -> None:
+        """Load the data sets that unfinished runs need: what is missing is said before all."""
+        for planned in self.planned:
+            if state_of(planned, self.store) != "finished":
+                self._load(planned.spec.data)
+
+    def run(self) -> Iterator[Event]:
+        """Make the runs; `outcome` is complete when this ends."""
+        todo = list(self.planned)
+        started = time.monotonic()
+        with _time_limit(self.how.seconds):
+            try:
+                while todo:
+                    chosen = self._next(todo)
+                    if chosen is None:
+                        break
+                    if self._over(started):
+                        raise Interrupted(signal.SIGALRM)
+                    todo.remove(chosen)
+                    yield from self._made(chosen)
+            except Interrupted as stop:
+                if stop.exit_code != 128 + signal.SIGALRM:
+                    raise
+                self.outcome.out_of_time = True
+        self.outcome.left = [
+            planned.spec.id
+            for planned in self.planned
+            if planned.spec.id not in self.outcome.failed
+            and planned.spec.id not in self.outcome.elsewhere
+            and not _finished(self.store.folder(planned.spec.id))
+        ]
+
+    def _over(self, started: float) -> bool:
+        return self.how.seconds is not None and time.monotonic() - started >= self.how.seconds
+
+    def _next(self, todo: list[PlannedRun]) -> PlannedRun | None:
+        """The first run that can be made now; those that need not be are taken off the list."""
+        while todo:
+            states = {}
+            for planned in list(todo):
+                state = self._state(planned)
+                if state == "ready":
+                    return planned
+                if state in ("finished", "diverged"):
+                    todo.remove(planned)
+                else:
+                    states[planned.spec.id] = state
+            waiting = [planned for planned in todo if states.get(planned.spec.id) == "waiting"]
+            if not any(self._source_may_come(planned) for planned in waiting):
+                self.outcome.elsewhere += [run for run, state in states.items() if state == "busy"]
+                for planned in waiting:
+                    source = planned.spec.norm_source
+                    self.outcome.failed[planned.spec.id] = f"its source {source} is not there"
+                return None
+            _sleep(self.how.poll)
+        return None
+
+    def _source_may_come(self, planned: PlannedRun) -> bool:
+        source = self.store.folder(planned.spec.norm_source)
+        return _finished(source) or (source.path.exists() and source.locked())
+
+    def _state(self, planned: PlannedRun) -> State:
+        """`state_of`, with what it means for the outcome."""
+        run_id = planned.spec.id
+        try:
+            state = state_of(planned, self.store)
+        except DecaylabError as error:  # a damaged folder is this run's trouble only
+            self.outcome.failed[run_id] = str(error)
+            return "diverged"
+        if state == "finished":
+            self.outcome.before.append(run_id)
+            self._clean(planned)
+        elif state == "diverged":
+            manifest = self.store.folder(run_id).manifest()
+            self.outcome.failed[run_id] = manifest.message if manifest else "diverged"
+        return state
+
+    def _made(self, planned: PlannedRun) -> Iterator[Event]:
+        """One run, tried twice if need be."""
+        run_id = planned.spec.id
+        for attempt in (1, 2):
+            try:
+                yield Event("begun", planned)
+                for progress in self._training(planned):
+                    if progress.kind == "epoch":
+                        yield Event("epoch", planned, progress)
+                    elif progress.kind == "finished":
+                        last = progress
+                self._clean(planned)
+                self.outcome.finished.append(run_id)
+                yield Event("finished", planned, last)
+                return
+            except Diverged as error:
+                self.outcome.failed[run_id] = str(error)
+            except DecaylabError as error:
+                if _finished(self.store.folder(run_id)):  # by another process, meanwhile
+                    self.outcome.before.append(run_id)
+                    return
+                if self.store.folder(run_id).locked():
+                    self.outcome.elsewhere.append(run_id)
+                    return
+                self.outcome.failed[run_id] = str(error)
+            except Exception as error:  # one run's trouble (memory, a bug) does not end the others
+                self.outcome.failed[run_id] = f"{type(error).__name__}: {error}"
+                if attempt == 1:
+                    message = self.outcome.failed.pop(run_id)
+                    yield Event("retried", planned, message=message)
+                    continue
+            yield Event("failed", planned, message=self.outcome.failed[run_id])
+            return
+
+    def _training(self, planned: PlannedRun) -> Iterator[Progress]:
+        execution = Execution(
+            checkpoint_every=self.how.checkpoint_every,
+            tier=self.how.tier,
+            observe=observer(planned.probes),
+        )
+        return train(
+            planned.spec,
+            data=self._load(planned.spec.data),
+            device=self.how.device,
+            store=self.store,
+            execution=execution,
+        )
+
+    def _load(self, name: str) -> DataSet:
+        if name not in self._data:
+            self._data[name] = load(name, self.how.data_dir).to(self.how.device)
+        return self._data[name]
+
+    def _clean(self, planned: PlannedRun) -> None:
+        if not self.how.keep_checkpoints:
+            self.store.folder(planned.spec.id).checkpoint.unlink(missing_ok=True)
+
+
+def _sleep(seconds: float) -> None:
+    """Sleep, but heed a time limit or a signal."""
+    with requests.listening():
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            requests.check()
+            time.sleep(0.05)
+
+
+def _finished(folder: RunFolder) -> bool:
+    if not folder.path.exists():
+        return False
+    manifest = folder.manifest()
+    return manifest is not None and manifest.status == "finished"
+
+
+@contextmanager
+def _time_limit(seconds: float | None) -> Iterator[None]:
+    """After so long, ask the running training to stop as a signal would: with a checkpoint.
+
+    The alarm repeats, since between two runs nobody listens.
+    """
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, frame: object) -> None:
+        if requests.received is None:
+            requests.received = number
+
+    previous = signal.signal(signal.SIGALRM, ask)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), 0.2)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
