@@ -16,6 +16,10 @@ pytestmark = [
 ]
 
 
+# K-FAC factors of rows that see each other are drawn, and a GPU draws other numbers than a CPU.
+SEE_EACH_OTHER = ("bn", "residual")
+
+
 @pytest.mark.parametrize("batch_norm", ["eval", "train"])
 @pytest.mark.parametrize("name", NAMES)
 def test_as_on_the_cpu(name, batch_norm):
@@ -27,7 +31,7 @@ def test_as_on_the_cpu(name, batch_norm):
         lambda m, x: probes.gauss_newton_norm(m, x, batch_norm=batch_norm),
         lambda m, x: probes.fisher_rao_norm(m, x, batch_norm=batch_norm),
         lambda m, x: probes.curvature_traces(m, x, batch_norm=batch_norm),
-        lambda m, x: probes.kfac_gauss_newton_norm(m, [x]),
+        *([] if name in SEE_EACH_OTHER else [lambda m, x: probes.kfac_gauss_newton_norm(m, [x])]),
         lambda m, x: probes.weight_norms(m),
     ):
         want, got = probe(model, inputs).rows(), probe(there, inputs.cuda()).rows()

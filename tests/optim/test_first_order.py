@@ -200,14 +200,15 @@ def test_bad_numbers_get_a_sentence(make, options, words):
 @pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
 def test_on_the_gpu_a_step_does_not_wait_for_the_device(make, decay):
     """With lr in a tensor there, the same numbers as on the CPU, and no synchronisation."""
-    expected = ours(make, decay, lr=0.01, steps=1)
+    rate = 2.0**-7  # exact in float32, which the fused steps want lr in
+    expected = ours(make, decay, lr=rate, steps=1)
     model = network()
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(16, 6, generator=generator, dtype=torch.float64).cuda()
     y = torch.randint(4, (16,), generator=generator).cuda()
     model.cuda()
-    lr = torch.tensor(0.01, dtype=torch.float64, device="cuda")
+    lr = torch.tensor(rate, device="cuda")
     optimizer = make(parameter_groups(model, weight_decay=0.1, decay=decay), lr=lr)
     F.cross_entropy(model(x), y).backward()
     torch.cuda.set_sync_debug_mode("error")

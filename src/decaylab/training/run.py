@@ -210,6 +210,7 @@ class TrainingRun:
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        _lay_out_like_parameters(self.optimizer)
         self.batches.load_state_dict(state["batches"])
         self.batches.begin_epoch()
         self.epoch, self.position, self.drawn = state["epoch"], state["position"], True
@@ -241,6 +242,14 @@ def _wake_backward_thread(device: torch.device) -> None:
         warnings.simplefilter("ignore")
         one = torch.ones(1, 1, device=device, requires_grad=True)
         (one @ one).sum().backward()
+
+
+def _lay_out_like_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Give loaded buffers their parameters' memory format, which torch's fused steps insist on."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _seeded_states(seed: int, device: torch.device) -> dict[str, Tensor]:
