@@ -248,8 +248,9 @@ def test_order_of_the_input_side_is_that_of_the_flattened_weight():
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_empirical_fisher_uses_the_labels_of_the_data(reduction, sharing):
-    model, x = seeded(small_conv_net), random(3, 2, 6, 5)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_empirical_fisher_uses_the_labels_of_the_data(reduction, sharing, inplace):
+    model, x = seeded(lambda: small_conv_net(inplace)), random(3, 2, 6, 5)
     y = labels_for(3, classes=CLASSES)
     naive = naive_factors(
         copy.deepcopy(model), x, vectors_for("empirical-fisher", "categorical", y), sharing=sharing
