@@ -8,9 +8,11 @@ from typer.core import TyperGroup
 
 from decaylab import __version__
 from decaylab.cli import demo, runs
+from decaylab.cli.claims import claims_command
 from decaylab.cli.data import data_app
 from decaylab.cli.decay import decay_table_command
 from decaylab.cli.probe import probe_command
+from decaylab.cli.report import report_command
 from decaylab.cli.reproduce import reproduce_command
 from decaylab.cli.theory import theory_command
 from decaylab.cli.train import train_command
@@ -73,6 +75,8 @@ app.command("decay-table")(decay_table_command)
 app.command("probe")(probe_command)
 app.command("theory")(theory_command)
 app.command("reproduce")(reproduce_command)
+app.command("claims")(claims_command)
+app.command("report")(report_command)
 
 
 def main() -> None:

@@ -1,0 +1,70 @@
+"""`decaylab claims`: what the records say about the paper's claims."""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from decaylab.cli import options
+from decaylab.errors import DecaylabError
+from decaylab.paper import TIERS, Readings, tier_of
+from decaylab.paper.claims import Claim, judge
+from decaylab.records import RunStore
+
+TierOption = Annotated[
+    str | None, typer.Option("--tier", help="smoke, quick, short or full; else those with runs.")
+]
+
+
+def claims_command(
+    tier: TierOption = None,
+    runs: options.Runs = options.RUNS,
+    json_output: options.Json = False,
+) -> None:
+    """Judge the paper's claims E1-E15 from the records alone.
+
+    Each is supported, contradicted, or lacks runs or schedule; never supported without its runs.
+    """
+    if tier is not None:
+        tier_of(tier)
+    store = RunStore(runs)
+    readings = Readings(store)
+    tiers = [tier] if tier is not None else _tiers_with_runs(store)
+    judged = [
+        claim
+        for name in tiers
+        for claim in judge(readings, name, searched_folder=runs / "searched")
+    ]
+    for note in readings.left_out:
+        print(f"left out: {note}", file=sys.stderr)
+    if json_output:
+        print(json.dumps([asdict(claim) for claim in judged], indent=2, allow_nan=False))
+        return
+    if not judged:
+        print(f"no runs of any tier in {runs}: make some with `decaylab reproduce table1`")
+    for claim in judged:
+        print(_told(claim))
+
+
+def _tiers_with_runs(store: RunStore) -> list[str]:
+    there = set()
+    for folder in store.runs():
+        try:
+            manifest = folder.manifest()
+        except DecaylabError:
+            continue  # the readings say so
+        if manifest is not None:
+            there.add(manifest.tier)
+    return [name for name in TIERS if name in there]
+
+
+def _told(claim: Claim) -> str:
+    spread = "" if claim.spread is None else f", spread over seeds {claim.spread:.2g}"
+    lines = [
+        f"{claim.id} ({claim.where}): {claim.claim}",
+        f"   {claim.verdict.upper()}, tier {claim.tier}, {claim.n} runs{spread}",
+    ]
+    lines += [f"   {text}" for text in (claim.effect, *claim.notes) if text]
+    return "\n".join(lines) + "\n"

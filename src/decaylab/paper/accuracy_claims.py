@@ -1,0 +1,215 @@
+"""Claims about test accuracy: E1-E4, E6, E9, E11 and E13, each from the runs of its artefact."""
+
+import math
+import statistics
+from dataclasses import replace
+
+from decaylab.paper.evidence import Bench, Comparison, Evidence, Leaning, Sample, named
+
+KFAC, FIRST_ORDER = ("kfac-f", "kfac-g"), ("sgd", "adam")
+CLOSED_BY_TRANSFER, CLOSED_BY_BOTH = 0.7, 0.85  # E6: "almost all", "all"
+
+
+def e1(bench: Bench) -> Evidence:
+    """Weight decay raises test accuracy in all pairs of Table 1."""
+    evidence = Evidence()
+    for key, pair in bench.groups("table1"):
+        without, with_decay = bench.sample(pair[0]), bench.sample(pair[1])
+        evidence.add(bench.difference(named(key), (1, with_decay), (-1, without)))
+    return _mean(evidence, "with decay against without")
+
+
+def e2(bench: Bench) -> Evidence:
+    """Weight decay is at least as good as L2 where they differ (Fig. 1)."""
+    evidence = Evidence()
+    for key, schemes in bench.groups("fig1"):
+        if key["optimizer"] != "sgd":
+            decay, l2 = bench.sample(schemes["wd"]), bench.sample(schemes["l2"])
+            evidence.add(bench.difference(named(key), (1, decay), (-1, l2)))
+    return _mean(evidence, "weight decay against L2")
+
+
+def e3(bench: Bench) -> Evidence:
+    """Without BN, K-FAC gains most from decay: its smaller gain against the others' larger."""
+    evidence = Evidence()
+    for row, gains in _rows(bench, batch_norm=False).items():
+        if any(None in pair for pair in gains.values()):
+            evidence.missing += 1
+            continue
+        known = {name: (w, d) for name, (w, d) in gains.items() if w is not None and d is not None}
+        size = {name: d.mean - w.mean for name, (w, d) in known.items()}
+        low, high = min(KFAC, key=size.__getitem__), max(FIRST_ORDER, key=size.__getitem__)
+        told = ", ".join(f"{name} {100 * value:+.2f}" for name, value in size.items())
+        evidence.add(
+            bench.difference(
+                f"{row}: {told}; {low} over {high}",
+                (1, known[low][1]),
+                (-1, known[low][0]),
+                (-1, known[high][1]),
+                (1, known[high][0]),
+            )
+        )
+    return _mean(evidence, "K-FAC's smaller gain against the larger of SGD and Adam")
+
+
+def e4(bench: Bench) -> Evidence:
+    """Under BN, SGD and Adam: wd-conv does what wd-all does, wd-fc what none does (Fig. 2)."""
+    evidence = Evidence()
+    for key, schemes in bench.groups("fig2"):
+        found = {name: bench.sample(cell) for name, cell in schemes.items()}
+        gap = bench.difference("", (1, found["wd-all"]), (-1, found["baseline"]))
+        conv = bench.difference(named(key), (1, found["wd-conv"]), (-1, found["wd-fc"]))
+        if gap is None or conv is None:
+            evidence.missing += 1
+            continue
+        shares = [_share(found, name, gap) for name in ("wd-conv", "wd-fc")]
+        text = f"{named(key)}: gap {gap.value:+.2f}, closed by wd-conv {_percent(shares[0])}"
+        text += f", by wd-fc {_percent(shares[1])}"
+        evidence.add(_against_gap(gap, conv, text))
+    return _mean(evidence, "wd-conv against wd-fc")
+
+
+def e6(bench: Bench) -> Evidence:
+    """Norm transfer closes almost all of the gap, with wd-fc all of it (Fig. 4)."""
+    evidence = Evidence()
+    for key, schemes in bench.groups("fig4"):
+        found = {name: bench.sample(cell) for name, cell in schemes.items()}
+        gap = bench.difference("", (1, found["wd"]), (-1, found["none"]))
+        rest = bench.difference("", (1, found["wn-conv"]), (-1, found["wd"]))
+        both = bench.difference("", (1, found["wd-fc+wn-conv"]), (-1, found["wd"]))
+        if gap is None or rest is None or both is None:
+            evidence.missing += 1
+            continue
+        first, second = (_share(found, name, gap) for name in ("wn-conv", "wd-fc+wn-conv"))
+        closed = (first >= CLOSED_BY_TRANSFER or rest.value >= 0) and (
+            second >= CLOSED_BY_BOTH or both.value >= 0
+        )
+        text = f"{named(key)}: gap {gap.value:+.2f}, closed by wn-conv {_percent(first)}"
+        text += f", by wd-fc+wn-conv {_percent(second)}"
+        leaning: Leaning = (
+            "for" if closed else "against" if rest.leaning == "against" else "unclear"
+        )
+        runs = tuple({id(run): run for c in (gap, rest, both) for run in c.runs}.values())
+        spread = rest.spread
+        comparison = Comparison(text, leaning, gap.enough, runs, first, spread=spread)
+        evidence.add(_against_gap(gap, comparison, text))
+    shares = [c.value for c in evidence.comparisons if not math.isnan(c.value)]
+    evidence.value = statistics.fmean(shares) if shares else None
+    evidence.effect = "; ".join(c.text for c in evidence.comparisons)
+    return evidence
+
+
+def e9(bench: Bench) -> Evidence:
+    """K-FAC: wd-fc has the larger effect, wd-conv helps too, more for K-FAC-F (Fig. 6)."""
+    evidence = Evidence()
+    gains: dict[object, dict[object, tuple[Sample | None, Sample | None]]] = {}
+    for key, schemes in bench.groups("fig6"):
+        found = {name: bench.sample(cell) for name, cell in schemes.items()}
+        base, conv, fc = found["baseline"], found["wd-conv"], found["wd-fc"]
+        evidence.add(bench.difference(f"{named(key)} wd-fc over wd-conv", (1, fc), (-1, conv)))
+        evidence.add(bench.difference(f"{named(key)} wd-conv over none", (1, conv), (-1, base)))
+        gains.setdefault(key["network"], {})[key["optimizer"]] = (conv, base)
+    for network, by_optimizer in gains.items():
+        (conv_f, base_f), (conv_g, base_g) = by_optimizer["kfac-f"], by_optimizer["kfac-g"]
+        terms = ((1.0, conv_f), (-1.0, base_f), (-1.0, conv_g), (1.0, base_g))
+        evidence.add(bench.difference(f"{network} wd-conv's gain, F over G", *terms))
+    return _mean(evidence, "the three differences")
+
+
+def e11(bench: Bench) -> Evidence:
+    """Large batches lose accuracy without decay; decay closes most of it (Table 3)."""
+    evidence = Evidence()
+    rows: dict[str, dict[object, tuple[Sample | None, Sample | None]]] = {}
+    for key, pair in bench.groups("table3"):
+        both = (bench.sample(pair[0]), bench.sample(pair[1]))
+        row = named(key, "dataset", "network", "optimizer")
+        rows.setdefault(row, {})[key["batch_size"]] = both
+    for row, batches in rows.items():
+        small, large = batches.get(128, (None, None)), batches.get(2000, (None, None))
+        lost = bench.difference(f"{row} lost without decay", (1, small[0]), (-1, large[0]))
+        terms = ((1.0, small[0]), (-1.0, large[0]), (-1.0, small[1]), (1.0, large[1]))
+        regained = bench.difference(f"{row} of that regained by decay", *terms)
+        if lost is None or regained is None:
+            evidence.missing += 1
+            continue
+        evidence.comparisons += [replace(lost, enough=regained.enough), regained]
+    return _mean(evidence, "lost at batch 2000 without decay, and regained by it")
+
+
+def e13(bench: Bench) -> Evidence:
+    """Weight decay brings the optimizers together: spread within a row, without and with it."""
+    evidence = Evidence()
+    evidence.notes.append(
+        "judged on the rows with BN: without it the paper's own numbers move apart, as E3 says"
+    )
+    for row, pairs in _rows(bench, batch_norm=True).items():
+        if any(None in pair for pair in pairs.values()):
+            evidence.missing += 1
+            continue
+        without = [pair[0] for pair in pairs.values() if pair[0] is not None]
+        decayed = [pair[1] for pair in pairs.values() if pair[1] is not None]
+        ends = []
+        for samples, sign in ((without, 1.0), (decayed, -1.0)):
+            ordered = sorted(samples, key=lambda sample: sample.mean)
+            ends += [(sign, ordered[-1]), (-sign, ordered[0])]
+        before, after = (_range(samples) for samples in (without, decayed))
+        text = f"{row}: spread {before:.2f} without, {after:.2f} with;"
+        evidence.add(bench.difference(text, *ends))
+    return _mean(evidence, "by how much the spread shrinks")
+
+
+def _rows(
+    bench: Bench, *, batch_norm: bool
+) -> dict[str, dict[str, tuple[Sample | None, Sample | None]]]:
+    """Rows of Table 1: name -> optimizer -> (without, with decay)."""
+    rows: dict[str, dict[str, tuple[Sample | None, Sample | None]]] = {}
+    for key, pair in bench.groups("table1"):
+        if bool(key["batch_norm"]) == batch_norm:
+            name = named(key, "dataset", "network", "batch_norm", "augment")
+            both = (bench.sample(pair[0]), bench.sample(pair[1]))
+            rows.setdefault(name, {})[str(key["optimizer"])] = both
+    return rows
+
+
+def _mean(evidence: Evidence, what: str) -> Evidence:
+    """Fill in the mean over the comparisons, in points, and what was found."""
+    found = evidence.comparisons
+    if found:
+        evidence.value = statistics.fmean(c.value for c in found)
+        up, clear = sum(c.value > 0 for c in found), sum(c.leaning == "for" for c in found)
+        evidence.effect = (
+            f"{what}: {evidence.value:+.2f} points on average, positive in {up} of {len(found)}"
+            f" comparisons ({clear} beyond the noise)"
+        )
+        against = [c.text for c in found if c.leaning == "against"]
+        evidence.notes += [f"against it: {text}" for text in against]
+        few = [c.text for c in found] if len(found) <= 4 else []
+        evidence.notes += few if not against else []
+    return evidence
+
+
+def _against_gap(gap: Comparison, comparison: Comparison, text: str) -> Comparison:
+    """A comparison of shares of a gap: unclear unless the gap itself is there."""
+    leaning = comparison.leaning if gap.leaning == "for" else "unclear"
+    noise = comparison.noise if gap.leaning == "for" else float("inf")
+    runs = (*gap.runs, *comparison.runs)
+    enough, value = gap.enough and comparison.enough, comparison.value
+    return Comparison(text, leaning, enough, runs, value, noise, comparison.spread)
+
+
+def _share(found: dict[object, Sample | None], scheme: str, gap: Comparison) -> float:
+    """(accuracy of the scheme - baseline) / gap; nan where there is no gap."""
+    base = found["baseline"] if "baseline" in found else found["none"]
+    sample = found[scheme]
+    if sample is None or base is None or gap.value == 0:
+        return float("nan")
+    return 100 * (sample.mean - base.mean) / gap.value
+
+
+def _range(samples: list[Sample]) -> float:
+    means = [100 * sample.mean for sample in samples]
+    return max(means) - min(means)
+
+
+def _percent(share: float) -> str:
+    return "nothing to close" if share != share else f"{100 * share:.0f} %"

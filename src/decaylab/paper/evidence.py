@@ -1,0 +1,207 @@
+"""How records are weighed: samples over seeds, comparisons with their noise, and a verdict.
+
+The rules (the same for every claim):
+
+- A comparison is *for* or *against* a claim when it is at least twice its noise away from zero, and
+  *unclear* between. From three seeds on, the noise is the standard error over the seeds; with fewer
+  it is the sampling error of the test set, sqrt(p (1 - p) / images) per accuracy.
+- One comparison against it contradicts a claim. It is supported when every run it needs is there,
+  none is against, and the mean over its comparisons is for it; else there are not enough runs.
+- At a shortened schedule a run with decay whose exposure in the first stage is below 1 tells
+  nothing: the claim has "not enough schedule", unless the others contradict it.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from decaylab.data.facts import DATA_SETS
+from decaylab.paper.readings import Readings, RunReading
+from decaylab.paper.suite import Cell, artefact_of, cells
+from decaylab.paper.tiers import tier_of
+
+Verdict = Literal["supported", "contradicted", "not enough runs", "not enough schedule"]
+Leaning = Literal["for", "against", "unclear"]
+LEAST_EXPOSURE = 1.0
+SEEDS_FOR_SPREAD = 3
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A quantity in the runs of one cell, by seed."""
+
+    values: dict[int, float]
+    runs: tuple[RunReading, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean over seeds."""
+        return statistics.fmean(self.values.values())
+
+    @property
+    def sampling_error(self) -> float:
+        """Of an accuracy on the test set of its runs."""
+        images = DATA_SETS[self.runs[0].spec.data].splits["test"].count
+        return math.sqrt(max(self.mean * (1 - self.mean), 0.5 / images) / images)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A signed sum of accuracies, its noise (one standard error) and its spread over seeds."""
+
+    value: float
+    noise: float
+    spread: float | None
+
+
+def combined(terms: Sequence[tuple[float, Sample]]) -> Difference:
+    """Sum of factor * sample; seeds that all samples have are taken together."""
+    value = sum(factor * sample.mean for factor, sample in terms)
+    seeds = set.intersection(*(set(sample.values) for _, sample in terms))
+    by_seed = [sum(f * sample.values[seed] for f, sample in terms) for seed in sorted(seeds)]
+    spread = statistics.stdev(by_seed) if len(by_seed) > 1 else None
+    if spread is not None and len(by_seed) >= SEEDS_FOR_SPREAD:
+        return Difference(value, spread / math.sqrt(len(by_seed)), spread)
+    noise = math.sqrt(sum((factor * sample.sampling_error) ** 2 for factor, sample in terms))
+    return Difference(value, noise, spread)
+
+
+def leaning_of(value: float, noise: float) -> Leaning:
+    """For, against or unclear, at two standard errors."""
+    return "unclear" if abs(value) < 2 * noise or value == 0 else "for" if value > 0 else "against"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One test of a claim: which way it leans, and whether its schedule is long enough to tell.
+
+    `text` says what was found. `value` is positive in the direction of the claim.
+    """
+
+    text: str
+    leaning: Leaning
+    enough: bool
+    runs: tuple[RunReading, ...]
+    value: float = 0.0
+    noise: float = math.inf
+    spread: float | None = None
+
+
+@dataclass
+class Evidence:
+    """What the records hold on a claim; `missing` counts the comparisons without runs."""
+
+    comparisons: list[Comparison] = field(default_factory=list)
+    missing: int = 0
+    effect: str = ""
+    value: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def verdict(self) -> Verdict:
+        """By the rules above."""
+        judged = [comparison for comparison in self.comparisons if comparison.enough]
+        if any(comparison.leaning == "against" for comparison in judged):
+            return "contradicted"
+        if self.missing or not self.comparisons:
+            return "not enough runs"
+        if len(judged) < len(self.comparisons):
+            return "not enough schedule"
+        if all(comparison.leaning == "for" for comparison in judged):
+            return "supported"
+        mean = statistics.fmean(comparison.value for comparison in judged)
+        noise = math.sqrt(sum(comparison.noise**2 for comparison in judged)) / len(judged)
+        if leaning_of(mean, noise) == "for":
+            return "supported"
+        self.notes.append("the difference is within the noise: more seeds would tell")
+        return "not enough runs"
+
+    @property
+    def spread(self) -> float | None:
+        """Root mean square of the comparisons' spreads over seeds."""
+        spreads = [c.spread for c in self.comparisons if c.spread is not None]
+        return math.sqrt(statistics.fmean(s * s for s in spreads)) if spreads else None
+
+    @property
+    def runs(self) -> dict[str, RunReading]:
+        """The runs used, by id."""
+        return {run.spec.id: run for c in self.comparisons for run in c.runs}
+
+    def add(self, comparison: Comparison | None) -> None:
+        """Take a comparison, or count it as missing."""
+        if comparison is None:
+            self.missing += 1
+        else:
+            self.comparisons.append(comparison)
+
+
+class Bench:
+    """The records at one tier, arranged for comparison."""
+
+    def __init__(
+        self, readings: Readings, tier: str, seeds: int = 10, searched_folder: Path | None = None
+    ) -> None:
+        self.readings, self.tier = readings, tier_of(tier)
+        self._seeds, self._folder = seeds, searched_folder
+
+    def groups(self, artefact: str) -> list[tuple[dict[str, object], dict[object, Cell]]]:
+        """Cells by all key columns but the last, as (key, last column -> cell).
+
+        Groups of the same runs (on digits, where CIFAR-10 and CIFAR-100 are one) count once.
+        """
+        last = artefact_of(artefact).keys[-1]
+        found: dict[tuple[object, ...], tuple[dict[str, object], dict[object, Cell]]] = {}
+        for cell in cells(artefact, self.tier.name, self._seeds, searched_folder=self._folder):
+            rest = {name: value for name, value in cell.key.items() if name != last}
+            found.setdefault(tuple(rest.values()), (rest, {}))[1][cell.key[last]] = cell
+        unique: dict[object, tuple[dict[str, object], dict[object, Cell]]] = {}
+        for rest, by_last in found.values():
+            runs = tuple(cell.runs[0].id if cell.runs else cell.label for cell in by_last.values())
+            unique.setdefault(runs, (rest, by_last))
+        return list(unique.values())
+
+    def sample(self, cell: Cell | None, metric: str = "test/accuracy") -> Sample | None:
+        """A metric in the finished runs of a cell; None where there is none."""
+        runs = [] if cell is None else self.readings.finished(cell)
+        values = {run.spec.seed: run.final(metric) for run in runs}
+        known = {seed: value for seed, value in values.items() if value is not None}
+        kept = tuple(run for run in runs if run.spec.seed in known)
+        return Sample(known, kept) if known else None
+
+    def enough(self, runs: Iterable[RunReading]) -> bool:
+        """Whether decay had the time to act in each of these runs that has decay."""
+        if self.tier.name == "full":
+            return True
+        decayed = [run for run in runs if run.spec.decay != "none" and run.spec.weight_decay > 0]
+        return all(run.first_stage_exposure() >= LEAST_EXPOSURE for run in decayed)
+
+    def difference(self, text: str, *terms: tuple[float, Sample | None]) -> Comparison | None:
+        """Sum of factor * accuracy as a comparison, in points; None where a sample is missing."""
+        known = [(factor, sample) for factor, sample in terms if sample is not None]
+        if len(known) < len(terms):
+            return None
+        found = combined(known)
+        runs = tuple(run for _, sample in known for run in sample.runs)
+        return Comparison(
+            f"{text} {100 * found.value:+.2f}",
+            leaning_of(found.value, found.noise),
+            self.enough(runs),
+            runs,
+            value=100 * found.value,
+            noise=100 * found.noise,
+            spread=None if found.spread is None else 100 * found.spread,
+        )
+
+
+def named(key: dict[str, object], *columns: str) -> str:
+    """Some key columns in words, for the text of a comparison.
+
+    >>> named({"dataset": "cifar10", "network": "vgg16", "batch_norm": 1, "augment": 1})
+    'cifar10 vgg16 BN+Aug'
+    """
+    columns = columns or tuple(key)
+    words = [str(key[c]) for c in columns if c in key and c not in ("batch_norm", "augment")]
+    extra = [name for c, name in (("batch_norm", "BN"), ("augment", "Aug")) if key.get(c)]
+    return " ".join([*words[:2], *(["+".join(extra)] if extra else []), *words[2:]])

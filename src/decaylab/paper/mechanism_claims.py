@@ -1,0 +1,255 @@
+"""Claims about mechanisms and convergence: E5, E7, E8, E10, E12, E14 and E15."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from decaylab.paper.evidence import Bench, Comparison, Evidence, Leaning, Sample, named
+from decaylab.paper.readings import RunReading
+
+TRAINED = 0.9995  # 100 % to one decimal
+FITTED = 0.99  # E10: below, a short schedule has not come to the point
+LEAST_NETS = 10  # E7: a correlation of fewer says nothing
+SMALL_LOSS, KFAC_EPOCHS = 1e-4, 10  # E12
+NOT_ZERO, ZERO = 1e-2, 1e-3  # E15
+
+
+def e5(bench: Bench) -> Evidence:
+    """Without decay the first layer's effective lr falls in the first stage; with it, not (SGD)."""
+    evidence = Evidence()
+    for key, pair in bench.groups("fig3"):
+        if key["optimizer"] != "sgd":
+            continue
+        ratios = {decay: [_stage_ratio(run) for run in _runs(bench, pair[decay])] for decay in pair}
+        runs = (*_runs(bench, pair[0]), *_runs(bench, pair[1]))
+        falls, flats = ([r for r in ratios[d] if r is not None] for d in (0, 1))
+        if not falls or not flats:
+            evidence.missing += 1
+            continue
+        fall, flat = statistics.fmean(falls), statistics.fmean(flats)
+        leaning: Leaning = "for" if fall >= 2 * flat else "against" if fall <= flat else "unclear"
+        text = f"{named(key)}: max/min in the first stage {fall:.1f} without decay, {flat:.1f} with"
+        spread = statistics.stdev(falls) if len(falls) > 1 else None
+        enough = bench.enough(runs)
+        evidence.add(Comparison(text, leaning, enough, runs, fall / flat, spread=spread))
+    evidence.notes.append("supported where the ratio without decay is twice that with it")
+    return _told(evidence)
+
+
+def e7(bench: Bench) -> Evidence:
+    """K-FAC GN norm goes with Jacobian norm and generalization gap, over nets at 100 % (Fig. 5)."""
+    evidence = Evidence()
+    nets: dict[object, list[RunReading]] = {}
+    for key, pair in bench.groups("fig5"):
+        for cell in pair.values():
+            kept = nets.setdefault(key["dataset"], [])
+            kept += [run for run in _runs(bench, cell) if (run.final("train/accuracy") or 0) > 0]
+    for dataset, found in nets.items():
+        trained = [run for run in found if (run.final("train/accuracy") or 0.0) >= TRAINED]
+        if left_out := len(found) - len(trained):
+            evidence.notes.append(f"{dataset}: {left_out} nets are below 100 % and left out")
+        for what in ("jacobian", "gap"):
+            points = [(x, y, run) for run in trained if (x := run.final("kfac_gn_norm")) is not None
+                      and (y := _other(run, what)) is not None]  # fmt: skip
+            evidence.add(_correlation(f"{dataset} {what}", points))
+    return _told(evidence, of=[c.value for c in evidence.comparisons])
+
+
+def e8(bench: Bench) -> Evidence:
+    """Decay shrinks the Jacobian ~10-30x under K-FAC-G and ~3-4x under SGD (Table 2)."""
+    evidence = Evidence()
+    nets: dict[object, dict[object, tuple[Sample, Sample] | None]] = {}
+    for key, pair in bench.groups("table2"):
+        without, decayed = (bench.sample(pair[d], "jacobian_norm") for d in (0, 1))
+        both = None if without is None or decayed is None else (without, decayed)
+        nets.setdefault(key["network"], {})[key["optimizer"]] = both
+    for network, found in nets.items():
+        kfac, sgd = found["kfac-g"], found["sgd"]
+        if kfac is None or sgd is None:
+            evidence.missing += 1
+            continue
+        by_kfac, by_sgd = (_ratio(*pair) for pair in (kfac, sgd))
+        leaning: Leaning = "unclear"
+        if by_kfac >= 5 and by_sgd >= 1.5 and by_kfac > 1.5 * by_sgd:
+            leaning = "for"
+        elif by_kfac <= 1 or by_sgd <= 1 or by_kfac <= by_sgd:
+            leaning = "against"
+        runs = tuple(run for pair in (kfac, sgd) for sample in pair for run in sample.runs)
+        text = f"{network}: {by_kfac:.1f}x under K-FAC-G, {by_sgd:.1f}x under SGD"
+        evidence.add(Comparison(text, leaning, bench.enough(runs), runs, by_kfac))
+    evidence.notes.append("supported from 5x (K-FAC-G) and 1.5x (SGD) on, K-FAC-G's 1.5x SGD's")
+    return _told(evidence)
+
+
+def e10(bench: Bench) -> Evidence:
+    """Tr F of the first layer's normalised weights falls ~1e4, tr G changes by ~2 (Fig. 7)."""
+    evidence = Evidence()
+    for key, pair in bench.groups("fig7"):
+        for decay, cell in pair.items():
+            runs = [run for run in _runs(bench, cell) if not run.lacking(("traces",))]
+            if not runs:
+                evidence.missing += 1
+                continue
+            fisher = statistics.fmean(_fall(run, "fisher_trace_normalised") for run in runs)
+            newton = statistics.fmean(_change(run, "gn_trace_normalised") for run in runs)
+            leaning: Leaning = "unclear"
+            if fisher >= 100 and fisher >= 10 * newton:
+                leaning = "for"
+            elif fisher <= newton:
+                leaning = "against"
+            text = (
+                f"{named(key)} decay={decay}: tr F falls {fisher:.3g}x, tr G changes {newton:.2g}x"
+            )
+            evidence.add(Comparison(text, leaning, True, tuple(runs), fisher))
+    evidence.notes.append("supported where tr F falls 100x, and 10x more than tr G changes")
+    return _told(evidence)
+
+
+def e12(bench: Bench) -> Evidence:
+    """K-FAC-G reaches training loss 1e-4 within 10 epochs, and before the others (Fig. 9)."""
+    evidence = Evidence()
+    runs: dict[object, dict[object, RunReading]] = {}
+    for key, cells in bench.groups("fig9"):
+        for cell in cells.values():
+            for run in _runs(bench, cell)[:1]:
+                runs.setdefault(key["network"], {})[key["optimizer"]] = run
+        runs.setdefault(key["network"], {})
+    for network, found in runs.items():
+        if not {"kfac-g", "sgd", "adam"} <= set(found):
+            evidence.missing += 1
+            continue
+        name = "train/running_loss"
+        epochs = _first_below(found["kfac-g"].curve(name))
+        times = {o: _first_below(run.timed_curve(name)) for o, run in found.items()}
+        text = f"{network}: K-FAC-G reaches 1e-4 in {_words(epochs)} epochs; seconds: "
+        text += ", ".join(f"{o} {_words(seconds)}" for o, seconds in times.items())
+        others = min(times[o] for o in ("sgd", "adam"))
+        reached = epochs <= KFAC_EPOCHS
+        won: Leaning = "for" if reached and times["kfac-g"] < others else "against"
+        enough = reached or not bench.tier.on_digits  # an epoch of digits has a tenth of the steps
+        evidence.add(Comparison(text, won, enough, tuple(found.values()), epochs))
+    finite = [c.value for c in evidence.comparisons if math.isfinite(c.value)]
+    evidence.notes.append("the training loss is the running mean of its epoch")
+    return _told(evidence, of=finite)
+
+
+def e14(bench: Bench) -> Evidence:
+    """All nets of Table 1 end at 100 % training accuracy (Fig. 8)."""
+    evidence = Evidence()
+    for key, pair in bench.groups("table1"):
+        for decay, cell in pair.items():
+            sample = bench.sample(cell, "train/accuracy")
+            if sample is None:
+                evidence.missing += 1
+                continue
+            reached = sample.mean >= TRAINED
+            text = f"{named(key)} decay={decay}: {100 * sample.mean:.2f} %"
+            enough = reached or bench.tier.name == "full"
+            leaning: Leaning = "for" if reached else "against"
+            evidence.add(Comparison(text, leaning, enough, sample.runs, 100 * sample.mean))
+    found = evidence.comparisons
+    below = [c for c in found if c.leaning == "against"]
+    if found:
+        evidence.value = min(c.value for c in found)
+        evidence.effect = f"{len(found) - len(below)} of {len(found)} cells end at 100 % training"
+        evidence.effect += f" accuracy, the lowest at {evidence.value:.2f} %"
+    evidence.notes += [f"below: {c.text}" for c in below[:8]]
+    return evidence
+
+
+def e15(bench: Bench) -> Evidence:
+    """Large batch, no decay: the training loss does not reach zero (App. G.1)."""
+    evidence = Evidence()
+    for key, pair in bench.groups("table3"):
+        if key["batch_size"] != 2000:
+            continue
+        without, decayed = (bench.sample(pair[d], "train/loss") for d in (0, 1))
+        if without is None:
+            evidence.missing += 1
+            continue
+        loss = without.mean
+        leaning: Leaning = "for" if loss > NOT_ZERO else "against" if loss < ZERO else "unclear"
+        told = "" if decayed is None else f", {decayed.mean:.3g} with decay"
+        enough = bench.tier.name == "full" or leaning == "against"  # short runs never reach zero
+        text = f"{named(key)}: training loss {loss:.3g}{told}"
+        evidence.add(Comparison(text, leaning, enough, without.runs, loss))
+    evidence.notes.append(f"not zero is above {NOT_ZERO:g}, zero below {ZERO:g}")
+    return _told(evidence)
+
+
+def _told(evidence: Evidence, of: Sequence[float] | None = None) -> Evidence:
+    values = [c.value for c in evidence.comparisons] if of is None else of
+    evidence.value = statistics.fmean(values) if values else None
+    evidence.effect = "; ".join(c.text for c in evidence.comparisons)
+    return evidence
+
+
+def _runs(bench: Bench, cell: object) -> list[RunReading]:
+    return bench.readings.finished(cell)  # type: ignore[arg-type]
+
+
+def _stage_ratio(run: RunReading) -> float | None:
+    """Max/min over the first stage of the first layer's effective lr, from epoch 1 on."""
+    name = run.first_layer("effective_lr")
+    every = run.spec.resolved().lr_drop_every or 0
+    values = [v for epoch, v in run.curve(name or "") if 1 <= epoch <= every]
+    return max(values) / min(values) if len(values) > 1 and min(values) > 0 else None
+
+
+def _change(run: RunReading, quantity: str) -> float:
+    """Max/min over the epochs from 1 on."""
+    values = [v for epoch, v in run.curve(run.first_layer(quantity) or "") if epoch >= 1]
+    return max(values) / max(min(values), 1e-300)
+
+
+def _fall(run: RunReading, quantity: str) -> float:
+    """Value before the first step over the least one after it."""
+    values = [v for _, v in run.curve(run.first_layer(quantity) or "")]
+    return values[0] / max(min(values[1:] or values), 1e-300)
+
+
+def _ratio(without: Sample, decayed: Sample) -> float:
+    return without.mean / max(decayed.mean, 1e-300)
+
+
+def _first_below(curve: list[tuple[int, float]] | list[tuple[float, float]]) -> float:
+    return next((at for at, value in curve if value <= SMALL_LOSS), math.inf)
+
+
+def _words(number: float) -> str:
+    return f"{number:.3g}" if math.isfinite(number) else "never"
+
+
+def _other(run: RunReading, what: str) -> float | None:
+    if what == "jacobian":
+        return run.final("jacobian_norm")
+    test, train = run.final("test/loss"), run.final("train/loss")
+    return None if test is None or train is None else test - train
+
+
+def _correlation(name: str, points: list[tuple[float, float, RunReading]]) -> Comparison | None:
+    """Rank correlation with its 95 % interval (Fisher's z), and that of the logarithms."""
+    if len(points) < LEAST_NETS:
+        return None
+    xs, ys = [x for x, _, _ in points], [y for _, y, _ in points]
+    rank = statistics.correlation(_ranks(xs), _ranks(ys))
+    half = 1.96 / math.sqrt(len(points) - 3)
+    low, high = (math.tanh(math.atanh(min(max(rank, -0.9999), 0.9999)) + s * half) for s in (-1, 1))
+    positive = [(math.log(x), math.log(y)) for x, y in zip(xs, ys, strict=True) if x > 0 and y > 0]
+    logs = ""
+    if len(positive) >= LEAST_NETS:
+        logs = f", of logarithms {statistics.correlation(*zip(*positive, strict=True)):.2f}"
+    text = f"{name}: rank correlation {rank:.2f} [{low:.2f}, {high:.2f}]{logs}, {len(points)} nets"
+    leaning: Leaning = "for" if low > 0 else "against" if high < 0 else "unclear"
+    runs = tuple(run for _, _, run in points)
+    return Comparison(text, leaning, True, runs, rank)
+
+
+def _ranks(values: list[float]) -> list[float]:
+    """Ranks from 1, ties sharing their mean.
+
+    >>> _ranks([3.0, 1.0, 3.0])
+    [2.5, 1.0, 2.5]
+    """
+    ordered = sorted(values)
+    return [ordered.index(v) + 1 + (ordered.count(v) - 1) / 2 for v in values]
