@@ -16,25 +16,27 @@ from decaylab.errors import DecaylabError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours: told apart without seeing red from green; one name, one colour.
+# After Okabe and Ito: told apart without seeing red from green, and of middle lightness, so that
+# they stay visible when a page inverts the image. One name, one colour.
 COLOURS = {
     "none": "#D55E00",
-    "L2": "#56B4E9",
+    "L2": "#0072B2",
     "weight decay": "#009E73",
     "baseline": "#D55E00",
     "wd-all": "#0072B2",
     "wd-conv": "#009E73",
-    "wd-fc": "#56B4E9",
-    "wn-conv": "#CC79A7",
+    "wd-fc": "#8548B0",
+    "wn-conv": "#C0407E",
     "wd-fc+wn-conv": "#8A6D00",
     "SGD": "#0072B2",
-    "Adam": "#E69F00",
+    "Adam": "#B87500",
     "K-FAC-F": "#009E73",
-    "K-FAC-G": "#CC79A7",
+    "K-FAC-G": "#C0407E",
     "tr F": "#D55E00",
     "tr G": "#0072B2",
+    "below 100 %": "#8c8c8c",
 }
-_OTHERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
+_OTHERS = ("#0072B2", "#D55E00", "#009E73", "#C0407E", "#B87500", "#8548B0", "#555555")
 SIZE = (4.2, 3.0)  # inches
 DPI = 150
 INKS = 256  # colours of the palette an image is reduced to
@@ -164,10 +166,10 @@ def _marks(axes: "Axes", panel: Panel) -> None:
         axes.set_xticks(range(len(panel.groups)), panel.groups)
         axes.grid(visible=False, axis="x")
         _room_for(axes, bars, from_zero=not panel.log_y)
-    if panel.log_x and all(x > 0 for mark in panel.marks for x in getattr(mark, "x", ())):
-        axes.set_xscale("log")
-    if panel.log_y and _all_positive(panel):
-        axes.set_yscale("log")
+    if panel.log_x and _any_positive(panel, "x"):
+        axes.set_xscale("log", nonpositive="mask")
+    if panel.log_y and _any_positive(panel, "y"):
+        axes.set_yscale("log", nonpositive="clip" if bars else "mask")
 
 
 def _bars(axes: "Axes", mark: Bars, place: int, count: int, colour: str) -> None:
@@ -187,12 +189,13 @@ def _bars(axes: "Axes", mark: Bars, place: int, count: int, colour: str) -> None
 
 
 def _room_for(axes: "Axes", bars: Sequence[Bars], *, from_zero: bool) -> None:
-    """The range of the bars: from below the lowest where all are close, so that they differ."""
+    """The range of the bars: cut below the lowest where all are close, and said so."""
     values = [value for mark in bars for value in mark.values if value is not None]
     low, high = min(values), max(values)
     if from_zero and high > low > 0.7 * high:
         edge = 0.35 * (high - low)
         axes.set_ylim(low - edge, high + edge)
+        axes.set_ylabel(f"{axes.get_ylabel()}, axis cut")
 
 
 def _legend(axes: "Axes", panel: Panel) -> None:
@@ -217,11 +220,12 @@ def _colours(panel: Panel) -> Mapping[str, str]:
     return found
 
 
-def _all_positive(panel: Panel) -> bool:
+def _any_positive(panel: Panel, side: str) -> bool:
+    """Whether a logarithmic axis would show anything; what is not positive is left out of it."""
     values: list[Any] = []
     for mark in panel.marks:
-        values += [v for v in mark.values if v is not None] if isinstance(mark, Bars) else mark.y
-    return all(value > 0 for value in values)
+        values += mark.values if isinstance(mark, Bars) else getattr(mark, side)
+    return any(value is not None and value > 0 for value in values)
 
 
 def _say_empty(axes: "Axes") -> None:

@@ -1,4 +1,4 @@
-"""Tables: the paper's number beside ours, as data, Markdown and CSV.
+"""Tables: the paper's number beside ours, as data, as a grid to show, and as CSV.
 
 A row without decay and one with it make a pair, and the pair's difference (or, for norms, ratio) is
 the effect of decay. Every number has its spread (sample standard deviation over seeds) and n beside
@@ -10,11 +10,12 @@ import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
 from typing import Literal
 
+from decaylab.paper import mean_and_spread
+from decaylab.report.page import Cell, Grid, Tone
+
 Effect = Literal["difference", "ratio"]
-Agreement = Literal["agrees", "near", "differs", "other setting", "missing"]
 
 # Points of accuracy, and factors of a norm, within which ours agrees with or is near the paper's.
 WITHIN: dict[Effect, tuple[float, float]] = {"difference": (0.5, 1.5), "ratio": (1.5, 3.0)}
@@ -34,16 +35,12 @@ class Measured:
     @property
     def mean(self) -> float | None:
         """Mean over seeds; None without any."""
-        return fmean(self.values) if self.values else None
+        return mean_and_spread(self.values)[0]
 
     @property
     def spread(self) -> float | None:
-        """Sample standard deviation over seeds; None for fewer than two.
-
-        >>> Measured((1.0, 3.0)).spread, Measured((1.0,)).spread
-        (1.4142135623730951, None)
-        """
-        return stdev(self.values) if self.n > 1 else None
+        """Sample standard deviation over seeds; None for fewer than two."""
+        return mean_and_spread(self.values)[1]
 
     def words(self) -> str:
         """The number as read by people.
@@ -51,23 +48,23 @@ class Measured:
         >>> Measured((90.0, 91.0)).words(), Measured((90.0,)).words(), Measured().words()
         ('90.50 ± 0.71 (n = 2)', '90.00 (one seed)', '—')
         """
-        if self.mean is None:
-            return "—"
-        if self.spread is None:
-            return f"{number(self.mean)} (one seed)"
-        return f"{number(self.mean)} ± {number(self.spread)} (n = {self.n})"
+        counted = "one seed" if self.n == 1 else f"n = {self.n}"
+        return f"{self.short()} ({counted})" if self.n else "—"
+
+    def short(self) -> str:
+        """The same without n, for where that is said beside it."""
+        return number(self.mean) + (f" ± {self.spread:.2g}" if self.spread is not None else "")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One cell: its key, the paper's number, ours, and where ours comes from.
+    """One cell: its key without the decay, the paper's number, ours, and where ours comes from.
 
-    `planned` is how many seeds were asked for. `comparable` is whether data and network are the
-    paper's; else the difference says nothing, and is not coloured. `key` excludes the decay.
+    `comparable`: data and network are the paper's; else the difference says nothing.
     """
 
     key: tuple[str, ...]
-    decayed: str
+    decayed: bool
     paper: float | None
     ours: Measured
     tier: str
@@ -77,45 +74,63 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """One table of the paper at one tier."""
+    """One table of the paper at one tier; the last key column is the decay, 0 or 1."""
 
-    name: str
-    title: str
-    quantity: str
     key_columns: tuple[str, ...]
     entries: tuple[Entry, ...]
     effect: Effect = "difference"
-    decay_column: str = "weight_decay"
 
     @property
     def filled(self) -> int:
         """Cells with at least one run."""
         return sum(entry.ours.n > 0 for entry in self.entries)
 
-    @property
-    def coverage(self) -> str:
-        """How much of the table there is, in words."""
-        return f"{self.filled} of {len(self.entries)} cells"
 
-    @property
-    def where(self) -> str:
-        """Tiers and devices of the numbers."""
-        tiers = dict.fromkeys(entry.tier for entry in self.entries)
-        devices = dict.fromkeys(e.device for e in self.entries if e.device)
-        return f"tier {', '.join(tiers)}" + (f", on {', '.join(devices)}" if devices else "")
+@dataclass(frozen=True)
+class Pair:
+    """The same cell without and with decay; either may be missing."""
+
+    key: tuple[str, ...]
+    sides: tuple[Entry | None, Entry | None]
+
+    def effect(self, kind: Effect, *, paper: bool) -> float | None:
+        """What decay changes: in the paper's numbers or in ours."""
+        without, with_decay = self.sides
+        if without is None or with_decay is None:
+            return None
+        if paper:
+            return change(without.paper, with_decay.paper, kind)
+        return change(without.ours.mean, with_decay.ours.mean, kind)
+
+    def tone(self) -> Tone:
+        """Whether decay acts in the paper's direction: told from two seeds a side on.
+
+        good: the same sign, beyond the seeds' spread; bad: the other; near: within the spread.
+        """
+        without, with_decay = self.sides
+        ours = self.effect("difference", paper=False)
+        paper = self.effect("difference", paper=True)
+        if without is None or with_decay is None or ours is None or paper is None:
+            return ""
+        spreads = (without.ours.spread, with_decay.ours.spread)
+        if spreads[0] is None or spreads[1] is None:
+            return "plain"
+        if abs(ours) <= math.hypot(spreads[0], spreads[1]):
+            return "near"
+        return "good" if ours * paper > 0 else "bad"
 
 
 def number(value: float | None) -> str:
-    """A number in about four digits.
+    """A number in three to four digits.
 
-    >>> [number(x) for x in (93.456, 0.00123, 27650.0, float("nan"), None)]
+    >>> [number(x) for x in (93.456, 0.0012345, 27650.0, float("nan"), None)]
     ['93.46', '0.00123', '27650', 'nan', '—']
     """
     if value is None:
         return "—"
     if not math.isfinite(value):
         return str(value)
-    if value and abs(value) < 0.01:
+    if value and abs(value) < 1:
         return f"{value:.3g}"
     return f"{value:.2f}" if abs(value) < 1000 else f"{value:.0f}"
 
@@ -142,48 +157,46 @@ def change_words(value: float | None, effect: Effect) -> str:
     return f"{value:+.2f}" if effect == "difference" else f"× {number(value)}"
 
 
-def agreement(entry: Entry, effect: Effect) -> Agreement:
-    """How near ours is to the paper's, where they can be compared at all."""
+def agreement(entry: Entry, effect: Effect) -> Tone:
+    """How near ours is to the paper's: good, near, bad; plain where they are not comparable."""
     distance = change(entry.paper, entry.ours.mean, effect)
     if distance is None:
-        return "missing"
+        return ""
     if not entry.comparable:
-        return "other setting"
+        return "plain"
     size = abs(distance) if effect == "difference" else max(distance, 1 / max(distance, 1e-300))
     agrees, near = WITHIN[effect]
-    return "agrees" if size <= agrees else "near" if size <= near else "differs"
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The same cell without and with decay; either may be missing from the paper's table."""
-
-    key: tuple[str, ...]
-    sides: tuple[Entry | None, Entry | None]
-
-    def effect(self, kind: Effect, *, paper: bool) -> float | None:
-        """What decay changes: in the paper's numbers or in ours."""
-        without, with_decay = self.sides
-        if without is None or with_decay is None:
-            return None
-        if paper:
-            return change(without.paper, with_decay.paper, kind)
-        return change(without.ours.mean, with_decay.ours.mean, kind)
+    return "good" if size <= agrees else "near" if size <= near else "bad"
 
 
 def pairs(table: Table) -> list[Pair]:
     """The entries by key, without and with decay side by side."""
     found: dict[tuple[str, ...], dict[bool, Entry]] = {}
     for entry in table.entries:
-        found.setdefault(entry.key, {})[entry.decayed not in ("0", "none")] = entry
+        found.setdefault(entry.key, {})[entry.decayed] = entry
     return [Pair(key, (of.get(False), of.get(True))) for key, of in found.items()]
 
 
-def to_csv(table: Table) -> str:
+def to_grid(table: Table) -> Grid:
+    """The pairs side by side: paper, ours, distance without and with decay, and decay's effect."""
+    distance = "ours − paper" if table.effect == "difference" else "ours / paper"
+    numbers = []
+    for side in ("no decay", "decay"):
+        numbers += [f"{side}: paper", "ours", distance]
+    numbers += ["decay's effect: paper", "ours"]
+    header = [Cell(column.replace("_", " ")) for column in table.key_columns[:-1]]
+    header += [Cell(name, "number") for name in numbers]
+    return Grid(header, [_pair_row(pair, table.effect) for pair in pairs(table)])
+
+
+def to_csv(tables: Sequence[Table]) -> str:
     """The key columns, then `paper, ours, spread, n, tier`; an empty field where there is none."""
-    header = [*table.key_columns, table.decay_column, "paper", "ours", "spread", "n", "tier"]
-    rows = ([*entry.key, entry.decayed, *_numbers(entry), entry.tier] for entry in table.entries)
-    return csv_text(header, rows)
+    rows = (
+        [*entry.key, str(int(entry.decayed)), *_numbers(entry), entry.tier]
+        for table in tables
+        for entry in table.entries
+    )
+    return csv_text([*tables[0].key_columns, "paper", "ours", "spread", "n", "tier"], rows)
 
 
 def csv_text(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -195,49 +208,24 @@ def csv_text(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return buffer.getvalue()
 
 
-def to_markdown(table: Table) -> str:
-    """The table of pairs, under a heading that says how much of it there is, where and when."""
-    header = [*(_words(column) for column in table.key_columns)]
-    for side in ("no decay", "decay"):
-        header += [f"{side}: paper", "ours", "ours − paper" if _plus(table) else "ours / paper"]
-    header += ["effect: paper", "ours"]
-    rows = [_pair_row(pair, table.effect) for pair in pairs(table)]
-    head = f"### {table.title}\n\n{table.quantity}; {table.coverage}, {table.where}\n\n"
-    return head + markdown_rows(header, rows)
+def plain(value: float | None) -> str:
+    """A number for a CSV; empty where there is none."""
+    return "" if value is None else f"{value:.6g}"
 
 
-def markdown_rows(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in lines
-    )
-
-
-def _pair_row(pair: Pair, effect: Effect) -> list[str]:
-    row = list(pair.key)
+def _pair_row(pair: Pair, effect: Effect) -> list[Cell]:
+    row = [Cell(value) for value in pair.key]
     for entry in pair.sides:
         if entry is None:
-            row += ["—", "—", "—"]
-        else:
-            distance = change(entry.paper, entry.ours.mean, effect)
-            row += [number(entry.paper), entry.ours.words(), change_words(distance, effect)]
-    effects = (pair.effect(effect, paper=True), pair.effect(effect, paper=False))
-    return [*row, *(change_words(value, effect) for value in effects)]
-
-
-def _plus(table: Table) -> bool:
-    return table.effect == "difference"
+            row += [Cell("—", "number")] * 3
+            continue
+        distance = change_words(change(entry.paper, entry.ours.mean, effect), effect)
+        row += [Cell(number(entry.paper), "number"), Cell(entry.ours.words(), "number")]
+        row.append(Cell(distance, "number", agreement(entry, effect)))
+    effects = [change_words(pair.effect(effect, paper=paper), effect) for paper in (True, False)]
+    return [*row, Cell(effects[0], "number"), Cell(effects[1], "number", pair.tone())]
 
 
 def _numbers(entry: Entry) -> list[str]:
     ours = entry.ours
-    return [_plain(entry.paper), _plain(ours.mean), _plain(ours.spread), str(ours.n)]
-
-
-def _plain(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
-
-
-def _words(column: str) -> str:
-    return column.replace("_", " ")
+    return [plain(entry.paper), plain(ours.mean), plain(ours.spread), str(ours.n)]

@@ -1,0 +1,50 @@
+"""`decaylab report`: everything recorded, beside the paper's numbers, as one page."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from decaylab.cli import options
+from decaylab.errors import DecaylabError
+from decaylab.report.write import Written, write_report
+
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="Where the report goes; else RUNS/report."),
+]
+
+
+def report_command(
+    runs: options.Runs = options.RUNS, out: Out = None, json_output: options.Json = False
+) -> None:
+    """Write a report of the runs in a folder: one offline HTML page, Markdown, CSV and figures.
+
+    Each table and figure of the paper with its number, ours and the difference; the claims, the
+    theory, and where every number comes from. What there is no run for is shown as missing.
+    """
+    if runs.exists() and not runs.is_dir():
+        raise DecaylabError(f"{runs} is no folder: give the folder of the runs with --runs")
+    written = write_report(runs, out or runs / "report")
+    for note in written.left_out:
+        print(f"left out: {note}", file=sys.stderr)
+    if json_output:
+        print(json.dumps(_plain(written), indent=2))
+        return
+    for tier, artefacts in written.coverage.items():
+        filled = ", ".join(f"{name} {done}/{all_}" for name, (done, all_) in artefacts.items())
+        print(f"tier {tier}, cells with runs: {filled}")
+    print(f"{written.runs} runs, {len(written.files)} files in {written.page.parent}")
+    print(f"report: {written.page}")
+
+
+def _plain(written: Written) -> dict[str, object]:
+    return {
+        "page": str(written.page),
+        "files": [str(path) for path in written.files],
+        "runs": written.runs,
+        "coverage": written.coverage,
+        "left_out": list(written.left_out),
+    }

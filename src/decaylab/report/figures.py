@@ -1,0 +1,213 @@
+"""The figures of the paper as panels, from the records of their cells. Drawn by `drawing`.
+
+Every line is one run and every point one net, as recorded; only Fig. 1's bars are means over seeds.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from decaylab.paper import Artefact, Cell, Readings, RunReading
+from decaylab.report.drawing import Bars, Line, Panel, Points
+from decaylab.report.tables import Measured, csv_text, plain
+
+NAMES = {
+    **{"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "mnist": "MNIST", "mlp": "MLP"},
+    **{"vgg11": "VGG11", "vgg13": "VGG13", "vgg16": "VGG16", "vgg19": "VGG19"},
+    **{"resnet32": "ResNet32", "sgd": "SGD", "adam": "Adam"},
+    **{"kfac-f": "K-FAC-F", "kfac-g": "K-FAC-G", "l2": "L2", "wd": "weight decay"},
+    **{"decoupled": "weight decay"},
+}
+FIT = 0.9999  # training accuracy that counts as 100 %
+
+
+def panels(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list[Panel]:
+    """The panels of one figure; panels without a finished run are empty, not left out."""
+    make = _FIGURES.get(artefact.name, _accuracy_curves)
+    return make(artefact, cells, readings)
+
+
+def panels_csv(figures: Iterable[tuple[str, Sequence[Panel]]]) -> str:
+    """What the panels show, per tier: `panel, label, x, y, spread, tier`."""
+    rows = []
+    for tier, drawn in figures:
+        for panel in drawn:
+            for mark in panel.marks:
+                if isinstance(mark, Bars):
+                    points = zip(panel.groups, mark.values, mark.spreads, strict=True)
+                    rows += [
+                        [panel.title, mark.label, group, plain(value), plain(spread), tier]
+                        for group, value, spread in points
+                        if value is not None
+                    ]
+                else:
+                    rows += [
+                        [panel.title, mark.label, plain(x), plain(y), "", tier]
+                        for x, y in zip(mark.x, mark.y, strict=True)
+                    ]
+    return csv_text(["panel", "label", "x", "y", "spread", "tier"], rows)
+
+
+def named(value: object) -> str:
+    """A value of a key as people write it."""
+    return NAMES.get(str(value), str(value))
+
+
+def label_of(cell: Cell) -> str:
+    """What is done about decay in a cell: the scheme, or whether there is weight decay."""
+    if "scheme" in cell.key:
+        return named(cell.key["scheme"])
+    return "weight decay" if cell.key.get("weight_decay") else "none"
+
+
+def title_of(cell: Cell, columns: Sequence[str]) -> str:
+    """The values of some key columns in words, e.g. `CIFAR-10, VGG16, BN + Aug`."""
+    words = [named(cell.key[name]) for name in columns if name not in ("batch_norm", "augment")]
+    if "batch_norm" in columns:
+        extras = ["BN"] * bool(cell.key["batch_norm"]) + ["Aug"] * bool(cell.key["augment"])
+        words.insert(-1 if "optimizer" in columns else len(words), " + ".join(extras) or "no BN")
+    return ", ".join(words)
+
+
+def _groups(cells: Sequence[Cell], columns: Sequence[str]) -> list[tuple[str, list[Cell]]]:
+    """The cells by the values of some key columns, with a title."""
+    found: dict[tuple[object, ...], list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(tuple(cell.key[name] for name in columns), []).append(cell)
+    return [(title_of(group[0], columns), group) for group in found.values()]
+
+
+def _line(label: str, curve: Sequence[tuple[float, float]], factor: float = 1.0) -> Line:
+    return Line(label, [x for x, _ in curve], [factor * y for _, y in curve])
+
+
+def _accuracy_curves(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list[Panel]:
+    """Figs. 2, 4, 6, 8: test accuracy over epochs, one panel per net and optimizer."""
+    factor, unit = (100.0, " (%)") if artefact.percent else (1.0, "")
+    return [
+        Panel(
+            title,
+            "epoch",
+            artefact.metric.replace("/", " ") + unit,
+            [
+                _line(label_of(cell), run.curve(artefact.metric), factor)
+                for cell in group
+                for run in readings.finished(cell)
+            ],
+        )
+        for title, group in _groups(cells, artefact.keys[:-1])
+    ]
+
+
+def _bars(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list[Panel]:
+    """Fig. 1: final test accuracy, means over seeds with their spread; optimizers by scheme."""
+    found = []
+    columns = [name for name in artefact.keys[:-1] if name != "optimizer"]
+    for title, group in _groups(cells, columns):
+        optimizers = list(dict.fromkeys(named(cell.key["optimizer"]) for cell in group))
+        measured: dict[str, dict[str, Measured]] = {}
+        for cell in group:
+            values = tuple(100 * value for value in readings.values(cell, artefact.metric))
+            of_label = measured.setdefault(label_of(cell), {})
+            of_label[named(cell.key["optimizer"])] = Measured(values)
+        bars = [
+            Bars(
+                label,
+                [of[name].mean if name in of else None for name in optimizers],
+                [of[name].spread if name in of else None for name in optimizers],
+            )
+            for label, of in measured.items()
+        ]
+        found.append(Panel(title, "", "test accuracy (%)", bars, optimizers))
+    return found
+
+
+def _first_layer_lines(label: str, run: RunReading, quantity: str) -> list[Line]:
+    name = run.first_layer(quantity)
+    return [] if name is None else [_line(label, run.curve(name))]
+
+
+def _effective_lr(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list[Panel]:
+    """Fig. 3: the first layer's effective learning rate over epochs."""
+    laws = {"SGD": "lr / |W|²", "Adam": "lr / |W|"}
+    found = []
+    for title, group in _groups(cells, artefact.keys[:-1]):
+        lines = [
+            line
+            for cell in group
+            for run in readings.finished(cell)
+            for line in _first_layer_lines(label_of(cell), run, "effective_lr")
+        ]
+        law = laws.get(named(group[0].key["optimizer"]), "")
+        found.append(Panel(title, "epoch", f"effective lr, {law}", lines, log_y=True))
+    return found
+
+
+def _traces(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list[Panel]:
+    """Fig. 7: trace of Fisher and Gauss-Newton of the first layer's normalised weights."""
+    quantities = {"tr F": "fisher_trace_normalised", "tr G": "gn_trace_normalised"}
+    return [
+        Panel(
+            f"{title_of(cell, artefact.keys[:-1])}, K-FAC-F, {label_of(cell)}",
+            "epoch",
+            "trace, first layer",
+            [
+                line
+                for run in readings.finished(cell)
+                for label, quantity in quantities.items()
+                for line in _first_layer_lines(label, run, quantity)
+            ],
+            log_y=True,
+        )
+        for cell in cells
+    ]
+
+
+def _convergence(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list[Panel]:
+    """Fig. 9: training loss over epochs and over seconds of training."""
+    found = []
+    for title, group in _groups(cells, ["network"]):
+        runs = [(named(c.key["optimizer"]), run) for c in group for run in readings.finished(c)]
+        over: list[tuple[str, Callable[[RunReading], Sequence[tuple[float, float]]]]] = [
+            ("epoch", lambda run: run.curve(artefact.metric)),
+            ("seconds of training", lambda run: run.timed_curve(artefact.metric)),
+        ]
+        for x_label, curve in over:
+            lines = [_line(label, curve(run)) for label, run in runs]
+            found.append(Panel(title, x_label, "training loss", lines, log_y=True))
+    return found
+
+
+def _correlation(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list[Panel]:
+    """Fig. 5: K-FAC GN norm against Jacobian norm and against test loss - train loss."""
+    found = []
+    for title, group in _groups(cells, ["dataset"]):
+        jacobians: dict[str, list[tuple[float, float]]] = {}
+        gaps: dict[str, list[tuple[float, float]]] = {}
+        for cell in group:
+            for run in readings.finished(cell):
+                fits = (run.final("train/accuracy") or 0.0) >= FIT
+                label = named(cell.key["optimizer"]) if fits else "below 100 %"
+                norm, jacobian = run.final("kfac_gn_norm"), run.final("jacobian_norm")
+                test, train = run.final("test/loss"), run.final("train/loss")
+                if norm is not None and jacobian is not None:
+                    jacobians.setdefault(label, []).append((norm, jacobian))
+                if norm is not None and test is not None and train is not None:
+                    gaps.setdefault(label, []).append((norm, test - train))
+        sides = (("squared Jacobian norm", jacobians), ("generalization gap", gaps))
+        for y_label, points in sides:
+            marks = [
+                Points(label, [x for x, _ in of], [y for _, y in of])
+                for label, of in sorted(points.items())
+            ]
+            logarithmic = points is jacobians
+            panel = Panel(title, "K-FAC GN norm", y_label, marks, log_x=True, log_y=logarithmic)
+            found.append(panel)
+    return found
+
+
+_FIGURES = {
+    "fig1": _bars,
+    "fig3": _effective_lr,
+    "fig5": _correlation,
+    "fig7": _traces,
+    "fig9": _convergence,
+}

@@ -1,0 +1,89 @@
+"""Where the numbers come from: every run folder with its status, versions, device and time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from decaylab.errors import DecaylabError
+from decaylab.records import Manifest, RunFolder, RunStore
+from decaylab.report.page import Block, Cell, Grid, Section, Tone
+from decaylab.training import RunSpec
+
+TONES: dict[str, Tone] = {"finished": "good", "diverged": "bad", "failed": "bad"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run folder that could be read; `seconds` is the time at work, over all resumes."""
+
+    spec: RunSpec
+    manifest: Manifest
+    epochs: int
+    seconds: float
+
+
+def survey(store: RunStore) -> tuple[list[Found], list[str]]:
+    """All runs of a store, whatever became of them, and what could not be read, in sentences."""
+    found, left_out = [], []
+    for folder in store.runs():
+        try:
+            run, notes = _read(folder)
+        except DecaylabError as error:
+            left_out.append(str(error))
+            continue
+        left_out += notes
+        if run is not None:
+            found.append(run)
+    return found, left_out
+
+
+def _read(folder: RunFolder) -> tuple[Found | None, list[str]]:
+    manifest = folder.manifest()
+    if manifest is None:
+        return None, [f"{folder.id}: it has no manifest, so it was never begun"]
+    spec = RunSpec.from_toml(folder.spec_text())
+    rows = folder.rows()
+    notes = [f"{folder.id}: {note}" for note in rows.left_out if "damaged" in note]
+    last = rows.rows[-1] if rows.rows else None
+    epochs, seconds = (last.epoch, last.seconds) if last else (0, 0.0)
+    return Found(spec, manifest, epochs, seconds), notes
+
+
+def provenance(found: Sequence[Found]) -> Section:
+    """The table of runs."""
+    names = ("run", "status", "tier", "seed", "device", "code", "torch", "epochs", "seconds")
+    numeric = ("seed", "epochs", "seconds")
+    header = [Cell(name, "number" if name in numeric else "") for name in names]
+    rows = [_row(run) for run in found]
+    total = sum(run.seconds for run in found)
+    took = f"{total / 60:.1f} minutes" if total < 7200 else f"{total / 3600:.1f} hours"
+    title = f"{len(found)} runs, {took} in all"
+    missing = "" if rows else "No runs yet: `decaylab demo` makes some in minutes."
+    block = Block(
+        "runs",
+        title,
+        grids=[Grid(header, rows)] if rows else (),
+        missing=missing,
+        folded=bool(rows),
+    )
+    return Section("provenance", "Runs", blocks=[block])
+
+
+def _row(run: Found) -> list[Cell]:
+    manifest = run.manifest
+    commit = "" if manifest.commit is None else f" ({_short(manifest.commit)})"
+    return [
+        Cell(manifest.id),
+        Cell(manifest.status, tone=TONES.get(manifest.status, "near")),
+        Cell(manifest.tier),
+        Cell(str(manifest.seed), "number"),
+        Cell(manifest.device),
+        Cell(manifest.version + commit),
+        Cell(manifest.torch),
+        Cell(f"{run.epochs} of {run.spec.resolved().epochs}", "number"),
+        Cell(f"{run.seconds:.1f}", "number"),
+    ]
+
+
+def _short(commit: str) -> str:
+    """The first digits of a commit, with the `+` of a changed checkout."""
+    return commit[:9] + ("+" if commit.endswith("+") else "")

@@ -1,0 +1,284 @@
+"""The sections of a report: claims, tables, figures and theory, each from what is recorded."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from decaylab.paper import TIERS, Artefact, Readings, artefacts, cells
+from decaylab.paper import Cell as PaperCell
+from decaylab.report.drawing import Panel, draw
+from decaylab.report.figures import named, panels
+from decaylab.report.page import Block, Cell, Grid, Image, Section, Tone
+from decaylab.report.tables import Entry, Measured, Table, number, to_grid
+from decaylab.theory import STATEMENTS, Check
+
+if TYPE_CHECKING:
+    from decaylab.paper.claims import Claim
+
+VERDICTS: dict[str, Tone] = {"supported": "good", "contradicted": "bad"}
+DECAY = ("no decay", "weight decay")
+
+
+@dataclass(frozen=True)
+class Filled:
+    """One artefact at one tier, with what the records have of it: a table, or panels."""
+
+    artefact: Artefact
+    tier: str
+    cells: Sequence[PaperCell]
+    done: int
+    table: Table | None = None
+    panels: Sequence[Panel] = ()
+
+    @property
+    def coverage(self) -> str:
+        """How much there is, in words."""
+        return f"{self.done} of {len(self.cells)} cells"
+
+
+def fill(artefact: Artefact, tier: str, readings: Readings, seeds: int) -> Filled:
+    """An artefact at a tier, with up to `seeds` finished runs a cell."""
+    folder = readings.store.root / "searched"
+    found = cells(artefact.name, tier, seeds, searched_folder=folder)
+    if artefact.kind == "table":
+        table = _table(artefact, tier, found, readings)
+        return Filled(artefact, tier, found, table.filled, table)
+    done = sum(bool(readings.finished(cell)) for cell in found)
+    return Filled(artefact, tier, found, done, panels=panels(artefact, found, readings))
+
+
+def _table(artefact: Artefact, tier: str, found: Sequence[PaperCell], readings: Readings) -> Table:
+    factor = 100.0 if artefact.percent else 1.0
+    entries = []
+    for cell in found:
+        values = tuple(factor * value for value in readings.values(cell, artefact.metric))
+        devices = dict.fromkeys(run.manifest.device for run in readings.finished(cell))
+        *key, decayed = (str(value) for value in cell.key.values())
+        entries.append(
+            Entry(
+                key=tuple(key),
+                decayed=decayed == "1",
+                paper=cell.paper,
+                ours=Measured(values),
+                tier=tier,
+                device=", ".join(devices),
+                comparable=not TIERS[tier].on_digits,
+            )
+        )
+    effect = "difference" if artefact.percent else "ratio"
+    return Table(artefact.keys, tuple(entries), effect)  # type: ignore[arg-type]
+
+
+def tables_section(filled: Sequence[Filled], readings: Readings, tier: str) -> Section:
+    """The paper's tables at one tier."""
+    blocks = [_table_block(one, readings) for one in filled if one.table is not None]
+    text = [
+        "Colour tells how near a number is to the paper's: green within 0.5 points (norms:"
+        " a factor of 1.5), yellow within 1.5 points (a factor of 3), red beyond; grey where"
+        " they are not comparable. The effect of decay is coloured from two seeds a side on:"
+        " green in the paper's direction, red against it, yellow within the seeds' spread."
+    ]
+    return Section(f"tables-{tier}", f"Tables, tier {tier}", text, blocks)
+
+
+def figures_section(filled: Sequence[Filled], readings: Readings, tier: str) -> Section:
+    """The paper's figures at one tier."""
+    blocks = [_figure_block(one, readings) for one in filled if one.table is None]
+    text = ["Every line is one run, every point one net; bars are means over seeds."]
+    return Section(f"figures-{tier}", f"Figures, tier {tier}", text, blocks)
+
+
+def _table_block(filled: Filled, readings: Readings) -> Block:
+    assert filled.table is not None
+    title = _title(filled.artefact)
+    return Block(
+        f"{filled.artefact.name}-{filled.tier}",
+        title,
+        text=[f"The paper: {filled.artefact.shows}"],
+        note=_note(filled, readings),
+        grids=[to_grid(filled.table)],
+        missing=_missing(filled),
+    )
+
+
+def _figure_block(filled: Filled, readings: Readings) -> Block:
+    drawn = [panel for panel in filled.panels if not panel.empty]
+    empty = [panel.title for panel in filled.panels if panel.empty]
+    missing = _missing(filled)
+    if drawn and empty:
+        missing = f"No runs yet for {'; '.join(dict.fromkeys(empty))}. {missing}".strip()
+    return Block(
+        f"{filled.artefact.name}-{filled.tier}",
+        _title(filled.artefact),
+        text=[f"The paper's figure: {filled.artefact.shows}"],
+        note=_note(filled, readings),
+        images=[Image(draw(panel), _alternative(panel)) for panel in drawn],
+        missing=missing,
+    )
+
+
+def _title(artefact: Artefact) -> str:
+    kind = "Table" if artefact.kind == "table" else "Figure"
+    return f"{kind} {artefact.name.lstrip('tablefig')}: {artefact.title}"
+
+
+def _alternative(panel: Panel) -> str:
+    labels = ", ".join(dict.fromkeys(mark.label for mark in panel.marks))
+    over = f" over {panel.x_label}" if panel.x_label else ""
+    return f"{panel.title}: {panel.y_label}{over} for {labels}"
+
+
+def _note(filled: Filled, readings: Readings) -> str:
+    """Coverage, tier, device and data of what is shown; what its runs lack."""
+    runs = [run for cell in filled.cells for run in readings.finished(cell)]
+    devices = ", ".join(dict.fromkeys(run.manifest.device for run in runs))
+    nets = dict.fromkeys(_net(run.spec.data, run.spec.network, run.spec.width) for run in runs)
+    seeds = {len(readings.finished(cell)) for cell in filled.cells} - {0}
+    parts = [f"{filled.coverage}, tier {filled.tier}" + (f", on {devices}" if devices else "")]
+    if nets:
+        parts.append("trained on " + ", ".join(nets))
+    if seeds:
+        most = max(seeds)
+        counted = "one seed" if most == 1 else f"{min(seeds)} to {most} seeds"
+        parts.append(counted if len(seeds) > 1 or most == 1 else f"{most} seeds")
+    lacking = list(readings.lacking(filled.cells))
+    if lacking:
+        named_probes = dict.fromkeys(probe for _, probes in lacking for probe in probes)
+        parts.append(f"{len(lacking)} runs lack {', '.join(named_probes)}")
+    return "; ".join(parts) + "."
+
+
+def _net(data: str, network: str, width: float) -> str:
+    return f"{data} ({named(network)}" + (f" at width {width:g})" if width != 1 else ")")
+
+
+def _missing(filled: Filled) -> str:
+    parts = []
+    if not filled.done:
+        command = f"decaylab reproduce {filled.artefact.name} --tier {filled.tier}"
+        parts.append(f"No runs yet: {command}")
+    needs = dict.fromkeys(cell.missing for cell in filled.cells if cell.missing)
+    if needs:
+        first = next(iter(needs))
+        more = f" (and {len(needs) - 1} more)" if len(needs) > 1 else ""
+        count = sum(bool(cell.missing) for cell in filled.cells)
+        parts.append(f"{count} cells have no setting yet: {first}{more}")
+    return ". ".join(parts)
+
+
+def claims_section(claims: Sequence["Claim"], tier: str) -> Section:
+    """E1-E15, judged from the records of one tier."""
+    columns: tuple[tuple[str, str], ...] = (
+        *(("", ""), ("where", ""), ("claim", "words"), ("verdict", ""), ("what was seen", "words")),
+        *(("effect", "number"), ("spread", "number"), ("runs", "number"), ("notes", "words")),
+    )
+    header = [Cell(name, "number" if kind == "number" else "") for name, kind in columns]
+    rows = [
+        [
+            Cell(claim.id),
+            Cell(claim.where),
+            Cell(claim.claim, "words"),
+            Cell(claim.verdict, tone=VERDICTS.get(claim.verdict, "plain")),
+            Cell(claim.effect, "words"),
+            Cell(number(claim.value), "number"),
+            Cell(number(claim.spread), "number"),
+            Cell(str(claim.n), "number"),
+            Cell(" ".join(claim.notes), "words"),
+        ]
+        for claim in claims
+    ]
+    counts: dict[str, int] = {}
+    for claim in claims:
+        counts[claim.verdict] = counts.get(claim.verdict, 0) + 1
+    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    block = Block(
+        f"claims-{tier}",
+        f"The paper's claims at tier {tier}: {said}",
+        grids=[Grid(header, rows)],
+    )
+    return Section(f"claims-section-{tier}", f"Claims, tier {tier}", blocks=[block])
+
+
+def judged(readings: Readings, tier: str, seeds: int, folder: Path) -> "list[Claim]":
+    """The claims at a tier."""
+    from decaylab.paper.claims import judge
+
+    return judge(readings, tier, seeds=seeds, searched_folder=folder)
+
+
+def overview(filled: Iterable[Filled]) -> Block:
+    """How much of each artefact there is, by tier."""
+    header = [Cell("artefact"), Cell("tier"), Cell("filled"), Cell("what the paper's shows")]
+    rows = [
+        [
+            Cell(_title(one.artefact), "words"),
+            Cell(one.tier),
+            Cell(one.coverage, tone=_fullness(one)),
+            Cell(one.artefact.shows, "words"),
+        ]
+        for one in filled
+    ]
+    return Block("overview", "How much there is", grids=[Grid(header, rows)])
+
+
+def _fullness(one: Filled) -> Tone:
+    return "good" if one.done == len(one.cells) else "near" if one.done else "plain"
+
+
+def theory_checks() -> list[Check]:
+    """T1-T7 computed now. The matrices are small: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [check for statement in STATEMENTS.values() for check in statement()]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def theory_section(checks: Sequence[Check]) -> Section:
+    """Both sides of each statement, and how far apart they are; broken conditions too."""
+    header = [
+        Cell(""),
+        Cell("where"),
+        Cell("checked on"),
+        *(Cell(n, "number") for n in ("left side", "right side", "relative error", "tolerance")),
+        Cell(""),
+    ]
+    rows = []
+    for check in checks:
+        if check.kind == "broken":
+            verdict = Cell("broken" + ", but holds" * check.holds, tone="plain")
+        else:
+            verdict = Cell("holds", tone="good") if check.holds else Cell("FAILS", tone="bad")
+        sides = (
+            f"{check.left:.4g}",
+            f"{check.right:.4g}",
+            f"{check.error:.1e}",
+            f"{check.tolerance:g}",
+        )
+        rows.append(
+            [
+                Cell(check.id),
+                Cell(check.where),
+                Cell(check.condition),
+                *(Cell(side, "number") for side in sides),
+                verdict,
+            ]
+        )
+    stated = [check for check in checks if check.kind == "statement"]
+    title = f"{sum(check.holds for check in stated)} of {len(stated)} statements hold"
+    text = [
+        "Each numbered statement of the paper on random networks, both sides computed on their"
+        " own in double precision. Where a condition is broken on purpose the sides come"
+        " apart: the check can fail."
+    ]
+    block = Block("theory", title, grids=[Grid(header, rows)])
+    return Section("theory-section", "Theory", text, [block])
+
+
+def all_artefacts() -> list[Artefact]:
+    """Tables first, then figures, in the paper's order."""
+    return sorted(artefacts().values(), key=lambda one: (one.kind != "table", one.name))
