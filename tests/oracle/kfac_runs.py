@@ -82,3 +82,14 @@ def assert_same_factors(ours: Mapping, naive: dict[str, Factors], tolerance: flo
             assert scale > 0, (name, factor)
             assert (left - right).abs().max() <= tolerance * max(1.0, scale), (name, factor)
         assert abs(found.T - expected.T) <= 1e-12 * expected.T, name
+
+
+def same_factors(left: KFAC, right: KFAC, tolerance: float = 1e-12) -> bool:
+    """Whether two optimizers have measured the same."""
+    pairs = zip(left.factors().values(), right.factors().values(), strict=True)
+    return all(
+        (a.A - b.A).abs().max() <= tolerance
+        and (a.S - b.S).abs().max() <= tolerance
+        and abs(a.T - b.T) <= tolerance
+        for a, b in ((with_group_axis(x), with_group_axis(y)) for x, y in pairs)
+    )

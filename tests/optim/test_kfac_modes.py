@@ -1,0 +1,187 @@
+"""K-FAC beside batch norm, torch.compile, activation checkpointing and mixed precision."""
+
+import pytest
+import torch
+from oracle.kfac_runs import (
+    EXACT,
+    cross_entropy,
+    labels_for,
+    random,
+    same_factors,
+    seeded,
+    train_step,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from decaylab.errors import DecaylabError
+from decaylab.optim.kfac import KFAC
+
+CLASSES = 3
+
+
+def net(norm: bool = False):
+    middle = [nn.BatchNorm2d(3)] if norm else []
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 2), *middle, nn.ReLU(), nn.Flatten(), nn.Linear(27, CLASSES)
+    )
+
+
+def data(seed: int = 0, size: int = 4):
+    return random(size, 2, 4, 4, seed=seed), labels_for(size, classes=CLASSES, seed=seed)
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("outputs", ["exact", "sampled"])
+def test_running_statistics_are_those_of_plain_training(outputs):
+    model, plain = seeded(lambda: net(norm=True)), seeded(lambda: net(norm=True))
+    opt = KFAC(model, 1e-30, outputs=outputs, refresh_every=1, others="sgd")
+    opt.initialize([data(s)[0] for s in range(3)])
+    assert int(model[1].num_batches_tracked) == 0
+    for step in range(3):
+        train_step(opt, model, *data(step))
+        plain(data(step)[0])
+    assert int(model[1].num_batches_tracked) == 3
+    assert torch.equal(model[1].running_mean, plain[1].running_mean)
+    assert torch.equal(model[1].running_var, plain[1].running_var)
+    assert model[1].momentum == 0.1
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model(in_place):
+    """Refresh steps run the eager module, the others the compiled one."""
+    model, plain = seeded(net), seeded(net)
+    if in_place:
+        model.compile(backend="eager")
+        compiled = model
+    else:
+        compiled = torch.compile(model, backend="eager")
+    options = {"outputs": "exact", "refresh_every": 2, "invert_every": 2}
+    opt, expected = KFAC(compiled, 0.1, **options), KFAC(plain, 0.1, **options)
+    for step in range(5):
+        train_step(opt, compiled, *data(step))
+        train_step(expected, plain, *data(step))
+        torch.testing.assert_close(flat(model), flat(plain), rtol=0, atol=1e-12)
+    assert set(opt.factors()) == {"0", "3"}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool | None, norm: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3) if norm else nn.Identity(), nn.ReLU(inplace=True)
+        )
+        self.head = nn.Linear(27, CLASSES)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        if self.use_reentrant is None:
+            return self.head(self.body(x).flatten(1))
+        x = x.requires_grad_()
+        return self.head(checkpoint(self.body, x, use_reentrant=self.use_reentrant).flatten(1))
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "empirical-fisher"])
+def test_non_reentrant_checkpointing_equals_none(curvature):
+    model, plain = seeded(lambda: Checkpointed(False)), seeded(lambda: Checkpointed(None))
+    options = {"curvature": curvature} | EXACT
+    opt, expected = KFAC(model, 0.1, **options), KFAC(plain, 0.1, **options)
+    for step in range(3):
+        train_step(opt, model, *data(step))
+        train_step(expected, plain, *data(step))
+        assert same_factors(opt, expected)
+        torch.testing.assert_close(flat(model), flat(plain), rtol=0, atol=1e-12)
+
+
+def test_recomputation_in_our_backward_leaves_running_statistics_alone():
+    """Plain training with checkpoints updates them once more in the loss's backward; so do we."""
+    model, plain = (seeded(lambda: Checkpointed(False, norm=True)) for _ in range(2))
+    opt = KFAC(model, 1e-30, refresh_every=1, others="sgd")
+    for step in range(2):
+        train_step(opt, model, *data(step))
+        cross_entropy(plain(data(step)[0]), data(step)[1]).backward()
+    assert torch.equal(model.body[1].running_mean, plain.body[1].running_mean)
+    assert model.body[1].num_batches_tracked == plain.body[1].num_batches_tracked
+
+
+def test_reentrant_checkpointing_is_refused_by_name():
+    model = seeded(lambda: Checkpointed(True))
+    opt = KFAC(model, 0.1)
+    with pytest.raises(DecaylabError, match=r"'body\.0'.*use_reentrant=False"):
+        train_step(opt, model, *data())
+
+
+def test_bf16_autocast_is_close_to_full_precision():
+    model, plain = seeded(net).float(), seeded(net).float()
+    options = {"outputs": "exact", "refresh_every": 1, "invert_every": 1, "damping": 0.1}
+    opt, expected = KFAC(model, 0.05, **options), KFAC(plain, 0.05, **options)
+    for step in range(3):
+        x, y = data(step)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(x.float())
+        cross_entropy(logits.float(), y).backward()
+        opt.step()
+        opt.zero_grad()
+        train_step(expected, plain, x.float(), y)
+    for name, factors in opt.factors().items():
+        full = expected.factors()[name]
+        assert factors.A.dtype == factors.S.dtype == torch.float32
+        for found, wanted in ((factors.A, full.A), (factors.S, full.S)):
+            assert (found - wanted).norm() < 0.03 * wanted.norm()
+    assert (flat(model) - flat(plain)).norm() < 0.02 * flat(plain).norm()
+    assert not torch.equal(flat(model), flat(plain))
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "gauss-newton"])
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_a_grad_scaler_changes_nothing(curvature, unscale_first):
+    """The loss is scaled by 1024: the gradients are unscaled, the curvature never was."""
+    model, plain = seeded(net).float(), seeded(net).float()
+    options = {"curvature": curvature, "damping": 0.1, "kl_clip": 1e-2} | EXACT
+    opt, expected = KFAC(model, 0.05, **options), KFAC(plain, 0.05, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        x, y = data(step)
+        scaler.scale(cross_entropy(model(x.float()), y)).backward()
+        if unscale_first:
+            scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        train_step(expected, plain, x.float(), y)
+        assert same_factors(opt, expected, 1e-5)
+        torch.testing.assert_close(flat(model), flat(plain), rtol=0, atol=1e-5)
+
+
+def test_a_grad_scaler_backs_off_after_an_overflow():
+    model = seeded(lambda: net(norm=True)).float()
+    opt = KFAC(model, 0.05, weight_decay=0.1, **EXACT)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = flat(model)
+    scaler.scale(cross_entropy(model(data()[0].float()), data()[1])).backward()
+    model[0].weight.grad.view(-1)[0] = float("inf")
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad()
+    assert torch.equal(flat(model), before)
+    assert scaler.get_scale() == 512.0
+    assert opt.check().skipped == 0  # looking for its scale is the scaler's business
+    # and without a scaler the next step is an ordinary one
+    train_step(opt, model, data()[0].float(), data()[1])
+    assert not torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_a_grad_scaler_is_refused_for_the_empirical_fisher(unscale_first):
+    """It is made of the loss's own gradients, which are scaled by a number we do not know."""
+    model = seeded(net).float()
+    opt = KFAC(model, 0.05, curvature="empirical-fisher")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(cross_entropy(model(data()[0].float()), data()[1])).backward()
+    if unscale_first:
+        scaler.unscale_(opt)
+    with pytest.raises(DecaylabError, match=r"GradScaler"):
+        scaler.step(opt)
