@@ -3,20 +3,17 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from decaylab.paper import TIERS, Artefact, Readings, artefacts, cells
 from decaylab.paper import Cell as PaperCell
+from decaylab.paper.claims import Claim, judge
 from decaylab.report.drawing import Panel, draw
 from decaylab.report.figures import named, panels
 from decaylab.report.page import Block, Cell, Grid, Image, Section, Tone
 from decaylab.report.tables import Entry, Measured, Table, number, to_grid
 from decaylab.theory import STATEMENTS, Check
-
-if TYPE_CHECKING:
-    from decaylab.paper.claims import Claim
 
 VERDICTS: dict[str, Tone] = {"supported": "good", "contradicted": "bad"}
 DECAY = ("no decay", "weight decay")
@@ -169,7 +166,7 @@ def _missing(filled: Filled) -> str:
     return ". ".join(parts)
 
 
-def claims_section(claims: Sequence["Claim"], tier: str) -> Section:
+def claims_section(claims: Sequence[Claim], tier: str) -> Section:
     """E1-E15, judged from the records of one tier."""
     columns: tuple[tuple[str, str], ...] = (
         *(("", ""), ("where", ""), ("claim", "words"), ("verdict", ""), ("what was seen", "words")),
@@ -202,10 +199,8 @@ def claims_section(claims: Sequence["Claim"], tier: str) -> Section:
     return Section(f"claims-section-{tier}", f"Claims, tier {tier}", blocks=[block])
 
 
-def judged(readings: Readings, tier: str, seeds: int, folder: Path) -> "list[Claim]":
+def judged(readings: Readings, tier: str, seeds: int, folder: Path) -> list[Claim]:
     """The claims at a tier."""
-    from decaylab.paper.claims import judge
-
     return judge(readings, tier, seeds=seeds, searched_folder=folder)
 
 
