@@ -1,0 +1,66 @@
+"""Run folders written by hand: no training, so that a test knows every number in them."""
+
+import math
+
+from decaylab.paper import Readings, artefacts, cells
+from decaylab.records import Manifest, Row, RunStore
+
+CLOCK = 1_700_000_000.0
+
+
+def write_run(store, spec, values, *, tier, status="finished", device="cpu", epochs=3):
+    """A run whose rows have each value, an equal step apart, after `epochs` epochs."""
+    spec = spec.resolved()
+    with store.folder(spec.id).writing(spec.to_toml()) as folder:
+        for epoch in range(epochs + 1):
+            grown = {name: value * (0.5 + 0.5 * epoch / epochs) for name, value in values.items()}
+            rows = {**grown, "train/seconds": 2.0 * epoch}
+            folder.rows_writer.append(
+                Row(10 * epoch, epoch, 2.5 * epoch, name, value) for name, value in rows.items()
+            )
+        folder.write_manifest(
+            Manifest(
+                id=spec.id,
+                status=status,
+                version="0.1.0",
+                commit="0123456789abcdef+",
+                torch="2.13.0",
+                device=device,
+                seed=spec.seed,
+                tier=tier,
+                started=CLOCK,
+                updated=CLOCK + 9,
+            )
+        )
+    return folder
+
+
+def everything(number):
+    """Every name an artefact reads, with values that differ from run to run."""
+    return {
+        "test/accuracy": 0.9 + 0.0005 * (number % 97),
+        "train/accuracy": 1.0,
+        "test/loss": 0.3 + 0.001 * (number % 13),
+        "train/loss": 0.01,
+        "train/running_loss": 0.02 + 0.001 * (number % 7),
+        "effective_lr/features.0": 1e-4 * (1 + number % 5),
+        "jacobian_norm": 10.0 + number % 31,
+        "kfac_gn_norm": math.exp(number % 11),
+        "fisher_trace_normalised/features.0": 5.0,
+        "gn_trace_normalised/features.0": 50.0,
+        "exposure/stage": 2.0,
+        "norm/features.0": 4.0,
+        "lr": 0.1,
+    }
+
+
+def fill_artefacts(root, names=None, *, tier="smoke", seeds=1):
+    """Finished runs for every cell of some artefacts that needs no search."""
+    store, done = RunStore(root), set()
+    for name in names or artefacts():
+        for cell in cells(name, tier, seeds):
+            for spec in cell.runs:
+                if spec.id not in done:
+                    done.add(spec.id)
+                    write_run(store, spec, everything(len(done)), tier=tier)
+    return Readings(store)

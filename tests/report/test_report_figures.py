@@ -1,0 +1,108 @@
+import csv
+import io
+import struct
+import sys
+
+import pytest
+from report.synthetic import fill_artefacts
+
+from decaylab.errors import DecaylabError
+from decaylab.paper import Readings, artefact_of, artefacts, cells
+from decaylab.records import RunStore
+from decaylab.report.drawing import DPI, SIZE, Bars, Line, Panel, Points, draw, side_by_side
+from decaylab.report.figures import panels, panels_csv
+
+FIGURES = [name for name, artefact in artefacts().items() if artefact.kind != "table"]
+LINE = Panel("a", "x", "y", [Line("none", [0, 1], [1.0, 2.0])])
+
+
+def size(png):
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", png[16:24])
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    return fill_artefacts(tmp_path_factory.mktemp("runs"), seeds=2)
+
+
+def test_there_are_nine_figures():
+    assert sorted(FIGURES) == [f"fig{n}" for n in range(1, 10)]
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_shows_its_runs_and_nothing_else(name, filled):
+    found = cells(name, "smoke", 2)
+    drawn = panels(artefact_of(name), found, filled)
+    assert drawn
+    assert not any(panel.empty for panel in drawn)
+    recorded = {
+        row.value for cell in found for run in filled.finished(cell) for row in run.rows.rows
+    }
+    factor = 100 if artefact_of(name).percent else 1
+    for panel in drawn:
+        for mark in panel.marks:
+            if isinstance(mark, Line):
+                assert set(mark.y) <= {factor * value for value in recorded}
+    empty = panels(artefact_of(name), found, Readings(RunStore("nowhere")))
+    assert [panel.title for panel in empty] == [panel.title for panel in drawn]
+    assert all(panel.empty for panel in empty)
+
+
+def test_curves_have_one_line_per_seed_and_bars_their_mean(filled):
+    curves = panels(artefact_of("fig2"), cells("fig2", "smoke", 2), filled)
+    assert {mark.label for mark in curves[0].marks} == {"baseline", "wd-conv", "wd-fc", "wd-all"}
+    assert len(curves[0].marks) == 8
+    bars = panels(artefact_of("fig1"), cells("fig1", "smoke", 2), filled)[0]
+    values = [100 * v for v in filled.values(cells("fig1", "smoke", 2)[0], "test/accuracy")]
+    assert bars.groups[0] == "SGD"
+    assert bars.marks[0].values[0] == pytest.approx(sum(values) / 2)
+
+
+def test_the_correlation_plot_marks_nets_that_do_not_fit(tmp_path):
+    readings = fill_artefacts(tmp_path, ["fig5"])
+    found = cells("fig5", "smoke", 1)
+    run = readings.finished(found[0])[0]
+    path = tmp_path / run.spec.id / "rows.jsonl"
+    path.write_text(
+        path.read_text().replace('"train/accuracy", "value": 1.0', '"train/accuracy", "value": 0.9')
+    )
+    labels = {
+        mark.label
+        for panel in panels(artefact_of("fig5"), found, Readings(RunStore(tmp_path)))
+        for mark in panel.marks
+    }
+    assert "below 100 %" in labels
+    assert "SGD" in labels
+
+
+def test_drawing_gives_images_of_one_size():
+    pixels = tuple(round(DPI * side) for side in SIZE)
+    bars = Bars("none", [90.0, None], [0.1, None])
+    shown = [
+        LINE,
+        Panel("b", "x", "y", [bars], ["SGD", "Adam"]),
+        Panel("c", "x", "y", [Points("SGD", [1.0, 10.0], [0.0, 2.0])], log_x=True, log_y=True),
+        Panel("d", "x", "y", [Line("none", [0, 1], [0.0, 0.0])], log_y=True),
+        Panel("nothing", "x", "y"),
+    ]
+    images = [draw(panel) for panel in shown]
+    assert {size(image) for image in images} == {pixels}
+    assert len(set(images)) == len(images)
+    assert size(side_by_side(images)) == (2 * pixels[0], 3 * pixels[1])
+
+
+def test_csv_of_panels():
+    bars = Panel("b", "", "y", [Bars("L2", [90.0, None], [0.5, None])], ["SGD", "Adam"])
+    rows = list(csv.DictReader(io.StringIO(panels_csv([("quick", [LINE, bars])]))))
+    assert [(r["panel"], r["label"], r["x"], r["y"], r["spread"], r["tier"]) for r in rows] == [
+        ("a", "none", "0", "1", "", "quick"),
+        ("a", "none", "1", "2", "", "quick"),
+        ("b", "L2", "SGD", "90", "0.5", "quick"),
+    ]
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(DecaylabError, match=r"pip install 'decaylab\[report\]'"):
+        draw(LINE)

@@ -1,0 +1,75 @@
+import csv
+import io
+
+import pytest
+
+from decaylab.report.tables import Entry, Measured, Pair, Table, agreement, pairs, to_csv, to_grid
+
+
+def entry(paper, *ours, decayed=False, comparable=True, key=("vgg16", "sgd")):
+    return Entry(key, decayed, paper, Measured(tuple(ours)), "full", "cpu", comparable)
+
+
+def table(*entries, effect="difference"):
+    return Table(("network", "optimizer", "weight_decay"), entries, effect)
+
+
+@pytest.mark.parametrize(
+    ("ours", "effect", "tone"),
+    [
+        (90.5, "difference", "good"),
+        (91.4, "difference", "near"),
+        (88.0, "difference", "bad"),
+        (130.0, "ratio", "good"),
+        (60.0, "ratio", "good"),
+        (50.0, "ratio", "near"),
+        (20.0, "ratio", "bad"),
+        (400.0, "ratio", "bad"),
+    ],
+)
+def test_colour_by_agreement(ours, effect, tone):
+    assert agreement(entry(90.0, ours), effect) == tone
+
+
+def test_what_is_not_comparable_has_no_colour_of_agreement():
+    assert agreement(entry(90.0, 90.0, comparable=False), "difference") == "plain"
+    assert agreement(entry(90.0), "difference") == ""
+    assert agreement(entry(None, 90.0), "difference") == ""
+
+
+def test_one_seed_is_called_one_seed_everywhere():
+    grid = to_grid(table(entry(90.0, 91.0), entry(92.0, 93.0, 94.0, decayed=True)))
+    (row,) = [[cell.text for cell in row] for row in grid.rows]
+    assert row[:2] == ["vgg16", "sgd"]
+    assert row[2:5] == ["90.00", "91.00 (one seed)", "+1.00"]
+    assert row[5:8] == ["92.00", "93.50 ± 0.71 (n = 2)", "+1.50"]
+    assert row[8:] == ["+2.00", "+2.50"]
+
+
+def test_the_effect_is_judged_from_two_seeds_on():
+    def tone(without, with_decay):
+        sides = (entry(90.0, *without), entry(92.0, *with_decay, decayed=True))
+        return Pair(("vgg16", "sgd"), sides).tone()
+
+    assert tone([90.0], [93.0]) == "plain"
+    assert tone([90.0, 90.1], [93.0, 93.1]) == "good"
+    assert tone([93.0, 93.1], [90.0, 90.1]) == "bad"
+    assert tone([90.0, 92.0], [90.5, 92.5]) == "near"
+    assert tone([], [93.0, 93.1]) == ""
+
+
+def test_a_cell_without_its_partner_stays():
+    found = pairs(table(entry(90.0, 91.0)))
+    assert found[0].sides[1] is None
+    assert [c.text for c in to_grid(table(entry(90.0, 91.0))).rows[0]][-5:] == ["—"] * 5
+
+
+def test_csv_has_the_key_columns_then_paper_ours_spread_n_tier():
+    text = to_csv([table(entry(90.0, 91.0, 93.0), entry(None, decayed=True))])
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert text.splitlines()[0] == "network,optimizer,weight_decay,paper,ours,spread,n,tier"
+    assert rows[0] == {
+        **{"network": "vgg16", "optimizer": "sgd", "weight_decay": "0", "paper": "90"},
+        **{"ours": "92", "spread": "1.41421", "n": "2", "tier": "full"},
+    }
+    assert (rows[1]["paper"], rows[1]["ours"], rows[1]["spread"], rows[1]["n"]) == ("", "", "", "0")
