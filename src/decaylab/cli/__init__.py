@@ -14,6 +14,7 @@ from decaylab.cli.decay import decay_table_command
 from decaylab.cli.probe import probe_command
 from decaylab.cli.report import report_command
 from decaylab.cli.reproduce import reproduce_command
+from decaylab.cli.search import search_command
 from decaylab.cli.theory import theory_command
 from decaylab.cli.train import train_command
 from decaylab.errors import DecaylabError
@@ -76,6 +77,7 @@ app.command("probe")(probe_command)
 app.command("theory")(theory_command)
 app.command("reproduce")(reproduce_command)
 app.command("claims")(claims_command)
+app.command("search")(search_command)
 app.command("report")(report_command)
 
 

@@ -105,6 +105,8 @@ class How:
         seconds: stop cleanly after so long; None is never.
         keep_checkpoints: else a finished run's is deleted: it may be over a gigabyte.
         checkpoint_every: seconds between checkpoints, at least.
+        at_once: runs that take turns, a step each; on a GPU their steps overlap. Each gives what
+            it gives alone.
         poll: seconds between looks at runs of other processes that one waits for.
     """
 
@@ -114,11 +116,12 @@ class How:
     seconds: float | None = None
     keep_checkpoints: bool = False
     checkpoint_every: float = 60.0
+    at_once: int = 1
     poll: float = 2.0
 
 
 class Reproduction:
-    """Makes planned runs one after the other, skipping what is done or done by another process.
+    """Makes planned runs, `at_once` at a time, skipping what is done or done by another process.
 
     A run that fails is tried once more; if it fails again, or diverges, it is listed in `outcome`
     and the others go on. Two processes may share the store: each run has one lock, and who comes
@@ -140,20 +143,26 @@ class Reproduction:
         """Make the runs; `outcome` is complete when this ends."""
         todo = list(self.planned)
         started = time.monotonic()
+        active: list[Iterator[Event | None]] = []
         with _time_limit(self.how.seconds):
             try:
-                while todo:
-                    chosen = self._next(todo)
-                    if chosen is None:
-                        break
-                    if self._over(started):
-                        raise Interrupted(signal.SIGALRM)
-                    todo.remove(chosen)
-                    yield from self._made(chosen)
+                while todo or active:
+                    while len(active) < self.how.at_once:
+                        chosen = self._next(todo, wait=not active)
+                        if chosen is None:
+                            break
+                        if self._over(started):
+                            raise Interrupted(signal.SIGALRM)
+                        todo.remove(chosen)
+                        active.append(self._made(chosen))
+                    yield from self._a_turn_each(active)
             except Interrupted as stop:
                 if stop.exit_code != 128 + signal.SIGALRM:
                     raise
                 self.outcome.out_of_time = True
+            finally:
+                for made in active:
+                    made.close()  # type: ignore[attr-defined] # saves a checkpoint
         self.outcome.left = [
             planned.spec.id
             for planned in self.planned
@@ -162,11 +171,25 @@ class Reproduction:
             and not _finished(self.store.folder(planned.spec.id))
         ]
 
+    def _a_turn_each(self, active: list[Iterator[Event | None]]) -> Iterator[Event]:
+        """One step of every active run, so that their work overlaps on the device."""
+        for made in list(active):
+            try:
+                event = next(made)
+            except StopIteration:
+                active.remove(made)
+            else:
+                if event is not None:
+                    yield event
+
     def _over(self, started: float) -> bool:
         return self.how.seconds is not None and time.monotonic() - started >= self.how.seconds
 
-    def _next(self, todo: list[PlannedRun]) -> PlannedRun | None:
-        """The first run that can be made now; those that need not be are taken off the list."""
+    def _next(self, todo: list[PlannedRun], *, wait: bool) -> PlannedRun | None:
+        """The first run that can be made now; those that need not be are taken off the list.
+
+        None if there is none, now (without `wait`) or at all.
+        """
         while todo:
             states = {}
             for planned in list(todo):
@@ -177,6 +200,8 @@ class Reproduction:
                     todo.remove(planned)
                 else:
                     states[planned.spec.id] = state
+            if not wait:
+                return None
             waiting = [planned for planned in todo if states.get(planned.spec.id) == "waiting"]
             if not any(self._source_may_come(planned) for planned in waiting):
                 self.outcome.elsewhere += [run for run, state in states.items() if state == "busy"]
@@ -207,8 +232,8 @@ class Reproduction:
             self.outcome.failed[run_id] = manifest.message if manifest else "diverged"
         return state
 
-    def _made(self, planned: PlannedRun) -> Iterator[Event]:
-        """One run, tried twice if need be."""
+    def _made(self, planned: PlannedRun) -> Iterator[Event | None]:
+        """One run, tried twice if need be; None after a step, when several runs take turns."""
         run_id = planned.spec.id
         for attempt in (1, 2):
             try:
@@ -218,6 +243,8 @@ class Reproduction:
                         yield Event("epoch", planned, progress)
                     elif progress.kind == "finished":
                         last = progress
+                    else:
+                        yield None
                 self._clean(planned)
                 self.outcome.finished.append(run_id)
                 yield Event("finished", planned, last)
@@ -244,6 +271,7 @@ class Reproduction:
     def _training(self, planned: PlannedRun) -> Iterator[Progress]:
         execution = Execution(
             checkpoint_every=self.how.checkpoint_every,
+            every_step=self.how.at_once > 1,
             tier=self.how.tier,
             observe=observer(planned.probes),
         )

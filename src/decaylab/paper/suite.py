@@ -222,6 +222,14 @@ def _runs(key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None) -
     return {"runs": tuple(taken), "sources": sources, "note": note}
 
 
+def spec_for(key: Mapping[str, Any], scheme: str, tier: str) -> RunSpec:
+    """The first run of a cell of Table 1 under a scheme, before any search."""
+    size = tier_of(tier)
+    if size.on_digits and key["dataset"] == "digits":
+        key = {**key, "dataset": "cifar10"}  # whose cells they stand for, among others
+    return _spec(key, scheme, size, None, 0)
+
+
 def _spec(
     key: Mapping[str, Any], scheme: str, tier: Tier, found: Searched | None, seed: int
 ) -> RunSpec:

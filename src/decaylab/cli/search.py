@@ -1,0 +1,137 @@
+"""`decaylab search`: learning rate, weight decay and damping by held-out accuracy."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from decaylab.cli import options
+from decaylab.data import load
+from decaylab.errors import DecaylabError
+from decaylab.paper import tier_of
+from decaylab.paper.search import Search, SearchPlan, Trial, default_space
+from decaylab.paper.settings import ROW, SCHEMES
+from decaylab.paper.suite import searched_cell, spec_for
+from decaylab.records import RunStore
+from decaylab.training import Execution, RunSpec, train_to_end
+
+Cell = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="A cell of Table 1: dataset, network, batch_norm, ..."
+    ),
+]
+Config = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="A spec of your own instead.")
+]
+Values = Annotated[str | None, typer.Option(metavar="A,B,...", help="Values, or TPE's range.")]
+
+
+def search_command(
+    cell: Cell = None,
+    config: Config = None,
+    scheme: Annotated[str, typer.Option("--scheme", help="l2, wd or none.")] = "l2",
+    tier: Annotated[str, typer.Option("--tier", help="smoke, quick, short or full.")] = "quick",
+    method: Annotated[str, typer.Option("--method", help="grid or tpe.")] = "grid",
+    trials: Annotated[int, typer.Option("--trials", min=1, help="How many, for tpe.")] = 30,
+    lr: Values = None,
+    weight_decay: Values = None,
+    damping: Values = None,
+    retrain: Annotated[
+        bool, typer.Option("--retrain", help="Then train the winner on all training images.")
+    ] = False,
+    runs: options.Runs = options.RUNS,
+    data_dir: options.DataDir = None,
+    device: options.Device = "auto",
+) -> None:
+    """Search a cell's (or a spec's) settings on held-out training images, by Optuna.
+
+    The same command again goes on with what was stopped. The winner lies in RUNS/searched, where
+    `reproduce` finds it, and as a spec for `train`.
+    """
+    if (config is None) == (not cell):
+        raise DecaylabError(
+            "give a cell (dataset=cifar10 network=vgg16 batch_norm=0 augment=0 optimizer=adam) or"
+            " --config FILE, not both"
+        )
+    given = {"lr": lr, "weight_decay": weight_decay, "damping": damping}
+    space = {name: _numbers(name, text) for name, text in given.items() if text is not None}
+    kind: Any = method
+    limits: dict[str, Any] = {"method": kind, "trials": trials}
+    plan = _of_cell(cell, scheme, tier, space, limits) if cell else _of_file(config, space, limits)
+    where = options.chosen_device(device)
+    if plan.base.data == "digits":
+        torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
+        where = options.chosen_device("cpu" if device == "auto" else device)
+    data = load(plan.base.data, data_dir).to(where)
+    search = Search(plan, runs / "searched", data, where)
+    for trial in search.run():
+        print(_line(trial), flush=True)
+    winner = search.winner()
+    spec_file = runs / "searched" / plan.name / "winner.toml"
+    values = ", ".join(f"{name} {getattr(winner, name):g}" for name in plan.space)
+    print(f"winner: {values}\nas a spec: {spec_file}")
+    if retrain:
+        execution = Execution(tier=plan.tier)
+        last = train_to_end(
+            winner, data=data, device=where, store=RunStore(runs), execution=execution
+        )
+        print(f"{winner.id}: test accuracy {100 * last.values['test/accuracy']:.2f} %")
+
+
+def _of_cell(
+    conditions: list[str], scheme: str, tier: str, space: dict[str, Any], limits: dict[str, Any]
+) -> SearchPlan:
+    if scheme not in SCHEMES:
+        raise DecaylabError(f"unknown scheme {scheme!r}: choose l2, wd or none")
+    size = tier_of(tier)
+    key: dict[str, Any] = {}
+    for condition in conditions:
+        name, equals, value = condition.partition("=")
+        if not equals or name not in (*ROW, "batch_size"):
+            raise DecaylabError(
+                f"{condition!r} is not key=value with a known key: {', '.join(ROW)}, batch_size"
+            )
+        key[name] = int(value) if value.isdecimal() else value
+    if missing := [name for name in ROW if name not in key]:
+        raise DecaylabError(f"the cell lacks {', '.join(missing)}: give {missing[0]}=...")
+    spec = spec_for(key, scheme, tier)
+    where = searched_cell(key, size)
+    where = {**{name: where[name] for name in ROW}, "batch_size": key.get("batch_size", 128)}
+    words = [tier, where["dataset"], where["network"]]
+    words += [name for name in ("batch_norm", "augment") if int(where[name])]
+    words += [
+        where["optimizer"],
+        scheme,
+        *([str(where["batch_size"])] if "batch_size" in key else []),
+    ]
+    return SearchPlan(
+        name="-".join(words),
+        base=spec,
+        space=default_space(spec, scheme, size.on_digits) | space,
+        cell={**where, "scheme": scheme},
+        tier=tier,
+        **limits,
+    )
+
+
+def _of_file(config: Path | None, space: dict[str, Any], limits: dict[str, Any]) -> SearchPlan:
+    assert config is not None
+    spec = RunSpec.from_file(config)
+    found = default_space(spec, "own") | space
+    return SearchPlan(name=f"search-{spec.id}", base=spec, space=found, **limits)
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        option = name.replace("_", "-")
+        raise DecaylabError(f"--{option} {text!r} is no list of numbers such as 0.1,1") from None
+
+
+def _line(trial: Trial) -> str:
+    values = " ".join(f"{name}={value:g}" for name, value in trial.values.items())
+    accuracy = "" if trial.accuracy is None else f": {100 * trial.accuracy:.2f} %"
+    return f"trial {trial.number} {values} {trial.state}{accuracy}"

@@ -1,0 +1,263 @@
+"""Search of learning rate, weight decay and damping on held-out training images (recipe line 15).
+
+Every trial is an ordinary run of a spec with `held_out`, kept in a store of its own; Optuna chooses
+and prunes, and its study lies in an SQLite file, so that a search that was stopped goes on.
+
+    FOLDER/NAME.toml              the winner, for the cell it was searched for
+           NAME/study.db          the study
+           NAME/winner.toml       the winner as a spec, on all training images
+           runs/                  the records of all trials
+"""
+
+import json
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import decaylab
+from decaylab.data import DataSet
+from decaylab.errors import DecaylabError, Diverged
+from decaylab.records import RunFolder, RunStore
+from decaylab.records.files import replace_text
+from decaylab.training import Execution, RunSpec, train
+from decaylab.training.loop import device_name
+
+Space = Mapping[str, Sequence[float]]
+"""Field of the spec -> the values of the grid, or (their ends) the range of TPE; log scale."""
+SEARCHED = ("lr", "weight_decay", "damping")
+FACTOR = math.sqrt(10)
+MOST_WIDENINGS = 4
+
+
+@dataclass(frozen=True)
+class SearchPlan:
+    """What is searched: `base` gives everything that is not in `space`.
+
+    Attributes:
+        name: of its files.
+        cell: the cell of an artefact it is for; empty for a spec of one's own.
+        method: `grid` (widened while the best weight decay lies on its edge) or `tpe`.
+        trials: TPE only: how many.
+    """
+
+    name: str
+    base: RunSpec
+    space: Space
+    method: Literal["grid", "tpe"] = "grid"
+    trials: int = 30
+    cell: Mapping[str, Any] | None = None
+    tier: str = "custom"
+
+    def __post_init__(self) -> None:
+        for field, values in self.space.items():
+            if field not in SEARCHED:
+                raise DecaylabError(f"cannot search {field!r}: only {', '.join(SEARCHED)}")
+            if not values or not all(0 < value < math.inf for value in values):
+                raise DecaylabError(f"the values of {field} must be positive numbers")
+            with_values(self.base, {field: values[0]})  # an error where it does not apply
+        if self.method not in ("grid", "tpe"):
+            raise DecaylabError(f"unknown method {self.method!r}: choose grid or tpe")
+        if not self.space:
+            raise DecaylabError("nothing to search: give values of lr, weight_decay or damping")
+
+
+def with_values(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
+    """The spec with other values of some fields."""
+    return replace(spec, **values)
+
+
+def default_space(spec: RunSpec, scheme: str, on_digits: bool = False) -> dict[str, list[float]]:
+    """Recipe line 15: lr x {1/3, 1, 3}; L2 from 1e-6 to 1e-2 by sqrt(10); weight decay around it.
+
+    On digits, whose runs are short, L2 from 1e-4 to 1e-1 by 10.
+    """
+    lr = spec.resolved().lr or 0.0
+    space = {"lr": [_rounded(lr / 3), lr, _rounded(3 * lr)]}
+    if scheme == "l2":
+        strong = [10.0**power for power in range(-4, 0)]
+        space["weight_decay"] = (
+            strong if on_digits else [_rounded(10 ** (n / 2)) for n in range(-12, -3)]
+        )
+    elif spec.decay != "none":
+        around = (spec.weight_decay / FACTOR, spec.weight_decay, spec.weight_decay * FACTOR)
+        space["weight_decay"] = [_rounded(value) for value in around]
+    return space
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial that ended: its settings, and its held-out accuracy where it got that far."""
+
+    number: int
+    values: Mapping[str, float]
+    state: str
+    accuracy: float | None
+
+
+class Search:
+    """One search; `run` yields its trials as they end and can be stopped anywhere."""
+
+    def __init__(
+        self, plan: SearchPlan, folder: Path, data: DataSet, device: str | torch.device = "cpu"
+    ) -> None:
+        self.plan, self.folder, self._data, self._device = plan, folder, data, device
+        self.base = replace(plan.base.resolved(), held_out=True)
+        self._own = RunFolder(folder / plan.name)
+        self._store = RunStore(folder / "runs")
+        self._optuna = _optuna()
+
+    def run(self) -> Iterator[Trial]:
+        """Make what is missing; the winner is written at the end."""
+        with self._own.writing(self.base.to_toml()):
+            study = self._study()
+            for trial in study.get_trials(deepcopy=False):
+                if trial.state == self._states.RUNNING:  # of a process that is gone
+                    study.tell(trial.number, state=self._states.FAIL)
+            if self.plan.method == "grid":
+                yield from self._grid(study)
+            else:
+                while len(self._ended(study)) < self.plan.trials:
+                    yield self._trial(study, study.ask(self._ranges(self.plan.space)))
+            self._write(study)
+
+    def _grid(self, study: Any) -> Iterator[Trial]:
+        space = {field: sorted(values) for field, values in self.plan.space.items()}
+        for _ in range(MOST_WIDENINGS + 1):
+            done = [tuple(t.params[field] for field in space) for t in self._ended(study)]
+            for point in product(*space.values()):
+                if point not in done:
+                    study.enqueue_trial(dict(zip(space, point, strict=True)))
+                    yield self._trial(study, study.ask(self._ranges(space)))
+            best = self._best(study).params.get("weight_decay")
+            grid = space.get("weight_decay", [])
+            if len(grid) < 2 or best not in (grid[0], grid[-1]):
+                return
+            outside = _rounded(best / FACTOR if best == grid[0] else best * FACTOR)
+            space["weight_decay"] = sorted([*grid, outside])
+
+    def _trial(self, study: Any, trial: Any) -> Trial:
+        """One run, reported epoch by epoch."""
+        spec = with_values(self.base, trial.params)
+        folder = self._store.folder(spec.id)
+        accuracy: float | None = None
+        state = "complete"
+        try:
+            with closing(self._epochs(spec, folder)) as epochs:
+                for epoch, values in epochs:
+                    accuracy = values["test/accuracy"]
+                    trial.report(accuracy, epoch)
+                    if epoch < (spec.epochs or 0) and trial.should_prune():
+                        state = "pruned"
+                        break
+            trial.set_user_attr("test_loss", values["test/loss"])
+        except Diverged:
+            state = "diverged"
+            trial.set_user_attr("diverged", True)
+        folder.checkpoint.unlink(missing_ok=True)
+        states = {"complete": self._states.COMPLETE, "pruned": self._states.PRUNED}
+        told = states.get(state, self._states.FAIL)
+        study.tell(trial, accuracy if state == "complete" else None, state=told)
+        return Trial(trial.number, dict(trial.params), state, accuracy)
+
+    def _epochs(
+        self, spec: RunSpec, folder: RunFolder
+    ) -> Generator[tuple[int, dict[str, float]], None, None]:
+        """(epoch, its values), of the records where the run is finished."""
+        manifest = folder.manifest() if folder.path.exists() else None
+        if manifest is not None and manifest.status == "finished":
+            rows = folder.rows()
+            losses = {row.epoch: row.value for row in rows.series("test/loss")}
+            for row in rows.series("test/accuracy"):
+                yield row.epoch, {"test/accuracy": row.value, "test/loss": losses[row.epoch]}
+            return
+        execution = Execution(tier=self.plan.tier)
+        training = train(
+            spec, data=self._data, device=self._device, store=self._store, execution=execution
+        )
+        for progress in training:
+            yield progress.epoch, progress.values
+
+    @property
+    def _states(self) -> Any:
+        return self._optuna.trial.TrialState
+
+    def _study(self) -> Any:
+        epochs = self.base.epochs or 0
+        return self._optuna.create_study(
+            storage=f"sqlite:///{self._own.path / 'study.db'}",
+            study_name=self.plan.name,
+            direction="maximize",
+            sampler=self._optuna.samplers.TPESampler(seed=0),
+            pruner=self._optuna.pruners.MedianPruner(
+                n_startup_trials=5, n_warmup_steps=max(1, epochs // 3)
+            ),
+            load_if_exists=True,
+        )
+
+    def _ranges(self, space: Space) -> dict[str, Any]:
+        distribution = self._optuna.distributions.FloatDistribution
+        return {f: distribution(min(v), max(v), log=True) for f, v in space.items()}
+
+    def _ended(self, study: Any) -> list[Any]:
+        """Trials that need not be made again; one that was killed does."""
+        good = (self._states.COMPLETE, self._states.PRUNED)
+        trials = study.get_trials(deepcopy=False)
+        return [t for t in trials if t.state in good or t.user_attrs.get("diverged")]
+
+    def _best(self, study: Any) -> Any:
+        """The highest last accuracy; of equals the one with the lower loss."""
+        complete = [t for t in study.get_trials(deepcopy=False) if t.state == self._states.COMPLETE]
+        if not complete:
+            raise DecaylabError(
+                f"no trial of {self.plan.name} came to its end: lower the learning rates"
+            )
+        return max(complete, key=lambda t: (t.value, -t.user_attrs["test_loss"]))
+
+    def winner(self) -> RunSpec:
+        """The best settings found, on all training images."""
+        best = self._best(self._study())
+        return replace(self.base, held_out=False, **best.params)
+
+    def _write(self, study: Any) -> None:
+        best, trials = self._best(study), study.get_trials(deepcopy=False)
+        decays = [t.params["weight_decay"] for t in trials if "weight_decay" in t.params]
+        chosen = best.params.get("weight_decay")
+        tables: dict[str, dict[str, Any]] = {
+            "cell": dict(self.plan.cell or {}),
+            "winner": dict(best.params),
+            "search": {
+                "tier": self.plan.tier,
+                "method": self.plan.method,
+                "trials": len(self._ended(study)),
+                "held_out_accuracy": best.value,
+                "interior": chosen is None or min(decays) < chosen < max(decays),
+                "device": device_name(torch.device(self._device)),
+                "version": decaylab.__version__,
+            },
+        }
+        text = "\n".join(
+            f"[{name}]\n" + "".join(f"{key} = {json.dumps(v)}\n" for key, v in table.items())
+            for name, table in tables.items()
+        )
+        replace_text(self._own.path / "winner.toml", self.winner().to_toml())
+        if self.plan.cell is not None:
+            replace_text(self.folder / f"{self.plan.name}.toml", text)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise DecaylabError("search needs Optuna: pip install 'decaylab[search]'") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
