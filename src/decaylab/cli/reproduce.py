@@ -59,6 +59,9 @@ def reproduce_command(
     device: Annotated[
         str | None, typer.Option("--device", help="cpu, cuda or auto; digits: cpu.")
     ] = None,
+    at_once: Annotated[
+        int, typer.Option("--at-once", min=1, help="Runs that take turns; a GPU gains by 2 to 4.")
+    ] = 1,
     keep_checkpoints: Keep = False,
     json_output: options.Json = False,
 ) -> None:
@@ -83,6 +86,7 @@ def reproduce_command(
         data_dir=data_dir,
         seconds=None if max_minutes is None else 60 * max_minutes,
         keep_checkpoints=keep_checkpoints,
+        at_once=at_once,
     )
     reproduction = Reproduction(planned, store, how)
     reproduction.check_data()

@@ -46,6 +46,7 @@ class TrainingRun:
         self.loss_sum, self.correct = self._steps.loss_sum, self._steps.correct
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if cuda else None
+        self._behind = True  # whether the outer stream has work that the run's must wait for
         self.epoch = 0  # the running one, from 0
         self.position = 0  # its steps that are done
         self.drawn = False  # whether its batches are drawn
@@ -83,12 +84,33 @@ class TrainingRun:
         outer = _get_states(self.device)
         _set_states(self._random, self.device)
         try:
-            with _float32_products(self.spec.precision), _on(self._stream):
+            with _float32_products(self.spec.precision), self._on_stream():
                 yield
         finally:
             self._random = _get_states(self.device)
             _set_states(outer, self.device)
             self._seconds, self._since = self.seconds, None
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """On CUDA: on the run's own stream, beside those of other runs.
+
+        It waits for the outer stream only after work was done for the run there (building, loading,
+        beginning an epoch), so that runs that take turns do not wait for each other. The outer one
+        waits for it, so that what is read there is up to date.
+        """
+        if self._stream is None:
+            yield
+            return
+        outer = torch.cuda.current_stream(self.device)
+        if self._behind:
+            self._stream.wait_stream(outer)
+            self._behind = False
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outer.wait_stream(self._stream)
 
     def autocast(self) -> torch.autocast:
         """For forward passes: bf16 where the spec asks for it. Weights and steps stay float32."""
@@ -121,6 +143,7 @@ class TrainingRun:
                 rescale(self.model, self.norms[self.epoch])
         rates = [self._schedule(self.epoch, base) for base in self._base_lrs]
         self._steps.begin_epoch(self.position, rates)
+        self._behind = True
         self.model.train()
         self.whole = True
 
@@ -219,6 +242,7 @@ class TrainingRun:
         self.loss_sum.copy_(state["loss_sum"])
         self.correct.copy_(state["correct"])
         self._random = state["random"]
+        self._behind = True
         if self.recorded:
             self.next_epoch()
 
@@ -288,18 +312,3 @@ def _float32_products(precision: str) -> Iterator[None]:
         yield
     finally:
         matmul.fp32_precision, conv.fp32_precision, cudnn.benchmark = before
-
-
-@contextmanager
-def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """On a stream of its own that takes its turn between what comes before and after."""
-    if stream is None:
-        yield
-        return
-    outer = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(outer)
-    try:
-        with torch.cuda.stream(stream):
-            yield
-    finally:
-        outer.wait_stream(stream)
