@@ -62,6 +62,9 @@ def reproduce_command(
     at_once: Annotated[
         int, typer.Option("--at-once", min=1, help="Runs that take turns; a GPU gains by 2 to 4.")
     ] = 1,
+    checkpoint_every: Annotated[
+        float, typer.Option("--checkpoint-every", help="Seconds between checkpoints, at least.")
+    ] = 60.0,
     keep_checkpoints: Keep = False,
     json_output: options.Json = False,
 ) -> None:
@@ -74,7 +77,7 @@ def reproduce_command(
         raise DecaylabError(f"--max-minutes must be positive, not {max_minutes}")
     store = RunStore(runs)
     chosen = chosen_cells(artefact, tier, seeds, only or [], runs)
-    planned = plan(chosen)
+    planned = plan(chosen, chosen_cells("all", tier, seeds, [], runs))
     if dry_run:
         _print_plan(planned, chosen, store, json_output)
         return
@@ -86,6 +89,7 @@ def reproduce_command(
         data_dir=data_dir,
         seconds=None if max_minutes is None else 60 * max_minutes,
         keep_checkpoints=keep_checkpoints,
+        checkpoint_every=checkpoint_every,
         at_once=at_once,
     )
     reproduction = Reproduction(planned, store, how)

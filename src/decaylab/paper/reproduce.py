@@ -31,8 +31,11 @@ class PlannedRun:
     artefacts: tuple[str, ...]
 
 
-def plan(cells: Iterable[Cell]) -> list[PlannedRun]:
-    """The runs of some cells, each once, with the union of the probes that any of them wants.
+def plan(cells: Iterable[Cell], others: Iterable[Cell] = ()) -> list[PlannedRun]:
+    """The runs of some cells, each once, with the union of the probes that any cell wants.
+
+    `others` (of other artefacts) bring no runs of their own, but what they want of these is
+    recorded too, since a run is trained once.
 
     In the order of the cells (whose comparison column varies fastest, so that pairs with and
     without decay stand together), first seeds first; a run stands behind the one whose norms it
@@ -52,6 +55,11 @@ def plan(cells: Iterable[Cell]) -> list[PlannedRun]:
                     probes.setdefault(spec.id, {})
             if seed < len(cell.runs):
                 probes[cell.runs[seed].id].update(dict.fromkeys(cell.probes))
+    for cell in others:
+        for spec in cell.runs:
+            if spec.id in ordered:
+                serves[spec.id][cell.artefact] = None
+                probes[spec.id].update(dict.fromkeys(cell.probes))
     return [
         PlannedRun(spec, tuple(sorted(probes[run_id])), tuple(serves[run_id]))
         for run_id, spec in ordered.items()
