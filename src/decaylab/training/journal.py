@@ -1,5 +1,6 @@
 """What a training run writes: its manifest, rows and checkpoints, in the folder of its spec."""
 
+import os
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
@@ -89,10 +90,13 @@ def open_journal(store: RunStore, spec: RunSpec, *, device: str, tier: str) -> I
 
 
 def code_commit() -> str | None:
-    """The git commit of this code where it runs from a checkout, with `+` if files were changed."""
+    """The git commit of this code where it runs from a checkout, with `+` if files were changed.
+
+    A copy without its .git folder (a cluster node, a container) can be told by $DECAYLAB_COMMIT.
+    """
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
-        return None
+        return os.environ.get("DECAYLAB_COMMIT")
     try:
         head = _git(root, "rev-parse", "HEAD")
         return head + ("+" if _git(root, "status", "--porcelain", "-uno") else "")

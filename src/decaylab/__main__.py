@@ -1,0 +1,5 @@
+"""`python -m decaylab` is the `decaylab` command."""
+
+from decaylab.cli import main
+
+main()
