@@ -108,12 +108,17 @@ def searched(
 
 
 def _all_searched(folder: Path | None) -> list[Searched]:
-    own = resources.files("decaylab.paper").joinpath("searched")
-    texts = [] if folder is None or not folder.is_dir() else sorted(folder.glob("*.toml"))
-    packaged = sorted(
-        (entry for entry in own.iterdir() if entry.name.endswith(".toml")), key=lambda e: e.name
-    )
-    return [_read(str(entry), entry.read_text(encoding="utf-8")) for entry in [*texts, *packaged]]
+    paths = [] if folder is None or not folder.is_dir() else sorted(folder.glob("*.toml"))
+    own = [_read(str(path), path.read_text(encoding="utf-8")) for path in paths]
+    return [*own, *_packaged()]
+
+
+@cache
+def _packaged() -> tuple[Searched, ...]:
+    folder = resources.files("decaylab.paper").joinpath("searched")
+    entries = [entry for entry in folder.iterdir() if entry.name.endswith(".toml")]
+    entries.sort(key=lambda entry: entry.name)
+    return tuple(_read(entry.name, entry.read_text(encoding="utf-8")) for entry in entries)
 
 
 def _read(path: str, text: str) -> Searched:
