@@ -116,7 +116,8 @@ def _all_searched(folder: Path | None) -> list[Searched]:
 @cache
 def _packaged() -> tuple[Searched, ...]:
     folder = resources.files("decaylab.paper").joinpath("searched")
-    entries = [entry for entry in folder.iterdir() if entry.name.endswith(".toml")]
+    found = folder.iterdir() if folder.is_dir() else ()  # git keeps no empty folder
+    entries = [entry for entry in found if entry.name.endswith(".toml")]
     entries.sort(key=lambda entry: entry.name)
     return tuple(_read(entry.name, entry.read_text(encoding="utf-8")) for entry in entries)
 
