@@ -5,13 +5,17 @@ INSTALLED := .venv/installed
 # An independent library that the tests compare with; its own requirements would pull in torchvision.
 ORACLES := curvlinops-for-pytorch einconv linear-operator backpack-for-pytorch
 
-.PHONY: demo test check fix clean
+.PHONY: demo test test-browser check fix clean
 
 demo: $(INSTALLED)
 	$(BIN)/decaylab demo
 
 test: $(INSTALLED) check
 	$(BIN)/python -m pytest -q
+
+# Needs Chromium (Debian: apt-get install chromium).
+test-browser: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m browser tests/browser
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ from decaylab.report.tables import Measured, csv_text, plain
 NAMES = {
     **{"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "mnist": "MNIST", "mlp": "MLP"},
     **{"vgg11": "VGG11", "vgg13": "VGG13", "vgg16": "VGG16", "vgg19": "VGG19"},
-    **{"resnet32": "ResNet32", "sgd": "SGD", "adam": "Adam"},
+    **{"resnet20": "ResNet20", "resnet32": "ResNet32", "sgd": "SGD", "adam": "Adam"},
     **{"kfac-f": "K-FAC-F", "kfac-g": "K-FAC-G", "l2": "L2", "wd": "weight decay"},
     **{"decoupled": "weight decay"},
 }

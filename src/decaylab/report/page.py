@@ -10,17 +10,18 @@ from typing import Literal
 
 from decaylab.report.drawing import needed
 
-Kind = Literal["", "number", "words", "break"]
+Kind = Literal["", "number", "words"]
 Tone = Literal["", "good", "near", "bad", "plain"]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One field of a table; a tone colours it."""
+    """One field of a table; a tone colours it, and `more` is shown on a click."""
 
     text: str
     kind: Kind = ""
     tone: Tone = ""
+    more: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,16 @@ def _block(block: Block) -> str:
         parts.append(f"![{block.title}](figures/{block.anchor}.png)\n")
     for grid in block.grids:
         parts += [f"{grid.caption}\n"] if grid.caption else []
-        rows = [[cell.text for cell in row] for row in (grid.header, *grid.rows)]
+        rows = [[_plain(cell) for cell in row] for row in (grid.header, *grid.rows)]
         lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
         parts.append("".join(_markdown_row(line) for line in lines))
     if block.missing:
         parts.append(f"*{block.missing}*\n")
     return "\n".join(parts)
+
+
+def _plain(cell: Cell) -> str:
+    return f"{cell.text} ({cell.more})" if cell.more else cell.text
 
 
 def _markdown_row(cells: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -136,7 +135,8 @@ def _note(filled: Filled, readings: Readings) -> str:
     seeds = {len(readings.finished(cell)) for cell in filled.cells} - {0}
     parts = [f"{filled.coverage}, tier {filled.tier}" + (f", on {devices}" if devices else "")]
     if nets:
-        parts.append("trained on " + ", ".join(nets))
+        stand = " standing in for the paper's" if TIERS[filled.tier].on_digits else ""
+        parts.append(", ".join(nets) + stand)
     if seeds:
         most = max(seeds)
         counted = "one seed" if most == 1 else f"{min(seeds)} to {most} seeds"
@@ -168,22 +168,18 @@ def _missing(filled: Filled) -> str:
 
 def claims_section(claims: Sequence[Claim], tier: str) -> Section:
     """E1-E15, judged from the records of one tier."""
-    columns: tuple[tuple[str, str], ...] = (
-        *(("", ""), ("where", ""), ("claim", "words"), ("verdict", ""), ("what was seen", "words")),
-        *(("effect", "number"), ("spread", "number"), ("runs", "number"), ("notes", "words")),
-    )
-    header = [Cell(name, "number" if kind == "number" else "") for name, kind in columns]
+    header = [Cell(name) for name in ("", "where", "claim", "verdict", "what was seen")]
+    header += [Cell(name, "number") for name in ("effect", "spread", "runs")]
     rows = [
         [
             Cell(claim.id),
             Cell(claim.where),
             Cell(claim.claim, "words"),
             Cell(claim.verdict, tone=VERDICTS.get(claim.verdict, "plain")),
-            Cell(claim.effect, "words"),
+            Cell(claim.effect or "—", "words", more=" ".join(claim.notes)),
             Cell(number(claim.value), "number"),
             Cell(number(claim.spread), "number"),
             Cell(str(claim.n), "number"),
-            Cell(" ".join(claim.notes), "words"),
         ]
         for claim in claims
     ]
@@ -199,9 +195,9 @@ def claims_section(claims: Sequence[Claim], tier: str) -> Section:
     return Section(f"claims-section-{tier}", f"Claims, tier {tier}", blocks=[block])
 
 
-def judged(readings: Readings, tier: str, seeds: int, folder: Path) -> list[Claim]:
+def judged(readings: Readings, tier: str, seeds: int) -> list[Claim]:
     """The claims at a tier."""
-    return judge(readings, tier, seeds=seeds, searched_folder=folder)
+    return judge(readings, tier, seeds, readings.store.root / "searched")
 
 
 def overview(filled: Iterable[Filled]) -> Block:

@@ -183,9 +183,10 @@ def to_grid(table: Table) -> Grid:
     numbers = []
     for side in ("no decay", "decay"):
         numbers += [f"{side}: paper", "ours", distance]
-    numbers += ["decay's effect: paper", "ours"]
-    header = [Cell(column.replace("_", " ")) for column in table.key_columns[:-1]]
-    header += [Cell(name, "number") for name in numbers]
+    numbers += ["effect of decay: paper", "ours"]
+    short = {"batch_norm": "BN", "augment": "Aug", "batch_size": "batch"}
+    header = [Cell(short.get(column, column)) for column in table.key_columns[:-1]]
+    header += [*(Cell(name, "number") for name in numbers), Cell("seeds", "number")]
     return Grid(header, [_pair_row(pair, table.effect) for pair in pairs(table)])
 
 
@@ -220,10 +221,21 @@ def _pair_row(pair: Pair, effect: Effect) -> list[Cell]:
             row += [Cell("—", "number")] * 3
             continue
         distance = change_words(change(entry.paper, entry.ours.mean, effect), effect)
-        row += [Cell(number(entry.paper), "number"), Cell(entry.ours.words(), "number")]
+        row += [Cell(number(entry.paper), "number"), Cell(entry.ours.short(), "number")]
         row.append(Cell(distance, "number", agreement(entry, effect)))
     effects = [change_words(pair.effect(effect, paper=paper), effect) for paper in (True, False)]
-    return [*row, Cell(effects[0], "number"), Cell(effects[1], "number", pair.tone())]
+    row += [Cell(effects[0], "number"), Cell(effects[1], "number", pair.tone())]
+    counts = dict.fromkeys(0 if entry is None else entry.ours.n for entry in pair.sides)
+    return [*row, Cell(" and ".join(map(seeds_words, counts)), "number")]
+
+
+def seeds_words(count: int) -> str:
+    """How many seeds a number is from.
+
+    >>> [seeds_words(count) for count in (0, 1, 3)]
+    ['none', 'one seed', '3']
+    """
+    return {0: "none", 1: "one seed"}.get(count, str(count))
 
 
 def _numbers(entry: Entry) -> list[str]:

@@ -77,9 +77,13 @@ def write_report(runs: Path, out: Path, checks: Sequence[Check] | None = None) -
 def _filled(found: Sequence[Found], readings: Readings) -> list[Filled]:
     """Every artefact at each tier there are runs of; at none, at the paper's own."""
     labels = {run.manifest.tier for run in found}
-    seeds = min(MOST_SEEDS, 1 + max((run.manifest.seed for run in found), default=0))
+    seeds = _seeds(found)
     tiers = [tier for tier in TIERS if tier in labels] or ["full"]
     return [fill(one, tier, readings, seeds) for tier in tiers for one in all_artefacts()]
+
+
+def _seeds(found: Sequence[Found]) -> int:
+    return min(MOST_SEEDS, 1 + max((run.manifest.seed for run in found), default=0))
 
 
 def _sections(
@@ -91,9 +95,8 @@ def _sections(
     for tier in dict.fromkeys(one.tier for one in filled):
         here = [one for one in filled if one.tier == tier]
         if any(one.done for one in here):
-            folder = readings.store.root / "searched"
             sections += [
-                claims_section(judged(readings, tier, MOST_SEEDS, folder), tier),
+                claims_section(judged(readings, tier, _seeds(found)), tier),
                 tables_section(here, readings, tier),
                 figures_section(here, readings, tier),
             ]

@@ -1,0 +1,194 @@
+import csv
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from report.synthetic import everything, fill_artefacts, write_run
+from typer.testing import CliRunner
+
+from decaylab.cli import app
+from decaylab.paper import cells
+from decaylab.records import RunStore
+from decaylab.report import write
+from decaylab.theory import Check
+
+runner = CliRunner()
+CHECK = Check("T1", "Lemma 1", "ReLU & <no> bias", 1.0, 1.0, 1e-16, 1e-10, True, "statement")
+BROKEN = Check("T2", "Lemma 2", "biases added", 1.0, 2.0, 0.5, 1e-8, False, "broken")
+
+
+@pytest.fixture(autouse=True)
+def theory(monkeypatch):
+    """The theory has tests of its own; here it must only be shown."""
+    monkeypatch.setattr(write, "theory_checks", lambda: [CHECK, BROKEN])
+
+
+class Page(HTMLParser):
+    """What a browser would have to fetch, and the rows of each table."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.images, self.addresses, self.tables, self.ids, self.tags = [], [], [], [], []
+        self.links, self.words = [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.tags.append(tag)
+        self.ids += [given["id"]] if "id" in given else []
+        if tag == "img":
+            self.images.append(given)
+        if tag == "a":
+            self.links.append(given["href"])
+        elif tag != "img":
+            self.addresses += [given[name] for name in ("src", "href", "srcset") if name in given]
+        if tag == "table":
+            self.tables.append(0)
+        if tag == "td":
+            self.tables[-1] += 1
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self):
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+
+def report(folder, *arguments):
+    result = runner.invoke(app, ["report", "--runs", str(folder), *arguments])
+    assert result.exit_code == 0, result.stderr
+    out = folder / "report"
+    return result, out, Page((out / "index.html").read_text(encoding="utf-8"))
+
+
+def table_of(out, name):
+    text = (out / f"{name}.csv").read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    root = tmp_path_factory.mktemp("filled")
+    fill_artefacts(root)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write, "theory_checks", lambda: [CHECK, BROKEN])
+        return root, *report(root)
+
+
+def test_the_page_needs_nothing_but_itself(filled):
+    page = filled[3]
+    assert len(page.images) > 30
+    assert all(image["src"].startswith("data:image/png;base64,") for image in page.images)
+    assert all(len(image["alt"]) > 10 for image in page.images)
+    assert all(address.startswith("data:") for address in page.addresses)
+    assert "script" not in page.tags
+    text = (filled[2] / "index.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert "Content-Security-Policy" in text
+
+
+def test_every_table_has_fields_and_every_link_a_target(filled):
+    page = filled[3]
+    assert len(page.tables) >= 7
+    assert all(page.tables)
+    assert len(page.ids) == len(set(page.ids))
+    assert all(link.startswith("#") and link[1:] in page.ids for link in page.links)
+    for name in [f"table{n}" for n in (1, 2, 3)] + [f"fig{n}" for n in range(1, 10)]:
+        assert f"{name}-smoke" in page.ids
+    assert {"theory", "runs", "overview", "claims-smoke"} <= set(page.ids)
+
+
+def test_numbers_say_where_they_come_from(filled):
+    text = filled[3].text
+    assert "64 of 64 cells, tier smoke, on cpu" in text
+    assert "one seed" in text
+    assert "0.1.0 (012345678+)" in text
+    assert "1 of 1 statements hold" in text
+    assert "ReLU & <no> bias" in text  # escaped, not swallowed
+
+
+def test_what_needs_a_search_is_said(filled):
+    assert "cells have no setting yet: needs search" in filled[3].text
+
+
+def test_files(filled):
+    _, result, out, _ = filled
+    assert f"report: {out / 'index.html'}" in result.stdout
+    names = {path.relative_to(out).as_posix() for path in out.rglob("*.*")}
+    assert {"index.html", "report.md", "table1.csv", "fig2.csv", "figures/fig9-smoke.png"} <= names
+    rows = table_of(out, "table1")
+    assert len(rows) == 64
+    assert list(rows[0]) == [
+        *("dataset", "network", "batch_norm", "augment", "optimizer", "weight_decay"),
+        *("paper", "ours", "spread", "n", "tier"),
+    ]
+    assert rows[0]["paper"] == "83.2"
+    assert (rows[0]["n"], rows[0]["tier"], rows[0]["spread"]) == ("1", "smoke", "")
+    markdown = (out / "report.md").read_text(encoding="utf-8")
+    linked = re.findall(r"\]\((figures/[^)]+)\)", markdown)
+    assert len(linked) == 9
+    assert all((out / path).exists() for path in linked)
+
+
+def test_no_runs_at_all(tmp_path):
+    result, out, page = report(tmp_path / "none")
+    assert "table1 0/64" in result.stdout
+    assert "0 of 64 cells" in page.text
+    assert "No runs yet" in page.text
+    rows = table_of(out, "table1")
+    assert {row["n"] for row in rows} == {"0"}
+    assert {row["ours"] for row in rows} == {""}
+
+
+def test_some_cells_damage_and_runs_that_did_not_finish(tmp_path):
+    store = RunStore(tmp_path)
+    chosen = cells("table1", "quick", 2)[:3]
+    folders = [
+        write_run(store, c.runs[0], everything(n), tier="quick") for n, c in enumerate(chosen)
+    ]
+    write_run(store, chosen[0].runs[1], everything(9), tier="quick")
+    write_run(
+        store, cells("table1", "quick")[4].runs[0], {"lr": 1.0}, tier="quick", status="diverged"
+    )
+    with (folders[0].path / "rows.jsonl").open("a") as file:
+        file.write('{"step": 1, "ep\n')
+    (tmp_path / "unreadable").mkdir()
+    (tmp_path / "unreadable" / "spec.toml").write_text("data = [")
+    (tmp_path / "unreadable" / "manifest.json").write_text("{")
+    result, _, page = report(tmp_path)
+    assert "3 of 64 cells" in page.text
+    assert "table1 3/64" in result.stdout
+    assert "is damaged" in result.stderr
+    assert page.text.count("rows.jsonl is damaged") == 1
+    assert "Left out" in page.text
+    assert "unreadable" in page.text
+    assert "diverged" in page.text
+    assert "± 0" in page.text  # two seeds of one cell have a spread
+    assert "one seed" in page.text
+
+
+def test_tiers_stand_beside_each_other(tmp_path):
+    fill_artefacts(tmp_path, ["table2"], tier="smoke")
+    fill_artefacts(tmp_path, ["table2"], tier="quick")
+    _, out, page = report(tmp_path)
+    assert {"table2-smoke", "table2-quick"} <= set(page.ids)
+    rows = table_of(out, "table2")
+    assert [row["tier"] for row in rows] == ["smoke"] * 8 + ["quick"] * 8
+
+
+def test_json_and_out(tmp_path):
+    arguments = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--json"]
+    result = runner.invoke(app, ["report", *arguments])
+    found = json.loads(result.stdout)
+    assert found["page"] == str(tmp_path / "out" / "index.html")
+    assert found["coverage"]["full"]["table1"] == [0, 64]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_for_a_folder(tmp_path):
+    (tmp_path / "runs").write_text("")
+    result = runner.invoke(app, ["report", "--runs", str(tmp_path / "runs")])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
