@@ -40,7 +40,7 @@ def test_what_is_not_comparable_has_no_colour_of_agreement():
 def test_one_seed_is_called_one_seed_everywhere():
     grid = to_grid(table(entry(90.0, 91.0), entry(92.0, 93.0, 94.0, decayed=True)))
     (row,) = [[cell.text for cell in row] for row in grid.rows]
-    assert row[:2] == ["vgg16", "sgd"]
+    assert row[:2] == ["VGG16", "SGD"]
     assert row[2:5] == ["90.00", "91.00", "+1.00"]
     assert row[5:8] == ["92.00", "93.50 ± 0.71", "+1.50"]
     assert row[8:] == ["+2.00", "+2.50", "one seed and 2"]

@@ -119,10 +119,11 @@ def draw(panel: Panel) -> bytes:
     with matplotlib.rc_context(style):
         figure = needed("matplotlib.figure").Figure(figsize=SIZE, dpi=DPI)
         # Fixed margins: axes of one size in every panel, in half the time of a fitted layout.
-        axes = figure.add_axes((0.155, 0.27, 0.825, 0.64))
+        axes = figure.add_axes((0.19, 0.25, 0.79, 0.66))
         axes.set_title(panel.title)
         axes.set_xlabel(panel.x_label)
         axes.set_ylabel(panel.y_label)
+        axes.yaxis.set_label_coords(-0.2, 0.5)
         if panel.empty:
             _say_empty(axes)
         else:

@@ -7,15 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from decaylab.paper import Artefact, Cell, Readings, RunReading
 from decaylab.report.drawing import Bars, Line, Panel, Points
+from decaylab.report.names import key_words, named
 from decaylab.report.tables import Measured, csv_text, plain
 
-NAMES = {
-    **{"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "mnist": "MNIST", "mlp": "MLP"},
-    **{"vgg11": "VGG11", "vgg13": "VGG13", "vgg16": "VGG16", "vgg19": "VGG19"},
-    **{"resnet20": "ResNet20", "resnet32": "ResNet32", "sgd": "SGD", "adam": "Adam"},
-    **{"kfac-f": "K-FAC-F", "kfac-g": "K-FAC-G", "l2": "L2", "wd": "weight decay"},
-    **{"decoupled": "weight decay"},
-}
 FIT = 0.9999  # training accuracy that counts as 100 %
 
 
@@ -46,11 +40,6 @@ def panels_csv(figures: Iterable[tuple[str, Sequence[Panel]]]) -> str:
     return csv_text(["panel", "label", "x", "y", "spread", "tier"], rows)
 
 
-def named(value: object) -> str:
-    """A value of a key as people write it."""
-    return NAMES.get(str(value), str(value))
-
-
 def label_of(cell: Cell) -> str:
     """What is done about decay in a cell: the scheme, or whether there is weight decay."""
     if "scheme" in cell.key:
@@ -60,11 +49,7 @@ def label_of(cell: Cell) -> str:
 
 def title_of(cell: Cell, columns: Sequence[str]) -> str:
     """The values of some key columns in words, e.g. `CIFAR-10, VGG16, BN + Aug`."""
-    words = [named(cell.key[name]) for name in columns if name not in ("batch_norm", "augment")]
-    if "batch_norm" in columns:
-        extras = ["BN"] * bool(cell.key["batch_norm"]) + ["Aug"] * bool(cell.key["augment"])
-        words.insert(-1 if "optimizer" in columns else len(words), " + ".join(extras) or "no BN")
-    return ", ".join(words)
+    return ", ".join(key_words(cell.key, columns))
 
 
 def _groups(cells: Sequence[Cell], columns: Sequence[str]) -> list[tuple[str, list[Cell]]]:

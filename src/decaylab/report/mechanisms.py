@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from decaylab.paper import Readings, RunReading
 from decaylab.report.drawing import Line, Panel, draw
-from decaylab.report.figures import named
+from decaylab.report.names import named
 from decaylab.report.page import Block, Cell, Grid, Image, Section, Tone
 from decaylab.report.provenance import Found
 from decaylab.report.tables import Measured, number
@@ -102,20 +102,23 @@ def demo_section(runs: Demo) -> Section:
     text = [
         f"Small fully connected networks on the 1,797 handwritten digits of scikit-learn, {epochs}"
         f" epochs, {counted}, settings picked by hand. They show the mechanisms, which is what they"
-        " are for; digits are too easy for a verdict on accuracy, where one test image is 0.28"
-        " points."
+        " are for; digits are too easy for a verdict on accuracy."
     ]
     blocks = [
         Block(
             "demo",
-            "Test accuracy with no decay, L2 and weight decay",
+            "Test accuracy in % with no decay, L2 and weight decay",
             text=[
                 "L2 adds to the gradient, before the optimizer's own scaling; weight decay"
                 " shrinks the weights directly. For SGD they are one, apart from momentum."
             ],
-            grids=[accuracy_grid(runs)],
+            note="One seed; one test image is 0.28."
+            if len(seeds) == 1
+            else f"Mean ± standard deviation of {counted}; one test image is 0.28.",
+            grids=[short_accuracy_grid(runs)],
         ),
         *(_block(mechanism, runs) for mechanism in MECHANISMS),
+        Block("demo-settings", "Settings and losses", grids=[accuracy_grid(runs)], folded=True),
     ]
     return Section("demo-section", "Demo: three mechanisms on digits", text, blocks)
 
@@ -240,7 +243,7 @@ def _accuracy(runs: Iterable[RunReading]) -> Measured:
 
 
 def _net(key: Key) -> list[Cell]:
-    return [Cell("with BN" if key[0] else "without BN"), Cell(named(key[1]))]
+    return [Cell("with BN" if key[0] else "without BN", "key"), Cell(named(key[1]))]
 
 
 def _order(key: Key) -> tuple[bool, int, int]:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from decaylab.report.drawing import needed
 
-Kind = Literal["", "number", "words"]
+Kind = Literal["", "number", "words", "key"]
 Tone = Literal["", "good", "near", "bad", "plain"]
 
 

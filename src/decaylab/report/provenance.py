@@ -72,7 +72,7 @@ def _row(run: Found) -> list[Cell]:
     manifest = run.manifest
     commit = "" if manifest.commit is None else f" ({_short(manifest.commit)})"
     return [
-        Cell(manifest.id),
+        Cell(manifest.id, "key"),
         Cell(manifest.status, tone=TONES.get(manifest.status, "near")),
         Cell(manifest.tier),
         Cell(str(manifest.seed), "number"),

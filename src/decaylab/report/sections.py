@@ -9,7 +9,8 @@ from decaylab.paper import TIERS, Artefact, Readings, artefacts, cells
 from decaylab.paper import Cell as PaperCell
 from decaylab.paper.claims import Claim, judge
 from decaylab.report.drawing import Panel, draw
-from decaylab.report.figures import named, panels
+from decaylab.report.figures import panels
+from decaylab.report.names import named
 from decaylab.report.page import Block, Cell, Grid, Image, Section, Tone
 from decaylab.report.tables import Entry, Measured, Table, number, to_grid
 from decaylab.theory import STATEMENTS, Check
@@ -168,14 +169,14 @@ def _missing(filled: Filled) -> str:
 
 def claims_section(claims: Sequence[Claim], tier: str) -> Section:
     """E1-E15, judged from the records of one tier."""
-    header = [Cell(name) for name in ("", "where", "claim", "verdict", "what was seen")]
+    header = [Cell(name) for name in ("", "verdict", "claim", "where", "what was seen")]
     header += [Cell(name, "number") for name in ("effect", "spread", "runs")]
     rows = [
         [
             Cell(claim.id),
-            Cell(claim.where),
-            Cell(claim.claim, "words"),
             Cell(claim.verdict, tone=VERDICTS.get(claim.verdict, "plain")),
+            Cell(claim.claim, "words"),
+            Cell(claim.where),
             Cell(claim.effect or "—", "words", more=" ".join(claim.notes)),
             Cell(number(claim.value), "number"),
             Cell(number(claim.spread), "number"),
@@ -202,12 +203,12 @@ def judged(readings: Readings, tier: str, seeds: int) -> list[Claim]:
 
 def overview(filled: Iterable[Filled]) -> Block:
     """How much of each artefact there is, by tier."""
-    header = [Cell("artefact"), Cell("tier"), Cell("filled"), Cell("what the paper's shows")]
+    header = [Cell("artefact"), Cell("filled"), Cell("tier"), Cell("what the paper's shows")]
     rows = [
         [
             Cell(_title(one.artefact), "words"),
-            Cell(one.tier),
             Cell(one.coverage, tone=_fullness(one)),
+            Cell(one.tier),
             Cell(one.artefact.shows, "words"),
         ]
         for one in filled

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from decaylab.paper import mean_and_spread
+from decaylab.report.names import key_words, named
 from decaylab.report.page import Cell, Grid, Tone
 
 Effect = Literal["difference", "ratio"]
@@ -184,10 +185,10 @@ def to_grid(table: Table) -> Grid:
     for side in ("no decay", "decay"):
         numbers += [f"{side}: paper", "ours", distance]
     numbers += ["effect of decay: paper", "ours"]
-    short = {"batch_norm": "BN", "augment": "Aug", "batch_size": "batch"}
-    header = [Cell(short.get(column, column)) for column in table.key_columns[:-1]]
+    header = [Cell("network"), *(Cell(named(column)) for column in _apart(table))]
     header += [*(Cell(name, "number") for name in numbers), Cell("seeds", "number")]
-    return Grid(header, [_pair_row(pair, table.effect) for pair in pairs(table)])
+    rows = [[*_key_cells(pair, table), *_pair_row(pair, table.effect)] for pair in pairs(table)]
+    return Grid(header, rows)
 
 
 def to_csv(tables: Sequence[Table]) -> str:
@@ -214,8 +215,20 @@ def plain(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
+def _apart(table: Table) -> list[str]:
+    """The key columns that are columns of their own; the others tell the network, in one."""
+    return [column for column in table.key_columns if column in ("optimizer", "batch_size")]
+
+
+def _key_cells(pair: Pair, table: Table) -> list[Cell]:
+    key = dict(zip(table.key_columns, pair.key, strict=False))
+    apart = _apart(table)
+    network = key_words(key, [column for column in key if column not in apart])
+    return [Cell(", ".join(network), "key"), *(Cell(named(key[column])) for column in apart)]
+
+
 def _pair_row(pair: Pair, effect: Effect) -> list[Cell]:
-    row = [Cell(value) for value in pair.key]
+    row: list[Cell] = []
     for entry in pair.sides:
         if entry is None:
             row += [Cell("—", "number")] * 3

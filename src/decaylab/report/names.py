@@ -1,0 +1,33 @@
+"""How keys of cells and settings of runs are written for people."""
+
+from collections.abc import Mapping, Sequence
+
+NAMES = {
+    **{"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "mnist": "MNIST", "mlp": "MLP"},
+    **{"vgg11": "VGG11", "vgg13": "VGG13", "vgg16": "VGG16", "vgg19": "VGG19"},
+    **{"resnet20": "ResNet20", "resnet32": "ResNet32", "sgd": "SGD", "adam": "Adam"},
+    **{"kfac-f": "K-FAC-F", "kfac-g": "K-FAC-G", "l2": "L2", "wd": "weight decay"},
+    **{"decoupled": "weight decay", "batch_size": "batch"},
+}
+
+
+def named(value: object) -> str:
+    """A value of a key as people write it."""
+    return NAMES.get(str(value), str(value))
+
+
+def key_words(key: Mapping[str, object], columns: Sequence[str]) -> list[str]:
+    """The values of some key columns, batch norm and augmentation as one, in their place.
+
+    >>> key = {"dataset": "cifar10", "batch_norm": 1, "augment": 1, "optimizer": "sgd"}
+    >>> key_words(key, ["dataset", "batch_norm", "augment", "optimizer"])
+    ['CIFAR-10', 'BN + Aug', 'SGD']
+    """
+    found = []
+    for name in columns:
+        if name == "batch_norm":
+            both = [("BN", key["batch_norm"]), ("Aug", key.get("augment"))]
+            found.append(" + ".join(word for word, on in both if str(on) == "1") or "no BN")
+        elif name != "augment":
+            found.append(named(key[name]))
+    return found
