@@ -39,7 +39,7 @@ class Estimator:
         for folder in store.runs():
             try:
                 manifest = folder.manifest()
-                if manifest is None or manifest.status != "finished":
+                if manifest is None or manifest.status != "finished" or manifest.at_once > 1:
                     continue
                 spec, rows = RunSpec.from_toml(folder.spec_text()), folder.rows().rows
             except DecaylabError:

@@ -27,7 +27,12 @@ class RunReading:
         return [(row.epoch, row.value) for row in self.rows.series(name)]
 
     def timed_curve(self, name: str) -> list[tuple[float, float]]:
-        """(seconds of training, value) of a name: evaluation, probes and checkpoints apart."""
+        """(seconds of training, value) of a name: evaluation, probes and checkpoints apart.
+
+        Nothing for a run that shared its device with others: its seconds are not its own.
+        """
+        if self.manifest.at_once > 1:
+            return []
         seconds = {row.step: row.value for row in self.rows.series("train/seconds")}
         series = self.rows.series(name)
         return [(seconds[row.step], row.value) for row in series if row.step in seconds]

@@ -144,7 +144,11 @@ class Reproduction:
     def check_data(self) -> None:
         """Load the data sets that unfinished runs need: what is missing is said before all."""
         for planned in self.planned:
-            if state_of(planned, self.store) != "finished":
+            try:
+                finished = state_of(planned, self.store) == "finished"
+            except DecaylabError:  # a damaged folder: listed when its turn comes
+                continue
+            if not finished:
                 self._load(planned.spec.data)
 
     def run(self) -> Iterator[Event]:
@@ -280,6 +284,7 @@ class Reproduction:
         execution = Execution(
             checkpoint_every=self.how.checkpoint_every,
             every_step=self.how.at_once > 1,
+            at_once=self.how.at_once,
             tier=self.how.tier,
             observe=observer(planned.probes),
         )

@@ -30,7 +30,11 @@ Status = Literal["running", "finished", "diverged", "interrupted", "failed"]
 
 @dataclass(frozen=True)
 class Manifest:
-    """How a run went: status, code, torch, device, seed, tier, times (UTC seconds since 1970)."""
+    """How a run went: status, code, torch, device, seed, tier, times (UTC seconds since 1970).
+
+    `at_once`: how many runs shared the device with it, itself included. Beyond 1 its seconds say
+    little, since the others' work is among its own.
+    """
 
     id: str
     status: Status
@@ -44,6 +48,7 @@ class Manifest:
     updated: float
     message: str = ""
     resumes: int = 0
+    at_once: int = 1
     format: int = FORMAT
 
 

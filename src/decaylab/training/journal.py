@@ -21,7 +21,9 @@ from decaylab.training.spec import RunSpec
 class Journal:
     """Writes one run; made by `open_journal`, which holds the run's lock."""
 
-    def __init__(self, folder: RunFolder, spec: RunSpec, *, device: str, tier: str) -> None:
+    def __init__(
+        self, folder: RunFolder, spec: RunSpec, *, device: str, tier: str, at_once: int
+    ) -> None:
         self.folder = folder
         self.previous = folder.manifest()
         now = time.time()
@@ -36,6 +38,7 @@ class Journal:
             tier=tier,
             started=now,
             updated=now,
+            at_once=at_once,
         )
         if self.previous is not None:
             devices = dict.fromkeys([*self.previous.device.split(" + "), device])
@@ -44,6 +47,7 @@ class Journal:
                 started=self.previous.started,
                 device=" + ".join(devices),
                 resumes=self.previous.resumes + 1,
+                at_once=max(self.previous.at_once, at_once),
             )
         self._last_save = time.monotonic()
         self.ended = False
@@ -83,10 +87,12 @@ class Journal:
 
 
 @contextmanager
-def open_journal(store: RunStore, spec: RunSpec, *, device: str, tier: str) -> Iterator[Journal]:
+def open_journal(
+    store: RunStore, spec: RunSpec, *, device: str, tier: str, at_once: int = 1
+) -> Iterator[Journal]:
     """The journal of a spec's run, locked while inside."""
     with store.folder(spec.id).writing(spec.to_toml()) as folder:
-        yield Journal(folder, spec, device=device, tier=tier)
+        yield Journal(folder, spec, device=device, tier=tier, at_once=at_once)
 
 
 def code_commit() -> str | None:
@@ -95,13 +101,11 @@ def code_commit() -> str | None:
     A copy without its .git folder (a cluster node, a container) can be told by $DECAYLAB_COMMIT.
     """
     root = Path(__file__).resolve().parents[3]
-    if not (root / ".git").exists():
-        return os.environ.get("DECAYLAB_COMMIT")
-    try:
-        head = _git(root, "rev-parse", "HEAD")
-        return head + ("+" if _git(root, "status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
+    if (root / ".git").exists():
+        with suppress(OSError, subprocess.SubprocessError):
+            head = _git(root, "rev-parse", "HEAD")
+            return head + ("+" if _git(root, "status", "--porcelain", "-uno") else "")
+    return os.environ.get("DECAYLAB_COMMIT")
 
 
 def _git(root: Path, *arguments: str) -> str:

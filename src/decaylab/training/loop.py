@@ -26,13 +26,15 @@ class Execution:
     """How a run is carried out: nothing here changes its weights, or its id.
 
     `checkpoint_every` is in seconds (0: after every step). `observe` is called with the run at the
-    start and after each epoch; the numbers it returns are recorded with the others.
+    start and after each epoch; the numbers it returns are recorded with the others. `at_once`: how
+    many runs take turns with this one: recorded, since their seconds mingle.
     """
 
     checkpoint_every: float = 60.0
     every_step: bool = False
     train_set_each_epoch: bool = False
     tier: str = "custom"
+    at_once: int = 1
     observe: Callable[[TrainingRun], Mapping[str, float]] | None = None
 
 
@@ -83,7 +85,9 @@ def train(
         journal = None
         if store is not None:
             name = device_name(torch.device(device))
-            journal = stack.enter_context(open_journal(store, spec, device=name, tier=how.tier))
+            journal = stack.enter_context(
+                open_journal(store, spec, device=name, tier=how.tier, at_once=how.at_once)
+            )
         stack.enter_context(requests.listening())
         run = TrainingRun(spec, data)
         if spec.norm_source:
