@@ -11,7 +11,7 @@ demo: $(INSTALLED)
 	$(BIN)/decaylab demo
 
 test: $(INSTALLED) check
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
 
 # Needs Chromium (Debian: apt-get install chromium).
 test-browser: $(INSTALLED)
