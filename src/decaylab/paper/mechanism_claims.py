@@ -203,9 +203,14 @@ def _change(run: RunReading, quantity: str) -> float:
 
 
 def _fall(run: RunReading, quantity: str) -> float:
-    """Value before the first step over the least one after it."""
-    values = [v for _, v in run.curve(run.first_layer(quantity) or "")]
-    return values[0] / max(min(values[1:] or values), 1e-300)
+    """The largest value from epoch 1 on over the least one after it.
+
+    Not from epoch 0: the traces are measured with BN's running statistics, which are only made in
+    the first epoch.
+    """
+    values = [v for epoch, v in run.curve(run.first_layer(quantity) or "") if epoch >= 1]
+    top = values.index(max(values))
+    return values[top] / max(min(values[top:]), 1e-300)
 
 
 def _ratio(without: Sample, decayed: Sample) -> float:
