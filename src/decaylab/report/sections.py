@@ -142,6 +142,9 @@ def _note(filled: Filled, readings: Readings) -> str:
         most = max(seeds)
         counted = "one seed" if most == 1 else f"{min(seeds)} to {most} seeds"
         parts.append(counted if len(seeds) > 1 or most == 1 else f"{most} seeds")
+    distinct = len({run.spec.id for run in runs})
+    if distinct < len(runs):
+        parts.append(f"{distinct} runs serve these cells, some more than one")
     lacking = list(readings.lacking(filled.cells))
     if lacking:
         named_probes = dict.fromkeys(probe for _, probes in lacking for probe in probes)
@@ -177,7 +180,7 @@ def claims_section(claims: Sequence[Claim], tier: str) -> Section:
             Cell(claim.verdict, tone=VERDICTS.get(claim.verdict, "plain")),
             Cell(claim.claim, "words"),
             Cell(claim.where),
-            Cell(claim.effect or "—", "words", more=" ".join(claim.notes)),
+            Cell(claim.effect or "—", "words", more="; ".join(claim.notes)),
             Cell(number(claim.value), "number"),
             Cell(number(claim.spread), "number"),
             Cell(str(claim.n), "number"),
