@@ -167,6 +167,8 @@ class Reproduction:
                             raise Interrupted(signal.SIGALRM)
                         todo.remove(chosen)
                         active.append(self._made(chosen))
+                    if not active:  # the rest is made elsewhere, or cannot be made
+                        break
                     yield from self._a_turn_each(active)
             except Interrupted as stop:
                 if stop.exit_code != 128 + signal.SIGALRM:

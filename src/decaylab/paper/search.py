@@ -235,6 +235,7 @@ class Search:
                 "tier": self.plan.tier,
                 "method": self.plan.method,
                 "trials": len(self._ended(study)),
+                **{f"{f}_tried": sorted({t.params[f] for t in trials}) for f in best.params},
                 "held_out_accuracy": best.value,
                 "interior": chosen is None or min(decays) < chosen < max(decays),
                 "device": device_name(torch.device(self._device)),

@@ -11,6 +11,7 @@ import tomllib
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -117,7 +118,7 @@ class RunSpec:
     seed: int = _option(0, "Seed of weights, batches and sampling.", "Schedule")
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(RunSpec)
+        hints = _hints()
         for item in fields(self):
             value = _checked(item.name, getattr(self, item.name), hints[item.name])
             object.__setattr__(self, item.name, value)
@@ -212,6 +213,11 @@ class RunSpec:
             return cls.from_toml(text, overrides)
         except DecaylabError as error:
             raise DecaylabError(f"{path}: {error}") from error
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(RunSpec)
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:

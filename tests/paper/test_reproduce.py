@@ -1,0 +1,142 @@
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from paper.killed_reproductions import reproduce, small_grid
+
+from decaylab.data import load
+from decaylab.paper import reproduce as module
+from decaylab.paper.reproduce import How, PlannedRun, Reproduction
+from decaylab.records import RunStore
+from decaylab.training import RunSpec
+
+TESTS = Path(__file__).parents[1]
+TINY = RunSpec(network="mlp", hidden=(8,), batch_size=256, epochs=2, lr_drop_every=1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def numbers(runs):
+    """Everything recorded, but for times."""
+    found = {}
+    for folder in RunStore(runs).runs():
+        rows = folder.rows().rows
+        timeless = {(r.step, r.name): (r.epoch, r.value) for r in rows if r.name != "train/seconds"}
+        found[folder.id] = (folder.manifest().status, folder.spec_text(), timeless)
+    return found
+
+
+def script(*arguments):
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", str(TESTS / "paper" / "killed_reproductions.py"),
+         *map(str, arguments)],
+        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(TESTS)},
+    )  # fmt: skip
+
+
+def reproduction(specs, runs, **how):
+    planned = [PlannedRun(spec.resolved(), (), ("test",)) for spec in specs]
+    made = Reproduction(planned, RunStore(runs), How(torch.device("cpu"), "custom", **how))
+    made._data["digits"] = load("digits")
+    return made
+
+
+def test_killed_twenty_times_it_records_what_an_undisturbed_one_does(tmp_path):
+    outcome = reproduce(tmp_path / "whole", checkpoint_every=60.0)
+    assert len(outcome.finished) == len(small_grid()) == 6
+    done = script(tmp_path / "killed", 0, 20)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("killed ") >= 15, done.stdout  # late ones may find nothing to do
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    assert not list((tmp_path / "killed").glob("*/checkpoint*"))
+
+
+def test_two_processes_share_a_folder_and_make_each_run_once(tmp_path):
+    done = script(tmp_path / "shared", 0, 0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = [line.split()[1:] for line in done.stdout.splitlines()]
+    assert len(made) == 2
+    assert sorted(run for runs in made for run in runs) == sorted(r.spec.id for r in small_grid())
+    for folder in RunStore(tmp_path / "shared").runs():
+        assert folder.manifest().resumes == 0
+
+
+def test_what_fails_is_tried_once_more_and_then_listed(tmp_path, monkeypatch):
+    train, tries = module.train, []
+
+    def failing(spec, **rest):
+        tries.append(spec.seed)
+        if spec.seed == 1 or (spec.seed == 2 and tries.count(2) == 1):
+            raise RuntimeError("out of memory")
+        return train(spec, **rest)
+
+    monkeypatch.setattr(module, "train", failing)
+    specs = [replace(TINY, seed=seed) for seed in range(4)] + [replace(TINY, lr=1e30)]
+    made = reproduction(specs, tmp_path)
+    kinds = [event.kind for event in made.run()]
+    assert tries == [0, 1, 1, 2, 2, 3, 0]
+    assert kinds.count("retried") == 2
+    failed = made.outcome.failed
+    assert list(failed) == [specs[1].id, specs[4].id]
+    assert "out of memory" in failed[specs[1].id]
+    assert "not finite" in failed[specs[4].id]
+    assert len(made.outcome.finished) == 3
+    again = reproduction(specs, tmp_path)
+    list(again.run())
+    assert tries[7:] == [1, 1]  # a run that diverged would do so again: it is listed only
+    assert list(again.outcome.failed) == [specs[1].id, specs[4].id]
+
+
+def test_when_the_time_is_up_the_running_run_is_saved_and_goes_on_later(tmp_path):
+    specs = [replace(TINY, epochs=2000), replace(TINY, seed=1)]
+    made = reproduction(specs, tmp_path, seconds=0.5)
+    began = time.monotonic()
+    list(made.run())
+    assert time.monotonic() - began < 5
+    assert made.outcome.out_of_time
+    assert made.outcome.left == [spec.id for spec in specs]
+    folder = RunStore(tmp_path).folder(specs[0].id)
+    assert folder.manifest().status == "interrupted"
+    assert folder.checkpoint.exists()
+    steps = max(row.step for row in folder.rows().rows)
+    list(reproduction(specs[:1], tmp_path, seconds=0.5).run())
+    assert max(row.step for row in folder.rows().rows) > steps
+
+
+def test_a_dependent_run_whose_source_is_not_there_is_listed(tmp_path):
+    dependent = replace(TINY, batch_norm=True, norm_source="digits-mlp-bn-sgd-l2-00000000")
+    made = reproduction([dependent, TINY], tmp_path)
+    list(made.run())
+    assert made.outcome.finished == [TINY.id]
+    assert "its source digits-mlp-bn-sgd-l2-00000000" in made.outcome.failed[dependent.id]
+
+
+def test_checkpoints_are_kept_only_when_asked_for(tmp_path):
+    list(reproduction([TINY], tmp_path, keep_checkpoints=True).run())
+    checkpoint = RunStore(tmp_path).folder(TINY.id).checkpoint
+    assert checkpoint.exists()
+    again = reproduction([TINY], tmp_path)
+    list(again.run())
+    assert again.outcome.before == [TINY.id]
+    assert not checkpoint.exists()
+
+
+def test_a_damaged_folder_is_one_runs_trouble(tmp_path):
+    list(reproduction([TINY], tmp_path).run())
+    (tmp_path / TINY.id / "manifest.json").write_text("{")
+    made = reproduction([TINY, replace(TINY, seed=1)], tmp_path)
+    made.check_data()
+    list(made.run())
+    assert "damaged" in made.outcome.failed[TINY.id]
+    assert made.outcome.finished == [replace(TINY, seed=1).id]

@@ -1,0 +1,174 @@
+import math
+from dataclasses import replace
+
+import pytest
+
+from decaylab.errors import DecaylabError
+from decaylab.networks import NETWORKS
+from decaylab.paper import artefacts, cells, select
+from decaylab.paper.reproduce import plan
+from decaylab.paper.settings import searched, table
+
+PAPER = {"table1", "table2", "table3", *(f"fig{n}" for n in range(1, 10))}
+
+
+def all_cells(tier, seeds=1, folder=None):
+    return [c for name in artefacts() for c in cells(name, tier, seeds, searched_folder=folder)]
+
+
+def the_cell(artefact, tier="full", **key):
+    conditions = [f"{name}={value}" for name, value in key.items()]
+    (cell,) = select(cells(artefact, tier), conditions)
+    return cell
+
+
+def run_ids(artefact, tier="short"):
+    return {run.id for cell in cells(artefact, tier) for run in cell.runs}
+
+
+def test_every_table_and_figure_of_the_paper_is_there_and_says_what_it_shows():
+    assert set(artefacts()) == PAPER
+    assert next(iter(artefacts())) == "table1"
+    for artefact in artefacts().values():
+        assert artefact.shows.endswith(".")
+        assert artefact.claims
+        keys = [tuple(cell.key.items()) for cell in cells(artefact.name, "short")]
+        assert len(set(keys)) == len(keys)
+    claimed = {claim for artefact in artefacts().values() for claim in artefact.claims}
+    assert claimed == {f"E{n}" for n in range(1, 16)}
+
+
+@pytest.mark.parametrize("name", ["table1", "table2", "table3"])
+def test_each_number_of_the_papers_tables_belongs_to_one_cell(name):
+    numbers = sorted(float(list(row.values())[-1]) for row in table(f"reference/{name}.csv"))
+    assert sorted(cell.paper for cell in cells(name, "full")) == numbers
+
+
+def test_the_published_settings_reach_the_specs():
+    rows = table("reference/table1-hyperparameters.csv")
+    assert len(rows) == len(cells("table1", "full")) == 64
+    for row in rows:
+        names = ("dataset", "network", "batch_norm", "augment", "optimizer")
+        key = {name: row[name] for name in names} | {"weight_decay": row["weight_decay_on"]}
+        (spec,) = the_cell("table1", **key).runs
+        assert spec.lr == float(row["learning_rate"])
+        assert spec.weight_decay == float(row["weight_decay"])
+        assert spec.damping == (float(row["damping"]) if row["damping"] else None)
+        assert (spec.kl_clip or 0.0) == float(row["kl_clip"] or 0.0)
+        kfac = spec.optimizer.startswith("kfac")
+        assert (spec.epochs, spec.lr_drop_every) == ((100, 40) if kfac else (200, 60))
+        decay = "none" if row["weight_decay_on"] == "0" else "l2" if not kfac else "decoupled"
+        assert spec.decay == (
+            "decoupled" if spec.optimizer == "adam" and decay != "none" else decay
+        )
+        assert spec.curvature_scale == {"kfac-f": 1.0, "kfac-g": 2.0}.get(spec.optimizer)
+        assert (spec.precision, spec.batch_size, spec.width) == ("bf16", 128, 1.0)
+        assert spec.augment == (row["augment"] == "1")
+
+
+def test_short_is_a_fifth_of_the_schedule_and_nothing_else():
+    for short, full in zip(all_cells("short"), all_cells("full"), strict=True):
+        for one, other in zip(short.runs, full.runs, strict=True):
+            assert (one.epochs, one.lr_drop_every) == (other.epochs // 5, other.lr_drop_every // 5)
+            same = replace(one, epochs=1, lr_drop_every=1, norm_source="")
+            assert same == replace(other, epochs=1, lr_drop_every=1, norm_source="")
+
+
+def test_large_batches_scale_lr_by_the_root_and_sgd_drops_later():
+    for optimizer in ("sgd", "kfac-f"):
+        key = {"dataset": "cifar10", "network": "vgg16", "optimizer": optimizer, "weight_decay": 1}
+        small, large = (the_cell("table3", **key, batch_size=size).runs[0] for size in (128, 2000))
+        assert large.lr == pytest.approx(small.lr * math.sqrt(2000 / 128), rel=1e-2)
+        assert large.batch_size == 2000
+        assert large.lr_drop_every == (80 if optimizer == "sgd" else 40)
+    (constant,) = the_cell("fig9", network="vgg16", optimizer="kfac-g").runs
+    assert (constant.batch_size, constant.lr_drop_every) == (640, constant.epochs)
+
+
+def test_the_same_run_serves_every_artefact():
+    table1 = run_ids("table1")
+    assert run_ids("table2") <= table1
+    assert run_ids("fig3") <= table1
+    assert run_ids("fig7") <= table1
+    planned = plan(all_cells("short"))
+    assert len({run.spec.id for run in planned}) == len(planned)
+    vgg = the_cell(
+        "table1", "short", dataset="cifar10", network="vgg16", batch_norm=0, optimizer="sgd",
+        weight_decay=0,
+    )  # fmt: skip
+    (shared,) = [run for run in planned if run.spec.id == vgg.runs[0].id]
+    assert set(shared.artefacts) == {"table1", "table2", "fig5", "fig1", "fig8"}
+    assert set(shared.probes) == {"effective_lr", "jacobian", "kfac_gn"}  # the union
+
+
+def test_pairs_stand_together_first_seeds_first_and_sources_before_their_dependents():
+    planned = [run.spec for run in plan(all_cells("short", seeds=2))]
+    assert [spec.seed for spec in planned] == sorted(spec.seed for spec in planned)
+    first, second = planned[:2]
+    assert (first.network, first.decay, second.decay) == ("vgg16", "none", "l2")
+    position = {spec.id: n for n, spec in enumerate(planned)}
+    dependents = [spec for spec in planned if spec.norm_source]
+    assert len(dependents) == 8
+    assert all(position[spec.norm_source] < position[spec.id] for spec in dependents)
+
+
+def test_norm_transfer_takes_over_from_the_run_with_decay_of_the_same_seed():
+    key = {"network": "resnet32", "optimizer": "sgd"}
+    for seed in (0, 1):
+        found = {c.key["scheme"]: c.runs[seed] for c in select(
+            cells("fig4", "short", 2), [f"{k}={v}" for k, v in key.items()])}  # fmt: skip
+        assert found["wn-conv"].norm_source == found["wd"].id
+        assert found["wn-conv"].decay == "none"
+        assert found["wd-fc+wn-conv"].norm_source == found["wd"].id
+        assert found["wd-fc+wn-conv"].decay_scope == "fc"
+    alone = select(cells("fig4", "short"), ["scheme=wn-conv", "network=vgg16"])
+    assert [bool(run.spec.norm_source) for run in plan(alone)] == [False, True]
+
+
+def test_digits_tiers_are_narrow_and_need_no_search_of_the_users():
+    for tier in ("smoke", "quick"):
+        found = all_cells(tier)
+        assert not [cell.missing for cell in found if cell.missing]
+        for spec in (run for cell in found for run in cell.runs):
+            assert (spec.data, spec.width, spec.precision) == ("digits", 0.125, "fp32")
+            assert spec.network in NETWORKS
+            assert not spec.augment
+
+
+def test_l2_of_adam_and_kfac_waits_for_its_search_and_sgds_is_its_weight_decay(tmp_path):
+    key = {"dataset": "cifar10", "network": "vgg16", "batch_norm": 0, "augment": 0}
+    adam = the_cell("fig1", **key, optimizer="adam", scheme="l2")
+    if not table_has_search(key):
+        assert not adam.runs
+        assert "decaylab search dataset=cifar10 network=vgg16" in adam.missing
+    sgd = the_cell("fig1", **key, optimizer="sgd", scheme="l2")
+    assert sgd.runs == the_cell("fig1", **key, optimizer="sgd", scheme="wd").runs
+    (tmp_path / "found.toml").write_text(
+        '[cell]\ndataset = "cifar10"\nnetwork = "vgg16"\nbatch_norm = 0\naugment = 0\n'
+        'optimizer = "adam"\nscheme = "l2"\nbatch_size = 128\n'
+        "[winner]\nlr = 0.00017\nweight_decay = 0.00031\n[search]\ntier = 'short'\n"
+    )
+    for tier in ("short", "full"):
+        conditions = [f"{k}={v}" for k, v in (key | {"optimizer": "adam", "scheme": "l2"}).items()]
+        (cell,) = select(cells("fig1", tier, searched_folder=tmp_path), conditions)
+        (spec,) = cell.runs
+        assert (spec.decay, spec.lr, spec.weight_decay) == ("l2", 0.00017, 0.00031)
+        assert "found.toml" in cell.note
+
+
+def table_has_search(key):
+    return searched(key | {"optimizer": "adam"}, "l2", "full") is not None
+
+
+def test_what_is_not_known_is_refused_with_what_is(tmp_path):
+    with pytest.raises(DecaylabError, match="choose one of table1, .*fig9.*or all"):
+        cells("table4", "smoke")
+    with pytest.raises(DecaylabError, match="choose one of smoke, quick, short, full"):
+        cells("table1", "tiny")
+    with pytest.raises(DecaylabError, match="known key: dataset, network, batch_norm"):
+        select(cells("table1", "smoke"), ["net=vgg16"])
+    with pytest.raises(DecaylabError, match="there are: resnet32, vgg16"):
+        select(cells("table1", "smoke"), ["network=vgg99"])
+    (tmp_path / "odd.toml").write_text("winner = 3\n")
+    with pytest.raises(DecaylabError, match=r"odd\.toml is no result of"):
+        cells("fig1", "short", searched_folder=tmp_path)
