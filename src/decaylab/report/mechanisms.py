@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import fmean
 
 from decaylab.paper import Readings, RunReading
 from decaylab.report.drawing import Line, Panel, draw
@@ -12,6 +13,7 @@ from decaylab.report.tables import Measured, number
 
 TIER = "demo"
 DECAYS = ("none", "l2", "decoupled")
+LEAST = 1.05  # a ratio nearer to one than this is no change
 
 
 @dataclass(frozen=True)
@@ -161,13 +163,10 @@ def mechanism_grid(mechanism: Mechanism, quantity: Quantity, runs: Demo) -> Grid
     rows = []
     for optimizer in mechanism.optimizers:
         ends = [
-            _over_seeds(
-                _final(run, quantity)
-                for run in runs.get((mechanism.batch_norm, optimizer, decay), [])
-            )
+            _by_seed(runs.get((mechanism.batch_norm, optimizer, decay), []), quantity)
             for decay in DECAYS
         ]
-        numbers = [Cell(end.short(), "number") for end in ends]
+        numbers = [Cell(Measured(tuple(end.values())).short(), "number") for end in ends]
         rows.append([Cell(named(optimizer)), *numbers, *_verdict(quantity, ends[0], ends[2])])
     return Grid(header, rows, f"At the end: {quantity.words}")
 
@@ -215,22 +214,29 @@ def _curve(run: RunReading, quantity: Quantity) -> list[tuple[int, float]]:
     return run.curve(_name(run, quantity))
 
 
-def _final(run: RunReading, quantity: Quantity) -> float | None:
-    return run.final(_name(run, quantity))
+def _by_seed(runs: Iterable[RunReading], quantity: Quantity) -> dict[int, float]:
+    ends = {run.spec.seed: run.final(_name(run, quantity)) for run in runs}
+    return {seed: value for seed, value in ends.items() if value is not None}
 
 
-def _verdict(quantity: Quantity, without: Measured, with_decay: Measured) -> list[Cell]:
-    """The ratio of the means, and in how many seeds it went as expected."""
-    if not without.mean or with_decay.mean is None:
+def _verdict(
+    quantity: Quantity, without: dict[int, float], with_decay: dict[int, float]
+) -> list[Cell]:
+    """The mean ratio, and in how many seeds it went as expected, by more than `LEAST`."""
+    ratios = [with_decay[s] / without[s] for s in without if s in with_decay and without[s] > 0]
+    if not ratios:
         return [Cell("—", "number"), Cell("no runs yet", tone="plain")]
-    both = list(zip(without.values, with_decay.values, strict=False))
-    right = sum((other > one) == quantity.up for one, other in both)
-    ratio = Cell(f"× {number(with_decay.mean / without.mean)}", "number")
-    if len(both) == 1:
-        said = "yes" if right else "no"
-        return [ratio, Cell(f"{said}, one seed", tone="plain")]
-    tone: Tone = "good" if right == len(both) else "near" if right else "bad"
-    return [ratio, Cell(f"{right} of {len(both)} seeds", tone=tone)]
+    shown = Cell(f"× {number(fmean(ratios))}", "number")
+    up = sum(ratio > LEAST for ratio in ratios)
+    down = sum(ratio < 1 / LEAST for ratio in ratios)
+    right, wrong = (up, down) if quantity.up else (down, up)
+    if not right and not wrong:
+        said = "about equal" + ", one seed" * (len(ratios) == 1)
+        return [shown, Cell(said, tone="plain")]
+    if len(ratios) == 1:
+        return [shown, Cell("yes, one seed" if right else "no, one seed", tone="plain")]
+    tone: Tone = "good" if right == len(ratios) else "bad" if wrong == len(ratios) else "near"
+    return [shown, Cell(f"{right} of {len(ratios)} seeds", tone=tone)]
 
 
 def _over_seeds(values: Iterable[float | None]) -> Measured:
