@@ -27,9 +27,12 @@ from decaylab.training.transfer import Norms, rescale
 
 
 class TrainingRun:
-    """One run, in memory. `spec` is resolved; `data` is as the spec uses it, on the device."""
+    """One run, in memory. `spec` is resolved; `data` is as the spec uses it, on the device.
 
-    def __init__(self, spec: RunSpec, data: DataSet) -> None:
+    `graphs=False` takes the steps as they are on CUDA too, with the same result.
+    """
+
+    def __init__(self, spec: RunSpec, data: DataSet, *, graphs: bool = True) -> None:
         self.spec, self.data = spec, data
         self.device = data.train.images.device
         if self.device.type == "cuda":
@@ -42,7 +45,7 @@ class TrainingRun:
         assert spec.lr_drop_every is not None
         self._schedule = schedules.step(spec.lr_drop_every, spec.lr_drop_factor)
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        self._steps = Steps(forward, self.optimizer, self.batches, self.autocast)
+        self._steps = Steps(forward, self.optimizer, self.batches, self.autocast, graphs=graphs)
         self.loss_sum, self.correct = self._steps.loss_sum, self._steps.correct
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if cuda else None
