@@ -189,7 +189,7 @@ def _images(data: DataSet) -> torch.Tensor:
 
 
 def _show(demo: Demo, seeds: int) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     spread = "one seed" if seeds == 1 else f"mean ± standard deviation of {seeds} seeds"
     console.print(f"\n[bold]Test accuracy in %[/bold] ({spread}; one image is 0.28)")
     console.print(_table(short_accuracy_grid(demo)))
