@@ -17,8 +17,15 @@ from decaylab.curvature.outputs import Curvature, Likelihood
 from decaylab.errors import DecaylabError
 from decaylab.networks import roles
 from decaylab.optim.coverage import Coverage, plan
-from decaylab.optim.decay import Decay, check_decay
-from decaylab.optim.kfac_options import Health, KFACOptions, check_numbers, first_order
+from decaylab.optim.decay import Decay
+from decaylab.optim.kfac_options import (
+    Health,
+    KFACOptions,
+    check_groups,
+    check_numbers,
+    first_order,
+    one_device,
+)
 from decaylab.optim.update import LossScale, Updater
 
 # So many steps in a row without a finite gradient are no accident.
@@ -134,7 +141,8 @@ class KFAC(torch.optim.Optimizer):
         self.model = eager_module(model)
         if others_lr is None:
             others_lr = 1e-3 if others == "adam" else float(lr)
-        self._first_order = first_order(others, others_lr, momentum, options)
+        cuda = any(p.is_cuda for p in self.model.parameters())
+        self._first_order = first_order(others, others_lr, momentum, options, cuda=cuda)
         planned = plan(
             self.model,
             params,
@@ -153,8 +161,8 @@ class KFAC(torch.optim.Optimizer):
         self._frozen_groups = False
         super().__init__(planned.groups, defaults)
         self._frozen_groups = True
-        self._check_groups()
-        self.device = self._one_device()
+        check_groups(self.param_groups)
+        self.device = one_device(self.param_groups)
         seed = torch.initial_seed() if options.seed is None else options.seed
         generator = torch.Generator(self.device).manual_seed(seed % 2**63)
         self._blocks = Blocks(planned.blocks, self.device)
@@ -403,23 +411,6 @@ class KFAC(torch.optim.Optimizer):
         return state["momentum_buffer"]
 
     # ---------------------------------------------------------------- setting up
-
-    def _check_groups(self) -> None:
-        for group in self.param_groups:
-            check_decay(group["decay"], group["weight_decay"])
-            check_numbers(
-                lr=(group["lr"], isinstance(group["lr"], Tensor) or group["lr"] >= 0),
-                momentum=(group["momentum"], 0 <= group["momentum"] < 1),
-            )
-
-    def _one_device(self) -> torch.device:
-        devices = {p.device for group in self.param_groups for p in group["params"]}
-        if len(devices) > 1:
-            raise DecaylabError(
-                f"the parameters are on several devices ({', '.join(sorted(map(str, devices)))}): "
-                "move the model to one before building KFAC"
-            )
-        return devices.pop()
 
     def _invariant_layers(self, options: KFACOptions) -> list[str]:
         """The covered layers whose damping follows their norm."""

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from decaylab.errors import DecaylabError
+from decaylab.optim.decay import check_decay
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,15 @@ class Health:
 
 
 def first_order(
-    method: str, lr: float, momentum: float, options: KFACOptions
+    method: str, lr: float, momentum: float, options: KFACOptions, *, cuda: bool
 ) -> torch.optim.Optimizer:
     """Torch's fused Adam or SGD; it is lent param groups and state for each step."""
     placeholder = [torch.zeros(())]
     if method == "adam":
         betas, eps = options.others_betas, options.others_eps
-        return torch.optim.Adam(placeholder, lr=lr, betas=betas, eps=eps, fused=True)
+        return torch.optim.Adam(
+            placeholder, lr=lr, betas=betas, eps=eps, fused=True, capturable=cuda
+        )
     if method == "sgd":
         return torch.optim.SGD(placeholder, lr=lr, momentum=momentum, fused=True)
     raise DecaylabError(f"others is {method!r}: use adam or sgd")
@@ -81,3 +85,24 @@ def check_numbers(**checks: tuple[Any, bool]) -> None:
     for name, (value, sound) in checks.items():
         if not sound or (isinstance(value, float) and math.isnan(value)):
             raise DecaylabError(f"{name} is {value}: use a value that is {RANGES[name]}")
+
+
+def check_groups(groups: list[dict[str, Any]]) -> None:
+    """Refuse param groups whose numbers or kind of decay make no sense."""
+    for group in groups:
+        check_decay(group["decay"], group["weight_decay"])
+        check_numbers(
+            lr=(group["lr"], isinstance(group["lr"], Tensor) or group["lr"] >= 0),
+            momentum=(group["momentum"], 0 <= group["momentum"] < 1),
+        )
+
+
+def one_device(groups: list[dict[str, Any]]) -> torch.device:
+    """The device of all parameters."""
+    devices = {p.device for group in groups for p in group["params"]}
+    if len(devices) > 1:
+        raise DecaylabError(
+            f"the parameters are on several devices ({', '.join(sorted(map(str, devices)))}): "
+            "move the model to one before building KFAC"
+        )
+    return devices.pop()
