@@ -16,6 +16,7 @@ ORDER = [
     {"theory", "paper", "diagnosis"},
     {"report"},
     {"cli"},
+    {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 FILES = sorted(SOURCE.rglob("*.py"))
