@@ -161,7 +161,7 @@ def table_has_search(key):
 
 
 def test_what_is_not_known_is_refused_with_what_is(tmp_path):
-    with pytest.raises(DecaylabError, match="choose one of table1, .*fig9.*or all"):
+    with pytest.raises(DecaylabError, match=r"choose one of table1, .*fig9.*or all"):
         cells("table4", "smoke")
     with pytest.raises(DecaylabError, match="choose one of smoke, quick, short, full"):
         cells("table1", "tiny")

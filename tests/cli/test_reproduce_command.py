@@ -1,0 +1,194 @@
+import json
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from decaylab.cli import app
+from decaylab.paper import Readings, artefacts, cells
+from decaylab.records import RunStore
+
+runner = CliRunner()
+SMALL = ["table2", "--only", "network=vgg16", "--only", "optimizer=sgd"]
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def decaylab(*arguments):
+    return runner.invoke(app, [str(word) for word in arguments])
+
+
+def test_every_artefact_is_filled_at_smoke_tier_with_all_it_wants(smoke_runs):
+    readings = Readings(RunStore(smoke_runs))
+    for name, artefact in artefacts().items():
+        for cell in cells(name, "smoke"):
+            (reading,) = readings.finished(cell)
+            assert reading.manifest.tier == "smoke"
+            assert not reading.lacking(cell.probes), (name, cell.label)
+            if artefact.metric in reading.rows.names():
+                assert readings.values(cell, artefact.metric)
+            else:  # a quantity of the first layer
+                assert reading.first_layer(artefact.metric)
+    assert not readings.left_out
+    assert "378 of 378 cells filled" in (smoke_runs / "said.txt").read_text()
+    assert not list(smoke_runs.glob("*/checkpoint*"))
+
+
+def test_claims_of_a_smoke_tier_are_never_supported_for_want_of_schedule(smoke_runs):
+    result = decaylab("claims", "--tier", "smoke", "--runs", smoke_runs, "--json")
+    assert result.exit_code == 0, result.output
+    claims = {claim["id"]: claim for claim in json.loads(result.stdout)}
+    assert len(claims) == 15
+    assert claims["E1"]["verdict"] == "not enough schedule"
+    assert claims["E1"]["n"] == 32
+    assert claims["E14"]["verdict"] == "not enough schedule"
+    about_decay = ["E1", "E2", "E3", "E4", "E6", "E8", "E9", "E11", "E13"]
+    assert {claims[name]["verdict"] for name in about_decay} <= {
+        "not enough schedule",
+        "not enough runs",
+    }
+    text = decaylab("claims", "--runs", smoke_runs).stdout
+    assert re.search(r"^E15 \(App\. G\.1\)", text, re.MULTILINE)
+    assert "NOT ENOUGH SCHEDULE, tier smoke, 32 runs" in text
+
+
+def test_one_line_per_finished_run_when_piped_and_a_second_time_nothing(tmp_path):
+    first = decaylab("reproduce", *SMALL, "--runs", tmp_path)
+    assert first.exit_code == 0, first.output
+    lines = first.stdout.splitlines()
+    assert [line.split()[0] for line in lines[:2]] == ["1/2", "2/2"]
+    assert "2 of 2 cells filled: 2 runs made, 0 done before, 0 left" in lines[2]
+    second = decaylab("reproduce", *SMALL, "--runs", tmp_path)
+    assert "2 of 2 cells filled: 0 runs made, 2 done before" in second.stdout
+    more = decaylab("reproduce", *SMALL, "--seeds", 2, "--runs", tmp_path, "--json")
+    result = json.loads(more.stdout)
+    assert (len(result["finished"]), len(result["before"])) == (2, 2)
+
+
+def test_a_run_records_what_other_artefacts_want_and_says_what_it_lacks(tmp_path):
+    decaylab("reproduce", *SMALL, "--runs", tmp_path)
+    (folder, _) = RunStore(tmp_path).runs()
+    assert folder.rows().last("kfac_gn_norm") is not None
+    rows = tmp_path / folder.id / "rows.jsonl"
+    kept = [line for line in rows.read_text().splitlines() if "jacobian_norm" not in line]
+    rows.write_text("\n".join(kept) + "\n")
+    again = decaylab("reproduce", *SMALL, "--runs", tmp_path)
+    assert f"{folder.id} was finished without jacobian" in again.stdout
+
+
+def test_a_dry_run_prints_the_plan_with_its_time_and_makes_nothing(tmp_path):
+    result = decaylab("reproduce", "fig4", "--tier", "short", "--dry-run", "--runs", tmp_path)
+    assert result.exit_code == 0
+    assert not list(tmp_path.iterdir())
+    assert "8 cells, 8 runs: 0 done, 8 left, about" in result.stdout
+    assert "to do, after its source" in result.stdout
+    assert "table of step times" in result.stdout
+    decaylab("reproduce", *SMALL, "--runs", tmp_path)
+    plan = json.loads(
+        decaylab(
+            "reproduce", *SMALL, "--seeds", 2, "--dry-run", "--json", "--runs", tmp_path
+        ).stdout
+    )
+    assert [run["state"] for run in plan["runs"]] == ["finished"] * 2 + ["to do"] * 2
+    assert all(run["recorded"] for run in plan["runs"])  # measured in the first two
+    first, other = plan["runs"][0]["seconds"], plan["runs"][2]["seconds"]
+    assert other == pytest.approx(first)
+
+
+def test_a_search_that_is_missing_is_listed(tmp_path):
+    result = decaylab("reproduce", "fig1", "--tier", "short", "--dry-run", "--runs", tmp_path)
+    assert "cells without a run yet" in result.stdout
+    assert "decaylab search dataset=cifar100 network=resnet32" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["table9"], "unknown artefact 'table9': choose one of table1, table2"),
+        (["table1", "--tier", "huge"], "choose one of smoke, quick, short, full"),
+        (["table1", "--only", "optimiser=sgd"], "known key: dataset, network"),
+        (["table1", "--only", "optimizer=lamb"], "there are: adam, kfac-f, kfac-g, sgd"),
+        (["table1", "--seeds", "0"], "at least one seed"),
+        (["table1", "--max-minutes", "0"], "--max-minutes must be positive"),
+    ],
+)
+def test_bad_input_is_one_sentence_with_what_is_known(tmp_path, arguments, said):
+    result = decaylab("reproduce", *arguments, "--runs", tmp_path)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tier_whose_data_is_missing_says_what_to_fetch(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("DECAYLAB_DATA", raising=False)
+    result = decaylab(
+        "reproduce", "table1", "--tier", "short", "--device", "cpu", "--runs", tmp_path / "runs"
+    )
+    assert result.exit_code == 2
+    assert "decaylab data fetch cifar10" in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_damaged_line_and_another_format_are_left_out_and_named(tmp_path):
+    decaylab("reproduce", *SMALL, "--runs", tmp_path)
+    one, two = RunStore(tmp_path).runs()
+    with (one.path / "rows.jsonl").open("a") as file:
+        file.write("{torn\n")
+    manifest = json.loads((two.path / "manifest.json").read_text())
+    (two.path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    result = decaylab("claims", "--tier", "smoke", "--runs", tmp_path)
+    assert result.exit_code == 0
+    assert f"{one.id}: line" in result.stderr
+    assert "format 99" in result.stderr
+    again = decaylab("reproduce", *SMALL, "--runs", tmp_path)
+    assert again.exit_code == 1
+    assert "format 99" in again.stderr
+
+
+def test_search_of_a_cell_and_of_a_spec_file(tmp_path):
+    pytest.importorskip("optuna")
+    cell = ["dataset=cifar10", "network=vgg16", "batch_norm=0", "augment=0", "optimizer=adam"]
+    result = decaylab(
+        "search", *cell, "--tier", "smoke", "--lr", "0.001", "--weight-decay", "1e-3,1e-2,1e-1",
+        "--runs", tmp_path,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "winner: lr 0.001" in result.stdout
+    assert (tmp_path / "searched" / "smoke-digits-vgg16-adam-l2.toml").exists()
+    (tmp_path / "spec.toml").write_text("hidden = [8]\nepochs = 1\nbatch_size = 256\nlr = 0.1\n")
+    own = decaylab("search", "--config", tmp_path / "spec.toml", "--retrain", "--runs", tmp_path)
+    assert own.exit_code == 0, own.output
+    assert "test accuracy" in own.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give a cell"),
+        (["network=vgg16"], "the cell lacks dataset"),
+        (["width=3"], "known key: dataset"),
+        (["dataset=mnist", "network=vgg16", "batch_norm=0", "augment=0", "optimizer=adam"],
+         "no published setting"),
+    ],
+)  # fmt: skip
+def test_search_says_what_a_cell_is(tmp_path, arguments, said):
+    pytest.importorskip("optuna")
+    result = decaylab("search", *arguments, "--runs", tmp_path)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_claims_without_runs_say_how_to_make_some(tmp_path):
+    result = decaylab("claims", "--runs", tmp_path)
+    assert result.exit_code == 0
+    assert "decaylab reproduce table1" in result.stdout
+    assert decaylab("claims", "--tier", "tiny", "--runs", tmp_path).exit_code == 2

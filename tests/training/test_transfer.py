@@ -1,0 +1,91 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from decaylab.data import load
+from decaylab.errors import DecaylabError
+from decaylab.networks import build, roles
+from decaylab.records import RunStore
+from decaylab.training import RunSpec, TrainingRun, train_to_end
+from decaylab.training import run as training_run
+from decaylab.training.transfer import rescale, source_norms
+
+SOURCE = RunSpec(
+    hidden=(16, 16), batch_norm=True, batch_size=256, epochs=4, lr_drop_every=2, decay="l2",
+    weight_decay=0.1,
+)  # fmt: skip
+
+
+def weight_norms(model):
+    return {n.removeprefix("norm/"): v for n, v in training_run.weight_norms(model).items()}
+
+
+@pytest.mark.parametrize("network", ["mlp", "vgg11", "resnet20"])
+def test_rescaling_gives_the_norms_and_keeps_the_function(network):
+    torch.manual_seed(0)
+    model = build(
+        network, classes=5, in_channels=2, image_size=8, width=0.125, hidden=(64, 64),
+        batch_norm=True, batch_norm_eps=1e-20,
+    ).double()  # fmt: skip
+    images = torch.randn(16, 2, 8, 8, dtype=torch.double)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases are zero at the start
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model(images)  # running statistics
+    in_training = model.train(True)(images).detach()
+    in_eval = model.train(False)(images).detach()
+    invariant = [role.module for role in roles(model).values() if role.role == "invariant"]
+    head = model.head.weight.clone() if hasattr(model, "head") else None
+    wanted = {name: 0.3 + n for n, name in enumerate(weight_norms(model))}
+    rescale(model, wanted)
+    after = weight_norms(model)
+    for name in invariant:
+        assert after[name] == pytest.approx(wanted[name], rel=1e-12)
+    assert torch.allclose(model.train(False)(images), in_eval, rtol=1e-9, atol=1e-10)
+    assert torch.allclose(model.train(True)(images), in_training, rtol=1e-9, atol=1e-10)
+    if head is not None:
+        assert torch.equal(model.head.weight, head)
+
+
+def test_a_run_starts_each_epoch_with_the_norms_of_its_source(tmp_path, monkeypatch):
+    store, data = RunStore(tmp_path), load("digits")
+    train_to_end(SOURCE, data=data, store=store)
+    seen = {}
+    begin = TrainingRun.begin_epoch
+
+    def watched(run):
+        begin(run)
+        seen[run.epoch] = weight_norms(run.model)
+
+    monkeypatch.setattr(TrainingRun, "begin_epoch", watched)
+    run = replace(SOURCE, decay="none", weight_decay=0.0, norm_source=SOURCE.id)
+    train_to_end(run, data=data, store=store)
+    source = source_norms(store, SOURCE.id, 4)
+    invariant = list(source[1])[:-1]  # all but the last layer
+    for epoch in (1, 2, 3):
+        for layer in invariant:
+            assert seen[epoch][layer] == pytest.approx(source[epoch][layer], rel=1e-6)
+    assert seen[0] == source[0]  # the same start, by the same seed
+    last = list(source[1])[-1]
+    assert seen[3][last] != pytest.approx(source[3][last], rel=1e-2)  # the head goes its own way
+
+
+def test_a_source_that_is_not_finished_or_too_short_is_refused(tmp_path):
+    store, data = RunStore(tmp_path), load("digits")
+    run = replace(SOURCE, decay="none", weight_decay=0.0, norm_source=SOURCE.id)
+    with pytest.raises(DecaylabError, match=r"not finished in .*: train it first"):
+        train_to_end(run, data=data, store=store)
+    with pytest.raises(DecaylabError, match="give the store"):
+        train_to_end(run, data=data)
+    train_to_end(SOURCE, data=data, store=store)
+    with pytest.raises(DecaylabError, match="no norms after epoch 5"):
+        train_to_end(replace(run, epochs=8), data=data, store=store)
+    with pytest.raises(DecaylabError, match="set batch_norm = true"):
+        replace(run, batch_norm=False)
+
+
+def test_the_source_is_part_of_the_id_and_its_absence_is_not():
+    plain = replace(SOURCE, decay="none", weight_decay=0.0)
+    assert replace(plain, norm_source=SOURCE.id).id != plain.id
+    assert replace(plain, norm_source="").id == plain.id
