@@ -203,6 +203,25 @@ def test_channels_last_takes_the_same_steps(decay, sharing, max_factor_dim):
         torch.testing.assert_close(found.S, expected.S, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("max_factor_dim", [8192, 6])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_state_moves_from_channels_last_to_contiguous_and_back(max_factor_dim, lag):
+    options = BASE | {"options": KFACOptions(inversion_lag=lag), "max_factor_dim": max_factor_dim}
+    models = [channels_last(seeded(VolumeNet)), seeded(VolumeNet), channels_last(seeded(VolumeNet))]
+    opts = [KFAC(model, 0.05, outputs="exact", **options) for model in models]
+    for step in range(STEPS):
+        x, y = random(4, 2, 5, 5, seed=step), labels_for(4, classes=CLASSES, seed=step)
+        train_step(opts[0], models[0], x, y)
+        if step == 3:
+            for model, opt in zip(models[1:], opts[1:], strict=True):
+                model.load_state_dict(models[0].state_dict())
+                opt.load_state_dict(copy.deepcopy(opts[0].state_dict()))
+        if step > 3:
+            for model, opt in zip(models[1:], opts[1:], strict=True):
+                train_step(opt, model, x, y)
+                torch.testing.assert_close(flat(model), flat(models[0]), rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_a_volume_net_equals_the_dense_oracle(last):
     """Conv3d with groups, and both memory formats, against dense matrices."""

@@ -11,6 +11,8 @@ from torch import Tensor
 from decaylab.curvature.factors import Bank, Block, KroneckerFactors, Shape, Sums
 from decaylab.errors import DecaylabError
 
+INPUT_SIDES = {"A", "A_inverse", "A_pending"}
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -126,13 +128,19 @@ class Blocks:
         return {name: count for name, count in failed.items() if count}
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Factors, inverses (those begun too, once they are done) and counters by layer, copied."""
+        """Factors, inverses (those begun too, once they are done) and counters by layer, copied.
+
+        Input sides are in the order of `weight.flatten(1)`, whatever the memory format.
+        """
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        return {
-            name: {key: value[bank.slices[name]].clone() for key, value in bank.state().items()}
-            for name, bank in self._home.items()
-        }
+        state = {}
+        for name, bank in self._home.items():
+            own = {key: value[bank.slices[name]].clone() for key, value in bank.state().items()}
+            for key in INPUT_SIDES & own.keys():
+                own[key] = self.blocks[name].in_weight_order(own[key])
+            state[name] = own
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
@@ -154,5 +162,8 @@ class Blocks:
                         f"layer {name!r} has another shape in this state dict: "
                         "it was saved from another model"
                     )
-                buffer[here] = state[name][key].to(buffer.device)
+                value = state[name][key].to(buffer.device)
+                if key in INPUT_SIDES:
+                    value = self.blocks[name].in_stored_order(value)
+                buffer[here] = value
         self.seen = {name for name in state if bool(state[name]["ready"].any())}

@@ -2,9 +2,10 @@
 
 Scaling, for a loss averaged over the rows of the logits (recipe line 6):
 
-    A = mean over examples and positions of a a'        T = positions / rows of the logits
-    S = mean over examples and positions of g g'        block = T A (x) S = A (x) G,  G = sum over
-    positions of g g' / rows
+    A = mean over examples and positions of a a'
+    S = mean over examples and positions of g g'
+    T = positions / rows of the logits
+    block = T A (x) S = A (x) G,  with G = T S = sum over positions of g g' / rows of the logits
 
 g is the gradient of one row's (not averaged) loss. G is what is stored: T enters it by itself, for
 convolutions, sequences and layers that are called several times alike. Blocks of one shape are
@@ -78,7 +79,7 @@ class Block:
         fan_out = layer.weight.shape[0] // groups
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         shape = Shape(fan_in, fan_out, fan_in > max_factor_dim, fan_out > max_factor_dim, dtype)
-        return Block(name, layer, weight, bias, shape, is_channels_last(layer))
+        return Block(name, layer, weight, bias, shape, weight and is_channels_last(layer))
 
     @property
     def groups(self) -> int:
@@ -92,16 +93,22 @@ class Block:
             return rows.view(shape)
         return rows.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
-    def in_weight_order(self, A: Tensor) -> Tensor:
-        """The input factor [groups, dim(, dim)] in the order of `weight.flatten(1)`, bias last."""
+    def in_weight_order(self, side: Tensor) -> Tensor:
+        """A stored input side [groups, dim(, dim)] in the order of `weight.flatten(1)`."""
+        return _reordered(side, self._stored_at(side)) if self.channels_last else side
+
+    def in_stored_order(self, side: Tensor) -> Tensor:
+        """What undoes `in_weight_order`."""
         if not self.channels_last:
-            return A
+            return side
+        return _reordered(side, self._stored_at(side).argsort())
+
+    def _stored_at(self, side: Tensor) -> Tensor:
+        """For each entry in weight order, where it is stored."""
         shape = self.layer.weight.shape[1:]
         width = shape.numel()
         stored = torch.arange(width).view(*shape[1:], shape[0]).movedim(-1, 0).flatten()
-        order = torch.cat([stored, torch.arange(width, A.shape[1])]).to(A.device)
-        A = A[:, order]
-        return A if A.dim() == 2 else A[:, :, order]
+        return torch.cat([stored, torch.arange(width, side.shape[1])]).to(side.device)
 
 
 @dataclass
@@ -252,7 +259,8 @@ class Bank:
         """One layer's factors, copied."""
         here = self.slices[block.name]
         T = self.T[here][0].clone()
-        A, S = block.in_weight_order(self.A[here]).clone(), self.G[here] / T
+        A = block.in_weight_order(self.A[here]).clone()
+        S = self.G[here] / torch.where(T > 0, T, 1.0)  # T is 0 before a layer was seen
         return KroneckerFactors(A, S, T) if len(A) > 1 else KroneckerFactors(A[0], S[0], T)
 
 
@@ -265,6 +273,12 @@ def _product_ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _moment(rows: Tensor, dtype: torch.dtype, *, diagonal: bool) -> Tensor:
     """Sum over rows of r r', or of its diagonal only: [groups, dim, dim] or [groups, dim]."""
     return rows.to(dtype).square().sum(1) if diagonal else second_moment(rows, dtype)
+
+
+def _reordered(side: Tensor, order: Tensor) -> Tensor:
+    """Rows, and in a matrix columns too, of [n, dim(, dim)] taken in another order."""
+    side = side[:, order]
+    return side if side.dim() == 2 else side[:, :, order]
 
 
 def _diagonal(side: Tensor) -> Tensor:

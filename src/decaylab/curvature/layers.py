@@ -4,8 +4,8 @@ A Linear or convolution layer computes s = W a for many vectors a: one per examp
 position. K-FAC needs those a (patches, for a convolution) and the gradients g at the matching s,
 as rows:
 
-    input rows     [groups, rows, in / groups]      in the order of `weight.flatten(1)`: (channel,
-    kernel axes) gradient rows  [groups, rows, out / groups]
+    input rows     [groups, rows, in / groups (+ 1 for the bias)]
+    gradient rows  [groups, rows, out / groups]
 
 `expand` (Martens & Grosse 2015; Grosse & Martens 2016 for convolutions) makes a row of each
 example and position. `reduce` (Eschenhagen et al. 2023) makes one row of each example: a averaged,
