@@ -17,7 +17,7 @@ class Records:
     def __init__(self, root, tier="full"):
         self.store, self.tier = RunStore(root), tier
 
-    def write(self, spec, finals, curves=None, exposure=5.0, status="finished"):
+    def write(self, spec, finals, curves=None, exposure=5.0, status="finished", **manifest):
         spec = spec.resolved()
         every = spec.lr_drop_every if spec.decay != "none" else 0
         rows = [Row(spec.epochs, spec.epochs, 1.0, name, v) for name, v in finals.items()]
@@ -26,9 +26,8 @@ class Records:
             rows += [Row(epoch, epoch, 1.0, name, value) for epoch, value in enumerate(curve)]
         with self.store.folder(spec.id).writing(spec.to_toml()) as folder:
             folder.rows_writer.append(rows)
-            folder.write_manifest(
-                Manifest(spec.id, status, "0", None, "2", "cpu", spec.seed, self.tier, 0.0, 0.0)
-            )
+            made = Manifest(spec.id, status, "0", None, "2", "cpu", spec.seed, self.tier, 0.0, 0.0)
+            folder.write_manifest(replace(made, **manifest))
 
     def fill(self, artefact, values, seeds=1, **rest):
         """`values(cell, seed)` gives the finals of each run; None leaves it out."""
@@ -226,6 +225,18 @@ def test_convergence_in_epochs_and_in_time(tmp_path):
             seconds = [float(epoch) for epoch in range(60)]
             records.write(spec, {}, {"train/running_loss": losses, "train/seconds": seconds})
         assert records.claims()["E12"].verdict == verdict
+
+
+def test_times_of_runs_that_shared_a_device_or_had_others_are_not_compared(tmp_path):
+    for name, shared in (("shared", {"at_once": 4}), ("devices", {"device": "another"})):
+        records = Records(tmp_path / name)
+        curves = {"train/running_loss": [1.0, 1e-5], "train/seconds": [0.0, 1.0]}
+        for cell in cells("fig9", "full"):
+            (spec,) = cell.runs
+            records.write(spec, {}, curves, **shared if spec.optimizer == "sgd" else {})
+        claim = records.claims()["E12"]
+        assert claim.verdict == "not enough runs"
+        assert "--at-once 1" in claim.notes[-2]
 
 
 def test_nets_that_do_not_fit_contradict_e14_only_at_the_full_schedule(tmp_path):

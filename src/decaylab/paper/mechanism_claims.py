@@ -119,6 +119,14 @@ def e12(bench: Bench) -> Evidence:
             evidence.missing += 1
             continue
         name = "train/running_loss"
+        devices = {run.manifest.device for run in found.values()}
+        if len(devices) > 1 or not all(run.timed_curve(name) for run in found.values()):
+            evidence.missing += 1
+            evidence.notes.append(
+                f"{network}: the times are of different devices, or of runs that shared one; make"
+                " them again with --at-once 1 on one device"
+            )
+            continue
         epochs = _first_below(found["kfac-g"].curve(name))
         times = {o: _first_below(run.timed_curve(name)) for o, run in found.items()}
         text = f"{network}: K-FAC-G reaches 1e-4 in {_words(epochs)} epochs; seconds: "
