@@ -169,13 +169,27 @@ def test_the_callers_groups_are_left_alone():
     assert groups[0]["weight_decay"] == 0.1
 
 
-def test_a_closure_is_refused_where_it_would_see_shrunk_weights():
+@pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_closure_is_the_same_as_backward_and_step(decay, by_name):
+    """As Lightning steps: the closure's gradient is that of the weights before they shrink."""
     model = network()
-    optimizer = sgd(parameter_groups(model, weight_decay=0.1, decay="independent"), lr=0.1)
-    with pytest.raises(DecaylabError, match="closure"):
-        optimizer.step(lambda: 0.0)
-    plain = sgd(parameter_groups(model, weight_decay=0.1, decay="l2"), lr=0.1)
-    assert plain.step(lambda: 1.5) == 1.5
+    optimizer = sgd(parameter_groups(model, weight_decay=0.1, decay=decay), lr=0.05)
+    for number in range(STEPS):
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(16, 6, generator=generator, dtype=torch.float64)
+        y = torch.randint(4, (16,), generator=generator)
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        said = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+        assert said > 0
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert_equal(weights, ours(sgd, decay, lr=0.05))
 
 
 @pytest.mark.parametrize(

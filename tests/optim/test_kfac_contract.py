@@ -1,6 +1,7 @@
 """K-FAC in the loop of SGD: which forward passes are observed, and what they leave behind."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 import decaylab
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
+from decaylab.optim.kfac_options import KFACOptions
 
 CLASSES = 3
 
@@ -241,6 +243,46 @@ def test_observe_finds_logits_in_a_container(container, logits_of):
         opt.zero_grad()
         train_step(expected, plain, x, y)
         assert torch.equal(flat(model), flat(plain))
+
+
+def test_logits_in_an_object_are_found_by_themselves():
+    """As Hugging Face models return them: an object with `.logits`."""
+    model, plain = seeded(lambda: Wrapped(lambda z: SimpleNamespace(logits=z))), seeded(net)
+    plain.load_state_dict(model.net.state_dict())
+    opt, expected = KFAC(model, 0.1, **EXACT), KFAC(plain, 0.1, **EXACT)
+    for step in range(2):
+        x, y = data(step)
+        cross_entropy(model(x).logits, y).backward()
+        opt.step()
+        opt.zero_grad()
+        train_step(expected, plain, x, y)
+        assert torch.equal(flat(model), flat(plain))
+
+
+def test_counted_rows_are_asked_of_the_keyword_arguments():
+    """The same factors as those of the rows that count, given alone."""
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, CLASSES))
+
+        def forward(self, x, padded=None):
+            return self.net(x)
+
+    model, plain = seeded(Padded), seeded(lambda: Padded().net)
+    plain.load_state_dict(model.net.state_dict())
+    options = KFACOptions(counted_rows=lambda kwargs, logits: ~kwargs["padded"])
+    opt, expected = KFAC(model, 0.1, options=options, **EXACT), KFAC(plain, 0.1, **EXACT)
+    x, y = random(5, 3), labels_for(5, classes=CLASSES)
+    padded = torch.tensor([False, True, False, False, True])
+    cross_entropy(model(x, padded=padded)[~padded], y[~padded]).backward()
+    opt.step()
+    train_step(expected, plain, x[~padded], y[~padded])
+    torch.testing.assert_close(flat(model), flat(plain), rtol=1e-10, atol=1e-12)
+    opt.initialize([{"x": x, "padded": padded}])
+    expected.initialize([x[~padded]])
+    assert same_factors(opt, expected)
 
 
 def test_a_container_without_observe_is_refused():

@@ -63,7 +63,8 @@ class Capture:
         model: the model, or what `torch.compile` made of it (a refresh then runs the eager module).
         layers: covered layers by name.
         due: whether a refresh is due now.
-        on_output: called with the model's output after each observed forward pass.
+        on_output: called with the model's output and the keyword arguments it was called with,
+            after each observed forward pass.
         on_gradient: if given, called with (call, gradient) when the loss's own backward pass
         reaches a layer's output.
     """
@@ -73,7 +74,7 @@ class Capture:
         model: nn.Module,
         layers: dict[str, nn.Module],
         due: Callable[[], bool],
-        on_output: Callable[[Any], None],
+        on_output: Callable[[Any, dict[str, Any]], None],
         on_gradient: Callable[[Call, Tensor], None] | None = None,
     ) -> None:
         self.model = eager_module(model)
@@ -88,7 +89,7 @@ class Capture:
                 layer.register_forward_hook(_Hook(self, "_layer", name), with_kwargs=True)
                 for name, layer in layers.items()
             ),
-            self.model.register_forward_hook(_Hook(self, "_end")),
+            self.model.register_forward_hook(_Hook(self, "_end"), with_kwargs=True),
         ]
         self._undo_dispatch = _run_eagerly_when(model, self.acts)
 
@@ -147,10 +148,10 @@ class Capture:
         if self._on_gradient is not None:
             output.register_hook(_Gradient(self._on_gradient, call))
 
-    def _end(self, _: str, args: tuple[Any, ...], output: Any) -> None:
+    def _end(self, _: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         inside, self._inside = self._inside, False
         if inside and self.acts():
-            self._on_output(output)
+            self._on_output(output, kwargs)
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,15 @@ class _Gradient:
 
     def __call__(self, gradient: Tensor) -> None:
         self.report(self.call, gradient)
+
+
+def logits_of(output: Any) -> Tensor | None:
+    """The logits in a model's output: a tensor is them, an object may hold them as `.logits`.
+
+    The latter is what Hugging Face models return. None where there are none.
+    """
+    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    return found if isinstance(found, Tensor) else None
 
 
 def back_propagate(

@@ -4,7 +4,7 @@ An observed forward pass costs one extra backward pass (`outputs="sampled"`) or 
 (`"exact"`). The empirical Fisher costs none: it listens to the loss's own backward pass.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,12 +17,16 @@ from decaylab.curvature.capture import (
     Pass,
     back_propagate,
     frozen_batch_norm,
+    logits_of,
     reentrant_checkpoint_behind,
 )
 from decaylab.curvature.factors import Block, Sums
 from decaylab.curvature.layers import Sharing
 from decaylab.curvature.outputs import Curvature, Likelihood, check_names, exact, sampled
 from decaylab.errors import DecaylabError
+
+CountedRows = Callable[[Mapping[str, Any], Tensor], Tensor | None]
+"""From the model's keyword arguments and its logits [..., C], which rows count; None: all."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,8 @@ class Measure:
         scale: the curvature is multiplied by it; 2 is the published K-FAC-G.
         reduction: how the loss adds up rows; only the empirical Fisher reads the loss.
         sharing: "expand" or "reduce", for layers that meet several positions per example.
-        logits: "output": they are what the model returns; "observed": the loop hands them to
-        `observe`.
+        logits: "output": they are what the model returns, or the `.logits` of it; "observed": the
+            loop hands them to `observe`.
     """
 
     curvature: Curvature = "fisher"
@@ -77,8 +81,10 @@ class Observer:
         measure: Measure,
         due: Callable[[], bool],
         generator: torch.Generator,
+        counted_rows: CountedRows | None = None,
     ) -> None:
         self.measure = measure
+        self._counted_rows = counted_rows
         self.sums: dict[str, Sums] = {}
         self.generator = generator
         self._blocks = blocks
@@ -132,9 +138,11 @@ class Observer:
             with torch.no_grad():
                 self._back_propagate(heads, calls, observed)
 
-    def _model_returned(self, output: Any) -> None:
-        if self.measure.logits == "output" and isinstance(output, Tensor):
-            self.observe(output)
+    def _model_returned(self, output: Any, kwargs: Mapping[str, Any]) -> None:
+        logits = logits_of(output)
+        if self.measure.logits == "output" and logits is not None:
+            count = self._counted_rows
+            self.observe(logits, None if count is None else count(kwargs, logits))
 
     def _back_propagate(self, heads: list[Tensor], calls: list[Call], observed: Pass) -> None:
         reached: dict[Call, None] = {}

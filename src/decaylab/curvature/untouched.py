@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from decaylab.curvature.capture import _Hook
+from decaylab.curvature.capture import _Hook, logits_of
 from decaylab.errors import DecaylabError
 
 BatchNormMode = Literal["eval", "train"]
@@ -150,11 +150,12 @@ def check_inputs(model: nn.Module, inputs: Tensor) -> None:
         )
 
 
-def check_logits(logits: Any) -> Tensor:
-    """The model's output, if it is a matrix of logits [..., C] with at least one leading axis."""
-    if not isinstance(logits, Tensor):
+def check_logits(output: Any) -> Tensor:
+    """The logits [..., C], at least one leading axis, that a model returns bare or as `.logits`."""
+    logits = logits_of(output)
+    if logits is None:
         raise DecaylabError(
-            f"the model returns {type(logits).__name__}: "
+            f"the model returns {type(output).__name__}: "
             "wrap it so that it returns the logits, a tensor [..., classes]"
         )
     if logits.ndim < 2 or not logits.is_floating_point():

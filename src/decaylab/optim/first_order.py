@@ -14,21 +14,36 @@ from decaylab.errors import DecaylabError
 from decaylab.optim.decay import OUTSIDE, add_decay, check_decay
 
 
-def _decay_outside(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Step pre-hook: W -= lr * weight_decay * W (decoupled) or W -= weight_decay * W (independent).
+def _decay_outside(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Step pre-hook: the weights shrink when their gradient is there, before torch uses it.
 
-    Before torch's step or after it is the same to W: the gradient is there already. Which is why a
-    closure, that would compute it at the shrunk weights, is refused. As in torch, parameters
-    without a gradient are left alone.
+    A closure (Lightning gives one) computes the gradient inside the step: then they shrink at its
+    end, so that it sees the weights as they were.
     """
-    closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))
+    closure = next((given for given in (*args[1:], *kwargs.values()) if given is not None), None)
+    if closure is None:
+        _shrink(optimizer)
+        return None
+
+    def closure_then_decay() -> Any:
+        loss = closure()
+        _shrink(optimizer)
+        return loss
+
+    return (optimizer, closure_then_decay), {}
+
+
+def _shrink(optimizer: Optimizer) -> None:
+    """W -= lr * weight_decay * W (decoupled) or W -= weight_decay * W (independent).
+
+    Before torch's step or after it is the same to W. As in torch, parameters without a gradient are
+    left alone.
+    """
     for group in optimizer.param_groups:
         weight_decay = group.get(OUTSIDE, 0.0)
         parameters = [p for p in group["params"] if p.grad is not None]
-        if weight_decay and closure:
-            raise DecaylabError(
-                "decay beside the step takes no closure: backward first, then step()"
-            )
         if weight_decay and parameters:
             rate = group["lr"] if group["decay"] == "decoupled" else 1.0
             with torch.no_grad():

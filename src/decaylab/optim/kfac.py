@@ -1,7 +1,7 @@
 """K-FAC-F and K-FAC-G (Martens & Grosse 2015; Zhang et al. 2019) as an ordinary torch optimizer."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
@@ -88,7 +88,8 @@ class KFAC(torch.optim.Optimizer):
         factor_decay: coefficient of the factors' running average.
         reduction: "mean" or "sum", what the loss does with rows.
         sharing: "expand" or "reduce", for layers that meet several positions per example.
-        logits: "output" if the model returns them, "observed" if the loop calls `observe`.
+        logits: "output" if the model returns them, bare or as `.logits`; "observed" if the loop
+            calls `observe`.
         others: "adam" or "sgd", for parameters outside the blocks.
         others_lr: their learning rate; by default 1e-3 for Adam, `lr` for SGD.
         max_factor_dim: a side longer than this is treated as diagonal.
@@ -170,9 +171,8 @@ class KFAC(torch.optim.Optimizer):
         invariant = self._invariant_layers(options) if damping_scaling == "scale-free" else []
         self._initial_norms = {name: self._weight_norm(name) for name in invariant}
         self._skips = torch.zeros(2, dtype=torch.int64, device=self.device)  # in total, in a row
-        self._observer = Observer(
-            model, planned.blocks, measure, lambda: self.refresh_due, generator
-        )
+        rows, due = options.counted_rows, lambda: self.refresh_due
+        self._observer = Observer(model, planned.blocks, measure, due, generator, rows)
 
     # ---------------------------------------------------------------- what a user calls
 
@@ -252,8 +252,9 @@ class KFAC(torch.optim.Optimizer):
     ) -> None:
         """Set the factors to their mean over `batches` and invert once, before training.
 
-        A batch is the model's input, or a tuple that starts with it. Batch norm's running
-        statistics, the global random state, gradients and parameters are left alone.
+        A batch is the model's input, a tuple that starts with it, or a mapping of its keyword
+        arguments. Batch norm's running statistics, the global random state, gradients and
+        parameters are left alone.
 
         Args:
             batches: what to average over; one pass of the training data, or a hundred batches.
@@ -271,7 +272,11 @@ class KFAC(torch.optim.Optimizer):
         with self._initialization():
             for batch in batches:
                 inputs = batch[0] if isinstance(batch, tuple | list) else batch
-                output = forward(batch) if forward is not None else self.model(inputs)
+                if forward is not None:
+                    output = forward(batch)
+                else:
+                    keywords = isinstance(inputs, Mapping)
+                    output = self.model(**inputs) if keywords else self.model(inputs)
                 if forward is not None or self._observer.measure.logits == "observed":
                     self._observer.observe(output)
                 if loss is not None and empirical:

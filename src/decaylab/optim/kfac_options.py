@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decaylab.curvature.observer import CountedRows
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import check_decay
 
@@ -21,6 +22,8 @@ class KFACOptions:
             followed by a normalisation, in module order.
         inversion_lag: an inversion begun at step k is used from step k + lag on; meanwhile, on
             CUDA, it runs on a stream beside the training. 0 inverts and uses at once.
+        counted_rows: called with the model's keyword arguments and its logits [..., C], returns the
+            mask of the rows that count, or None for all; for padded rows, as `observe` takes them.
         seed: of the optimizer's own generator; None takes torch's initial seed.
         others_betas: Adam's coefficients for parameters outside the blocks.
         others_eps: Adam's epsilon for them.
@@ -29,6 +32,7 @@ class KFACOptions:
     exclude: tuple[str, ...] = ()
     invariant: tuple[str, ...] | None = None
     inversion_lag: int = 0
+    counted_rows: CountedRows | None = None
     seed: int | None = None
     others_betas: tuple[float, float] = (0.9, 0.999)
     others_eps: float = 1e-8
