@@ -6,7 +6,8 @@ The rules (the same for every claim):
   *unclear* between. From three seeds on, the noise is the standard error over the seeds; with fewer
   it is the sampling error of the test set, sqrt(p (1 - p) / images) per accuracy.
 - One comparison against it contradicts a claim. It is supported when every run it needs is there,
-  none is against, and the mean over its comparisons is for it; else there are not enough runs.
+  none is against, and the mean over its comparisons is for it (where it is about every case: each
+  of them positive too); else there are not enough runs.
 - At a shortened schedule a run with decay whose exposure in the first stage is below 1 tells
   nothing: the claim has "not enough schedule", unless the others contradict it.
 """
@@ -99,6 +100,7 @@ class Evidence:
     effect: str = ""
     value: float | None = None
     notes: list[str] = field(default_factory=list)
+    every: bool = False  # whether the claim is about every single case
 
     def verdict(self) -> Verdict:
         """By the rules above."""
@@ -113,9 +115,11 @@ class Evidence:
             return "supported"
         mean = statistics.fmean(comparison.value for comparison in judged)
         noise = math.sqrt(sum(comparison.noise**2 for comparison in judged)) / len(judged)
-        if leaning_of(mean, noise) == "for":
+        turned = [comparison for comparison in judged if comparison.value <= 0]
+        if leaning_of(mean, noise) == "for" and not (self.every and turned):
             return "supported"
-        self.notes.append("the difference is within the noise: more seeds would tell")
+        those = f"{len(turned)} of {len(judged)} differences are negative," if turned else "it is"
+        self.notes.append(f"{those} within the noise: more seeds would tell")
         return "not enough runs"
 
     @property
@@ -170,12 +174,19 @@ class Bench:
         kept = tuple(run for run in runs if run.spec.seed in known)
         return Sample(known, kept) if known else None
 
-    def enough(self, runs: Iterable[RunReading]) -> bool:
-        """Whether decay had the time to act in each of these runs that has decay."""
+    def enough(self, runs: Iterable[RunReading], least: float = LEAST_EXPOSURE) -> bool:
+        """Whether decay had the time to act in each of these runs that has decay.
+
+        L2 under Adam and K-FAC is no matter of exposure: their preconditioner changes it.
+        """
         if self.tier.name == "full":
             return True
-        decayed = [run for run in runs if run.spec.decay != "none" and run.spec.weight_decay > 0]
-        return all(run.first_stage_exposure() >= LEAST_EXPOSURE for run in decayed)
+        decayed = [
+            run
+            for run in runs
+            if run.spec.weight_decay > 0 and (run.spec.decay != "l2" or run.spec.optimizer == "sgd")
+        ]
+        return all(run.first_stage_exposure() >= least for run in decayed)
 
     def difference(self, text: str, *terms: tuple[float, Sample | None]) -> Comparison | None:
         """Sum of factor * accuracy as a comparison, in points; None where a sample is missing."""

@@ -12,7 +12,7 @@ Stand-ins on digits, whose images are 8x8: ResNet20 for ResNet32, fully connecte
 augmented there (a mirrored or half-cut digit is another one), so that BN and BN+Aug cells are the
 same runs, and CIFAR-10's and CIFAR-100's are. Learning rates and weight decays are those of
 `chosen/digits.csv`: the published ones would do nothing in so few steps. They were chosen for a
-first-stage exposure (sum of lr*wd, SGD: / (1 - momentum)) of about 1.2 at tier quick.
+first-stage exposure (sum of lr*wd, SGD: / (1 - momentum)) of 1.2 to 2 at tier quick.
 """
 
 import math
