@@ -1,5 +1,6 @@
 """decaylab: what weight decay does to a network, and a K-FAC that is right."""
 
+from decaylab.diagnosis.verdict import diagnose
 from decaylab.errors import DecaylabError
 from decaylab.networks import invariance, roles
 from decaylab.optim.decay import parameter_groups
@@ -14,6 +15,7 @@ __all__ = [
     "DecaylabError",
     "KFACOptions",
     "__version__",
+    "diagnose",
     "invariance",
     "parameter_groups",
     "roles",

@@ -11,6 +11,7 @@ from decaylab.cli import demo, runs
 from decaylab.cli.claims import claims_command
 from decaylab.cli.data import data_app
 from decaylab.cli.decay import decay_table_command
+from decaylab.cli.diagnose import diagnose_command
 from decaylab.cli.probe import probe_command
 from decaylab.cli.report import report_command
 from decaylab.cli.reproduce import reproduce_command
@@ -74,6 +75,7 @@ app.add_typer(runs.app, name="runs")
 app.add_typer(data_app, name="data")
 app.command("decay-table")(decay_table_command)
 app.command("probe")(probe_command)
+app.command("diagnose")(diagnose_command)
 app.command("theory")(theory_command)
 app.command("reproduce")(reproduce_command)
 app.command("claims")(claims_command)

@@ -20,12 +20,15 @@ from decaylab.data import DataSet, Split, evaluation_batches
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 from decaylab.probes import Reading
-from decaylab.records import RunStore
-from decaylab.training import checkpoint
+from decaylab.records import Row, RunFolder, RunStore
+from decaylab.training import RunSpec, checkpoint
 from decaylab.training.build import build_optimizer, load_run
 
 Example = Annotated[
     int, typer.Option("--examples", min=2, help="How many images of each split are used.")
+]
+Record = Annotated[
+    bool, typer.Option("--record", help="Add to the run's rows what they lack at that step.")
 ]
 
 
@@ -35,6 +38,7 @@ def probe_command(
     data_dir: options.DataDir = None,
     device: options.Device = "auto",
     examples: Example = 256,
+    record: Record = False,
     json_output: options.Json = False,
 ) -> None:
     """Print the probes of a run's last checkpoint: the whole model's, then layer by layer.
@@ -52,6 +56,8 @@ def probe_command(
         readings = [measure() for measure in _measures(model, optimizer, data, examples)]
     for warning in caught:
         print(f"warning: {warning.message}", file=sys.stderr)
+    if record:
+        _append(folder, spec, readings)
     if json_output:
         print(json.dumps([entry for reading in readings for entry in _entries(reading)], indent=2))
         return
@@ -80,6 +86,26 @@ def _measures(
     if isinstance(optimizer, KFAC):
         kfac = optimizer
         yield lambda: probes.effective_damping(model, kfac.factors(), kfac.dampings())
+
+
+def _append(folder: RunFolder, spec: RunSpec, readings: list[Reading]) -> None:
+    """Rows of the last checkpoint's step, which a finished run's last row has; none is replaced."""
+    manifest = folder.manifest()
+    rows = folder.rows().rows
+    if manifest is None or manifest.status != "finished" or not rows:
+        raise DecaylabError(
+            f"{folder.id} is not finished: finish it with `decaylab train --config"
+            f" {folder.path / 'spec.toml'} --runs {folder.path.parent}`, then record"
+        )
+    last = max(rows, key=lambda row: row.step)
+    there = {row.name for row in rows if row.step == last.step}
+    values = {name: v for reading in readings for name, v in reading.rows().items()}
+    with folder.writing(spec.to_toml()):
+        folder.rows_writer.append(
+            Row(last.step, last.epoch, last.seconds, name, value)
+            for name, value in values.items()
+            if name not in there
+        )
 
 
 def _images(split: Split, data: DataSet, count: int) -> tuple[Tensor, Tensor]:

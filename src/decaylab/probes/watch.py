@@ -32,6 +32,7 @@ from decaylab.probes.gauss_newton import (
 )
 from decaylab.probes.jacobian import jacobian_norm
 from decaylab.probes.reading import NonFiniteWarning, Reading
+from decaylab.probes.settings import frozen_layers, settings
 from decaylab.probes.traces import curvature_traces
 from decaylab.probes.weights import (
     Layers,
@@ -43,7 +44,7 @@ from decaylab.probes.weights import (
     snapshot,
     weight_norms,
 )
-from decaylab.records.rows import Row, Rows, RowWriter
+from decaylab.records.rows import Row, Rows, RowWriter, Tracker
 
 Cost = Literal["free", "one backward", "many"]
 
@@ -141,16 +142,20 @@ class Watch:
         inputs: Tensor | None,
         steps_per_epoch: int | None,
         writer: RowWriter | None,
+        trackers: Iterable[Tracker],
     ) -> None:
         self.model, self.optimizer, self.inputs = model, optimizer, inputs
         self.probes, self.every = tuple(probes), every
         self.steps = 0
         self._rows: list[Row] = []
         self._writer, self._steps_per_epoch = writer, steps_per_epoch
+        self._trackers = list(trackers)
         self._began = time.perf_counter()
         self._layers = layers_of(model, inputs)
+        self._frozen = frozen_layers(model)
         self._before: Snapshot | None = None
         self._warned: set[str] = set()
+        self._settings: dict[str, float] = {}
         self._exposure = _Exposure(optimizer)
         self._before_step: Any = None
         self._after_step: Any = optimizer.register_step_post_hook(self._step_ended)
@@ -160,6 +165,17 @@ class Watch:
     def records(self) -> Rows:
         """Everything recorded so far, in the format of a run's own rows."""
         return Rows(tuple(self._rows))
+
+    def resume(self, step: int) -> None:
+        """Count on from `step`, that of a checkpoint; rows recorded past it do not count any more.
+
+        Exposure to decay is counted from here, because what came before is not known.
+        """
+        self.steps = step
+        self._rows = [row for row in self._rows if row.step <= step]
+        if self._writer is not None:
+            self._writer.resume(step)
+        self._listen_if_due()
 
     def detach(self) -> None:
         """Take the hooks off the optimizer; the records stay."""
@@ -230,14 +246,32 @@ class Watch:
                     found |= reading.rows()
                     if reading.non_finite:
                         trouble[probe.name] = reading.not_finite_sentence()
+        found |= self._changed_settings()
         seconds = time.perf_counter() - self._began
         epoch = 0 if self._steps_per_epoch is None else (self.steps - 1) // self._steps_per_epoch
         rows = [Row(self.steps, epoch, seconds, name, value) for name, value in found.items()]
         self._rows.extend(rows)
         if self._writer is not None:
             self._writer.append(rows)
+        self._show(rows)
         for name, what in trouble.items():
             self._warn_once(name, what)
+
+    def _changed_settings(self) -> dict[str, float]:
+        """How layers are stepped (`probes.settings`), as far as it is not what it was."""
+        now = settings(self.optimizer, self._layers) | self._frozen
+        changed = {name: value for name, value in now.items() if value != self._settings.get(name)}
+        self._settings = now
+        return changed
+
+    def _show(self, rows: Sequence[Row]) -> None:
+        """Hand rows to the trackers; one that fails, perhaps after a long wait, is asked no more."""
+        for tracker in tuple(self._trackers):
+            try:
+                tracker.log(rows)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                self._warn_once(f"{type(tracker).__name__} is given up", error)
 
     def _warn_once(self, name: str, trouble: Exception | str) -> None:
         if name in self._warned:
@@ -257,11 +291,13 @@ def watch(
     inputs: Tensor | None = None,
     steps_per_epoch: int | None = None,
     folder: str | Path | None = None,
+    trackers: Iterable[Tracker] = (),
 ) -> Watch:
     """Record probes after step 1 and after every `every`-th step of `optimizer`.
 
     Works with any model and any torch optimizer; see the module's text. A probe that fails warns
-    once and never stops the training.
+    once and never stops the training. How each layer is stepped (lr, decay, ...) is recorded with
+    them, at first and whenever it has changed, so that `diagnose` needs the records alone.
 
     Args:
         model: the model that is trained, bare or wrapped.
@@ -272,6 +308,8 @@ def watch(
             experiment (once, now) instead of by module order.
         steps_per_epoch: fills in the rows' epoch; 0 without it.
         folder: rows are also appended to `rows.jsonl` in this folder.
+        trackers: rows are also shown to these (`decaylab.integrations.trackers`). One that fails
+            warns once and is given up; `tracker.log(watched.records.rows)` makes up for it.
     """
     if every < 1:
         raise DecaylabError(f"every={every}: record at every step with every=1, or less often")
@@ -298,6 +336,7 @@ def watch(
         inputs=inputs,
         steps_per_epoch=steps_per_epoch,
         writer=writer,
+        trackers=trackers,
     )
 
 

@@ -1,0 +1,86 @@
+"""`decaylab diagnose`: which mechanism weight decay acts through in a run."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from decaylab.cli import options
+from decaylab.diagnosis import Diagnosis, Finding, diagnose
+from decaylab.diagnosis.result import layer_table, records_words
+from decaylab.records import RunFolder, RunStore
+
+Run = Annotated[str, typer.Argument(help="A run's id (or how it starts or ends), or a folder.")]
+Baseline = Annotated[str | None, typer.Argument(help="The same run without decay.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="The result as Markdown on stdout.")]
+COLOURS = {"acts": "green", "does not act": "dim", "cannot tell": "yellow"}
+
+
+def found_run(name: str, runs: Path) -> RunFolder | Path:
+    """A folder by its path, else a run of the store."""
+    path = Path(name)
+    return path if path.exists() else RunStore(runs).find(name)
+
+
+def diagnose_command(
+    run: Run,
+    baseline: Baseline = None,
+    runs: options.Runs = options.RUNS,
+    json_output: options.Json = False,
+    markdown: Markdown = False,
+) -> None:
+    """Say which of the three mechanisms weight decay acts through, from a run's records.
+
+    RUN and BASELINE are runs of ours or folders that watch(folder=...) wrote. Nothing is measured;
+    what is not recorded is named, with the command that records it.
+    """
+    other = found_run(baseline, runs) if baseline is not None else None
+    result = diagnose(found_run(run, runs), other)
+    if json_output:
+        print(json.dumps(result.as_dict(), indent=2))
+    elif markdown:
+        print(result.to_markdown(), end="")
+    else:
+        console = Console()
+        Console(width=None if console.is_terminal else 110).print(card(result))
+
+
+def card(diagnosis: Diagnosis) -> Panel:
+    """The result as a card: what to know first, the verdicts, the layers, what follows."""
+    parts: list[Text | Table] = [Text(sentence, "bold red") for sentence in diagnosis.first]
+    for finding in diagnosis.findings:
+        colour = COLOURS[finding.verdict]
+        parts.append(
+            Text.assemble(
+                "\n", (finding.mechanism, "bold"), ": ", (finding.verdict, f"bold {colour}")
+            )
+        )
+        parts.append(Text(finding.reason))
+        if finding.effect is not None:
+            parts.append(Text(records_words(finding), "dim"))
+        if finding.would_decide:
+            parts.append(Text(f"what would decide it: {finding.would_decide}", "yellow"))
+        if any(row.effect for row in finding.layers):
+            parts.append(_layers(finding))
+    parts.append(Text("\nwhat follows", "bold"))
+    parts += [Text(f"- {sentence}") for sentence in diagnosis.consequences]
+    parts += [Text(f"- {k} is left out: {why}") for k, why in diagnosis.skipped.items()]
+    title = f"weight decay in {diagnosis.run}"
+    if diagnosis.baseline:
+        title += f" against {diagnosis.baseline}"
+    return Panel(Group(*parts), title=escape(title), title_align="left")
+
+
+def _layers(finding: Finding) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("layer", "verdict", finding.layer_heading):
+        table.add_column(heading, style="dim")
+    for row in layer_table(finding):
+        table.add_row(*map(escape, row))
+    return table

@@ -1,0 +1,187 @@
+"""Evidence: by which factor decay changed a quantity, from records, and how sure that is."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from decaylab.diagnosis.dynamics import Series, elasticity, norms_without_decay
+from decaylab.diagnosis.observed import LayerRecord, Observed
+
+# Decay works over 1/(lr wd) steps and the early records show the start, not the decay: the second
+# half of the records is judged.
+JUDGED_SHARE = 0.5
+
+# What may differ between a run and its baseline: the decay, and what leaves the same training.
+FREE_TO_DIFFER = {"decay", "weight_decay", "decay_scope", "norm_source"}
+NOTED = {"seed", "precision", "compiled", "epochs"}
+
+LR_PROBES = ("weight_norm", "lr")
+
+
+@dataclass(frozen=True)
+class Effect:
+    """By which factor decay changed a quantity, the way the mechanism says being above one.
+
+    Attributes:
+        value: geometric mean over the judged records (of a total: over layers).
+        low, high: the smallest and largest of them; None where there is one only.
+        probes: the rows it was read from. steps: first and last judged step. records: how many.
+        source: "baseline" (two runs compared) or "this run" (reconstructed from one).
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    probes: tuple[str, ...]
+    steps: tuple[int, int]
+    records: int
+    source: str
+
+    def words(self) -> str:
+        """The factor and its range: 1.85 (1.80 to 1.91)."""
+        if self.low is None or self.high is None:
+            return f"{self.value:.3g}"
+        return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+
+def effect_of(ratios: Series, probes: Sequence[str], source: str) -> Effect | None:
+    """The second half of a series of ratios as one effect; None where there is no positive one."""
+    late = ratios[int(len(ratios) * JUDGED_SHARE) if len(ratios) > 1 else 0 :]
+    sound = [(step, value) for step, value in late if value > 0]
+    if not sound:
+        return None
+    values = [value for _, value in sound]
+    several = len(values) > 1
+    return Effect(
+        math.exp(statistics.fmean(map(math.log, values))),
+        min(values) if several else None,
+        max(values) if several else None,
+        tuple(probes),
+        (sound[0][0], sound[-1][0]),
+        len(values),
+        source,
+    )
+
+
+def over_layers(effects: Iterable[Effect]) -> Effect | None:
+    """Geometric mean over layers; the range is over layers."""
+    found = list(effects)
+    if not found:
+        return None
+    values = [effect.value for effect in found]
+    several = len(values) > 1
+    return Effect(
+        math.exp(statistics.fmean(map(math.log, values))),
+        min(values) if several else found[0].low,
+        max(values) if several else found[0].high,
+        found[0].probes,
+        (min(e.steps[0] for e in found), max(e.steps[1] for e in found)),
+        min(e.records for e in found),
+        found[0].source,
+    )
+
+
+def ratio(numerator: Series, denominator: Series) -> Series:
+    """At the steps that both have."""
+    below = dict(denominator)
+    return tuple((step, value / below[step]) for step, value in numerator if below.get(step))
+
+
+def squared(series: Series) -> Series:
+    """Each value squared."""
+    return tuple((step, value**2) for step, value in series)
+
+
+def effective_lr_effect(layer: LayerRecord, baseline: LayerRecord | None) -> Effect | None:
+    """The factor on lr/|W|^power: against the baseline's layer, else against the reconstruction."""
+    if baseline is not None:
+        return effect_of(ratio(layer.effective, baseline.effective), LR_PROBES, "baseline")
+    power = layer.setting.power if layer.setting else None
+    without = reconstructed(layer)
+    if power is None or not without:
+        return None
+    ratios = tuple((s, value**power) for s, value in ratio(without, layer.norms))
+    return effect_of(ratios, (*LR_PROBES, "decay_exposure"), "this run")
+
+
+def damping_effect(layer: LayerRecord, baseline: LayerRecord | None) -> Effect | None:
+    """The factor by which decay lowers lambda |W|^2 (Eq. 14)."""
+    if baseline is not None:
+        mine, other = (of.series.get("effective_damping", ()) for of in (layer, baseline))
+        if ratio(other, mine):
+            return effect_of(ratio(other, mine), ("effective_damping",), "baseline")
+        return effect_of(squared(ratio(baseline.norms, layer.norms)), ("weight_norm",), "baseline")
+    ratios = squared(ratio(reconstructed(layer), layer.norms))
+    return effect_of(ratios, ("weight_norm", "decay_exposure", "second_order_share"), "this run")
+
+
+def reconstructed(layer: LayerRecord) -> Series:
+    """`norms_without_decay` of a layer, nothing where its decay per step is not known."""
+    setting = layer.setting
+    if setting is None or setting.power is None or setting.preconditioned:
+        return ()
+    if len(layer.exposure) != len(layer.norms) or len(layer.norms) < 2:
+        return ()
+    shares = dict(layer.series.get("second_order_share", ()))
+    if setting.power == 0 and not shares:
+        return ()  # how K-FAC's pushes depend on the norm hangs on its share
+    known, e = next(iter(shares.values()), None), []
+    for step, _ in layer.norms:
+        known = shares.get(step, known)
+        e.append(elasticity(setting.power, known))
+    return norms_without_decay(layer.norms, [value for _, value in layer.exposure], e)
+
+
+def share_without_decay(layer: LayerRecord) -> float | None:
+    """The second-order share at the end, had the norm grown without decay.
+
+    With one eigenvalue for all, share / (1 - share) = eig / (lambda |W|^2): the odds go with
+    1/|W|^2. An estimate, for a spread spectrum a rough one.
+    """
+    shares, without = layer.series.get("second_order_share", ()), dict(reconstructed(layer))
+    norms = dict(layer.norms)
+    at = [(s, share) for s, share in shares if s in without and norms.get(s)]
+    if not at:
+        return None
+    step, share = at[-1]
+    odds = share / max(1 - share, 1e-12) * (norms[step] / without[step]) ** 2
+    return odds / (1 + odds)
+
+
+def comparable(run: Observed, baseline: Observed) -> tuple[str, list[str]]:
+    """Why the two cannot be compared ("" if they can), and what differs without harm."""
+    if baseline.decays:
+        return f"the baseline {baseline.name} decays too, so that it shows no training without", []
+    if run.spec is not None and baseline.spec is not None:
+        pairs = {
+            item.name: (getattr(run.spec, item.name), getattr(baseline.spec, item.name))
+            for item in fields(run.spec)
+        }
+        differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        wrong = [name for name in differing if name not in FREE_TO_DIFFER | NOTED]
+        if wrong:
+            said = ", ".join(f"{n} {differing[n][0]} and {differing[n][1]}" for n in wrong[:3])
+            return f"the runs are not comparable ({said})", []
+        return "", [
+            f"{n} differs: {differing[n][0]} and {differing[n][1]}"
+            for n in NOTED & differing.keys()
+        ]
+    return _same_training(run, baseline), []
+
+
+def _same_training(run: Observed, baseline: Observed) -> str:
+    if run.layers.keys() != baseline.layers.keys():
+        return "the runs are not comparable (they have different layers)"
+    for name, layer in run.layers.items():
+        mine, other = layer.setting, baseline.layers[name].setting
+        if mine is None or other is None:
+            continue
+        kinds = [(s.power, s.memory, s.beta2, s.damping) for s in (mine, other)]
+        if kinds[0] != kinds[1]:
+            return f"the runs are not comparable (layer {name} is stepped by another optimizer)"
+        for step in {step for step, _ in layer.norms} & {s for s, _ in baseline.layers[name].norms}:
+            here, there = (of.setting_at(step).lr for of in (layer, baseline.layers[name]))
+            if not math.isclose(here, there, rel_tol=1e-3):
+                return f"the runs are not comparable (lr {here:g} and {there:g} at step {step})"
+    return ""

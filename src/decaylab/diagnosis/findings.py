@@ -1,0 +1,248 @@
+"""The parts that verdicts are made of: thresholds, rows by layer, and the words."""
+
+import math
+from collections.abc import Callable, Iterable
+from statistics import fmean
+
+from decaylab.diagnosis.evidence import Effect, effect_of, ratio
+from decaylab.diagnosis.observed import LayerRecord, Observed
+from decaylab.diagnosis.result import Finding, LayerEvidence, Verdict
+
+# A learning rate is searched by factors of about three and a factor of 1.25 in it is the least that
+# anybody would notice; two seeds of one run differ by a few per cent, so 1.1 is none.
+ACTS, NOTHING = 1.25, 1.1
+# |J|^2 of two seeds differs by tens of per cent, and the paper's effects are 3 to 30 (Table 2).
+JACOBIAN_ACTS, JACOBIAN_NOTHING = 1.5, 1.2
+# Over the whole run decay has taken less than a twentieth of the weights: it cannot have done much.
+TOO_LITTLE_EXPOSURE = 0.05
+# Nine tenths of the directions are second-order: what damping does to the rest changes little.
+DAMPING_NEGLIGIBLE = 0.9
+# Less than half of the directions are second-order: K-FAC steps as SGD does in most of them.
+DAMPING_DOMINATES = 0.5
+# Which row stands for the function's sensitivity, best first (Sec. 4.2, Table 2, Fig. 5).
+SENSITIVITY = {
+    "jacobian_norm": "squared Jacobian norm",
+    "kfac_gn_norm": "K-FAC Gauss-Newton norm",
+    "gn_norm": "Gauss-Newton norm",
+}
+
+Rows = tuple[LayerEvidence, ...]
+GIVE_BASELINE = "give a baseline: the same run without decay (diagnose RUN BASELINE)"
+
+
+def judged(effect: Effect | None, acts: float = ACTS, nothing: float = NOTHING) -> Verdict:
+    """The verdict on one factor."""
+    if effect is None:
+        return "cannot tell"
+    if effect.value >= acts:
+        return "acts"
+    return "does not act" if effect.value <= nothing else "cannot tell"
+
+
+def judgeable(run: Observed) -> list[LayerRecord]:
+    """The decayed scale-invariant layers that are not skipped."""
+    return [x for x in run.layers.values() if x.invariant and x.decayed and not x.skipped]
+
+
+def no_decay(run: Observed, name: str, quantity: str, decayed: list[LayerRecord]) -> Finding | None:
+    """Where the records show nothing, where nothing decays, or too little."""
+    if not run.layers or all(layer.skipped for layer in run.layers.values()):
+        return Finding(
+            *(name, quantity, "cannot tell"),
+            "No layer is recorded well enough to be judged.",
+            would_decide="train inside `with watch(model, optimizer):` and diagnose its records",
+        )
+    if not decayed:
+        return Finding(name, quantity, "does not act", "No layer decays.")
+    exposures = [layer.total_exposure for layer in decayed if layer.total_exposure is not None]
+    if exposures and max(exposures) < TOO_LITTLE_EXPOSURE:
+        reason = (
+            f"Over the whole run decay took {100 * max(exposures):.2g} % of the weights (exposure"
+            f" {max(exposures):.2g}): too little to act in these {run.steps} steps."
+        )
+        return Finding(name, quantity, "does not act", reason)
+    return None
+
+
+def at_once(run: Observed, name: str, quantity: str) -> Finding | None:
+    """As `_no_decay`, and where no decayed layer is scale-invariant."""
+    decayed = [x for x in run.layers.values() if x.decayed and not x.skipped]
+    early = no_decay(run, name, quantity, decayed)
+    if early is not None or any(layer.invariant for layer in decayed):
+        return early
+    if any(layer.invariant for layer in run.layers.values()):
+        reason = "No scale-invariant layer decays: only those have an effective learning rate."
+    else:
+        reason = "No layer is scale-invariant (nothing normalises behind one): norms are no scale."
+    return Finding(
+        name, quantity, "does not act", reason, layers=layer_rows(run, lambda _: (None, ""))
+    )
+
+
+def layer_rows(run: Observed, evidence: Callable[[LayerRecord], tuple[Effect | None, str]]) -> Rows:
+    """A row for every layer; `evidence` is asked for those that the mechanism can act on."""
+    rows = []
+    for layer in run.layers.values():
+        reason = layer.skipped or _why_apart(layer)
+        effect = None
+        if not reason:
+            effect, reason = evidence(layer)
+        verdict = None if layer.skipped or _why_apart(layer) else judged(effect)
+        rows.append(LayerEvidence(layer.name, verdict, effect, "" if effect else reason))
+    return tuple(rows)
+
+
+def _why_apart(layer: LayerRecord) -> str:
+    if not layer.invariant:
+        return "not scale-invariant: its norm is part of the function"
+    return "" if layer.decayed else "not decayed"
+
+
+def no_effect(layer: LayerRecord) -> str:
+    """Why there is no effect of a layer that the mechanism can act on."""
+    if layer.setting is not None and layer.setting.preconditioned:
+        return "L2 inside the preconditioner takes no fixed part: needs a baseline"
+    return "no records at a common step" if layer.exposure else "its decay exposure is not recorded"
+
+
+def function_row(layer: LayerRecord, baseline: Observed | None) -> LayerEvidence:
+    """A layer's part in the Jacobian: its norm (or its K-FAC norm), against the baseline."""
+    if layer.skipped or not layer.decayed:
+        return LayerEvidence(layer.name, None, None, layer.skipped or "not decayed")
+    if layer.invariant:
+        reason = "scale-invariant: its decay is without effect on the function"
+        return LayerEvidence(layer.name, None, None, reason)
+    other = same(layer, baseline)
+    if other is None:
+        return LayerEvidence(layer.name, None, None, "needs a baseline")
+    own, others = (of.series.get("kfac_gn_norm", ()) for of in (layer, other))
+    probe = "kfac_gn_norm" if ratio(others, own) else "weight_norm"
+    ratios = ratio(others, own) or ratio(other.norms, layer.norms)
+    effect = effect_of(ratios, (probe,), "baseline")
+    return LayerEvidence(layer.name, None, effect, "" if effect else "no common step")
+
+
+def same(layer: LayerRecord, baseline: Observed | None) -> LayerRecord | None:
+    """The same layer in the baseline, if there is one."""
+    return baseline.layers.get(layer.name) if baseline is not None else None
+
+
+def last_share(layers: Iterable[LayerRecord]) -> float | None:
+    """The second-order share at the end: the mean over the given layers."""
+    last = [
+        x.series["second_order_share"][-1][1] for x in layers if "second_order_share" in x.series
+    ]
+    return fmean(last) if last else None
+
+
+def found_by(
+    name: str,
+    quantity: str,
+    effect: Effect | None,
+    rows: Rows,
+    run: Observed,
+    *,
+    words: str,
+    thresholds: tuple[float, float] = (ACTS, NOTHING),
+) -> Finding:
+    """The finding on a measured factor, with its words."""
+    verdict = judged(effect, *thresholds)
+    if effect is None:
+        reasons = list(dict.fromkeys(row.reason for row in rows if row.verdict))
+        return Finding(
+            *(name, quantity, verdict),
+            f"There is nothing to compare with: {'; '.join(reasons)}.",
+            layers=rows,
+            would_decide=GIVE_BASELINE,
+        )
+    change = "raises" if quantity == words else "lowers"
+    against = "" if effect.source == "baseline" else ", by reconstruction from this run alone"
+    changed = f"The {words} is changed by a factor of {effect.words()}{against}"
+    said = f"Decay {change} the {words} by a factor of {effect.words()}{against}."
+    if effect.value < 1 / thresholds[0]:
+        said = f"The {words} goes the other way, by a factor of {effect.words()}{against}."
+    elif verdict != "acts":
+        exposure = max((x.total_exposure or 0.0 for x in run.layers.values()), default=0.0)
+        said = f"{changed}: too little to matter."
+        if exposure < 1:
+            said += f" The decay exposure is {exposure:.2g}; at 1 the start counts for 1/e."
+    would = ""
+    if verdict == "cannot tell":
+        said = f"{changed}: neither nothing nor enough."
+        would = "more seeds, or a longer run; " + (
+            GIVE_BASELINE if effect.source != "baseline" else "a second baseline of another seed"
+        )
+    return Finding(name, quantity, verdict, said, effect, rows, would)
+
+
+def record(run: Observed, probe: str, *, both: bool = False) -> str:
+    """How to have a probe recorded, in the run's own way."""
+    of = "both runs" if both else "it"
+    if run.own:
+        return f"record it with `decaylab probe RUN --record` for {of}"
+    extra = ", inputs=batch" if probe != "second_order_share" else ""
+    return f'record {of} with watch(..., probes=[*FREE, "{probe}"]{extra})'
+
+
+def what_follows(run: Observed, findings: tuple[Finding, ...]) -> list[str]:
+    """Plain words on which decay matters, and what would replace it."""
+    lr, jacobian, damping = findings
+    invariant = judgeable(run)
+    others = [
+        x.name for x in run.layers.values() if x.decayed and not x.invariant and not x.skipped
+    ]
+    said = []
+    if invariant:
+        names = _names([layer.name for layer in invariant])
+        said.append(
+            f"Decay of the scale-invariant layers ({names}) does not change the function by itself:"
+            " it only sets how far steps turn them."
+        )
+        if "acts" in (lr.verdict, damping.verdict):
+            said.append("There decay matters: it " + _through(lr, damping) + ".")
+        elif lr.verdict == damping.verdict == "does not act":
+            said.append("There decay is without effect in this run: it could be left out.")
+        said += _schedule_words(invariant)
+    if others:
+        verb = {"acts": "matters: it shrinks the Jacobian", "does not act": "has little effect"}
+        words = verb.get(jacobian.verdict, "acts on the function; how much, is not decided here")
+        said.append(f"Decay of {_names(others)} {words}.")
+    if not said:
+        said.append("There is no decay to keep or to drop.")
+    kfac = [x for x in run.layers.values() if x.invariant and x.setting and x.setting.power == 0]
+    share = last_share(kfac)
+    if share is not None and share < DAMPING_DOMINATES:
+        said.append(
+            f"Damping has come to dominate K-FAC: {100 * share:.0f} % of the scale-invariant"
+            " layers' directions are still second-order, in the others it steps as SGD does. Lower"
+            ' the damping, or use damping_scaling="scale-free".'
+        )
+    return said
+
+
+def _through(lr: Finding, damping: Finding) -> str:
+    ways = ["keeps the effective learning rate up"] * (lr.verdict == "acts")
+    ways += ["keeps the damping from taking over"] * (damping.verdict == "acts")
+    return " and ".join(ways)
+
+
+def _schedule_words(layers: list[LayerRecord]) -> list[str]:
+    """By how much lr would have to grow without decay (`advise schedule` writes it out)."""
+    known = [
+        (x.setting.power, x.total_exposure)
+        for x in layers
+        if x.setting and x.setting.power and x.total_exposure and not x.setting.preconditioned
+    ]
+    if not known:
+        return []
+    power, exposure = known[0]
+    return [
+        f"Without decay the same motion needs a learning rate that grows by exp({power} x exposure)"
+        f" = {math.exp(min(power * exposure, 700)):.3g} over the run, on these layers only:"
+        " `decaylab advise schedule RUN` writes it."
+    ]
+
+
+def _names(names: list[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

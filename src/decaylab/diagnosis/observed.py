@@ -1,0 +1,368 @@
+"""What records say of a run, in one form: our own run folders and what `watch` recorded.
+
+Nothing is measured here. Of an own run the layers' roles and settings follow from its spec, of a
+watched one from the `setting_*` rows.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decaylab import networks
+from decaylab.data import DATA_SETS
+from decaylab.diagnosis.dynamics import Series
+from decaylab.errors import DecaylabError
+from decaylab.optim import schedules
+from decaylab.optim.decay import DECAYS, decay_rate, steady_shrink
+from decaylab.probes.settings import POWERS
+from decaylab.probes.watch import Watch
+from decaylab.records import Row, Rows, RunFolder
+from decaylab.records.rows import read_rows
+from decaylab.training import RunSpec
+
+Source = Watch | Rows | RunFolder | str | Path
+
+# By layer and of the whole model, what a diagnosis reads.
+QUANTITIES = (
+    *("effective_lr", "rotation", "update_norm", "invariance_defect"),
+    *("second_order_share", "effective_damping", "factored_share", "kfac_gn_norm"),
+)
+TOTALS = (
+    *("jacobian_norm", "kfac_gn_norm", "gn_norm", "second_order_share"),
+    *("test/accuracy", "test/loss", "train/loss"),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How one layer's weight is stepped.
+
+    Attributes:
+        lr: learning rate. decay: its kind. weight_decay: its strength.
+        memory: momentum, Adam: beta1. beta2: Adam's, else None.
+        power: the effective learning rate is lr/|W|^power; None where the law is not known.
+        damping: K-FAC's lambda, else None. scale_free: whether it follows the norm.
+    """
+
+    lr: float
+    decay: str
+    weight_decay: float
+    memory: float = 0.0
+    beta2: float | None = None
+    power: int | None = None
+    damping: float | None = None
+    scale_free: bool = False
+
+    @property
+    def decays(self) -> bool:
+        """Whether there is a decay term at all."""
+        return self.decay != "none" and self.weight_decay > 0
+
+    @property
+    def preconditioned(self) -> bool:
+        """L2 inside Adam or K-FAC: no fixed part of W is taken a step."""
+        return self.decays and self.decay == "l2" and self.power != 2
+
+    @property
+    def shrink(self) -> float:
+        """The part of W that decay takes a step in the long run; 0 for preconditioned L2."""
+        if not self.decays or self.preconditioned:
+            return 0.0
+        return steady_shrink(self.weight_decay, self.decay, lr=self.lr, momentum=self.memory)
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One layer in the records. `skipped` says why it cannot be judged, "" where it can.
+
+    `settings`: (from step, Setting); `exposure`: decay exposure at the steps of `norms`.
+    """
+
+    name: str
+    invariant: bool = False
+    settings: tuple[tuple[int, Setting], ...] = ()
+    norms: Series = ()
+    exposure: Series = ()
+    series: Mapping[str, Series] = field(default_factory=dict)
+    skipped: str = ""
+
+    @property
+    def setting(self) -> Setting | None:
+        """The first one: kind of decay, law and momentum, which do not change in a run."""
+        return self.settings[0][1] if self.settings else None
+
+    @property
+    def decayed(self) -> bool:
+        """Whether any of its settings has a decay term."""
+        return any(setting.decays for _, setting in self.settings)
+
+    def setting_at(self, step: int) -> Setting:
+        """The setting that step `step` (from 1) was taken with."""
+        return [s for start, s in self.settings if start <= max(step, self.settings[0][0])][-1]
+
+    @property
+    def effective(self) -> Series:
+        """At the recorded norms, lr/|W|^power (Eq. 9); nothing where the law is not known."""
+        if not self.invariant or self.setting is None or self.setting.power is None:
+            return self.series.get("effective_lr", ()) if self.invariant else ()
+        return tuple(
+            (step, self.setting_at(step).lr / norm**self.setting.power)
+            for step, norm in self.norms
+            if norm > 0
+        )
+
+    @property
+    def total_exposure(self) -> float | None:
+        """The decay exposure at the end; None where it was not recorded."""
+        return self.exposure[-1][1] if self.exposure else None
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A run as the records have it. `troubles` are sentences that any answer must begin with."""
+
+    name: str
+    layers: Mapping[str, LayerRecord]
+    totals: Mapping[str, Series]
+    steps: int
+    troubles: tuple[str, ...] = ()
+    spec: RunSpec | None = None
+
+    @property
+    def decays(self) -> bool:
+        """Whether any layer decays."""
+        return any(layer.decayed for layer in self.layers.values())
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a run folder of ours."""
+        return self.spec is not None
+
+
+def observe(source: Source) -> Observed:
+    """Read a run folder, a folder that `watch(folder=...)` wrote, a `Watch` or its records."""
+    if isinstance(source, Watch):
+        return _watched("the watched run", source.records)
+    if isinstance(source, Rows):
+        return _watched("the records", source)
+    if isinstance(source, RunFolder):
+        return _own(source)
+    path = Path(source)
+    if (path / "spec.toml").exists():
+        return _own(RunFolder(path))
+    rows = path if path.is_file() else path / "rows.jsonl"
+    if not rows.exists():
+        raise DecaylabError(
+            f"{path} holds no records: give a run folder, or a folder that watch(folder=...) wrote"
+        )
+    return _watched(str(path), read_rows(rows))
+
+
+def _finite(rows: Rows) -> tuple[list[Row], list[str]]:
+    """The rows before the first that is not finite, and what is to be said of the others."""
+    troubles = [note for note in rows.left_out if "damaged" in note]
+    bad = [row for row in rows.rows if not math.isfinite(row.value)]
+    # A Jacobian or a trace may overflow on its own; weights and losses that do end the run.
+    ends = ("norm", "weight_norm", "train/", "test/loss", "update_norm")
+    fatal = min((row.step for row in bad if row.name.startswith(ends)), default=None)
+    kept = [row for row in rows.rows if math.isfinite(row.value)]
+    if fatal is not None:
+        troubles.insert(0, f"it diverged at step {fatal}: only what was before is judged")
+        kept = [row for row in kept if row.step < fatal]
+    elif bad:
+        names = ", ".join(sorted({row.name for row in bad})[:3])
+        troubles.append(f"{len(bad)} values were not finite ({names}) and are left out")
+    return kept, troubles
+
+
+def _series(rows: list[Row]) -> dict[str, Series]:
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in sorted(rows, key=lambda row: row.step):
+        found.setdefault(row.name, []).append((row.step, row.value))
+    return {name: tuple(values) for name, values in found.items()}
+
+
+def _by_layer(series: Mapping[str, Series], layer: str) -> dict[str, Series]:
+    return {q: series[f"{q}/{layer}"] for q in QUANTITIES if f"{q}/{layer}" in series}
+
+
+def _totals(series: Mapping[str, Series]) -> dict[str, Series]:
+    return {name: series[name] for name in TOTALS if name in series}
+
+
+# ---------------------------------------------------------------- watched runs
+
+
+def _watched(name: str, rows: Rows) -> Observed:
+    kept, troubles = _finite(rows)
+    series = _series(kept)
+    if not kept:
+        troubles.append("nothing was recorded: train inside `with watch(model, optimizer):`")
+    named = dict.fromkeys(
+        row.name.split("/", 1)[1]
+        for row in kept
+        if row.name.startswith(("weight_norm/", "setting_", "norm/")) and "/" in row.name
+    )
+    layers = {layer: _watched_layer(series, layer) for layer in named}
+    if kept and not any(name.startswith("setting_") for name in series):
+        troubles.append("how the layers were stepped is not in these records: record them again")
+    steps = max((row.step for row in kept), default=0)
+    return Observed(name, layers, _totals(series), steps, tuple(troubles))
+
+
+def _watched_layer(series: Mapping[str, Series], layer: str) -> LayerRecord:
+    values: dict[int, dict[str, float]] = {}
+    for name, rows in series.items():
+        if name.startswith("setting_") and name.split("/", 1)[1] == layer:
+            key = name.split("/", 1)[0].removeprefix("setting_")
+            for step, value in rows:
+                values.setdefault(step, {})[key] = value
+    now: dict[str, float] = {}
+    settings = []
+    for step in sorted(values):
+        now = now | values[step]
+        if "lr" in now:
+            settings.append((step, _setting(now)))
+    norms = series.get(f"weight_norm/{layer}", series.get(f"norm/{layer}", ()))
+    exposure = dict(series.get(f"decay_exposure/{layer}", ()))
+    return LayerRecord(
+        layer,
+        invariant=now.get("invariant", 0.0) == 1.0,
+        settings=tuple(settings),
+        norms=norms,
+        exposure=tuple((step, exposure[step]) for step, _ in norms if step in exposure),
+        series=_by_layer(series, layer),
+        skipped=_why_skipped(now, norms),
+    )
+
+
+def _why_skipped(now: Mapping[str, float], norms: Series) -> str:
+    if now.get("frozen"):
+        return "frozen: it is not trained"
+    if now.get("moved") == 0.0:
+        return "the watched optimizer does not hold it"
+    if "lr" not in now:
+        return "how it is stepped is not in the records"
+    if len(norms) < 2:
+        return "its norm was recorded less than twice: record weight_norm, more often"
+    return ""
+
+
+def _setting(now: Mapping[str, float]) -> Setting:
+    power = now.get("power")
+    return Setting(
+        lr=now["lr"],
+        decay=DECAYS[int(now["decay"])],
+        weight_decay=now["weight_decay"],
+        memory=now.get("momentum", now.get("beta1", 0.0)),
+        beta2=now.get("beta2"),
+        power=None if power is None else int(power),
+        damping=now.get("damping"),
+        scale_free=bool(now.get("scale_free")),
+    )
+
+
+# ---------------------------------------------------------------- our own runs
+
+
+def _own(folder: RunFolder) -> Observed:
+    spec = RunSpec.from_toml(folder.spec_text()).resolved()
+    kept, troubles = _finite(folder.rows())
+    manifest = folder.manifest()
+    status = manifest.status if manifest else "not started"
+    epochs = max((row.epoch for row in kept), default=0)
+    if status == "diverged" and not any("diverged" in trouble for trouble in troubles):
+        troubles.insert(0, f"it diverged ({manifest.message if manifest else ''})")
+    elif status != "finished" and status != "diverged":
+        troubles.insert(
+            0, f"it is not finished ({status}): {epochs} of {spec.epochs} epochs are judged"
+        )
+    if not any(row.name.startswith("norm/") for row in kept):
+        troubles.append("no norms are recorded: train it first")
+    series = _series(kept)
+    per_epoch = next((row.step // row.epoch for row in reversed(kept) if row.epoch), 0)
+    names = [name.removeprefix("norm/") for name in series if name.startswith("norm/")]
+    invariant, decayed = _invariant_and_decayed(spec)
+    layers = {}
+    for name in names:
+        settings = _timeline(spec, max(per_epoch, 1), name in decayed)
+        norms = series[f"norm/{name}"]
+        layers[name] = LayerRecord(
+            name,
+            invariant=name in invariant,
+            settings=settings,
+            norms=norms,
+            exposure=_exposure(spec, settings, norms),
+            series=_by_layer(series, name),
+            skipped="" if len(norms) > 1 else "its norm was recorded less than twice: train on",
+        )
+    steps = max((row.step for row in kept), default=0)
+    return Observed(folder.id, layers, _totals(series), steps, tuple(troubles), spec)
+
+
+def _invariant_and_decayed(spec: RunSpec) -> tuple[set[str], set[str]]:
+    """Names of the scale-invariant layers and of those in the decay's scope; no weight is made."""
+    facts = DATA_SETS[spec.data]
+    own: dict[str, Any] = {"hidden": spec.hidden} if spec.hidden is not None else {}
+    with torch.device("meta"):
+        model = networks.build(
+            spec.network,
+            classes=facts.classes,
+            in_channels=facts.shape[0],
+            image_size=facts.shape[1],
+            batch_norm=spec.batch_norm,
+            width=spec.width,
+            bias=spec.bias,
+            activation=spec.activation,
+            **own,
+        )
+    found = networks.roles(model).values()
+    invariant = {role.module for role in found if role.role == "invariant"}
+    head = {role.module for role in found if role.role == "head"}
+    layers = {role.module for role in found if role.role in ("invariant", "weight", "head")}
+    scopes = {"all": layers, "conv": layers - head, "fc": head}
+    return invariant, scopes[spec.decay_scope] if spec.decay != "none" else set()
+
+
+def _timeline(spec: RunSpec, per_epoch: int, decayed: bool) -> tuple[tuple[int, Setting], ...]:
+    kind = {"sgd": "sgd", "adam": "adam"}.get(spec.optimizer, "kfac")
+    betas = spec.betas or (0.0, 0.0)
+    schedule = schedules.step(spec.lr_drop_every or 1, spec.lr_drop_factor)
+    found: list[tuple[int, Setting]] = []
+    for epoch in range(spec.epochs or 0):
+        setting = Setting(
+            lr=schedule(epoch, spec.lr or 0.0),
+            decay=spec.decay if decayed else "none",
+            weight_decay=spec.weight_decay if decayed else 0.0,
+            memory=betas[0] if kind == "adam" else spec.momentum or 0.0,
+            beta2=betas[1] if kind == "adam" else None,
+            power=POWERS[kind],
+            damping=spec.damping,
+            scale_free=spec.damping_scaling == "scale-free",
+        )
+        if not found or found[-1][1] != setting:
+            found.append((epoch * per_epoch + 1, setting))
+    return tuple(found)
+
+
+def _exposure(spec: RunSpec, settings: tuple[tuple[int, Setting], ...], norms: Series) -> Series:
+    """`decay_rate` summed over the steps up to each record."""
+    found = []
+    for step, _ in norms:
+        total = 0.0
+        for i, (start, setting) in enumerate(settings):
+            end = settings[i + 1][0] if i + 1 < len(settings) else math.inf
+            rate = decay_rate(
+                setting.weight_decay,
+                setting.decay,
+                optimizer=spec.optimizer,
+                lr=setting.lr,
+                momentum=setting.memory,
+            )
+            total += rate * max(min(step + 1, end) - start, 0)
+        found.append((step, total))
+    return tuple(found)

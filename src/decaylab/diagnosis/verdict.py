@@ -1,0 +1,191 @@
+"""Verdicts: which of the three mechanisms decay acts through, from records alone."""
+
+from dataclasses import replace
+from statistics import fmean
+
+from decaylab.diagnosis.evidence import (
+    comparable,
+    damping_effect,
+    effect_of,
+    effective_lr_effect,
+    over_layers,
+    ratio,
+    share_without_decay,
+)
+from decaylab.diagnosis.findings import (
+    DAMPING_NEGLIGIBLE,
+    GIVE_BASELINE,
+    JACOBIAN_ACTS,
+    JACOBIAN_NOTHING,
+    SENSITIVITY,
+    at_once,
+    found_by,
+    function_row,
+    judgeable,
+    last_share,
+    layer_rows,
+    no_decay,
+    no_effect,
+    record,
+    same,
+    what_follows,
+)
+from decaylab.diagnosis.observed import Observed, Source, observe
+from decaylab.diagnosis.result import MECHANISMS, Diagnosis, Finding
+
+
+def diagnose(run: Source, baseline: Source | None = None) -> Diagnosis:
+    """Which of the paper's three mechanisms weight decay acts through in a run.
+
+    `run` and `baseline` (the same training without decay): a run folder, a folder that
+    `watch(folder=...)` wrote, a `Watch`, or its records. Reads records only; measures nothing.
+
+    With a baseline, effective learning rates, Jacobian norms and effective dampings are compared.
+    Without one, the first and the third are compared with a reconstruction of the norms without
+    decay (`dynamics.norms_without_decay`); the second cannot be told. Thresholds: the
+    constants of `findings`.
+    """
+    mine = observe(run)
+    other = observe(baseline) if baseline is not None else None
+    first = [f"{mine.name}: {trouble}" for trouble in mine.troubles]
+    if other is not None:
+        first += [f"baseline {other.name}: {trouble}" for trouble in other.troubles]
+        why_not, differs = comparable(mine, other)
+        first += differs
+        if why_not:
+            first.append(f"{why_not}: judged from {mine.name} alone")
+            other = None
+    if not mine.decays and mine.layers:
+        first.append("this run has no weight decay")
+    findings = (
+        _effective_learning_rate(mine, other),
+        replace(_jacobian(mine, other), layer_quantity="the layer's own norm, smaller by"),
+        _damping(mine, other),
+    )
+    return Diagnosis(
+        mine.name,
+        other.name if other is not None else None,
+        tuple(first),
+        findings,
+        tuple(what_follows(mine, findings)),
+        {name: layer.skipped for name, layer in mine.layers.items() if layer.skipped},
+    )
+
+
+def _effective_learning_rate(run: Observed, baseline: Observed | None) -> Finding:
+    name, quantity = MECHANISMS[0], "effective learning rate"
+    early = at_once(run, name, quantity)
+    if early is not None:
+        return early
+    of = judgeable(run)
+    powers = {layer.setting.power for layer in of if layer.setting}
+    if None in powers:
+        return Finding(
+            *(name, quantity, "cannot tell"),
+            "How this optimizer's step depends on the norm of the weights is not known.",
+            would_decide="train with SGD, Adam or K-FAC, whose laws are known",
+        )
+    if powers == {0}:
+        return Finding(
+            *(name, quantity, "does not act"),
+            "K-FAC's undamped step turns a weight by the learning rate whatever its norm (Eq. 13);"
+            " what the norm does goes through the damping.",
+        )
+    rows = layer_rows(
+        run, lambda layer: (effective_lr_effect(layer, same(layer, baseline)), no_effect(layer))
+    )
+    effect = over_layers(row.effect for row in rows if row.effect)
+    return found_by(name, quantity, effect, rows, run, words="effective learning rate")
+
+
+def _damping(run: Observed, baseline: Observed | None) -> Finding:
+    name, quantity = MECHANISMS[2], "effective damping, smaller by"
+    kfac = [x for x in run.layers.values() if x.setting and x.setting.power == 0]
+    if run.layers and not kfac:
+        reason = "The optimizer is no K-FAC: there is no damping beside a curvature."
+        return Finding(name, quantity, "does not act", reason)
+    early = at_once(run, name, quantity)
+    if early is not None:
+        return early
+    of = [layer for layer in judgeable(run) if layer.setting and layer.setting.power == 0]
+    if all(layer.setting and layer.setting.scale_free for layer in of):
+        reason = (
+            "The damping is scale-free: it follows the norms, so that decay does not change it."
+        )
+        return Finding(name, quantity, "does not act", reason)
+    rows = layer_rows(
+        run, lambda layer: (damping_effect(layer, same(layer, baseline)), no_effect(layer))
+    )
+    effect = over_layers(row.effect for row in rows if row.effect)
+    shares = {"with decay": last_share(of)}
+    if baseline is not None:
+        others = [other for x in of if (other := same(x, baseline)) is not None]
+        shares["without"] = last_share(others)
+    else:
+        estimates = [s for layer in of if (s := share_without_decay(layer)) is not None]
+        shares["without (estimated)"] = fmean(estimates) if estimates else None
+    known = {key: value for key, value in shares.items() if value is not None}
+    if len(known) < len(shares):
+        return Finding(
+            *(name, quantity, "cannot tell"),
+            "How much of the curvature is left beside the damping is not recorded.",
+            effect,
+            rows,
+            would_decide=record(run, "second_order_share"),
+        )
+    said = ", ".join(f"{100 * value:.0f} % {key}" for key, value in known.items())
+    if min(known.values()) >= DAMPING_NEGLIGIBLE:
+        return Finding(
+            *(name, quantity, "does not act"),
+            f"Damping hardly matters: second-order directions {said}.",
+            effect,
+            rows,
+        )
+    found = found_by(name, quantity, effect, rows, run, words="effective damping")
+    return replace(found, reason=f"{found.reason} Second-order directions: {said}.")
+
+
+def _jacobian(run: Observed, baseline: Observed | None) -> Finding:
+    name, quantity = MECHANISMS[1], "squared Jacobian norm, smaller by"
+    decayed = [x for x in run.layers.values() if x.decayed and not x.skipped]
+    touched = [layer for layer in decayed if not layer.invariant]
+    early = no_decay(run, name, quantity, decayed)
+    if early is not None:
+        return early
+    rows = tuple(function_row(layer, baseline) for layer in run.layers.values())
+    if not touched:
+        reason = (
+            "Every decayed layer is scale-invariant: decay leaves the function as it is, and what"
+            " becomes of the Jacobian comes through the other two mechanisms."
+        )
+        return Finding(name, quantity, "does not act", reason, layers=rows)
+    if baseline is None:
+        return Finding(
+            *(name, quantity, "cannot tell"),
+            "One run does not show what the Jacobian would be without decay.",
+            layers=rows,
+            would_decide=GIVE_BASELINE + "; " + record(run, "jacobian_norm", both=True),
+        )
+    effects = {
+        row: effect_of(
+            ratio(baseline.totals.get(row, ()), run.totals.get(row, ())), (row,), "baseline"
+        )
+        for row in SENSITIVITY
+    }
+    row = next((row for row, effect in effects.items() if effect is not None), None)
+    if row is None:
+        return Finding(
+            *(name, quantity, "cannot tell"),
+            "Neither a Jacobian nor a Gauss-Newton norm is recorded in both runs at one step.",
+            layers=rows,
+            would_decide=record(run, "jacobian_norm", both=True),
+        )
+    found = found_by(
+        *(name, f"{SENSITIVITY[row]}, smaller by", effects[row], rows, run),
+        words=SENSITIVITY[row],
+        thresholds=(JACOBIAN_ACTS, JACOBIAN_NOTHING),
+    )
+    mixed = any(layer.invariant for layer in decayed) and found.verdict == "acts"
+    note = "Part of it may come through the effective learning rate of the scale-invariant layers."
+    said = f"{found.reason} {note}" if mixed else found.reason
+    return replace(found, reason=said)

@@ -1,0 +1,74 @@
+"""How each layer is stepped, as rows: what a diagnosis needs beside the probes, and no pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from decaylab.curvature.untouched import bare
+from decaylab.errors import DecaylabError
+from decaylab.networks import roles
+from decaylab.optim.decay import DECAYS, decay_of
+from decaylab.optim.kfac import KFAC
+from decaylab.probes.reading import row_name
+from decaylab.probes.weights import Layers, rule_of
+
+POWERS = {"sgd": 2, "adam": 1, "kfac": 0}
+"""The effective learning rate of an invariant layer is lr / |W|^power (Eq. 9)."""
+
+
+def settings(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str, float]:
+    """By row name, how the optimizer steps each layer's weight now. No pass through the model.
+
+    `setting_lr`, `setting_decay` (its place in `DECAYS`), `setting_weight_decay`,
+    `setting_momentum` (SGD, K-FAC) or `setting_beta1` and `setting_beta2` (Adam), `setting_power`
+    (absent where the optimizer's law is not known), `setting_invariant` (1 or 0),
+    `setting_damping` (K-FAC's lambda as asked for) and `setting_scale_free`. A layer that this
+    optimizer does not hold has `setting_moved` 0.
+    """
+    found: dict[str, float] = {}
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for layer, weights in layers.weights.items():
+        group = next((groups[p] for p in weights.values() if p in groups), None)
+        values = {"moved": 0.0} if group is None else _of_group(optimizer, group, layer)
+        values["invariant"] = float(layer in layers.defects)
+        found |= {row_name(f"setting_{name}", layer): value for name, value in values.items()}
+    return found
+
+
+def _of_group(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], layer: str
+) -> dict[str, float]:
+    decay, weight_decay = decay_of(dict(group))
+    values = {
+        "lr": float(group["lr"]),
+        "decay": float(DECAYS.index(decay)),
+        "weight_decay": float(weight_decay),
+    }
+    if "betas" in group and group.get("method") != "kfac":
+        values |= {"beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}
+    else:
+        values["momentum"] = float(group.get("momentum", 0.0))
+    try:
+        rule = rule_of(optimizer, group)
+    except DecaylabError:  # an optimizer whose law is not known: the diagnosis says so
+        return values
+    values["power"] = float(POWERS[rule])
+    if rule == "kfac" and isinstance(optimizer, KFAC):
+        values["damping"] = float(optimizer.damping)
+        values["scale_free"] = float(layer in optimizer._initial_norms)
+    return values
+
+
+def frozen_layers(model: nn.Module) -> dict[str, float]:
+    """`setting_frozen/layer` = 1 for each layer whose weights are all frozen."""
+    parameters = dict(bare(model).named_parameters())
+    trained: dict[str, bool] = {}
+    for name, role in roles(bare(model)).items():
+        if role.role in ("invariant", "weight", "head"):
+            known = trained.get(role.module, False)
+            trained[role.module] = known or parameters[name].requires_grad
+    return {row_name("setting_frozen", k): 1.0 for k, moves in trained.items() if not moves}

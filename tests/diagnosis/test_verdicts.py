@@ -1,0 +1,256 @@
+"""Verdicts on records written by hand, where what decay does is known."""
+
+import json
+import math
+
+import pytest
+from diagnosis.recorded import Layer, records
+
+from decaylab import diagnose
+from decaylab.diagnosis.dynamics import equilibrium, norms_without_decay
+from decaylab.diagnosis.findings import ACTS, NOTHING
+from decaylab.errors import DecaylabError
+from decaylab.records import Row, Rows
+
+# Over 1,000 steps at lr 0.1 the exposure is 2, and N doubles or more without decay.
+STRONG, GROWTH = 0.02, 0.005
+
+
+def sgd(**settings):
+    return Layer(growth=GROWTH, **settings)
+
+
+def kfac(**settings):
+    """Dominated by its damping, so that norms move as SGD's do."""
+    own = {"power": 0, "damping": 1e-3, "share": 0.3, "e": -0.4}
+    return Layer(growth=GROWTH, **own | settings)
+
+
+def verdicts(run, baseline=None):
+    return [finding.verdict for finding in diagnose(run, baseline).findings]
+
+
+@pytest.mark.parametrize("power", [2, 1])
+def test_effective_learning_rate_acts(power):
+    run = records({"conv": sgd(weight_decay=STRONG, power=power)})
+    baseline = records({"conv": sgd(power=power)})
+    against = diagnose(run, baseline)["effective l"]
+    alone = diagnose(run)["effective l"]
+    assert against.verdict == alone.verdict == "acts"
+    assert against.effect.source == "baseline"
+    assert alone.effect.source == "this run"
+    # the reconstruction from one run finds what the other run shows
+    assert alone.effect.value == pytest.approx(against.effect.value, rel=0.02)
+    expected = [
+        (b / a) ** power
+        for a, b in zip(
+            sgd(weight_decay=STRONG, power=power).norms(1000)[549::50],
+            sgd(power=power).norms(1000)[549::50],
+            strict=True,
+        )
+    ]
+    mean = math.exp(sum(map(math.log, expected)) / len(expected))
+    assert against.effect.value == pytest.approx(mean, rel=0.02)
+
+
+def test_effective_learning_rate_does_not_act():
+    weak = records({"conv": sgd(weight_decay=STRONG / 100)})
+    assert verdicts(weak)[0] == "does not act"  # exposure 0.02
+    # a frozen-like layer: hardly pushed, decayed a little
+    mild = records({"conv": Layer(growth=0.0, weight_decay=STRONG / 40)})
+    assert verdicts(mild, records({"conv": Layer(growth=0.0)}))[0] == "does not act"
+    head = records({"conv": sgd(), "head": sgd(weight_decay=STRONG, invariant=False)})
+    finding = diagnose(head)["effective l"]
+    assert finding.verdict == "does not act"
+    assert "No scale-invariant layer decays" in finding.reason
+    plain = diagnose(records({"fc": sgd(weight_decay=STRONG, invariant=False)}))
+    assert plain["effective l"].verdict == "does not act"
+    assert "No layer is scale-invariant" in plain["effective l"].reason
+    assert verdicts(records({"conv": kfac(weight_decay=STRONG)}))[0] == "does not act"
+
+
+def test_effective_learning_rate_cannot_be_told():
+    unknown = diagnose(records({"conv": sgd(weight_decay=STRONG, power=None)}))["effective l"]
+    assert unknown.verdict == "cannot tell"
+    assert "SGD, Adam or K-FAC" in unknown.would_decide
+    l2 = records({"conv": sgd(weight_decay=STRONG, power=1, decay="l2")})
+    alone = diagnose(l2)["effective l"]
+    assert alone.verdict == "cannot tell"
+    assert "give a baseline" in alone.would_decide
+    assert verdicts(l2, records({"conv": sgd(power=1)}))[0] == "acts"
+
+
+def test_between_the_thresholds_it_cannot_be_told():
+    between = (ACTS * NOTHING) ** 0.5
+    run = records({"conv": Layer(growth=0.0, weight_decay=math.log(between) / 150)})
+    finding = diagnose(run, records({"conv": Layer(growth=0.0)}))["effective l"]
+    assert NOTHING < finding.effect.value < ACTS
+    assert finding.verdict == "cannot tell"
+    assert "second baseline" in finding.would_decide
+
+
+@pytest.mark.parametrize(
+    ("smaller", "verdict"), [(3.0, "acts"), (1.05, "does not act"), (1.35, "cannot tell")]
+)
+def test_jacobian_against_a_baseline(smaller, verdict):
+    net = {"fc": sgd(weight_decay=STRONG, invariant=False)}
+    plain = {"fc": sgd(invariant=False)}
+    finding = diagnose(
+        records(net, {"jacobian_norm": 10.0}), records(plain, {"jacobian_norm": 10.0 * smaller})
+    )["Jacobian"]
+    assert finding.verdict == verdict
+    assert finding.effect.value == pytest.approx(smaller)
+    assert finding.effect.probes == ("jacobian_norm",)
+
+
+def test_jacobian_that_grows_is_said_to():
+    run = records({"fc": sgd(weight_decay=STRONG, invariant=False)}, {"gn_norm": 4.0})
+    baseline = records({"fc": sgd(invariant=False)}, {"gn_norm": 1.0})
+    finding = diagnose(run, baseline)["Jacobian"]
+    assert finding.verdict == "does not act"
+    assert "goes the other way" in finding.reason
+    assert finding.quantity.startswith("Gauss-Newton norm")
+
+
+def test_jacobian_needs_records_and_a_baseline():
+    net = {"fc": sgd(weight_decay=STRONG, invariant=False)}
+    alone = diagnose(records(net, {"jacobian_norm": 1.0}))["Jacobian"]
+    assert alone.verdict == "cannot tell"
+    assert "give a baseline" in alone.would_decide
+    unmeasured = diagnose(records(net), records({"fc": sgd(invariant=False)}))["Jacobian"]
+    assert unmeasured.verdict == "cannot tell"
+    assert 'probes=[*FREE, "jacobian_norm"], inputs=batch' in unmeasured.would_decide
+    invariant = diagnose(records({"conv": sgd(weight_decay=STRONG)}))["Jacobian"]
+    assert invariant.verdict == "does not act"
+    assert "scale-invariant" in invariant.reason
+
+
+def test_damping_acts():
+    run, baseline = records({"conv": kfac(weight_decay=STRONG)}), records({"conv": kfac()})
+    against, alone = diagnose(run, baseline), diagnose(run)
+    assert against["effective d"].verdict == alone["effective d"].verdict == "acts"
+    assert alone["effective d"].effect.value == pytest.approx(
+        against["effective d"].effect.value, rel=0.1
+    )
+    dominated = [c for c in diagnose(baseline).consequences if "dominate" in c]
+    assert len(dominated) == 1
+    high = diagnose(records({"conv": kfac(weight_decay=STRONG, share=0.9)}))
+    assert not any("dominate" in c for c in high.consequences)
+
+
+def test_damping_does_not_act():
+    assert verdicts(records({"conv": sgd(weight_decay=STRONG)}))[2] == "does not act"
+    share = {"share": 0.999}
+    pair = [records({"conv": kfac(weight_decay=wd, **share)}) for wd in (STRONG, 0.0)]
+    negligible = diagnose(*pair)["effective d"]
+    assert negligible.verdict == "does not act"
+    assert "hardly matters" in negligible.reason
+    free = diagnose(records({"conv": kfac(weight_decay=STRONG, scale_free=True)}))["effective d"]
+    assert free.verdict == "does not act"
+    assert "scale-free" in free.reason
+    plain = records({"fc": kfac(weight_decay=STRONG, invariant=False)})
+    assert verdicts(plain)[2] == "does not act"
+
+
+def test_damping_cannot_be_told_without_shares():
+    finding = diagnose(records({"conv": kfac(weight_decay=STRONG, share=None)}))["effective d"]
+    assert finding.verdict == "cannot tell"
+    assert '"second_order_share"' in finding.would_decide
+
+
+def test_without_decay_nothing_acts():
+    for layer in (sgd(), kfac(), sgd(invariant=False)):
+        result = diagnose(records({"layer": layer}))
+        assert {finding.verdict for finding in result.findings} == {"does not act"}
+        assert result.first == ("this run has no weight decay",)
+
+
+def test_skipped_layers_are_rows_with_a_reason():
+    rows = records({"conv": sgd(weight_decay=STRONG)}).rows
+    rows += (Row(1, 0, 0.0, "setting_frozen/stem", 1.0),)
+    rows += (Row(1, 0, 0.0, "weight_norm/other", 1.0), Row(1, 0, 0.0, "setting_moved/other", 0.0))
+    result = diagnose(Rows(rows))
+    assert result.skipped == {
+        "stem": "frozen: it is not trained",
+        "other": "the watched optimizer does not hold it",
+    }
+    reasons = {row.layer: row.reason for row in result["effective l"].layers}
+    assert reasons == {"conv": "", **result.skipped}
+    assert result["effective l"].verdict == "acts"
+
+
+def test_runs_that_cannot_be_compared_are_judged_alone():
+    run = records({"conv": sgd(weight_decay=STRONG)})
+    for other, said in (
+        (records({"stem": sgd()}), "different layers"),
+        (records({"conv": sgd(power=1)}), "another optimizer"),
+        (records({"conv": sgd(lr=0.2)}), "lr 0.1 and 0.2 at step 1"),
+        (records({"conv": sgd(weight_decay=0.01)}), "decays too"),
+    ):
+        result = diagnose(run, other)
+        assert said in result.first[0]
+        assert "alone" in result.first[0]
+        assert result.baseline is None
+        assert result["effective l"].effect.source == "this run"
+
+
+def test_empty_and_diverged_records():
+    empty = diagnose(Rows(()))
+    assert {finding.verdict for finding in empty.findings} == {"cannot tell"}
+    assert "nothing was recorded" in empty.first[0]
+    rows = records({"conv": sgd(weight_decay=STRONG)}).rows
+    bad = Row(901, 0, 0.0, "weight_norm/conv", math.nan)
+    result = diagnose(Rows((*rows, bad)))
+    assert "diverged at step 901" in result.first[0]
+    assert result["effective l"].verdict == "acts"
+    assert result["effective l"].effect.steps[1] == 900
+
+
+def test_records_that_are_not_there(tmp_path):
+    with pytest.raises(DecaylabError, match="holds no records"):
+        diagnose(tmp_path)
+
+
+def test_one_result_three_forms():
+    result = diagnose(
+        records({"conv": sgd(weight_decay=STRONG), "head": sgd(invariant=False)}),
+        records({"conv": sgd(), "head": sgd(invariant=False)}),
+    )
+    plain = json.loads(json.dumps(result.as_dict()))
+    assert [f["verdict"] for f in plain["findings"]] == [f.verdict for f in result.findings]
+    text = str(result)
+    assert "| effective learning rate | **acts** |" in text
+    assert all(sentence in text for sentence in result.consequences)
+
+
+@pytest.mark.parametrize("e", [-1.0, 0.0, 0.5])
+def test_the_reconstruction_is_the_simulation_without_decay(e):
+    """Records 20 steps apart, exposure 3: within one per cent."""
+    settings = {"growth": 0.01, "lr": 0.1, "e": e}
+    decayed = Layer(weight_decay=0.03, **settings).norms(1000)
+    plain = Layer(**settings).norms(1000)
+    at = range(19, 1000, 20)
+    norms = tuple((i + 1, decayed[i]) for i in at)
+    exposures = [0.003 * (i + 1) for i in at]
+    found = norms_without_decay(norms, exposures, [e] * len(norms))
+    start = plain[19] / decayed[19]  # the reconstruction begins at the first record
+    assert found[-1][1] * start == pytest.approx(plain[999], rel=0.01 + abs(start - 1))
+
+
+@pytest.mark.parametrize("e", [-1.0, 0.0, 0.5])
+def test_the_equilibrium_is_where_the_simulation_ends(e):
+    layer = Layer(growth=0.01, lr=0.1, weight_decay=0.03, e=e)
+    norms = layer.norms(20_000)
+    balance = equilibrium(0.01, 1.0, 0.003, e=e)
+    assert norms[-1] == pytest.approx(balance.norm, rel=0.01)
+    # after `steps` steps the distance of N from the balance is 1/e of what it was, near the balance
+    near = [n**2 / balance.norm**2 - 1 for n in norms]
+    start = next(i for i, x in enumerate(near) if abs(x) < 0.05)
+    end = start + round(balance.steps)
+    final = norms[-1] ** 2 / balance.norm**2 - 1
+    assert (near[end] - final) / (near[start] - final) == pytest.approx(math.exp(-1), rel=0.05)
+
+
+def test_undamped_kfac_has_no_equilibrium():
+    assert equilibrium(0.01, 1.0, 0.003, e=1.0) is None
+    assert equilibrium(0.01, 1.0, 0.0, e=-1.0) is None
