@@ -14,7 +14,7 @@ ORDER = [
     {"probes"},
     {"training"},
     {"theory", "paper", "diagnosis"},
-    {"report"},
+    {"report", "integrations"},
     {"cli"},
     {"__main__"},
 ]
@@ -60,6 +60,8 @@ def test_the_check_sees_imports():
 
 def test_the_core_imports_nothing_optional_at_import_time():
     optional = {"pyarrow", "PIL", "matplotlib", "jinja2", "optuna", "torchvision"}
+    optional |= {"lightning", "pytorch_lightning", "transformers", "accelerate"}
+    optional |= {"tensorboard", "wandb", "mlflow"}
     for path in FILES:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Import):

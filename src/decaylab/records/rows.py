@@ -3,9 +3,10 @@
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from decaylab.records.files import disk_errors
 
@@ -40,6 +41,13 @@ class Rows:
         """The latest value of one name, or None."""
         series = self.series(name)
         return series[-1].value if series else None
+
+
+class Tracker(Protocol):
+    """Whatever is shown rows as they are recorded; see `decaylab.integrations.trackers`."""
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """Take rows, in the order in which they were recorded."""
 
 
 class RowWriter:
