@@ -9,7 +9,7 @@ from decaylab.records import RunStore
 from decaylab.training import RunSpec
 
 # ms per step. The paper's nets at batch 128: measured on one H200 (bf16, captured steps, BN,
-# augmentation, inversions not hidden). MNIST's MLPs: a guess. Digits' stand-ins at batch 32: measured
+# augmentation, inversions not hidden). MNIST MLPs: a guess. Digits stand-ins at batch 32: measured
 # on one core of a server.
 MEASURED: dict[str, dict[str, float]] = {
     "vgg16": {"sgd": 2.3, "adam": 2.4, "kfac-f": 4.5, "kfac-g": 4.5},
