@@ -39,7 +39,7 @@ class TensorBoard:
     def __init__(self, where: str | Path | Any) -> None:
         self._library = needed("torch.utils.tensorboard", "tensorboard")
         self._folder = where if isinstance(where, str | Path) else None
-        self._writer = None if self._folder is not None else where
+        self._writer: Any = None if self._folder is not None else where
 
     def log(self, rows: Sequence[Row]) -> None:
         """Write the rows, and flush, so that a killed process loses none."""

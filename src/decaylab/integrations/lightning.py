@@ -1,0 +1,145 @@
+"""Lightning: `watch` as a callback. `KFAC` needs none: return it from `configure_optimizers`.
+
+    trainer = Trainer(callbacks=[WatchCallback(every=100)])
+    trainer.fit(module)
+    trainer.callbacks[0].watched.records.series("effective_lr/net.0")
+
+Automatic and manual optimization, gradient accumulation and resuming are covered; strategies that
+shard parameters or replace the optimizer (FSDP, DeepSpeed) are not.
+"""
+
+import importlib
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from decaylab.errors import DecaylabError
+from decaylab.integrations.trackers import by_step, needed
+from decaylab.optim.kfac import KFAC
+from decaylab.probes.watch import FREE, Probe, Watch, watch
+from decaylab.records import Row, Tracker
+
+__all__ = ["WatchCallback"]
+
+
+def _lightning() -> Any:
+    """`lightning.pytorch` or `pytorch_lightning`, the one in use first: both are the same code."""
+    names = ("lightning.pytorch", "pytorch_lightning")
+    for name in names:
+        if name in sys.modules:
+            return sys.modules[name]
+    try:
+        return importlib.import_module(names[0])
+    except ImportError:
+        return needed(names[1], "lightning")
+
+
+_library: Any = _lightning()
+
+
+class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
+    """Watches the training of a LightningModule, and sends what it records to the loggers.
+
+    Layers are named as in the module that is watched. After a resume, steps count on from the
+    checkpoint.
+
+    Args:
+        every: optimizer steps between two records.
+        probes: as for `watch`.
+        inputs: as for `watch`; moved to the module's device.
+        folder: as for `watch`.
+        trackers: as for `watch`, beside Lightning's loggers.
+        log: whether Lightning's own loggers get the rows.
+        module: the submodule to watch; by default K-FAC's model, with other optimizers the whole.
+        optimizer: which one, where `configure_optimizers` returns several.
+    """
+
+    def __init__(
+        self,
+        *,
+        every: int = 100,
+        probes: Iterable[str | Probe] = FREE,
+        inputs: Tensor | None = None,
+        folder: str | Path | None = None,
+        trackers: Iterable[Tracker] = (),
+        log: bool = True,
+        module: str | None = None,
+        optimizer: int = 0,
+    ) -> None:
+        super().__init__()
+        self._every, self._probes, self._inputs = every, tuple(probes), inputs
+        self._folder, self._trackers, self._log = folder, tuple(trackers), log
+        self._module, self._optimizer = module, optimizer
+        self._watched: Watch | None = None
+
+    @property
+    def watched(self) -> Watch:
+        """The watch of the latest fit, with its `records`."""
+        if self._watched is None:
+            raise DecaylabError("nothing has been watched yet: call trainer.fit first")
+        return self._watched
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach to the optimizer, which exists by now and has its state."""
+        self._detach()
+        if self._optimizer >= len(trainer.optimizers):
+            raise DecaylabError(
+                f"there is no optimizer {self._optimizer}: configure_optimizers returned "
+                f"{len(trainer.optimizers)}"
+            )
+        optimizer = trainer.optimizers[self._optimizer]
+        model = optimizer.model if isinstance(optimizer, KFAC) else pl_module
+        if self._module is not None:
+            model = pl_module.get_submodule(self._module)
+        first = trainer.is_global_zero  # one process writes
+        trackers = [*self._trackers, *([_Loggers(trainer)] if self._log else [])]
+        self._watched = watch(
+            model,
+            optimizer,
+            every=self._every,
+            probes=self._probes,
+            inputs=None if self._inputs is None else self._inputs.to(pl_module.device),
+            steps_per_epoch=_steps_per_epoch(trainer),
+            folder=self._folder if first else None,
+            trackers=trackers if first else (),
+        )
+        if trainer.global_step:
+            # it counts the steps of all optimizers
+            self._watched.resume(trainer.global_step // len(trainer.optimizers))
+
+    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Take the hooks off; the records stay."""
+        self._detach()
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        """Take the hooks off when training is interrupted, too."""
+        self._detach()
+
+    def _detach(self) -> None:
+        if self._watched is not None:
+            self._watched.detach()
+
+
+@dataclass(frozen=True)
+class _Loggers:
+    """Lightning's loggers as one tracker."""
+
+    trainer: Any
+
+    def log(self, rows: Sequence[Row]) -> None:
+        for step, values in by_step(rows).items():
+            for logger in self.trainer.loggers:
+                logger.log_metrics(values, step=step)
+
+
+def _steps_per_epoch(trainer: Any) -> int | None:
+    """Optimizer steps in an epoch; None for data without a length."""
+    batches = trainer.num_training_batches
+    if not math.isfinite(batches):
+        return None
+    return max(1, math.ceil(batches / trainer.accumulate_grad_batches))

@@ -1,0 +1,127 @@
+"""Hugging Face: `watch` as a callback of `Trainer`, and which rows K-FAC is to count.
+
+    optimizer = KFAC(model, lr=0.01, options=KFACOptions(counted_rows=labelled_rows(model)))
+    trainer = Trainer(model, args, optimizers=(optimizer, None), callbacks=[WatchCallback()])
+
+K-FAC takes the `.logits` of what the model returns. Build it when the model is on its device, and
+give `TrainingArguments(max_grad_norm=0)`: clipping gradients by their norm before they are
+preconditioned undoes part of it (`kl_clip` is K-FAC's own way). With accelerate alone, an optimizer
+that `prepare` has wrapped works as it is, in `watch` too.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decaylab.curvature.observer import CountedRows
+from decaylab.curvature.untouched import bare
+from decaylab.errors import DecaylabError
+from decaylab.integrations.trackers import needed
+from decaylab.probes.watch import FREE, Probe, Watch, watch
+from decaylab.records import Tracker
+
+__all__ = ["WatchCallback", "labelled_rows"]
+
+_library: Any = needed("transformers", "transformers")
+# The label of rows that Hugging Face's losses leave out.
+IGNORED = -100
+
+
+class WatchCallback(_library.TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Watches a `Trainer`'s training.
+
+    After a resume, steps count on from the checkpoint. To see the rows where `report_to` sends the
+    loss, give the tracker of that name: `WandB()` and `MLflow()` join the run that is active.
+
+    Args:
+        every: optimizer steps between two records.
+        probes: as for `watch`.
+        inputs: as for `watch`, one tensor such as `input_ids` or `pixel_values`; moved to the
+            model's device.
+        folder: as for `watch`.
+        trackers: as for `watch`.
+    """
+
+    def __init__(
+        self,
+        *,
+        every: int = 100,
+        probes: Iterable[str | Probe] = FREE,
+        inputs: Tensor | None = None,
+        folder: str | Path | None = None,
+        trackers: Iterable[Tracker] = (),
+    ) -> None:
+        self._every, self._probes, self._inputs = every, tuple(probes), inputs
+        self._folder, self._trackers = folder, tuple(trackers)
+        self._watched: Watch | None = None
+
+    @property
+    def watched(self) -> Watch:
+        """The watch of the latest training, with its `records`."""
+        if self._watched is None:
+            raise DecaylabError("nothing has been watched yet: call trainer.train first")
+        return self._watched
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Attach to the optimizer, which is prepared by now and has its state."""
+        self._detach()
+        model: nn.Module = given["model"]
+        first = state.is_world_process_zero  # one process writes
+        inputs = self._inputs
+        self._watched = watch(
+            model,
+            given["optimizer"],
+            every=self._every,
+            probes=self._probes,
+            inputs=None if inputs is None else inputs.to(next(model.parameters()).device),
+            steps_per_epoch=_steps_per_epoch(
+                given.get("train_dataloader"), args.gradient_accumulation_steps
+            ),
+            folder=self._folder if first else None,
+            trackers=self._trackers if first else (),
+        )
+        if state.global_step:
+            self._watched.resume(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Take the hooks off; the records stay."""
+        self._detach()
+
+    def _detach(self) -> None:
+        if self._watched is not None:
+            self._watched.detach()
+
+
+def labelled_rows(model: nn.Module) -> CountedRows:
+    """The rows of the logits that this model's loss counts, for `KFACOptions(counted_rows=...)`.
+
+    Rows [B] or [B, T] whose label is not -100; for a causal language model, those whose *next*
+    token has such a label. All rows where `labels` is not given, or has another shape than the
+    rows. Needed where sequences are padded; without it, K-FAC takes the mean over padding too.
+    """
+    inner: Any = bare(model)
+    causal = _library.loss.loss_utils.ForCausalLMLoss
+    shifted = getattr(inner, "loss_function", None) is causal
+
+    def rows(kwargs: Mapping[str, Any], logits: Tensor) -> Tensor | None:
+        labels = kwargs.get("labels")
+        if not isinstance(labels, Tensor) or labels.shape != logits.shape[:-1]:
+            return None
+        counted = labels != IGNORED
+        if not shifted:
+            return counted
+        return torch.cat([counted[..., 1:], torch.zeros_like(counted[..., :1])], -1)
+
+    return rows
+
+
+def _steps_per_epoch(loader: Any, accumulation: int) -> int | None:
+    """Optimizer steps in an epoch; None for data without a length."""
+    try:
+        return max(1, math.ceil(len(loader) / accumulation))
+    except TypeError:
+        return None
