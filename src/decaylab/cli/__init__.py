@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from decaylab import __version__
-from decaylab.cli import demo, runs
+from decaylab.cli import advise, demo, runs
 from decaylab.cli.claims import claims_command
 from decaylab.cli.data import data_app
 from decaylab.cli.decay import decay_table_command
@@ -76,6 +76,7 @@ app.add_typer(data_app, name="data")
 app.command("decay-table")(decay_table_command)
 app.command("probe")(probe_command)
 app.command("diagnose")(diagnose_command)
+app.add_typer(advise.app, name="advise")
 app.command("theory")(theory_command)
 app.command("reproduce")(reproduce_command)
 app.command("claims")(claims_command)

@@ -155,6 +155,15 @@ def found_by(
             layers=rows,
             would_decide=GIVE_BASELINE,
         )
+    reached = exposure_at(run, effect.steps[1])
+    if reached is not None and reached < TOO_LITTLE_EXPOSURE:
+        return Finding(
+            *(name, quantity, "cannot tell"),
+            f"Both runs are recorded up to step {effect.steps[1]} only, where decay had taken"
+            f" {100 * reached:.2g} % of the weights.",
+            *(effect, rows),
+            would_decide="records of both runs further into training",
+        )
     change = "raises" if quantity == words else "lowers"
     against = "" if effect.source == "baseline" else ", by reconstruction from this run alone"
     changed = f"The {words} is changed by a factor of {effect.words()}{against}"
@@ -173,6 +182,12 @@ def found_by(
             GIVE_BASELINE if effect.source != "baseline" else "a second baseline of another seed"
         )
     return Finding(name, quantity, verdict, said, effect, rows, would)
+
+
+def exposure_at(run: Observed, step: int) -> float | None:
+    """The largest decay exposure of a layer at a step; None where none is recorded."""
+    values = [value for x in run.layers.values() for s, value in x.exposure if s <= step]
+    return max(values, default=None)
 
 
 def record(run: Observed, probe: str, *, both: bool = False) -> str:

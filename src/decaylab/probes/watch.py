@@ -173,6 +173,7 @@ class Watch:
         """
         self.steps = step
         self._rows = [row for row in self._rows if row.step <= step]
+        self._settings = {}  # those that changed past the checkpoint are to be recorded again
         if self._writer is not None:
             self._writer.resume(step)
         self._listen_if_due()
@@ -265,7 +266,7 @@ class Watch:
         return changed
 
     def _show(self, rows: Sequence[Row]) -> None:
-        """Hand rows to the trackers; one that fails, perhaps after a long wait, is asked no more."""
+        """Hand rows to the trackers; one that fails, maybe after a long wait, is asked no more."""
         for tracker in tuple(self._trackers):
             try:
                 tracker.log(rows)

@@ -1,0 +1,150 @@
+"""`decaylab advise`: a decay from measured dynamics, one decay in other words, a schedule."""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from decaylab.cli import options
+from decaylab.cli.diagnose import Run, found_run
+from decaylab.diagnosis import Stepping, Suggestion, convert_decay, equivalent_schedule, suggest
+from decaylab.optim.decay import OPTIMIZERS
+
+app = typer.Typer(help="What to do about weight decay.", no_args_is_help=True)
+
+Rotation = Annotated[
+    float | None, typer.Option("--rotation", help="Radians a step that weights should turn.")
+]
+NormAt = Annotated[
+    int | None, typer.Option("--norm-at", help="Hold the norms of this step; else the first.")
+]
+OPTIMIZER_HELP = f"{', '.join(OPTIMIZERS)}."
+
+
+@app.command("suggest")
+def suggest_command(
+    run: Run,
+    rotation: Rotation = None,
+    norm_at: NormAt = None,
+    runs: options.Runs = options.RUNS,
+    json_output: options.Json = False,
+) -> None:
+    """Suggest a weight decay for a run's scale-invariant layers, from how their norms moved.
+
+    The suggested one holds each layer at the norm it began with, so that its effective learning
+    rate stays what it was; --norm-at and --rotation ask for something else.
+    """
+    found = suggest(found_run(run, runs), rotation=rotation, norm_at=norm_at)
+    if json_output:
+        print(json.dumps(_finite(found.as_dict()), indent=2))
+        return
+    console = Console()
+    console = Console(width=None if console.is_terminal else 140)
+    console.print(_table(found))
+    for note in found.notes:
+        console.print(escape(note))
+    if found.weight_decay is not None:
+        console.print(
+            f"suggested for the scale-invariant layers: {found.decay} weight decay of"
+            f" {found.weight_decay:.3g} at lr {found.lr:g}"
+        )
+
+
+@app.command("convert")
+def convert_command(
+    weight_decay: Annotated[float, typer.Argument(help="The weight decay to convert.")],
+    source: Annotated[str, typer.Option("--from", help=OPTIMIZER_HELP)],
+    source_lr: Annotated[float, typer.Option("--from-lr", help="Its learning rate.")],
+    target: Annotated[str, typer.Option("--to", help=OPTIMIZER_HELP)],
+    target_lr: Annotated[float, typer.Option("--to-lr", help="Its learning rate.")],
+    source_decay: Annotated[str, typer.Option("--from-decay", help="Its kind.")] = "",
+    target_decay: Annotated[str, typer.Option("--to-decay", help="Its kind.")] = "",
+    source_momentum: Annotated[float, typer.Option("--from-momentum", help="Adam: beta1.")] = 0.9,
+    target_momentum: Annotated[float, typer.Option("--to-momentum", help="Adam: beta1.")] = 0.9,
+    json_output: options.Json = False,
+) -> None:
+    """Convert a weight decay to another optimizer or kind, keeping the effective learning rate.
+
+    Kinds: l2 (in the gradient; SGD's own), decoupled (times lr, beside the step), independent.
+    Left out, it is what torch's class does: l2 for sgd, decoupled for the others (AdamW).
+    """
+    first = Stepping(source, source_lr, source_decay or _usual(source), source_momentum)
+    second = Stepping(target, target_lr, target_decay or _usual(target), target_momentum)
+    found = convert_decay(weight_decay, first, second)
+    if json_output:
+        print(json.dumps(_finite(asdict(found)), indent=2))
+        return
+    print(
+        f"{first.decay} weight decay {weight_decay:g} of {source} at lr {source_lr:g} ="
+        f" {second.decay} weight decay {found.weight_decay:.6g} of {target} at lr {target_lr:g}"
+    )
+    print(
+        f"both take {found.shrink:.3g} of the weights a step, so act over {found.steps:.4g} steps;"
+        f" at equilibrium weights turn by {found.rotations[0]:.3g} and {found.rotations[1]:.3g}"
+        " radians a step"
+    )
+
+
+@app.command("schedule")
+def schedule_command(
+    run: Run,
+    out: Annotated[Path, typer.Option("--out", help="File to write, .csv or .toml.")],
+    runs: options.Runs = options.RUNS,
+    json_output: options.Json = False,
+) -> None:
+    """Write the learning rates that do without decay what a decayed run did with it.
+
+    By step: lr for the scale-invariant layers, lr_others for all else, for K-FAC the damping too.
+    In Python: decaylab.diagnosis.EquivalentSchedule.from_csv(...).lambdas() for torch's LambdaLR.
+    """
+    schedule = equivalent_schedule(found_run(run, runs))
+    schedule.save(out)
+    facts = {
+        "file": str(out),
+        "layers": list(schedule.layers),
+        "steps": len(schedule.lr),
+        "first_lr": schedule.lr[0],
+        "last_lr": schedule.lr[-1],
+        "last_lr_with_decay": schedule.others[-1],
+    }
+    if json_output:
+        print(json.dumps(facts, indent=2))
+        return
+    print(
+        f"{out}: {len(schedule.lr)} steps for {len(schedule.layers)} scale-invariant layers, lr"
+        f" {schedule.lr[0]:.3g} to {schedule.lr[-1]:.3g} without decay (with it"
+        f" {schedule.others[0]:.3g} to {schedule.others[-1]:.3g})"
+    )
+
+
+def _usual(optimizer: str) -> str:
+    return "l2" if optimizer == "sgd" else "decoupled"
+
+
+def _table(found: Suggestion) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("layer", no_wrap=True)
+    headings = ("decay now", "suggested", "norm", "to hold", "balance now", "turn a step", "steps")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for row in found.layers:
+        numbers = (
+            *(row.weight_decay, row.suggested, row.norm, row.target),
+            *(row.equilibrium, row.rotation, row.steps),
+        )
+        cells = ["-" if value is None else f"{value:.3g}" for value in numbers]
+        table.add_row(escape(row.layer), *cells, escape(row.reason))
+    return table
+
+
+def _finite(values: dict[str, object]) -> dict[str, object]:
+    """JSON has no nan and no inf: null."""
+    bad = {k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {k: None if k in bad else v for k, v in values.items()}

@@ -1,0 +1,239 @@
+"""What to do about it: a decay from the measured dynamics, and one decay in other words."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from decaylab.diagnosis.dynamics import (
+    elasticity,
+    equilibrium,
+    push,
+    rotation_per_step,
+    shrink_for_norm,
+    shrink_for_rotation,
+)
+from decaylab.diagnosis.observed import LayerRecord, Setting, Source, observe
+from decaylab.errors import DecaylabError
+from decaylab.optim.decay import OPTIMIZERS, check_decay, convert, steady_shrink
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """An optimizer with its learning rate, kind of decay and momentum (Adam: beta1)."""
+
+    optimizer: str
+    lr: float
+    decay: str = "decoupled"
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_decay(self.decay, 0.0)
+        if self.optimizer not in OPTIMIZERS:
+            raise DecaylabError(
+                f"unknown optimizer {self.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}"
+            )
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise DecaylabError(f"the learning rate must be above zero, and it is {self.lr}")
+        if not 0 <= self.momentum < 1:
+            raise DecaylabError(
+                f"momentum must be at least 0 and below 1, and it is {self.momentum}"
+            )
+        if self.decay == "none":
+            raise DecaylabError("decay none has no value: choose l2, decoupled or independent")
+        if self.decay == "l2" and self.optimizer != "sgd":
+            raise DecaylabError(
+                f"L2 inside {self.optimizer} takes no fixed part of the weights a step, so no value"
+                " corresponds to it: choose decoupled or independent"
+            )
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A decay and its counterpart: the same `shrink` per step, so the same effective lr.
+
+    `rotations`: radians per step at equilibrium, before and after; they differ where the momentum
+    does, which spreads the same motion over more or fewer steps.
+    """
+
+    weight_decay: float
+    shrink: float
+    rotations: tuple[float, float]
+    steps: float
+
+
+def convert_decay(weight_decay: float, source: Stepping, target: Stepping) -> Conversion:
+    """The weight decay under `target` that keeps the effective learning rate it had under `source`.
+
+    At equilibrium the direction of a scale-invariant layer moves, over many steps, by 2 s a step in
+    squared angle, whatever the optimizer (`dynamics.equilibrium`): s, the part of W that decay
+    takes a step, is kept, and with it the 1/s steps that decay needs to act. s is
+    `steady_shrink`: lr wd / (1 - momentum) for SGD's L2 (exactly), lr wd decoupled, wd independent.
+
+    >>> sgd = Stepping("sgd", lr=0.1, decay="l2", momentum=0.9)
+    >>> adamw = Stepping("adam", lr=1e-3)
+    >>> round(convert_decay(5e-4, sgd, adamw).weight_decay, 4)
+    0.5023
+    """
+    check_decay(source.decay, weight_decay)
+    shrink = 0.0
+    if weight_decay:
+        shrink = steady_shrink(weight_decay, source.decay, lr=source.lr, momentum=source.momentum)
+    found = convert(shrink, "independent", target.decay, lr=target.lr, momentum=target.momentum)
+    turns = tuple(rotation_per_step(shrink, of.momentum) for of in (source, target))
+    steps = 1 / shrink if shrink else math.inf
+    return Conversion(found, shrink, (turns[0], turns[1]), steps)
+
+
+@dataclass(frozen=True)
+class LayerAdvice:
+    """What the dynamics of one layer say; without numbers, `reason` says why.
+
+    Attributes:
+        weight_decay: now. suggested: the one asked for, in the run's own kind (decoupled if none).
+        norm: now. target: the norm to be held. equilibrium: where the present decay leads, None
+            where there is no balance. rotation: radians per step at the suggested decay's balance.
+        steps: until the suggested decay has brought |W|^2 to within 1/e of its distance.
+    """
+
+    layer: str
+    weight_decay: float
+    suggested: float | None = None
+    norm: float | None = None
+    target: float | None = None
+    equilibrium: float | None = None
+    rotation: float | None = None
+    steps: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Advice by layer, and one value for the group of scale-invariant layers: `weight_decay`."""
+
+    run: str
+    decay: str
+    lr: float
+    weight_decay: float | None
+    layers: tuple[LayerAdvice, ...]
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def suggest(
+    run: Source, *, rotation: float | None = None, norm_at: int | None = None
+) -> Suggestion:
+    """A weight decay for a run's scale-invariant layers, from how their norms moved.
+
+    The growth G of |W|^2 by gradients is read off the records (`dynamics.push`), over the second
+    half of the longest stretch with one learning rate. The suggested decay holds each layer at the
+    norm it had at step `norm_at` (the first record, unless told otherwise), so that its effective
+    learning rate stays what it was there: s = G(norm) / (2 norm^2). With `rotation`, it is the
+    decay whose equilibrium turns weights by that many radians a step. Layers whose norm is part of
+    the function get a reason instead: their decay acts on the Jacobian, and is a matter of search.
+    """
+    observed = observe(run)
+    advice = [_advice(layer, rotation, norm_at) for layer in observed.layers.values()]
+    found = [row for row in advice if row.suggested is not None]
+    settings = [x.setting for x in observed.layers.values() if x.invariant and x.setting]
+    notes = list(observed.troubles)
+    if not found:
+        notes.append("no scale-invariant layer was recorded well enough for a suggestion")
+    group = None
+    if found:
+        logs = [math.log(row.suggested) for row in found if row.suggested]
+        group = math.exp(fmean(logs)) if logs else 0.0
+    first = settings[0] if settings else None
+    return Suggestion(
+        observed.name,
+        _kind(first) if first else "decoupled",
+        first.lr if first else math.nan,
+        group,
+        tuple(advice),
+        tuple(notes),
+    )
+
+
+def _kind(setting: Setting) -> str:
+    return setting.decay if setting.decays and not setting.preconditioned else "decoupled"
+
+
+def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> LayerAdvice:
+    setting = layer.setting
+    now = setting.weight_decay if setting else 0.0
+    reason = layer.skipped
+    if not reason and not layer.invariant:
+        reason = "its norm is part of the function: decay acts on the Jacobian, search for it"
+    if not reason and (setting is None or setting.power is None):
+        reason = "the law of its optimizer is not known"
+    if not reason and setting is not None and setting.preconditioned:
+        reason = "L2 inside the preconditioner: what decay takes a step is not known"
+    if reason or setting is None or setting.power is None:
+        return LayerAdvice(layer.name, now, reason=reason)
+    stretch = _longest_stretch(layer)
+    at = layer.setting_at(stretch[-1])
+    shares = layer.series.get("second_order_share", ())
+    e = elasticity(setting.power, shares[-1][1] if shares else None)
+    growth, norm = _growth(layer, stretch, e)
+    if growth <= 0:
+        return LayerAdvice(layer.name, now, norm=norm, reason="its norm does not grow: no push")
+    target = _norm_at(layer, norm_at)
+    if rotation is not None:
+        shrink = shrink_for_rotation(rotation, at.memory)
+        wanted = equilibrium(growth, norm, shrink, e=e, memory=at.memory)
+        target = wanted.norm if wanted else norm
+    else:
+        shrink = shrink_for_norm(growth, norm, target, e=e)
+    present = equilibrium(growth, norm, at.shrink, e=e)
+    balance = equilibrium(growth, norm, shrink, e=e, memory=at.memory)
+    return LayerAdvice(
+        layer.name,
+        now,
+        convert(shrink, "independent", _kind(at), lr=at.lr, momentum=at.memory),
+        norm,
+        target,
+        present.norm if present else None,
+        balance.rotation if balance else None,
+        balance.steps if balance else None,
+        "" if balance else "undamped K-FAC: the direction turns by lr whatever the norm",
+    )
+
+
+def _norm_at(layer: LayerRecord, step: int | None) -> float:
+    norms = [norm for s, norm in layer.norms if step is None or s <= step]
+    if not norms:
+        raise DecaylabError(
+            f"nothing is recorded up to step {step}: the first record is of step"
+            f" {layer.norms[0][0]}"
+        )
+    return norms[0] if step is None else norms[-1]
+
+
+def _longest_stretch(layer: LayerRecord) -> Sequence[int]:
+    """The recorded steps of the longest time with one learning rate, at least two."""
+    stretches: list[list[int]] = []
+    rate = None
+    for (before, _), (step, _) in pairwise(layer.norms):
+        lr = layer.setting_at(step).lr
+        if lr != rate:
+            stretches.append([before])
+        stretches[-1].append(step)
+        rate = lr
+    return max(stretches, key=lambda of: of[-1] - of[0])
+
+
+def _growth(layer: LayerRecord, stretch: Sequence[int], e: float) -> tuple[float, float]:
+    """G per step over the second half of a stretch, brought to one norm (the mean) by G = c N^e."""
+    late = stretch[min(len(stretch) // 2, len(stretch) - 2) :]
+    norms, exposure = dict(layer.norms), dict(layer.exposure)
+    norm = math.exp(fmean(math.log(norms[step]) for step in late))
+    total = 0.0
+    for a, b in pairwise(late):
+        gain = push(norms[a] ** 2, norms[b] ** 2, exposure.get(b, 0.0) - exposure.get(a, 0.0))
+        total += gain * (norm**2 / (norms[a] * norms[b])) ** e
+    return total / (late[-1] - late[0]), norm

@@ -1,0 +1,189 @@
+"""The learning-rate schedule that does without decay what a decayed run did with it."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from decaylab.diagnosis.findings import judgeable
+from decaylab.diagnosis.observed import LayerRecord, Setting, Source, observe
+from decaylab.errors import DecaylabError
+from decaylab.records.files import replace_text
+
+
+@dataclass(frozen=True)
+class EquivalentSchedule:
+    """Learning rates by step for the scale-invariant `layers`, and for all else, without decay.
+
+    `lr[t]` and `others[t]` are for step t + 1; `damping[t]` (K-FAC) is the lambda of that step.
+
+        groups = schedule.groups(model)               # the layers, then the rest
+        optimizer = torch.optim.SGD(groups, lr=schedule.others[0], momentum=0.9)
+        scheduler = LambdaLR(optimizer, schedule.lambdas())    # scheduler.step() after each step
+    """
+
+    layers: tuple[str, ...]
+    lr: tuple[float, ...]
+    others: tuple[float, ...]
+    damping: tuple[float, ...] = ()
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """The parameters of `layers`, with weight decay 0, and the others as they come."""
+        modules = dict(model.named_modules())
+        unknown = [name for name in self.layers if name not in modules]
+        if unknown:
+            raise DecaylabError(f"the model has no layer {unknown[0]!r}: is it another model?")
+        own = {p for name in self.layers for p in modules[name].parameters(recurse=False)}
+        rest = [p for p in model.parameters() if p not in own]
+        return [
+            {"params": [p for p in model.parameters() if p in own], "weight_decay": 0.0},
+            *([{"params": rest}] if rest else []),
+        ]
+
+    def lambdas(self) -> list[Callable[[int], float]]:
+        """For torch's `LambdaLR` on `groups`: factors on the first learning rate, by step from 0.
+
+        Past the last step the last factor holds.
+        """
+        base, last = self.others[0], len(self.lr) - 1
+        return [
+            lambda step: self.lr[min(step, last)] / base,
+            lambda step: self.others[min(step, last)] / base,
+        ]
+
+    def rows(self) -> Iterator[dict[str, float]]:
+        """One row a step."""
+        for i, (lr, others) in enumerate(zip(self.lr, self.others, strict=True)):
+            row = {"step": i + 1, "lr": lr, "lr_others": others}
+            yield row | ({"damping": self.damping[i]} if self.damping else {})
+
+    def to_csv(self) -> str:
+        """Columns step, lr, lr_others and, for K-FAC, damping; the layers as a comment above."""
+        text = io.StringIO()
+        text.write(f"# layers: {json.dumps(list(self.layers))}\n")
+        header = ["step", "lr", "lr_others", *(["damping"] if self.damping else [])]
+        writer = csv.DictWriter(text, header, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows())
+        return text.getvalue()
+
+    def to_toml(self) -> str:
+        """The fields as TOML arrays."""
+        values = {"layers": self.layers, "lr": self.lr, "lr_others": self.others}
+        values |= {"damping": self.damping} if self.damping else {}
+        return "".join(f"{key} = {json.dumps(list(value))}\n" for key, value in values.items())
+
+    def save(self, path: str | Path) -> None:
+        """Write it as .csv or .toml."""
+        forms = {".csv": self.to_csv, ".toml": self.to_toml}
+        path = Path(path)
+        if path.suffix not in forms:
+            raise DecaylabError(f"a schedule is written as .csv or .toml, not as {path.name!r}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, forms[path.suffix]())
+
+    @classmethod
+    def from_csv(cls, path: str | Path) -> "EquivalentSchedule":
+        """What `save` wrote."""
+        try:
+            first, *lines = Path(path).read_text(encoding="utf-8").splitlines()
+            layers = json.loads(first.removeprefix("# layers: "))
+            rows = list(csv.DictReader(lines))
+            columns = {k: tuple(float(row[k]) for row in rows) for k in rows[0]}
+            return cls(
+                tuple(layers), columns["lr"], columns["lr_others"], columns.get("damping", ())
+            )
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise DecaylabError(
+                f"{path} is no schedule that `decaylab advise schedule` wrote as CSV"
+            ) from error
+
+
+def equivalent_schedule(run: Source) -> EquivalentSchedule:
+    """The schedule without decay under which scale-invariant layers turn as in a decayed run.
+
+    Let r_t be what decay alone leaves of the weights before step t: r_1 = 1, r_{t+1} = r_t (1 -
+    s_t), s the shrink per step (L2: with the momentum, from rest). W' = W / r does not decay, and
+    has the same direction as W if
+
+    - SGD: lr'_t = lr_t / (r_t r_{t+1}), since grad L(W) = grad L(W') / r. Exact for L2 (inside the
+      momentum, any lr) and without momentum. For decay beside a momentum m the buffer's gradients
+      have seen other r: r_t becomes their mean with the weights m^k.
+    - Adam: lr'_t = lr_t / r_{t+1}, times sqrt(b) / a for what its averages lag behind: a is the
+      mean of r with weights beta1^k, b that of r^2 with beta2^k. The second matters: with s = 3e-4
+      and beta2 = 0.999 it is a factor of 1.6. Exact if gradients at W keep their size in that time.
+    - K-FAC: lr'_t = lr_t r_t / r_{t+1}, hardly a change, and the damping lambda r_t^2 (Eq. 14).
+
+    It is for these layers only: the others keep lr, and their decay, which acts on the function.
+    Needs a decay of one strength on them, and no L2 inside Adam or K-FAC. Where `watch` recorded
+    the run, a change of lr is known to within `every` steps.
+    """
+    observed = observe(run)
+    layers = judgeable(observed)
+    if not layers:
+        raise DecaylabError(
+            f"{observed.name} has no scale-invariant layer that decays: there is nothing to"
+            " replace by a schedule"
+        )
+    first = layers[0]
+    setting = first.setting
+    assert setting is not None
+    if setting.preconditioned:
+        raise DecaylabError(
+            "L2 inside Adam or K-FAC takes no fixed part of the weights a step: only decoupled and"
+            " independent decay have a schedule"
+        )
+    if setting.power is None:
+        raise DecaylabError("the law of this optimizer is not known: SGD, Adam or K-FAC are")
+    if any(layer.settings != first.settings for layer in layers):
+        raise DecaylabError(
+            "the scale-invariant layers are stepped differently: a schedule is for one lr and one"
+            " weight decay"
+        )
+    per_step = list(_by_step(first, observed.steps))
+    lr, damping = zip(*_equivalent(per_step), strict=True)
+    known = setting.damping is not None
+    return EquivalentSchedule(
+        tuple(layer.name for layer in layers),
+        tuple(lr),
+        tuple(s.lr for s in per_step),
+        tuple(damping) if known else (),
+    )
+
+
+def _by_step(layer: LayerRecord, steps: int) -> Iterator[Setting]:
+    changes = dict(layer.settings)
+    now = layer.settings[0][1]
+    for step in range(1, steps + 1):
+        now = changes.get(step, now)
+        yield now
+
+
+def _equivalent(settings: list[Setting]) -> Iterator[tuple[float, float]]:
+    """(lr', damping') of each step, as `equivalent_schedule` says."""
+    r, velocity = 1.0, 0.0
+    sums = [0.0, 0.0]  # of r^q and r^2, with the weights of the running averages
+    weights = [0.0, 0.0]
+    for setting in settings:
+        memory, beta2 = setting.memory, setting.beta2 or 0.0
+        inside = setting.decay == "l2"
+        if inside:  # what decay alone does to a weight of one, from rest
+            velocity = memory * velocity + setting.weight_decay * r
+            after = r - setting.lr * velocity
+        else:
+            after = r * (1 - setting.shrink)
+        if after <= 0:
+            raise DecaylabError("decay takes the whole weight in a few steps: no schedule does it")
+        q = -1 if setting.power == 0 else 1
+        sums = [memory * sums[0] + r**q, beta2 * sums[1] + r**2]
+        weights = [memory * weights[0] + 1, beta2 * weights[1] + 1]
+        mean = r**q if inside else sums[0] / weights[0]
+        lag = math.sqrt(sums[1] / weights[1]) if setting.power == 1 else 1.0
+        yield setting.lr * lag / (after * mean), (setting.damping or 0.0) * r**2
+        r = after

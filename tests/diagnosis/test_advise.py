@@ -1,0 +1,172 @@
+"""Suggestions and conversions against simulated dynamics; margins are stated beside each."""
+
+import math
+
+import pytest
+import torch
+from diagnosis.recorded import Layer, records
+
+from decaylab.diagnosis import Stepping, convert_decay, suggest
+from decaylab.diagnosis.dynamics import equilibrium, rotation_per_step
+from decaylab.errors import DecaylabError
+from decaylab.optim.first_order import adam, sgd
+
+SIZE = 2000  # a random direction in so many dimensions is orthogonal to W but for 1/sqrt(2000)
+
+
+def orthogonal_noise(weight, generator):
+    """The gradient of a scale-invariant loss in a noisy landscape: (I - uu') xi / |W|, |xi| = 1."""
+    noise = torch.randn(SIZE, generator=generator, dtype=torch.float64) / math.sqrt(SIZE)
+    norm = weight.norm()
+    unit = weight / norm
+    return (noise - (noise @ unit) * unit) / norm
+
+
+def simulate(build, steps, start=1.0):
+    """Norms and rotations of every step, `build` making the optimizer of one group."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(SIZE, generator=generator, dtype=torch.float64)
+    weight = torch.nn.Parameter(start * weight / weight.norm())
+    optimizer = build([{"params": [weight]}])
+    norms, turns = [], []
+    for _ in range(steps):
+        before = weight.detach().clone()
+        weight.grad = orthogonal_noise(weight.detach(), generator)
+        optimizer.step()
+        cosine = float(before @ weight.detach() / before.norm() / weight.detach().norm())
+        turns.append(math.acos(min(cosine, 1.0)))
+        norms.append(float(weight.detach().norm()))
+    return norms, turns
+
+
+def with_decay(weight_decay, decay):
+    return lambda groups: [
+        {**group, "weight_decay": weight_decay, "decay": decay} for group in groups
+    ]
+
+
+SIMULATED = {
+    "sgd, l2": ("sgd", "l2", 0.1, 0.9, 1e-3),
+    "sgd, decoupled": ("sgd", "decoupled", 0.1, 0.9, 1e-2),
+    "sgd without momentum": ("sgd", "l2", 0.5, 0.0, 4e-3),
+    "adam": ("adam", "decoupled", 1e-3, 0.9, 1.0),
+}
+
+
+@pytest.mark.parametrize("case", SIMULATED)
+def test_equilibrium_norm_and_rotation(case):
+    """Norm within 3 %, rotation per step within 5 % of 500 simulated steps' mean."""
+    kind, decay, lr, momentum, weight_decay = SIMULATED[case]
+    grouped = with_decay(weight_decay, decay)
+    if kind == "sgd":
+        norms, turns = simulate(lambda g: sgd(grouped(g), lr=lr, momentum=momentum), 2000)
+    else:
+        norms, turns = simulate(lambda g: adam(grouped(g), lr=lr, betas=(momentum, 0.999)), 2000)
+    stepping = Stepping(kind, lr, decay, momentum)
+    shrink = convert_decay(weight_decay, stepping, stepping).shrink
+    # growth of |W|^2 by pushes at |W| = 1, in the long run: SGD's (lr |g| / (1 - m))^2; Adam's
+    # steps are g / sqrt(mean g^2) element by element, so that lr^2 a weight
+    growth, e = ((lr / (1 - momentum)) ** 2, -1.0) if kind == "sgd" else (lr**2 * SIZE, 0.0)
+    balance = equilibrium(growth, 1.0, shrink, e=e, memory=momentum)
+    assert torch.tensor(norms[1500:]).mean() == pytest.approx(balance.norm, rel=0.03)
+    assert torch.tensor(turns[1500:]).mean() == pytest.approx(balance.rotation, rel=0.05)
+    assert balance.rotation == rotation_per_step(shrink, momentum)
+
+
+def test_damped_kfac_balances_between_the_two_laws():
+    """Step |W| / (c + damping |W|^2) (I - uu') xi: the elasticity is 2 share - 1. Within 5 %."""
+    lr, curvature, damping, weight_decay = 0.05, 1.0, 1.0, 0.005
+
+    def grown(norm):
+        return (lr * norm / (curvature + damping * norm**2)) ** 2
+
+    norm = 2.0
+    for _ in range(50_000):
+        norm = math.sqrt((norm * (1 - lr * weight_decay)) ** 2 + grown(norm))
+    at = 1.05 * norm  # measured a little away from it
+    share = curvature / (curvature + damping * at**2)
+    balance = equilibrium(grown(at), at, lr * weight_decay, e=2 * share - 1)
+    assert balance.norm == pytest.approx(norm, rel=0.05)
+
+
+@pytest.mark.parametrize("e", [-1.0, 0.0])
+def test_the_suggestion_holds_the_norm_that_was_asked_for(e):
+    """A run without decay; the suggested decay, put in, keeps |W| within 3 % of the start's."""
+    power = 2 if e < 0 else 1
+    free = Layer(growth=0.004, power=power)
+    advised = suggest(records({"conv": free, "head": Layer(invariant=False, growth=0.01)}))
+    held = Layer(growth=0.004, power=power, weight_decay=advised.weight_decay)
+    assert held.norms(5000)[-1] == pytest.approx(free.norms(1)[0], rel=0.03)
+    conv, head = advised.layers
+    assert conv.target == pytest.approx(1.0, rel=0.01)
+    assert head.suggested is None
+    assert "part of the function" in head.reason
+    # the same from a run that decays already, and the present equilibrium with it
+    decayed = Layer(growth=0.004, power=power, weight_decay=0.05)
+    again = suggest(records({"conv": decayed}, steps=3000, every=20), norm_at=1)
+    assert again.weight_decay == pytest.approx(advised.weight_decay, rel=0.05)
+    assert again.layers[0].equilibrium == pytest.approx(decayed.norms(20_000)[-1], rel=0.02)
+
+
+def test_a_rotation_that_was_asked_for():
+    (row,) = suggest(records({"conv": Layer(growth=0.004)}), rotation=0.05).layers
+    assert row.rotation == pytest.approx(0.05)
+    assert row.suggested * 0.1 * 2 == pytest.approx(0.05**2)  # momentum 0: rotation^2 = 2 lr wd
+    with pytest.raises(DecaylabError, match="between 0 and 1 radian"):
+        suggest(records({"conv": Layer(growth=0.004)}), rotation=2.0)
+
+
+def test_undamped_kfac_and_layers_without_a_push():
+    kfac = Layer(growth=0.002, power=0, damping=1e-3)
+    (row,) = suggest(records({"conv": kfac})).layers
+    assert row.rotation is None
+    assert "turns by lr whatever the norm" in row.reason
+    held = Layer(growth=0.002, power=0, weight_decay=row.suggested)
+    assert held.norms(2000)[-1] == pytest.approx(1.0, rel=0.03)
+    still = suggest(records({"conv": Layer(growth=0.0)}))
+    assert still.weight_decay is None
+    assert "no push" in still.layers[0].reason
+    assert "no scale-invariant layer" in still.notes[-1]
+
+
+def test_conversion_keeps_the_equilibrium_rotation_in_simulation():
+    """SGD with L2 and the AdamW it converts to turn by the same angle a step, within 5 %."""
+    source = Stepping("sgd", 0.1, "l2", 0.9)
+    target = Stepping("adam", 1e-3, "decoupled", 0.9)
+    found = convert_decay(1e-3, source, target)
+    first, second = with_decay(1e-3, "l2"), with_decay(found.weight_decay, "decoupled")
+    _, here = simulate(lambda g: sgd(first(g), lr=0.1, momentum=0.9), 2000)
+    _, there = simulate(lambda g: adam(second(g), lr=1e-3, betas=(0.9, 0.999)), 2000)
+    ratio = sum(there[1500:]) / sum(here[1500:])
+    assert ratio == pytest.approx(1.0, abs=0.05)
+    assert found.rotations[0] == found.rotations[1]
+
+
+def test_conversion_there_and_back():
+    sgd_l2 = Stepping("sgd", 0.1, "l2", 0.9)
+    for target in (
+        Stepping("adam", 1e-3),
+        Stepping("kfac-g", 0.03),
+        Stepping("sgd", 0.1, "independent"),
+    ):
+        there = convert_decay(5e-4, sgd_l2, target)
+        back = convert_decay(there.weight_decay, target, sgd_l2)
+        assert back.weight_decay == pytest.approx(5e-4, rel=1e-10)
+        assert there.steps == pytest.approx(1 / there.shrink)
+    assert convert_decay(0.0, sgd_l2, sgd_l2).steps == math.inf
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("lion", 0.1), "unknown optimizer 'lion'"),
+        (("adam", 0.1, "l2"), "L2 inside adam"),
+        (("sgd", 0.0), "must be above zero"),
+        (("sgd", 0.1, "none"), "decay none"),
+        (("sgd", 0.1, "l2", 1.0), "below 1"),
+        (("sgd", 0.1, "soft"), "unknown decay 'soft'"),
+    ],
+)
+def test_bad_settings(settings, said):
+    with pytest.raises(DecaylabError, match=said):
+        Stepping(*settings)
