@@ -4,6 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from decaylab.cli import app
+from decaylab.cli.runs import latest_values
 
 runner = CliRunner()
 
@@ -27,6 +28,18 @@ def test_list(runs):
     assert "finished" in lines[2]
     entries = json.loads(runner.invoke(app, ["runs", "list", "--runs", str(runs), "--json"]).stdout)
     assert [entry["spec"]["optimizer"] for entry in entries] == ["adam", "sgd"]
+
+
+def test_layers_are_rows_and_probes_columns():
+    values = {"test/loss": 1.0, "lr": 0.1, "norm/a.0": 2.0, "norm/b": 3.0, "effective_lr/a.0": 4.0}
+    whole, layers = latest_values(values)
+    assert [list(column.cells) for column in whole.columns] == [["test/loss", "lr"], ["1", "0.1"]]
+    assert [column.header for column in layers.columns] == ["layer", "norm", "effective_lr"]
+    assert [list(column.cells) for column in layers.columns] == [
+        ["a.0", "b"],
+        ["2", "3"],
+        ["4", ""],
+    ]
 
 
 def test_show(runs):

@@ -4,6 +4,7 @@ import json
 import sys
 import tomllib
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,9 @@ from decaylab.errors import DecaylabError
 from decaylab.records import RunFolder, RunStore
 
 app = typer.Typer(help="What is recorded.", no_args_is_help=True)
+
+# Prefixes of names that say something of the whole run; behind any other stands a layer.
+OF_THE_WHOLE = ("train", "test", "kfac", "exposure")
 
 
 def summary(folder: RunFolder) -> dict[str, Any]:
@@ -100,17 +104,46 @@ def show_run(
     print(f"{entry['id']}: {entry['status']} after {entry['epoch']} epochs, {entry['folder']}\n")
     print(folder.spec_text())
     for key, value in (entry["manifest"] or {}).items():
+        if key in ("started", "updated"):
+            value = datetime.fromtimestamp(value, UTC).isoformat(" ", "seconds")
         if key not in ("id", "status") and value not in ("", None):
             print(f"{key}: {value}")
-    table = Table(box=None, pad_edge=False)
-    table.add_column("name")
-    table.add_column("latest", justify="right")
-    for name, value in entry["values"].items():
-        table.add_row(name, f"{value:.6g}")
-    print()
-    _print(table)
+    for table in latest_values(entry["values"]):
+        print()
+        _print(table)
     for note in entry["left_out"]:
         print(f"left out: {note}", file=sys.stderr)
+
+
+def latest_values(values: dict[str, float]) -> list[Table]:
+    """The last numbers as tables: those of the whole run, then a layer a row, a probe a column."""
+    whole: dict[str, float] = {}
+    layers: dict[str, dict[str, float]] = {}
+    for name, value in values.items():
+        quantity, _, layer = name.partition("/")
+        if layer and quantity not in OF_THE_WHOLE:
+            layers.setdefault(layer, {})[quantity] = value
+        else:
+            whole[name] = value
+    first = _table("name", ["latest"])
+    for name, value in whole.items():
+        first.add_row(name, f"{value:.6g}")
+    if not layers:
+        return [first]
+    quantities = list(dict.fromkeys(quantity for own in layers.values() for quantity in own))
+    second = _table("layer", quantities)
+    for layer, own in layers.items():
+        numbers = [f"{own[q]:.5g}" if q in own else "" for q in quantities]
+        second.add_row(layer, *numbers)
+    return [first, second]
+
+
+def _table(first: str, numbers: list[str]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
 
 
 def _print(table: Table) -> None:
