@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -46,7 +47,8 @@ def test_show(runs):
     result = runner.invoke(app, ["runs", "show", "digits-mlp-sgd", "--runs", str(runs)])
     assert result.exit_code == 0
     assert 'optimizer = "sgd"' in result.stdout
-    assert "norm/head" in result.stdout
+    assert re.search(r"^layer +norm$", result.stdout, re.MULTILINE)
+    assert re.search(r"^head +[0-9.]+$", result.stdout, re.MULTILINE)
     arguments = ["runs", "show", "digits-mlp-sgd", "--runs", str(runs), "--json"]
     entry = json.loads(runner.invoke(app, arguments).stdout)
     assert [step for step, _ in entry["series"]["test/accuracy"]] == [5, 10]

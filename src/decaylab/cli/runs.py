@@ -125,20 +125,20 @@ def latest_values(values: dict[str, float]) -> list[Table]:
             layers.setdefault(layer, {})[quantity] = value
         else:
             whole[name] = value
-    first = _table("name", ["latest"])
+    first = _numbers_table("name", ["latest"])
     for name, value in whole.items():
         first.add_row(name, f"{value:.6g}")
     if not layers:
         return [first]
     quantities = list(dict.fromkeys(quantity for own in layers.values() for quantity in own))
-    second = _table("layer", quantities)
+    second = _numbers_table("layer", quantities)
     for layer, own in layers.items():
         numbers = [f"{own[q]:.5g}" if q in own else "" for q in quantities]
         second.add_row(layer, *numbers)
     return [first, second]
 
 
-def _table(first: str, numbers: list[str]) -> Table:
+def _numbers_table(first: str, numbers: list[str]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column(first)
     for heading in numbers:
