@@ -1,5 +1,6 @@
 """decaylab: what weight decay does to a network, and a K-FAC that is right."""
 
+from decaylab.diagnosis.audit import audit
 from decaylab.diagnosis.verdict import diagnose
 from decaylab.errors import DecaylabError
 from decaylab.networks import invariance, roles
@@ -15,6 +16,7 @@ __all__ = [
     "DecaylabError",
     "KFACOptions",
     "__version__",
+    "audit",
     "diagnose",
     "invariance",
     "parameter_groups",

@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 
 from decaylab import __version__
 from decaylab.cli import advise, demo, runs
+from decaylab.cli.audit import audit_command
 from decaylab.cli.claims import claims_command
 from decaylab.cli.data import data_app
 from decaylab.cli.decay import decay_table_command
@@ -77,6 +78,7 @@ app.command("decay-table")(decay_table_command)
 app.command("probe")(probe_command)
 app.command("diagnose")(diagnose_command)
 app.add_typer(advise.app, name="advise")
+app.command("audit")(audit_command)
 app.command("theory")(theory_command)
 app.command("reproduce")(reproduce_command)
 app.command("claims")(claims_command)

@@ -1,0 +1,101 @@
+"""`decaylab audit MODULE:NAME`: is an optimizer's step that of the curvature block?"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from decaylab.cli import options
+from decaylab.diagnosis.audit import Audit, audit
+from decaylab.errors import DecaylabError
+
+Optimizer = Annotated[
+    str, typer.Argument(metavar="MODULE:NAME", help="A function of the model that builds it.")
+]
+Curvature = Annotated[
+    str | None,
+    typer.Option("--curvature", help="What it must be: fisher, gauss-newton, empirical-fisher."),
+]
+Damping = Annotated[
+    float | None, typer.Option("--damping", help="Its lambda, where the optimizer does not tell.")
+]
+Scale = Annotated[
+    float, typer.Option("--curvature-scale", help="A factor the curvature has on purpose.")
+]
+Steps = Annotated[int, typer.Option("--steps", help="Steps from one place until one counts.")]
+MARKS = {True: "[green]ok[/green]", False: "[bold red]WRONG[/bold red]", None: "[dim]-[/dim]"}
+
+
+def audit_command(
+    optimizer: Optimizer,
+    curvature: Curvature = None,
+    damping: Damping = None,
+    curvature_scale: Scale = 1.0,
+    steps: Steps = 20,
+    json_output: options.Json = False,
+) -> None:
+    """Check a K-FAC-like optimizer's steps against the exact block, and name the wrong powers.
+
+    MODULE:NAME is a function that takes a model and returns the optimizer, without weight decay
+    and clipping; modules are looked for here too. Seconds on a CPU. Exits with 1 if it is wrong.
+    """
+    factory = imported(optimizer)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the nets are tiny: threads would only wait for each other
+    try:
+        found = audit(
+            factory,
+            curvature=curvature,
+            damping=damping,
+            curvature_scale=curvature_scale,
+            steps=steps,
+        )
+    finally:
+        torch.set_num_threads(threads)
+    if json_output:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        console = Console()
+        Console(width=None if console.is_terminal else 140).print(_table(found))
+        print("it passes" if found.passed else "it does not pass")
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+def imported(name: str) -> Any:
+    """The object that MODULE:NAME means; the working directory is searched as Python would."""
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise DecaylabError(f"{name!r} is no MODULE:NAME, as in my_optimizers:kfac")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:
+        raise DecaylabError(
+            f"importing {module} failed ({type(error).__name__}: {error}): run the command where"
+            " `import` finds it"
+        ) from error
+    factory = getattr(found, attribute, None)
+    if not callable(factory):
+        raise DecaylabError(f"{module} has no function {attribute!r} that builds an optimizer")
+    return factory
+
+
+def _table(found: Audit) -> Table:
+    how = "sampled" if found.sampled else "not sampled"
+    title = f"{found.optimizer}: {found.curvature}, {found.sharing}, {how}"
+    table = Table(box=None, pad_edge=False, title=escape(title), title_justify="left")
+    for heading in ("", "what", "found"):
+        table.add_column(heading)
+    for check in found.checks:
+        table.add_row(MARKS[check.passed], escape(check.name), escape(check.words))
+    return table

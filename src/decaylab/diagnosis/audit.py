@@ -1,0 +1,296 @@
+"""Audit of a K-FAC-like optimizer: is its step that of the curvature block, at every size?
+
+A K-FAC that divides by the batch or the positions once too often still trains, at another learning
+rate and damping than it says. Here its steps are taken on nets of a few weights and compared with
+the written-out block (`audit_reference`), at several batch sizes, numbers of positions, strides and
+input scales. The logarithm of the ratio of their lengths, fitted by those of B, T, stride and
+scale, gives the powers that are wrong.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from decaylab.diagnosis.audit_reference import CURVATURES, DAMPINGS, Case
+from decaylab.diagnosis.audit_steps import (
+    LARGE,
+    Factory,
+    Key,
+    Measured,
+    Options,
+    conv_cases,
+    damping_of,
+    linear_cases,
+    measure,
+    take_step,
+)
+from decaylab.errors import DecaylabError
+
+# Deterministic factors agree to rounding. Sampled ones carry their noise, and the inverse of a
+# noisy block is too long by (dim + 1) / samples: less than a quarter at the sizes used then.
+TOLERANCE = {"power": 0.05, "constant": 0.02, "direction": 0.02}
+SAMPLED_TOLERANCE = {"power": 0.25, "constant": 0.25, "direction": 0.2}
+SAMPLED_REPEATS = 8
+SAMPLED_BATCHES = 8  # times as many examples, so that sampled factors are not singular
+
+
+@dataclass(frozen=True)
+class AuditCheck:
+    """One thing checked. `passed` is None where it could not be, and `words` says why."""
+
+    name: str
+    passed: bool | None
+    measured: float | None
+    words: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an audit found. `curvature`, `sharing`: the block that the steps are nearest to."""
+
+    optimizer: str
+    curvature: str
+    sharing: str
+    sampled: bool
+    checks: tuple[AuditCheck, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+        return all(check.passed is not False for check in self.checks)
+
+    def __getitem__(self, name: str) -> AuditCheck:
+        return next(check for check in self.checks if check.name == name)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"passed": self.passed, **asdict(self)}
+
+    def __str__(self) -> str:
+        marks = {True: "ok", False: "WRONG", None: "not checked"}
+        how = "sampled" if self.sampled else "not sampled"
+        head = f"{self.optimizer}: {self.curvature}, {self.sharing}, {how}"
+        return "\n".join(
+            [head, *(f"  {marks[c.passed]:11} {c.name}: {c.words}" for c in self.checks)]
+        )
+
+
+def audit(
+    factory: Factory,
+    *,
+    curvature: str | None = None,
+    damping: float | None = None,
+    curvature_scale: float = 1.0,
+    steps: int = 20,
+) -> Audit:
+    """Check the steps of `factory(model)`, any K-FAC-like optimizer, against the exact block.
+
+    Build it without weight decay and KL clip. Every step is taken from the same weights on the same
+    batch, `steps` times, so that running averages settle; the last one is compared. Losses are
+    cross entropies, averaged.
+
+    Args:
+        factory: model -> optimizer with `step()` and torch's `param_groups`.
+        curvature: "fisher", "gauss-newton" or "empirical-fisher", if it must be that; else the one
+            that its steps are nearest to is named.
+        damping: its lambda; else read off the optimizer (`damping`, in it or its groups).
+        curvature_scale: a constant factor that the curvature has on purpose.
+        steps: how many steps from the same place before the one that counts.
+
+    Cost: some hundred steps of nets of ten weights; half a minute where factors are sampled.
+    """
+    if curvature is not None and curvature not in CURVATURES:
+        raise DecaylabError(
+            f"unknown curvature {curvature!r}: choose one of {', '.join(CURVATURES)}"
+        )
+    if steps < 1:
+        raise DecaylabError(f"an audit takes at least one step, not {steps}")
+    options = Options(factory, steps)
+    probe = Case("Linear", 16, scale=LARGE)
+    optimizer, first = take_step(options, probe, seed=0)
+    _, again = take_step(options, probe, seed=1)
+    sampled = not torch.allclose(first, again, rtol=1e-6)
+    if sampled:
+        options = Options(factory, steps, SAMPLED_REPEATS, SAMPLED_BATCHES)
+    tolerance = SAMPLED_TOLERANCE if sampled else TOLERANCE
+    linear = [measure(options, case) for case in linear_cases(options.larger)]
+    conv = [measure(options, case) for case in conv_cases(options.larger)]
+    key = _nearest(linear + conv)
+    checks = _direction_checks(linear, conv, key, curvature, tolerance)
+    for kind, measured in (("Linear", linear), ("Conv2d", conv)):
+        if key[0] != "none":
+            checks += _power_checks(kind, measured, key, curvature_scale, tolerance)
+    right = all(check.passed is not False for check in checks)
+    known = damping_of(optimizer) if damping is None else damping
+    checks += _damped_checks(options, key, known, curvature_scale, tolerance, right)
+    return Audit(type(optimizer).__name__, key[0], key[1], sampled, tuple(checks))
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def _nearest(measured: list[Measured]) -> Key:
+    """The reference whose directions are nearest to the steps', first come first served."""
+    keys = list(measured[0].references)
+    # among equals (T = 1, or a linear net) the plain K-FAC block comes first
+    return min(keys, key=lambda key: round(sum(m.off(key) for m in measured) / len(measured), 6))
+
+
+def _direction_checks(
+    linear: list[Measured],
+    conv: list[Measured],
+    key: Key,
+    asked: str | None,
+    tolerance: dict[str, float],
+) -> list[AuditCheck]:
+    def off(measured: list[Measured]) -> float:
+        return sum(m.off(key) for m in measured) / len(measured)
+
+    if key[0] == "none":
+        words = "the steps are plain gradients: no curvature is used"
+        return [AuditCheck("curvature", False, None, words)]
+    nearest = f"nearest to the {key[0]} block, {key[1]}"
+    checks = [AuditCheck("curvature", True, None, nearest)]
+    if asked is not None and key[0] != asked:
+        words = f"it is the {key[0]} matrix, not the {asked} one that was asked for"
+        checks = [AuditCheck("curvature", False, None, words)]
+    for kind, measured in (("Linear", linear), ("Conv2d", conv)):
+        angle = off(measured)
+        words = f"sine of the angle to the block's step {angle:.2g}"
+        if angle > tolerance["direction"]:
+            words += ": no known block gives these directions"
+        name = f"{kind}: direction"
+        checks.append(AuditCheck(name, angle <= tolerance["direction"], angle, words))
+    return checks
+
+
+AXES: dict[str, Callable[[Case], float]] = {
+    "batch size B": lambda case: case.batch,
+    "positions T": lambda case: case.positions,
+    "stride": lambda case: case.stride,
+    "input scale": lambda case: case.scale,
+}
+MEANINGS = {
+    ("batch size B", 1): " (a sum over the batch where a mean is meant)",
+    ("batch size B", -1): " (divided by the batch once too often)",
+    ("positions T", 1): " (positions counted once too often)",
+    ("positions T", -1): " (a mean over positions where a sum is meant: the factor T is missing)",
+}
+
+
+def _power_checks(
+    kind: str,
+    measured: list[Measured],
+    key: Key,
+    curvature_scale: float,
+    tolerance: dict[str, float],
+) -> list[AuditCheck]:
+    """The powers of B, T, stride and scale by which the curvature is off, and the constant left."""
+    axes = {
+        name: [math.log(of(m.case)) for m in measured]
+        for name, of in AXES.items()
+        if len({of(m.case) for m in measured}) > 1
+    }
+    # the step is too short by what the curvature is too large
+    logs = torch.tensor([-math.log(m.ratio(key)) for m in measured], dtype=torch.float64)
+    columns = torch.tensor(list(axes.values()), dtype=torch.float64)
+    design = torch.cat([torch.ones(1, len(measured), dtype=torch.float64), columns]).T
+    solution = torch.linalg.lstsq(design, logs[:, None]).solution[:, 0]
+    rest = float((logs - design @ solution).abs().max())
+    powers = dict(zip(axes, solution[1:].tolist(), strict=True))
+    checks = []
+    for axis, power in powers.items():
+        wrong = abs(power) > tolerance["power"]
+        words = "right at every size"
+        if wrong:
+            nearest = round(2 * power) / 2
+            shown = nearest if abs(power - nearest) < max(tolerance["power"], 0.1) else power
+            symbol = {"batch size B": "B", "positions T": "T"}.get(axis, axis)
+            words = f"the curvature is off by {symbol}^{shown:.3g}"
+            words += MEANINGS.get((axis, int(nearest)), "") if nearest == int(nearest) else ""
+        checks.append(AuditCheck(f"{kind}: {axis}", not wrong, power, words))
+    if rest > 10 * tolerance["power"]:
+        words = f"the ratios are no powers of the sizes (off by {math.expm1(rest):.0%})"
+        checks.append(AuditCheck(f"{kind}: power law", False, rest, words))
+    if any(check.passed is False for check in checks):
+        return checks  # a constant beside wrong powers means nothing
+    constant = math.exp(float(logs.mean())) / curvature_scale
+    fair = abs(math.log(constant)) <= math.log1p(tolerance["constant"])
+    words = "right" if fair else f"the curvature is {constant:.3g} times what it should be"
+    return [*checks, AuditCheck(f"{kind}: constant", fair, constant, words)]
+
+
+def _damped_checks(
+    options: Options,
+    key: Key,
+    damping: float | None,
+    curvature_scale: float,
+    tolerance: dict[str, float],
+    right: bool,
+) -> list[AuditCheck]:
+    """Patches, bias and damping at natural scale, where damping matters."""
+    names = ("Conv2d: patches", "Linear: bias", "Conv2d: bias", "damping")
+    if not right or key[0] == "none":
+        words = "not looked at: first mend what is above"
+        return [AuditCheck(name, None, None, words) for name in names]
+    larger = options.larger
+    patches = measure(options, Case("Conv2d", larger * 8, 3, 2, LARGE, kernel=2))
+    angle = patches.off(key)
+    fair = angle <= tolerance["direction"]
+    words = f"kernel 2, stride 2: sine of the angle {angle:.2g}"
+    checks = [AuditCheck(names[0], fair, angle, words)]
+    if damping is None or damping <= 0:
+        words = "the damping is not known: give audit(..., damping=...)"
+        return checks + [AuditCheck(name, None, None, words) for name in names[1:]]
+    lam = damping / curvature_scale
+    plain = measure(options, Case("Linear", larger * 16, scale=1.0), lam)
+    kind = min(DAMPINGS, key=lambda kind: _error(plain, (key[0], key[1], kind), curvature_scale))
+    for name, case in zip(
+        names[1:3],
+        (Case("Linear", larger * 16, bias=True), Case("Conv2d", larger * 8, 2, bias=True)),
+        strict=True,
+    ):
+        checks.append(
+            _bias_check(
+                name, measure(options, case, lam), (*key[:2], kind), curvature_scale, tolerance
+            )
+        )
+    error = _error(plain, (key[0], key[1], kind), curvature_scale)
+    fair = error <= 2 * max(tolerance["direction"], tolerance["constant"])
+    words = f"nearest to {kind}, lambda {damping:g}: the step is off by {error:.2g} of its length"
+    return [*checks, AuditCheck("damping", fair, error, words)]
+
+
+def _error(measured: Measured, key: Key, curvature_scale: float) -> float:
+    """|step - reference| / |reference|."""
+    reference = measured.references[key] / curvature_scale
+    return float((measured.step - reference).norm() / reference.norm())
+
+
+def _bias_check(
+    name: str,
+    measured: Measured,
+    key: Key,
+    curvature_scale: float,
+    tolerance: dict[str, float],
+) -> AuditCheck:
+    """Weight and bias apart: each part's step beside the joint block's, as a factor."""
+    reference = measured.references[key] / curvature_scale
+    step, allowed = measured.step, 2 * max(tolerance["direction"], tolerance["constant"])
+    parts = {"weight": slice(0, -1), "bias": slice(-1, None)}
+    errors = {
+        part: float((step[:, at] - reference[:, at]).norm() / reference[:, at].norm())
+        for part, at in parts.items()
+    }
+    factor = float(step[:, -1].norm() / reference[:, -1].norm())
+    fair = max(errors.values()) <= allowed
+    words = "weight and bias are one block"
+    if not fair:
+        words = (
+            f"with a bias the weight's step is off by {errors['weight']:.2g} and the bias's by"
+            f" {errors['bias']:.2g} of its length (it is {factor:.3g} times the block's)"
+        )
+    return AuditCheck(name, fair, factor, words)

@@ -1,0 +1,150 @@
+"""Taking the steps of an audit: an optimizer on tiny nets, from the same weights every time."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decaylab.diagnosis.audit_reference import (
+    CURVATURES,
+    DAMPINGS,
+    Case,
+    joined,
+    reference_factors,
+    reference_step,
+)
+from decaylab.errors import DecaylabError
+
+Factory = Callable[[nn.Module], Any]
+Key = tuple[str, str, str]
+"""Of a reference: curvature, sharing, kind of damping."""
+
+# Beside the block of inputs 1e5 times as long, a damping of 1e-3 changes a step by 1e-6, and by a
+# tenth of a per cent where the block is too small by B^2 T^5 at these sizes.
+LARGE = 1e5
+
+
+@dataclass(frozen=True)
+class Options:
+    """How steps are taken: how many before the one that counts, repeats, larger batches."""
+
+    factory: Factory
+    steps: int
+    repeats: int = 1
+    larger: int = 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A case with the optimizer's step (per unit of lr, momentum taken out) and references."""
+
+    case: Case
+    step: Tensor
+    references: dict[Key, Tensor]
+
+    def ratio(self, key: Key) -> float:
+        """How much longer the step is than the reference's."""
+        return float(self.step.norm() / self.references[key].norm())
+
+    def off(self, key: Key) -> float:
+        """Sine of the angle to the reference; 1 and more if it points the other way."""
+        a, b = self.step.flatten(), self.references[key].flatten()
+        cosine = float(a @ b / (a.norm() * b.norm()))
+        return math.sqrt(max(1 - cosine**2, 0.0)) if cosine > 0 else 1 - cosine
+
+
+def linear_cases(larger: int) -> list[Case]:
+    """A Linear layer at several batch sizes and two scales."""
+    cases = [Case("Linear", larger * batch, scale=LARGE) for batch in (4, 8, 16, 32)]
+    return [*cases, Case("Linear", larger * 8, scale=LARGE / 10)]
+
+
+def conv_cases(larger: int) -> list[Case]:
+    """A convolution at several batch sizes, numbers of positions, strides and scales."""
+    cases = [Case("Conv2d", larger * b, side=2, scale=LARGE) for b in (4, 8, 16)]
+    cases += [Case("Conv2d", larger * 8, side=side, scale=LARGE) for side in (1, 3)]
+    cases += [Case("Conv2d", larger * 8, side=2, stride=2, scale=LARGE)]
+    return [*cases, Case("Conv2d", larger * 8, side=2, scale=LARGE / 10)]
+
+
+def measure(options: Options, case: Case, damping: float = 0.0) -> Measured:
+    """The mean step over repeats, and the steps of every reference."""
+    found = [take_step(options, case, seed)[1] for seed in range(options.repeats)]
+    model, inputs, labels = case.build()
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    gradient = joined(model[0], gradient=True)
+    references: dict[Key, Tensor] = {}
+    for curvature in CURVATURES:
+        for sharing, factors in reference_factors(case, model, inputs, labels, curvature).items():
+            for kind in DAMPINGS if damping else ("added",):
+                step = reference_step(factors, gradient, damping, kind)
+                references[curvature, sharing, kind] = step
+    references["none", "none", "added"] = gradient
+    return Measured(case, torch.stack(found).mean(0), references)
+
+
+def take_step(options: Options, case: Case, seed: int) -> tuple[Any, Tensor]:
+    """The optimizer, and its last step on the first layer: (before - after) / lr, [out, in(+1)]."""
+    model, inputs, labels = case.build()
+    model.train()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        optimizer = _built(options.factory, model)
+        group = next(
+            (g for g in optimizer.param_groups if any(p is model[0].weight for p in g["params"])),
+            None,
+        )
+        if group is None:
+            raise DecaylabError("the optimizer does not hold the model's first layer: give it all")
+        kept = [p.detach().clone() for p in model.parameters()]
+        moved = joined(model[0], gradient=False)
+        for _ in range(options.steps):
+            model.zero_grad()
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            before = joined(model[0], gradient=False)
+            optimizer.step()
+            moved = before - joined(model[0], gradient=False)
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), kept, strict=True):
+                    parameter.copy_(value)
+    if not torch.isfinite(moved).all() or not moved.any():
+        state = "is not finite" if moved.any() else "moves nothing"
+        raise DecaylabError(
+            f"the step of {type(optimizer).__name__} {state} on {case.kind} at batch {case.batch}:"
+            " it cannot be audited"
+        )
+    momentum = float(group.get("momentum") or 0.0)
+    gain = sum(momentum**k for k in range(options.steps))
+    return optimizer, moved / (float(group["lr"]) * gain)
+
+
+def _built(factory: Factory, model: nn.Module) -> Any:
+    try:
+        optimizer = factory(model)
+    except Exception as error:
+        raise DecaylabError(
+            f"building the optimizer failed ({type(error).__name__}: {error}): an audit needs a"
+            " function of the model alone, so wrap it in one that sets lr and the rest"
+        ) from error
+    if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "param_groups"):
+        raise DecaylabError(
+            f"{type(optimizer).__name__} is no optimizer: it needs step() and param_groups"
+        )
+    if any(group.get("weight_decay") for group in optimizer.param_groups):
+        raise DecaylabError("the optimizer decays weights: audit it with weight decay 0")
+    if getattr(optimizer, "kl_clip", None):
+        raise DecaylabError("the optimizer clips its steps: audit it with kl_clip=None")
+    return optimizer
+
+
+def damping_of(optimizer: Any) -> float | None:
+    """Its lambda, from the optimizer, its first group or its defaults; None if it is not told."""
+    places = [vars(optimizer), optimizer.param_groups[0], getattr(optimizer, "defaults", {})]
+    for place in places:
+        value = place.get("damping")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    return None

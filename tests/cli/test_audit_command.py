@@ -1,0 +1,63 @@
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from decaylab.cli import app
+
+runner = CliRunner()
+MODULE = """
+from decaylab import KFAC
+
+def right(model):
+    return KFAC(model, lr=0.1, outputs="exact")
+
+def twice(model):
+    return KFAC(model, lr=0.1, outputs="exact", curvature_scale=2.0)
+
+NOTHING = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "audited_optimizers.py").write_text(MODULE)
+    (tmp_path / "broken_optimizers.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield "audited_optimizers"
+    sys.modules.pop("audited_optimizers", None)
+
+
+def test_a_right_one_and_a_wrong_one(module):
+    right = runner.invoke(app, ["audit", f"{module}:right", "--curvature", "fisher"])
+    assert right.exit_code == 0, right.output
+    assert "it passes" in right.stdout
+    wrong = runner.invoke(app, ["audit", f"{module}:twice", "--json"])
+    assert wrong.exit_code == 1
+    report = json.loads(wrong.stdout)
+    assert report["passed"] is False
+    bad = {check["name"]: check["measured"] for check in report["checks"] if not check["passed"]}
+    assert bad["Linear: constant"] == pytest.approx(2.0, rel=1e-3)
+    meant = runner.invoke(app, ["audit", f"{module}:twice", "--curvature-scale", "2"])
+    assert meant.exit_code == 0, meant.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["kfac"], "is no MODULE:NAME"),
+        (["no_such_module:kfac"], "importing no_such_module failed"),
+        (["broken_optimizers:kfac"], "ZeroDivisionError"),
+        (["audited_optimizers:missing"], "has no function 'missing'"),
+        (["audited_optimizers:NOTHING"], "has no function 'NOTHING'"),
+        (["decaylab:KFAC"], "wrap it in one that sets lr"),
+        (["audited_optimizers:right", "--curvature", "hessian"], "unknown curvature"),
+    ],
+)
+def test_bad_input_is_one_sentence(module, arguments, said):
+    result = runner.invoke(app, ["audit", *arguments])
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1

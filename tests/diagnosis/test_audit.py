@@ -1,0 +1,154 @@
+"""The audit finds each mistake, names it with its power, and passes what is right."""
+
+import pytest
+import torch
+from diagnosis.wrong_kfac import HookedKFAC
+
+from decaylab import KFAC
+from decaylab.diagnosis.audit import audit
+from decaylab.diagnosis.audit_reference import CURVATURES, Case, reference_factors
+from decaylab.errors import DecaylabError
+
+
+def made(**mistakes):
+    return lambda model: HookedKFAC(model, **mistakes)
+
+
+def failed(report):
+    return [check.name for check in report.checks if check.passed is False]
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_ours_passes(curvature, sharing):
+    settings = {"outputs": "exact"} if curvature != "empirical-fisher" else {}
+    report = audit(
+        lambda model: KFAC(model, lr=0.1, curvature=curvature, sharing=sharing, **settings),
+        curvature=curvature,
+    )
+    assert report.passed, str(report)
+    assert (report.curvature, report.sharing, report.sampled) == (curvature, sharing, False)
+    assert all(check.passed is True for check in report.checks)
+    assert report["damping"].measured < 1e-8
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "gauss-newton"])
+def test_ours_passes_sampled(curvature):
+    scale = 2.0 if curvature == "gauss-newton" else 1.0
+    report = audit(
+        lambda model: KFAC(model, lr=0.1, curvature=curvature, curvature_scale=scale),
+        curvature=curvature,
+        curvature_scale=scale,
+    )
+    assert report.passed, str(report)
+    assert report.sampled
+
+
+def test_an_independent_right_one_passes():
+    report = audit(made(), curvature="fisher")
+    assert report.passed, str(report)
+
+
+MISTAKES = {
+    "missing 1/B": (lambda B, T, s: B, {"B": 1}, "a sum over the batch"),
+    "1/B twice": (lambda B, T, s: 1 / B, {"B": -1}, "divided by the batch once too often"),
+    "missing T": (lambda B, T, s: 1 / T, {"T": -1}, "the factor T is missing"),
+    "1/T^2": (lambda B, T, s: T**-2.0, {"T": -2}, "T^-2"),
+    "1/(B^2 T^5)": (lambda B, T, s: B**-2.0 * T**-5.0, {"B": -2, "T": -5}, "T^-5"),
+    "input pixels for positions": (lambda B, T, s: s**2, {"stride": 2}, "stride^2"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_wrong_power_is_found(name):
+    factor, powers, said = MISTAKES[name]
+    report = audit(made(factor=factor), curvature="fisher")
+    axes = {"B": "batch size B", "T": "positions T", "stride": "stride"}
+    wrong = {f"Conv2d: {axes[axis]}" for axis in powers}
+    wrong |= {"Linear: batch size B"} if "B" in powers else set()
+    assert set(failed(report)) == wrong, str(report)
+    for axis, power in powers.items():
+        assert report[f"Conv2d: {axes[axis]}"].measured == pytest.approx(power, abs=0.02)
+    assert said in str(report)
+    assert report["damping"].passed is None
+
+
+def test_a_constant_factor_is_found():
+    report = audit(made(factor=lambda B, T, s: 2.0))
+    assert failed(report) == ["Linear: constant", "Conv2d: constant"]
+    assert report["Linear: constant"].measured == pytest.approx(2.0, rel=1e-3)
+    assert audit(made(factor=lambda B, T, s: 2.0), curvature_scale=2.0).passed
+
+
+def test_the_empirical_fisher_is_told_from_the_true_one():
+    report = audit(made(labels="data"), curvature="fisher")
+    assert failed(report) == ["curvature"]
+    assert "it is the empirical-fisher matrix, not the fisher one" in report["curvature"].words
+    assert audit(made(labels="data")).passed
+
+
+def test_a_doubled_bias_is_found():
+    report = audit(made(bias="doubled"), curvature="fisher")
+    assert failed(report) == ["Linear: bias", "Conv2d: bias"]
+    assert report["Linear: bias"].measured == pytest.approx(2.0, rel=1e-6)
+    assert "2 times the block's" in report["Linear: bias"].words
+
+
+def test_another_damping_than_it_says_is_found():
+    report = audit(made(damping=1e-2, damping_used=1e-4), curvature="fisher")
+    assert "damping" in failed(report)
+    assert not {"Linear: constant", "Conv2d: batch size B"} & set(failed(report))
+    unknown = audit(lambda model: _without_damping(model))
+    assert unknown.passed
+    assert "not known" in unknown["damping"].words
+    assert audit(lambda model: _without_damping(model), damping=1e-3)["damping"].passed
+
+
+def _without_damping(model):
+    optimizer = HookedKFAC(model)
+    del optimizer.damping
+    return optimizer
+
+
+def test_directions_that_no_block_gives():
+    report = audit(made(mixed=True), curvature="fisher")
+    assert {"Linear: direction", "Conv2d: direction", "Linear: input scale"} <= set(failed(report))
+
+
+def test_plain_gradients():
+    report = audit(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    assert failed(report) == ["curvature"]
+    assert "no curvature is used" in report["curvature"].words
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        (lambda model: KFAC(model), "building the optimizer failed"),
+        (lambda model: "nothing", "str is no optimizer"),
+        (lambda model: KFAC(model, lr=0.1, weight_decay=0.1), "weight decay 0"),
+        (lambda model: KFAC(model, lr=0.1, kl_clip=0.1), "kl_clip=None"),
+        (lambda model: HookedKFAC(model, lr=0.0), "moves nothing"),
+        (lambda model: torch.optim.SGD(model[3].parameters(), lr=0.1), "first layer"),
+    ],
+)
+def test_what_cannot_be_audited(factory, said):
+    with pytest.raises(DecaylabError, match=said):
+        audit(factory)
+
+
+def test_bad_arguments():
+    with pytest.raises(DecaylabError, match="unknown curvature 'hessian'"):
+        audit(made(), curvature="hessian")
+    with pytest.raises(DecaylabError, match="at least one step"):
+        audit(made(), steps=0)
+
+
+def test_the_reference_is_the_exact_block_where_kfac_is_exact():
+    """Batch one, one position: the three blocks are one."""
+    model, inputs, labels = Case("Linear", 1, bias=True).build()
+    for curvature in CURVATURES:
+        found = reference_factors(Case("Linear", 1, bias=True), model, inputs, labels, curvature)
+        blocks = [factors.block for factors in found.values()]
+        assert blocks[0].abs().max() > 1e-3
+        assert all(torch.allclose(block, blocks[0], atol=1e-12) for block in blocks)
