@@ -78,6 +78,9 @@ def test_effective_learning_rate_cannot_be_told():
     assert alone.verdict == "cannot tell"
     assert "give a baseline" in alone.would_decide
     assert verdicts(l2, records({"conv": sgd(power=1)}))[0] == "acts"
+    # its exposure, tiny as it looks before the preconditioner, is no ground for "does not act"
+    weak = records({"conv": sgd(weight_decay=STRONG / 100, power=1, decay="l2")})
+    assert verdicts(weak)[0] == "cannot tell"
 
 
 def test_between_the_thresholds_it_cannot_be_told():

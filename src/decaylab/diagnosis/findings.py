@@ -171,10 +171,9 @@ def found_by(
     if effect.value < 1 / thresholds[0]:
         said = f"The {words} goes the other way, by a factor of {effect.words()}{against}."
     elif verdict != "acts":
-        exposure = max((x.total_exposure or 0.0 for x in run.layers.values()), default=0.0)
         said = f"{changed}: too little to matter."
-        if exposure < 1:
-            said += f" The decay exposure is {exposure:.2g}; at 1 the start counts for 1/e."
+        if reached is not None and reached < 1:
+            said += f" The decay exposure is {reached:.2g}; at 1 the start counts for 1/e."
     would = ""
     if verdict == "cannot tell":
         said = f"{changed}: neither nothing nor enough."
@@ -186,8 +185,8 @@ def found_by(
 
 def exposure_at(run: Observed, step: int) -> float | None:
     """The largest decay exposure of a layer at a step; None where none is recorded."""
-    values = [value for x in run.layers.values() for s, value in x.exposure if s <= step]
-    return max(values, default=None)
+    known = [x for x in run.layers.values() if x.total_exposure is not None]
+    return max((value for x in known for s, value in x.exposure if s <= step), default=None)
 
 
 def record(run: Observed, probe: str, *, both: bool = False) -> str:

@@ -117,7 +117,9 @@ class LayerRecord:
 
     @property
     def total_exposure(self) -> float | None:
-        """The decay exposure at the end; None where it was not recorded."""
+        """The decay exposure at the end; None where it is not known (L2 inside Adam or K-FAC)."""
+        if self.setting is not None and self.setting.preconditioned:
+            return None
         return self.exposure[-1][1] if self.exposure else None
 
 

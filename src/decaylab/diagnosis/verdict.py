@@ -56,7 +56,9 @@ def diagnose(run: Source, baseline: Source | None = None) -> Diagnosis:
             first.append(f"{why_not}: judged from {mine.name} alone")
             other = None
     if not mine.decays and mine.layers:
-        first.append("this run has no weight decay")
+        swapped = baseline is not None and observe(baseline).decays
+        hint = ", and the baseline has: are they the wrong way round?" if swapped else ""
+        first.append(f"this run has no weight decay{hint}")
     findings = (
         _effective_learning_rate(mine, other),
         replace(_jacobian(mine, other), layer_quantity="the layer's own norm, smaller by"),

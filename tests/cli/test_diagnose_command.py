@@ -1,0 +1,146 @@
+import json
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from decaylab.cli import app
+
+runner = CliRunner()
+TINY = ["--hidden", "32,32", "--batch-norm", "--batch-size", "64", "--epochs", "12"]
+LEARNING_RATES = ["--from-lr", "1", "--to", "sgd", "--to-lr", "1"]
+DECAY = ["--decay", "l2", "--weight-decay", "0.005"]
+
+
+def run(*arguments):
+    return runner.invoke(app, list(map(str, arguments)))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for extra in ([], DECAY, [*DECAY, "--lr", "0.05"]):
+        lr = [] if "--lr" in extra else ["--lr", "0.1"]
+        done = run("train", *TINY, *lr, *extra, "--device", "cpu", "--runs", folder)
+        assert done.exit_code == 0, done.output
+    return folder
+
+
+def names(runs):
+    found = json.loads(run("runs", "list", "--runs", runs, "--json").stdout)
+    return {(entry["spec"]["decay"], entry["spec"]["lr"]): entry["id"] for entry in found}
+
+
+def test_card_markdown_and_json_are_one_result(runs):
+    of = names(runs)
+    pair = [of["l2", 0.1], of["none", 0.1], "--runs", runs]
+    plain = json.loads(run("diagnose", *pair, "--json").stdout)
+    verdicts = [finding["verdict"] for finding in plain["findings"]]
+    assert verdicts[0] == "acts"
+    assert verdicts[2] == "does not act"
+    assert plain["baseline"] == of["none", 0.1]
+    markdown = run("diagnose", *pair, "--markdown").stdout
+    card = run("diagnose", *pair)
+    assert card.exit_code == 0
+    for finding in plain["findings"]:
+        assert f"| {finding['mechanism']} | **{finding['verdict']}** |" in markdown
+        assert f"{finding['mechanism']}: {finding['verdict']}" in card.stdout
+    alone = json.loads(run("diagnose", of["l2", 0.1], "--runs", runs, "--json").stdout)
+    assert alone["findings"][0]["effect"]["source"] == "this run"
+    by_path = run("diagnose", runs / of["l2", 0.1], runs / of["none", 0.1], "--json")
+    assert json.loads(by_path.stdout) == plain
+
+
+def test_recorded_probes_decide_the_jacobian(runs, tmp_path):
+    of = names(runs)
+    copy = tmp_path / "runs"
+    shutil.copytree(runs, copy)
+    pair = [of["l2", 0.1], of["none", 0.1], "--runs", copy]
+    before = json.loads(run("diagnose", *pair, "--json").stdout)["findings"][1]
+    assert before["verdict"] == "cannot tell"
+    assert "decaylab probe RUN --record" in before["would_decide"]
+    for name in pair[:2]:
+        done = run("probe", name, "--runs", copy, "--examples", 32, "--device", "cpu", "--record")
+        assert done.exit_code == 0, done.output
+    after = json.loads(run("diagnose", *pair, "--json").stdout)["findings"][1]
+    assert after["effect"]["probes"] == ["jacobian_norm"]
+    assert after["effect"]["records"] == 1
+    rows = (copy / pair[0] / "rows.jsonl").read_bytes()
+    run("probe", pair[0], "--runs", copy, "--examples", 32, "--device", "cpu", "--record")
+    assert (copy / pair[0] / "rows.jsonl").read_bytes() == rows  # nothing is replaced
+
+
+def test_what_is_wrong_is_said_first(runs, tmp_path):
+    of = names(runs)
+    swapped = run("diagnose", of["none", 0.1], of["l2", 0.1], "--runs", runs, "--markdown").stdout
+    assert "are they the wrong way round?" in swapped
+    other = json.loads(
+        run("diagnose", of["l2", 0.1], of["l2", 0.05], "--runs", runs, "--json").stdout
+    )
+    assert "decays too" in other["first"][0]
+    unlike = json.loads(
+        run("diagnose", of["l2", 0.05], of["none", 0.1], "--runs", runs, "--json").stdout
+    )
+    assert "not comparable (lr 0.05 and 0.1)" in unlike["first"][0]
+    assert unlike["baseline"] is None
+    assert unlike["findings"][0]["verdict"] == "acts"
+    # cut short, and diverged
+    short = tmp_path / "runs"
+    shutil.copytree(runs, short)
+    for status, said in (("interrupted", "not finished"), ("diverged", "diverged (too fast)")):
+        path = short / of["l2", 0.1] / "manifest.json"
+        manifest = json.loads(path.read_text()) | {"status": status, "message": "too fast"}
+        path.write_text(json.dumps(manifest))
+        entry = json.loads(run("diagnose", of["l2", 0.1], "--runs", short, "--json").stdout)
+        assert said in entry["first"][0]
+    refused = run("probe", of["l2", 0.1], "--runs", short, "--device", "cpu", "--record")
+    assert refused.exit_code == 2
+    assert "is not finished" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["diagnose", "nothing"], "no run 'nothing'"),
+        (["diagnose", "."], "holds no records"),
+        (["advise", "suggest", "nothing"], "no run 'nothing'"),
+        (["advise", "schedule", "PLAIN", "--out", "schedule.csv"], "nothing to replace"),
+        (["advise", "schedule", "DECAYED", "--out", "schedule.txt"], ".csv or .toml"),
+        (["advise", "suggest", "DECAYED", "--rotation", "3"], "between 0 and 1 radian"),
+        (["advise", "suggest", "DECAYED", "--norm-at", "-1"], "up to step -1"),
+        (["advise", "convert", "0.1", "--from", "lion", *LEARNING_RATES], "unknown optimizer"),
+        (
+            ["advise", "convert", "0.1", "--from", "adam", "--from-decay", "l2", *LEARNING_RATES],
+            "L2",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence(runs, tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    of = names(runs)
+    known = {"PLAIN": of["none", 0.1], "DECAYED": of["l2", 0.1]}
+    arguments = [known.get(word, word) for word in arguments]
+    place = [] if arguments[1] == "convert" else ["--runs", str(runs)]
+    result = run(*arguments, *place)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_advice(runs, tmp_path):
+    of = names(runs)
+    out = tmp_path / "schedule.csv"
+    done = run("advise", "schedule", of["l2", 0.1], "--runs", runs, "--out", out, "--json")
+    facts = json.loads(done.stdout)
+    assert facts["layers"] == ["features.0", "features.3"]
+    assert len(out.read_text().splitlines()) == facts["steps"] + 2
+    assert facts["last_lr"] > 2 * facts["last_lr_with_decay"]
+    suggested = run("advise", "suggest", of["none", 0.1], "--runs", runs)
+    assert suggested.exit_code == 0
+    assert "suggested for the scale-invariant layers: decoupled weight decay of" in suggested.stdout
+    plain = json.loads(run("advise", "suggest", of["l2", 0.1], "--runs", runs, "--json").stdout)
+    assert plain["decay"] == "l2"
+    assert [row["layer"] for row in plain["layers"]] == ["features.0", "features.3", "head"]
+    words = ["--from", "sgd", "--from-lr", "0.1", "--to", "adam", "--to-lr", "0.001"]
+    converted = run("advise", "convert", "5e-4", *words)
+    assert "= decoupled weight decay 0.502272 of adam" in converted.stdout

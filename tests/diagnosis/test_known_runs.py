@@ -1,0 +1,169 @@
+"""Runs made so that the mechanism is known by construction; digits, three seeds each."""
+
+import pytest
+import torch
+from torch import nn
+
+from decaylab import KFAC, diagnose, watch
+from decaylab.data import load
+from decaylab.probes import FREE
+
+SEEDS = (0, 1, 2)
+STEPS, EVERY = 300, 20
+
+
+@pytest.fixture(scope="module")
+def digits():
+    data = load("digits")
+    images = (data.train.images.float() / 255 - data.mean[0]) / data.std[0]
+    return images.flatten(1), data.train.labels
+
+
+def net(seed, *, norm=nn.BatchNorm1d, bias=True, activation=nn.ReLU):
+    torch.manual_seed(seed)
+    layers = []
+    for width in (64, 32):
+        layers += [nn.Linear(width, 32, bias=bias), norm(32) if norm else nn.Identity()]
+        layers.append(activation())
+    return nn.Sequential(*layers, nn.Linear(32, 10, bias=bias))
+
+
+def train(digits, model, optimizer, seed=0, probes=(), **watching):
+    inputs, labels = digits
+    generator = torch.Generator().manual_seed(seed)
+    settings = {"every": EVERY, "probes": [*FREE, *probes], "inputs": inputs[:64]} | watching
+    with watch(model, optimizer, **settings) as watched:
+        for _ in range(STEPS):
+            chosen = torch.randint(len(inputs), (64,), generator=generator)
+            nn.functional.cross_entropy(model(inputs[chosen]), labels[chosen]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return watched
+
+
+def pair(digits, seed, build, weight_decay, probes=(), **shape):
+    """The run with decay, and the same without."""
+    return [
+        train(digits, model, build(model, wd), seed, probes)
+        for wd in (weight_decay, 0.0)
+        for model in [net(seed, **shape)]
+    ]
+
+
+def verdicts(*runs):
+    return [finding.verdict for finding in diagnose(*runs).findings]
+
+
+def sgd(model, weight_decay):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=weight_decay)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_batch_norm_with_sgd(digits, seed):
+    run, baseline = pair(digits, seed, sgd, 5e-3)
+    against, alone = diagnose(run, baseline), diagnose(run)
+    assert against["effective l"].verdict == alone["effective l"].verdict == "acts"
+    assert against["effective d"].verdict == alone["effective d"].verdict == "does not act"
+    # what one run says beforehand of the other: within a quarter
+    ratio = alone["effective l"].effect.value / against["effective l"].effect.value
+    assert 0.75 < ratio < 1.25
+    assert "exp(2 x exposure)" in " ".join(alone.consequences)
+    (head,) = [row for row in against["effective l"].layers if row.layer == "6"]
+    assert head.effect is None
+    assert "not scale-invariant" in head.reason
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bias_free_linear_net_with_kfac_g(digits, seed):
+    def kfac(model, weight_decay):
+        settings = {"damping": 0.1, "invert_every": 20, "weight_decay": weight_decay}
+        return KFAC(model, lr=0.01, curvature="gauss-newton", **settings)
+
+    shape = {"norm": None, "bias": False, "activation": nn.Identity}
+    run, baseline = pair(digits, seed, kfac, 0.5, ["jacobian_norm"], **shape)
+    assert verdicts(run, baseline) == ["does not act", "acts", "does not act"]
+    assert verdicts(run) == ["does not act", "cannot tell", "does not act"]
+    assert diagnose(run, baseline)["Jacobian"].effect.value > 3
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_batch_norm_with_kfac_f_at_a_damping_that_dominates(digits, seed):
+    def kfac(model, weight_decay):
+        settings = {"damping": 1e-2, "invert_every": 20, "weight_decay": weight_decay}
+        return KFAC(model, lr=0.01, **settings)
+
+    run, baseline = pair(digits, seed, kfac, 1.0, ["second_order_share"])
+    against, alone = diagnose(run, baseline), diagnose(run)
+    for result in (against, alone):
+        assert result["effective l"].verdict == "does not act"
+        assert result["effective d"].verdict == "acts"
+    ratio = alone["effective d"].effect.value / against["effective d"].effect.value
+    assert 0.75 < ratio < 1.33
+    assert any("come to dominate" in sentence for sentence in diagnose(baseline).consequences)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_decay_that_does_nothing(digits, seed):
+    run, baseline = pair(digits, seed, sgd, 1e-5, ["jacobian_norm"])
+    assert verdicts(run, baseline) == ["does not act"] * 3
+    assert verdicts(run) == ["does not act"] * 3
+
+
+def test_layer_norm_is_found_with_inputs_and_adamw_acts(digits):
+    def adamw(model, weight_decay):
+        return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=weight_decay)
+
+    run, baseline = pair(digits, 0, adamw, 1.0, norm=nn.LayerNorm)
+    against, alone = diagnose(run, baseline)["effective l"], diagnose(run)["effective l"]
+    assert against.verdict == alone.verdict == "acts"
+    assert alone.effect.value == pytest.approx(against.effect.value, rel=0.1)
+
+
+def test_no_normalisation_and_frozen_layers(digits):
+    model = net(0, norm=None)
+    model[0].requires_grad_(False)
+    result = diagnose(train(digits, model, sgd(model, 5e-3)))
+    assert [f.verdict for f in result.findings] == ["does not act", "cannot tell", "does not act"]
+    assert result.skipped == {"0": "frozen: it is not trained"}
+    frozen = net(0)
+    frozen[0].requires_grad_(False)
+    result = diagnose(train(digits, frozen, sgd(frozen, 5e-3)))
+    assert result["effective l"].verdict == "acts"
+    assert {row.layer: row.verdict for row in result["effective l"].layers}["3"] == "acts"
+
+
+def test_an_optimizer_for_some_layers_only(digits):
+    model = net(0)
+    parameters = [*model[3].parameters(), *model[6].parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=5e-3)
+    result = diagnose(train(digits, model, optimizer))
+    assert result.skipped == {"0": "the watched optimizer does not hold it"}
+    assert result["effective l"].verdict == "acts"
+
+
+def test_an_unknown_optimizer(digits):
+    class Mine(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.1, "weight_decay": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p -= group["lr"] * (p.grad + group["weight_decay"] * p)
+
+    model = net(0)
+    with pytest.warns(UserWarning, match="effective learning rate of Mine is not known"):
+        watched = train(digits, model, Mine(model.parameters()))
+    result = diagnose(watched)
+    assert result["effective l"].verdict == "cannot tell"
+
+
+def test_records_on_disk_say_the_same(digits, tmp_path):
+    model = net(0)
+    watched = train(digits, model, sgd(model, 5e-3), folder=tmp_path / "run")
+    on_disk = diagnose(tmp_path / "run")
+    in_memory = diagnose(watched)
+    assert on_disk.findings == in_memory.findings
+    assert diagnose(tmp_path / "run" / "rows.jsonl").findings == in_memory.findings
+    assert diagnose(watched.records).findings == in_memory.findings
