@@ -195,7 +195,7 @@ def record(run: Observed, probe: str, *, both: bool = False) -> str:
     if run.own:
         return f"record it with `decaylab probe RUN --record` for {of}"
     extra = ", inputs=batch" if probe != "second_order_share" else ""
-    return f'record {of} with watch(..., probes=[*FREE, "{probe}"]{extra})'
+    return f'record {of} with watch(..., probes=[*decaylab.probes.FREE, "{probe}"]{extra})'
 
 
 def what_follows(run: Observed, findings: tuple[Finding, ...]) -> list[str]:
@@ -220,7 +220,7 @@ def what_follows(run: Observed, findings: tuple[Finding, ...]) -> list[str]:
     if others:
         verb = {"acts": "matters: it shrinks the Jacobian", "does not act": "has little effect"}
         words = verb.get(jacobian.verdict, "acts on the function; how much, is not decided here")
-        said.append(f"Decay of {_names(others)} {words}.")
+        said.append(f"Decay of the layers whose norm counts ({_names(others)}) {words}.")
     if not said:
         said.append("There is no decay to keep or to drop.")
     kfac = [x for x in run.layers.values() if x.invariant and x.setting and x.setting.power == 0]

@@ -112,7 +112,8 @@ def records_words(finding: Finding) -> str:
     if effect is None:
         return ""
     how = "against the baseline" if effect.source == "baseline" else "reconstructed from this run"
+    counted = "1 record" if effect.records == 1 else f"{effect.records} records"
     steps = f"steps {effect.steps[0]} to {effect.steps[1]}"
     if effect.steps[0] == effect.steps[1]:
         steps = f"step {effect.steps[0]}"
-    return f"{', '.join(effect.probes)}; {effect.records} records, {steps}, {how}"
+    return f"{', '.join(effect.probes)}; {counted}, {steps}, {how}"
