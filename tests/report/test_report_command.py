@@ -8,7 +8,7 @@ from report.synthetic import everything, fill_artefacts, write_run
 from typer.testing import CliRunner
 
 from decaylab.cli import app
-from decaylab.paper import cells
+from decaylab.paper import cells, settings
 from decaylab.records import RunStore
 from decaylab.report import write
 from decaylab.theory import Check
@@ -110,8 +110,10 @@ def test_numbers_say_where_they_come_from(filled):
     assert "ReLU & <no> bias" in text  # escaped, not swallowed
 
 
-def test_what_needs_a_search_is_said(filled):
-    assert "cells have no setting yet: needs search" in filled[3].text
+def test_what_needs_a_search_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(settings, "_all_searched", lambda folder: [])
+    fill_artefacts(tmp_path, ["fig1"])
+    assert "cells have no setting yet: needs search" in report(tmp_path)[2].text
 
 
 def test_files(filled):

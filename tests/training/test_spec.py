@@ -16,6 +16,7 @@ ranges = {
     "momentum": st.floats(0, 0.999),
     "factor_decay": st.floats(0, 0.999),
     "seed": st.integers(0, 2**63 - 1),
+    "norm_source": st.sampled_from(["", "digits-mlp-bn-sgd-l2-0f08e4a1"]),
 }
 
 
@@ -46,6 +47,8 @@ def specs(draw):
         values.pop("activation", None)
     if values.get("weight_decay") and values.get("decay", "none") == "none":
         values["decay"] = "l2"
+    if values.get("norm_source"):
+        values["batch_norm"] = True
     return values
 
 
