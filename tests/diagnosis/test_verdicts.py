@@ -197,6 +197,29 @@ def test_runs_that_cannot_be_compared_are_judged_alone():
         assert result["effective l"].effect.source == "this run"
 
 
+def test_records_at_other_steps_and_too_few():
+    run = records({"conv": sgd(weight_decay=STRONG)}, every=50)
+    finding = diagnose(run, records({"conv": sgd()}, every=333))["effective l"]
+    assert finding.effect.steps == (1, 1)  # the first step is common to all
+    assert finding.verdict == "cannot tell"
+    assert "further into training" in finding.would_decide
+    rows = tuple(row for row in records({"conv": sgd()}, every=333).rows if "norm" not in row.name)
+    late = tuple(Row(s, 0, 0.0, "weight_norm/conv", 1.0) for s in (333, 666))
+    apart = diagnose(run, Rows((*rows, *late)))["effective l"]
+    assert apart.verdict == "cannot tell"
+    assert "the same every=" in apart.would_decide
+    few = diagnose(records({"conv": sgd(weight_decay=STRONG)}, steps=10, every=50))
+    assert {finding.verdict for finding in few.findings} <= {"cannot tell", "does not act"}
+    assert "less than twice" in few.skipped["conv"]
+
+
+def test_exposure_that_is_not_recorded_follows_from_the_settings():
+    full = records({"conv": sgd(weight_decay=STRONG)})
+    less = Rows(tuple(row for row in full.rows if not row.name.startswith("decay_exposure")))
+    a, b = (diagnose(rows)["effective l"].effect.value for rows in (full, less))
+    assert a == pytest.approx(b, rel=1e-9)
+
+
 def test_empty_and_diverged_records():
     empty = diagnose(Rows(()))
     assert {finding.verdict for finding in empty.findings} == {"cannot tell"}

@@ -27,6 +27,8 @@ SENSITIVITY = {
 }
 
 Rows = tuple[LayerEvidence, ...]
+NO_COMMON_STEP = "no records at a common step"
+SAME_STEPS = "record both runs at the same steps (the same every=)"
 GIVE_BASELINE = "give a baseline: the same run without decay (diagnose RUN BASELINE)"
 
 
@@ -50,12 +52,13 @@ def no_decay(run: Observed, name: str, quantity: str, decayed: list[LayerRecord]
         return Finding(
             *(name, quantity, "cannot tell"),
             "No layer is recorded well enough to be judged.",
-            would_decide="train inside `with watch(model, optimizer):` and diagnose its records",
+            would_decide="train inside `with watch(model, optimizer, every=...)`, every small enough for"
+            " several records",
         )
     if not decayed:
         return Finding(name, quantity, "does not act", "No layer decays.")
     exposures = [layer.total_exposure for layer in decayed if layer.total_exposure is not None]
-    if exposures and max(exposures) < TOO_LITTLE_EXPOSURE:
+    if len(exposures) == len(decayed) and max(exposures) < TOO_LITTLE_EXPOSURE:
         reason = (
             f"Over the whole run decay took {100 * max(exposures):.2g} % of the weights (exposure"
             f" {max(exposures):.2g}): too little to act in these {run.steps} steps."
@@ -102,7 +105,7 @@ def no_effect(layer: LayerRecord) -> str:
     """Why there is no effect of a layer that the mechanism can act on."""
     if layer.setting is not None and layer.setting.preconditioned:
         return "L2 inside the preconditioner takes no fixed part: needs a baseline"
-    return "no records at a common step" if layer.exposure else "its decay exposure is not recorded"
+    return NO_COMMON_STEP
 
 
 def function_row(layer: LayerRecord, baseline: Observed | None) -> LayerEvidence:
@@ -153,7 +156,7 @@ def found_by(
             *(name, quantity, verdict),
             f"There is nothing to compare with: {'; '.join(reasons)}.",
             layers=rows,
-            would_decide=GIVE_BASELINE,
+            would_decide=SAME_STEPS if NO_COMMON_STEP in reasons else GIVE_BASELINE,
         )
     reached = exposure_at(run, effect.steps[1])
     if reached is not None and reached < TOO_LITTLE_EXPOSURE:
@@ -194,8 +197,10 @@ def record(run: Observed, probe: str, *, both: bool = False) -> str:
     of = "both runs" if both else "it"
     if run.own:
         return f"record it with `decaylab probe RUN --record` for {of}"
-    extra = ", inputs=batch" if probe != "second_order_share" else ""
-    return f'record {of} with watch(..., probes=[*decaylab.probes.FREE, "{probe}"]{extra})'
+    jacobian = probe == "jacobian_norm"
+    extra = ", inputs=batch" if jacobian else ""
+    call = f'record {of} with watch(..., probes=[*decaylab.probes.FREE, "{probe}"]{extra})'
+    return call + (', or "gn_norm" where the inputs are tokens' if jacobian else "")
 
 
 def what_follows(run: Observed, findings: tuple[Finding, ...]) -> list[str]:

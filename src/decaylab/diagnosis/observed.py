@@ -74,6 +74,16 @@ class Setting:
             return 0.0
         return steady_shrink(self.weight_decay, self.decay, lr=self.lr, momentum=self.memory)
 
+    @property
+    def rate(self) -> float:
+        """What a step adds to the decay exposure: `optim.decay.decay_rate`."""
+        if not self.decays:
+            return 0.0
+        kind = "sgd" if self.power == 2 else "adam"  # which differ in what momentum does to L2
+        return decay_rate(
+            self.weight_decay, self.decay, optimizer=kind, lr=self.lr, momentum=self.memory
+        )
+
 
 @dataclass(frozen=True)
 class LayerRecord:
@@ -196,6 +206,18 @@ def _totals(series: Mapping[str, Series]) -> dict[str, Series]:
     return {name: series[name] for name in TOTALS if name in series}
 
 
+def _exposure(settings: tuple[tuple[int, Setting], ...], norms: Series) -> Series:
+    """The decay exposure at each record: `Setting.rate` summed over the steps up to it."""
+    found = []
+    for step, _ in norms:
+        total = 0.0
+        for i, (start, setting) in enumerate(settings):
+            end = settings[i + 1][0] if i + 1 < len(settings) else math.inf
+            total += setting.rate * max(min(step + 1, end) - start, 0)
+        found.append((step, total))
+    return tuple(found)
+
+
 # ---------------------------------------------------------------- watched runs
 
 
@@ -230,13 +252,16 @@ def _watched_layer(series: Mapping[str, Series], layer: str) -> LayerRecord:
         if "lr" in now:
             settings.append((step, _setting(now)))
     norms = series.get(f"weight_norm/{layer}", series.get(f"norm/{layer}", ()))
-    exposure = dict(series.get(f"decay_exposure/{layer}", ()))
+    recorded = dict(series.get(f"decay_exposure/{layer}", ()))
+    exposure = tuple((step, recorded[step]) for step, _ in norms if step in recorded)
+    if len(exposure) < len(norms):
+        exposure = _exposure(tuple(settings), norms)
     return LayerRecord(
         layer,
         invariant=now.get("invariant", 0.0) == 1.0,
         settings=tuple(settings),
         norms=norms,
-        exposure=tuple((step, exposure[step]) for step, _ in norms if step in exposure),
+        exposure=exposure,
         series=_by_layer(series, layer),
         skipped=_why_skipped(now, norms),
     )
@@ -298,7 +323,7 @@ def _own(folder: RunFolder) -> Observed:
             invariant=name in invariant,
             settings=settings,
             norms=norms,
-            exposure=_exposure(spec, settings, norms),
+            exposure=_exposure(settings, norms),
             series=_by_layer(series, name),
             skipped="" if len(norms) > 1 else "its norm was recorded less than twice: train on",
         )
@@ -348,23 +373,4 @@ def _timeline(spec: RunSpec, per_epoch: int, decayed: bool) -> tuple[tuple[int, 
         )
         if not found or found[-1][1] != setting:
             found.append((epoch * per_epoch + 1, setting))
-    return tuple(found)
-
-
-def _exposure(spec: RunSpec, settings: tuple[tuple[int, Setting], ...], norms: Series) -> Series:
-    """`decay_rate` summed over the steps up to each record."""
-    found = []
-    for step, _ in norms:
-        total = 0.0
-        for i, (start, setting) in enumerate(settings):
-            end = settings[i + 1][0] if i + 1 < len(settings) else math.inf
-            rate = decay_rate(
-                setting.weight_decay,
-                setting.decay,
-                optimizer=spec.optimizer,
-                lr=setting.lr,
-                momentum=setting.memory,
-            )
-            total += rate * max(min(step + 1, end) - start, 0)
-        found.append((step, total))
     return tuple(found)
