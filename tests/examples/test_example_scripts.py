@@ -1,0 +1,45 @@
+"""Each example runs, says what it should, and warns of nothing (warnings are errors here)."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = ["--steps", "12", "--batch", "8", "--width", "8", "--depth", "1"]
+
+
+def run(name, arguments, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [name, *TINY, *arguments])
+    with torch.random.fork_rng():
+        found = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    return found, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "kfac-f", "kfac-g"])
+@pytest.mark.parametrize("name", ["gpt", "vit", "resnet_affine"])
+def test_an_example_trains_twice_and_diagnoses(name, optimizer, monkeypatch, capsys):
+    found, out = run(name, ["--optimizer", optimizer], monkeypatch, capsys)
+    assert found["OPTIMIZERS"] == ("adamw", "sgd", "kfac-f", "kfac-g")
+    assert len(re.findall(r"step +\d+  training loss \d", out)) == 24  # with decay and without
+    assert re.search(r"test (loss|accuracy): [\d.]+%? with decay, [\d.]+%? without", out)
+    assert ("outside K-FAC's blocks" in out) == optimizer.startswith("kfac")
+    assert "| mechanism | verdict |" in out
+    assert "judged from" not in out  # the two runs can be compared
+
+
+def test_what_the_diagnosis_says_of_each_architecture(monkeypatch, capsys):
+    """A ResNet's convolutions are scale-invariant, those of a pre-norm transformer are not."""
+    _, resnet = run("resnet_affine", ["--weight-decay", "0.1"], monkeypatch, capsys)
+    invariant = resnet.split("## Effective learning rate")[1].split("## Jacobian norm")[0]
+    assert "blocks.0.conv1" in invariant
+    assert "No layer is scale-invariant" not in invariant
+    _, gpt = run("gpt", ["--weight-decay", "30"], monkeypatch, capsys)
+    assert "No layer is scale-invariant" in gpt
+
+
+def test_the_gpts_tied_embedding_is_left_to_adam(monkeypatch, capsys):
+    _, out = run("gpt", ["--optimizer", "kfac-f"], monkeypatch, capsys)
+    assert "stepped by Adam: tied: shared by tokens.weight, head.weight" in out
