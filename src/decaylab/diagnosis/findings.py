@@ -52,8 +52,8 @@ def no_decay(run: Observed, name: str, quantity: str, decayed: list[LayerRecord]
         return Finding(
             *(name, quantity, "cannot tell"),
             "No layer is recorded well enough to be judged.",
-            would_decide="train inside `with watch(model, optimizer, every=...)`, every small enough for"
-            " several records",
+            would_decide="train inside `with watch(model, optimizer, every=...)`, with several"
+            " records in the run",
         )
     if not decayed:
         return Finding(name, quantity, "does not act", "No layer decays.")
