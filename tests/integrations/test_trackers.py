@@ -85,10 +85,8 @@ def test_a_writer_of_ones_own_is_left_open(tmp_path):
 
 
 @pytest.fixture
-def wandb(monkeypatch, tmp_path):
-    monkeypatch.setenv("WANDB_MODE", "offline")
+def wandb(monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     return pytest.importorskip("wandb")
 
@@ -131,7 +129,8 @@ def offline_rows(folder):
 
 
 def test_wandb_offline_has_what_was_recorded(wandb, tmp_path):
-    tracker = WandB(project="decaylab-test")
+    # by argument: W&B reads the environment once in a process
+    tracker = WandB(project="decaylab-test", mode="offline", dir=str(tmp_path))
     watched = watched_run(tracker)
     tracker.close()
     assert wandb.run is None
