@@ -1,6 +1,7 @@
 """The snippets of docs/integrations.md run as they stand there."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,7 @@ def test_accelerate(here):
 def test_trackers(here):
     for library in ("tensorboard", "wandb", "mlflow", "sqlalchemy"):
         pytest.importorskip(library)
+    sys.modules["wandb"].teardown()  # or it works in the folder of an earlier test
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

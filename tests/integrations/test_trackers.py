@@ -144,13 +144,17 @@ def test_wandb_offline_has_what_was_recorded(wandb, tmp_path):
     assert axes["weight_norm"] == axes["weight_norm/*"] == "decaylab/step"
 
 
-def test_the_active_wandb_run_is_used_and_left_open(wandb):
-    with wandb.init(project="decaylab-test", mode="disabled") as run:
+def test_the_active_wandb_run_is_used_and_left_open(wandb, tmp_path):
+    with wandb.init(project="decaylab-test", mode="offline", dir=str(tmp_path)) as run:
         tracker = WandB()
         tracker.log(ROWS)
         tracker.close()
         assert wandb.run is run
         run.log({"mine": 1.0})
+    logged, _ = offline_rows(tmp_path)
+    assert [row.get("decaylab/step") for row in logged] == [1, 5, None]
+    assert logged[1]["weight_norm/0"] == 1.5
+    assert logged[2]["mine"] == 1.0
 
 
 # -- MLflow --
