@@ -36,7 +36,7 @@ def test_values_are_those_of_the_checkpoint(tmp_path, optimizer):
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in json.loads(result.stdout)}
     model, _, data = load_run(tmp_path / name)
-    (inputs, _), *_ = evaluation_batches(data.train, batch_size=32, mean=data.mean, std=data.std)
+    (inputs, _), *_ = evaluation_batches(data.test, batch_size=32, mean=data.mean, std=data.std)
     want = probes.jacobian_norm(model, inputs)
     assert rows["jacobian_norm"]["value"] == pytest.approx(want.total, rel=1e-5)
     assert rows["jacobian_norm"]["unit"] == want.unit

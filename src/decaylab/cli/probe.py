@@ -43,8 +43,9 @@ def probe_command(
 ) -> None:
     """Print the probes of a run's last checkpoint: the whole model's, then layer by layer.
 
-    Everything is measured on the first images of the training split (the generalization gap on
-    those of both), BN in eval mode; K-FAC norms with batch statistics, as K-FAC sees them.
+    Everything is measured on the first images of the training split, but for the Jacobian norm on
+    those of the test split (as Table 2) and the generalization gap on both; BN in eval mode, K-FAC
+    norms with batch statistics, as K-FAC sees them.
     """
     folder = RunStore(runs).find(run)
     where = options.chosen_device(device)
@@ -75,7 +76,7 @@ def _measures(
     train, test = (_images(split, data, examples) for split in (data.train, data.test))
     inputs = train[0]
     yield lambda: probes.generalization_gap(model, [train], [test])
-    yield lambda: probes.jacobian_norm(model, inputs)
+    yield lambda: probes.jacobian_norm(model, test[0])
     yield lambda: probes.gauss_newton_norm(model, inputs)
     yield lambda: probes.kfac_gauss_newton_norm(model, [inputs])
     yield lambda: probes.fisher_rao_norm(model, inputs)
