@@ -1,5 +1,6 @@
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -168,6 +169,26 @@ def test_search_of_a_cell_and_of_a_spec_file(tmp_path):
     own = decaylab("search", "--config", tmp_path / "spec.toml", "--retrain", "--runs", tmp_path)
     assert own.exit_code == 0, own.output
     assert "test accuracy" in own.stdout
+
+
+def test_a_grid_made_without_optuna_is_found_by_the_search(tmp_path, monkeypatch):
+    pytest.importorskip("optuna")
+    (tmp_path / "spec.toml").write_text("hidden = [8]\nepochs = 1\nbatch_size = 256\nlr = 0.1\n")
+    search = ["search", "--config", tmp_path / "spec.toml", "--runs", tmp_path, "--lr", "0.01,0.1"]
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "optuna", None)
+        made = decaylab(*search, "--runs-only", "--at-once", "2")
+        assert made.exit_code == 0, made.output
+        assert "2 of 2 runs made" in made.stdout
+        assert "pip install" in decaylab(*search).stderr
+
+    def no_training(*arguments, **more):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr("decaylab.paper.search.train", no_training)
+    found = decaylab(*search)
+    assert found.exit_code == 0, found.output
+    assert found.stdout.count("complete") == 2
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def reproduce_command(
     )
     reproduction = Reproduction(planned, store, how)
     reproduction.check_data()
-    _follow(reproduction, store, to_stderr=json_output)
+    follow(reproduction, store, to_stderr=json_output)
     _summarise(reproduction.outcome, chosen, store, json_output)
     if reproduction.outcome.failed:
         raise typer.Exit(1)
@@ -168,7 +168,8 @@ def _say_missing(missing: dict[str, str]) -> None:
             print(f"  {reason}")
 
 
-def _follow(reproduction: Reproduction, store: RunStore, *, to_stderr: bool) -> None:
+def follow(reproduction: Reproduction, store: RunStore, *, to_stderr: bool = False) -> None:
+    """Make the runs: a live table on a terminal, else a line for each that ends."""
     stream = sys.stderr if to_stderr else sys.stdout
     total = len(reproduction.planned)
     if not stream.isatty():

@@ -7,10 +7,12 @@ import torch
 import typer
 
 from decaylab.cli import options
+from decaylab.cli.reproduce import follow
 from decaylab.data import load
 from decaylab.errors import DecaylabError
 from decaylab.paper import tier_of
-from decaylab.paper.search import Search, SearchPlan, Trial, default_space
+from decaylab.paper.reproduce import How, PlannedRun, Reproduction
+from decaylab.paper.search import Search, SearchPlan, Trial, default_space, grid_specs
 from decaylab.paper.settings import ROW, SCHEMES
 from decaylab.paper.suite import searched_cell, spec_for
 from decaylab.records import RunStore
@@ -38,6 +40,19 @@ def search_command(
     lr: Values = None,
     weight_decay: Values = None,
     damping: Values = None,
+    runs_only: Annotated[
+        bool,
+        typer.Option(
+            "--runs-only",
+            help="Make the grid's runs and choose nothing: a later search finds them. No Optuna.",
+        ),
+    ] = False,
+    at_once: Annotated[
+        int, typer.Option(min=1, help="With --runs-only: so many take turns.")
+    ] = 1,
+    max_minutes: Annotated[
+        float | None, typer.Option(help="With --runs-only: stop cleanly after so long.")
+    ] = None,
     retrain: Annotated[
         bool, typer.Option("--retrain", help="Then train the winner on all training images.")
     ] = False,
@@ -64,6 +79,11 @@ def search_command(
     if plan.base.data == "digits":
         torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
         where = options.chosen_device("cpu" if device == "auto" else device)
+    if runs_only:
+        seconds = None if max_minutes is None else 60 * max_minutes
+        how = How(where, plan.tier, data_dir=data_dir, seconds=seconds, at_once=at_once)
+        _make_grid(plan, RunStore(runs / "searched" / "runs"), how)
+        return
     data = load(plan.base.data, data_dir).to(where)
     search = Search(plan, runs / "searched", data, where)
     for trial in search.run():
@@ -78,6 +98,17 @@ def search_command(
             winner, data=data, device=where, store=RunStore(runs), execution=execution
         )
         print(f"{winner.id}: test accuracy {100 * last.values['test/accuracy']:.2f} %")
+
+
+def _make_grid(plan: SearchPlan, store: RunStore, how: How) -> None:
+    planned = [PlannedRun(spec, (), ("search",)) for spec in grid_specs(plan)]
+    reproduction = Reproduction(planned, store, how)
+    reproduction.check_data()
+    follow(reproduction, store)
+    outcome = reproduction.outcome
+    print(f"{len(planned) - len(outcome.left) - len(outcome.failed)} of {len(planned)} runs made")
+    for run, reason in outcome.failed.items():
+        print(f"{run}: {reason}")
 
 
 def _of_cell(

@@ -90,6 +90,20 @@ def default_space(spec: RunSpec, scheme: str, on_digits: bool = False) -> dict[s
     return space
 
 
+def grid_specs(plan: SearchPlan) -> list[RunSpec]:
+    """The runs of a plan's grid, before any widening, just as its search would make them.
+
+    A search takes over those that it finds finished, so they can be made elsewhere, without Optuna.
+    """
+    space = {field: sorted(values) for field, values in plan.space.items()}
+    points = product(*space.values())
+    return [with_values(_held_out(plan), dict(zip(space, point, strict=True))) for point in points]
+
+
+def _held_out(plan: SearchPlan) -> RunSpec:
+    return replace(plan.base.resolved(), held_out=True)
+
+
 @dataclass(frozen=True)
 class Trial:
     """A trial that ended: its settings, and its held-out accuracy where it got that far."""
@@ -107,7 +121,7 @@ class Search:
         self, plan: SearchPlan, folder: Path, data: DataSet, device: str | torch.device = "cpu"
     ) -> None:
         self.plan, self.folder, self._data, self._device = plan, folder, data, device
-        self.base = replace(plan.base.resolved(), held_out=True)
+        self.base = _held_out(plan)
         self._own = RunFolder(folder / plan.name)
         self._store = RunStore(folder / "runs")
         self._optuna = _optuna()
