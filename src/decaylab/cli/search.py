@@ -47,9 +47,7 @@ def search_command(
             help="Make the grid's runs and choose nothing: a later search finds them. No Optuna.",
         ),
     ] = False,
-    at_once: Annotated[
-        int, typer.Option(min=1, help="With --runs-only: so many take turns.")
-    ] = 1,
+    at_once: Annotated[int, typer.Option(min=1, help="With --runs-only: so many take turns.")] = 1,
     max_minutes: Annotated[
         float | None, typer.Option(help="With --runs-only: stop cleanly after so long.")
     ] = None,
