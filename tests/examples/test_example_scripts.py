@@ -13,6 +13,7 @@ TINY = ["--steps", "12", "--batch", "8", "--width", "8", "--depth", "1"]
 
 def run(name, arguments, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [name, *TINY, *arguments])
+    monkeypatch.syspath_prepend(EXAMPLES)  # as when it is run as a script
     with torch.random.fork_rng():
         found = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     return found, capsys.readouterr().out

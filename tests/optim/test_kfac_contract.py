@@ -14,30 +14,13 @@ from oracle.kfac_runs import (
     seeded,
     train_step,
 )
+from oracle.small_conv import CLASSES, data, flat, net
 from torch import nn
 
 import decaylab
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
-
-CLASSES = 3
-
-
-def net(norm: bool = False):
-    middle = [nn.BatchNorm2d(3)] if norm else []
-    return nn.Sequential(
-        nn.Conv2d(2, 3, 2), *middle, nn.ReLU(), nn.Flatten(), nn.Linear(27, CLASSES)
-    )
-
-
-def data(seed: int = 0, size: int = 4):
-    return random(size, 2, 4, 4, seed=seed), labels_for(size, classes=CLASSES, seed=seed)
-
-
-def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
 
 # -- the loop --
 

@@ -149,26 +149,25 @@ class TestBadInput:
         with pytest.raises(DecaylabError, match="the inputs are on meta, the model is on cpu"):
             WITH_INPUTS[probe](model, inputs.to("meta"))
 
+
+# torch builds no optimizer without parameters, and the effective lr takes any output
+@pytest.mark.parametrize("probe", [name for name in WITH_INPUTS if name != "effective lr"])
+class TestBadModel:
     def test_no_weights(self, probe):
-        if probe == "effective lr":
-            pytest.skip("torch builds no optimizer without parameters")
         with pytest.raises(DecaylabError, match="has no weights"):
             WITH_INPUTS[probe](nn.Sequential(nn.ReLU()), torch.ones(2, 3))
 
     def test_no_logits(self, probe):
-        if probe == "effective lr":
-            pytest.skip("takes any output")
         model = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
         with pytest.raises(DecaylabError, match="logits"):
             WITH_INPUTS[probe](model, torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("probe", MEASURE_WEIGHTS)
+# of a product the caller names the parameters
+@pytest.mark.parametrize("probe", [name for name in MEASURE_WEIGHTS if name != "product"])
 def test_a_frozen_model(probe):
     model, inputs, _ = tiny_net("mlp")
     model.requires_grad_(False)
-    if probe == "product":
-        pytest.skip("the parameters are named by the caller")
     with pytest.raises(DecaylabError, match="frozen"):
         WITH_INPUTS[probe](model, inputs)
 

@@ -238,7 +238,8 @@ def _norms(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
     if not layers:
         return {}
     places = [(layer, name) for layer, weights in layers.items() for name in weights]
-    norms = torch._foreach_norm([layers[layer][name].detach() for layer, name in places])
+    tensors = [layers[layer][name].detach() for layer, name in places]
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
     return {layer: math.sqrt(square) for layer, (square,) in _sums(places, norms).items()}
 
 

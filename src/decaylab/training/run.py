@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from decaylab import probes
 from decaylab.data import DataSet
 from decaylab.errors import DecaylabError
 from decaylab.optim import schedules
@@ -251,16 +252,8 @@ class TrainingRun:
 
 
 def weight_norms(model: nn.Module) -> dict[str, float]:
-    """`norm/<module>`: the Euclidean norm of each linear or conv weight, without bias."""
-    weights = {
-        name: module.weight
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "weight", None), Tensor) and module.weight.dim() > 1
-    }
-    if not weights:
-        return {}
-    norms = torch.stack([weight.detach().double().norm() for weight in weights.values()]).tolist()
-    return {f"norm/{name}": norm for name, norm in zip(weights, norms, strict=True)}
+    """`norm/<module>`: the Euclidean norm of each layer's weight, without bias."""
+    return {f"norm/{layer}": norm for layer, norm in probes.weight_norms(model).layers.items()}
 
 
 def _wake_backward_thread(device: torch.device) -> None:
