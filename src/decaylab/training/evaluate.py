@@ -1,17 +1,19 @@
 """Loss and accuracy of a model on a split, in a stated batch-norm mode."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decaylab.data import DataSet, Split, evaluation_batches
+from decaylab.training.graphs import Captured
 
 BatchNormMode = Literal["running", "batch"]
+BATCH_SIZE = 1000
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ def evaluate(
     data: DataSet,
     *,
     batch_norm: BatchNormMode = "running",
-    batch_size: int = 1000,
+    batch_size: int = BATCH_SIZE,
     between: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Mean loss and accuracy over all images of `split`, normalised as `data` says.
@@ -40,18 +42,86 @@ def evaluate(
     restored. Cost: one forward pass, one host synchronisation at the end. `between` is called
     between batches; what it raises ends the evaluation.
     """
-    device = split.images.device
-    loss = torch.zeros((), dtype=torch.float64, device=device)
-    correct = torch.zeros((), dtype=torch.int64, device=device)
-    batches = evaluation_batches(split, batch_size=batch_size, mean=data.mean, std=data.std)
-    with _mode(model, batch_norm), torch.no_grad():
-        for images, labels in batches:
-            between()
-            logits = model(images).float()
-            loss += F.cross_entropy(logits, labels, reduction="sum")
-            correct += hits(logits, labels)
-    count = len(split.labels)
-    return Evaluation(loss.item() / count, correct.item() / count, count, batch_norm)
+    return Evaluator(model, data, batch_norm=batch_norm, batch_size=batch_size)(split, between)
+
+
+class Evaluator:
+    """`evaluate` for a model that is evaluated again and again: on CUDA by replayed graphs.
+
+    A graph (one for each size of batch) reads parameters and running statistics where they lie, so
+    that it stays valid as they change; when one lies elsewhere than at the capture (`.to()`,
+    `load_state_dict(assign=True)`), graphs are captured anew. The sums are added up on the device.
+    Same result as without graphs, bit for bit.
+
+    Args:
+        model: the bare model, not a compiled one: training has compiled another mode of it.
+        data: says how images are normalised.
+        batch_norm: as for `evaluate`.
+        batch_size: images in a batch; the last one may be smaller.
+        autocast: makes the context of a forward pass. It must not be entered outside, too: the
+            weights that an outer one has cast and kept would become part of the graph.
+        graphs: capture, where the images are on CUDA.
+        pool: memory shared with other graphs that never run at the same time; None makes one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: DataSet,
+        *,
+        batch_norm: BatchNormMode = "running",
+        batch_size: int = BATCH_SIZE,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        graphs: bool = False,
+        pool: Any = None,
+    ) -> None:
+        self._model, self._data = model, data
+        self._batch_norm, self._batch_size, self._autocast = batch_norm, batch_size, autocast
+        device = data.train.images.device
+        self._graphs, self._pool = graphs and device.type == "cuda", pool
+        self._captured: dict[int, tuple[Tensor, Tensor, Captured[None]]] = {}  # by size of batch
+        self._places: list[int] = []
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._correct = torch.zeros((), dtype=torch.int64, device=device)
+
+    def __call__(self, split: Split, between: Callable[[], None] = lambda: None) -> Evaluation:
+        """Evaluate on all images of `split`; one host synchronisation, at the end."""
+        mean, std = self._data.mean, self._data.std
+        batches = evaluation_batches(split, batch_size=self._batch_size, mean=mean, std=std)
+        self._loss.zero_()
+        self._correct.zero_()
+        self._forget_graphs_of_moved_tensors()
+        add = self._replay if self._graphs else self._add
+        with _mode(self._model, self._batch_norm), torch.no_grad():
+            for images, labels in batches:
+                between()
+                add(images, labels)
+        loss, correct = torch.stack([self._loss, self._correct.double()]).tolist()
+        count = len(split.labels)
+        return Evaluation(loss / count, correct / count, count, self._batch_norm)
+
+    def _add(self, images: Tensor, labels: Tensor) -> None:
+        with self._autocast():
+            logits = self._model(images).float()
+            self._loss += F.cross_entropy(logits, labels, reduction="sum")
+        self._correct += hits(logits, labels)
+
+    def _replay(self, images: Tensor, labels: Tensor) -> None:
+        size = len(labels)
+        if size not in self._captured:
+            fixed = images.clone(), labels.clone()
+            self._captured[size] = (*fixed, Captured(lambda: self._add(*fixed), pool=self._pool))
+        fixed_images, fixed_labels, add = self._captured[size]
+        fixed_images.copy_(images)
+        fixed_labels.copy_(labels)
+        add()
+
+    def _forget_graphs_of_moved_tensors(self) -> None:
+        tensors = (*self._model.parameters(), *self._model.buffers())
+        places = [tensor.data_ptr() for tensor in tensors]
+        if places != self._places:
+            self._captured.clear()
+            self._places = places
 
 
 def hits(logits: Tensor, labels: Tensor) -> Tensor:

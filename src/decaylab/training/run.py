@@ -21,7 +21,7 @@ from decaylab.optim.decay import decay_rate
 from decaylab.optim.kfac import KFAC
 from decaylab.records import Row
 from decaylab.training.build import build_batches, build_model, build_optimizer
-from decaylab.training.evaluate import evaluate
+from decaylab.training.evaluate import Evaluator
 from decaylab.training.spec import RunSpec
 from decaylab.training.steps import Steps
 from decaylab.training.transfer import Norms, rescale
@@ -30,7 +30,7 @@ from decaylab.training.transfer import Norms, rescale
 class TrainingRun:
     """One run, in memory. `spec` is resolved; `data` is as the spec uses it, on the device.
 
-    `graphs=False` takes the steps as they are on CUDA too, with the same result.
+    `graphs=False` trains and evaluates without graphs on CUDA too, with the same result.
     """
 
     def __init__(self, spec: RunSpec, data: DataSet, *, graphs: bool = True) -> None:
@@ -46,7 +46,11 @@ class TrainingRun:
         assert spec.lr_drop_every is not None
         self._schedule = schedules.step(spec.lr_drop_every, spec.lr_drop_factor)
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        self._steps = Steps(forward, self.optimizer, self.batches, self.autocast, graphs=graphs)
+        captured = graphs
+        self._steps = Steps(forward, self.optimizer, self.batches, self.autocast, graphs=captured)
+        self._evaluate = Evaluator(
+            self.model, data, autocast=self.autocast, graphs=graphs, pool=self._steps.pool
+        )
         self.loss_sum, self.correct = self._steps.loss_sum, self._steps.correct
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if cuda else None
@@ -178,8 +182,7 @@ class TrainingRun:
         if whole_train_set:
             splits["train"] = self.data.train
         for name, split in splits.items():
-            with self.autocast():
-                result = evaluate(self.model, split, self.data, between=between)
+            result = self._evaluate(split, between)
             values[f"{name}/loss"], values[f"{name}/accuracy"] = result.loss, result.accuracy
         values["lr"] = self.lr
         values["exposure/stage"] = self.stage_exposure()

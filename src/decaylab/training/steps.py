@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,11 +45,12 @@ class Steps:
         self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
         self._position = torch.zeros((), dtype=torch.int64, device=self.device)
         self._captured: dict[bool, Captured[Tensor]] = {}  # by whether it is a refresh
+        self.pool: Any = None  # the graphs' memory, for others that run in between
         if graphs and self.device.type == "cuda":
             drawn_from = (optimizer.generator,) if isinstance(optimizer, KFAC) else ()
-            pool = torch.cuda.graph_pool_handle()
+            self.pool = torch.cuda.graph_pool_handle()
             self._captured = {
-                refresh: Captured(self._work, generators=drawn_from, pool=pool)
+                refresh: Captured(self._work, generators=drawn_from, pool=self.pool)
                 for refresh in (False, True)
             }
 
