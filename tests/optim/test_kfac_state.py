@@ -342,3 +342,30 @@ def test_a_side_longer_than_the_limit_is_diagonal(side):
     step = torch.linalg.solve(left, gradient) @ torch.linalg.inv(right)
     expected = start[0].weight - 0.1 * step[:, :-1]
     torch.testing.assert_close(model[0].weight, expected, rtol=0, atol=1e-10)
+
+
+def test_the_order_of_weights_in_memory_does_not_matter():
+    """Channels-last and transposed weights, and a momentum loaded in plain order, step alike."""
+
+    def stepped(model, reload=False):
+        opt = KFAC(model, 0.1, outputs="exact", refresh_every=1, invert_every=1, weight_decay=0.1)
+        for step in range(4):
+            if reload and step == 2:
+                state = opt.state_dict()
+                for entry in state["state"].values():
+                    for key, value in entry.items():
+                        entry[key] = value.clone(memory_format=torch.contiguous_format)
+                opt.load_state_dict(state)
+            train_step(opt, model, *data(step))
+        return flat(model)
+
+    plain = seeded(net)
+    wanted = stepped(copy.deepcopy(plain))
+    other = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    other[-1].weight = nn.Parameter(other[-1].weight.detach().t().contiguous().t())
+    holes = copy.deepcopy(plain)
+    room = torch.zeros(CLASSES, 2 * 27, dtype=torch.float64)
+    room[:, ::2] = holes[-1].weight.detach()
+    holes[-1].weight = nn.Parameter(room[:, ::2])
+    for model, reload in ((other, False), (copy.deepcopy(other), True), (holes, True)):
+        torch.testing.assert_close(stepped(model, reload), wanted, rtol=1e-12, atol=1e-12)

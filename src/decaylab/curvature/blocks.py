@@ -43,19 +43,20 @@ class Blocks:
             bank.allocate()
         self.slots: dict[Tensor, Slot] = {}
         for name, block in blocks.items():
-            bank = self._home[name]
-            here, stacks = bank.slices[name], (bank.gradient, bank.step)
-            weight, bias = block.layer.weight, block.layer.bias
-            width = weight[0].numel() * block.weight
+            bank, (weight, bias) = self._home[name], (block.layer.weight, block.layer.bias)
+            here, width = bank.slices[name], block.shape.width
             if block.weight:
-                self.slots[weight] = Slot(*(block.as_weight(s[here, :, :width]) for s in stacks))
+                stacks = bank.gradient[here, :, :width], bank.weight_step[here]
+                self.slots[weight] = Slot(*(block.as_weight(rows) for rows in stacks))
             if block.bias and bias is not None:
-                self.slots[bias] = Slot(*(s[here, :, width].view(bias.shape) for s in stacks))
+                stacks = bank.gradient[here, :, width], bank.bias_step[here]
+                self.slots[bias] = Slot(*(rows.view(bias.shape) for rows in stacks))
 
     @property
     def steps(self) -> list[Tensor]:
         """The preconditioned steps, stacked by shape."""
-        return [bank.step for bank in self._banks]
+        both = [step for bank in self._banks for step in (bank.weight_step, bank.bias_step)]
+        return [step for step in both if step.numel()]
 
     def update(self, sums: dict[str, Sums], factor_decay: float) -> None:
         """Fold what each layer has shown into its running averages."""

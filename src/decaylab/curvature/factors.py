@@ -47,13 +47,22 @@ class KroneckerFactors:
 
 
 class Shape(NamedTuple):
-    """What blocks must share to be stacked: the lengths of both sides, and which are diagonal."""
+    """What blocks must share to be stacked: the lengths of both sides, and which are diagonal.
+
+    `input_dim` counts the bias (the homogeneous 1), where there is one: it comes last.
+    """
 
     input_dim: int
     output_dim: int
+    bias: bool
     input_diagonal: bool
     output_diagonal: bool
     dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        """The input side without the bias."""
+        return self.input_dim - self.bias
 
     def wide(self, device: torch.device) -> int:
         """The input side with zeros behind it, to a size that tensor cores take."""
@@ -78,7 +87,8 @@ class Block:
         fan_in = layer.weight[0].numel() * weight + bias
         fan_out = layer.weight.shape[0] // groups
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-        shape = Shape(fan_in, fan_out, fan_in > max_factor_dim, fan_out > max_factor_dim, dtype)
+        diagonal = fan_in > max_factor_dim, fan_out > max_factor_dim
+        shape = Shape(fan_in, fan_out, bias, *diagonal, dtype)
         return Block(name, layer, weight, bias, shape, weight and is_channels_last(layer))
 
     @property
@@ -166,7 +176,7 @@ class Bank:
 
     def allocate(self) -> None:
         """Make the buffers, zero: nothing is known, nothing is moved."""
-        n, (a, g) = self.count, self.shape[:2]
+        n, a, g = self.count, self.shape.input_dim, self.shape.output_dim
         wide = self.shape.wide(self.device)
 
         def zeros(*size: int, dtype: torch.dtype = self.shape.dtype) -> Tensor:
@@ -177,7 +187,12 @@ class Bank:
         within = (slice(None), *(slice(a),) * (2 - one))
         self.A, self.A_inverse = self._wide_A[within], self._wide_inverse[within]
         self.G, self.G_inverse = (zeros(n, *(g,) * (2 - two)) for _ in range(2))
-        self.gradient, self.step = zeros(n, g, wide), zeros(n, g, wide)
+        self.gradient = zeros(n, g, wide)
+        # apart and without a margin, so that a step lies in memory as its parameter does
+        self.weight_step, self.bias_step = (
+            zeros(n, g, self.shape.width),
+            zeros(n, g * self.shape.bias),
+        )
         self.T, self.boost, self.failures = zeros(n), zeros(n) + 1, zeros(n, dtype=torch.int64)
         self.ready = zeros(n, dtype=torch.bool)
         self.pending: dict[str, Tensor] = {}
@@ -250,10 +265,15 @@ class Bank:
             half = self.gradient * self._wide_inverse[:, None, :]
         else:
             half = torch.bmm(self.gradient, self._wide_inverse)
-        if self.shape.output_diagonal:
-            torch.mul(half, self.G_inverse[:, :, None], out=self.step)
-        else:
-            torch.bmm(self.G_inverse, half, out=self.step)
+        width = self.shape.width
+        parts = [(half[..., :width], self.weight_step)]
+        if self.shape.bias:
+            parts.append((half[..., width : width + 1], self.bias_step[..., None]))
+        for part, step in parts:
+            if self.shape.output_diagonal:
+                torch.mul(part, self.G_inverse[:, :, None], out=step)
+            else:
+                torch.bmm(self.G_inverse, part, out=step)
 
     def factors(self, block: Block) -> KroneckerFactors:
         """One layer's factors, copied."""

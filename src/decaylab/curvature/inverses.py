@@ -18,6 +18,8 @@ from torch import Tensor
 
 # Above this size a batched factorisation gains nothing and triples the workspace.
 LARGEST_BATCHED = 512
+# Down to this size triangular matrices are split, so that products skip their zero halves.
+SMALLEST_SPLIT = 512
 
 
 def factored_damping(A: Tensor, G: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,12 +62,51 @@ def invert_(sides: Tensor) -> Tensor:
     if sides.shape[1] > LARGEST_BATCHED and len(sides) > 1:
         return torch.cat([invert_(sides[i : i + 1]) for i in range(len(sides))])
     root, info = torch.linalg.cholesky_ex(sides, check_errors=False)
-    # cholesky_inverse and a batched cholesky_solve wait for the device; these two do not
-    identity = torch.eye(sides.shape[1], dtype=sides.dtype, device=sides.device)
-    half = torch.linalg.solve_triangular(root, identity.expand_as(sides), upper=False)
+    # cholesky_inverse and a batched cholesky_solve wait for the device, and are slower
     with _ieee_products():
-        torch.bmm(half.mT, half, out=sides)
+        _invert_triangle_(root)
+        _square_triangle(root, sides)
     return (info == 0) & sides.isfinite().flatten(1).all(1)
+
+
+def _invert_triangle_(L: Tensor) -> None:
+    """Replace lower triangular L [n, d, d] by its inverse, by halves, as accurate as one solve.
+
+    [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]]: d^3 / 3 multiplications, nearly all in
+    products.
+    """
+    size = L.shape[1]
+    if size <= SMALLEST_SPLIT:
+        identity = torch.eye(size, dtype=L.dtype, device=L.device).expand_as(L)
+        L.copy_(torch.linalg.solve_triangular(L, identity, upper=False))
+        return
+    P, Q, R = _halves(L)
+    _invert_triangle_(P)
+    _invert_triangle_(R)
+    torch.baddbmm(Q, torch.bmm(R, Q), P, beta=0, alpha=-1, out=Q)
+
+
+def _square_triangle(L: Tensor, square: Tensor) -> None:
+    """Write L' L to `square`, by halves: d^3 / 3 multiplications.
+
+    [[P, 0], [Q, R]]' [[P, 0], [Q, R]] = [[P'P + Q'Q, Q'R], [R'Q, R'R]].
+    """
+    if L.shape[1] <= SMALLEST_SPLIT:
+        torch.bmm(L.mT, L, out=square)
+        return
+    P, Q, R = _halves(L)
+    first, lower, last = _halves(square)
+    _square_triangle(P, first)
+    torch.baddbmm(first, Q.mT, Q, out=first)
+    torch.bmm(R.mT, Q, out=lower)
+    square[:, : len(P[0]), len(P[0]) :] = lower.mT
+    _square_triangle(R, last)
+
+
+def _halves(square: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The first, the lower left and the last block of [n, d, d], cut at a multiple of 8."""
+    half = -(-square.shape[1] // 16) * 8
+    return square[:, :half, :half], square[:, half:, :half], square[:, half:, half:]
 
 
 @contextmanager

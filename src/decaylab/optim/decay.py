@@ -29,11 +29,13 @@ from decaylab.errors import DecaylabError
 from decaylab.networks import ParameterRole, roles
 
 Decay = Literal["none", "l2", "decoupled", "independent"]
+Law = Literal["sgd", "adam", "kfac"]
 Scope = str | Callable[[ParameterRole], bool]
 
 DECAYS: tuple[str, ...] = ("none", "l2", "decoupled", "independent")
 SCOPES: tuple[str, ...] = ("all", "conv", "fc")
-OPTIMIZERS: tuple[str, ...] = ("sgd", "adam", "kfac-f", "kfac-g")
+OPTIMIZERS: dict[str, Law] = {"sgd": "sgd", "adam": "adam", "kfac-f": "kfac", "kfac-g": "kfac"}
+"""By name, how a step depends on the norm of the weights (`probes.effective_learning_rate`)."""
 
 
 def add_decay(
@@ -159,7 +161,10 @@ def steady_shrink(
     discriminant = half * half - momentum
     if discriminant <= 0:
         return 1 - math.sqrt(momentum)
-    return 1 - (abs(half) + math.sqrt(discriminant))
+    if half < 0:
+        return 1 + half - math.sqrt(discriminant)
+    # 1 - half - sqrt(discriminant), without the cancellation at a small amount
+    return amount / ((1 - momentum + amount) / 2 + math.sqrt(discriminant))
 
 
 def convert(
@@ -221,7 +226,7 @@ def decay_rate(
         return 0.0
     if decay == "independent":
         return weight_decay
-    if decay == "l2" and optimizer != "adam":
+    if decay == "l2" and OPTIMIZERS[optimizer] != "adam":
         return lr * weight_decay / (1 - momentum)
     return lr * weight_decay
 
@@ -301,7 +306,7 @@ def _row(
     }[decay]
     factor: float | None = 1.0
     long_run: float | None = 1.0
-    if decay == "l2" and optimizer != "sgd":
+    if decay == "l2" and OPTIMIZERS[optimizer] != "sgd":
         how, factor, long_run = "in the gradient, then preconditioned", None, None
     elif decay != "none":
         factor = 1 - steady_shrink(weight_decay, decay, lr=lr)

@@ -410,9 +410,14 @@ class KFAC(torch.optim.Optimizer):
             self._skips[1].mul_((~finite).long())
 
     def _velocity(self, parameter: Tensor) -> Tensor:
+        """A parameter's momentum, in memory as the parameter is (a loaded one may not be)."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
+        elif state["momentum_buffer"].stride() != parameter.stride():
+            loaded, buffer = state["momentum_buffer"], torch.empty_like(parameter)
+            if buffer.stride() != loaded.stride():
+                state["momentum_buffer"] = buffer.copy_(loaded)
         return state["momentum_buffer"]
 
     # ---------------------------------------------------------------- setting up

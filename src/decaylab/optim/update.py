@@ -1,8 +1,8 @@
 """A K-FAC update after the curvature is known: precondition, KL clip, momentum, decay.
 
 Nothing here looks at a tensor's value on the host. A step that must not happen (its gradient or its
-direction is not finite) is masked on the device: its direction is zeroed, its learning rate is 0
-and its momentum 1, which leaves weights and velocities as they are.
+direction is not finite) is left out on the device: nothing decays, and torch's fused kernels return
+at once, which leaves weights and velocities as they are.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,10 +56,8 @@ class Updater:
         other_gradients = [p.grad for group in others for p in group["params"]]
         finite = _all_finite([*self.blocks.steps, *other_gradients])
         move = finite if loss_scale.skip is None else finite & (loss_scale.skip == 0)
-        for step in self.blocks.steps:
-            step.masked_fill_(~move, 0.0)
         if kl_clip is not None:
-            scale = torch.where(move, self._kl_scale(covered, kl_clip), 1.0)
+            scale = self._kl_scale(covered, kl_clip)
             for step in self.blocks.steps:
                 step.mul_(scale.to(step.dtype))
         for group in covered:
@@ -134,16 +132,35 @@ def _move(group: Group, velocities: list[Tensor], steps: list[Tensor], move: Ten
     """Advance velocities and parameters of one param group, in place.
 
     velocity <- momentum velocity + step
-    W <- W - lr (velocity + [decoupled] wd W) - [independent] wd W
+    W <- (1 - lr wd [decoupled], or - wd [independent]) W - lr velocity
     """
     params, weight_decay = group["params"], group["weight_decay"]
-    one = torch.ones((), dtype=params[0].dtype, device=params[0].device)
-    torch._foreach_mul_(velocities, torch.where(move, group["momentum"] * one, one))
-    torch._foreach_add_(velocities, steps)
-    directions = velocities
-    if group["decay"] == "decoupled" and weight_decay:
-        directions = add_decay(directions, params, weight_decay)
-    directions = list(torch._foreach_mul(directions, torch.where(move, one * group["lr"], 0 * one)))
-    if group["decay"] == "independent" and weight_decay:
-        directions = add_decay(directions, params, torch.where(move, weight_decay * one, 0 * one))
-    torch._foreach_sub_(params, directions)
+    if group["decay"] in ("decoupled", "independent") and weight_decay:
+        one = torch.ones((), dtype=velocities[0].dtype, device=velocities[0].device)
+        rate = weight_decay * (group["lr"] if group["decay"] == "decoupled" else 1.0)
+        torch._foreach_mul_(params, torch.where(move, one - rate, one))
+    # the fused kernel runs through memory: what lies there in another order is copied first
+    weights = [_laid_out_like(v, p) for p, v in zip(params, velocities, strict=True)]
+    torch._fused_sgd_(
+        weights,
+        [_laid_out_like(v, step) for step, v in zip(steps, velocities, strict=True)],
+        velocities if group["momentum"] else [],
+        weight_decay=0.0,
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+        found_inf=(~move).float(),
+    )
+    for p, weight in zip(params, weights, strict=True):
+        if weight is not p:
+            p.copy_(weight)
+
+
+def _laid_out_like(like: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor in another's dtype and order in memory: itself, where it has them."""
+    if tensor.dtype == like.dtype and tensor.stride() == like.stride():
+        return tensor
+    return torch.empty_like(like).copy_(tensor)
