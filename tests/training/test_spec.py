@@ -22,7 +22,7 @@ ranges = {
 
 @st.composite
 def specs(draw):
-    optimizer = draw(st.sampled_from(CHOICES["optimizer"]))
+    optimizer = draw(st.sampled_from(list(CHOICES["optimizer"])))
     values = {"optimizer": optimizer}
     optional = {name for settings in PUBLISHED.values() for name in settings}
     for item in fields(RunSpec):
@@ -35,7 +35,7 @@ def specs(draw):
         if item.name in ranges:
             values[item.name] = draw(ranges[item.name])
         elif item.name in CHOICES:
-            values[item.name] = draw(st.sampled_from(CHOICES[item.name]))
+            values[item.name] = draw(st.sampled_from(list(CHOICES[item.name])))
         elif "bool" in str(item.type):
             values[item.name] = draw(st.booleans())
         elif "int" in str(item.type):

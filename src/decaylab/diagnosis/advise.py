@@ -43,7 +43,7 @@ class Stepping:
             )
         if self.decay == "none":
             raise DecaylabError("decay none has no value: choose l2, decoupled or independent")
-        if self.decay == "l2" and self.optimizer != "sgd":
+        if self.decay == "l2" and OPTIMIZERS[self.optimizer] != "sgd":
             raise DecaylabError(
                 f"L2 inside {self.optimizer} takes no fixed part of the weights a step, so no value"
                 " corresponds to it: choose decoupled or independent"

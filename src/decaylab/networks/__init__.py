@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -14,18 +15,72 @@ from decaylab.networks.resnet import ResNet
 from decaylab.networks.roles import INVARIANCE_THRESHOLD, ParameterRole, invariance, roles
 from decaylab.networks.vgg import VGG
 
-NETWORKS: tuple[str, ...] = ("mlp", *vgg.DEPTHS, *resnet.BLOCKS)
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a network is built from; `hidden` and `activation` are for `mlp`."""
+
+    name: str
+    classes: int
+    in_channels: int
+    image_size: int
+    width: float
+    style: Style
+    hidden: Sequence[int] = (128, 128)
+    activation: str = "relu"
+
+
+Builder = Callable[[Blueprint], nn.Module]
+
+
+def _mlp(plan: Blueprint) -> nn.Module:
+    if any(size < 1 for size in plan.hidden):
+        raise DecaylabError(f"hidden sizes must be at least 1, and they are {tuple(plan.hidden)}")
+    features = plan.in_channels * plan.image_size**2
+    hidden = [scaled(size, plan.width) for size in plan.hidden]
+    return MLP(features, hidden, plan.classes, plan.style, plan.activation)
+
+
+def _vgg(plan: Blueprint) -> nn.Module:
+    sizes = (plan.in_channels, plan.image_size, plan.classes)
+    return VGG(plan.name, *sizes, plan.width, plan.style)
+
+
+def _resnet(plan: Blueprint) -> nn.Module:
+    return ResNet(plan.name, plan.in_channels, plan.classes, plan.width, plan.style)
+
+
+NETWORKS: dict[str, Builder] = {
+    "mlp": _mlp,
+    **dict.fromkeys(vgg.DEPTHS, _vgg),
+    **dict.fromkeys(resnet.BLOCKS, _resnet),
+}
+
+
+def register(name: str, build: Builder) -> None:
+    """Make `name` a network that `build`, run specs and the command line know.
+
+    `build` takes a `Blueprint` and returns the module, logits [N, classes] last; its `style` makes
+    the layers, with or without batch normalisation. The weights are drawn afterwards. To be called
+    wherever runs of that network are trained or read.
+    """
+    if name in NETWORKS:
+        raise DecaylabError(f"there is a network {name!r} already: choose another name")
+    NETWORKS[name] = build
+
 
 __all__ = [
     "INVARIANCE_THRESHOLD",
     "MLP",
     "NETWORKS",
     "VGG",
+    "Blueprint",
     "ParameterRole",
     "ResNet",
     "build",
     "initialize_",
     "invariance",
+    "register",
     "roles",
 ]
 
@@ -66,20 +121,7 @@ def build(
         1, width
     )  # a wrong width is an error for every network, also for one without hidden layers
     style = Style(name != "mlp" if batch_norm is None else batch_norm, bias, batch_norm_eps)
-    if name == "mlp":
-        if any(size < 1 for size in hidden):
-            raise DecaylabError(f"hidden sizes must be at least 1, and they are {tuple(hidden)}")
-        return initialize_(
-            MLP(
-                in_channels * image_size**2,
-                [scaled(size, width) for size in hidden],
-                classes,
-                style,
-                activation,
-            )
-        )
-    if activation != "relu":
+    if name != "mlp" and activation != "relu":
         raise DecaylabError(f"{name} has ReLUs only: leave activation out, or take mlp")
-    if name in vgg.DEPTHS:
-        return initialize_(VGG(name, in_channels, image_size, classes, width, style))
-    return initialize_(ResNet(name, in_channels, classes, width, style))
+    sizes = (classes, in_channels, image_size)
+    return initialize_(NETWORKS[name](Blueprint(name, *sizes, width, style, hidden, activation)))

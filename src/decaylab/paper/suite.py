@@ -109,6 +109,29 @@ def artefacts() -> dict[str, Artefact]:
     return {artefact.name: artefact for _, artefact in sorted(found, key=lambda pair: pair[0])}
 
 
+def register_artefact(path: str | Path) -> Artefact:
+    """Make a TOML file of one's own an artefact, named as the file: run and reported as the others.
+
+    It has the fields of `Artefact` (`order`, `reference`, `probes` and `claims` may be left out)
+    and `[[cells]]`, of which every combination of listed values is a cell. Cells are of Table 1's
+    data sets, networks and optimizers, whose settings are known.
+    """
+    path = Path(path)
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise DecaylabError(f"{path} is no readable TOML file: {error}") from error
+    if path.stem in (*artefacts(), "all"):
+        raise DecaylabError(f"there is an artefact {path.stem!r} already: rename {path.name}")
+    values.pop("order", None)
+    try:
+        found = _artefact(path.stem, values)
+    except (KeyError, TypeError) as error:
+        raise DecaylabError(f"{path} is no artefact: {error}; see docs/extend.md") from error
+    artefacts()[found.name] = found
+    return found
+
+
 def artefact_of(name: str) -> Artefact:
     """An artefact by name; an error that lists the known ones."""
     known = artefacts()

@@ -8,7 +8,7 @@ gain. Frozen weights are left out. None of this runs the model, except where `in
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,10 @@ from decaylab.curvature.untouched import bare, check_inputs, trainable, untouche
 from decaylab.errors import DecaylabError
 from decaylab.networks import invariance, roles
 from decaylab.networks.roles import INVARIANCE_THRESHOLD
-from decaylab.optim.decay import decay_of, decay_rate
-from decaylab.optim.kfac import KFAC
+from decaylab.optim.decay import OPTIMIZERS, Law, decay_of, decay_rate
 from decaylab.probes.reading import Reading, row_name
 
-Rule = Literal["sgd", "adam", "kfac"]
+Rule = Law
 # Optimizers whose step does not change when the gradient is multiplied by a number.
 GRADIENT_SCALE_FREE = tuple(
     getattr(torch.optim, name)
@@ -194,9 +193,9 @@ def effective_learning_rate(
 
 
 def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule:
-    """Which law of `effective_learning_rate` a param group follows."""
-    method = group.get("method") if isinstance(optimizer, KFAC) else None
-    if method is not None:
+    """Which law of `effective_learning_rate` a param group follows; its `"method"` says so."""
+    method = group.get("method")
+    if method is not None and method in OPTIMIZERS.values():
         return method
     if isinstance(optimizer, torch.optim.SGD):
         return "sgd"
@@ -204,7 +203,8 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule:
         return "adam"
     raise DecaylabError(
         f"the effective learning rate of {type(optimizer).__name__} is not known: "
-        "say which law it follows with rule='sgd', 'adam' or 'kfac'"
+        "say which law it follows with rule='sgd', 'adam' or 'kfac', or as 'method' in its"
+        " param groups"
     )
 
 

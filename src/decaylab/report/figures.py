@@ -15,7 +15,8 @@ FIT = 0.9999  # training accuracy that counts as 100 %
 
 def panels(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list[Panel]:
     """The panels of one figure; panels without a finished run are empty, not left out."""
-    make = _FIGURES.get(artefact.name, _accuracy_curves)
+    usual = _bars if artefact.kind == "bars" else _accuracy_curves
+    make = _FIGURES.get(artefact.name, usual)
     return make(artefact, cells, readings)
 
 
@@ -190,7 +191,6 @@ def _correlation(artefact: Artefact, cells: Sequence[Cell], readings: Readings) 
 
 
 _FIGURES = {
-    "fig1": _bars,
     "fig3": _effective_lr,
     "fig5": _correlation,
     "fig7": _traces,

@@ -1,5 +1,6 @@
 """The sections of a report: claims, tables, figures and theory, each from what is recorded."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -94,7 +95,7 @@ def _table_block(filled: Filled, readings: Readings) -> Block:
     return Block(
         f"{filled.artefact.name}-{filled.tier}",
         title,
-        text=[f"The paper: {filled.artefact.shows}"],
+        text=_shows(filled.artefact),
         note=_note(filled, readings),
         grids=[to_grid(filled.table)],
         missing=_missing(filled),
@@ -110,7 +111,7 @@ def _figure_block(filled: Filled, readings: Readings) -> Block:
     return Block(
         f"{filled.artefact.name}-{filled.tier}",
         _title(filled.artefact),
-        text=[f"The paper's figure: {filled.artefact.shows}"],
+        text=_shows(filled.artefact),
         note=_note(filled, readings),
         images=[Image(draw(panel), _alternative(panel)) for panel in drawn],
         missing=missing,
@@ -118,8 +119,18 @@ def _figure_block(filled: Filled, readings: Readings) -> Block:
 
 
 def _title(artefact: Artefact) -> str:
-    kind = "Table" if artefact.kind == "table" else "Figure"
-    return f"{kind} {artefact.name.lstrip('tablefig')}: {artefact.title}"
+    return f"{_number(artefact) or artefact.name}: {artefact.title}"
+
+
+def _number(artefact: Artefact) -> str:
+    """`Table 1` for one of the paper's, "" for one of the user's own."""
+    found = re.fullmatch("(table|fig)([0-9]+)", artefact.name)
+    return f"{'Table' if found[1] == 'table' else 'Figure'} {found[2]}" if found else ""
+
+
+def _shows(artefact: Artefact) -> list[str]:
+    whose = "The paper: " if artefact.kind == "table" else "The paper's figure: "
+    return [f"{whose if _number(artefact) else ''}{artefact.shows}"]
 
 
 def _alternative(panel: Panel) -> str:

@@ -1,6 +1,12 @@
 """Training: a run as a frozen spec, a loop that yields, records and resumes."""
 
-from decaylab.training.build import build_data, build_model, build_optimizer, load_run
+from decaylab.training.build import (
+    build_data,
+    build_model,
+    build_optimizer,
+    load_run,
+    register_optimizer,
+)
 from decaylab.training.evaluate import Evaluation, evaluate
 from decaylab.training.loop import Execution, Progress, train, train_to_end
 from decaylab.training.run import TrainingRun
@@ -19,6 +25,7 @@ __all__ = [
     "build_optimizer",
     "evaluate",
     "load_run",
+    "register_optimizer",
     "train",
     "train_to_end",
 ]

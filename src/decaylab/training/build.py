@@ -1,6 +1,9 @@
 """From a spec to its data, model and optimizer; from a run folder back to a trained model."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,15 +13,17 @@ from decaylab.curvature.outputs import Curvature
 from decaylab.data import Batches, DataSet
 from decaylab.data import load as load_data
 from decaylab.errors import DecaylabError
-from decaylab.optim.decay import parameter_groups
+from decaylab.optim.decay import OPTIMIZERS, Law, parameter_groups
 from decaylab.optim.first_order import adam, sgd
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
 from decaylab.records import RunFolder
 from decaylab.training import checkpoint
-from decaylab.training.spec import RunSpec
+from decaylab.training.spec import PUBLISHED, RunSpec
 
 CURVATURES: dict[str, Curvature] = {"kfac-f": "fisher", "kfac-g": "gauss-newton"}
+Groups = list[dict[str, Any]]
+OptimizerBuilder = Callable[[RunSpec, nn.Module, Groups], torch.optim.Optimizer]
 
 
 def build_data(spec: RunSpec, data_dir: str | Path | None = None) -> DataSet:
@@ -76,20 +81,68 @@ def build_model(spec: RunSpec, data: DataSet) -> nn.Module:
     return model.to(device)
 
 
+def _sgd(spec: RunSpec, model: nn.Module, groups: Groups) -> torch.optim.Optimizer:
+    return sgd(groups, **spec.optimizer_settings())
+
+
+def _adam(spec: RunSpec, model: nn.Module, groups: Groups) -> torch.optim.Optimizer:
+    return adam(groups, **spec.optimizer_settings())
+
+
+def _kfac(spec: RunSpec, model: nn.Module, groups: Groups) -> torch.optim.Optimizer:
+    own = spec.optimizer_settings()
+    own["kl_clip"] = own["kl_clip"] or None
+    options = KFACOptions(seed=spec.seed, inversion_lag=own.pop("inversion_lag"))
+    return KFAC(model, params=groups, curvature=CURVATURES[spec.optimizer], options=options, **own)
+
+
+BUILDERS: dict[str, OptimizerBuilder] = {
+    "sgd": _sgd,
+    "adam": _adam,
+    **dict.fromkeys(CURVATURES, _kfac),
+}
+CAPTURED = tuple(BUILDERS)
+"""The optimizers whose steps can be part of a CUDA graph."""
+
+
+def register_optimizer(
+    name: str, build: OptimizerBuilder, *, law: Law, settings: Mapping[str, Any]
+) -> None:
+    """Make `name` an optimizer that run specs and the command line know.
+
+    Args:
+        name: its name in specs.
+        build: called with the resolved spec, the model and its param groups (`parameter_groups`:
+            each has `weight_decay` and `decay`); returns the optimizer. Checkpoints hold its
+            `state_dict`: tensors, numbers and strings.
+        law: which law its effective learning rate follows (`probes.effective_learning_rate`):
+            "sgd", "adam" (a multiplied gradient changes nothing) or "kfac".
+        settings: the fields of `RunSpec` that are its own, with what they are when left out: at
+            least lr, epochs and lr_drop_every.
+
+    Its steps run as they are on CUDA too, not as graphs. To be called wherever runs of it are
+    trained or read.
+    """
+    if name in OPTIMIZERS:
+        raise DecaylabError(f"there is an optimizer {name!r} already: choose another name")
+    if law not in OPTIMIZERS.values():
+        raise DecaylabError(f"unknown law {law!r}: choose sgd, adam or kfac")
+    known = [item.name for item in fields(RunSpec)]
+    wrong = [key for key in settings if key not in known]
+    lacking = [key for key in ("lr", "epochs", "lr_drop_every") if key not in settings]
+    if wrong or lacking:
+        said = f"{wrong[0]!r} is no field of a run" if wrong else f"{lacking[0]!r} is missing"
+        raise DecaylabError(f"settings of {name}: {said}; a run has {', '.join(known)}")
+    OPTIMIZERS[name], PUBLISHED[name], BUILDERS[name] = law, dict(settings), build
+
+
 def build_optimizer(spec: RunSpec, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of a spec: torch's SGD or Adam, or our K-FAC, on the spec's decay groups."""
     spec = spec.resolved()
     groups = parameter_groups(
         model, weight_decay=spec.weight_decay, decay=spec.decay, scope=spec.decay_scope
     )
-    own = spec.optimizer_settings()
-    if spec.optimizer == "sgd":
-        return sgd(groups, **own)
-    if spec.optimizer == "adam":
-        return adam(groups, **own)
-    own["kl_clip"] = own["kl_clip"] or None
-    options = KFACOptions(seed=spec.seed, inversion_lag=own.pop("inversion_lag"))
-    return KFAC(model, params=groups, curvature=CURVATURES[spec.optimizer], options=options, **own)
+    return BUILDERS[spec.optimizer](spec, model, groups)
 
 
 def load_run(

@@ -9,7 +9,7 @@ import hashlib
 import json
 import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -20,9 +20,9 @@ from decaylab.errors import DecaylabError
 from decaylab.networks import NETWORKS
 from decaylab.optim.decay import DECAYS, OPTIMIZERS, SCOPES
 
-CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, Collection[str]] = {
     "data": tuple(DATA_SETS),
-    "network": tuple(NETWORKS),
+    "network": NETWORKS,
     "activation": ("relu", "linear"),
     "optimizer": OPTIMIZERS,
     "decay": DECAYS,
