@@ -17,7 +17,7 @@ from decaylab.data import DATA_SETS
 from decaylab.diagnosis.dynamics import Series
 from decaylab.errors import DecaylabError
 from decaylab.optim import schedules
-from decaylab.optim.decay import DECAYS, decay_rate, steady_shrink
+from decaylab.optim.decay import DECAYS, OPTIMIZERS, decay_rate, steady_shrink
 from decaylab.probes.settings import POWERS
 from decaylab.probes.watch import Watch
 from decaylab.records import Row, Rows, RunFolder
@@ -356,7 +356,7 @@ def _invariant_and_decayed(spec: RunSpec) -> tuple[set[str], set[str]]:
 
 
 def _timeline(spec: RunSpec, per_epoch: int, decayed: bool) -> tuple[tuple[int, Setting], ...]:
-    kind = {"sgd": "sgd", "adam": "adam"}.get(spec.optimizer, "kfac")
+    kind = OPTIMIZERS[spec.optimizer]
     betas = spec.betas or (0.0, 0.0)
     schedule = schedules.step(spec.lr_drop_every or 1, spec.lr_drop_factor)
     found: list[tuple[int, Setting]] = []
