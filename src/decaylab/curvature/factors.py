@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from decaylab.curvature.inverses import damped, factored_damping, invert_
+from decaylab.curvature.kernels import fold_
 from decaylab.curvature.layers import (
     Columns,
     Layer,
@@ -219,10 +220,7 @@ class Bank:
             (self.G[here], sums.G, sums.rows),
             (self.T[here], T, sums.rows),
         ):
-            entries = (-1,) + (1,) * (total.dim() - 1)
-            total.masked_fill_(~sound.view(entries), 0.0)
-            average.mul_(keep.view(entries))
-            average.addcmul_(total, ((1 - keep) / count).view(entries))
+            fold_(average, total, keep, (1 - keep) / count)
         self.ready[here] |= sound
 
     def forget(self) -> None:
