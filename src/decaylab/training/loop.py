@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from decaylab.data import DataSet, load
 from decaylab.errors import DecaylabError, Diverged
 from decaylab.records import RunStore
+from decaylab.training.arithmetic import prepare_deterministic
 from decaylab.training.build import chosen_split
 from decaylab.training.journal import Journal, open_journal
 from decaylab.training.run import TrainingRun, weight_norms
@@ -80,6 +81,8 @@ def train(
     ['epoch', 'finished']
     """
     spec, how = spec.resolved(), execution or Execution()
+    if spec.deterministic:
+        prepare_deterministic(torch.device(device))
     data = chosen_split(spec, load(spec.data) if data is None else data).to(device)
     with ExitStack() as stack:
         journal = None

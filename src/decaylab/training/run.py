@@ -20,7 +20,8 @@ from decaylab.optim import schedules
 from decaylab.optim.decay import decay_rate
 from decaylab.optim.kfac import KFAC
 from decaylab.records import Row
-from decaylab.training.build import CAPTURED, build_batches, build_model, build_optimizer
+from decaylab.training.arithmetic import arithmetic, prepare_deterministic
+from decaylab.training.build import build_batches, build_model, build_optimizer
 from decaylab.training.evaluate import Evaluator
 from decaylab.training.spec import RunSpec
 from decaylab.training.steps import Steps
@@ -36,6 +37,8 @@ class TrainingRun:
     def __init__(self, spec: RunSpec, data: DataSet, *, graphs: bool = True) -> None:
         self.spec, self.data = spec, data
         self.device = data.train.images.device
+        if spec.deterministic:
+            prepare_deterministic(self.device)
         if self.device.type == "cuda":
             _wake_backward_thread(self.device)
         self.batches = build_batches(spec, data)
@@ -46,7 +49,7 @@ class TrainingRun:
         assert spec.lr_drop_every is not None
         self._schedule = schedules.step(spec.lr_drop_every, spec.lr_drop_factor)
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        captured = graphs and spec.optimizer in CAPTURED
+        captured = graphs
         self._steps = Steps(forward, self.optimizer, self.batches, self.autocast, graphs=captured)
         self._evaluate = Evaluator(
             self.model, data, autocast=self.autocast, graphs=graphs, pool=self._steps.pool
@@ -92,7 +95,10 @@ class TrainingRun:
         outer = _get_states(self.device)
         _set_states(self._random, self.device)
         try:
-            with _float32_products(self.spec.precision), self._on_stream():
+            with (
+                arithmetic(self.spec.precision, deterministic=self.spec.deterministic),
+                self._on_stream(),
+            ):
                 yield
         finally:
             self._random = _get_states(self.device)
@@ -293,21 +299,3 @@ def _set_states(states: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
-
-
-@contextmanager
-def _float32_products(precision: str) -> Iterator[None]:
-    """CUDA: IEEE products of float32 for fp32; TF32 for tf32, and for what bf16 leaves in it.
-
-    cuDNN looks for its fastest convolutions, unless torch's deterministic algorithms are asked for.
-    """
-    matmul: Any = torch.backends.cuda.matmul
-    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    cudnn: Any = torch.backends.cudnn
-    before = matmul.fp32_precision, conv.fp32_precision, cudnn.benchmark
-    matmul.fp32_precision = conv.fp32_precision = "ieee" if precision == "fp32" else "tf32"
-    cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
-    try:
-        yield
-    finally:
-        matmul.fp32_precision, conv.fp32_precision, cudnn.benchmark = before
