@@ -21,7 +21,7 @@ from decaylab.optim.decay import decay_rate
 from decaylab.optim.kfac import KFAC
 from decaylab.records import Row
 from decaylab.training.arithmetic import arithmetic, prepare_deterministic
-from decaylab.training.build import build_batches, build_model, build_optimizer
+from decaylab.training.build import CAPTURED, build_batches, build_model, build_optimizer
 from decaylab.training.evaluate import Evaluator
 from decaylab.training.spec import RunSpec
 from decaylab.training.steps import Steps
@@ -49,7 +49,7 @@ class TrainingRun:
         assert spec.lr_drop_every is not None
         self._schedule = schedules.step(spec.lr_drop_every, spec.lr_drop_factor)
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        captured = graphs
+        captured = graphs and spec.optimizer in CAPTURED
         self._steps = Steps(forward, self.optimizer, self.batches, self.autocast, graphs=captured)
         self._evaluate = Evaluator(
             self.model, data, autocast=self.autocast, graphs=graphs, pool=self._steps.pool
