@@ -55,3 +55,13 @@ def test_one_bad_factor_does_not_touch_the_others(monkeypatch):
     wanted = torch.linalg.inv(sides[[0, 2]])
     assert inverses.invert_(sides).tolist() == [True, False, True]
     torch.testing.assert_close(sides[[0, 2]], wanted)
+
+
+def test_an_inversion_under_autocast_is_not_rounded(monkeypatch):
+    monkeypatch.setattr(inverses, "SMALLEST_SPLIT", 8)
+    sides = positive_definite("even", 40, 10.0).float()
+    wanted = sides.clone()
+    inverses.invert_(wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        inverses.invert_(sides)
+    assert torch.equal(sides, wanted)

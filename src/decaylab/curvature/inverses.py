@@ -63,7 +63,7 @@ def invert_(sides: Tensor) -> Tensor:
         return torch.cat([invert_(sides[i : i + 1]) for i in range(len(sides))])
     root, info = torch.linalg.cholesky_ex(sides, check_errors=False)
     # cholesky_inverse and a batched cholesky_solve wait for the device, and are slower
-    with _ieee_products():
+    with _ieee_products(sides.device):
         _invert_triangle_(root)
         _square_triangle(root, sides)
     return (info == 0) & sides.isfinite().flatten(1).all(1)
@@ -110,12 +110,13 @@ def _halves(square: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @contextmanager
-def _ieee_products() -> Iterator[None]:
-    """Float32 products in full precision: TF32 would cost an inverse three digits."""
+def _ieee_products(device: torch.device) -> Iterator[None]:
+    """Products in full precision, TF32 and autocast off: they would cost an inverse its digits."""
     matmul: Any = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "ieee"
     try:
-        yield
+        with torch.autocast(device.type, enabled=False):
+            yield
     finally:
         matmul.fp32_precision = before
