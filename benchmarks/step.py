@@ -1,62 +1,102 @@
-"""What a training step costs: stock SGD, and our SGD, Adam, K-FAC-F and K-FAC-G.
+"""What a training step costs: stock SGD, our SGD, Adam, K-FAC-F and K-FAC-G, and public K-FACs.
 
-    python benchmarks/step.py [--networks vgg16 resnet32] [--precision bf16] [--steps 200] [--json]
-                              [--width 1] [--batch-size 128] [--inversion-lag 0] [--compiled]
+    python benchmarks/step.py [--networks vgg16 resnet32] [--optimizers sgd adam kfac-f kfac-g]
+                              [--modes eager captured compiled compiled-captured] [--steps 200]
+                              [--precision bf16] [--inversion-lag 0] [--no-peers] [--no-parts]
+                              [--width 1] [--batch-size 128] [--json]
 
-All in one run, on CUDA where there is one; CIFAR-10-sized random images with batch norm and
-augmentation. *stock* is the loop of a tutorial: torch.optim.SGD, TF32, no graph, a ready batch.
-Ours are the steps that `decaylab train` takes, data and augmentation included: as they are (eager)
-and, on CUDA, as replayed graphs (captured). Milliseconds a step, averaged over so many steps that
-K-FAC's refreshes and inversions come in at their share; `x SGD` is over our captured SGD (on a CPU:
-our eager one); memory is the peak above what lay there before.
+All in one run, on CUDA where there is one; CIFAR-10-sized random images, batch norm, augmentation.
+*stock* is the loop of a tutorial: torch.optim.SGD, TF32, no graph, a ready batch; the peers have
+the same loop. Ours are the steps that `decaylab train` takes, data and augmentation included: as
+they are (eager), as replayed graphs (captured), and both with a compiled network.
+
+Milliseconds a step, averaged over so many steps that K-FAC's refreshes (every 10) and inversions
+(every 100) come in at their share; plain, refresh and invert are the medians of such steps. `x SGD`
+is over our SGD in the same mode, `x stock` over stock SGD; GB is the peak above what lay there
+before. The parts are those of K-FAC steps, by clocks inside the steps (and inside the graphs): of a
+plain step, preconditioning and the rest of the update (gather, checks, momentum, decay); of a
+refresh, what it adds; of an inverting step, the inversion.
 """
 
 import argparse
 import gc
 import json
+import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from measuring import (
+    PARTS_OF,
+    Clock,
+    about,
+    clocked,
+    kind_of_step,
+    parser,
+    random_data,
+    spec_for,
+    wait,
+)
+from peers import PEERS, installed
 from torch.nn import functional as F
 
-from decaylab.data import DataSet, Split
+from decaylab.data import DataSet
 from decaylab.training import RunSpec, TrainingRun
+from decaylab.training.arithmetic import arithmetic
 from decaylab.training.build import build_model
 
 IMAGES = 2560
 # By then graphs are captured and lazily made state is there.
 WARM_UP = 40
+MODES = ("eager", "captured", "compiled", "compiled-captured")
+Row = dict[str, Any]
 
 
-def random_data(device: torch.device) -> DataSet:
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (IMAGES, 3, 32, 32), generator=generator, dtype=torch.uint8)
-    split = Split(images, torch.randint(10, (IMAGES,), generator=generator))
-    return DataSet("cifar10", split, split, 10, (0.49, 0.48, 0.45), (0.2, 0.2, 0.2)).to(device)
+class Trial:
+    """Steps of one kind of training, each with its kind and the time it took on the device."""
+
+    def __init__(self, step: Callable[[], object], device: torch.device, *, tf32: bool = False):
+        self.step, self.device, self.clock = step, device, Clock(device)
+        self.kind: Callable[[], str] = lambda: "plain"
+        self.around: Callable[[], Any] = lambda: arithmetic("tf32") if tf32 else nullcontext()
+        self.spans: list[tuple[str, Any, Any]] = []
+
+    def take(self, steps: int) -> None:
+        """So many steps, without waiting for the device."""
+        for _ in range(steps):
+            kind = self.kind()
+            with self.around():
+                start = self.clock.now()
+                self.step()
+                self.spans.append((kind, start, self.clock.now()))
+
+    def averaged(self, steps: int) -> Row:
+        """Mean milliseconds over the steps behind the warm-up, and the median of each kind."""
+        self.take(min(WARM_UP, steps))
+        wait(self.device)
+        self.spans.clear()
+        started = time.perf_counter()
+        self.take(steps)
+        wait(self.device)
+        mean = 1000 * (time.perf_counter() - started) / steps
+        kinds: dict[str, list[float]] = {}
+        for kind, *span in self.spans:
+            kinds.setdefault(kind, []).append(self.clock.milliseconds(*span))
+        return {"ms": mean, "kinds": {k: statistics.median(v) for k, v in kinds.items()}}
 
 
-def milliseconds(step: Callable[[], Any], steps: int, device: torch.device) -> float:
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    for _ in range(min(WARM_UP, steps)):
-        step()
-    wait()
-    started = time.perf_counter()
-    for _ in range(steps):
-        step()
-    wait()
-    return 1000 * (time.perf_counter() - started) / steps
-
-
-def stock(spec: RunSpec, data: DataSet) -> Callable[[], None]:
+def plain_loop(spec: RunSpec, data: DataSet, make: Callable[..., Callable[[], object]]) -> Trial:
+    """A step of the loop of a tutorial on a model in torch's own memory format."""
     model = build_model(spec, data).to(memory_format=torch.contiguous_format)
+    device = data.train.images.device
+    images = torch.randn(spec.batch_size, 3, 32, 32, device=device)
+    return Trial(make(model, images, data.train.labels[: spec.batch_size]), device, tf32=True)
+
+
+def stock(model: Any, images: Any, labels: Any) -> Callable[[], None]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-3)
-    images = torch.randn(spec.batch_size, 3, 32, 32, device=data.train.images.device)
-    labels = data.train.labels[: spec.batch_size]
 
     def step() -> None:
         F.cross_entropy(model(images), labels).backward()
@@ -66,85 +106,156 @@ def stock(spec: RunSpec, data: DataSet) -> Callable[[], None]:
     return step
 
 
-def ours(spec: RunSpec, data: DataSet, *, graphs: bool) -> Callable[[], None]:
-    run = TrainingRun(spec.resolved(), data, graphs=graphs)
+def ours(spec: RunSpec, data: DataSet, *, graphs: bool) -> Trial:
+    run = TrainingRun(spec, data, graphs=graphs)
     with run.at_work():
         run.initialize(lambda: None)
+    trial = Trial(run.train_step, run.device)
+    trial.kind = lambda: kind_of_step(run.optimizer)
 
-    def step() -> None:
+    def around() -> Any:
         if run.position == run.steps_per_epoch:
             run.next_epoch()
         if run.position == 0:
             run.begin_epoch()
-        with run.at_work():
-            run.train_step()
+        return run.at_work()
 
-    return step
+    trial.around = around
+    return trial
 
 
-def measured(name: str, make: Callable[[], Callable[[], None]], arguments: Any) -> dict[str, Any]:
-    cuda = arguments.device.type == "cuda"
+def measured(make: Callable[[], Trial], options: argparse.Namespace) -> Row:
+    """Time and peak memory of a trial, its building included."""
+    cuda = options.device == "cuda"
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if cuda else 0
-    time_ = milliseconds(make(), arguments.steps, arguments.device)
+    row = make().averaged(options.steps)
     memory = (torch.cuda.max_memory_allocated() - before) / 1e9 if cuda else None
-    return {"step": name, "ms": time_, "gigabytes": memory}
+    return {**row, "gigabytes": memory}
 
 
-def benchmark(network: str, arguments: Any) -> list[dict[str, Any]]:
-    data = random_data(arguments.device)
-    common = {
-        **{"data": "cifar10", "network": network, "width": arguments.width, "batch_norm": True},
-        **{"augment": True, "batch_size": arguments.batch_size, "lr": 1e-3, "weight_decay": 1e-3},
-        **{"precision": arguments.precision, "compiled": arguments.compiled},
+def parts(spec: RunSpec, data: DataSet, *, graphs: bool, steps: int) -> Row:
+    """Median milliseconds of each part, by kind of step, in a run with clocks inside."""
+    trial = ours(spec, data, graphs=graphs)
+    warm_up = WARM_UP if trial.device.type == "cuda" else 0
+    seen: dict[str, list[Row]] = {kind: [] for kind in PARTS_OF}
+    with clocked(trial.clock):
+        for step in range(warm_up + steps):
+            kind = trial.kind()
+            trial.clock.begin(kind)
+            trial.take(1)
+            found = trial.clock.read()
+            if step >= warm_up:
+                found["update"] = found["whole update"] - found["preconditioning"]
+                found["step"] = trial.clock.milliseconds(*trial.spans[-1][1:])
+                seen[kind].append(found)
+    return {
+        kind: {
+            part: statistics.median(found.get(part, 0.0) for found in seen[kind])
+            for part in (*PARTS_OF[kind], "step")
+        }
+        for kind in seen
+        if seen[kind]
     }
-    kfac = {"initialize_batches": 2, "inversion_lag": arguments.inversion_lag}
-    optimizers: dict[str, dict[str, Any]] = {
-        "sgd": {"decay": "l2"},
-        "adam": {"decay": "decoupled"},
-        "kfac-f": {"decay": "decoupled", **kfac},
-        "kfac-g": {"decay": "decoupled", **kfac},
-    }
-    rows = []
-    plain = RunSpec(**{**common, "optimizer": "sgd", "decay": "l2"})
-    rows.append(measured("sgd, stock", lambda: stock(plain, data), arguments))
-    for name, settings in optimizers.items():
-        spec = RunSpec(**common, optimizer=name, **settings)
-        for graphs in (False, True) if arguments.device.type == "cuda" else (False,):
-            label = f"{name}, {'captured' if graphs else 'eager'}"
-            rows.append(
-                measured(label, lambda s=spec, g=graphs: ours(s, data, graphs=g), arguments)
-            )
-    base = [row["ms"] for row in rows if row["step"].startswith("sgd, ")][-1]
-    return [{"network": network, **row, "over_sgd": row["ms"] / base} for row in rows]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--networks", nargs="+", default=["vgg16", "resnet32"])
-    parser.add_argument("--precision", default="bf16", choices=["fp32", "tf32", "bf16"])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--width", type=float, default=1.0)
-    parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--inversion-lag", type=int, default=0)
-    parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    arguments.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = [row for network in arguments.networks for row in benchmark(network, arguments)]
-    if arguments.json:
-        print(json.dumps(rows, indent=2))
-        return
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"{name}, torch {torch.__version__}, {arguments.precision}, batch {arguments.batch_size}")
-    print(f"{'network':<10} {'step':<18} {'ms':>8} {'x SGD':>7} {'GB':>6}")
+def benchmark(network: str, options: argparse.Namespace) -> dict[str, list[Row]]:
+    device = torch.device(options.device)
+    data = random_data(device, IMAGES, 128)
+    specs = {name: spec_for(network, name, options) for name in options.optimizers}
+    plain = spec_for(network, "sgd", options)
+    rows = [
+        {
+            "step": "sgd",
+            "mode": "stock",
+            **measured(lambda: plain_loop(plain, data, stock), options),
+        }
+    ]
+    peers = [] if options.no_peers else [name for name in PEERS if installed(name)]
+    for name in peers:
+        row: Row = {"step": name, "mode": "peer"}
+        try:
+            row |= measured(lambda name=name: plain_loop(plain, data, PEERS[name][1]), options)
+        except Exception as error:  # not our code
+            row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        rows.append(row)
+    found_parts = []
+    for mode in options.modes:
+        graphs, compiled = "captured" in mode, mode.startswith("compiled")
+        for name, spec in specs.items():
+            if compiled:
+                spec = spec_for(network, name, options, compiled=True)
+            made = measured(lambda s=spec, g=graphs: ours(s, data, graphs=g), options)
+            rows.append({"step": name, "mode": mode, **made})
+            if name.startswith("kfac") and not options.no_parts:
+                kinds = parts(spec, data, graphs=graphs, steps=options.part_steps)
+                found_parts.append({"network": network, "step": name, "mode": mode, **kinds})
+    with_ratios = []
     for row in rows:
-        memory = "" if row["gigabytes"] is None else f"{row['gigabytes']:6.2f}"
-        line = f"{row['network']:<10} {row['step']:<18} {row['ms']:8.3f} {row['over_sgd']:7.2f}"
-        print(f"{line} {memory}")
+        same = [r["ms"] for r in rows if (r["step"], r["mode"]) == ("sgd", row["mode"])]
+        ratios = {"over_stock": [rows[0]["ms"]], "over_sgd": same}
+        ready = {k: row["ms"] / v[0] if v and "ms" in row else None for k, v in ratios.items()}
+        with_ratios.append({"network": network, **row, **ready})
+    return {"rows": with_ratios, "parts": found_parts}
+
+
+def number(value: float | None, form: str = "8.3f") -> str:
+    return f"{value:{form}}" if value is not None else " " * int(form.split(".")[0])
+
+
+def table(result: dict[str, Any]) -> str:
+    said = "{device}, torch {torch}, {precision}, batch {batch_size}, {date}"
+    lines = [said.format(**result["about"])]
+    kinds = ("plain", "refresh", "invert")
+    head = f"{'network':<9} {'step':<13} {'mode':<18} {'ms':>8} {'x SGD':>6} {'x stock':>7}"
+    lines.append(f"{head} {' '.join(f'{kind:>8}' for kind in kinds)} {'GB':>6}")
+    for row in result["rows"]:
+        line = f"{row['network']:<9} {row['step']:<13} {row['mode']:<18}"
+        if "error" in row:
+            lines.append(f"{line} {row['error']}")
+            continue
+        times = [number(row["ms"]), number(row["over_sgd"], "6.2f")]
+        times += [number(row["over_stock"], "7.2f"), *(number(row["kinds"].get(k)) for k in kinds)]
+        lines.append(f"{line} {' '.join(times)} {number(row['gigabytes'], '6.2f')}")
+    lines += [f"{name}: not installed" for name in result["not_installed"]]
+    for row in result["parts"]:
+        found = [
+            (part, row[kind][part]) for kind in kinds if kind in row for part in PARTS_OF[kind]
+        ]
+        named = ", ".join(f"{part} {value:.3f}" for part, value in found)
+        lines.append(f"parts of {row['network']} {row['step']} {row['mode']}, ms: {named}")
+    return "\n".join(lines)
+
+
+def main(given: list[str] | None = None) -> None:
+    options_parser = parser(__doc__.splitlines()[0])
+    options_parser.add_argument(
+        "--optimizers", nargs="+", default=["sgd", "adam", "kfac-f", "kfac-g"]
+    )
+    options_parser.add_argument("--modes", nargs="+", choices=MODES, help="on a CPU: eager")
+    options_parser.add_argument("--steps", type=int, default=200)
+    options_parser.add_argument(
+        "--part-steps", type=int, default=102, help="steps with clocks inside"
+    )
+    options_parser.add_argument("--no-peers", action="store_true")
+    options_parser.add_argument("--no-parts", action="store_true")
+    options = options_parser.parse_args(given)
+    if options.modes is None:
+        options.modes = MODES if options.device == "cuda" else ("eager",)
+    missing = [] if options.no_peers else [name for name in PEERS if not installed(name)]
+    result: dict[str, Any] = {
+        "about": about(options),
+        "rows": [],
+        "parts": [],
+        "not_installed": missing,
+    }
+    for network in options.networks:
+        for key, found in benchmark(network, options).items():
+            result[key] += found
+    print(json.dumps(result, indent=1) if options.json else table(result))
 
 
 if __name__ == "__main__":

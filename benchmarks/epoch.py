@@ -1,0 +1,174 @@
+"""What a whole epoch costs, data and evaluation included; runs at once; the exact Jacobian norm.
+
+    python benchmarks/epoch.py [--networks vgg16 resnet32] [--optimizers sgd kfac-g]
+                               [--parts epoch at-once evaluation jacobian] [--at-once 4]
+                               [--compiled] [--precision bf16] [--inversion-lag 0]
+                               [--train 50000] [--test 10000] [--evaluation-batches 1000] [--json]
+
+Random images as many as CIFAR-10 has, batch norm and augmentation; the runs are those of `decaylab
+train`. The first epoch, in which graphs are captured, and the last, which evaluates the training
+set too, do not count.
+
+- epoch: seconds from one epoch's end to the next (drawing batches, steps, evaluation, rows written
+  to disk), over the seconds of its steps alone; one run. Medians.
+- at-once: epochs a second of so many runs that take turns, over those of one run. No records.
+- evaluation: seconds on the test images, as graphs and without, for batches of these sizes.
+- jacobian: seconds for the exact input-output Jacobian norm of all test images.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from measuring import about, parser, random_data, spec_for, wait
+
+from decaylab import probes
+from decaylab.data import DataSet, evaluation_batches
+from decaylab.records import RunStore
+from decaylab.training import Execution, RunSpec, train
+from decaylab.training.arithmetic import arithmetic
+from decaylab.training.build import build_model
+from decaylab.training.evaluate import Evaluator
+
+PARTS = ("epoch", "at-once", "evaluation", "jacobian")
+CHUNK = 128
+Row = dict[str, Any]
+
+
+def one_run(spec: RunSpec, data: DataSet, device: torch.device) -> Row:
+    """Seconds of an epoch and of its steps, of a run alone that writes its records."""
+    whole, steps = [], []
+    how = Execution(checkpoint_every=1e9)
+    with tempfile.TemporaryDirectory() as folder:
+        running = train(spec, data=data, device=device, store=RunStore(folder), execution=how)
+        before, trained = 0.0, 0.0
+        for progress in running:
+            now, seconds = time.perf_counter(), progress.values["train/seconds"]
+            if progress.kind == "epoch" and progress.epoch > 1:
+                whole.append(now - before)
+                steps.append(seconds - trained)
+            before, trained = time.perf_counter(), seconds
+            if progress.epoch == progress.epochs - 1:
+                break
+        running.close()
+    epoch, taken = statistics.median(whole), statistics.median(steps)
+    return {"epoch_seconds": epoch, "steps_seconds": taken, "ratio": epoch / taken}
+
+
+def runs_at_once(specs: list[RunSpec], data: DataSet, device: torch.device) -> float:
+    """Seconds of an epoch of all these runs, a step each in turn."""
+    how = Execution(checkpoint_every=1e9, every_step=True, at_once=len(specs))
+    runs = [train(spec, data=data, device=device, execution=how) for spec in specs]
+    counted = (specs[0].epochs or 0) - 2
+    done = dict.fromkeys(range(len(runs)), 0)
+    started = 0.0
+    while min(done.values()) <= counted:
+        for index, run in enumerate(runs):
+            progress = next(run)
+            if progress.kind == "epoch":
+                done[index] += 1
+                if min(done.values()) == 1 == done[index]:
+                    wait(device)
+                    started = time.perf_counter()
+    seconds = time.perf_counter() - started
+    for run in runs:
+        run.close()  # type: ignore[attr-defined]
+    return seconds / counted
+
+
+def evaluation(spec: RunSpec, data: DataSet, size: int, *, graphs: bool) -> float:
+    """Seconds to evaluate on the test images; the median of three, after the capture."""
+    device = data.test.images.device
+
+    def autocast() -> Any:
+        return torch.autocast(device.type, torch.bfloat16, enabled=spec.precision == "bf16")
+
+    model = build_model(spec, data)
+    evaluate = Evaluator(model, data, autocast=autocast, graphs=graphs, batch_size=size)
+    seconds = []
+    with arithmetic(spec.precision):
+        for _ in range(6):
+            wait(device)
+            started = time.perf_counter()
+            evaluate(data.test)
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[3:])
+
+
+def jacobian(spec: RunSpec, data: DataSet) -> float:
+    """Seconds of the exact norm as `reproduce` measures it, in the run's precision."""
+    model, device = build_model(spec, data), data.test.images.device
+    batches = evaluation_batches(data.test, batch_size=8 * CHUNK, mean=data.mean, std=data.std)
+    with arithmetic(spec.precision):
+        wait(device)
+        started = time.perf_counter()
+        for images, _ in batches:
+            probes.jacobian_norm(model, images, chunk=CHUNK)
+        return time.perf_counter() - started
+
+
+def benchmark(network: str, options: argparse.Namespace, result: dict[str, list[Row]]) -> None:
+    device = torch.device(options.device)
+    data = random_data(device, options.train, options.test)
+    for name in options.optimizers:
+        length = {"epochs": options.epochs + 2, "lr_drop_every": 100}
+        spec = spec_for(network, name, options, compiled=options.compiled, **length)
+        head = {"network": network, "optimizer": name}
+        if "epoch" in options.parts:
+            result["epoch"].append({**head, **one_run(spec, data, device)})
+        if "at-once" in options.parts:
+            alone = runs_at_once([spec], data, device)
+            several = [replace(spec, seed=seed) for seed in range(options.at_once)]
+            together = runs_at_once(several, data, device)
+            seconds = {"alone_seconds": alone, "together_seconds": together}
+            gain = {"runs": options.at_once, "throughput": options.at_once * alone / together}
+            result["at-once"].append({**head, **seconds, **gain})
+        gc.collect()
+    spec = spec_for(network, "sgd", options)
+    if "evaluation" in options.parts:
+        for size in options.evaluation_batches:
+            for graphs in (False, True) if device.type == "cuda" else (False,):
+                seconds = evaluation(spec, data, size, graphs=graphs)
+                row = {"network": network, "batch_size": size, "captured": graphs}
+                result["evaluation"].append({**row, "seconds": seconds})
+    if "jacobian" in options.parts:
+        row = {"network": network, "images": options.test, "seconds": jacobian(spec, data)}
+        result["jacobian"].append(row)
+
+
+def table(result: dict[str, Any]) -> str:
+    said = "{device}, torch {torch}, {precision}, batch {batch_size}, {date}"
+    lines = [said.format(**result["about"])]
+    for part in PARTS:
+        for row in result[part]:
+            words = (f"{k} {v:.4g}" if isinstance(v, float) else f"{v}" for k, v in row.items())
+            lines.append(f"{part}: {', '.join(words)}")
+    return "\n".join(lines)
+
+
+def main(given: list[str] | None = None) -> None:
+    options_parser = parser(__doc__.splitlines()[0])
+    options_parser.add_argument("--optimizers", nargs="+", default=["sgd", "kfac-g"])
+    options_parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    options_parser.add_argument("--at-once", type=int, default=4)
+    options_parser.add_argument("--epochs", type=int, default=2, help="that count")
+    options_parser.add_argument("--compiled", action="store_true")
+    options_parser.add_argument("--train", type=int, default=50_000)
+    options_parser.add_argument("--test", type=int, default=10_000)
+    options_parser.add_argument("--evaluation-batches", nargs="+", type=int, default=[1000])
+    options = options_parser.parse_args(given)
+    result: dict[str, Any] = {"about": about(options), **{part: [] for part in PARTS}}
+    result["about"]["compiled"] = options.compiled
+    for network in options.networks:
+        benchmark(network, options, result)
+    print(json.dumps(result, indent=1) if options.json else table(result))
+
+
+if __name__ == "__main__":
+    main()

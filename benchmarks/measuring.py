@@ -1,0 +1,186 @@
+"""What the speed benchmarks share: random images, clocks on the device, and where it was run."""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import wraps
+from typing import Any
+
+import torch
+
+import decaylab
+from decaylab.curvature import observer
+from decaylab.curvature.blocks import Blocks
+from decaylab.curvature.factors import Sums
+from decaylab.data import DataSet, Split
+from decaylab.optim.kfac import KFAC
+from decaylab.optim.update import Updater
+from decaylab.training import RunSpec
+from decaylab.training.journal import code_commit
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"decay": "l2"},
+    "adam": {"decay": "decoupled"},
+    "kfac-f": {"decay": "decoupled", "initialize_batches": 2},
+    "kfac-g": {"decay": "decoupled", "initialize_batches": 2},
+}
+# The functions that do each part of a K-FAC step, by where they are looked up.
+PARTS: dict[str, list[tuple[Any, str]]] = {
+    "sampled backward": [(observer, "back_propagate")],
+    "factor products": [(Sums, "add_inputs"), (Sums, "add_gradients")],
+    "fold": [(Blocks, "update")],
+    "inversion": [(Blocks, "begin_inversion"), (Blocks, "end_inversion")],
+    "preconditioning": [(Blocks, "precondition")],
+    "whole update": [(Updater, "__call__")],
+}
+PARTS_OF = {
+    "plain": ("preconditioning", "update"),
+    "refresh": ("sampled backward", "factor products", "fold"),
+    "invert": ("inversion",),
+}
+
+
+def random_data(device: torch.device, train: int, test: int) -> DataSet:
+    """CIFAR-10-sized random images: time does not depend on what they show."""
+    generator = torch.Generator().manual_seed(0)
+
+    def split(size: int) -> Split:
+        images = torch.randint(256, (size, 3, 32, 32), generator=generator, dtype=torch.uint8)
+        return Split(images, torch.randint(10, (size,), generator=generator))
+
+    mean, std = (0.49, 0.48, 0.45), (0.2, 0.2, 0.2)
+    return DataSet("cifar10", split(train), split(test), 10, mean, std).to(device)
+
+
+def spec_for(network: str, optimizer: str, options: argparse.Namespace, **more: Any) -> RunSpec:
+    """A run as the paper's, with batch norm and augmentation, at the benchmark's options."""
+    own = dict(OPTIMIZERS[optimizer])
+    if optimizer.startswith("kfac"):
+        own["inversion_lag"] = options.inversion_lag
+    common = {"data": "cifar10", "batch_norm": True, "augment": True, "lr": 1e-3}
+    sizes = {"width": options.width, "batch_size": options.batch_size}
+    settings = {**common, **sizes, **own, "weight_decay": 1e-3, "precision": options.precision}
+    return RunSpec(network=network, optimizer=optimizer, **settings, **more).resolved()
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options that the benchmarks have in common."""
+    found = argparse.ArgumentParser(description=description)
+    found.add_argument("--networks", nargs="+", default=["vgg16", "resnet32"])
+    found.add_argument("--precision", default="bf16", choices=["fp32", "tf32", "bf16"])
+    found.add_argument("--width", type=float, default=1.0)
+    found.add_argument("--batch-size", type=int, default=128)
+    found.add_argument("--inversion-lag", type=int, default=0)
+    found.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    found.add_argument("--json", action="store_true")
+    return found
+
+
+def about(options: argparse.Namespace) -> dict[str, Any]:
+    """Where, when and with what a benchmark was run."""
+    cuda = options.device == "cuda"
+    settings = ("precision", "width", "batch_size", "inversion_lag")
+    return {
+        "device": torch.cuda.get_device_name() if cuda else "CPU",
+        "date": datetime.now(UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "version": decaylab.__version__,
+        "commit": code_commit(),
+        **{name: getattr(options, name) for name in settings},
+    }
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def kind_of_step(optimizer: torch.optim.Optimizer) -> str:
+    """The coming step's kind: `invert` (a refresh too), `refresh` or `plain`."""
+    if not isinstance(optimizer, KFAC):
+        return "plain"
+    if optimizer.steps % optimizer.invert_every == 0:
+        return "invert"
+    return "refresh" if optimizer.refresh_due else "plain"
+
+
+class Clock:
+    """Times on the device: CUDA events, also inside graphs, or the wall clock on a CPU.
+
+    An event recorded while a graph is captured is part of it and is set anew by each replay.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kind = ""
+        self._spans: dict[str, list[tuple[Any, Any]]] = {}  # of work run as it is, in this step
+        self._inside: dict[str, dict[str, list[tuple[Any, Any]]]] = {}  # of graphs, by kind of step
+
+    def now(self) -> Any:
+        """A point in time: an event, or seconds."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        captured = torch.cuda.is_current_stream_capturing()
+        event = torch.cuda.Event(enable_timing=True, external=captured)
+        event.record()
+        return event
+
+    def milliseconds(self, start: Any, end: Any) -> float:
+        """Between two points in time that the device has reached."""
+        return start.elapsed_time(end) if self._device.type == "cuda" else 1e3 * (end - start)
+
+    def begin(self, kind: str) -> None:
+        """Forget the last step; a step of this kind comes."""
+        self._kind, self._spans = kind, {}
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Add the time in here to `name`."""
+        cuda = self._device.type == "cuda"
+        captured = cuda and torch.cuda.is_current_stream_capturing()
+        spans = self._inside.setdefault(self._kind, {}) if captured else self._spans
+        start = self.now()
+        try:
+            yield
+        finally:
+            spans.setdefault(name, []).append((start, self.now()))
+
+    def read(self) -> dict[str, float]:
+        """Milliseconds by name in this step: of what ran as it is, and of the graph if it did."""
+        wait(self._device)
+        replayed = "preconditioning" not in self._spans  # which is part of every step
+        graph = self._inside.get(self._kind, {}) if replayed else {}
+        return {
+            name: sum(
+                self.milliseconds(*span)
+                for found in (self._spans, graph)
+                for span in found.get(name, ())
+            )
+            for name in {*self._spans, *graph}
+        }
+
+
+@contextmanager
+def clocked(clock: Clock) -> Iterator[None]:
+    """Put a clock around the functions that do the parts of a K-FAC step."""
+    originals = [(owner, name, getattr(owner, name)) for fs in PARTS.values() for owner, name in fs]
+
+    def around(part: str, function: Callable) -> Callable:
+        @wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with clock.span(part):
+                return function(*args, **kwargs)
+
+        return timed
+
+    for part, functions in PARTS.items():
+        for owner, name in functions:
+            setattr(owner, name, around(part, getattr(owner, name)))
+    try:
+        yield
+    finally:
+        for owner, name, function in originals:
+            setattr(owner, name, function)

@@ -1,0 +1,92 @@
+"""The speed benchmarks run on a CPU, and what they print is what they say."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+TINY = "--device cpu --networks vgg11 --width 0.05 --batch-size 4 --json"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports one of the benchmarks as running it does."""
+    monkeypatch.syspath_prepend(FOLDER)
+    yield importlib.import_module
+    for name in ("measuring", "peers", "step", "epoch", "page"):
+        sys.modules.pop(name, None)
+
+
+def printed(main, options, capsys):
+    main(f"{TINY} {options}".split())
+    return json.loads(capsys.readouterr().out)
+
+
+def test_steps_with_ratios_and_parts(script, capsys):
+    step = script("step")
+    options = "--steps 3 --part-steps 11 --no-peers --optimizers sgd kfac-g"
+    result = printed(step.main, options, capsys)
+    rows = {(row["step"], row["mode"]): row for row in result["rows"]}
+    assert list(rows) == [("sgd", "stock"), ("sgd", "eager"), ("kfac-g", "eager")]
+    mine, other = rows["kfac-g", "eager"], rows["sgd", "eager"]
+    assert mine["over_sgd"] == pytest.approx(mine["ms"] / other["ms"])
+    assert mine["over_stock"] == pytest.approx(mine["ms"] / rows["sgd", "stock"]["ms"])
+    assert (other["over_sgd"], rows["sgd", "stock"]["over_stock"]) == (1, 1)
+    assert mine["kinds"].keys() == {"plain"}  # three steps behind the first three
+    assert result["about"]["batch_size"] == 4
+    assert torch.__version__ == result["about"]["torch"]
+    (parts,) = result["parts"]
+    for kind, names in script("measuring").PARTS_OF.items():
+        assert parts[kind].keys() == {*names, "step"}
+        # a part without time was not seen: the functions have moved
+        assert all(value > 0 for value in parts[kind].values()), kind
+        assert sum(parts[kind][name] for name in names) < parts[kind]["step"]
+    assert "kfac-g" in step.table(result)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_peers(script, capsys, monkeypatch):
+    peers = script("peers")
+    assert peers.installed("curvlinops")
+    monkeypatch.setattr(peers, "PEERS", {k: peers.PEERS[k] for k in ("curvlinops", "asdl")})
+    peers.PEERS["asdl"] = ("no_such_module", peers.asdl)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3))
+    images, labels = torch.randn(8, 3, 2, 2), torch.arange(8) % 3
+    before = nn.functional.cross_entropy(model(images), labels).item()
+    step = peers.curvlinops(model, images, labels)
+    for _ in range(12):
+        step()
+    assert nn.functional.cross_entropy(model(images), labels).item() < before
+
+    def broken(*_):
+        raise RuntimeError("not for this torch\nmore")
+
+    monkeypatch.setitem(peers.PEERS, "curvlinops", ("curvlinops", broken))
+    steps = script("step")
+    result = printed(steps.main, "--steps 1 --optimizers sgd", capsys)
+    (row,) = [row for row in result["rows"] if row["mode"] == "peer"]
+    assert row["error"] == "RuntimeError: not for this torch"
+    assert result["not_installed"] == ["asdl"]
+    said = steps.table(result)
+    assert "not for this torch" in said
+    assert "asdl: not installed" in said
+
+
+def test_epochs(script, capsys):
+    epoch = script("epoch")
+    options = "--train 12 --test 8 --at-once 2 --epochs 1 --optimizers sgd --evaluation-batches 4 8"
+    result = printed(epoch.main, options, capsys)
+    (row,) = result["epoch"]
+    assert row["ratio"] == pytest.approx(row["epoch_seconds"] / row["steps_seconds"])
+    assert row["ratio"] > 1
+    (row,) = result["at-once"]
+    assert row["throughput"] == pytest.approx(2 * row["alone_seconds"] / row["together_seconds"])
+    assert [row["batch_size"] for row in result["evaluation"]] == [4, 8]
+    assert result["jacobian"][0]["images"] == 8
+    assert "jacobian: vgg11" in epoch.table(result)
