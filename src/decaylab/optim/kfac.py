@@ -68,8 +68,8 @@ class KFAC(torch.optim.Optimizer):
         params: parameters or param groups as in torch (`lr`, `weight_decay`, `decay`, `momentum`
             per group; weight and bias of a layer may be in different groups); None is all of the
             model's.
-        curvature: "fisher" (K-FAC-F), "gauss-newton" (K-FAC-G: E[J'J], Eq. 3) or "empirical-
-        fisher".
+        curvature: "fisher" (K-FAC-F), "gauss-newton" (K-FAC-G: E[J'J], Eq. 3) or
+            "empirical-fisher".
         likelihood: the predictive distribution whose Fisher is meant: "categorical" (cross
             entropy), "bernoulli" (binary cross entropy), "gaussian" (unit variance: |z - y|^2 /
             2).
@@ -260,7 +260,7 @@ class KFAC(torch.optim.Optimizer):
             batches: what to average over; one pass of the training data, or a hundred batches.
             forward: called with each batch, returns the logits; for models with several inputs.
             loss: (output, labels) -> loss, for the empirical Fisher; a batch is then (inputs,
-            labels).
+                labels).
         """
         empirical = self._observer.measure.curvature == "empirical-fisher"
         if empirical and loss is None:
