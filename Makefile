@@ -5,7 +5,7 @@ INSTALLED := .venv/installed
 # An independent library that the tests compare with; its own requirements would pull in torchvision.
 ORACLES := curvlinops-for-pytorch einconv linear-operator backpack-for-pytorch
 
-.PHONY: demo test test-browser check fix clean
+.PHONY: demo test test-browser check docs fix clean
 
 demo: $(INSTALLED)
 	$(BIN)/decaylab demo
@@ -17,10 +17,14 @@ test: $(INSTALLED) check
 test-browser: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m browser tests/browser
 
-check: $(INSTALLED)
+check: $(INSTALLED) docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# site/index.html; its numbers and figures are read from results/. `mkdocs serve` shows it while writing.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 fix: $(INSTALLED)
 	$(BIN)/ruff check --fix .

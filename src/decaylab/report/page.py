@@ -119,12 +119,17 @@ def _block(block: Block) -> str:
         parts.append(f"![{block.title}](figures/{block.anchor}.png)\n")
     for grid in block.grids:
         parts += [f"{grid.caption}\n"] if grid.caption else []
-        rows = [[_plain(cell) for cell in row] for row in (grid.header, *grid.rows)]
-        lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-        parts.append("".join(_markdown_row(line) for line in lines))
+        parts.append(grid_markdown(grid))
     if block.missing:
         parts.append(f"*{block.missing}*\n")
     return "\n".join(parts)
+
+
+def grid_markdown(grid: Grid) -> str:
+    """A table as Markdown, without its caption."""
+    rows = [[_plain(cell) for cell in row] for row in (grid.header, *grid.rows)]
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "".join(_markdown_row(line) for line in lines)
 
 
 def _plain(cell: Cell) -> str:

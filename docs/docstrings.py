@@ -1,0 +1,31 @@
+"""A griffe extension: our docstrings are plain text with doctests, the reference is Markdown."""
+
+import re
+from typing import Any
+
+import griffe
+
+DOCTEST = re.compile(r"(?:^[ \t]*>>> .*\n?(?:^[ \t]*\S.*\n?)*)", re.MULTILINE)
+
+
+def as_markdown(text: str) -> str:
+    """Doctests become blocks of code; brackets are shapes, not links."""
+    parts, end = [], 0
+    for found in DOCTEST.finditer(text):
+        parts += [_plain(text[end : found.start()]), f"```pycon\n{found[0].rstrip()}\n```\n"]
+        end = found.end()
+    return "".join([*parts, _plain(text[end:])]).rstrip()
+
+
+def _plain(text: str) -> str:
+    pieces = text.split("`")
+    return "`".join(piece if i % 2 else piece.replace("[", "\\[") for i, piece in enumerate(pieces))
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites every docstring as it is loaded."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """One function, class or module."""
+        if obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value)

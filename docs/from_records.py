@@ -1,0 +1,349 @@
+"""What the pages say in numbers, read from the records in results/ whenever the site is built.
+
+A page asks for a block with a line `<!-- records: NAME -->`; `BLOCKS` has the names. So nothing is
+typed by hand, nothing can be out of date, and where there are no records a block says so and which
+command makes them. `mkdocs build` loads this file as a hook.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from decaylab.diagnosis import Finding, diagnose
+from decaylab.errors import DecaylabError
+from decaylab.paper import Cell as PaperCell
+from decaylab.paper import Readings, artefact_of
+from decaylab.paper.claims import Claim
+from decaylab.paper.evidence import Bench, Comparison, Sample
+from decaylab.records import RunStore
+from decaylab.report.drawing import Panel, draw
+from decaylab.report.mechanisms import (
+    MECHANISMS,
+    Demo,
+    Mechanism,
+    demo_runs,
+    mechanism_grid,
+    mechanism_panels,
+    short_accuracy_grid,
+)
+from decaylab.report.names import key_words, named
+from decaylab.report.page import Cell, Grid, grid_markdown
+from decaylab.report.provenance import survey
+from decaylab.report.sections import fill, judged
+from decaylab.report.tables import Measured, number, seeds_words, to_grid
+
+RESULTS = Path(__file__).parents[1] / "results"
+TIERS = ("full", "short")  # the paper's data and nets, the paper's schedule first
+BLOCK = re.compile(r"^<!-- records: ([\w-]+) -->$", re.MULTILINE)
+# A link from a page to a file of the repository that is not a page.
+OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Panels that stand side by side on a page, as files named `figures/<name>-<number>.png`."""
+
+    name: str
+    panels: Sequence[Panel]
+
+    @property
+    def markdown(self) -> str:
+        """The images, as a page shows them; nothing where there is none."""
+        images = (
+            f"![{panel.title}: {panel.y_label} over {panel.x_label or 'optimizers'}]({path})"
+            for path, panel in self.files()
+        )
+        return f'<div class="panels" markdown>\n{" ".join(images)}\n</div>\n' if self.panels else ""
+
+    def files(self) -> list[tuple[str, Panel]]:
+        """Where each panel is found, from the pages."""
+        return [(f"figures/{self.name}-{i}.png", panel) for i, panel in enumerate(self.panels)]
+
+
+class Records:
+    """The records of a results folder, and the blocks that are made of them."""
+
+    def __init__(self, root: Path = RESULTS) -> None:
+        self.readings = Readings(RunStore(root))
+        self.demo_readings = Readings(RunStore(root / "demo"))
+        self.root = root
+        found = [folder.manifest() for folder in self.readings.store.runs()]
+        self.seeds = 1 + max((manifest.seed for manifest in found if manifest), default=0)
+
+    def tiers(self, artefact: str) -> list[str]:
+        """The tiers at which a cell of an artefact has a finished run."""
+        return [tier for tier in TIERS if any(self._cells(artefact, tier))]
+
+    def _cells(self, artefact: str, tier: str) -> list[PaperCell]:
+        found = fill(artefact_of(artefact), tier, self.readings, self.seeds).cells
+        return [cell for cell in found if self.readings.finished(cell)]
+
+    def bench(self, tier: str) -> Bench:
+        """The records at a tier, to be compared."""
+        return Bench(self.readings, tier, self.seeds, self.root / "searched")
+
+    @cache  # noqa: B019 - one object a build
+    def claims(self, tier: str) -> dict[str, Claim]:
+        """The paper's claims, judged at a tier."""
+        return {claim.id: claim for claim in judged(self.readings, tier, self.seeds)}
+
+    @cache  # noqa: B019
+    def demo(self) -> Demo:
+        """The demo's runs."""
+        found, _ = survey(self.demo_readings.store)
+        return demo_runs(found, self.demo_readings)
+
+
+def _commands(artefact: str) -> str:
+    return f"*Not run yet.* `decaylab reproduce {artefact} --tier short` makes these runs.\n"
+
+
+def _tier_words(tier: str, runs: Sequence[Sample]) -> str:
+    devices = dict.fromkeys(run.manifest.device for sample in runs for run in sample.runs)
+    sized = {"full": "the paper's schedule", "short": "one fifth of the paper's schedule"}[tier]
+    return f"{sized}, on {', '.join(devices)}"
+
+
+def gains(records: Records, artefact: str) -> str:
+    """Test accuracy of each net with its first scheme, and what every other scheme adds to it."""
+    found = [_gains_at(records, artefact, tier) for tier in records.tiers(artefact)]
+    return "\n".join(found) or _commands(artefact)
+
+
+def _gains_at(records: Records, artefact: str, tier: str) -> str:
+    bench = records.bench(tier)
+    groups = bench.groups(artefact)
+    baseline, *others = dict.fromkeys(last for _, cells in groups for last in cells)
+    columns = [name for name in artefact_of(artefact).keys[:-1] if name != "optimizer"]
+    rows, used, marked = [], [], False
+    for key, cells in groups:
+        base = bench.sample(cells.get(baseline))
+        samples = {last: bench.sample(cells.get(last)) for last in others}
+        if base is None or not any(samples.values()):
+            continue
+        compared = {
+            last: None if sample is None else bench.difference("", (1, sample), (-1, base))
+            for last, sample in samples.items()
+        }
+        marked = marked or any(one is not None and not one.enough for one in compared.values())
+        used += [base, *(sample for sample in samples.values() if sample is not None)]
+        rows.append(
+            [
+                Cell(", ".join(key_words(key, columns))),
+                Cell(named(key["optimizer"])),
+                Cell(Measured(tuple(100 * v for v in base.values.values())).short()),
+                *(Cell(_gain(one)) for one in compared.values()),
+                Cell(_strengths([s for s in samples.values() if s is not None])),
+                Cell(seeds_words(max(len(base.values), *(_count(s) for s in samples.values())))),
+            ]
+        )
+    if not rows:
+        return (
+            f"*Not run yet at tier {tier}*: each row needs a run without decay and one with it.\n"
+        )
+    header = ["network", "optimizer", _label(baseline)]
+    header += [_label(last) for last in others] + ["lr, decay", "seeds"]
+    said = f"Test accuracy in % and what decay adds, in points; {_tier_words(tier, used)};"
+    said += f" {len(rows)} of {len(groups)} rows have been run."
+    if marked:
+        said += " †: so short a schedule mutes this decay (exposure below 1)."
+    return f"{grid_markdown(Grid([Cell(name) for name in header], rows))}\n<small>{said}</small>\n"
+
+
+def _count(sample: Sample | None) -> int:
+    return 0 if sample is None else len(sample.values)
+
+
+def _label(last: object) -> str:
+    words = {"0": "no decay", "1": "with decay", "none": "no decay", "baseline": "no decay"}
+    return words.get(str(last), named(last))
+
+
+def _gain(compared: Comparison | None) -> str:
+    """Points ± one standard error, bold beyond twice that."""
+    if compared is None:
+        return "not run yet"
+    text = f"{compared.value:+.2f} ± {compared.noise:.2f}"
+    text = text if compared.leaning == "unclear" else f"**{text}**"
+    return text if compared.enough else f"{text} †"
+
+
+def _strengths(samples: Sequence[Sample]) -> str:
+    specs = [sample.runs[0].spec.resolved() for sample in samples]
+    found = dict.fromkeys(
+        f"{spec.lr:g}, {named(spec.decay)} {spec.weight_decay:g}" for spec in specs
+    )
+    return "; ".join(found)
+
+
+def claimed(records: Records, names: Sequence[str]) -> str:
+    """What the paper claims, and what our records say to it, at the fullest tier with runs."""
+    rows = []
+    for name in names:
+        found = [claim for tier in TIERS if (claim := records.claims(tier)[name]).n]
+        claim = found[0] if found else records.claims(TIERS[-1])[name]
+        seen = claim.effect or "not run yet"
+        verdict = f"{claim.verdict}, tier {claim.tier}" if found else "not run yet"
+        rows.append([Cell(f"{claim.claim} ({claim.where})"), Cell(seen), Cell(verdict)])
+    header = [Cell("the paper's claim"), Cell("our records"), Cell("verdict")]
+    return grid_markdown(Grid(header, rows))
+
+
+def verdicts(records: Records) -> str:
+    """What `diagnose` says of each pair of Table 1: which mechanism decay acts through."""
+    parts = []
+    for tier in records.tiers("table1"):
+        rows = []
+        for key, cells in records.bench(tier).groups("table1"):
+            base, run = ([*records.readings.finished(cells[on]), None][0] for on in (0, 1))
+            if run is None or base is None:
+                continue
+            folders = [records.readings.store.folder(one.spec.id) for one in (run, base)]
+            findings = diagnose(*folders).findings
+            words = ", ".join(key_words(key, ["dataset", "network", "batch_norm", "augment"]))
+            cells_ = [Cell(words), Cell(named(key["optimizer"])), *map(_finding, findings)]
+            rows.append(cells_)
+        header = ["network", "optimizer", "effective learning rate", "Jacobian", "damping"]
+        parts.append(grid_markdown(Grid([Cell(name) for name in header], rows)))
+    return "\n".join(parts) or _commands("table1")
+
+
+def _finding(finding: Finding) -> Cell:
+    effect = "" if finding.effect is None else f" (× {number(finding.effect.value)})"
+    return Cell(f"{finding.verdict}{effect}")
+
+
+def demo_accuracy(records: Records) -> str:
+    """The demo's test accuracy by kind of decay."""
+    if not records.demo():
+        return "*Not run yet.* `decaylab demo --runs results/demo` makes these runs.\n"
+    seeds = {run.spec.seed for of in records.demo().values() for run in of}
+    said = f"Test accuracy in % on digits, {seeds_words(len(seeds))} seeds; one image is 0.28."
+    return f"{grid_markdown(short_accuracy_grid(records.demo()))}\n<small>{said}</small>\n"
+
+
+def demo_figure(records: Records, mechanism: Mechanism) -> Figure:
+    """A mechanism in the demo's nets."""
+    panels = [p for p in mechanism_panels(mechanism, records.demo()) if not p.empty]
+    return Figure(f"demo-{mechanism.anchor}", panels)
+
+
+def demo_numbers(records: Records, mechanism: Mechanism) -> str:
+    """A mechanism in the demo's nets: the figure, then its quantities at the end."""
+    if not records.demo():
+        return demo_accuracy(records)
+    grids = [mechanism_grid(mechanism, of, records.demo()) for of in mechanism.quantities]
+    tables = [f"{grid.caption}:\n\n{grid_markdown(grid)}" for grid in grids]
+    return "\n".join([demo_figure(records, mechanism).markdown, *tables])
+
+
+def effective_lr_figure(records: Records) -> Figure:
+    """The first mechanism in the nets of Table 1: every net with BN that has been run."""
+    panels: list[Panel] = []
+    for tier in records.tiers("table1"):
+        nets: dict[str, Demo] = {}
+        for cell in records._cells("table1", tier):
+            title = ", ".join(key_words(cell.key, ["dataset", "network", "batch_norm", "augment"]))
+            for run in records.readings.finished(cell):
+                place = (run.spec.batch_norm, run.spec.optimizer, run.spec.decay)
+                nets.setdefault(title, {}).setdefault(place, []).append(run)
+        for title, runs in nets.items():
+            found = [p for p in mechanism_panels(MECHANISMS[0], runs) if not p.empty]
+            panels += [_retitled(panel, title) for panel in found]
+    return Figure("effective-lr", panels)
+
+
+def _retitled(panel: Panel, title: str) -> Panel:
+    optimizer = panel.title.split(",")[0]
+    return Panel(f"{optimizer}: {title}", panel.x_label, panel.y_label, panel.marks, log_y=True)
+
+
+def paper_table(records: Records, artefact: str) -> str:
+    """A table of the paper beside ours, the rows that have runs."""
+    parts = []
+    for tier in records.tiers(artefact):
+        filled = fill(artefact_of(artefact), tier, records.readings, records.seeds)
+        assert filled.table is not None
+        grid = to_grid(filled.table)
+        rows = [row for row in grid.rows if row[-1].text != "none"]
+        runs = [Sample({}, tuple(records.readings.finished(cell))) for cell in filled.cells]
+        said = f"{_tier_words(tier, runs)}; {filled.coverage} have been run."
+        parts.append(f"{grid_markdown(Grid(grid.header, rows))}\n<small>{said}</small>\n")
+    return "\n".join(parts) or _commands(artefact)
+
+
+def paper_figure(records: Records, artefact: str) -> Figure:
+    """A figure of the paper: the panels that have runs, at every tier."""
+    panels = [
+        panel
+        for tier in records.tiers(artefact)
+        for panel in fill(artefact_of(artefact), tier, records.readings, records.seeds).panels
+        if not panel.empty
+    ]
+    return Figure(artefact, panels)
+
+
+def figures(records: Records) -> list[Figure]:
+    """All figures of the site."""
+    return [
+        *(demo_figure(records, mechanism) for mechanism in MECHANISMS),
+        effective_lr_figure(records),
+        paper_figure(records, "fig7"),
+    ]
+
+
+BLOCKS: dict[str, Callable[[Records], str]] = {
+    "claims-kind": lambda records: claimed(records, ["E1", "E2"]),
+    "claims-layers": lambda records: claimed(records, ["E4", "E6", "E9"]),
+    "claims-optimizer": lambda records: claimed(records, ["E3", "E13", "E11"]),
+    "gains-kind": lambda records: gains(records, "fig1"),
+    "gains-first-order-layers": lambda records: gains(records, "fig2"),
+    "gains-kfac-layers": lambda records: gains(records, "fig6"),
+    "gains-optimizer": lambda records: gains(records, "table1"),
+    "verdicts": verdicts,
+    "demo-accuracy": demo_accuracy,
+    "demo-mechanism-1": lambda records: demo_numbers(records, MECHANISMS[0]),
+    "demo-mechanism-2": lambda records: demo_numbers(records, MECHANISMS[1]),
+    "demo-mechanism-3": lambda records: demo_numbers(records, MECHANISMS[2]),
+    "effective-lr": lambda records: effective_lr_figure(records).markdown or _commands("table1"),
+    "table2": lambda records: paper_table(records, "table2"),
+    "fig7": lambda records: paper_figure(records, "fig7").markdown or _commands("fig7"),
+}
+
+
+def filled_in(markdown: str, records: Records) -> str:
+    """A page with its blocks; links to files that are no pages become their names."""
+
+    def block(found: re.Match[str]) -> str:
+        if found[1] not in BLOCKS:
+            raise DecaylabError(f"no block {found[1]!r}: choose one of {', '.join(BLOCKS)}")
+        return BLOCKS[found[1]](records)
+
+    return OUTSIDE.sub(r"\1 (`\2` in the repository)", BLOCK.sub(block, markdown))
+
+
+_records: list[Records] = []  # of the running build
+
+
+def on_config(config: Any) -> Any:
+    """Mkdocs begins a build: read the records anew."""
+    _records[:] = [Records()]
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Draw the figures, as files of the site."""
+    from mkdocs.structure.files import File
+
+    for figure in figures(_records[0]):
+        for path, panel in figure.files():
+            files.append(File.generated(config, path, content=draw(panel)))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill in a page."""
+    return filled_in(markdown, _records[0])
