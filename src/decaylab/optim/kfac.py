@@ -33,16 +33,14 @@ TOLERATED_SKIPS = 10
 
 
 class KFAC(torch.optim.Optimizer):
-    r"""Preconditioned descent with a Kronecker-factored Fisher or Gauss-Newton matrix.
+    """Preconditioned descent with a Kronecker-factored Fisher or Gauss-Newton matrix.
 
-    For each Linear and convolution layer with gradient :math:`g`, weight :math:`W` and curvature
-    block :math:`T A \otimes S`:
+    For each Linear and convolution layer with gradient g, weight W and curvature block T A (x) S:
 
-    .. math::
-        h &= g + [\text{l2}]\,\beta W \\
-        v &= (S + \sqrt{\lambda/T}/\pi)^{-1}\, h\, (A + \pi\sqrt{\lambda/T})^{-1} / T \\
-        m &\leftarrow \mu m + \min(1, \sqrt{c / \textstyle\sum \eta^2 g \cdot v})\, v \\
-        W &\leftarrow W - \eta\,(m + [\text{decoupled}]\,\beta W) - [\text{independent}]\,\beta W
+        h  = g + [l2] beta W
+        v  = (S + sqrt(lambda / T) / pi)^-1 h (A + pi sqrt(lambda / T))^-1 / T
+        m <- mu m + min(1, sqrt(c / (lr^2 sum g.v))) v
+        W <- W - lr (m + [decoupled] beta W) - [independent] beta W
 
     The loop is the one of SGD: curvature is observed through hooks on forward passes in train mode.
 
