@@ -18,8 +18,8 @@ def as_markdown(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    pieces = text.split("`")
-    return "`".join(piece if i % 2 else piece.replace("[", "\\[") for i, piece in enumerate(pieces))
+    """Shapes side by side, `[N, C] [C]`, would be a link to `C`."""
+    return re.sub(r"\]( ?)\[", r"]\1\\[", text)
 
 
 class Docstrings(griffe.Extension):

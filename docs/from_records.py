@@ -320,12 +320,16 @@ def filled_in(markdown: str, records: Records) -> str:
     def block(found: re.Match[str]) -> str:
         if found[1] not in BLOCKS:
             raise DecaylabError(f"no block {found[1]!r}: choose one of {', '.join(BLOCKS)}")
-        return BLOCKS[found[1]](records)
+        text = BLOCKS[found[1]](records)
+        for sign in (" ± ", " †", "× "):  # no line breaks here
+            text = text.replace(sign, sign.replace(" ", "\u00a0"))
+        return text
 
     return OUTSIDE.sub(r"\1 (`\2` in the repository)", BLOCK.sub(block, markdown))
 
 
 _records: list[Records] = []  # of the running build
+FETCHED = re.compile(r"<(?:script|img|iframe)[^>]*src=.?https?:|<link[^>]*href=.?https?:")
 
 
 def on_config(config: Any) -> Any:
@@ -347,3 +351,11 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in a page."""
     return filled_in(markdown, _records[0])
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Pages work offline: what they need is beside them."""
+    found = FETCHED.search(output)
+    if found is not None:
+        raise DecaylabError(f"{page.file.src_uri} would fetch {found[0]}...: keep a copy in docs/")
+    return output
