@@ -11,9 +11,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from decaylab import KFAC, watch
 from decaylab.data import load
 from decaylab.diagnosis import EquivalentSchedule, NormTransfer, equivalent_schedule
+from decaylab.diagnosis.observed import observe
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import parameter_groups
-from decaylab.optim.first_order import sgd
+from decaylab.optim.first_order import adam, sgd
 
 STEPS = 60
 
@@ -88,18 +89,13 @@ def test_kfac_takes_the_same_path_with_the_damping_of_the_schedule():
     other = copy.deepcopy(start)
     layers, rest = schedule.groups(other)
     optimizer = KFAC(other, params=[layers, {**rest, "lr": 0.0}], **settings)
-
-    def set_after(step):
-        optimizer.param_groups[0]["lr"] = schedule.lr[min(step, STEPS - 1)]
-        optimizer.damping = schedule.damping[min(step, STEPS - 1)]
-
-    set_after(0)
-    run(other, optimizer, set_after)
+    follow = Follow(optimizer, schedule)
+    run(other, optimizer, lambda _: follow.step())
     for a, b in zip(directions(model), directions(other), strict=True):
         assert (a - b).norm() < 1e-8
 
 
-def digits(seed=0):
+def digits():
     data = load("digits")
     images = (data.train.images.float() / 255 - data.mean[0]) / data.std[0]
     return images.flatten(1), data.train.labels
@@ -119,43 +115,108 @@ def train_on_digits(model, optimizer, scheduler=None, steps=440):
     return watched.records
 
 
-def means(records, name, parts=4):
-    values = [row.value for row in records.series(name)][1:]
+def means(values, parts=8):
     size = len(values) // parts
     return [sum(values[i * size : (i + 1) * size]) / size for i in range(parts)]
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95)])
-def test_adamw_on_digits_turns_as_far(betas):
-    """Within 5 % in every quarter of 20 epochs: rotation per step. Exposure 0.9.
+def values(records, name):
+    return [row.value for row in records.series(name)][1:]
 
-    lr / |W| is what is kept when Adam's averages are short (beta2 = 0.95, also within 5 %); with
-    long ones they lag behind gradients that shrink, and lr is higher by what they hold it back.
-    """
-    torch.manual_seed(0)
+
+def effective(records, layer):
+    return [value for _, value in observe(records).layers[layer].effective][1:]
+
+
+def normalised_net(seed=0):
+    torch.manual_seed(seed)
     layers = [nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU()]
     layers += [nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10)]
-    start = nn.Sequential(*layers)
-    model = copy.deepcopy(start)
-    groups = [{"params": [model[0].weight, model[3].weight], "weight_decay": 1.0}]
-    chosen = {id(p) for p in groups[0]["params"]}
-    groups.append({"params": [p for p in model.parameters() if id(p) not in chosen]})
+    return nn.Sequential(*layers)
+
+
+def adamw_three_times(betas, seed=0):
+    """With decay; without, by the schedule; without, and no schedule. 20 epochs, exposure 0.9."""
+    start = normalised_net(seed)
     settings = {"lr": 2e-3, "betas": betas, "weight_decay": 0.0}
-    with_decay = train_on_digits(model, torch.optim.AdamW(groups, **settings))
-    schedule = equivalent_schedule(with_decay)
-    other = copy.deepcopy(start)
+    model = copy.deepcopy(start)
+    groups = decayed_layers_only(model, weight_decay=1.0, decay="decoupled")
+    decayed = train_on_digits(model, adam(groups, lr=2e-3, betas=betas, eps=1e-8))
+    schedule = equivalent_schedule(decayed)
+    other, plain = copy.deepcopy(start), copy.deepcopy(start)
     optimizer = torch.optim.AdamW(schedule.groups(other), **settings)
-    scheduler = LambdaLR(optimizer, schedule.lambdas())
-    without = train_on_digits(other, optimizer, scheduler)
-    plain = copy.deepcopy(start)
+    converted = train_on_digits(other, optimizer, LambdaLR(optimizer, schedule.lambdas()))
     ignored = train_on_digits(plain, torch.optim.AdamW(plain.parameters(), **settings))
-    names = ["rotation"] + (["effective_lr"] if betas[1] < 0.99 else [])
-    for name in names:
-        for layer in ("0", "3"):
-            expected = means(with_decay, f"{name}/{layer}")
-            assert means(without, f"{name}/{layer}") == pytest.approx(expected, rel=0.05)
-            # without decay and without the schedule it is well below
-            assert means(ignored, f"{name}/{layer}")[-1] < 0.8 * expected[-1]
+    return decayed, converted, ignored
+
+
+@pytest.mark.parametrize(
+    ("betas", "seed"), [((0.9, 0.999), 0), ((0.9, 0.999), 1), ((0.9, 0.95), 0)]
+)
+def test_adamw_on_digits_keeps_its_effective_learning_rate(betas, seed):
+    """Within 5 % at every record of training, and so the rotation per step, in means."""
+    decayed, converted, ignored = adamw_three_times(betas, seed)
+    for layer in ("0", "3"):
+        expected = effective(decayed, layer)
+        assert effective(converted, layer) == pytest.approx(expected, rel=0.05)
+        assert effective(ignored, layer)[-1] < 0.6 * expected[-1]
+        turned = means(values(decayed, f"rotation/{layer}"), 4)
+        found = means(values(converted, f"rotation/{layer}"), 4)
+        assert found == pytest.approx(turned, rel=0.05)
+        assert means(values(ignored, f"rotation/{layer}"), 4)[-1] < 0.8 * turned[-1]
+
+
+def test_what_adam_remembers_is_needed_for_it():
+    """By lr/|W| alone the same two runs are far apart at beta2 = 0.999, though they turn alike."""
+    decayed, converted, _ = adamw_three_times((0.9, 0.999))
+    by_norm = [values(of, "effective_lr/0")[-1] for of in (decayed, converted)]
+    assert by_norm[1] > 1.3 * by_norm[0]
+
+
+@pytest.mark.parametrize(("decay", "weight_decay"), [("l2", 2e-2), ("decoupled", 2e-1)])
+def test_sgd_on_digits_keeps_its_effective_learning_rate(decay, weight_decay):
+    """lr/|W|^2 (Eq. 9) within 5 % at every record; momentum 0.9, exposure 0.9."""
+    start = normalised_net()
+    model, other = copy.deepcopy(start), copy.deepcopy(start)
+    groups = decayed_layers_only(model, weight_decay=weight_decay, decay=decay)
+    decayed = train_on_digits(model, sgd(groups, lr=0.01, momentum=0.9))
+    schedule = equivalent_schedule(decayed)
+    optimizer = torch.optim.SGD(schedule.groups(other), lr=schedule.others[0], momentum=0.9)
+    converted = train_on_digits(other, optimizer, LambdaLR(optimizer, schedule.lambdas()))
+    assert schedule.lr[-1] > 4 * schedule.lr[0]
+    for layer in ("0", "3"):
+        expected = values(decayed, f"effective_lr/{layer}")
+        assert values(converted, f"effective_lr/{layer}") == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("every", [5, 50])
+def test_kfac_on_digits_turns_as_far(every):
+    """Within 5 % in every eighth; factors that remember norms three times as large are in it."""
+    start = normalised_net()
+    settings = {"lr": 5e-3, "momentum": 0.0, "damping": 1e-2, "curvature": "gauss-newton"}
+    settings |= {"refresh_every": 5, "invert_every": every}
+    model, other = copy.deepcopy(start), copy.deepcopy(start)
+    groups = decayed_layers_only(model, weight_decay=0.5, decay="decoupled")
+    decayed = train_on_digits(model, KFAC(model, params=groups, **settings))
+    schedule = equivalent_schedule(decayed)
+    optimizer = KFAC(other, params=schedule.groups(other), **settings)
+    converted = train_on_digits(other, optimizer, Follow(optimizer, schedule))
+    for layer in ("0", "3"):
+        turned = means(values(decayed, f"rotation/{layer}"))
+        assert means(values(converted, f"rotation/{layer}")) == pytest.approx(turned, rel=0.05)
+
+
+class Follow:
+    """Learning rate and damping of a schedule, step by step, for K-FAC."""
+
+    def __init__(self, optimizer, schedule):
+        self.optimizer, self.schedule, self.at = optimizer, schedule, -1
+        self.step()
+
+    def step(self):
+        self.at = min(self.at + 1, len(self.schedule.lr) - 1)
+        self.optimizer.param_groups[0]["lr"] = self.schedule.lr[self.at]
+        self.optimizer.damping = self.schedule.damping[self.at]
 
 
 def test_files(tmp_path):

@@ -43,13 +43,19 @@ def push(before: float, after: float, exposure: float) -> float:
     return max((after - before * kept) * weight, 0.0)
 
 
-def norms_without_decay(norms: Series, exposures: Sequence[float], e: Sequence[float]) -> Series:
+def norms_without_decay(
+    norms: Series,
+    exposures: Sequence[float],
+    e: Sequence[float],
+    factors: Sequence[float] | None = None,
+) -> Series:
     """The norms |W| that the same motion of the direction would have given without decay.
 
     `exposures`: the decay exposure at each record, `e` the elasticity there. Between two records
     the pushes are those of the run, for the other norm: with M the squared norm without decay,
     dM = G (M/N)^e, so M^(1-e) grows by (1 - e) G / N^e (at e = 1: log M by G / N). It is a
-    reconstruction: it takes |grad L(u)| to be what it was in the run.
+    reconstruction: it takes |grad L(u)| to be what it was in the run. `factors`, at each record,
+    are on G: what a push of Adam's also hangs on (`memory`).
     """
     if not norms:
         return ()
@@ -58,6 +64,8 @@ def norms_without_decay(norms: Series, exposures: Sequence[float], e: Sequence[f
     for i in range(1, len(norms)):
         before, after = norms[i - 1][1] ** 2, norms[i][1] ** 2
         gain = push(before, after, exposures[i] - exposures[i - 1])
+        if factors is not None:
+            gain *= math.sqrt(factors[i - 1] * factors[i])
         middle = math.sqrt(before * after)
         if middle > 0 and m > 0:
             m = _grown(m, gain, middle, (e[i - 1] + e[i]) / 2)

@@ -6,11 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from decaylab.diagnosis.dynamics import Series, elasticity, norms_without_decay
+from decaylab.diagnosis.memory import moments_at
 from decaylab.diagnosis.observed import LayerRecord, Observed
 
 # Decay works over 1/(lr wd) steps and the early records show the start, not the decay: the second
 # half of the records is judged.
 JUDGED_SHARE = 0.5
+# What Adam remembers depends on the norms that it makes: rounds until both agree (to 1e-3).
+REMEMBERED_ROUNDS = 4
 
 # What may differ between a run and its baseline: the decay, and what leaves the same training.
 FREE_TO_DIFFER = {"decay", "weight_decay", "decay_scope", "norm_source"}
@@ -94,15 +97,15 @@ def squared(series: Series) -> Series:
 
 
 def effective_lr_effect(layer: LayerRecord, baseline: LayerRecord | None) -> Effect | None:
-    """The factor on lr/|W|^power: against the baseline's layer, else against the reconstruction."""
+    """The factor on the effective lr: against the baseline's layer, else the reconstruction."""
+    probes = (*LR_PROBES, *(["second_moment"] if "second_moment" in layer.series else []))
     if baseline is not None:
-        return effect_of(ratio(layer.effective, baseline.effective), LR_PROBES, "baseline")
-    power = layer.setting.power if layer.setting else None
+        return effect_of(ratio(layer.effective, baseline.effective), probes, "baseline")
     without = reconstructed(layer)
-    if power is None or not without:
+    if not without:
         return None
-    ratios = tuple((s, value**power) for s, value in ratio(without, layer.norms))
-    return effect_of(ratios, (*LR_PROBES, "decay_exposure"), "this run")
+    ratios = ratio(*_effective_both(layer, without))
+    return effect_of(ratios, (*probes, "decay_exposure"), "this run")
 
 
 def damping_effect(layer: LayerRecord, baseline: LayerRecord | None) -> Effect | None:
@@ -123,6 +126,8 @@ def reconstructed(layer: LayerRecord) -> Series:
         return ()
     if len(layer.exposure) != len(layer.norms) or len(layer.norms) < 2:
         return ()
+    if any(norm <= 0 for _, norm in layer.norms):
+        return ()  # a layer of zeros has no direction
     shares = dict(layer.series.get("second_order_share", ()))
     if setting.power == 0 and not shares:
         return ()  # how K-FAC's pushes depend on the norm hangs on its share
@@ -130,7 +135,31 @@ def reconstructed(layer: LayerRecord) -> Series:
     for step, _ in layer.norms:
         known = shares.get(step, known)
         e.append(elasticity(setting.power, known))
-    return norms_without_decay(layer.norms, [value for _, value in layer.exposure], e)
+    exposures = [value for _, value in layer.exposure]
+    found = norms_without_decay(layer.norms, exposures, e)
+    if setting.power == 1 and setting.beta2 is not None:
+        for _ in range(REMEMBERED_ROUNDS):
+            factors = _push_factors(layer, found)
+            found = norms_without_decay(layer.norms, exposures, e, factors)
+    return found
+
+
+def _push_factors(layer: LayerRecord, others: Series) -> list[float]:
+    """How much more Adam's steps add to |W|^2 at other norms, for what it remembers of them.
+
+    A step's length is |W| times the effective learning rate, lr N_v / N_m (`memory`).
+    """
+    here, there = _effective_both(layer, others)
+    turns, lengths = dict(ratio(there, here)), dict(ratio(others, layer.norms))
+    return [(turns[step] * lengths[step]) ** 2 for step, _ in layer.norms]
+
+
+def _effective_both(layer: LayerRecord, others: Series) -> tuple[Series, Series]:
+    """The effective learning rate, over lr, at the layer's norms and had they been `others`."""
+    moments = layer.series.get("second_moment", ())
+    beta2 = layer.setting.beta2 if layer.setting else None
+    changed = moments_at(layer.norms, others, beta2, moments) if beta2 is not None else ()
+    return layer.effective_per_lr(layer.norms, moments), layer.effective_per_lr(others, changed)
 
 
 def share_without_decay(layer: LayerRecord) -> float | None:

@@ -15,6 +15,7 @@ import torch
 from decaylab import networks
 from decaylab.data import DATA_SETS
 from decaylab.diagnosis.dynamics import Series
+from decaylab.diagnosis.memory import effective_adam
 from decaylab.errors import DecaylabError
 from decaylab.optim import schedules
 from decaylab.optim.decay import DECAYS, OPTIMIZERS, decay_rate, steady_shrink
@@ -30,6 +31,7 @@ Source = Watch | Rows | RunFolder | str | Path
 QUANTITIES = (
     *("effective_lr", "rotation", "update_norm", "invariance_defect"),
     *("second_order_share", "effective_damping", "factored_share", "kfac_gn_norm"),
+    "second_moment",
 )
 TOTALS = (
     *("jacobian_norm", "kfac_gn_norm", "gn_norm", "second_order_share"),
@@ -46,6 +48,7 @@ class Setting:
         memory: momentum, Adam: beta1. beta2: Adam's, else None.
         power: the effective learning rate is lr/|W|^power; None where the law is not known.
         damping: K-FAC's lambda, else None. scale_free: whether it follows the norm.
+        factor_decay, refresh_every, invert_every: what K-FAC's factors remember.
     """
 
     lr: float
@@ -56,6 +59,9 @@ class Setting:
     power: int | None = None
     damping: float | None = None
     scale_free: bool = False
+    factor_decay: float = 0.0
+    refresh_every: int = 1
+    invert_every: int = 1
 
     @property
     def decays(self) -> bool:
@@ -116,14 +122,27 @@ class LayerRecord:
 
     @property
     def effective(self) -> Series:
-        """At the recorded norms, lr/|W|^power (Eq. 9); nothing where the law is not known."""
+        """At the recorded norms, lr/|W|^power (Eq. 9), Adam's with what it remembers (`memory`).
+
+        Nothing where the law is not known.
+        """
         if not self.invariant or self.setting is None or self.setting.power is None:
             return self.series.get("effective_lr", ()) if self.invariant else ()
+        norms = tuple((step, norm) for step, norm in self.norms if norm > 0)
         return tuple(
-            (step, self.setting_at(step).lr / norm**self.setting.power)
-            for step, norm in self.norms
-            if norm > 0
+            (step, self.setting_at(step).lr * value)
+            for step, value in self.effective_per_lr(norms, self.series.get("second_moment", ()))
         )
+
+    def effective_per_lr(self, norms: Series, moments: Series = ()) -> Series:
+        """By the layer's law, what lr is to be multiplied by at these norms; `moments`: Adam's."""
+        setting = self.setting
+        if setting is None or setting.power is None or not norms:
+            return ()
+        if setting.power == 1 and setting.beta2 is not None:
+            return effective_adam(norms, (setting.memory, setting.beta2), moments)
+        power = setting.power
+        return tuple((step, norm**-power) for step, norm in norms)
 
     @property
     def total_exposure(self) -> float | None:
@@ -290,6 +309,9 @@ def _setting(now: Mapping[str, float]) -> Setting:
         power=None if power is None else int(power),
         damping=now.get("damping"),
         scale_free=bool(now.get("scale_free")),
+        factor_decay=now.get("factor_decay", 0.0),
+        refresh_every=int(now.get("refresh_every", 1)),
+        invert_every=int(now.get("invert_every", 1)),
     )
 
 
@@ -370,6 +392,9 @@ def _timeline(spec: RunSpec, per_epoch: int, decayed: bool) -> tuple[tuple[int, 
             power=POWERS[kind],
             damping=spec.damping,
             scale_free=spec.damping_scaling == "scale-free",
+            factor_decay=spec.factor_decay or 0.0,
+            refresh_every=spec.refresh_every or 1,
+            invert_every=spec.invert_every or 1,
         )
         if not found or found[-1][1] != setting:
             found.append((epoch * per_epoch + 1, setting))

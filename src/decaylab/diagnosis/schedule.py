@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from torch import nn
 
 from decaylab.diagnosis.findings import judgeable
+from decaylab.diagnosis.memory import gradient_squares, interpolated
 from decaylab.diagnosis.observed import LayerRecord, Setting, Source, observe
 from decaylab.errors import DecaylabError
 from decaylab.records.files import replace_text
@@ -115,10 +117,15 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
     - SGD: lr'_t = lr_t / (r_t r_{t+1}), since grad L(W) = grad L(W') / r. Exact for L2 (inside the
       momentum, any lr) and without momentum. For decay beside a momentum m the buffer's gradients
       have seen other r: r_t becomes their mean with the weights m^k.
-    - Adam: lr'_t = lr_t / r_{t+1}, times sqrt(b) / a for what its averages lag behind: a is the
-      mean of r with weights beta1^k, b that of r^2 with beta2^k. The second matters: with s = 3e-4
-      and beta2 = 0.999 it is a factor of 1.6. Exact if gradients at W keep their size in that time.
-    - K-FAC: lr'_t = lr_t r_t / r_{t+1}, hardly a change, and the damping lambda r_t^2 (Eq. 14).
+    - Adam: lr'_t = lr_t / r_{t+1}, times sqrt(b) / a for what its averages remember: a is the
+      mean of r with weights beta1^k, b that of r^2 with beta2^k |g|^2. The second matters: with s =
+      3e-4 and beta2 = 0.999 it is a factor of 1.6. |g|^2 is read off the probe `second_moment`, a
+      number a layer (where it is not recorded, |g| is taken to be constant), and b is the geometric
+      mean over layers.
+    - K-FAC: lr'_t = lr_t b / (r_t r_{t+1}) and the damping lambda b (Eq. 14), where b is the mean
+      of r^2 over what the factors remember, as of the last inversion: r_t^2, and lr hardly changed,
+      if every step refreshes and inverts them. Exact if the curvature at W/|W|, which has |W|^2
+      times that at W, keeps its size in that time.
 
     It is for these layers only: the others keep lr, and their decay, which acts on the function.
     Needs a decay of one strength on them, and no L2 inside Adam or K-FAC. Where `watch` recorded
@@ -147,7 +154,12 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
             " weight decay"
         )
     per_step = list(_by_step(first, observed.steps))
-    lr, damping = zip(*_equivalent(per_step), strict=True)
+    remaining = _remaining(per_step)
+    means = [1.0] * len(per_step)
+    if setting.power != 2:
+        squares = [_remembered(layer, per_step, remaining) for layer in layers]
+        means = [math.exp(fmean(map(math.log, of))) for of in zip(*squares, strict=True)]
+    lr, damping = zip(*_equivalent(per_step, remaining, means), strict=True)
     known = setting.damping is not None
     return EquivalentSchedule(
         tuple(layer.name for layer in layers),
@@ -165,25 +177,52 @@ def _by_step(layer: LayerRecord, steps: int) -> Iterator[Setting]:
         yield now
 
 
-def _equivalent(settings: list[Setting]) -> Iterator[tuple[float, float]]:
-    """(lr', damping') of each step, as `equivalent_schedule` says."""
-    r, velocity = 1.0, 0.0
-    sums = [0.0, 0.0]  # of r^q and r^2, with the weights of the running averages
-    weights = [0.0, 0.0]
+def _remaining(settings: list[Setting]) -> list[float]:
+    """The r of `equivalent_schedule` before each step, and after the last."""
+    r, velocity = [1.0], 0.0
     for setting in settings:
-        memory, beta2 = setting.memory, setting.beta2 or 0.0
-        inside = setting.decay == "l2"
-        if inside:  # what decay alone does to a weight of one, from rest
-            velocity = memory * velocity + setting.weight_decay * r
-            after = r - setting.lr * velocity
+        if setting.decay == "l2":  # what decay alone does to a weight of one, from rest
+            velocity = setting.memory * velocity + setting.weight_decay * r[-1]
+            after = r[-1] - setting.lr * velocity
         else:
-            after = r * (1 - setting.shrink)
+            after = r[-1] * (1 - setting.shrink)
         if after <= 0:
             raise DecaylabError("decay takes the whole weight in a few steps: no schedule does it")
-        q = -1 if setting.power == 0 else 1
-        sums = [memory * sums[0] + r**q, beta2 * sums[1] + r**2]
-        weights = [memory * weights[0] + 1, beta2 * weights[1] + 1]
-        mean = r**q if inside else sums[0] / weights[0]
-        lag = math.sqrt(sums[1] / weights[1]) if setting.power == 1 else 1.0
-        yield setting.lr * lag / (after * mean), (setting.damping or 0.0) * r**2
-        r = after
+        r.append(after)
+    return r
+
+
+def _remembered(
+    layer: LayerRecord, settings: list[Setting], remaining: list[float]
+) -> Iterator[float]:
+    """The b of each step: the mean of r^2 over what Adam's v or K-FAC's factors remember."""
+    adam = settings[0].power == 1
+    sizes = gradient_squares(layer.series.get("second_moment", ()), settings[0].beta2 or 0.0)
+    total = weight = b = 0.0
+    for step, (setting, r) in enumerate(zip(settings, remaining, strict=False)):
+        if adam:
+            keep, size = setting.beta2 or 0.0, sizes(step + 1)
+        else:
+            keep, size = setting.factor_decay, interpolated(layer.norms, step) ** -2
+            size /= 1 if step else 1 - keep  # the first refresh is the whole, not a part
+        if adam or step % setting.refresh_every == 0:
+            total, weight = keep * total + size * r**2, keep * weight + size
+        if adam or step % setting.invert_every == 0:
+            b = total / weight
+        yield b
+
+
+def _equivalent(
+    settings: list[Setting], remaining: list[float], means: list[float]
+) -> Iterator[tuple[float, float]]:
+    """(lr', damping') of each step, as `equivalent_schedule` says; `means`: its b."""
+    total = weight = 0.0  # what the momentum sees of r
+    for step, (setting, b) in enumerate(zip(settings, means, strict=True)):
+        r, after = remaining[step : step + 2]
+        seen = r / b if setting.power == 0 else r
+        total, weight = setting.memory * total + seen, setting.memory * weight + 1
+        mean = seen if setting.decay == "l2" else total / weight
+        root = math.sqrt(b) if setting.power == 1 else 1.0
+        # a scale-free damping follows the norms by itself
+        damping = (setting.damping or 0.0) * (1.0 if setting.scale_free else b)
+        yield setting.lr * root / (after * mean), damping

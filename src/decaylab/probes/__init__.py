@@ -11,6 +11,7 @@ from decaylab.probes.gauss_newton import (
 )
 from decaylab.probes.jacobian import jacobian_norm
 from decaylab.probes.kronecker import measured_factors
+from decaylab.probes.moments import second_moments
 from decaylab.probes.reading import NonFiniteWarning, Reading, row_name
 from decaylab.probes.traces import TraceReading, curvature_traces, kfac_traces
 from decaylab.probes.watch import FREE, PROBES, Moment, Probe, Watch, watch
@@ -54,6 +55,7 @@ __all__ = [
     "measured_factors",
     "rotations",
     "row_name",
+    "second_moments",
     "snapshot",
     "spectrum",
     "untouched",

@@ -26,8 +26,9 @@ def settings(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str, floa
     `setting_lr`, `setting_decay` (its place in `DECAYS`), `setting_weight_decay`,
     `setting_momentum` (SGD, K-FAC) or `setting_beta1` and `setting_beta2` (Adam), `setting_power`
     (absent where the optimizer's law is not known), `setting_invariant` (1 or 0),
-    `setting_damping` (K-FAC's lambda as asked for) and `setting_scale_free`. A layer that this
-    optimizer does not hold has `setting_moved` 0.
+    `setting_damping` (K-FAC's lambda as asked for), `setting_scale_free`, `setting_factor_decay`,
+    `setting_refresh_every` and `setting_invert_every`. A layer that this optimizer does not hold
+    has `setting_moved` 0.
     """
     found: dict[str, float] = {}
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
@@ -60,6 +61,8 @@ def _of_group(
     if rule == "kfac" and isinstance(optimizer, KFAC):
         values["damping"] = float(optimizer.damping)
         values["scale_free"] = float(layer in optimizer._initial_norms)
+        memory = ("factor_decay", "refresh_every", "invert_every")
+        values |= {name: float(getattr(optimizer, name)) for name in memory}
     return values
 
 

@@ -31,6 +31,7 @@ from decaylab.probes.gauss_newton import (
     kfac_gauss_newton_norm,
 )
 from decaylab.probes.jacobian import jacobian_norm
+from decaylab.probes.moments import second_moments
 from decaylab.probes.reading import NonFiniteWarning, Reading
 from decaylab.probes.settings import frozen_layers, settings
 from decaylab.probes.traces import curvature_traces
@@ -97,6 +98,7 @@ PROBES: dict[str, Probe] = {
         Probe("movement", "free", lambda m: movement(m.layers, m.before)),
         Probe("effective_lr", "free", lambda m: effective_learning_rate(m.layers, m.optimizer)),
         Probe("decay_exposure", "free", lambda m: Reading("decay_exposure", "1", m.exposure)),
+        Probe("second_moment", "free", lambda m: second_moments(m.layers, m.optimizer)),
         Probe(
             "gn_norm",
             "one backward",

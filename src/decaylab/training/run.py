@@ -192,6 +192,8 @@ class TrainingRun:
             values[f"{name}/loss"], values[f"{name}/accuracy"] = result.loss, result.accuracy
         values["lr"] = self.lr
         values["exposure/stage"] = self.stage_exposure()
+        for reading in probes.second_moments(self.model, self.optimizer):
+            values |= reading.rows()
         return values | weight_norms(self.model)
 
     def stage_exposure(self) -> float:
@@ -220,7 +222,8 @@ class TrainingRun:
         self.correct.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides the rest of the run."""
+        """Everything that decides the rest of the run: to be copied before the run goes on."""
+        self._behind = True  # on CUDA it goes on once the outer stream has read it
         return {
             "device": self.device.type,
             "epoch": self.epoch,
