@@ -1,21 +1,15 @@
 """The snippets of docs/integrations.md run as they stand there."""
 
-import re
 import sys
-from pathlib import Path
+from functools import partial
 
+import documented
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-DOC = Path(__file__).parents[2] / "docs" / "integrations.md"
-
-
-def snippet(name):
-    text = DOC.read_text(encoding="utf-8")
-    (found,) = re.findall(rf"<!-- run: {name} -->\n```python\n(.*?)```", text, re.DOTALL)
-    return compile(found, f"{DOC.name}: {name}", "exec")
+snippet = partial(documented.snippet, "integrations.md")
 
 
 def language_model():

@@ -1,0 +1,210 @@
+"""What the pages tell a reader to run, runs."""
+
+import re
+from unittest import mock
+
+import pytest
+import torch
+import typer
+from documented import PAGES, ROOT, blocks, commands, snippet
+from torch import nn
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+from decaylab import networks
+from decaylab.cli import app
+from decaylab.optim.decay import OPTIMIZERS
+from decaylab.paper import artefacts
+from decaylab.training.build import BUILDERS
+from decaylab.training.spec import PUBLISHED
+
+OURS = ("index.md", "quickstart.md", "choose.md", "three-mechanisms.md", "extend.md")
+# A reader waits for these; a test takes the short way through the same command.
+SHORTER = {
+    "demo": ["--seeds", "1", "--epochs", "1", "--no-report"],
+    "reproduce table2 --tier quick": ["--only", "network=vgg16", "--only", "optimizer=sgd"],
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder to run in; what a page registers is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    registries = (networks.NETWORKS, OPTIMIZERS, BUILDERS, PUBLISHED, artefacts())
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        patches = [mock.patch.dict(registry) for registry in registries]
+        for patch in patches:
+            patch.start()
+        yield tmp_path
+        for patch in patches:
+            patch.stop()
+    torch.set_num_threads(threads)  # the demo and reproduce set it
+
+
+def small_net():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def train(model, optimizer):
+    for _ in range(50):
+        inputs, labels = torch.randn(16, 4), torch.randint(3, (16,))
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def ran(words):
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0, (words, done.output)
+    return done.output
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_and_option_exists(page):
+    """Parsed, not run: a renamed option is found on any page."""
+    for words in commands(page):
+        command, name = typer.main.get_command(app), "decaylab"
+        while isinstance(command, typer.core.TyperGroup):
+            name, *words = words
+            assert name in command.commands, name
+            command = command.commands[name]
+        command.make_context(name, [word for word in words if word != "--debug"])
+
+
+@pytest.mark.parametrize("page", OURS)
+def test_every_python_block_is_run(page):
+    unnamed = [b[2] for b in blocks(ROOT / "docs" / page) if b[1] == "python" and not b[0]]
+    assert all("main()" in text for text in unnamed)  # lab.py's end: run as commands below
+
+
+def test_the_checks_see_blocks():
+    assert len(commands(ROOT / "README.md")) > 5
+    assert sum(bool(b[0]) for page in OURS for b in blocks(ROOT / "docs" / page)) >= 9
+
+
+@pytest.mark.slow
+def test_the_quick_start_from_top_to_bottom(here, capsys):
+    script = snippet("quickstart.md", "own script")
+    exec(script, {})
+    said = capsys.readouterr().out
+    verdicts = dict(re.findall(r"^\| ([\w ]+) \| \*\*([\w ]+)\*\* \|", said, re.MULTILINE))
+    assert verdicts == {
+        "effective learning rate": "acts",
+        "Jacobian norm": "cannot tell",
+        "effective damping": "does not act",
+    }
+    plain = next(b[2] for b in blocks(ROOT / "docs" / "quickstart.md") if b[0] == "own script")
+    plain = plain.replace("weight_decay=0.003", "weight_decay=0").replace("decayed", "plain")
+    exec(plain, {})
+    words = commands(ROOT / "docs" / "quickstart.md")
+    assert [line[0] for line in words] == [
+        *("demo", "diagnose", "train", "runs", "probe", "reproduce", "reproduce"),
+        *("report", "claims"),
+    ]
+    for line in words:
+        ran([*line, *SHORTER.get(" ".join(line), [])])
+    assert (here / "runs" / "report" / "index.html").exists()
+
+
+def test_scopes(capsys):
+    model = small_net()
+    names = {"model": model, "torch": torch}
+    exec(snippet("choose.md", "scopes"), names)
+    assert [group["names"] for group in names["groups"]] == [
+        ["0.weight", "0.bias"],
+        ["1.weight", "1.bias", "3.weight", "3.bias"],
+    ]
+    assert names["only_invariant"][0]["names"] == ["0.weight"]
+    assert "'0.weight': 'invariant'" in capsys.readouterr().out
+
+
+def test_probes(capsys):
+    names = {"model": small_net(), "train": train, "batch": torch.randn(8, 4)}
+    exec(snippet("three-mechanisms.md", "probes"), names)
+    assert 0 <= float(capsys.readouterr().out) <= 1
+    assert names["watched"].records.last("jacobian_norm") > 0
+
+
+def test_a_probe_of_ones_own(capsys):
+    model = small_net()
+    names = {"model": model, "train": train, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    exec(snippet("extend.md", "probe"), names)
+    exec(snippet("extend.md", "probe in a loop"), names)
+    ranks = names["watched"].records.series("stable_rank/0")
+    assert [row.step for row in ranks] == [1, 10, 20, 30, 40, 50]
+    square = model[0].weight.detach().square().sum()
+    largest = torch.linalg.matrix_norm(model[0].weight.detach(), 2).square()
+    assert ranks[-1].value == pytest.approx(float(square / largest), rel=1e-5)
+    assert 1 <= ranks[-1].value <= 4
+
+
+def test_an_optimizer_of_ones_own_is_watched_and_diagnosed():
+    from decaylab import diagnose, watch
+
+    names = {}
+    exec(snippet("extend.md", "optimizer"), names)
+    model = small_net()
+    optimizer = names["Signum"](model.parameters(), lr=0.01, weight_decay=3.0)
+    with watch(model, optimizer, every=5, inputs=torch.randn(8, 4)) as watched:
+        train(model, optimizer)
+    norm = float(model[0].weight.detach().norm())
+    last = watched.records.last("effective_lr/0")
+    assert last == pytest.approx(0.01 / norm, rel=1e-5)
+    found = diagnose(watched)["effective l"]
+    assert found.verdict == "acts"
+    before = model[3].weight.detach().clone()
+    model[3].weight.grad = torch.zeros_like(before)
+    optimizer.state[model[3].weight]["momentum"].zero_()
+    optimizer.step()
+    torch.testing.assert_close(model[3].weight.detach(), before * (1 - 0.01 * 3.0))
+
+
+def test_ones_own_command(here):
+    (here / "scopes_without_bn.toml").write_text(snippet("extend.md", "scopes_without_bn.toml"))
+    names = {}
+    for name in ("optimizer", "register the optimizer", "network", "experiment"):
+        exec(snippet("extend.md", name), names)
+    lines = commands(ROOT / "docs" / "extend.md", "python lab.py")
+    assert [line[0] for line in lines] == ["train", "diagnose", "reproduce", "report"]
+    said = {line[0]: ran(line) for line in lines}
+    assert "finished: test accuracy" in said["train"]
+    assert re.search(r"effective learning rate\W+acts", said["diagnose"])
+    assert "scopes_without_bn 8/8" in said["report"]
+    page = (here / "runs" / "report" / "index.html").read_text()
+    assert "scopes_without_bn: Which layers to decay, without batch normalisation" in page
+    assert len(re.findall("digits-allconv-bn-signum-decoupled-", page)) == 1
+
+
+def test_what_is_registered_twice_or_wrongly_is_refused(here):
+    from decaylab import DecaylabError
+    from decaylab.paper import register_artefact
+    from decaylab.training import RunSpec, register_optimizer
+
+    settings = {"lr": 1.0, "epochs": 1, "lr_drop_every": 1}
+    with pytest.raises(DecaylabError, match="an optimizer 'adam' already"):
+        register_optimizer("adam", None, law="adam", settings=settings)
+    with pytest.raises(DecaylabError, match="unknown law 'lion'"):
+        register_optimizer("lion", None, law="lion", settings=settings)
+    with pytest.raises(DecaylabError, match="'rho' is no field of a run"):
+        register_optimizer("lion", None, law="adam", settings={**settings, "rho": 1})
+    with pytest.raises(DecaylabError, match="'epochs' is missing"):
+        register_optimizer("lion", None, law="adam", settings={"lr": 1.0})
+    with pytest.raises(DecaylabError, match="a network 'mlp' already"):
+        networks.register("mlp", None)
+    with pytest.raises(DecaylabError, match="unknown optimizer 'lion'"):
+        RunSpec(optimizer="lion")
+    for name, text, said in (
+        ("table1", "title = 'x'", "already"),
+        ("all", "title = 'x'", "already"),
+        ("own", "title = ", "no readable TOML"),
+        ("own", "title = 'x'\n[[cells]]\nnetwork = 'vgg16'", "is no artefact"),
+        ("own", "title = 'x'", "is no artefact"),
+    ):
+        path = here / f"{name}.toml"
+        path.write_text(text)
+        with pytest.raises(DecaylabError, match=said):
+            register_artefact(path)
+    with pytest.raises(DecaylabError, match="no readable TOML"):
+        register_artefact(here / "missing.toml")
