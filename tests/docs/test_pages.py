@@ -18,7 +18,14 @@ from decaylab.paper import artefacts
 from decaylab.training.build import BUILDERS
 from decaylab.training.spec import PUBLISHED
 
-OURS = ("index.md", "quickstart.md", "choose.md", "three-mechanisms.md", "extend.md")
+OURS = (
+    "../README.md",
+    "index.md",
+    "quickstart.md",
+    "choose.md",
+    "three-mechanisms.md",
+    "extend.md",
+)
 # A reader waits for these; a test takes the short way through the same command.
 SHORTER = {
     "demo": ["--seeds", "1", "--epochs", "1", "--no-report"],
@@ -106,6 +113,13 @@ def test_the_quick_start_from_top_to_bottom(here, capsys):
     for line in words:
         ran([*line, *SHORTER.get(" ".join(line), [])])
     assert (here / "runs" / "report" / "index.html").exists()
+
+
+def test_the_readmes_loop():
+    loader = [(torch.randn(16, 4), torch.randint(3, (16,))) for _ in range(3)]
+    names = {"model": small_net(), "loader": loader}
+    exec(snippet("../README.md", "loop"), names)
+    assert names["opt"].steps == names["watched"].steps == 3
 
 
 def test_scopes(capsys):

@@ -1,0 +1,127 @@
+"""The pages' numbers are those of the records; where there are none the pages say so."""
+
+import importlib.util
+import re
+
+import pytest
+from documented import ROOT
+from report.synthetic import everything, write_run
+
+from decaylab.cli.demo import demo_specs
+from decaylab.paper import cells
+from decaylab.records import RunStore
+
+
+def loaded(name):
+    """A module of docs/, which is no package: mkdocs loads it by its path too."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+pages = loaded("from_records")
+
+
+def accuracy(store, cell, value, seed=0, exposure=2.0, **more):
+    tests = {**everything(seed), "test/accuracy": value, "exposure/stage": exposure, **more}
+    write_run(store, cell.runs[seed], tests, tier="short", device="test device")
+
+
+def asked_for():
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
+    return {name for text in texts for name in pages.BLOCK.findall(text)}
+
+
+def test_pages_ask_for_all_the_blocks_that_there_are():
+    assert asked_for() == set(pages.BLOCKS)
+    with pytest.raises(pages.DecaylabError, match="no block 'nothing'"):
+        pages.filled_in("<!-- records: nothing -->", None)
+
+
+@pytest.mark.parametrize("name", pages.BLOCKS)
+def test_without_records_a_block_says_so(name, tmp_path):
+    text = pages.BLOCKS[name](pages.Records(tmp_path))
+    assert "not run yet" in text.lower()
+    assert not re.search(r"\d\.\d", text)
+    assert pages.figures(pages.Records(tmp_path))[0].markdown == ""
+
+
+def test_gains_are_differences_of_recorded_accuracies(tmp_path):
+    store = RunStore(tmp_path)
+    none, conv, fc, everywhere = cells("fig2", "short")[:4]
+    assert [c.key["scheme"] for c in (none, conv, fc)] == ["baseline", "wd-conv", "wd-fc"]
+    accuracy(store, none, 0.50)
+    accuracy(store, conv, 0.56)
+    accuracy(store, fc, 0.505, exposure=0.5)
+    text = pages.gains(pages.Records(tmp_path), "fig2")
+    (row,) = [line for line in text.splitlines() if line.startswith("| VGG16 | SGD")]
+    found = [part.strip() for part in row.strip("|").split("|")]
+    assert found[2] == "50.00"
+    noise = 100 * ((0.5 * 0.5 + 0.56 * 0.44) / 10_000) ** 0.5  # of two test sets' sampling
+    assert found[3] == f"**+6.00 ± {noise:.2f}**"  # beyond twice the noise
+    assert found[4].startswith("+0.50 ± ")
+    assert found[4].endswith("†")  # too little decay to tell
+    assert found[5] == "not run yet"
+    assert found[-1] == "one seed"
+    assert everywhere.key["scheme"] == "wd-all"
+    assert "test device" in text
+    assert "1 of 4 rows" in text
+
+
+def test_seeds_are_found_however_many_there_are(tmp_path):
+    store = RunStore(tmp_path)
+    without, decayed = cells("table1", "short", 3)[:2]
+    for seed, value in enumerate((0.80, 0.81, 0.82)):
+        accuracy(store, without, value, seed)
+        accuracy(store, decayed, value + 0.02, seed)
+    text = pages.gains(pages.Records(tmp_path), "table1")
+    assert "| 81.00 ± 1 |" in text
+    assert "**+2.00 ± 0.00**" in text  # the same in every seed
+    assert "| 3 |" in text
+
+
+def test_figures_are_drawn_for_what_there_is(tmp_path):
+    store = RunStore(tmp_path)
+    cell = next(c for c in cells("table1", "short") if c.key["batch_norm"])
+    accuracy(store, cell, 0.9)
+    records = pages.Records(tmp_path)
+    figure = pages.effective_lr_figure(records)
+    ((path, panel),) = figure.files()
+    assert path == "figures/effective-lr-0.png"
+    assert panel.title == "SGD: CIFAR-10, VGG16, BN"
+    (line,) = panel.marks
+    assert line.y[-1] == pytest.approx(everything(0)["effective_lr/features.0"])
+    assert path in pages.filled_in("<!-- records: effective-lr -->", records)
+
+
+def test_the_demos_records_are_those_of_the_demo():
+    """The settings of `decaylab demo` and results/demo are the same; else make the latter anew."""
+    store = RunStore(pages.RESULTS / "demo")
+    assert {spec.id for spec in demo_specs(seeds=3)} == {folder.id for folder in store.runs()}
+
+
+def test_links_out_of_the_pages_become_words():
+    text = pages.filled_in("See [the records](../results/README.md), [here](choose.md).", None)
+    assert text == "See the records (`results/README.md` in the repository), [here](choose.md)."
+
+
+def test_nothing_is_fetched():
+    class Page:
+        class file:  # noqa: N801 - as mkdocs has it
+            src_uri = "page.md"
+
+    fine = '<a href="https://example.org">x</a><img src="figures/x.png"><script src="a.js">'
+    assert pages.on_post_page(fine, page=Page) == fine
+    for tag in ('<script src="https://x/y.js">', "<link rel=stylesheet href=https://x/y.css>"):
+        with pytest.raises(pages.DecaylabError, match=r"page.md would fetch"):
+            pages.on_post_page(fine + tag, page=Page)
+
+
+def test_docstrings_as_markdown():
+    pytest.importorskip("griffe")
+    text = "Shapes [N, C] [C].\n\n>>> 1 + 1\n2\n\nMore.\n\n    x = [a] [b]"
+    markdown = loaded("docstrings").as_markdown(text)
+    assert "[N, C] \\[C]" in markdown
+    assert "```pycon\n>>> 1 + 1\n2\n```\n" in markdown
+    assert markdown.index("More.") > markdown.index("```\n")
