@@ -108,12 +108,14 @@ def test_inverses_on_the_side_stream_reproduce_themselves(data):
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler uses what torch has deprecated
-@pytest.mark.parametrize("name", ["sgd", "kfac-g"])
-def test_compiled_agrees_with_eager(data, name):
-    spec = replace(SPECS[name], precision="fp32", deterministic=False)
+@pytest.mark.parametrize(("name", "lr"), [("sgd", 5e-5), ("kfac-g", 3e-4)])
+def test_compiled_agrees_with_eager(data, name, lr):
+    """At small steps: at larger ones any rounding grows a thousandfold in ten steps."""
+    spec = replace(SPECS[name], precision="fp32", deterministic=False, lr=lr)
     _, losses, _ = trained(spec, data, graphs=False, steps=20)
     _, compiled, _ = trained(replace(spec, compiled=True), data, graphs=True, steps=20)
-    assert ((compiled - losses).abs() <= 1e-3 * losses.abs()).all()
+    assert ((compiled - losses).abs() <= 1e-3 * losses).all()
+    assert (losses[1:] != losses[0]).all()
 
 
 def test_runs_at_once_are_the_runs_alone_also_beside_one_that_diverges(data):

@@ -8,6 +8,7 @@ valid.
 
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +72,82 @@ def nest(tree: Any, tensors: dict[str, Tensor]) -> Any:
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """Write a state; the file that was there stays valid until the new one is whole on disk."""
-    tree, tensors = flatten(state)
-    # A copy of each: parts of one storage (views, tied weights) cannot be written as they are.
-    copies = {
-        key: value.detach().to("cpu", copy=True).contiguous() for key, value in tensors.items()
-    }
+    Snapshot(state).write(path)
 
-    def write(temporary: Path) -> None:
+
+class Snapshot:
+    """A state as it is now, in the host's memory; it may change from here on.
+
+    From CUDA it is copied without waiting, to pinned memory and in the order of the current stream:
+    what is queued there after it waits, as long as the copy takes. Memory: one state on the host.
+    """
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._tree, tensors = flatten(state)
+        self._copies = {key: _on_host(tensor.detach()) for key, tensor in tensors.items()}
+        self._copied: torch.cuda.Event | None = None
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            self._copied = torch.cuda.Event(blocking=True)
+            self._copied.record()
+
+    def write(self, path: Path) -> None:
+        """Write it, from any thread, once the copies are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+        def fill(temporary: Path) -> None:
+            try:
+                save_file(self._copies, temporary, metadata={"state": json.dumps(self._tree)})
+            except SafetensorError as error:  # it wraps the OSError of a full disk in its text
+                number = re.search(r"os error (\d+)", str(error))
+                raise OSError(int(number[1]) if number else None, str(error)) from error
+
+        replace_file(path, fill)
+
+
+class Writer:
+    """Writes the checkpoints of one run in a thread of its own, so that training goes on.
+
+    One at a time: `save` waits for the one before. What went wrong with a checkpoint is raised by
+    the next `save` or `wait`. The process does not end before it is written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Copy a state and leave the writing to the thread."""
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(Snapshot(state),))
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the last checkpoint is on disk."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _write(self, snapshot: Snapshot) -> None:
         try:
-            save_file(copies, temporary, metadata={"state": json.dumps(tree)})
-        except SafetensorError as error:  # it wraps the OSError of a full disk in its text
-            number = re.search(r"os error (\d+)", str(error))
-            raise OSError(int(number[1]) if number else None, str(error)) from error
+            snapshot.write(self._path)
+        except BaseException as error:
+            self._error = error
 
-    replace_file(path, write)
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A contiguous copy: parts of one storage (views, tied weights) cannot be written as they are.
+
+    Pinned memory comes back to torch's cache when the copy is dropped, for the next checkpoint.
+    """
+    if not tensor.is_cuda:
+        return tensor.to("cpu", copy=True).contiguous()
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
 
 
 def load(path: Path, device: str | torch.device = "cpu", only: str | None = None) -> dict[str, Any]:

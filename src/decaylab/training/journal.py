@@ -50,6 +50,7 @@ class Journal:
                 at_once=max(self.previous.at_once, at_once),
             )
         self._last_save = time.monotonic()
+        self._writer = checkpoint.Writer(folder.checkpoint)
         self.ended = False
 
     def checkpoint(self) -> dict[str, Any] | None:
@@ -71,15 +72,23 @@ class Journal:
         return time.monotonic() - self._last_save >= every
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replace the checkpoint."""
-        checkpoint.save(self.folder.checkpoint, state)
+        """Replace the checkpoint; it is on disk when `settle` or `end` returns, or the next begins.
+
+        An error of the one before is raised here.
+        """
+        self._writer.save(state)
         self._last_save = time.monotonic()
+
+    def settle(self) -> None:
+        """Wait until the checkpoint is on disk; raises what went wrong with it."""
+        self._writer.wait()
 
     def end(self, status: Status, message: str = "") -> None:
         """Say how the run ended; where even that cannot be written, it reads as interrupted."""
         self.ended = True
         ended = replace(self._manifest, status=status, message=message)
         if status == "finished":
+            self.settle()
             self.folder.write_manifest(ended)
         else:
             with suppress(DecaylabError):
@@ -92,7 +101,12 @@ def open_journal(
 ) -> Iterator[Journal]:
     """The journal of a spec's run, locked while inside."""
     with store.folder(spec.id).writing(spec.to_toml()) as folder:
-        yield Journal(folder, spec, device=device, tier=tier, at_once=at_once)
+        journal = Journal(folder, spec, device=device, tier=tier, at_once=at_once)
+        try:
+            yield journal
+        finally:  # nothing is written behind the lock; the run has ended with an error of its own
+            with suppress(Exception):
+                journal.settle()
 
 
 def code_commit() -> str | None:

@@ -74,7 +74,8 @@ def train(
     its last Progress at once. The last one has kind `finished`: everything is on disk by then.
 
     A loss that is not finite raises `Diverged`; SIGINT and SIGTERM raise `Interrupted` after a
-    checkpoint; closing the generator at a yield saves a checkpoint too.
+    checkpoint; closing the generator at a yield saves a checkpoint too. Checkpoints in between are
+    written while training goes on.
 
     >>> spec = RunSpec(data="digits", network="mlp", hidden=(16,), epochs=2)
     >>> [progress.kind for progress in train(spec)]
@@ -136,6 +137,7 @@ def _guarded(run: TrainingRun, journal: Journal | None, how: Execution) -> Itera
             # Inside a step (a second signal) the state is not whole: the last checkpoint stands.
             if run.whole and run.finite():
                 journal.save(run.state_dict())
+            journal.settle()
             journal.end("interrupted", str(error) or "left by its caller")
         raise
     except BaseException as error:

@@ -1,0 +1,155 @@
+"""Checkpoints that are written while training goes on."""
+
+import errno
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from decaylab.data import load
+from decaylab.errors import DecaylabError
+from decaylab.records import RunStore
+from decaylab.training import Execution, RunSpec, checkpoint, train, train_to_end
+from decaylab.training.journal import Journal
+
+SPEC = RunSpec(hidden=(16,), batch_norm=True, batch_size=256, epochs=2, lr_drop_every=2)
+EVERY_STEP = Execution(checkpoint_every=0.0, every_step=True)
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """A disk that can be told to stand still or to be full."""
+
+    class Disk:
+        def __init__(self):
+            self.moves, self.full, self.asked = threading.Event(), False, 0
+            self.moves.set()
+
+        def save_file(self, tensors, filename, metadata):
+            self.asked += 1
+            assert self.moves.wait(timeout=20)
+            if self.full:
+                filename.write_bytes(b"half")
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(tensors, filename, metadata)
+
+    write, found = checkpoint.save_file, Disk()
+    monkeypatch.setattr(checkpoint, "save_file", found.save_file)
+    yield found
+    found.moves.set()
+
+
+def test_the_state_may_change_while_it_is_written(tmp_path, disk):
+    path, weight = tmp_path / "c", torch.ones(3)
+    writer = checkpoint.Writer(path)
+    disk.moves.clear()
+    writer.save({"w": weight, "view": weight[1:]})
+    weight.zero_()
+    assert not path.exists()
+    disk.moves.set()
+    writer.wait()
+    assert checkpoint.load(path)["w"].tolist() == [1, 1, 1]
+    assert checkpoint.load(path)["view"].tolist() == [1, 1]
+
+
+def test_one_at_a_time(tmp_path, disk):
+    writer = checkpoint.Writer(tmp_path / "c")
+    disk.moves.clear()
+    writer.save({"n": 1})
+    second = threading.Thread(target=writer.save, args=({"n": 2},))
+    second.start()
+    time.sleep(0.05)
+    assert second.is_alive()
+    assert disk.asked == 1
+    disk.moves.set()
+    second.join()
+    writer.wait()
+    assert checkpoint.load(tmp_path / "c") == {"n": 2}
+
+
+def test_an_error_is_raised_by_the_next_save_or_wait_and_then_forgotten(tmp_path, disk):
+    path = tmp_path / "c"
+    writer = checkpoint.Writer(path)
+    writer.save({"n": 1})
+    writer.wait()
+    disk.full = True
+    writer.save({"n": 2})
+    with pytest.raises(DecaylabError, match="free some space"):
+        writer.save({"n": 3})
+    writer.save({"n": 4})
+    with pytest.raises(DecaylabError, match="free some space"):
+        writer.wait()
+    assert checkpoint.load(path) == {"n": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    disk.full = False
+    writer.save({"n": 5})
+    writer.wait()
+    assert checkpoint.load(path) == {"n": 5}
+
+
+def test_training_goes_on_beside_it_and_leaving_waits_for_it(tmp_path, disk, monkeypatch):
+    store = RunStore(tmp_path)
+    due = iter([True, False, False])
+    monkeypatch.setattr(Journal, "due", lambda *_: next(due))
+    run = train(SPEC, data=load("digits"), store=store, execution=EVERY_STEP)
+    disk.moves.clear()
+    steps = [next(run).step for _ in range(3)]
+    assert steps == [1, 2, 3]  # the first of them began a checkpoint that is not written yet
+    assert disk.asked == 1
+    assert not store.folder(SPEC.id).checkpoint.exists()
+    threading.Timer(0.1, disk.moves.set).start()
+    run.close()
+    assert checkpoint.load(store.folder(SPEC.id).checkpoint)["step"] == 3
+    assert store.folder(SPEC.id).manifest().status == "interrupted"
+
+
+def test_a_disk_that_fills_up_ends_the_run_and_it_continues(tmp_path, disk):
+    store, data = RunStore(tmp_path), load("digits")
+    run = train(SPEC, data=data, store=store, execution=EVERY_STEP)
+    for _ in range(3):
+        next(run)
+    disk.full = True
+    with pytest.raises(DecaylabError, match="free some space"):
+        list(run)
+    manifest = store.folder(SPEC.id).manifest()
+    assert manifest.status == "failed"
+    assert "free some space" in manifest.message
+    disk.full = False
+    last = train_to_end(SPEC, data=data, store=store)
+    whole = train_to_end(SPEC, data=data).model.state_dict()
+    assert all(torch.equal(last.model.state_dict()[name], whole[name]) for name in whole)
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_no_finished_run(tmp_path, disk):
+    store = RunStore(tmp_path)
+    disk.full = True
+    with pytest.raises(DecaylabError, match="free some space"):
+        train_to_end(SPEC, data=load("digits"), store=store)
+    assert store.folder(SPEC.id).manifest().status == "failed"
+
+
+def test_nothing_is_written_once_the_lock_is_free(tmp_path, disk):
+    store = RunStore(tmp_path)
+
+    def fail(run):
+        if run.position == run.steps_per_epoch:
+            threading.Timer(0.1, disk.moves.set).start()
+            raise RuntimeError("out of luck")
+        return {}
+
+    how = Execution(checkpoint_every=0.0, observe=fail)
+    before = threading.active_count()
+    run = train(SPEC, data=load("digits"), store=store, execution=replace(how, every_step=True))
+    for _ in range(4):
+        next(run)
+    disk.moves.clear()
+    with pytest.raises(RuntimeError, match="out of luck"):
+        list(run)
+    folder = store.folder(SPEC.id)
+    assert not folder.locked()
+    assert folder.manifest().message == "RuntimeError: out of luck"
+    assert checkpoint.load(folder.checkpoint)["step"] == 4
+    assert not list(folder.path.glob("*.part"))
+    assert threading.active_count() <= before + 1  # the timer
