@@ -1,7 +1,7 @@
 """What a whole epoch costs, data and evaluation included; runs at once; the exact Jacobian norm.
 
     python benchmarks/epoch.py [--networks vgg16 resnet32] [--optimizers sgd kfac-g]
-                               [--parts epoch at-once evaluation jacobian] [--at-once 4]
+                               [--parts epoch at-once evaluation checkpoint jacobian] [--at-once 4]
                                [--compiled] [--precision bf16] [--inversion-lag 0]
                                [--train 50000] [--test 10000] [--evaluation-batches 1000] [--json]
 
@@ -13,6 +13,8 @@ set too, do not count.
   to disk), over the seconds of its steps alone; one run. Medians.
 - at-once: epochs a second of so many runs that take turns, over those of one run. No records.
 - evaluation: seconds on the test images, as graphs and without, for batches of these sizes.
+- checkpoint: seconds that training waits for one (the second: the first makes room for it), seconds
+  until it is on disk, its size, and a step's time while it is written over that without.
 - jacobian: seconds for the exact input-output Jacobian norm of all test images.
 """
 
@@ -23,6 +25,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,12 +34,13 @@ from measuring import about, parser, random_data, spec_for, wait
 from decaylab import probes
 from decaylab.data import DataSet, evaluation_batches
 from decaylab.records import RunStore
-from decaylab.training import Execution, RunSpec, train
+from decaylab.training import Execution, RunSpec, TrainingRun, train
 from decaylab.training.arithmetic import arithmetic
 from decaylab.training.build import build_model
+from decaylab.training.checkpoint import Writer
 from decaylab.training.evaluate import Evaluator
 
-PARTS = ("epoch", "at-once", "evaluation", "jacobian")
+PARTS = ("epoch", "at-once", "evaluation", "checkpoint", "jacobian")
 CHUNK = 128
 Row = dict[str, Any]
 
@@ -101,6 +105,43 @@ def evaluation(spec: RunSpec, data: DataSet, size: int, *, graphs: bool) -> floa
     return statistics.median(seconds[3:])
 
 
+def checkpoints(spec: RunSpec, data: DataSet, device: torch.device) -> Row:
+    """What a checkpoint costs the training beside it."""
+    run = TrainingRun(spec, data)
+    run.begin_epoch()
+
+    def step() -> float:
+        started = time.perf_counter()
+        with run.at_work():
+            run.train_step()
+            wait(device)
+        if run.position == run.steps_per_epoch:
+            run.next_epoch()
+            run.begin_epoch()
+        return time.perf_counter() - started
+
+    with run.at_work():
+        run.initialize(lambda: None)
+    plain = statistics.median([step() for _ in range(60)][30:])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint"
+        writer = Writer(path)
+        for _ in range(2):
+            writer.wait()
+            started = time.perf_counter()
+            with run.at_work():
+                writer.save(run.state_dict())
+            waited = time.perf_counter() - started
+            beside = [step()]
+            while writer.busy:
+                beside.append(step())
+            written = time.perf_counter() - started
+        writer.wait()
+        size = path.stat().st_size / 1e9
+    slower = {"step_over_plain": statistics.median(beside) / plain, "longest_step": max(beside)}
+    return {"waited_seconds": waited, "written_seconds": written, "gigabytes": size, **slower}
+
+
 def jacobian(spec: RunSpec, data: DataSet) -> float:
     """Seconds of the exact norm as `reproduce` measures it, in the run's precision."""
     model, device = build_model(spec, data), data.test.images.device
@@ -129,6 +170,8 @@ def benchmark(network: str, options: argparse.Namespace, result: dict[str, list[
             seconds = {"alone_seconds": alone, "together_seconds": together}
             gain = {"runs": options.at_once, "throughput": options.at_once * alone / together}
             result["at-once"].append({**head, **seconds, **gain})
+        if "checkpoint" in options.parts:
+            result["checkpoint"].append({**head, **checkpoints(spec, data, device)})
         gc.collect()
     spec = spec_for(network, "sgd", options)
     if "evaluation" in options.parts:

@@ -89,4 +89,7 @@ def test_epochs(script, capsys):
     assert row["throughput"] == pytest.approx(2 * row["alone_seconds"] / row["together_seconds"])
     assert [row["batch_size"] for row in result["evaluation"]] == [4, 8]
     assert result["jacobian"][0]["images"] == 8
+    (row,) = result["checkpoint"]
+    assert 0 < row["waited_seconds"] < row["written_seconds"]
+    assert row["gigabytes"] > 1e-5
     assert "jacobian: vgg11" in epoch.table(result)

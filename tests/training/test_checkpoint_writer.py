@@ -54,6 +54,25 @@ def test_the_state_may_change_while_it_is_written(tmp_path, disk):
     assert checkpoint.load(path)["view"].tolist() == [1, 1]
 
 
+def test_the_next_state_takes_the_place_of_the_last(tmp_path):
+    writer = checkpoint.Writer(tmp_path / "c")
+    states = [
+        {"a": torch.ones(3), "b": torch.zeros(2)},
+        {"a": torch.full((3,), 2.0), "b": torch.zeros(4), "c": torch.ones(1)},
+        {"a": torch.tensor(3), "c": torch.full((1,), 3.0, dtype=torch.float64)},
+    ]
+    places = []
+    for state in states:
+        writer.save(state)
+        writer.wait()
+        places.append(writer._snapshot._copies["state.a"].data_ptr())
+        found = checkpoint.load(tmp_path / "c")
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[key], state[key]) for key in state)
+        assert all(found[key].dtype == state[key].dtype for key in state)
+    assert places[0] == places[1]
+
+
 def test_one_at_a_time(tmp_path, disk):
     writer = checkpoint.Writer(tmp_path / "c")
     disk.moves.clear()

@@ -79,12 +79,16 @@ class Snapshot:
     """A state as it is now, in the host's memory; it may change from here on.
 
     From CUDA it is copied without waiting, to pinned memory and in the order of the current stream:
-    what is queued there after it waits, as long as the copy takes. Memory: one state on the host.
+    what is queued there after it waits, as long as the copy takes. Memory: one state on the host,
+    in the place of `before`, a snapshot that is no longer needed.
     """
 
-    def __init__(self, state: dict[str, Any]) -> None:
+    def __init__(self, state: dict[str, Any], before: "Snapshot | None" = None) -> None:
         self._tree, tensors = flatten(state)
-        self._copies = {key: _on_host(tensor.detach()) for key, tensor in tensors.items()}
+        places: dict[str, Tensor] = {} if before is None else before._copies
+        self._copies: dict[str, Tensor] = {
+            key: _on_host(tensor.detach(), places.get(key)) for key, tensor in tensors.items()
+        }
         self._copied: torch.cuda.Event | None = None
         if any(tensor.is_cuda for tensor in tensors.values()):
             self._copied = torch.cuda.Event(blocking=True)
@@ -115,13 +119,22 @@ class Writer:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._thread: threading.Thread | None = None
+        # Kept for its memory, and so that the thread never drops the last reference: freeing pinned
+        # memory records events, which must not get into a graph that is captured meanwhile.
+        self._snapshot: Snapshot | None = None
         self._error: BaseException | None = None
 
     def save(self, state: dict[str, Any]) -> None:
         """Copy a state and leave the writing to the thread."""
         self.wait()
-        self._thread = threading.Thread(target=self._write, args=(Snapshot(state),))
+        self._snapshot = Snapshot(state, before=self._snapshot)
+        self._thread = threading.Thread(target=self._write, args=(self._snapshot,))
         self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written now."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Until the last checkpoint is on disk."""
@@ -139,15 +152,14 @@ class Writer:
             self._error = error
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def _on_host(tensor: Tensor, place: Tensor | None) -> Tensor:
     """A contiguous copy: parts of one storage (views, tied weights) cannot be written as they are.
 
-    Pinned memory comes back to torch's cache when the copy is dropped, for the next checkpoint.
+    In `place`, where it fits; else a new one, pinned where the tensor is on CUDA.
     """
-    if not tensor.is_cuda:
-        return tensor.to("cpu", copy=True).contiguous()
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
+    if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
+        place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return place.copy_(tensor, non_blocking=True)
 
 
 def load(path: Path, device: str | torch.device = "cpu", only: str | None = None) -> dict[str, Any]:
