@@ -23,7 +23,7 @@ def positive_definite(kind: str, size: int, condition: float, count: int = 2) ->
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 33, 70])
 @pytest.mark.parametrize("kind", ["even", "few large"])
 def test_splitting_is_exact(monkeypatch, size, kind):
-    monkeypatch.setattr(inverses, "SMALLEST_SPLIT", 8)
+    monkeypatch.setattr(inverses, "BLOCK", 8)
     sides = positive_definite(kind, max(size, 6), 1e3)[:, :size, :size].contiguous()
     inverse = sides.clone()
     assert inverses.invert_(inverse).all()
@@ -34,7 +34,7 @@ def test_splitting_is_exact(monkeypatch, size, kind):
 @pytest.mark.parametrize("condition", [1e3, 1e5, 1e6])
 @pytest.mark.parametrize("kind", ["even", "few large"])
 def test_splitting_costs_no_accuracy(monkeypatch, condition, kind):
-    monkeypatch.setattr(inverses, "SMALLEST_SPLIT", 16)
+    monkeypatch.setattr(inverses, "BLOCK", 16)
     sides = positive_definite(kind, 120, condition).float()
     exact = torch.linalg.inv(sides.double())
     inverse = sides.clone()
@@ -49,7 +49,7 @@ def test_splitting_costs_no_accuracy(monkeypatch, condition, kind):
 
 
 def test_one_bad_factor_does_not_touch_the_others(monkeypatch):
-    monkeypatch.setattr(inverses, "SMALLEST_SPLIT", 8)
+    monkeypatch.setattr(inverses, "BLOCK", 8)
     sides = positive_definite("even", 40, 10.0, count=3)
     sides[1, 20, 20] = -1.0
     wanted = torch.linalg.inv(sides[[0, 2]])
@@ -58,7 +58,7 @@ def test_one_bad_factor_does_not_touch_the_others(monkeypatch):
 
 
 def test_an_inversion_under_autocast_is_not_rounded(monkeypatch):
-    monkeypatch.setattr(inverses, "SMALLEST_SPLIT", 8)
+    monkeypatch.setattr(inverses, "BLOCK", 8)
     sides = positive_definite("even", 40, 10.0).float()
     wanted = sides.clone()
     inverses.invert_(wanted)

@@ -1,5 +1,6 @@
 """The networks: parameter counts by hand, shapes, initial weights, bad input."""
 
+import copy
 import math
 from itertools import pairwise
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from decaylab.errors import DecaylabError
 from decaylab.networks import NETWORKS, build, initialize_
+from decaylab.optim.kfac import KFAC
 
 GROUPS = (64, 128, 256, 512, 512)
 VGG_CONVS = {"vgg11": 8, "vgg13": 10, "vgg16": 13, "vgg19": 16}
@@ -191,3 +193,38 @@ def test_hidden_may_be_empty_and_width_scales_it():
 def test_bad_input_gets_a_sentence(arguments, words):
     with pytest.raises(DecaylabError, match=words):
         build(**{"classes": 10, **arguments})
+
+
+@pytest.mark.parametrize("name", ["mlp", "vgg11", "resnet20"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_bias_in_front_of_batch_norm_is_not_missed(name, training):
+    """A net whose layers do add their biases computes the same, whatever the biases are."""
+    size = {"mlp": 4, "vgg11": 32, "resnet20": 8}[name]
+    ours = build(name, classes=3, image_size=size, width=0.125, batch_norm=True).double()
+    for parameter_name, parameter in ours.named_parameters():
+        if parameter_name.endswith("bias"):
+            nn.init.normal_(parameter)
+    plain = copy.deepcopy(ours)
+    for module in plain.modules():
+        if type(module).__name__ == "NormalisedConv2d":
+            module.__class__ = nn.Conv2d
+        elif type(module).__name__ == "NormalisedLinear":
+            module.__class__ = nn.Linear
+    images = torch.randn(16, 3, size, size, dtype=torch.float64)
+    for model in (ours, plain):
+        for _ in range(3):  # the running statistics of the plain one take its biases in
+            model.train()(images)
+        for norm in model.modules():
+            if isinstance(norm, nn.modules.batchnorm._BatchNorm):
+                norm.momentum = 1.0
+        model.train()(images)
+        model.train(training)
+    torch.testing.assert_close(ours(images), plain(images), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_every_layer_has_a_kfac_block_with_its_bias(batch_norm):
+    model = build("vgg11", classes=3, image_size=32, width=0.125, batch_norm=batch_norm)
+    coverage = KFAC(model, 0.1).coverage()
+    assert set(coverage) == {name for name, _ in model.named_parameters()}
+    assert {c.method for c in coverage.values()} == {"kfac"}

@@ -60,10 +60,12 @@ class Blocks:
 
     def update(self, sums: dict[str, Sums], factor_decay: float) -> None:
         """Fold what each layer has shown into its running averages."""
-        for name, layer_sums in sums.items():
-            if layer_sums.A is not None and layer_sums.G is not None:
-                self._home[name].update(name, layer_sums, factor_decay)
-                self.seen.add(name)
+        whole = {name: layer for name, layer in sums.items() if layer.whole}
+        for bank in self._banks:
+            own = {name: whole[name] for name in bank.slices if name in whole}
+            if own:
+                bank.update(own, factor_decay)
+        self.seen |= whole.keys()
 
     def forget(self) -> None:
         """Let the next `update` set the factors instead of averaging into them."""

@@ -131,6 +131,11 @@ class Sums:
     positions: Tensor | float = 0.0
     rows: Tensor | float = 0.0
 
+    @property
+    def whole(self) -> bool:
+        """Whether both sides have been shown."""
+        return self.A is not None and self.G is not None
+
     def add_inputs(
         self, block: Block, inputs: list[Tensor], sharing: Sharing, mask: Tensor | None
     ) -> None:
@@ -203,25 +208,30 @@ class Bank:
         names = ("A", "G", "A_inverse", "G_inverse", "T", "boost", "failures", "ready")
         return {name: getattr(self, name) for name in names} | self.pending
 
-    def update(self, name: str, sums: Sums, factor_decay: float) -> None:
+    def update(self, sums: dict[str, Sums], factor_decay: float) -> None:
         """Fold a refresh into the averages: F <- decay F + (1 - decay) mean; the first sets them.
 
-        A mean that is not finite is left out, on the device.
+        A layer that was not seen, or whose mean is not finite, is left out, on the device.
         """
-        assert sums.A is not None
-        assert sums.G is not None
-        here = self.slices[name]
         # no entry of a second moment is larger than its diagonal: that is where to look
-        sound = _diagonal(sums.A).isfinite().all(1) & _diagonal(sums.G).isfinite().all(1)
-        keep = torch.where(sound, self.ready[here].to(self.shape.dtype) * factor_decay, 1.0)
-        T = torch.ones_like(keep) * sums.positions
-        for average, total, count in (
-            (self._wide_A[here], sums.A, sums.positions),
-            (self.G[here], sums.G, sums.rows),
-            (self.T[here], T, sums.rows),
-        ):
-            fold_(average, total, keep, (1 - keep) / count)
-        self.ready[here] |= sound
+        sound = torch.ones_like(self.ready)
+        for side, stack in (("A", self._wide_A), ("G", self.G)):
+            unseen = _diagonal(stack) * torch.nan if len(sums) < len(self.slices) else stack
+            shown = [
+                _diagonal(getattr(sums[name], side)) if name in sums else unseen[here]
+                for name, here in self.slices.items()
+            ]
+            sound &= torch.cat(shown).isfinite().all(1)
+        keep = torch.where(sound, self.ready.to(self.shape.dtype) * factor_decay, 1.0)
+        self.T *= keep
+        for name, layer in sums.items():
+            assert layer.A is not None
+            assert layer.G is not None
+            here = self.slices[name]
+            fold_(self._wide_A[here], layer.A, keep[here], layer.positions)
+            fold_(self.G[here], layer.G, keep[here], layer.rows)
+            self.T[here] += (1 - keep[here]) * (layer.positions / layer.rows)
+        self.ready |= sound
 
     def forget(self) -> None:
         """Let the next `update` set the factors instead of averaging into them."""

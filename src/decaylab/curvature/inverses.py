@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Above this size a batched factorisation gains nothing and triples the workspace.
-LARGEST_BATCHED = 512
-# Down to this size triangular matrices are split, so that products skip their zero halves.
-SMALLEST_SPLIT = 512
+# Above this size factorisations one by one are faster than a batch of them.
+LARGEST_BATCHED = 1200
+# Triangular matrices above it are inverted by blocks of this size.
+BLOCK = 512
 
 
 def factored_damping(A: Tensor, G: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,39 +59,62 @@ def invert_(sides: Tensor) -> Tensor:
         sound = (sides > 0).all(1)
         sides.reciprocal_()
         return sound & sides.isfinite().all(1)
-    if sides.shape[1] > LARGEST_BATCHED and len(sides) > 1:
-        return torch.cat([invert_(sides[i : i + 1]) for i in range(len(sides))])
-    root, info = torch.linalg.cholesky_ex(sides, check_errors=False)
-    # cholesky_inverse and a batched cholesky_solve wait for the device, and are slower
     with _ieee_products(sides.device):
+        root, info = _factorised(sides)
+        # cholesky_inverse and a batched cholesky_solve wait for the device, and are slower
         _invert_triangle_(root)
         _square_triangle(root, sides)
     return (info == 0) & sides.isfinite().flatten(1).all(1)
 
 
-def _invert_triangle_(L: Tensor) -> None:
-    """Replace lower triangular L [n, d, d] by its inverse, by halves, as accurate as one solve.
+def _factorised(sides: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower Cholesky factors of [n, d, d], and 0 for each that exists."""
+    if len(sides) == 1 or sides.shape[1] <= LARGEST_BATCHED:
+        return torch.linalg.cholesky_ex(sides, check_errors=False)
+    roots, info = torch.empty_like(sides), sides.new_empty(len(sides), dtype=torch.int32)
+    for side, root, failed in zip(sides, roots, info, strict=True):
+        torch.linalg.cholesky_ex(side, check_errors=False, out=(root, failed))
+    return roots, info
 
-    [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]]: d^3 / 3 multiplications, nearly all in
-    products.
+
+def _invert_triangle_(L: Tensor) -> None:
+    """Replace lower triangular L [n, d, d] by its inverse, as accurate as one solve.
+
+    The blocks on the diagonal at once, by solving, and then by halves
+    [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]]: d^3 / 3 multiplications in products.
     """
-    size = L.shape[1]
-    if size <= SMALLEST_SPLIT:
-        identity = torch.eye(size, dtype=L.dtype, device=L.device).expand_as(L)
-        L.copy_(torch.linalg.solve_triangular(L, identity, upper=False))
-        return
-    P, Q, R = _halves(L)
-    _invert_triangle_(P)
-    _invert_triangle_(R)
-    torch.baddbmm(Q, torch.bmm(R, Q), P, beta=0, alpha=-1, out=Q)
+    count, size = len(L), L.shape[1]
+    blocks = -(-size // BLOCK)
+    identity = torch.eye(min(BLOCK, size), dtype=L.dtype, device=L.device)
+    diagonal = identity.repeat(blocks, count, 1, 1)
+    pieces = [slice(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK)]
+    for block, here in zip(diagonal, pieces, strict=True):
+        length = here.stop - here.start
+        block[:, :length, :length] = L[:, here, here]
+    solved = torch.linalg.solve_triangular(
+        diagonal.flatten(0, 1), identity.expand(blocks * count, -1, -1), upper=False
+    )
+    for block, here in zip(solved.view_as(diagonal), pieces, strict=True):
+        length = here.stop - here.start
+        L[:, here, here] = block[:, :length, :length]
+    _join_inverses_(L)
+
+
+def _join_inverses_(L: Tensor) -> None:
+    """Finish the inverse of lower triangular L [n, d, d] whose diagonal blocks are inverted."""
+    if L.shape[1] > BLOCK:
+        P, Q, R = _halves(L)
+        _join_inverses_(P)
+        _join_inverses_(R)
+        torch.baddbmm(Q, torch.bmm(R, Q), P, beta=0, alpha=-1, out=Q)
 
 
 def _square_triangle(L: Tensor, square: Tensor) -> None:
-    """Write L' L to `square`, by halves: d^3 / 3 multiplications.
+    """Write L' L to `square` [n, d, d], by halves: d^3 / 3 multiplications.
 
     [[P, 0], [Q, R]]' [[P, 0], [Q, R]] = [[P'P + Q'Q, Q'R], [R'Q, R'R]].
     """
-    if L.shape[1] <= SMALLEST_SPLIT:
+    if L.shape[1] <= 2 * BLOCK:
         torch.bmm(L.mT, L, out=square)
         return
     P, Q, R = _halves(L)
@@ -104,8 +127,9 @@ def _square_triangle(L: Tensor, square: Tensor) -> None:
 
 
 def _halves(square: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The first, the lower left and the last block of [n, d, d], cut at a multiple of 8."""
-    half = -(-square.shape[1] // 16) * 8
+    """The first, the lower left and the last part of [n, d, d], cut between blocks."""
+    blocks = -(-square.shape[1] // BLOCK)
+    half = -(-blocks // 2) * BLOCK
     return square[:, :half, :half], square[:, half:, :half], square[:, half:, half:]
 
 

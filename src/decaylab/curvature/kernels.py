@@ -13,23 +13,24 @@ from torch import Tensor
 BLOCK = 4096
 
 
-def fold_(average: Tensor, total: Tensor, keep: Tensor, share: Tensor) -> None:
-    """average[i] <- keep[i] average[i] + share[i] total[i], in place; where keep[i] is 1, nothing.
+def fold_(average: Tensor, total: Tensor, keep: Tensor, count: Tensor | float) -> None:
+    """average[i] <- keep[i] average[i] + (1 - keep[i]) total[i] / count, in place.
 
-    average and total are [n, ...], keep and share [n]. What is left out may be anything: a total
+    average and total are [n, ...], keep is [n]. Where keep[i] is 1 nothing is read of total[i]: one
     that is not finite does not spread. On CUDA one pass over the memory.
     """
-    if _kernel() is not None and average.is_cuda and total.is_contiguous():
-        count, size = len(average), average[0].numel()
-        grid = (count, -(-size // BLOCK))
-        arguments = (average, total, keep, share, average.stride(0), size)
+    if average.is_cuda and total.is_contiguous() and _kernel() is not None:
+        if isinstance(count, Tensor):  # of masked rows; else a number that the kernel takes
+            total, count = total / count, 1.0
+        size = average[0].numel()
         with torch.cuda.device(average.device):
-            _kernel()[grid](*arguments, BLOCK=BLOCK)
+            _kernel()[len(average), -(-size // BLOCK)](
+                *(average, total, keep, float(count), average.stride(0), size), BLOCK=BLOCK
+            )
         return
-    entries = (-1,) + (1,) * (total.dim() - 1)
-    kept = keep.view(entries)
-    mixed = torch.where(kept == 1, average, kept * average + share.view(entries) * total)
-    average.copy_(mixed)
+    kept = keep.view((-1,) + (1,) * (total.dim() - 1))
+    mixed = kept * average + (1 - kept) / count * total
+    average.copy_(torch.where(kept == 1, average, mixed))
 
 
 @cache
@@ -43,7 +44,7 @@ def _kernel() -> Any:
 
     @triton.jit
     def fold(  # type: ignore[no-untyped-def]
-        average, total, keep, share, stride, size, BLOCK: tl.constexpr
+        average, total, keep, count, stride, size, BLOCK: tl.constexpr
     ):
         entry = tl.program_id(0).to(tl.int64)
         kept = tl.load(keep + entry)
@@ -53,6 +54,6 @@ def _kernel() -> Any:
             here = average + entry * stride + at
             old = tl.load(here, mask=inside)
             new = tl.load(total + entry * size + at, mask=inside)
-            tl.store(here, kept * old + tl.load(share + entry) * new, mask=inside)
+            tl.store(here, kept * old + (1 - kept) / count * new, mask=inside)
 
     return fold

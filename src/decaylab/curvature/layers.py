@@ -20,9 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from decaylab.networks.layers import NormalisedConv2d, NormalisedLinear
+
 Sharing = Literal["expand", "reduce"]
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-LAYER_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# By exact type: a subclass may compute something else. Those of ours are linear maps too.
+LAYER_TYPES: tuple[type[nn.Module], ...] = (
+    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(NormalisedLinear, NormalisedConv2d),
+)
 
 
 def is_channels_last(layer: Layer) -> bool:

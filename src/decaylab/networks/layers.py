@@ -5,12 +5,34 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from decaylab.errors import DecaylabError
 
 BATCH_NORM_EPS = 1e-3
 BATCH_NORM_MOMENTUM = 0.01  # torch's convention; a running average of 0.99 in the usual one
+
+
+class NormalisedConv2d(nn.Conv2d):
+    """A convolution in front of batch normalisation, which would take its bias away again.
+
+    So the bias is there (recipe line 10; it is the 1 in K-FAC's input factor) but is not added, and
+    has no gradient: the same function, without a pass over the activations and one over their
+    gradients.
+    """
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The convolution without its bias."""
+        return self._conv_forward(images, self.weight, None)
+
+
+class NormalisedLinear(nn.Linear):
+    """A linear layer in front of batch normalisation: its bias is there but is not added."""
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """The product without the bias."""
+        return F.linear(vectors, self.weight)
 
 
 @dataclass(frozen=True)
@@ -25,7 +47,8 @@ class Style:
         self, in_channels: int, out_channels: int, size: int, stride: int = 1
     ) -> nn.Sequential:
         """A convolution that keeps the image size at stride 1, then batch normalisation if any."""
-        conv = nn.Conv2d(
+        kind = NormalisedConv2d if self.batch_norm else nn.Conv2d
+        conv = kind(
             in_channels, out_channels, size, stride=stride, padding=size // 2, bias=self.bias
         )
         if not self.batch_norm:
@@ -37,7 +60,8 @@ class Style:
 
     def linear(self, in_features: int, out_features: int) -> nn.Sequential:
         """A linear layer, then batch normalisation if any."""
-        linear = nn.Linear(in_features, out_features, bias=self.bias)
+        kind = NormalisedLinear if self.batch_norm else nn.Linear
+        linear = kind(in_features, out_features, bias=self.bias)
         if not self.batch_norm:
             return nn.Sequential(linear)
         norm = nn.BatchNorm1d(
