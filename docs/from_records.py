@@ -75,9 +75,10 @@ class Records:
 
     def tiers(self, artefact: str) -> list[str]:
         """The tiers at which a cell of an artefact has a finished run."""
-        return [tier for tier in TIERS if any(self._cells(artefact, tier))]
+        return [tier for tier in TIERS if any(self.run_cells(artefact, tier))]
 
-    def _cells(self, artefact: str, tier: str) -> list[PaperCell]:
+    def run_cells(self, artefact: str, tier: str) -> list[PaperCell]:
+        """The cells of an artefact that have a finished run at a tier."""
         found = fill(artefact_of(artefact), tier, self.readings, self.seeds).cells
         return [cell for cell in found if self.readings.finished(cell)]
 
@@ -245,7 +246,7 @@ def effective_lr_figure(records: Records) -> Figure:
     panels: list[Panel] = []
     for tier in records.tiers("table1"):
         nets: dict[str, Demo] = {}
-        for cell in records._cells("table1", tier):
+        for cell in records.run_cells("table1", tier):
             title = ", ".join(key_words(cell.key, ["dataset", "network", "batch_norm", "augment"]))
             for run in records.readings.finished(cell):
                 place = (run.spec.batch_norm, run.spec.optimizer, run.spec.decay)
