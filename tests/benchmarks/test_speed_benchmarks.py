@@ -93,3 +93,53 @@ def test_epochs(script, capsys):
     assert 0 < row["waited_seconds"] < row["written_seconds"]
     assert row["gigabytes"] > 1e-5
     assert "jacobian: vgg11" in epoch.table(result)
+
+
+def rows_for(network, **steps):
+    return [
+        {"network": network, "step": step, "mode": mode, "ms": ms, "gigabytes": gigabytes}
+        | {"kinds": {"plain": ms}, "over_sgd": 1.0, "over_stock": 0.5}
+        for step, (mode, ms, gigabytes) in steps.items()
+    ]
+
+
+def test_the_page_has_every_number_beside_its_goal(script, capsys, tmp_path):
+    page = script("page")
+    step, epoch = script("step"), script("epoch")
+    made = {
+        "step": printed(step.main, "--steps 1 --part-steps 11 --no-peers", capsys),
+        "epoch": printed(epoch.main, "--train 8 --test 4 --at-once 2 --epochs 1", capsys),
+    }
+    made["step"]["rows"] += [
+        *rows_for("vgg16", sgd=("captured", 2.0, 1.0)),
+        *rows_for("vgg16", sgd=("compiled-captured", 1.9, 1.5)),
+        *rows_for("vgg16", **{"kfac-g": ("captured", 2.28, 3.25)}),
+        {"network": "vgg16", "step": "asdl", "mode": "peer", "error": "ImportError: broken"},
+    ]
+    made["epoch"]["at-once"].append(
+        {"network": "vgg16", "optimizer": "kfac-g", "runs": 4, "throughput": 1.25}
+    )
+    for name, result in made.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    target = tmp_path / "speed.md"
+    target.write_text((FOLDER.parent / "docs" / "speed.md").read_text())
+    hand_written = target.read_text().partition(page.END)[2]
+    files = [str(tmp_path / "step.json"), str(tmp_path / "epoch.json")]
+    for _ in range(2):  # the second time over what is there
+        page.main([*files, "--page", str(target)])
+    text = target.read_text()
+    assert text.partition(page.END)[2] == hand_written != ""
+    lines = {line.split(" | ")[0]: line for line in text.splitlines() if line.startswith("|")}
+    assert lines["| SGD step, ms"].startswith("| SGD step, ms | <= 2.2 | 1.90 | <= 6.6 | not meas")
+    assert "| 1.20 |" in lines["| K-FAC-G step over our SGD"]
+    assert "| >= 1.4 | 1.25 (missed) |" in lines["| throughput of K-FAC runs at once over one"]
+    assert "| <= 2.5 | 2.25 |" in lines["| peak memory of K-FAC over SGD, GB"]
+    assert "ImportError: broken" in lines["| vgg16: asdl, peer"]
+    assert "| vgg11: kfac-g, eager" in lines
+    inversion = made["step"]["parts"][-1]["invert"]["inversion"]
+    assert any(f"{inversion:.2f}" in line for line in lines.values())
+    assert made["step"]["about"]["torch"] in text
+    assert "Jacobian:" in text
+    with pytest.raises(SystemExit):
+        page.main([*files, "--page", files[0]])
+    assert json.loads((tmp_path / "step.json").read_text()) == made["step"]

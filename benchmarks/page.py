@@ -1,0 +1,236 @@
+"""Write what the speed benchmarks measured into docs/speed.md, beside what was to be reached.
+
+    python benchmarks/page.py results/speed/*.json [--page docs/speed.md]
+
+Takes what `step.py --json` and `epoch.py --json` printed, in any number of files; where two have
+the same row, the later one counts. Only what stands between the page's two marks is replaced.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- measured -->", "<!-- end -->"
+PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
+NETWORKS = {"vgg16": "VGG16 (BN)", "resnet32": "ResNet32 x4 (BN)"}
+GRAPHS = ("captured", "compiled-captured")
+Row = dict[str, Any]
+
+
+@dataclass
+class Measured:
+    """The rows of all files, by what they are of."""
+
+    about: list[Row] = field(default_factory=list)
+    steps: dict[tuple[str, str, str], Row] = field(default_factory=dict)
+    parts: dict[tuple[str, str, str], Row] = field(default_factory=dict)
+    epochs: dict[str, dict[tuple[Any, ...], Row]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def read(paths: Iterable[Path]) -> "Measured":
+        """From the files that the benchmarks printed."""
+        found = Measured()
+        for path in paths:
+            result = json.loads(path.read_text(encoding="utf-8"))
+            found.about.append({"file": path.name, **result["about"]})
+            for row in result.get("rows", []):
+                found.steps[row["network"], row["step"], row["mode"]] = row
+            for row in result.get("parts", []):
+                found.parts[row["network"], row["step"], row["mode"]] = row
+            found.missing = result.get("not_installed", found.missing)
+            for part in ("epoch", "at-once", "evaluation", "checkpoint", "jacobian"):
+                for row in result.get(part, []):
+                    place = tuple(v for v in row.values() if not isinstance(v, float))
+                    found.epochs.setdefault(part, {})[place] = row
+        return found
+
+    def best(self, network: str, step: str) -> Row | None:
+        """The fastest of our captured steps."""
+        rows = [self.steps[k] for m in GRAPHS if (k := (network, step, m)) in self.steps]
+        return min(rows, key=lambda row: row["ms"], default=None)
+
+    def of(self, part: str, network: str, key: str, optimizer: str | None = None) -> list[float]:
+        """A number of every row of an epoch benchmark's part."""
+        rows = [row for row in self.epochs.get(part, {}).values() if row["network"] == network]
+        return [row[key] for row in rows if optimizer in (None, row.get("optimizer"))]
+
+
+def best_ms(step: str) -> Callable[[Measured, str], float | None]:
+    def value(measured: Measured, network: str) -> float | None:
+        row = measured.best(network, step)
+        return None if row is None else row["ms"]
+
+    return value
+
+
+def best_ratio(step: str) -> Callable[[Measured, str], float | None]:
+    """Over the fastest of our SGD steps, whatever its mode."""
+
+    def value(measured: Measured, network: str) -> float | None:
+        row, base = measured.best(network, step), measured.best(network, "sgd")
+        return None if row is None or base is None else row["ms"] / base["ms"]
+
+    return value
+
+
+def more_memory(measured: Measured, network: str) -> float | None:
+    """Gigabytes of the larger K-FAC over SGD, in the same mode; the mode with the most."""
+    found = []
+    for mode in GRAPHS:
+        base = measured.steps.get((network, "sgd", mode))
+        rows = [measured.steps.get((network, step, mode)) for step in ("kfac-f", "kfac-g")]
+        found += [r["gigabytes"] - base["gigabytes"] for r in rows if r is not None and base]
+    return max(found, default=None)
+
+
+def most(part: str, key: str) -> Callable[[Measured, str], float | None]:
+    return lambda measured, network: max(measured.of(part, network, key), default=None)
+
+
+def throughput(measured: Measured, network: str) -> float | None:
+    return min(measured.of("at-once", network, "throughput", "kfac-g"), default=None)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What was to be reached: a limit for each network, above or below."""
+
+    what: str
+    limits: tuple[float, float]
+    value: Callable[[Measured, str], float | None]
+    form: str = "{:.2f}"
+    at_least: bool = False
+
+
+GOALS = [
+    Goal("SGD step, ms", (2.2, 6.6), best_ms("sgd")),
+    Goal("K-FAC-F step, ms", (3.0, 7.6), best_ms("kfac-f")),
+    Goal("K-FAC-G step, ms", (3.0, 7.6), best_ms("kfac-g")),
+    Goal("K-FAC-F step over our SGD", (1.35, 1.15), best_ratio("kfac-f")),
+    Goal("K-FAC-G step over our SGD", (1.35, 1.15), best_ratio("kfac-g")),
+    Goal(
+        "epoch with data and evaluation over its steps",
+        (1.05, 1.05),
+        most("epoch", "ratio"),
+        "{:.3f}",
+    ),
+    Goal("exact Jacobian norm of the test images, s", (3, 15), most("jacobian", "seconds")),
+    Goal("throughput of K-FAC runs at once over one", (1.4, 1.3), throughput, at_least=True),
+    Goal("peak memory of K-FAC over SGD, GB", (2.5, 2.5), more_memory),
+]
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> str:
+    """A Markdown table; the first column to the left, the others to the right."""
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def shown(value: float | None, form: str = "{:.2f}") -> str:
+    return "" if value is None else form.format(value)
+
+
+def goals(measured: Measured) -> str:
+    rows = []
+    for goal in GOALS:
+        cells = [goal.what]
+        for network, limit in zip(NETWORKS, goal.limits, strict=True):
+            value = goal.value(measured, network)
+            sign = ">=" if goal.at_least else "<="
+            if value is None:
+                cells += [f"{sign} {limit:g}", "not measured"]
+                continue
+            reached = value >= limit if goal.at_least else value <= limit
+            cells += [
+                f"{sign} {limit:g}",
+                goal.form.format(value) + ("" if reached else " (missed)"),
+            ]
+        rows.append(cells)
+    head = [word for name in NETWORKS.values() for word in (f"{name}: to reach", "measured")]
+    return table(["", *head], rows)
+
+
+def steps(measured: Measured) -> str:
+    kinds = ("plain", "refresh", "invert")
+    rows = []
+    for (network, step, mode), row in measured.steps.items():
+        head = [f"{network}: {step}, {mode}"]
+        if "error" in row:
+            rows.append([*head, row["error"], *[""] * 6])
+            continue
+        ratios = [shown(row["over_sgd"]), shown(row["over_stock"])]
+        times = [shown(row["kinds"].get(kind)) for kind in kinds]
+        rows.append([*head, shown(row["ms"], "{:.3f}"), *ratios, *times, shown(row["gigabytes"])])
+    absent = f"\n\nNot installed there: {', '.join(measured.missing)}." if measured.missing else ""
+    return table(["step", "ms", "x SGD", "x stock SGD", *kinds, "GB"], rows) + absent
+
+
+def parts(measured: Measured) -> str:
+    columns = {
+        "plain": ("preconditioning", "update"),
+        "refresh": ("sampled backward", "factor products", "fold"),
+        "invert": ("inversion",),
+    }
+    head = [f"{part} ({kind})" for kind, names in columns.items() for part in names]
+    rows = [
+        [f"{network}: {step}, {mode}"]
+        + [shown(row.get(kind, {}).get(part)) for kind, names in columns.items() for part in names]
+        for (network, step, mode), row in measured.parts.items()
+    ]
+    return table(["ms in a step of that kind", *head], rows)
+
+
+def epochs(measured: Measured) -> str:
+    """A table for each part of the epoch benchmark, with the columns that its rows have."""
+    blocks = []
+    for part, found in measured.epochs.items():
+        columns = list(next(iter(found.values())))
+        rows = [
+            [f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()]
+            for row in found.values()
+        ]
+        blocks.append(table([name.replace("_", " ") for name in columns], rows))
+        blocks[-1] = f"{part.capitalize()}:\n\n{blocks[-1]}"
+    return "\n\n".join(blocks)
+
+
+def measured_section(measured: Measured) -> str:
+    """What stands between the marks."""
+    places = []
+    for about in measured.about:
+        said = "{file}: {device}, {date}, torch {torch}, decaylab {version}".format(**about)
+        commit = f" ({about['commit'][:9]})" if about["commit"] else ""
+        settings = f"{about['precision']}, batch {about['batch_size']}"
+        settings += f", inversion lag {about['inversion_lag']}"
+        settings += ", compiled" if about.get("compiled") else ""
+        places.append(f"- {said}{commit}, {settings}")
+    sections = {
+        "What was to be reached": goals(measured),
+        "Steps": steps(measured) if measured.steps else "",
+        "Parts of K-FAC steps": parts(measured) if measured.parts else "",
+        "Epochs": epochs(measured) if measured.epochs else "",
+    }
+    filled = [f"## {title}\n\n{text}" for title, text in sections.items() if text]
+    return "\n\n".join(["Measured with:", "\n".join(places), *filled])
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = parser.parse_args(given)
+    text = options.page.read_text(encoding="utf-8")
+    before, mark, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (mark and end):
+        parser.error(f"{options.page} has no {BEGIN} ... {END} to fill")
+    section = measured_section(Measured.read(options.files))
+    options.page.write_text(f"{before}{BEGIN}\n\n{section}\n\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
