@@ -180,6 +180,7 @@ def test_a_grid_made_without_optuna_is_found_by_the_search(tmp_path, monkeypatch
         made = decaylab(*search, "--runs-only", "--at-once", "2")
         assert made.exit_code == 0, made.output
         assert "2 of 2 runs made" in made.stdout
+        assert "winner: lr " in made.stdout
         assert "pip install" in decaylab(*search).stderr
 
     def no_training(*arguments, **more):

@@ -1,5 +1,8 @@
 """`decaylab search`: learning rate, weight decay and damping by held-out accuracy."""
 
+import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +14,18 @@ from decaylab.cli.reproduce import follow
 from decaylab.data import load
 from decaylab.errors import DecaylabError
 from decaylab.paper import tier_of
+from decaylab.paper.grid import points, widened, winner
 from decaylab.paper.reproduce import How, PlannedRun, Reproduction
-from decaylab.paper.search import Search, SearchPlan, Trial, default_space, grid_specs
+from decaylab.paper.search import (
+    MOST_WIDENINGS,
+    Search,
+    SearchPlan,
+    Trial,
+    default_space,
+    grid_specs,
+    on_all_images,
+    write_winner,
+)
 from decaylab.paper.settings import ROW, SCHEMES
 from decaylab.paper.suite import searched_cell, spec_for
 from decaylab.records import RunStore
@@ -44,9 +57,13 @@ def search_command(
         bool,
         typer.Option(
             "--runs-only",
-            help="Make the grid's runs and choose nothing: a later search finds them. No Optuna.",
+            help="A grid without Optuna: no pruning, and the winner is read from its runs.",
         ),
     ] = False,
+    widen: Annotated[
+        bool,
+        typer.Option(help="With --runs-only: more weight decays while the best is on the edge."),
+    ] = True,
     at_once: Annotated[int, typer.Option(min=1, help="With --runs-only: so many take turns.")] = 1,
     max_minutes: Annotated[
         float | None, typer.Option(help="With --runs-only: stop cleanly after so long.")
@@ -58,7 +75,7 @@ def search_command(
     data_dir: options.DataDir = None,
     device: options.Device = "auto",
 ) -> None:
-    """Search a cell's (or a spec's) settings on held-out training images, by Optuna.
+    """Search a cell's (or a spec's) settings on held-out training images, by Optuna or without.
 
     The same command again goes on with what was stopped. The winner lies in RUNS/searched, where
     `reproduce` finds it, and as a spec for `train`.
@@ -77,36 +94,60 @@ def search_command(
     if plan.base.data == "digits":
         torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
         where = options.chosen_device("cpu" if device == "auto" else device)
+    folder = runs / "searched"
     if runs_only:
         seconds = None if max_minutes is None else 60 * max_minutes
         how = How(where, plan.tier, data_dir=data_dir, seconds=seconds, at_once=at_once)
-        _make_grid(plan, RunStore(runs / "searched" / "runs"), how)
-        return
-    data = load(plan.base.data, data_dir).to(where)
-    search = Search(plan, runs / "searched", data, where)
-    for trial in search.run():
-        print(_line(trial), flush=True)
-    winner = search.winner()
-    spec_file = runs / "searched" / plan.name / "winner.toml"
-    values = ", ".join(f"{name} {getattr(winner, name):g}" for name in plan.space)
-    print(f"winner: {values}\nas a spec: {spec_file}")
-    if retrain:
+        best = _make_grid(plan, folder, how, widen=widen)
+    else:
+        search = Search(plan, folder, load(plan.base.data, data_dir).to(where), where)
+        for trial in search.run():
+            print(_line(trial), flush=True)
+        best = search.winner()
+        _say_winner(plan, folder, {name: getattr(best, name) for name in plan.space})
+    if retrain and best is not None:
+        data = load(plan.base.data, data_dir).to(where)
         execution = Execution(tier=plan.tier)
         last = train_to_end(
-            winner, data=data, device=where, store=RunStore(runs), execution=execution
+            best, data=data, device=where, store=RunStore(runs), execution=execution
         )
-        print(f"{winner.id}: test accuracy {100 * last.values['test/accuracy']:.2f} %")
+        print(f"{best.id}: test accuracy {100 * last.values['test/accuracy']:.2f} %")
 
 
-def _make_grid(plan: SearchPlan, store: RunStore, how: How) -> None:
-    planned = [PlannedRun(spec, (), ("search",)) for spec in grid_specs(plan)]
-    reproduction = Reproduction(planned, store, how)
-    reproduction.check_data()
-    follow(reproduction, store)
-    outcome = reproduction.outcome
-    print(f"{len(planned) - len(outcome.left) - len(outcome.failed)} of {len(planned)} runs made")
-    for run, reason in outcome.failed.items():
-        print(f"{run}: {reason}")
+def _make_grid(plan: SearchPlan, folder: Path, how: How, *, widen: bool) -> RunSpec | None:
+    """The grid's runs, and more while the best weight decay lies on its edge; then the winner.
+
+    None where runs are left: the same command goes on.
+    """
+    store = RunStore(folder / "runs")
+    until = None if how.seconds is None else time.monotonic() + how.seconds
+    for _ in range(MOST_WIDENINGS + 1):
+        left = None if until is None else max(until - time.monotonic(), 1e-3)
+        planned = [PlannedRun(spec, (), ("search",)) for spec in grid_specs(plan)]
+        reproduction = Reproduction(planned, store, replace(how, seconds=left))
+        reproduction.check_data()
+        follow(reproduction, store)
+        ended = points(plan, store)
+        print(f"{len(ended)} of {len(planned)} runs made")
+        for run, reason in reproduction.outcome.failed.items():
+            print(f"{run}: {reason}")
+        if len(ended) < len(planned):
+            return None
+        found = winner(plan, store)
+        wider = widened(plan, found) if widen else None
+        if wider is None:
+            break
+        plan = wider
+    write_winner(plan, folder, found, ", ".join(dict.fromkeys(point.device for point in ended)))
+    _say_winner(plan, folder, found.values)
+    if not found.interior:
+        print("its weight decay lies on the edge of the grid: give more --weight-decay values")
+    return on_all_images(plan, found.values)
+
+
+def _say_winner(plan: SearchPlan, folder: Path, values: Mapping[str, float]) -> None:
+    said = ", ".join(f"{name} {value:g}" for name, value in values.items())
+    print(f"winner: {said}\nas a spec: {folder / plan.name / 'winner.toml'}")
 
 
 def _of_cell(

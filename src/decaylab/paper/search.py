@@ -78,15 +78,15 @@ def default_space(spec: RunSpec, scheme: str, on_digits: bool = False) -> dict[s
     On digits, whose runs are short, L2 from 1e-4 to 1e-1 by 10.
     """
     lr = spec.resolved().lr or 0.0
-    space = {"lr": [_rounded(lr / 3), lr, _rounded(3 * lr)]}
+    space = {"lr": [rounded(lr / 3), lr, rounded(3 * lr)]}
     if scheme == "l2":
         strong = [10.0**power for power in range(-4, 0)]
         space["weight_decay"] = (
-            strong if on_digits else [_rounded(10 ** (n / 2)) for n in range(-12, -3)]
+            strong if on_digits else [rounded(10 ** (n / 2)) for n in range(-12, -3)]
         )
     elif spec.decay != "none":
         around = (spec.weight_decay / FACTOR, spec.weight_decay, spec.weight_decay * FACTOR)
-        space["weight_decay"] = [_rounded(value) for value in around]
+        space["weight_decay"] = [rounded(value) for value in around]
     return space
 
 
@@ -152,7 +152,7 @@ class Search:
             grid = space.get("weight_decay", [])
             if len(grid) < 2 or best not in (grid[0], grid[-1]):
                 return
-            outside = _rounded(best / FACTOR if best == grid[0] else best * FACTOR)
+            outside = rounded(best / FACTOR if best == grid[0] else best * FACTOR)
             space["weight_decay"] = sorted([*grid, outside])
 
     def _trial(self, study: Any, trial: Any) -> Trial:
@@ -236,36 +236,67 @@ class Search:
     def winner(self) -> RunSpec:
         """The best settings found, on all training images."""
         best = self._best(self._study())
-        return replace(self.base, held_out=False, **best.params)
+        return on_all_images(self.plan, best.params)
 
     def _write(self, study: Any) -> None:
         best, trials = self._best(study), study.get_trials(deepcopy=False)
-        decays = [t.params["weight_decay"] for t in trials if "weight_decay" in t.params]
-        chosen = best.params.get("weight_decay")
-        tables: dict[str, dict[str, Any]] = {
-            "cell": dict(self.plan.cell or {}),
-            "winner": dict(best.params),
-            "search": {
-                "tier": self.plan.tier,
-                "method": self.plan.method,
-                "trials": len(self._ended(study)),
-                **{f"{f}_tried": sorted({t.params[f] for t in trials}) for f in best.params},
-                "held_out_accuracy": best.value,
-                "interior": chosen is None or min(decays) < chosen < max(decays),
-                "device": device_name(torch.device(self._device)),
-                "version": decaylab.__version__,
-            },
-        }
-        text = "\n".join(
-            f"[{name}]\n" + "".join(f"{key} = {json.dumps(v)}\n" for key, v in table.items())
-            for name, table in tables.items()
+        tried = {f: sorted({t.params[f] for t in trials}) for f in best.params}
+        count = len(self._ended(study))
+        where = device_name(torch.device(self._device))
+        write_winner(
+            self.plan, self.folder, Winner(dict(best.params), best.value, tried, count), where
         )
-        replace_text(self._own.path / "winner.toml", self.winner().to_toml())
-        if self.plan.cell is not None:
-            replace_text(self.folder / f"{self.plan.name}.toml", text)
 
 
-def _rounded(value: float) -> float:
+@dataclass(frozen=True)
+class Winner:
+    """The best settings of a search, their held-out accuracy, and what was tried."""
+
+    values: Mapping[str, float]
+    accuracy: float
+    tried: Mapping[str, Sequence[float]]
+    trials: int
+
+    @property
+    def interior(self) -> bool:
+        """Whether smaller and larger weight decays were tried too (recipe line 15)."""
+        decays, chosen = self.tried.get("weight_decay", ()), self.values.get("weight_decay")
+        return chosen is None or min(decays) < chosen < max(decays)
+
+
+def on_all_images(plan: SearchPlan, values: Mapping[str, Any]) -> RunSpec:
+    """The plan's run with these values, trained on all training images."""
+    return with_values(replace(plan.base.resolved(), held_out=False), values)
+
+
+def write_winner(plan: SearchPlan, folder: Path, found: Winner, device: str) -> None:
+    """Keep a winner: as a spec on all training images, and for the cell it was searched for."""
+    tables: dict[str, dict[str, Any]] = {
+        "cell": dict(plan.cell or {}),
+        "winner": dict(found.values),
+        "search": {
+            "tier": plan.tier,
+            "method": plan.method,
+            "trials": found.trials,
+            **{f"{field}_tried": list(values) for field, values in found.tried.items()},
+            "held_out_accuracy": found.accuracy,
+            "interior": found.interior,
+            "device": device,
+            "version": decaylab.__version__,
+        },
+    }
+    text = "\n".join(
+        f"[{name}]\n" + "".join(f"{key} = {json.dumps(v)}\n" for key, v in table.items())
+        for name, table in tables.items()
+    )
+    (folder / plan.name).mkdir(parents=True, exist_ok=True)
+    replace_text(folder / plan.name / "winner.toml", on_all_images(plan, found.values).to_toml())
+    if plan.cell is not None:
+        replace_text(folder / f"{plan.name}.toml", text)
+
+
+def rounded(value: float) -> float:
+    """To three digits, so that a grid's values are the same wherever they are computed."""
     return float(f"{value:.3g}")
 
 

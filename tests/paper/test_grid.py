@@ -1,0 +1,104 @@
+"""A grid search that is read from records, without Optuna."""
+
+import sys
+import tomllib
+
+import pytest
+import torch
+from report.synthetic import write_run
+from typer.testing import CliRunner
+
+from decaylab.cli import app
+from decaylab.errors import DecaylabError
+from decaylab.paper.grid import points, widened, winner
+from decaylab.paper.search import SearchPlan, grid_specs
+from decaylab.records import RunStore
+from decaylab.training import RunSpec
+
+BASE = RunSpec(hidden=(8,), batch_size=256, epochs=3, decay="l2", weight_decay=0.1)
+SPACE = {"lr": [0.1, 0.01], "weight_decay": [1e-4, 1e-3, 1e-2]}
+CELL = ["dataset=cifar10", "network=vgg16", "batch_norm=0", "augment=0", "optimizer=adam"]
+PLAN = SearchPlan("a-search", BASE, SPACE)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return RunStore(tmp_path / "searched" / "runs")
+
+
+@pytest.fixture(autouse=True)
+def without_optuna(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def record(store, accuracy, *, loss=lambda spec: 1.0, diverged=lambda spec: False):
+    for spec in grid_specs(PLAN):
+        values = {"test/accuracy": accuracy(spec), "test/loss": loss(spec)}
+        status = "diverged" if diverged(spec) else "finished"
+        write_run(store, spec, values, tier="quick", status=status)
+
+
+def test_the_winner_has_the_highest_last_accuracy_and_of_equals_the_lower_loss(store):
+    record(store, lambda spec: 0.9 - abs(spec.weight_decay - 1e-3), loss=lambda spec: spec.lr)
+    found = winner(PLAN, store)
+    assert found.values == {"lr": 0.01, "weight_decay": 1e-3}
+    assert found.accuracy == pytest.approx(0.9, rel=1e-12)
+    assert found.tried == {"lr": [0.01, 0.1], "weight_decay": [1e-4, 1e-3, 1e-2]}
+    assert found.interior
+    assert found.trials == 6
+
+
+def test_a_run_that_diverged_does_not_win(store):
+    record(store, lambda spec: spec.lr, diverged=lambda spec: spec.lr == 0.1)
+    assert winner(PLAN, store).values["lr"] == 0.01
+
+
+def test_nothing_is_chosen_before_all_runs_are_there(store):
+    spec, *_ = grid_specs(PLAN)
+    write_run(store, spec, {"test/accuracy": 0.5, "test/loss": 1.0}, tier="quick")
+    assert len(points(PLAN, store)) == 1
+    with pytest.raises(DecaylabError, match="5 runs of a-search are missing"):
+        winner(PLAN, store)
+
+
+@pytest.mark.parametrize(("best", "added"), [(1e-4, 3.16e-5), (1e-2, 3.16e-2), (1e-3, None)])
+def test_the_grid_grows_beyond_the_edge_that_won(store, best, added):
+    record(store, lambda spec: 0.9 - abs(spec.weight_decay - best))
+    wider = widened(PLAN, winner(PLAN, store))
+    if added is None:
+        assert wider is None
+    else:
+        assert set(wider.space["weight_decay"]) - set(SPACE["weight_decay"]) == {added}
+        assert wider.space["lr"] == SPACE["lr"]
+
+
+def search(tmp_path, *more):
+    words = [*CELL, "--scheme", "wd", "--tier", "smoke", "--lr", "0.001", "--runs", tmp_path]
+    done = CliRunner().invoke(app, ["search", *map(str, [*words, "--runs-only", *more])])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_the_command_makes_the_grid_chooses_and_writes_what_reproduce_reads(tmp_path):
+    said = search(tmp_path, "--weight-decay", "0.01,0.1,1", "--no-widen", "--at-once", "2")
+    assert "3 of 3 runs made" in said
+    found = tomllib.loads((tmp_path / "searched" / "smoke-digits-vgg16-adam-wd.toml").read_text())
+    assert found["cell"]["scheme"] == "wd"
+    assert found["search"]["trials"] == 3
+    assert found["search"]["device"] == "cpu"
+    spec = RunSpec.from_file(tmp_path / "searched" / "smoke-digits-vgg16-adam-wd" / "winner.toml")
+    assert not spec.held_out
+    assert spec.weight_decay == found["winner"]["weight_decay"]
+    assert f"winner: lr 0.001, weight_decay {spec.weight_decay:g}" in said
+    again = search(tmp_path, "--weight-decay", "0.01,0.1,1", "--no-widen")
+    assert "3 of 3 runs made" in again
+
+
+def test_the_minutes_end_it_without_a_choice(tmp_path):
+    said = search(tmp_path, "--weight-decay", "0.01,0.1", "--max-minutes", "1e-6")
+    assert "2 of 2 runs made" not in said
+    assert "winner" not in said
+    assert not list((tmp_path / "searched").glob("*.toml"))
