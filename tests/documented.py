@@ -1,6 +1,7 @@
 """The blocks of the pages, so that tests can run them as they stand there."""
 
 import re
+import shlex
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -13,17 +14,19 @@ def blocks(page):
     return FENCED.findall(Path(page).read_text(encoding="utf-8"))
 
 
+def snippet_text(page, name):
+    """The block of that name."""
+    (found,) = [text for given, _, text in blocks(ROOT / "docs" / page) if given == name]
+    return found
+
+
 def snippet(page, name):
-    """The block of that name, compiled if it is Python."""
-    page = ROOT / "docs" / page
-    (found,) = [block for block in blocks(page) if block[0] == name]
-    return compile(found[2], f"{page.name}: {name}", "exec") if found[1] == "python" else found[2]
+    """The block of that name, compiled: its errors tell the page."""
+    return compile(snippet_text(page, name), f"{page}: {name}", "exec")
 
 
 def commands(page, program="decaylab"):
     """The command lines of a page, without their comments and the program's name, as words."""
-    import shlex
-
     lines = [line for _, _, text in blocks(page) for line in text.splitlines()]
     return [
         shlex.split(line, comments=True)[len(program.split()) :]

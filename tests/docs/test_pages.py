@@ -6,26 +6,19 @@ from unittest import mock
 import pytest
 import torch
 import typer
-from documented import PAGES, ROOT, blocks, commands, snippet
+from documented import PAGES, ROOT, blocks, commands, snippet, snippet_text
 from torch import nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from decaylab import networks
+from decaylab import diagnose, networks, watch
 from decaylab.cli import app
 from decaylab.optim.decay import OPTIMIZERS
 from decaylab.paper import artefacts
+from decaylab.records import RunFolder
 from decaylab.training.build import BUILDERS
 from decaylab.training.spec import PUBLISHED
 
-OURS = (
-    "../README.md",
-    "index.md",
-    "quickstart.md",
-    "choose.md",
-    "three-mechanisms.md",
-    "extend.md",
-)
 # A reader waits for these; a test takes the short way through the same command.
 SHORTER = {
     "demo": ["--seeds", "1", "--epochs", "1", "--no-report"],
@@ -80,15 +73,20 @@ def test_every_command_and_option_exists(page):
         command.make_context(name, [word for word in words if word != "--debug"])
 
 
-@pytest.mark.parametrize("page", OURS)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_python_block_is_run(page):
-    unnamed = [b[2] for b in blocks(ROOT / "docs" / page) if b[1] == "python" and not b[0]]
-    assert all("main()" in text for text in unnamed)  # lab.py's end: run as commands below
+    """It has a name (`<!-- run: NAME -->`), and a test runs the block of that name."""
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*doc*/*.py"))
+    tests += "".join(path.read_text() for path in (ROOT / "tests").rglob("*_doc.py"))
+    for name, language, text in blocks(page):
+        if language == "python" and "main()" not in text:  # lab.py's end: run as commands below
+            assert name, text
+            assert f'"{name}"' in tests, name
 
 
-def test_the_checks_see_blocks():
+def test_the_checks_see_commands_and_blocks():
     assert len(commands(ROOT / "README.md")) > 5
-    assert sum(bool(b[0]) for page in OURS for b in blocks(ROOT / "docs" / page)) >= 9
+    assert sum(bool(name) for page in PAGES for name, _, _ in blocks(page)) >= 16
 
 
 @pytest.mark.slow
@@ -102,7 +100,7 @@ def test_the_quick_start_from_top_to_bottom(here, capsys):
         "Jacobian norm": "cannot tell",
         "effective damping": "does not act",
     }
-    plain = next(b[2] for b in blocks(ROOT / "docs" / "quickstart.md") if b[0] == "own script")
+    plain = snippet_text("quickstart.md", "own script")
     plain = plain.replace("weight_decay=0.003", "weight_decay=0").replace("decayed", "plain")
     exec(plain, {})
     words = commands(ROOT / "docs" / "quickstart.md")
@@ -113,6 +111,35 @@ def test_the_quick_start_from_top_to_bottom(here, capsys):
     for line in words:
         ran([*line, *SHORTER.get(" ".join(line), [])])
     assert (here / "runs" / "report" / "index.html").exists()
+
+
+def test_the_diagnosis_page_from_top_to_bottom(here, monkeypatch, capsys):
+    batch, model = torch.randn(8, 4), small_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    exec(
+        snippet("diagnosis.md", "record"), {"model": model, "optimizer": optimizer, "batch": batch}
+    )
+    assert "| mechanism | verdict |" in capsys.readouterr().out
+    with watch(model, optimizer, every=10, folder="records/with-decay"):
+        train(model, optimizer)
+    (here / "my_optimizers.py").write_text(snippet_text("diagnosis.md", "my_optimizers.py"))
+    monkeypatch.syspath_prepend(here)
+    for line in commands(ROOT / "docs" / "diagnosis.md"):
+        ran([*line, *(["--epochs", "3"] if line[0] == "train" else [])])
+    net = networks.build(
+        "mlp", classes=10, in_channels=1, image_size=8, hidden=(64, 64), batch_norm=True
+    )
+    names = {"model": net, "torch": torch}
+    exec(snippet("diagnosis.md", "schedule"), names)
+    names["optimizer"].step()
+    names["scheduler"].step()
+    assert len(names["optimizer"].param_groups) > 1
+    decayed = next((here / "runs").glob("digits-mlp-bn-sgd-l2-*"))
+    transfer = snippet_text("diagnosis.md", "norm transfer").replace("runs/RUN", str(decayed))
+    rows = RunFolder(decayed).rows()
+    last = rows.series("norm/features.0")[-1]
+    exec(transfer, {"model": net, "step": last.step})
+    assert float(net.features[0].weight.detach().norm()) == pytest.approx(last.value, rel=1e-5)
 
 
 def test_the_readmes_loop():
@@ -155,8 +182,6 @@ def test_a_probe_of_ones_own(capsys):
 
 
 def test_an_optimizer_of_ones_own_is_watched_and_diagnosed():
-    from decaylab import diagnose, watch
-
     names = {}
     exec(snippet("extend.md", "optimizer"), names)
     model = small_net()
@@ -176,7 +201,9 @@ def test_an_optimizer_of_ones_own_is_watched_and_diagnosed():
 
 
 def test_ones_own_command(here):
-    (here / "scopes_without_bn.toml").write_text(snippet("extend.md", "scopes_without_bn.toml"))
+    (here / "scopes_without_bn.toml").write_text(
+        snippet_text("extend.md", "scopes_without_bn.toml")
+    )
     names = {}
     for name in ("optimizer", "register the optimizer", "network", "experiment"):
         exec(snippet("extend.md", name), names)
@@ -188,7 +215,7 @@ def test_ones_own_command(here):
     assert "scopes_without_bn 8/8" in said["report"]
     page = (here / "runs" / "report" / "index.html").read_text()
     assert "scopes_without_bn: Which layers to decay, without batch normalisation" in page
-    assert len(re.findall("digits-allconv-bn-signum-decoupled-", page)) == 1
+    assert "digits-allconv-bn-signum-decoupled-" in page
 
 
 def test_what_is_registered_twice_or_wrongly_is_refused(here):
