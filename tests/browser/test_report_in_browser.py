@@ -1,11 +1,17 @@
 """The report as a browser sees it. Run with `make test-browser`."""
 
+from collections import OrderedDict
+
 import pytest
+import torch
 from browser import chromium
 from report.synthetic import everything, fill_artefacts, write_run
+from torch import nn
 
+from decaylab import watch
 from decaylab.cli.demo import demo_specs
 from decaylab.records import RunStore
+from decaylab.report.diagnoses import write_diagnosis
 from decaylab.report.mechanisms import TIER
 from decaylab.report.write import write_report
 from decaylab.theory import Check
@@ -37,8 +43,30 @@ def tab(tmp_path_factory):
         yield opened
 
 
+@pytest.fixture(scope="module")
+def diagnosis(tmp_path_factory):
+    """A page of one diagnosis, of two watched runs with a long layer name."""
+    folder = tmp_path_factory.mktemp("diagnosis")
+    runs = []
+    for weight_decay in (0.05, 0.0):
+        torch.manual_seed(0)
+        parts = {"a_layer_with_a_name_that_is_too_long_for_a_phone": nn.Linear(6, 8)}
+        parts |= {"norm": nn.BatchNorm1d(8), "head": nn.Linear(8, 3)}
+        model = nn.Sequential(OrderedDict(parts))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=weight_decay)
+        with watch(model, optimizer, every=20) as watched:
+            for _ in range(200):
+                model(torch.randn(16, 6)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        runs.append(watched)
+    write_diagnosis(folder / "diagnosis.html", *runs)
+    return folder / "diagnosis.html"
+
+
 @pytest.fixture(params=["phone", "desktop", "dark"])
-def opened(request, tab, page):
+def shown(request, tab):
+    """A browser of some kind, with nothing open."""
     width = 390 if request.param == "phone" else 1200
     scheme = "dark" if request.param == "dark" else "light"
     tab.call(
@@ -47,8 +75,13 @@ def opened(request, tab, page):
     )
     feature = {"name": "prefers-color-scheme", "value": scheme}
     tab.call("Emulation.setEmulatedMedia", features=[feature])
-    tab.open(page)
     return tab, request.param
+
+
+@pytest.fixture
+def opened(shown, page):
+    shown[0].open(page)
+    return shown
 
 
 def test_it_loads_whole_and_alone(opened, page):
@@ -73,6 +106,35 @@ def test_nothing_runs_over_the_edge(opened):
     widths = [shown for *_, shown in tab.value(IMAGES)]
     assert min(widths) > (300 if kind != "phone" else 280)
     assert max(widths) <= window
+
+
+def test_what_is_folded_fits_too(opened):
+    """Every diagnosis of the report, opened."""
+    tab, _ = opened
+    folded = "[...document.querySelectorAll('#diagnosis article > details')]"
+    assert tab.value(f"{folded}.map(d => d.open = true).length") > 10
+    content, window = tab.value(WIDTHS)
+    assert content <= window
+    assert all(tab.value(f"{folded}.map(d => d.querySelectorAll('tbody td').length)"))
+
+
+def test_a_diagnosis_is_whole_and_fits(shown, diagnosis):
+    tab, _ = shown
+    tab.open(diagnosis)
+    images = tab.value(IMAGES)
+    assert len(images) == 2
+    assert all(complete and width == 630 for complete, width, *_ in images)
+    content, window = tab.value(WIDTHS)
+    assert content <= window
+    assert tab.said("Runtime.exceptionThrown") == []
+    assert [entry["entry"]["text"] for entry in tab.said("Log.entryAdded")] == []
+    badges = "[...document.querySelectorAll('#verdicts .badge')].map(b => b.textContent)"
+    assert tab.value(badges)[0] == "acts"
+    # the verdicts are to be seen without scrolling, sideways too
+    edges = "[...document.querySelectorAll('#verdicts .badge')].map(b => b.getBoundingClientRect())"
+    for box in tab.value(f"{edges}.map(r => [r.right, r.bottom])"):
+        assert box[0] <= window
+        assert box[1] <= 844
 
 
 def test_dark_is_dark(opened):

@@ -164,7 +164,8 @@ def test_some_cells_damage_and_runs_that_did_not_finish(tmp_path):
     assert "3 of 64 cells" in page.text
     assert "table1 3/64" in result.stdout
     assert "is damaged" in result.stderr
-    assert page.text.count("rows.jsonl is damaged") == 1
+    # among what is left out, and first in the diagnosis that it is the baseline of
+    assert page.text.count("rows.jsonl is damaged") == 2
     assert "Left out" in page.text
     assert "unreadable" in page.text
     assert "diverged" in page.text

@@ -1,9 +1,20 @@
 import csv
 import io
+from dataclasses import replace
 
 import pytest
 
-from decaylab.report.tables import Entry, Measured, Pair, Table, agreement, pairs, to_csv, to_grid
+from decaylab.report.tables import (
+    Entry,
+    Measured,
+    Pair,
+    Table,
+    agreement,
+    legend,
+    pairs,
+    to_csv,
+    to_grid,
+)
 
 
 def entry(paper, *ours, decayed=False, comparable=True, key=("vgg16", "sgd")):
@@ -70,9 +81,22 @@ def test_a_cell_without_its_partner_stays():
 def test_csv_has_the_key_columns_then_paper_ours_spread_n_tier():
     text = to_csv([table(entry(90.0, 91.0, 93.0), entry(None, decayed=True))])
     rows = list(csv.DictReader(io.StringIO(text)))
-    assert text.splitlines()[0] == "network,optimizer,weight_decay,paper,ours,spread,n,tier"
+    assert text.startswith("network,optimizer,weight_decay,paper,ours,spread,n,tier,own,")
     assert rows[0] == {
         **{"network": "vgg16", "optimizer": "sgd", "weight_decay": "0", "paper": "90"},
         **{"ours": "92", "spread": "1.41421", "n": "2", "tier": "full"},
+        **{"own": "", "own_spread": "", "own_n": "0", "own_setting": ""},
     }
     assert (rows[1]["paper"], rows[1]["ours"], rows[1]["spread"], rows[1]["n"]) == ("", "", "", "0")
+
+
+def test_a_number_at_our_own_searchs_settings_stands_beside_and_is_marked():
+    searched = replace(entry(92.0, 88.0, decayed=True), own=Measured((91.5,)), setting="lr 0.03")
+    both = table(entry(90.0, 90.0), searched)
+    (row,) = [[cell.text for cell in row] for row in to_grid(both).rows]
+    assert row[5:8] == ["92.00", "88.00, ‡ 91.50", "-4.00, ‡ -0.50"]
+    assert row[9] == "-2.00"  # the effect of decay is that at the published settings
+    assert "VGG16 SGD with decay: lr 0.03 (91.50 (one seed))" in legend(both)
+    assert legend(table(entry(90.0, 90.0))) == ""
+    (_, found) = csv.DictReader(io.StringIO(to_csv([both])))
+    assert (found["ours"], found["own"], found["own_n"]) == ("88", "91.5", "1")

@@ -15,10 +15,15 @@ from decaylab.cli import options
 from decaylab.diagnosis import Diagnosis, Finding, diagnose
 from decaylab.diagnosis.result import layer_table, records_words
 from decaylab.records import RunFolder, RunStore
+from decaylab.report.diagnoses import write_diagnosis
 
 Run = Annotated[str, typer.Argument(help="A run's id (or how it starts or ends), or a folder.")]
 Baseline = Annotated[str | None, typer.Argument(help="The same run without decay.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="The result as Markdown on stdout.")]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE.html", help="Also a page with figures, one file."),
+]
 COLOURS = {"acts": "green", "does not act": "dim", "cannot tell": "yellow"}
 
 
@@ -34,6 +39,7 @@ def diagnose_command(
     runs: options.Runs = options.RUNS,
     json_output: options.Json = False,
     markdown: Markdown = False,
+    report: ReportFile = None,
 ) -> None:
     """Say which of the three mechanisms weight decay acts through, from a run's records.
 
@@ -41,7 +47,8 @@ def diagnose_command(
     what is not recorded is named, with the command that records it.
     """
     other = found_run(baseline, runs) if baseline is not None else None
-    result = diagnose(found_run(run, runs), other)
+    mine = found_run(run, runs)
+    result = write_diagnosis(report, mine, other) if report else diagnose(mine, other)
     if json_output:
         print(json.dumps(result.as_dict(), indent=2))
     elif markdown:
@@ -49,6 +56,8 @@ def diagnose_command(
     else:
         console = Console()
         Console(width=None if console.is_terminal else 110).print(card(result))
+        if report:
+            print(f"report: {report}")
 
 
 def card(diagnosis: Diagnosis) -> Panel:

@@ -15,7 +15,8 @@ from decaylab.diagnosis.dynamics import (
     shrink_for_norm,
     shrink_for_rotation,
 )
-from decaylab.diagnosis.observed import LayerRecord, Setting, Source, observe
+from decaylab.diagnosis.layers import LayerRecord, Setting
+from decaylab.diagnosis.observed import Source, observe
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import OPTIMIZERS, check_decay, convert, steady_shrink
 

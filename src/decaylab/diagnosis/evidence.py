@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from decaylab.diagnosis.dynamics import Series, elasticity, norms_without_decay
+from decaylab.diagnosis.layers import LayerRecord
 from decaylab.diagnosis.memory import moments_at
-from decaylab.diagnosis.observed import LayerRecord, Observed
+from decaylab.diagnosis.observed import Observed
 
 # Decay works over 1/(lr wd) steps and the early records show the start, not the decay: the second
 # half of the records is judged.
@@ -17,7 +18,7 @@ REMEMBERED_ROUNDS = 4
 
 # What may differ between a run and its baseline: the decay, and what leaves the same training.
 FREE_TO_DIFFER = {"decay", "weight_decay", "decay_scope", "norm_source"}
-NOTED = {"seed", "precision", "compiled", "epochs"}
+NOTED = {"seed", "precision", "compiled", "deterministic", "epochs"}
 
 LR_PROBES = ("weight_norm", "lr")
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 from statistics import fmean
 
 from decaylab.diagnosis.evidence import Effect, effect_of, ratio
-from decaylab.diagnosis.observed import LayerRecord, Observed
+from decaylab.diagnosis.layers import LayerRecord
+from decaylab.diagnosis.observed import Observed
 from decaylab.diagnosis.result import Finding, LayerEvidence, Verdict
 
 # A learning rate is searched by factors of about three and a factor of 1.25 in it is the least that
@@ -194,9 +195,9 @@ def exposure_at(run: Observed, step: int) -> float | None:
 
 def record(run: Observed, probe: str, *, both: bool = False) -> str:
     """How to have a probe recorded, in the run's own way."""
-    of = "both runs" if both else "it"
     if run.own:
-        return f"record it with `decaylab probe RUN --record` for {of}"
+        return f"record it with `decaylab probe RUN --record`{', of both runs' if both else ''}"
+    of = "both runs" if both else "it"
     jacobian = probe == "jacobian_norm"
     extra = ", inputs=batch" if jacobian else ""
     call = f'record {of} with watch(..., probes=[*decaylab.probes.FREE, "{probe}"]{extra})'

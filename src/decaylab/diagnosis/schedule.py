@@ -13,8 +13,9 @@ from typing import Any
 from torch import nn
 
 from decaylab.diagnosis.findings import judgeable
+from decaylab.diagnosis.layers import LayerRecord, Setting
 from decaylab.diagnosis.memory import gradient_squares, interpolated
-from decaylab.diagnosis.observed import LayerRecord, Setting, Source, observe
+from decaylab.diagnosis.observed import Source, observe
 from decaylab.errors import DecaylabError
 from decaylab.records.files import replace_text
 

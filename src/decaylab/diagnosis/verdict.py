@@ -60,7 +60,10 @@ def diagnose(run: Source, baseline: Source | None = None) -> Diagnosis:
         hint = ", and the baseline has: are they the wrong way round?" if swapped else ""
         first.append(f"this run has no weight decay{hint}")
     findings = (
-        _effective_learning_rate(mine, other),
+        replace(
+            _effective_learning_rate(mine, other),
+            layer_quantity="effective learning rate, larger by",
+        ),
         replace(_jacobian(mine, other), layer_quantity="the layer's own norm, smaller by"),
         _damping(mine, other),
     )

@@ -76,13 +76,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything on the page. `notices` tell what was left out, and why."""
+    """Everything on the page. `notices` stand first: what was left out, and why."""
 
     title: str
     subtitle: str
     sections: Sequence[Section]
     notices: Sequence[str] = field(default_factory=tuple)
     footer: str = ""
+    notices_title: str = "Left out"
 
 
 def to_html(report: Report) -> str:
@@ -102,7 +103,8 @@ def to_markdown(report: Report) -> str:
     """The same as Markdown, with its figures beside it in `figures/`."""
     parts = [f"# {report.title}\n\n{report.subtitle}\n"]
     if report.notices:
-        parts.append("## Left out\n\n" + "".join(f"- {notice}\n" for notice in report.notices))
+        listed = "".join(f"- {notice}\n" for notice in report.notices)
+        parts.append(f"## {report.notices_title}\n\n{listed}")
     for section in report.sections:
         parts.append(f"## {section.title}\n")
         parts += [text + "\n" for text in section.text]

@@ -13,7 +13,7 @@ from decaylab.report.drawing import Panel, draw
 from decaylab.report.figures import panels
 from decaylab.report.names import named
 from decaylab.report.page import Block, Cell, Grid, Image, Section, Tone
-from decaylab.report.tables import Entry, Measured, Table, number, to_grid
+from decaylab.report.tables import Entry, Measured, Table, legend, number, to_grid
 from decaylab.theory import STATEMENTS, Check
 
 VERDICTS: dict[str, Tone] = {"supported": "good", "contradicted": "bad"}
@@ -49,10 +49,10 @@ def fill(artefact: Artefact, tier: str, readings: Readings, seeds: int) -> Fille
 
 
 def _table(artefact: Artefact, tier: str, found: Sequence[PaperCell], readings: Readings) -> Table:
-    factor = 100.0 if artefact.percent else 1.0
+    factor, metric = 100.0 if artefact.percent else 1.0, artefact.metric
     entries = []
     for cell in found:
-        values = tuple(factor * value for value in readings.values(cell, artefact.metric))
+        values = tuple(factor * value for value in readings.values(cell, metric))
         devices = dict.fromkeys(run.manifest.device for run in readings.finished(cell))
         *key, decayed = (str(value) for value in cell.key.values())
         entries.append(
@@ -64,10 +64,25 @@ def _table(artefact: Artefact, tier: str, found: Sequence[PaperCell], readings: 
                 tier=tier,
                 device=", ".join(devices),
                 comparable=not TIERS[tier].on_digits,
+                own=Measured(tuple(factor * v for v in readings.last_values(cell.own, metric))),
+                setting=_setting(cell),
             )
         )
     effect = "difference" if artefact.percent else "ratio"
     return Table(artefact.keys, tuple(entries), effect)  # type: ignore[arg-type]
+
+
+def _setting(cell: PaperCell) -> str:
+    """What our own search found for a cell, beside what is published."""
+    if not cell.own:
+        return ""
+    ours, theirs = cell.own[0], cell.runs[0]
+    values = [
+        f"{word} {getattr(ours, name):g} instead of {getattr(theirs, name):g}"
+        for name, word in (("lr", "lr"), ("weight_decay", "decay"), ("damping", "damping"))
+        if getattr(ours, name) != getattr(theirs, name)
+    ]
+    return ", ".join(values)
 
 
 def tables_section(filled: Sequence[Filled], readings: Readings, tier: str) -> Section:
@@ -95,7 +110,7 @@ def _table_block(filled: Filled, readings: Readings) -> Block:
     return Block(
         f"{filled.artefact.name}-{filled.tier}",
         title,
-        text=_shows(filled.artefact),
+        text=[*_shows(filled.artefact), *filter(None, [legend(filled.table)])],
         note=_note(filled, readings),
         grids=[to_grid(filled.table)],
         missing=_missing(filled),

@@ -18,6 +18,7 @@ from decaylab.report.page import Cell, Grid, Tone
 
 Effect = Literal["difference", "ratio"]
 
+OWN = "‡"  # marks numbers at the settings of our own search
 # Points of accuracy, and factors of a norm, within which ours agrees with or is near the paper's.
 WITHIN: dict[Effect, tuple[float, float]] = {"difference": (0.5, 1.5), "ratio": (1.5, 3.0)}
 
@@ -61,7 +62,8 @@ class Measured:
 class Entry:
     """One cell: its key without the decay, the paper's number, ours, and where ours comes from.
 
-    `comparable`: data and network are the paper's; else the difference says nothing.
+    `comparable`: data and network are the paper's; else the difference says nothing. `own` is the
+    number at the settings of our own search, `setting`, where they differ from the published ones.
     """
 
     key: tuple[str, ...]
@@ -71,6 +73,8 @@ class Entry:
     tier: str
     device: str = ""
     comparable: bool = False
+    own: Measured = Measured()
+    setting: str = ""
 
 
 @dataclass(frozen=True)
@@ -192,13 +196,18 @@ def to_grid(table: Table) -> Grid:
 
 
 def to_csv(tables: Sequence[Table]) -> str:
-    """The key columns, then `paper, ours, spread, n, tier`; an empty field where there is none."""
+    """The key columns, then paper, ours, spread, n and tier; an empty field where there is none.
+
+    Then the same of our own search's settings, and these.
+    """
     rows = (
-        [*entry.key, str(int(entry.decayed)), *_numbers(entry), entry.tier]
+        [*entry.key, str(int(entry.decayed)), plain(entry.paper), *_numbers(entry.ours)]
+        + [entry.tier, *_numbers(entry.own), entry.setting]
         for table in tables
         for entry in table.entries
     )
-    return csv_text([*tables[0].key_columns, "paper", "ours", "spread", "n", "tier"], rows)
+    names = ("paper", "ours", "spread", "n", "tier", "own", "own_spread", "own_n", "own_setting")
+    return csv_text([*tables[0].key_columns, *names], rows)
 
 
 def csv_text(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -234,7 +243,12 @@ def _pair_row(pair: Pair, effect: Effect) -> list[Cell]:
             row += [Cell("—", "number")] * 3
             continue
         distance = change_words(change(entry.paper, entry.ours.mean, effect), effect)
-        row += [Cell(number(entry.paper), "number"), Cell(entry.ours.short(), "number")]
+        ours = entry.ours.short()
+        if entry.own.n:
+            ours = f"{ours}, {OWN} {entry.own.short()}"
+            own = change_words(change(entry.paper, entry.own.mean, effect), effect)
+            distance = f"{distance}, {OWN} {own}"
+        row += [Cell(number(entry.paper), "number"), Cell(ours, "number")]
         row.append(Cell(distance, "number", agreement(entry, effect)))
     effects = [change_words(pair.effect(effect, paper=paper), effect) for paper in (True, False)]
     row += [Cell(effects[0], "number"), Cell(effects[1], "number", pair.tone())]
@@ -251,6 +265,22 @@ def seeds_words(count: int) -> str:
     return {0: "none", 1: "one seed"}.get(count, str(count))
 
 
-def _numbers(entry: Entry) -> list[str]:
-    ours = entry.ours
-    return [plain(entry.paper), plain(ours.mean), plain(ours.spread), str(ours.n)]
+def _numbers(ours: Measured) -> list[str]:
+    return [plain(ours.mean), plain(ours.spread), str(ours.n)]
+
+
+def legend(table: Table) -> str:
+    """What the marked numbers of a table are, with their settings; empty where there are none."""
+    found = [entry for entry in table.entries if entry.own.n]
+    if not found:
+        return ""
+    said = []
+    for entry in found:
+        key = dict(zip(table.key_columns, entry.key, strict=False))
+        cell = " ".join(key_words(key, [column for column in key if column != "dataset"]))
+        decay = "with" if entry.decayed else "without"
+        said.append(f"{cell} {decay} decay: {entry.setting} ({entry.own.words()})")
+    return (
+        f"{OWN}: at the settings that our own search on held-out training images found, where they"
+        f" differ from the published ones. {'; '.join(said)}."
+    )

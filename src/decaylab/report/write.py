@@ -10,6 +10,7 @@ import decaylab
 from decaylab.paper import TIERS, Readings
 from decaylab.records import RunStore
 from decaylab.records.files import disk_errors, replace_file, replace_text
+from decaylab.report.diagnoses import Case, diagnosed, diagnoses_section
 from decaylab.report.drawing import needed, side_by_side
 from decaylab.report.figures import panels_csv
 from decaylab.report.mechanisms import demo_runs, demo_section
@@ -56,8 +57,9 @@ def write_report(runs: Path, out: Path, checks: Sequence[Check] | None = None) -
     found, left_out = survey(store)
     filled = _filled(found, readings)
     checks = theory_checks() if checks is None else checks
-    sections = _sections(found, filled, readings, checks)
-    notices = tuple(dict.fromkeys([*left_out, *readings.left_out]))
+    cases, undiagnosed = diagnosed(found, store)
+    sections = _sections(found, filled, readings, cases, checks)
+    notices = tuple(dict.fromkeys([*left_out, *readings.left_out, *undiagnosed]))
     report = Report(
         "decaylab: what weight decay does",
         f"{len(found)} runs in {runs.name or runs}, read on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
@@ -87,7 +89,11 @@ def _seeds(found: Sequence[Found]) -> int:
 
 
 def _sections(
-    found: Sequence[Found], filled: Sequence[Filled], readings: Readings, checks: Sequence[Check]
+    found: Sequence[Found],
+    filled: Sequence[Filled],
+    readings: Readings,
+    cases: Sequence[Case],
+    checks: Sequence[Check],
 ) -> list[Section]:
     demo = demo_runs(found, readings)
     sections = [demo_section(demo)] if demo else []
@@ -100,6 +106,8 @@ def _sections(
                 tables_section(here, readings, tier),
                 figures_section(here, readings, tier),
             ]
+    if cases:
+        sections.append(diagnoses_section(cases))
     return [*sections, theory_section(checks), provenance(found)]
 
 

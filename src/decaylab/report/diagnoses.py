@@ -1,0 +1,324 @@
+"""Diagnoses as a part of the report, and one diagnosis as a page of its own."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+
+import decaylab
+from decaylab.diagnosis import Diagnosis, Finding, diagnose
+from decaylab.diagnosis.dynamics import Series
+from decaylab.diagnosis.evidence import FREE_TO_DIFFER
+from decaylab.diagnosis.layers import LayerRecord
+from decaylab.diagnosis.observed import Observed, Source, observe
+from decaylab.diagnosis.result import MECHANISMS, layer_table, records_words
+from decaylab.errors import DecaylabError
+from decaylab.records import RunStore
+from decaylab.records.files import disk_errors, replace_text
+from decaylab.report.drawing import Line, Panel, draw, needed
+from decaylab.report.names import named
+from decaylab.report.page import Block, Cell, Grid, Image, Report, Section, Tone, to_html
+from decaylab.report.provenance import Found
+from decaylab.training import RunSpec
+
+TONES: dict[str, Tone] = {"acts": "good", "does not act": "plain", "cannot tell": "near"}
+SAYS = {
+    MECHANISMS[0]: "Where a layer is normalised, the scale of its weights W changes nothing that"
+    " the network computes; it only sets how far a step turns them. Decay keeps |W| small, and so"
+    " this effective learning rate high.",
+    MECHANISMS[1]: "Where a layer's norm is part of the function, decay makes the outputs react"
+    " less to a change of the inputs.",
+    MECHANISMS[2]: "K-FAC adds a damping λ to the curvature. Beside that of the normalised weights"
+    " it counts as λ|W|², so that growing weights turn K-FAC into SGD; decay keeps them small.",
+}
+WITH, WITHOUT = "weight decay", "baseline"
+LAYERS = "Scale-invariant layers"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Runs of one setting with decay, by seed, each with its diagnosis."""
+
+    spec: RunSpec
+    seeds: tuple[int, ...]
+    diagnoses: tuple[Diagnosis, ...]
+
+
+def diagnosed(found: Sequence[Found], store: RunStore) -> tuple[list[Case], list[str]]:
+    """Every run with decay against its baseline, by setting; and what could not be, in sentences.
+
+    A baseline has no decay and is otherwise the same run, of the same seed if there is one.
+    """
+    plain = [run.spec.resolved() for run in found if run.manifest.status == "finished"]
+    plain = [spec for spec in plain if spec.decay == "none" and not spec.norm_source]
+    cases: dict[tuple[object, ...], dict[int, tuple[RunSpec, Diagnosis]]] = {}
+    left_out = []
+    for spec in (run.spec.resolved() for run in found):
+        if spec.decay == "none":
+            continue
+        baseline = _baseline(spec, plain)
+        other = store.folder(baseline.id) if baseline is not None else None
+        try:
+            result = diagnose(store.folder(spec.id), other)
+        except DecaylabError as error:
+            left_out.append(str(error))
+            continue
+        cases.setdefault(_setting(spec, {"seed"}), {})[spec.seed] = (spec, result)
+    return [_case(of) for of in cases.values()], left_out
+
+
+def _case(of: dict[int, tuple[RunSpec, Diagnosis]]) -> Case:
+    seeds = sorted(of)
+    return Case(of[seeds[0]][0], tuple(seeds), tuple(of[seed][1] for seed in seeds))
+
+
+def _baseline(spec: RunSpec, plain: Iterable[RunSpec]) -> RunSpec | None:
+    ours = _setting(spec, {*FREE_TO_DIFFER, "seed"})
+    alike = [one for one in plain if _setting(one, {*FREE_TO_DIFFER, "seed"}) == ours]
+    return min(alike, key=lambda one: (one.seed != spec.seed, one.seed), default=None)
+
+
+def _setting(spec: RunSpec, without: set[str]) -> tuple[object, ...]:
+    return tuple(getattr(spec, item.name) for item in fields(spec) if item.name not in without)
+
+
+# ---------------------------------------------------------------- in the report
+
+
+def diagnoses_section(cases: Sequence[Case]) -> Section:
+    """A row per setting with the verdict on each mechanism, and what it rests on, folded."""
+    header = [Cell("run"), *(Cell(name) for name in MECHANISMS), Cell("compared with")]
+    rows = [[Cell(_words(case), "words"), *_verdicts(case), _compared(case)] for case in cases]
+    text = [
+        "Which of the three mechanisms decay acts through, for every run with decay, judged from"
+        " the records (`decaylab diagnose RUN BASELINE`). Factors are of the effective learning"
+        " rate (raised), the squared Jacobian norm or a Gauss-Newton norm, and the effective"
+        " damping (both lowered); with several seeds, their smallest and largest."
+    ]
+    overview = Block("diagnoses", "Verdicts", grids=[Grid(header, rows)])
+    details = [_details(number, case) for number, case in enumerate(cases, start=1)]
+    return Section("diagnosis", "Diagnosis", text, [overview, *details])
+
+
+def _words(case: Case) -> str:
+    spec = case.spec
+    net = [named(spec.data), named(spec.network), "BN" if spec.batch_norm else "no BN"]
+    net += ["Aug"] if spec.augment else []
+    net += [f"batch {spec.batch_size}", f"{spec.epochs} epochs"]
+    scope = "" if spec.decay_scope == "all" else f" of {spec.decay_scope}"
+    decay = f"{named(spec.decay)} {spec.weight_decay:g}{scope}"
+    stepped = f"{named(spec.optimizer)}, lr {spec.lr:g}"
+    if spec.damping is not None:
+        stepped += f", damping {spec.damping:g}"
+    return f"{stepped}, {decay}; {', '.join(net)}"
+
+
+def _verdicts(case: Case) -> Iterable[Cell]:
+    for place in range(len(MECHANISMS)):
+        of = [result.findings[place] for result in case.diagnoses]
+        kinds = list(dict.fromkeys(finding.verdict for finding in of))
+        # seeds that disagree are not told apart by a colour
+        verdict = kinds[0] if len(kinds) == 1 else "; ".join(_counted(kinds, of))
+        factors = [finding.effect.value for finding in of if finding.effect]
+        if factors:
+            low, high = f"{min(factors):.3g}", f"{max(factors):.3g}"
+            verdict += f" ({low})" if low == high else f" ({low} to {high})"
+        yield Cell(verdict, tone=TONES[kinds[0]] if len(kinds) == 1 else "near")
+
+
+def _counted(kinds: Iterable[str], of: Sequence[Finding]) -> Iterable[str]:
+    return (f"{kind} {sum(f.verdict == kind for f in of)} of {len(of)}" for kind in kinds)
+
+
+def _compared(case: Case) -> Cell:
+    with_baseline = sum(result.baseline is not None for result in case.diagnoses)
+    seeds = "one seed" if len(case.seeds) == 1 else f"{len(case.seeds)} seeds"
+    if with_baseline == len(case.diagnoses):
+        return Cell(f"no decay, {seeds}")
+    if not with_baseline:
+        return Cell(f"itself, {seeds}")
+    return Cell(f"no decay in {with_baseline} of {seeds}")
+
+
+def _details(number: int, case: Case) -> Block:
+    """The evidence of a setting: what to know first, the reasons, factors by layer and seed."""
+    first = [sentence for result in case.diagnoses for sentence in result.first]
+    one = case.diagnoses[0]
+    seeds = [str(seed) for seed in case.seeds]
+    grids = [_reasons([r.findings for r in case.diagnoses], seeds)]
+    for place in range(len(MECHANISMS)):
+        of = [result.findings[place] for result in case.diagnoses]
+        if any(finding.layers for finding in of):
+            grids.append(_layers_by_seed(of, seeds))
+    skipped = [f"{layer} is left out: {why}" for layer, why in one.skipped.items()]
+    return Block(
+        f"diagnosis-{number}",
+        _words(case),
+        text=[*dict.fromkeys(first), *one.consequences, *skipped],
+        note="Runs: " + ", ".join(result.run for result in case.diagnoses) + ".",
+        grids=grids,
+        folded=True,
+    )
+
+
+def _reasons(findings: Sequence[Sequence[Finding]], seeds: Sequence[str]) -> Grid:
+    """A row per mechanism and seed; seeds of which the same is to be said share one."""
+    header = [Cell("mechanism"), Cell("seeds"), Cell("verdict"), Cell("why"), Cell("records")]
+    rows = []
+    for place, mechanism in enumerate(MECHANISMS):
+        said: dict[tuple[str, str, str], list[str]] = {}
+        for of, seed in zip(findings, seeds, strict=True):
+            one = of[place]
+            said.setdefault((one.verdict, _why(one), records_words(one)), []).append(seed)
+        rows += [
+            [
+                Cell(mechanism),
+                Cell(", ".join(same)),
+                Cell(verdict, tone=TONES[verdict]),
+                *(Cell(words, "words") for words in texts),
+            ]
+            for (verdict, *texts), same in said.items()
+        ]
+    return Grid(header, rows)
+
+
+def _why(finding: Finding) -> str:
+    if finding.would_decide:
+        return f"{finding.reason} What would decide it: {finding.would_decide}."
+    return finding.reason
+
+
+def _layers_by_seed(findings: Sequence[Finding], seeds: Sequence[str]) -> Grid:
+    """A row per layer, a column per seed; a layer without a factor says why."""
+    names = dict.fromkeys(row.layer for finding in findings for row in finding.layers)
+    header = [Cell("layer"), *(Cell(f"seed {seed}") for seed in seeds)]
+    rows: list[list[Cell]] = []
+    for name in names:
+        of = [next((x for x in f.layers if x.layer == name), None) for f in findings]
+        words = [x.effect.words() if x and x.effect else x.reason if x else "—" for x in of]
+        cells = [Cell(text, "words") for text in words]
+        if rows and rows[-1][1:] == cells and not any(x and x.effect for x in of):
+            rows[-1][0] = Cell(f"{rows[-1][0].text}, {name}", "words")  # layers for one reason
+        else:
+            rows.append([Cell(name, "key"), *cells])
+    one = findings[0]
+    return Grid(header, rows, f"{one.mechanism.capitalize()}, by layer: {one.layer_heading}")
+
+
+# ---------------------------------------------------------------- a page of its own
+
+
+def write_diagnosis(path: Path, run: Source, baseline: Source | None = None) -> Diagnosis:
+    """Diagnose, and write the result with its figures as one offline HTML file; the result."""
+    if path.suffix not in (".html", ".htm"):
+        raise DecaylabError(f"the report is an HTML file: give {path.with_suffix('.html')}")
+    needed("matplotlib")  # before the work, not after it
+    needed("jinja2")
+    result = diagnose(run, baseline)
+    mine = observe(run)
+    # what is not comparable is not drawn beside it
+    other = observe(baseline) if baseline is not None and result.baseline is not None else None
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, to_html(diagnosis_report(result, mine, other)))
+    return result
+
+
+def diagnosis_report(result: Diagnosis, run: Observed, baseline: Observed | None) -> Report:
+    """One diagnosis as a page: verdicts, what follows, and each mechanism with its evidence."""
+    against = f"against {result.baseline}" if result.baseline else "from this run alone"
+    header = [Cell(name) for name in ("mechanism", "verdict", "factor")]
+    rows = [
+        [
+            Cell(finding.mechanism, "key"),
+            Cell(finding.verdict, tone=TONES[finding.verdict]),
+            Cell(finding.effect.words() if finding.effect else "—"),
+        ]
+        for finding in result.findings
+    ]
+    verdicts = [
+        Block("verdicts", "Verdicts", grids=[Grid(header, rows)]),
+        Block("follows", "What follows", text=result.consequences),
+    ]
+    if result.skipped:
+        cells = [[Cell(layer, "key"), Cell(why, "words")] for layer, why in result.skipped.items()]
+        grid = Grid([Cell("layer"), Cell("why")], cells)
+        verdicts.append(Block("skipped", "Layers left out", grids=[grid]))
+    evidence = [
+        _evidence(number, finding, run, baseline)
+        for number, finding in enumerate(result.findings, start=1)
+    ]
+    return Report(
+        f"What weight decay does in {result.run}",
+        f"Judged {against}, {run.steps} steps, on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by"
+        f" decaylab {decaylab.__version__}",
+        [
+            Section("result", "Result", blocks=verdicts),
+            Section("evidence", "Evidence", blocks=evidence),
+        ],
+        result.first,
+        "Every number is from a record. Factors are means over the second half of the records, with"
+        " their range. Mechanisms: Zhang, Wang, Xu, Grosse, Three Mechanisms of Weight Decay"
+        " Regularization, ICLR 2019.",
+        notices_title="To know first",
+    )
+
+
+def _evidence(number: int, finding: Finding, run: Observed, baseline: Observed | None) -> Block:
+    panels = _panels(finding, run, baseline)
+    table = [[Cell(a, "key"), _verdict(b), Cell(c, "words")] for a, b, c in layer_table(finding)]
+    header = [Cell("layer"), Cell("verdict"), Cell(finding.layer_heading)]
+    return Block(
+        f"mechanism-{number}",
+        f"{number}. {finding.mechanism.capitalize()}: {finding.verdict}",
+        text=[SAYS[finding.mechanism], _why(finding)],
+        note=records_words(finding),
+        images=[
+            Image(draw(panel), f"{panel.title}: {panel.y_label} over steps") for panel in panels
+        ],
+        grids=[Grid(header, table)] if table else (),
+    )
+
+
+def _verdict(words: str) -> Cell:
+    return Cell(words, tone=TONES[words]) if words in TONES else Cell(words)
+
+
+def _panels(finding: Finding, run: Observed, baseline: Observed | None) -> list[Panel]:
+    """What is recorded of a mechanism over the steps, a line per layer and run."""
+    runs = [(WITH, run), *([(WITHOUT, baseline)] if baseline is not None else [])]
+    place = MECHANISMS.index(finding.mechanism)
+    if place == 1:
+        row = next((probe for probe in (finding.effect.probes if finding.effect else ())), "")
+        lines = [Line(label, *_xy(of.totals.get(row, ()))) for label, of in runs]
+        found = [Panel("Whole model", "step", row.replace("_", " "), lines, log_y=True)]
+    elif place == 0:
+        kfac = all(x.setting and x.setting.power == 0 for x in run.layers.values())
+        effective = [] if kfac else _of_layers(runs, lambda layer: layer.effective)
+        found = [
+            Panel(LAYERS, "step", "effective learning rate", effective, log_y=True),
+            Panel(LAYERS, "step", "norm |W|", _of_layers(runs, lambda x: x.norms), log_y=True),
+        ]
+    else:
+        damping = _of_layers(runs, lambda layer: layer.series.get("effective_damping", ()))
+        share = _of_layers(runs, lambda layer: layer.series.get("second_order_share", ()))
+        found = [
+            Panel(LAYERS, "step", "effective damping λ|W|²", damping, log_y=True),
+            Panel(LAYERS, "step", "second-order share", share),
+        ]
+    return [panel for panel in found if not panel.empty]
+
+
+def _of_layers(
+    runs: Sequence[tuple[str, Observed]], what: Callable[[LayerRecord], Series]
+) -> list[Line]:
+    return [
+        Line(label, *_xy(what(layer)))
+        for label, of in runs
+        for layer in of.layers.values()
+        if layer.invariant and not layer.skipped
+    ]
+
+
+def _xy(series: Series) -> tuple[list[float], list[float]]:
+    return [float(step) for step, _ in series], [value for _, value in series]
