@@ -1,7 +1,7 @@
 """What the records say about a cell: the finished runs, their last values and their curves."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from decaylab.errors import DecaylabError
@@ -81,7 +81,11 @@ class Readings:
 
     def values(self, cell: Cell, metric: str) -> list[float]:
         """The last value of a metric in each finished run of a cell that recorded it."""
-        finals = (reading.final(metric) for reading in self.finished(cell))
+        return self.last_values(cell.runs, metric)
+
+    def last_values(self, specs: Iterable[RunSpec], metric: str) -> list[float]:
+        """The last value of a metric in each run that is finished and recorded it."""
+        finals = (found.final(metric) for spec in specs if (found := self.of(spec)) is not None)
         return [value for value in finals if value is not None]
 
     def lacking(self, cells: Sequence[Cell]) -> Iterator[tuple[str, list[str]]]:

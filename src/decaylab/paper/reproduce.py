@@ -47,16 +47,17 @@ def plan(cells: Iterable[Cell], others: Iterable[Cell] = ()) -> list[PlannedRun]
     ordered: dict[str, RunSpec] = {}
     for seed in range(max((len(cell.runs) for cell in cells), default=0)):
         for cell in cells:
-            for runs in (cell.sources, cell.runs):
+            for runs in (cell.sources, cell.runs, cell.own):
                 if seed < len(runs):
                     spec = runs[seed]
                     ordered.setdefault(spec.id, spec)
                     serves.setdefault(spec.id, {})[cell.artefact] = None
                     probes.setdefault(spec.id, {})
-            if seed < len(cell.runs):
-                probes[cell.runs[seed].id].update(dict.fromkeys(cell.probes))
+            for runs in (cell.runs, cell.own):
+                if seed < len(runs):
+                    probes[runs[seed].id].update(dict.fromkeys(cell.probes))
     for cell in others:
-        for spec in cell.runs:
+        for spec in (*cell.runs, *cell.own):
             if spec.id in ordered:
                 serves[spec.id][cell.artefact] = None
                 probes[spec.id].update(dict.fromkeys(cell.probes))

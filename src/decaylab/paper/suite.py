@@ -80,6 +80,9 @@ class Cell:
         probes: what these runs must record.
         missing: why there is no run: a search that has not been made.
         note: where the settings come from, if not from the published ones.
+        own: tables of accuracies: one spec per seed at the settings that our own search on held-out
+            images found, where there is one and it differs from the published ones. A second
+            value, shown beside that of `runs` and marked; no claim is judged by it.
     """
 
     artefact: str
@@ -90,6 +93,7 @@ class Cell:
     probes: tuple[str, ...] = ()
     missing: str = ""
     note: str = ""
+    own: tuple[RunSpec, ...] = ()
 
     @property
     def label(self) -> str:
@@ -164,6 +168,7 @@ def cells(
                     paper=_paper_number(artefact, key),
                     probes=artefact.probes,
                     **_runs(full_key, size, seeds, searched_folder),
+                    own=_own(artefact, full_key, size, seeds, searched_folder),
                 )
             )
     return found
@@ -243,6 +248,21 @@ def _runs(key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None) -
     sources = tuple(_spec(key, "wd", tier, None, seed) for seed in range(seeds))
     taken = [replace(run, norm_source=source.id) for run, source in zip(runs, sources, strict=True)]
     return {"runs": tuple(taken), "sources": sources, "note": note}
+
+
+def _own(
+    artefact: Artefact, key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None
+) -> tuple[RunSpec, ...]:
+    """The runs at our own search's settings, for a cell whose `runs` are at the published ones."""
+    table_of_accuracies = artefact.kind == "table" and artefact.percent
+    if tier.on_digits or not table_of_accuracies or key.get("batch_size", 128) != 128:
+        return ()
+    scheme = _scheme(key)
+    found = searched(key, scheme, tier.name, folder)
+    if found is None:
+        return ()
+    ours = tuple(_spec(key, scheme, tier, found, seed) for seed in range(seeds))
+    return () if ours[0] == _spec(key, scheme, tier, None, 0) else ours
 
 
 def spec_for(key: Mapping[str, Any], scheme: str, tier: str) -> RunSpec:

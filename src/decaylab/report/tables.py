@@ -201,8 +201,10 @@ def to_csv(tables: Sequence[Table]) -> str:
     Then the same of our own search's settings, and these.
     """
     rows = (
-        [*entry.key, str(int(entry.decayed)), plain(entry.paper), *_numbers(entry.ours)]
-        + [entry.tier, *_numbers(entry.own), entry.setting]
+        [
+            *(*entry.key, str(int(entry.decayed)), plain(entry.paper), *_numbers(entry.ours)),
+            *(entry.tier, *_numbers(entry.own), entry.setting),
+        ]
         for table in tables
         for entry in table.entries
     )
