@@ -126,6 +126,7 @@ def test_files(filled):
     assert list(rows[0]) == [
         *("dataset", "network", "batch_norm", "augment", "optimizer", "weight_decay"),
         *("paper", "ours", "spread", "n", "tier"),
+        *("own", "own_spread", "own_n", "own_setting"),
     ]
     assert rows[0]["paper"] == "83.2"
     assert (rows[0]["n"], rows[0]["tier"], rows[0]["spread"]) == ("1", "smoke", "")
