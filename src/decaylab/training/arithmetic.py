@@ -43,7 +43,8 @@ def arithmetic(precision: str, *, deterministic: bool = False) -> Iterator[None]
             torch.use_deterministic_algorithms(True)
         yield
     finally:
-        torch.use_deterministic_algorithms(asked, warn_only=warn_only)
+        if deterministic:
+            torch.use_deterministic_algorithms(asked, warn_only=warn_only)
         for owner, name, value in before:
             setattr(owner, name, value)
 

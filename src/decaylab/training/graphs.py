@@ -51,7 +51,9 @@ class Captured(Generic[Result]):
         graph = torch.cuda.CUDAGraph()
         for generator in self._generators:
             graph.register_generator_state(generator)
-        stream = torch.cuda.current_stream()
+        current = torch.cuda.current_stream()
+        # The default stream cannot be captured: None takes torch's own.
+        stream = None if current == torch.cuda.default_stream() else current
         # thread_local: another thread's (or run's) work on the device does not spoil the capture
         with torch.cuda.graph(
             graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
