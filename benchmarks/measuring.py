@@ -31,7 +31,11 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "sampled backward": [(observer, "back_propagate")],
     "factor products": [(Sums, "add_inputs"), (Sums, "add_gradients")],
     "fold": [(Blocks, "update")],
-    "inversion": [(Blocks, "begin_inversion"), (Blocks, "end_inversion")],
+    "inversion": [
+        (Blocks, name)
+        for name in ("invert", "begin_inversion", "end_inversion")
+        if hasattr(Blocks, name)
+    ],
     "preconditioning": [(Blocks, "precondition")],
     "whole update": [(Updater, "__call__")],
 }

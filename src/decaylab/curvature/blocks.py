@@ -1,17 +1,16 @@
 """The blocks of a model: stacked by shape, with a place for each parameter's gradient and step."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decaylab.curvature.factors import Bank, Block, KroneckerFactors, Shape, Sums
+from decaylab.curvature.factors import Bank, Block, Inversion, KroneckerFactors, Shape, Sums
 from decaylab.errors import DecaylabError
 
 INPUT_SIDES = {"A", "A_inverse", "A_pending"}
+PENDING = ("A_pending", "G_pending", "sound")
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,9 @@ class Blocks:
         self.blocks = blocks
         self.seen: set[str] = set()
         self._stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
+        self._pending: dict[Shape, list[Inversion]] = {}  # by bank: of each of its parts
+        self._to_run: list[Inversion] = []
+        self._per_advance = 0
         self._home: dict[str, Bank] = {}
         banks: dict[Shape, Bank] = {}
         for name, block in blocks.items():
@@ -72,42 +74,57 @@ class Blocks:
         for bank in self._banks:
             bank.forget()
 
-    def begin_inversion(self, damping: float, ratios: dict[str, Tensor]) -> None:
-        """Start to invert every block with `damping`, multiplied for the layers in `ratios`.
+    def invert(self, damping: float, ratios: dict[str, Tensor]) -> None:
+        """Invert every block with `damping`, multiplied for the layers in `ratios`; use it at once.
 
-        On CUDA the work goes to a stream of its own, from a copy of the factors, and training goes
-        on beside it until `end_inversion`.
+        One part after the other, so that the room of one serves the next. What was begun before is
+        dropped.
         """
+        if self._pending:
+            self._finish_inversion()
+            self._pending = {}
         for bank in self._banks:
-            dampings = torch.full_like(bank.boost, damping)
-            for name, here in bank.slices.items():
-                if name in ratios:
-                    dampings[here] *= ratios[name]
-            bank.begin_inversion(dampings)
-        with self._beside_training():
-            for bank in self._banks:
-                bank.invert()
+            dampings = _dampings(bank, damping, ratios)
+            for part in bank.parts:
+                inversion = bank.begin_inversion(part, dampings)
+                inversion.run()
+                bank.end_inversion(part, inversion)
+
+    def begin_inversion(self, damping: float, ratios: dict[str, Tensor]) -> None:
+        """Take copies of the factors to invert by and by, with `damping` as in `invert`."""
+        for bank in self._banks:
+            dampings = _dampings(bank, damping, ratios)
+            self._pending[bank.shape] = [bank.begin_inversion(p, dampings) for p in bank.parts]
+        self._to_run = [inversion for parts in self._pending.values() for inversion in parts]
+        self._per_advance = 0
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def advance_inversion(self, calls: int | None = None) -> None:
+        """Invert some of what was begun: so much that as many calls do all; None does all.
+
+        On CUDA the work goes to a stream of its own, and training goes on beside it.
+        """
+        if calls is not None and not self._per_advance:
+            self._per_advance = -(-len(self._to_run) // calls)
+        count = len(self._to_run) if calls is None else self._per_advance
+        now, self._to_run = self._to_run[:count], self._to_run[count:]
+        with torch.cuda.stream(self._stream):  # no-op where there is none
+            for inversion in now:
+                inversion.run()
 
     def end_inversion(self) -> None:
         """Wait, on the device, for the inverses begun last, and use them from now on."""
+        self._finish_inversion()
+        for bank in self._banks:
+            for part, inversion in zip(bank.parts, self._pending[bank.shape], strict=True):
+                bank.end_inversion(part, inversion)
+        self._pending = {}
+
+    def _finish_inversion(self) -> None:
+        self.advance_inversion()
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        for bank in self._banks:
-            bank.end_inversion()
-
-    @contextmanager
-    def _beside_training(self) -> Iterator[None]:
-        """On the side stream, once it has seen what the current one has queued."""
-        if self._stream is None:
-            yield
-            return
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        for bank in self._banks:  # keep their memory until the current stream is done with it
-            for tensor in bank.pending.values():
-                tensor.record_stream(self._stream)
 
     def boosts(self) -> dict[str, Tensor]:
         """What failed inversions have multiplied each layer's damping by (of groups: the most)."""
@@ -135,15 +152,23 @@ class Blocks:
 
         Input sides are in the order of `weight.flatten(1)`, whatever the memory format.
         """
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._finish_inversion()
         state = {}
         for name, bank in self._home.items():
-            own = {key: value[bank.slices[name]].clone() for key, value in bank.state().items()}
+            stacks = bank.state() | self._pending_state(bank)
+            own = {key: value[bank.slices[name]].clone() for key, value in stacks.items()}
             for key in INPUT_SIDES & own.keys():
                 own[key] = self.blocks[name].in_weight_order(own[key])
             state[name] = own
         return state
+
+    def _pending_state(self, bank: Bank) -> dict[str, Tensor]:
+        """What was begun for a bank, stacked as its entries are; nothing where nothing was."""
+        parts = self._pending.get(bank.shape)
+        if not parts:
+            return {}
+        fields = ([p.A for p in parts], [p.G for p in parts], [p.sound for p in parts])
+        return {key: torch.cat(stack) for key, stack in zip(PENDING, fields, strict=True)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
@@ -153,13 +178,14 @@ class Blocks:
                 f"this state dict covers other layers than the model ({', '.join(differ[:3])}): "
                 "build KFAC with the options it was saved with"
             )
-        for bank in self._banks:
-            bank.pending = {}
-            if "sound" in state[next(iter(bank.slices))]:
-                bank.begin_inversion(bank.boost)  # makes the room for what was begun
+        self._pending, self._to_run = {}, []
+        if any("sound" in own for own in state.values()):
+            self.begin_inversion(1.0, {})  # makes the room for what was begun
+            self._to_run = []
+        pending = {bank.shape: self._pending_state(bank) for bank in self._banks}
         for name, bank in self._home.items():
             here = bank.slices[name]
-            for key, buffer in bank.state().items():
+            for key, buffer in (bank.state() | pending[bank.shape]).items():
                 if state[name][key].shape != buffer[here].shape:
                     raise DecaylabError(
                         f"layer {name!r} has another shape in this state dict: "
@@ -169,4 +195,18 @@ class Blocks:
                 if key in INPUT_SIDES:
                     value = self.blocks[name].in_stored_order(value)
                 buffer[here] = value
+        for bank in self._banks:
+            for part, inversion in zip(bank.parts, self._pending.get(bank.shape, []), strict=False):
+                inversion.A, inversion.G, inversion.sound = (
+                    pending[bank.shape][key][part] for key in PENDING
+                )
         self.seen = {name for name in state if bool(state[name]["ready"].any())}
+
+
+def _dampings(bank: Bank, damping: float, ratios: dict[str, Tensor]) -> Tensor:
+    """The damping of each entry of a bank."""
+    dampings = torch.full_like(bank.boost, damping)
+    for name, here in bank.slices.items():
+        if name in ratios:
+            dampings[here] *= ratios[name]
+    return dampings

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decaylab.curvature.inverses import damped, factored_damping, invert_
+from decaylab.curvature.inverses import LARGEST_BATCHED, damped, factored_damping, invert_
 from decaylab.curvature.kernels import fold_
 from decaylab.curvature.layers import (
     Columns,
@@ -67,7 +67,7 @@ class Shape(NamedTuple):
 
     def wide(self, device: torch.device) -> int:
         """The input side with zeros behind it, to a size that tensor cores take."""
-        return -(-self.input_dim // 8) * 8 if device.type == "cuda" else self.input_dim
+        return -(-self.input_dim // 32) * 32 if device.type == "cuda" else self.input_dim
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,20 @@ class Sums:
 
 
 @dataclass
+class Inversion:
+    """An inversion on its way: damped copies of the factors of a part of a bank, then inverses."""
+
+    A: Tensor
+    G: Tensor
+    sound: Tensor
+
+    def run(self) -> None:
+        """Invert the copies in place; the inverses in use stay as they are."""
+        for side in (self.A, self.G):
+            self.sound &= invert_(side)
+
+
+@dataclass
 class Bank:
     """All blocks of one shape, stacked: A [n, a, a], G [n, g, g] (or diagonals), and inverses.
 
@@ -201,12 +215,11 @@ class Bank:
         )
         self.T, self.boost, self.failures = zeros(n), zeros(n) + 1, zeros(n, dtype=torch.int64)
         self.ready = zeros(n, dtype=torch.bool)
-        self.pending: dict[str, Tensor] = {}
 
     def state(self) -> dict[str, Tensor]:
         """The tensors that outlive a step."""
         names = ("A", "G", "A_inverse", "G_inverse", "T", "boost", "failures", "ready")
-        return {name: getattr(self, name) for name in names} | self.pending
+        return {name: getattr(self, name) for name in names}
 
     def update(self, sums: dict[str, Sums], factor_decay: float) -> None:
         """Fold a refresh into the averages: F <- decay F + (1 - decay) mean; the first sets them.
@@ -237,35 +250,34 @@ class Bank:
         """Let the next `update` set the factors instead of averaging into them."""
         self.ready.zero_()
 
-    def begin_inversion(self, damping: Tensor) -> None:
+    @property
+    def parts(self) -> list[slice]:
+        """The entries that are inverted together: all of them, or one by one where they are large.
+
+        A batch of large ones is no faster, and needs room for all of them.
+        """
+        sides = [s.shape[1] for s in (self.A, self.G) if s.dim() == 3]
+        length = 1 if max(sides, default=1) > LARGEST_BATCHED else self.count
+        return [slice(i, i + length) for i in range(0, self.count, length)]
+
+    def begin_inversion(self, part: slice, damping: Tensor) -> Inversion:
         """Take a damped copy of the factors: `damping` [n] times each block's boost."""
-        extra_A, extra_G = factored_damping(self.A, self.G, damping * self.boost)
-        self.pending = {
-            "A_pending": damped(self.A, extra_A),
-            "G_pending": damped(self.G, extra_G),
-            "sound": self.ready.clone(),
-        }
+        A, G = self.A[part], self.G[part]
+        extra_A, extra_G = factored_damping(A, G, damping[part] * self.boost[part])
+        return Inversion(damped(A, extra_A), damped(G, extra_G), self.ready[part].clone())
 
-    def invert(self) -> None:
-        """Invert the copy; the inverses in use stay as they are."""
-        for side in ("A_pending", "G_pending"):
-            self.pending["sound"] &= invert_(self.pending[side])
-
-    def end_inversion(self) -> None:
+    def end_inversion(self, part: slice, done: Inversion) -> None:
         """Use the new inverses.
 
         Where the factorisation failed the old inverse stays and the boost doubles for the next try;
         where it worked the boost halves towards 1.
         """
-        sound, failed = self.pending["sound"], self.ready & ~self.pending["sound"]
-        for old, new in (
-            (self.A_inverse, self.pending["A_pending"]),
-            (self.G_inverse, self.pending["G_pending"]),
-        ):
-            old.copy_(torch.where(sound.view((-1,) + (1,) * (old.dim() - 1)), new, old))
-        self.boost.copy_(torch.where(failed, self.boost * 2, (self.boost / 2).clamp(min=1)))
-        self.failures += failed
-        self.pending = {}
+        failed = self.ready[part] & ~done.sound
+        for old, new in ((self.A_inverse[part], done.A), (self.G_inverse[part], done.G)):
+            old.copy_(torch.where(done.sound.view((-1,) + (1,) * (old.dim() - 1)), new, old))
+        boost = self.boost[part]
+        boost.copy_(torch.where(failed, boost * 2, (boost / 2).clamp(min=1)))
+        self.failures[part] += failed
 
     def precondition(self) -> None:
         """Apply the inverse of A (x) G to each gradient [out, in (+1)]: G^-1 gradient A^-1."""

@@ -190,7 +190,8 @@ class KFAC(torch.optim.Optimizer):
     def before_step(self) -> None:
         """The part of `step` that precedes its device work: pending inverses come into use."""
         if self._begun is not None and self.steps - self._begun >= self._inversion_lag:
-            self._end_inversion()
+            self._blocks.end_inversion()
+            self._begun = None
 
     @torch.no_grad()
     def device_step(self) -> None:
@@ -202,15 +203,17 @@ class KFAC(torch.optim.Optimizer):
         if self.refresh_due:
             self._refresh(self._observer.take())
         if self.inverts_now:
-            self._begin_inversion()
-            self._end_inversion()
+            self._invert()
         self._update()
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """The part of `step` that follows: an inversion that is due begins, steps are counted."""
+        """The part of `step` that follows: an inversion that is due begins or goes on."""
         if self._inversion_due and not self.inverts_now:
-            self._begin_inversion()
+            self._blocks.begin_inversion(self.damping, self._damping_ratios())
+            self._begun = self.steps
+        if self._begun is not None:
+            self._blocks.advance_inversion(self._inversion_lag)
         self.steps += 1
 
     @property
@@ -285,8 +288,7 @@ class KFAC(torch.optim.Optimizer):
         with torch.no_grad():
             self._blocks.forget()
             self._blocks.update(sums, self.factor_decay)
-            self._begin_inversion()
-            self._end_inversion()
+            self._invert()
 
     def factors(self) -> dict[str, KroneckerFactors]:
         """The running averages A, S and T of every covered layer, by name, copied."""
@@ -385,12 +387,8 @@ class KFAC(torch.optim.Optimizer):
     def _inversion_due(self) -> bool:
         return self.steps % self.invert_every == 0
 
-    def _begin_inversion(self) -> None:
-        self._blocks.begin_inversion(self.damping, self._damping_ratios())
-        self._begun = self.steps
-
-    def _end_inversion(self) -> None:
-        self._blocks.end_inversion()
+    def _invert(self) -> None:
+        self._blocks.invert(self.damping, self._damping_ratios())
         self._begun, self._inverted = None, True
 
     def _update(self) -> None:

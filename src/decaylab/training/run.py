@@ -56,7 +56,8 @@ class TrainingRun:
         )
         self.loss_sum, self.correct = self._steps.loss_sum, self._steps.correct
         cuda = self.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self.device) if cuda else None
+        # ahead of the stream on which K-FAC inverts beside it
+        self._stream = torch.cuda.Stream(self.device, priority=-1) if cuda else None
         self._behind = True  # whether the outer stream has work that the run's must wait for
         self.epoch = 0  # the running one, from 0
         self.position = 0  # its steps that are done
