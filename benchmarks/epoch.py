@@ -34,7 +34,7 @@ from measuring import about, parser, random_data, spec_for, wait
 from decaylab import probes
 from decaylab.data import DataSet, evaluation_batches
 from decaylab.records import RunStore
-from decaylab.training import Execution, RunSpec, TrainingRun, train
+from decaylab.training import Execution, RunSpec, TrainingRun, take_turns, train
 from decaylab.training.arithmetic import arithmetic
 from decaylab.training.build import build_model
 from decaylab.training.checkpoint import Writer
@@ -68,21 +68,19 @@ def one_run(spec: RunSpec, data: DataSet, device: torch.device) -> Row:
 def runs_at_once(specs: list[RunSpec], data: DataSet, device: torch.device) -> float:
     """Seconds of an epoch of all these runs, a step each in turn."""
     how = Execution(checkpoint_every=1e9, every_step=True, at_once=len(specs))
-    runs = [train(spec, data=data, device=device, execution=how) for spec in specs]
     counted = (specs[0].epochs or 0) - 2
-    done = dict.fromkeys(range(len(runs)), 0)
-    started = 0.0
-    while min(done.values()) <= counted:
-        for index, run in enumerate(runs):
-            progress = next(run)
-            if progress.kind == "epoch":
-                done[index] += 1
-                if min(done.values()) == 1 == done[index]:
-                    wait(device)
-                    started = time.perf_counter()
+    done = dict.fromkeys(specs, 0)
+    turns = take_turns({s: train(s, data=data, device=device, execution=how) for s in specs})
+    for spec, given in turns:
+        if isinstance(given, Exception):
+            raise given
+        done[spec] += given.kind == "epoch"
+        if given.kind == "epoch" and min(done.values()) == done[spec] == 1:
+            started = time.perf_counter()
+        if min(done.values()) > counted:
+            break
     seconds = time.perf_counter() - started
-    for run in runs:
-        run.close()  # type: ignore[attr-defined]
+    turns.close()
     return seconds / counted
 
 

@@ -12,7 +12,15 @@ from decaylab.data import DataSet, Split
 from decaylab.errors import Diverged
 from decaylab.networks import build
 from decaylab.records import RunStore
-from decaylab.training import Execution, RunSpec, TrainingRun, checkpoint, train, train_to_end
+from decaylab.training import (
+    Execution,
+    RunSpec,
+    TrainingRun,
+    checkpoint,
+    take_turns,
+    train,
+    train_to_end,
+)
 from decaylab.training.arithmetic import arithmetic
 from decaylab.training.evaluate import Evaluator
 
@@ -124,20 +132,9 @@ def test_runs_at_once_are_the_runs_alone_also_beside_one_that_diverges(data):
     alone = [train_to_end(spec, data=data, device="cuda") for spec in specs]
     wild = replace(SPECS["sgd"], batch_norm=False, lr=1e30)
     how = Execution(every_step=True, at_once=4)
-    running = {
-        spec: train(spec, data=data, device="cuda", execution=how) for spec in [*specs, wild]
-    }
-    last, diverged = {}, []
-    while running:
-        for spec, run in list(running.items()):
-            try:
-                last[spec] = next(run)
-            except StopIteration:
-                del running[spec]
-            except Diverged:
-                diverged.append(running.pop(spec))
-    assert len(diverged) == 1
-    assert last[wild].kind == "step"
+    runs = {s: train(s, data=data, device="cuda", execution=how) for s in [*specs, wild]}
+    last = dict(take_turns(runs))
+    assert isinstance(last[wild], Diverged)
     for spec, expected in zip(specs, alone, strict=True):
         assert last[spec].kind == "finished"
         found, wanted = dict(last[spec].values), dict(expected.values)

@@ -12,6 +12,7 @@ from decaylab.training.loop import Execution, Progress, train, train_to_end
 from decaylab.training.run import TrainingRun
 from decaylab.training.signals import Interrupted
 from decaylab.training.spec import RunSpec
+from decaylab.training.turns import take_turns
 
 __all__ = [
     "Evaluation",
@@ -26,6 +27,7 @@ __all__ = [
     "evaluate",
     "load_run",
     "register_optimizer",
+    "take_turns",
     "train",
     "train_to_end",
 ]

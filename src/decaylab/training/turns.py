@@ -1,0 +1,42 @@
+"""Several runs in one process that take turns, so that their work overlaps on the device."""
+
+from collections.abc import Generator, Iterator, Mapping
+from typing import TypeVar
+
+from decaylab.training.loop import Progress
+
+Name = TypeVar("Name")
+
+
+def take_turns(
+    runs: Mapping[Name, Iterator[Progress]],
+) -> Generator[tuple[Name, Progress | Exception], None, None]:
+    """Advance runs made by `train` in turn, and yield whose turn it was with what it gave.
+
+    With `Execution(every_step=True)` a turn is a step; on CUDA each run has a stream of its own,
+    and the device works on all of them. Each gives what it gives alone. A run that ends with an
+    error (`Diverged`, no memory) yields it and is out; the others go on. A signal, or closing this
+    generator, closes all runs: those with a store save a checkpoint.
+
+    >>> from decaylab.training import Execution, RunSpec, train
+    >>> how = Execution(every_step=True, at_once=2)
+    >>> specs = [RunSpec(hidden=(8,), epochs=1, seed=seed) for seed in (0, 1)]
+    >>> turns = take_turns({spec.seed: train(spec, execution=how) for spec in specs})
+    >>> [seed for seed, progress in turns if progress.kind == "finished"]
+    [0, 1]
+    """
+    active = dict(runs)
+    try:
+        while active:
+            for name, run in list(active.items()):
+                try:
+                    yield name, next(run)
+                except StopIteration:
+                    del active[name]
+                except Exception as error:
+                    del active[name]
+                    yield name, error
+    finally:
+        for run in active.values():
+            if isinstance(run, Generator):
+                run.close()
