@@ -7,20 +7,23 @@ valid.
 """
 
 import json
-import re
 import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from decaylab.errors import DecaylabError
 from decaylab.records.files import replace_file
 
 _TENSOR, _TUPLE, _ITEMS = "$tensor", "$tuple", "$items"
+_DTYPES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+    **{torch.uint8: "U8", torch.bool: "BOOL"},
+}
 
 
 def flatten(state: Any, path: str = "state") -> tuple[Any, dict[str, Tensor]]:
@@ -100,11 +103,7 @@ class Snapshot:
             self._copied.synchronize()
 
         def fill(temporary: Path) -> None:
-            try:
-                save_file(self._copies, temporary, metadata={"state": json.dumps(self._tree)})
-            except SafetensorError as error:  # it wraps the OSError of a full disk in its text
-                number = re.search(r"os error (\d+)", str(error))
-                raise OSError(int(number[1]) if number else None, str(error)) from error
+            save_file(self._copies, temporary, metadata={"state": json.dumps(self._tree)})
 
         replace_file(path, fill)
 
@@ -150,6 +149,27 @@ class Writer:
             snapshot.write(self._path)
         except BaseException as error:
             self._error = error
+
+
+def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write contiguous tensors on the host as safetensors, while other threads go on.
+
+    The library's own function stops them all until the file is written, in versions before 0.8.
+    """
+    # Longest entries first: every tensor begins at a multiple of its entries' size.
+    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name in names:
+        begin, end = end, end + tensors[name].nbytes
+        kind, shape = _DTYPES[tensors[name].dtype], list(tensors[name].shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(tensors[name].flatten().view(torch.uint8).numpy().data)
 
 
 def _on_host(tensor: Tensor, place: Tensor | None) -> Tensor:

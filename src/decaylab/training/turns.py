@@ -29,13 +29,16 @@ def take_turns(
     try:
         while active:
             for name, run in list(active.items()):
+                given: Progress | Exception
                 try:
-                    yield name, next(run)
+                    given = next(run)
                 except StopIteration:
                     del active[name]
+                    continue
                 except Exception as error:
                     del active[name]
-                    yield name, error
+                    given = error
+                yield name, given
     finally:
         for run in active.values():
             if isinstance(run, Generator):
