@@ -1,0 +1,155 @@
+"""What reduced precision does to a K-FAC step: each layer's step against the one in float64.
+
+    python benchmarks/precision.py RUN... [--data-dir DIR] [--batches 4] [--damping 1e-3] [--json]
+
+RUN is the folder of a K-FAC run with its checkpoint: its factors as they are late in training, and
+gradients of its own batches there. The reference inverts the same factors and multiplies in float64
+(recipe line 7). `as trained` is what a step of the run computes: inverses in float32, products in
+the run's own precision (TF32 on CUDA for tf32 and bf16). `bf16 inverses` is what it would be with
+the inverses rounded to bfloat16. Relative errors in the Frobenius norm, the largest over batches.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from decaylab.optim.kfac import KFAC
+from decaylab.records import RunFolder
+from decaylab.training import RunSpec, TrainingRun, checkpoint
+from decaylab.training.build import build_data
+
+Steps = dict[str, Tensor]
+
+
+def load(folder: Path, data_dir: Path | None, device: str) -> TrainingRun:
+    """The run as its checkpoint left it, at the beginning of an epoch."""
+    found = RunFolder(folder)
+    spec = RunSpec.from_toml(found.spec_text())
+    run = TrainingRun(spec, build_data(spec, data_dir).to(device), graphs=False)
+    state = checkpoint.load(found.checkpoint, device)
+    state["recorded"] = False
+    run.load_state_dict(state)
+    return run
+
+
+def reference(optimizer: KFAC, gradients: Steps) -> Steps:
+    """(S + r / pi)^-1 gradient (A + pi r)^-1 / T in float64, from the optimizer's own factors."""
+    steps, dampings = {}, optimizer.dampings()
+    for name, factors in optimizer.factors().items():
+        A, S, T = factors.A.double(), factors.S.double(), factors.T.double()
+        root = (dampings[name].double() / T).sqrt()
+        pi = (A.diagonal().mean() / S.diagonal().mean()).sqrt()
+        damped_A = A + pi * root * torch.eye(len(A), dtype=A.dtype, device=A.device)
+        damped_S = S + root / pi * torch.eye(len(S), dtype=S.dtype, device=S.device)
+        half = torch.linalg.solve(damped_S, gradients[name].double())
+        steps[name] = torch.linalg.solve(damped_A, half.mT).mT / T
+    return steps
+
+
+def gradients_of(run: TrainingRun, batches: int) -> Iterator[None]:
+    """Leave the gradient of one batch after the other on the parameters."""
+    run.batches.begin_epoch()
+    for index in range(min(batches, run.steps_per_epoch)):
+        images, labels = run.batches.batch(torch.tensor(index, device=run.device))
+        run.model.zero_grad()
+        with run.at_work(), run.optimizer.paused(), run.autocast():  # type: ignore[attr-defined]
+            F.cross_entropy(run.model(images), labels).backward()
+        yield
+
+
+def joined(optimizer: KFAC, of: str) -> Steps:
+    """[weight, bias] of each layer, as its factors order them: gradients, or steps."""
+    found, blocks = {}, optimizer._blocks
+    for name, block in blocks.blocks.items():
+        own = [p for p in (block.layer.weight, block.layer.bias) if p is not None]
+        parts = [getattr(blocks.slots[p], of) for p in own if p in blocks.slots]
+        found[name] = torch.cat(
+            [part.flatten(1) if part.dim() > 1 else part[:, None] for part in parts], 1
+        )
+    return found
+
+
+@torch.no_grad()
+def steps_of(run: TrainingRun) -> Steps:
+    """Precondition the gradients that lie on the parameters, as a step does."""
+    optimizer: Any = run.optimizer
+    with run.at_work():
+        for group in optimizer.param_groups:
+            if group["method"] == "kfac":
+                slots = optimizer._blocks.slots
+                for p in group["params"]:
+                    slots[p].gradient.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
+        optimizer._blocks.precondition()
+    return joined(optimizer, "step")
+
+
+def errors(run: TrainingRun, batches: int) -> dict[str, dict[str, float]]:
+    """The largest relative error of each layer's step, by way of computing it."""
+    optimizer: Any = run.optimizer
+    with run.at_work(), torch.no_grad():
+        optimizer._invert()
+    worst: dict[str, dict[str, float]] = {}
+    banks = optimizer._blocks._banks
+    exact_inverses = [(bank.A_inverse.clone(), bank.G_inverse.clone()) for bank in banks]
+    for _ in gradients_of(run, batches):
+        with torch.no_grad():
+            trained = {name: step.clone() for name, step in steps_of(run).items()}
+            wanted = reference(optimizer, joined(optimizer, "gradient"))
+            for bank in banks:
+                for inverse in (bank.A_inverse, bank.G_inverse):
+                    inverse.copy_(inverse.bfloat16())
+            rounded = steps_of(run)
+            for bank, inverses in zip(banks, exact_inverses, strict=True):
+                bank.A_inverse.copy_(inverses[0])
+                bank.G_inverse.copy_(inverses[1])
+        for kind, steps in (("as trained", trained), ("bf16 inverses", rounded)):
+            for name, step in steps.items():
+                error = float((step.double() - wanted[name]).norm() / wanted[name].norm())
+                row = worst.setdefault(name, {})
+                row[kind] = max(row.get(kind, 0.0), error)
+    return worst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--damping", type=float, help="default: the run's")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    results = []
+    for folder in options.runs:
+        run = load(folder, options.data_dir, options.device)
+        optimizer: Any = run.optimizer
+        if not isinstance(optimizer, KFAC):
+            parser.error(f"{folder} is no K-FAC run")
+        optimizer.damping = options.damping or optimizer.damping
+        found = errors(run, options.batches)
+        device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+        results.append(
+            {
+                **{"run": run.spec.id, "step": run.step, "precision": run.spec.precision},
+                **{"damping": optimizer.damping, "device": device, "torch": torch.__version__},
+                "layers": found,
+            }
+        )
+    if options.json:
+        print(json.dumps(results, indent=2))
+        return
+    for result in results:
+        print("{run}, step {step}, {precision}, damping {damping:g}, {device}".format(**result))
+        print(f"  {'layer':<28}{'as trained':>12}{'bf16 inverses':>15}")
+        for name, row in result["layers"].items():
+            print(f"  {name:<28}{row['as trained']:>12.2%}{row['bf16 inverses']:>15.2%}")
+
+
+if __name__ == "__main__":
+    main()
