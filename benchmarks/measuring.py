@@ -31,11 +31,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "sampled backward": [(observer, "back_propagate")],
     "factor products": [(Sums, "add_inputs"), (Sums, "add_gradients")],
     "fold": [(Blocks, "update")],
-    "inversion": [
-        (Blocks, name)
-        for name in ("invert", "begin_inversion", "end_inversion")
-        if hasattr(Blocks, name)
-    ],
+    "inversion": [(Blocks, n) for n in ("invert", "begin_inversion", "end_inversion")],
     "preconditioning": [(Blocks, "precondition")],
     "whole update": [(Updater, "__call__")],
 }

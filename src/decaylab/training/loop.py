@@ -159,7 +159,8 @@ def _epochs(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterat
         last = run.epoch + 1 == epochs
         values = _finish_epoch(run, journal, how, whole_train_set=last or how.train_set_each_epoch)
         if journal is not None and (last or journal.due(how.checkpoint_every)):
-            journal.save(run.state_dict())
+            with run.at_work():
+                journal.save(run.state_dict())
             if last:
                 journal.end("finished")
         yield _progress(run, "finished" if last else "epoch", values)
@@ -176,7 +177,7 @@ def _start(run: TrainingRun, journal: Journal | None, how: Execution) -> None:
     if state is None:
         with run.at_work():
             run.initialize(requests.check)
-            values = weight_norms(run.model) | _observed(run, how)
+            values = weight_norms(run.layers) | _observed(run, how)
         if journal is not None:
             journal.append(run.rows(values))
 

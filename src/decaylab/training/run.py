@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from decaylab import probes
 from decaylab.data import DataSet
@@ -19,6 +19,7 @@ from decaylab.errors import DecaylabError
 from decaylab.optim import schedules
 from decaylab.optim.decay import decay_rate
 from decaylab.optim.kfac import KFAC
+from decaylab.probes.weights import Layers, layers_of
 from decaylab.records import Row
 from decaylab.training.arithmetic import arithmetic, prepare_deterministic
 from decaylab.training.build import CAPTURED, build_batches, build_model, build_optimizer
@@ -44,6 +45,7 @@ class TrainingRun:
         self.batches = build_batches(spec, data)
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.model = build_model(spec, data)
+        self.layers = layers_of(self.model)  # found once: it takes longer than their norms
         forward: Any = torch.compile(self.model) if spec.compiled else self.model
         self.optimizer = build_optimizer(spec, forward)
         assert spec.lr_drop_every is not None
@@ -111,8 +113,8 @@ class TrainingRun:
         """On CUDA: on the run's own stream, beside those of other runs.
 
         It waits for the outer stream only after work was done for the run there (building, loading,
-        beginning an epoch), so that runs that take turns do not wait for each other. The outer one
-        waits for it, so that what is read there is up to date.
+        reading its state), so that runs that take turns do not wait for each other: the outer one
+        waits for them all, so that what is read there is up to date.
         """
         if self._stream is None:
             yield
@@ -151,14 +153,14 @@ class TrainingRun:
 
     def begin_epoch(self) -> None:
         """Draw the batches of the epoch (again, after a resume) and set its learning rate."""
-        if not self.drawn:
-            self.batches.begin_epoch()
-            self.drawn, self.recorded = True, False
-            if self.norms is not None and self.epoch:
-                rescale(self.model, self.norms[self.epoch])
-        rates = [self._schedule(self.epoch, base) for base in self._base_lrs]
-        self._steps.begin_epoch(self.position, rates)
-        self._behind = True
+        with self._on_stream():
+            if not self.drawn:
+                self.batches.begin_epoch()
+                self.drawn, self.recorded = True, False
+                if self.norms is not None and self.epoch:
+                    rescale(self.model, self.norms[self.epoch])
+            rates = [self._schedule(self.epoch, base) for base in self._base_lrs]
+            self._steps.begin_epoch(self.position, rates)
         self.model.train()
         self.whole = True
 
@@ -193,9 +195,9 @@ class TrainingRun:
             values[f"{name}/loss"], values[f"{name}/accuracy"] = result.loss, result.accuracy
         values["lr"] = self.lr
         values["exposure/stage"] = self.stage_exposure()
-        for reading in probes.second_moments(self.model, self.optimizer):
+        for reading in probes.second_moments(self.layers, self.optimizer):
             values |= reading.rows()
-        return values | weight_norms(self.model)
+        return values | weight_norms(self.layers)
 
     def stage_exposure(self) -> float:
         """Decay so far since the last drop of lr: `decay_rate` summed over its steps."""
@@ -219,8 +221,9 @@ class TrainingRun:
         """Leave the epoch behind; its rows are written."""
         self.whole = False
         self.epoch, self.position, self.drawn = self.epoch + 1, 0, False
-        self.loss_sum.zero_()
-        self.correct.zero_()
+        with self._on_stream():
+            self.loss_sum.zero_()
+            self.correct.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides the rest of the run: to be copied before the run goes on."""
@@ -264,9 +267,9 @@ class TrainingRun:
             self.next_epoch()
 
 
-def weight_norms(model: nn.Module) -> dict[str, float]:
+def weight_norms(layers: Layers) -> dict[str, float]:
     """`norm/<module>`: the Euclidean norm of each layer's weight, without bias."""
-    return {f"norm/{layer}": norm for layer, norm in probes.weight_norms(model).layers.items()}
+    return {f"norm/{layer}": norm for layer, norm in probes.weight_norms(layers).layers.items()}
 
 
 def _wake_backward_thread(device: torch.device) -> None:
