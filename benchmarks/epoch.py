@@ -24,12 +24,14 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import about, parser, random_data, spec_for, wait
+from measuring import about, attempt, parser, random_data, spec_for, wait
 
 from decaylab import probes
 from decaylab.data import DataSet, evaluation_batches
@@ -84,7 +86,7 @@ def runs_at_once(specs: list[RunSpec], data: DataSet, device: torch.device) -> f
     return seconds / counted
 
 
-def evaluation(spec: RunSpec, data: DataSet, size: int, *, graphs: bool) -> float:
+def evaluation(spec: RunSpec, data: DataSet, size: int, *, graphs: bool) -> Row:
     """Seconds to evaluate on the test images; the median of three, after the capture."""
     device = data.test.images.device
 
@@ -100,7 +102,7 @@ def evaluation(spec: RunSpec, data: DataSet, size: int, *, graphs: bool) -> floa
             started = time.perf_counter()
             evaluate(data.test)
             seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[3:])
+    return {"seconds": statistics.median(seconds[3:])}
 
 
 def checkpoints(spec: RunSpec, data: DataSet, device: torch.device) -> Row:
@@ -140,7 +142,7 @@ def checkpoints(spec: RunSpec, data: DataSet, device: torch.device) -> Row:
     return {"waited_seconds": waited, "written_seconds": written, "gigabytes": size, **slower}
 
 
-def jacobian(spec: RunSpec, data: DataSet) -> float:
+def jacobian(spec: RunSpec, data: DataSet) -> Row:
     """Seconds of the exact norm as `reproduce` measures it, in the run's precision."""
     model, device = build_model(spec, data), data.test.images.device
     batches = evaluation_batches(data.test, batch_size=8 * CHUNK, mean=data.mean, std=data.std)
@@ -149,38 +151,39 @@ def jacobian(spec: RunSpec, data: DataSet) -> float:
         started = time.perf_counter()
         for images, _ in batches:
             probes.jacobian_norm(model, images, chunk=CHUNK)
-        return time.perf_counter() - started
+        return {"seconds": time.perf_counter() - started}
+
+
+def compared(spec: RunSpec, data: DataSet, device: torch.device, runs: int) -> Row:
+    """So many runs at once against one."""
+    alone = runs_at_once([spec], data, device)
+    together = runs_at_once([replace(spec, seed=seed) for seed in range(runs)], data, device)
+    seconds = {"alone_seconds": alone, "together_seconds": together}
+    return {"runs": runs, **seconds, "throughput": runs * alone / together}
 
 
 def benchmark(network: str, options: argparse.Namespace, result: dict[str, list[Row]]) -> None:
     device = torch.device(options.device)
     data = random_data(device, options.train, options.test)
+
+    def measure(part: str, row: Row, work: Callable[[], Row]) -> None:
+        if part in options.parts:
+            result[part].append(attempt({"network": network, **row}, work))
+            gc.collect()
+
     for name in options.optimizers:
         length = {"epochs": options.epochs + 2, "lr_drop_every": 100}
         spec = spec_for(network, name, options, compiled=options.compiled, **length)
-        head = {"network": network, "optimizer": name}
-        if "epoch" in options.parts:
-            result["epoch"].append({**head, **one_run(spec, data, device)})
-        if "at-once" in options.parts:
-            alone = runs_at_once([spec], data, device)
-            several = [replace(spec, seed=seed) for seed in range(options.at_once)]
-            together = runs_at_once(several, data, device)
-            seconds = {"alone_seconds": alone, "together_seconds": together}
-            gain = {"runs": options.at_once, "throughput": options.at_once * alone / together}
-            result["at-once"].append({**head, **seconds, **gain})
-        if "checkpoint" in options.parts:
-            result["checkpoint"].append({**head, **checkpoints(spec, data, device)})
-        gc.collect()
+        row = {"optimizer": name}
+        measure("epoch", row, partial(one_run, spec, data, device))
+        measure("at-once", row, partial(compared, spec, data, device, options.at_once))
+        measure("checkpoint", row, partial(checkpoints, spec, data, device))
     spec = spec_for(network, "sgd", options)
-    if "evaluation" in options.parts:
-        for size in options.evaluation_batches:
-            for graphs in (False, True) if device.type == "cuda" else (False,):
-                seconds = evaluation(spec, data, size, graphs=graphs)
-                row = {"network": network, "batch_size": size, "captured": graphs}
-                result["evaluation"].append({**row, "seconds": seconds})
-    if "jacobian" in options.parts:
-        row = {"network": network, "images": options.test, "seconds": jacobian(spec, data)}
-        result["jacobian"].append(row)
+    for size in options.evaluation_batches:
+        for graphs in (False, True) if device.type == "cuda" else (False,):
+            row = {"batch_size": size, "captured": graphs}
+            measure("evaluation", row, partial(evaluation, spec, data, size, graphs=graphs))
+    measure("jacobian", {"images": options.test}, partial(jacobian, spec, data))
 
 
 def table(result: dict[str, Any]) -> str:

@@ -1,7 +1,10 @@
 """What the speed benchmarks share: random images, clocks on the device, and where it was run."""
 
 import argparse
+import json
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -90,6 +93,20 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
         "commit": code_commit(),
         **{name: getattr(options, name) for name in settings},
     }
+
+
+def attempt(row: dict[str, Any], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The row with what `work` finds, or with its error, so that the others are measured still.
+
+    Told on stderr at once: a benchmark that is cut short leaves what it had.
+    """
+    try:
+        found = {**row, **work()}
+    except Exception as error:
+        traceback.print_exc()
+        found = {**row, "error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    print(json.dumps(found), file=sys.stderr, flush=True)
+    return found
 
 
 def wait(device: torch.device) -> None:

@@ -44,19 +44,22 @@ class Measured:
             found.missing = result.get("not_installed", found.missing)
             for part in ("epoch", "at-once", "evaluation", "checkpoint", "jacobian"):
                 for row in result.get(part, []):
-                    place = tuple(v for v in row.values() if not isinstance(v, float))
+                    kept = [(k, v) for k, v in row.items() if k != "error"]
+                    place = tuple(v for _, v in kept if not isinstance(v, float))
                     found.epochs.setdefault(part, {})[place] = row
         return found
 
     def best(self, network: str, step: str) -> Row | None:
         """The fastest of our captured steps."""
-        rows = [self.steps[k] for m in GRAPHS if (k := (network, step, m)) in self.steps]
+        rows = [self.steps.get((network, step, mode), {}) for mode in GRAPHS]
+        rows = [row for row in rows if "ms" in row]
         return min(rows, key=lambda row: row["ms"], default=None)
 
     def of(self, part: str, network: str, key: str, optimizer: str | None = None) -> list[float]:
         """A number of every row of an epoch benchmark's part."""
         rows = [row for row in self.epochs.get(part, {}).values() if row["network"] == network]
-        return [row[key] for row in rows if optimizer in (None, row.get("optimizer"))]
+        chosen = [row for row in rows if optimizer in (None, row.get("optimizer"))]
+        return [row[key] for row in chosen if key in row]
 
 
 def best_ms(step: str) -> Callable[[Measured, str], float | None]:
@@ -81,9 +84,9 @@ def more_memory(measured: Measured, network: str) -> float | None:
     """Gigabytes of the larger K-FAC over SGD, in the same mode; the mode with the most."""
     found = []
     for mode in GRAPHS:
-        base = measured.steps.get((network, "sgd", mode))
-        rows = [measured.steps.get((network, step, mode)) for step in ("kfac-f", "kfac-g")]
-        found += [r["gigabytes"] - base["gigabytes"] for r in rows if r is not None and base]
+        names = ("sgd", "kfac-f", "kfac-g")
+        used = [measured.steps.get((network, n, mode), {}).get("gigabytes") for n in names]
+        found += [own - used[0] for own in used[1:] if own is not None and used[0] is not None]
     return max(found, default=None)
 
 
@@ -132,6 +135,10 @@ def table(head: list[str], rows: Iterable[list[str]]) -> str:
 
 def shown(value: float | None, form: str = "{:.2f}") -> str:
     return "" if value is None else form.format(value)
+
+
+def cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def goals(measured: Measured) -> str:
@@ -188,11 +195,8 @@ def epochs(measured: Measured) -> str:
     """A table for each part of the epoch benchmark, with the columns that its rows have."""
     blocks = []
     for part, found in measured.epochs.items():
-        columns = list(next(iter(found.values())))
-        rows = [
-            [f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()]
-            for row in found.values()
-        ]
+        columns = list(dict.fromkeys(key for row in found.values() for key in row))
+        rows = [[cell(row.get(key, "")) for key in columns] for row in found.values()]
         blocks.append(table([name.replace("_", " ") for name in columns], rows))
         blocks[-1] = f"{part.capitalize()}:\n\n{blocks[-1]}"
     return "\n\n".join(blocks)

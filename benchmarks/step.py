@@ -25,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from measuring import (
     PARTS_OF,
     Clock,
     about,
+    attempt,
     clocked,
     kind_of_step,
     parser,
@@ -168,43 +170,31 @@ def parts(spec: RunSpec, data: DataSet, *, graphs: bool, steps: int) -> Row:
 
 
 def benchmark(network: str, options: argparse.Namespace) -> dict[str, list[Row]]:
-    device = torch.device(options.device)
-    data = random_data(device, IMAGES, 128)
-    specs = {name: spec_for(network, name, options) for name in options.optimizers}
+    data = random_data(torch.device(options.device), IMAGES, 128)
     plain = spec_for(network, "sgd", options)
-    rows = [
-        {
-            "step": "sgd",
-            "mode": "stock",
-            **measured(lambda: plain_loop(plain, data, stock), options),
-        }
-    ]
+
+    def timed(step: str, mode: str, make: Callable[[], Trial]) -> Row:
+        row = {"network": network, "step": step, "mode": mode}
+        return attempt(row, lambda: measured(make, options))
+
+    rows = [timed("sgd", "stock", lambda: plain_loop(plain, data, stock))]
     peers = [] if options.no_peers else [name for name in PEERS if installed(name)]
-    for name in peers:
-        row: Row = {"step": name, "mode": "peer"}
-        try:
-            row |= measured(lambda name=name: plain_loop(plain, data, PEERS[name][1]), options)
-        except Exception as error:  # not our code
-            row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-        rows.append(row)
+    rows += [timed(n, "peer", partial(plain_loop, plain, data, PEERS[n][1])) for n in peers]
     found_parts = []
     for mode in options.modes:
         graphs, compiled = "captured" in mode, mode.startswith("compiled")
-        for name, spec in specs.items():
-            if compiled:
-                spec = spec_for(network, name, options, compiled=True)
-            made = measured(lambda s=spec, g=graphs: ours(s, data, graphs=g), options)
-            rows.append({"step": name, "mode": mode, **made})
+        for name in options.optimizers:
+            spec = spec_for(network, name, options, compiled=compiled)
+            rows.append(timed(name, mode, lambda s=spec, g=graphs: ours(s, data, graphs=g)))
             if name.startswith("kfac") and not options.no_parts:
-                kinds = parts(spec, data, graphs=graphs, steps=options.part_steps)
-                found_parts.append({"network": network, "step": name, "mode": mode, **kinds})
-    with_ratios = []
+                row = {"network": network, "step": name, "mode": mode}
+                inside = partial(parts, spec, data, graphs=graphs, steps=options.part_steps)
+                found_parts.append(attempt(row, inside))
     for row in rows:
-        same = [r["ms"] for r in rows if (r["step"], r["mode"]) == ("sgd", row["mode"])]
-        ratios = {"over_stock": [rows[0]["ms"]], "over_sgd": same}
-        ready = {k: row["ms"] / v[0] if v and "ms" in row else None for k, v in ratios.items()}
-        with_ratios.append({"network": network, **row, **ready})
-    return {"rows": with_ratios, "parts": found_parts}
+        same = [r.get("ms") for r in rows if (r["step"], r["mode"]) == ("sgd", row["mode"])]
+        for ratio, base in (("over_stock", rows[0].get("ms")), ("over_sgd", *(same or [None]))):
+            row[ratio] = row["ms"] / base if base and "ms" in row else None
+    return {"rows": rows, "parts": found_parts}
 
 
 def number(value: float | None, form: str = "8.3f") -> str:
@@ -226,7 +216,7 @@ def table(result: dict[str, Any]) -> str:
         times += [number(row["over_stock"], "7.2f"), *(number(row["kinds"].get(k)) for k in kinds)]
         lines.append(f"{line} {' '.join(times)} {number(row['gigabytes'], '6.2f')}")
     lines += [f"{name}: not installed" for name in result["not_installed"]]
-    for row in result["parts"]:
+    for row in (row for row in result["parts"] if "error" not in row):
         found = [
             (part, row[kind][part]) for kind in kinds if kind in row for part in PARTS_OF[kind]
         ]

@@ -24,7 +24,12 @@ def script(monkeypatch):
 
 def printed(main, options, capsys):
     main(f"{TINY} {options}".split())
-    return json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    result = json.loads(said.out)
+    measured = [row for rows in result.values() if isinstance(rows, list) for row in rows]
+    told = [line for line in said.err.splitlines() if line.startswith("{")]
+    assert len(told) == len([row for row in measured if isinstance(row, dict)])
+    return result
 
 
 def test_steps_with_ratios_and_parts(script, capsys):
@@ -71,6 +76,7 @@ def test_peers(script, capsys, monkeypatch):
     steps = script("step")
     result = printed(steps.main, "--steps 1 --optimizers sgd", capsys)
     (row,) = [row for row in result["rows"] if row["mode"] == "peer"]
+    assert row["over_stock"] is None
     assert row["error"] == "RuntimeError: not for this torch"
     assert result["not_installed"] == ["asdl"]
     said = steps.table(result)
