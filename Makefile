@@ -5,7 +5,7 @@ INSTALLED := .venv/installed
 # An independent library that the tests compare with; its own requirements would pull in torchvision.
 ORACLES := curvlinops-for-pytorch einconv linear-operator backpack-for-pytorch
 
-.PHONY: demo test test-browser check docs fix clean
+.PHONY: demo test test-browser check docs results-pages fix clean
 
 demo: $(INSTALLED)
 	$(BIN)/decaylab demo
@@ -25,6 +25,10 @@ check: $(INSTALLED) docs
 # site/index.html; its numbers and figures are read from results/. `mkdocs serve` shows it while writing.
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# What pages say of results, anew from results/ (the tests fail where it is out of date).
+results-pages: $(INSTALLED)
+	$(BIN)/decaylab report --runs results --page README.md --page docs/reproduction.md --page results/README.md
 
 fix: $(INSTALLED)
 	$(BIN)/ruff check --fix .

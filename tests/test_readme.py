@@ -1,31 +1,35 @@
-"""What README says of results is what the records say."""
+"""What pages say of results is what the records say; `make results-pages` writes it anew."""
 
 import re
 from pathlib import Path
 
-from decaylab.paper import Readings, artefact_of
-from decaylab.records import RunStore
-from decaylab.report.page import Report, to_markdown
-from decaylab.report.sections import fill, tables_section
+import pytest
+
+from decaylab.report.blocks import BLOCK, BLOCKS, refreshed
+from decaylab.report.results import Results
 
 ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("results/*.md")]
+ASKING = [path for path in PAGES if BLOCK.search(path.read_text(encoding="utf-8"))]
 
 
-def table_rows(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("|")]
+@pytest.fixture(scope="module")
+def results():
+    return Results(ROOT / "results")
 
 
-def filled_rows() -> list[str]:
-    """Table 1 as the report writes it, without the rows that no run has filled."""
-    readings = Readings(RunStore(ROOT / "results"))
-    filled = fill(artefact_of("table1"), "short", readings, seeds=10)
-    report = Report("", "", [tables_section([filled], readings, "short")])
-    return [row for row in table_rows(to_markdown(report)) if not row.endswith("| none |")]
+@pytest.mark.parametrize("page", ASKING, ids=lambda path: path.name)
+def test_a_page_has_the_numbers_of_the_records(page, results):
+    text = page.read_text(encoding="utf-8")
+    assert text == refreshed(text, results), f"{page} is out of date: run `make results-pages`"
 
 
-def test_the_table_is_that_of_the_records():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = re.search(r"<!-- table 1 -->(.*)<!-- end -->", readme, re.DOTALL)
-    assert block is not None
-    assert len(filled_rows()) > 2
-    assert table_rows(block[1]) == filled_rows()
+def test_the_pages_with_results_are_those_that_make_refreshes():
+    (line,) = re.findall("decaylab report --runs results (.*)", (ROOT / "Makefile").read_text())
+    assert {ROOT / name for name in re.findall(r"--page (\S+)", line)} == set(ASKING)
+    assert len(ASKING) >= 3
+
+
+def test_every_block_is_shown_somewhere():
+    texts = [path.read_text(encoding="utf-8") for path in ASKING]
+    assert {found[2] for text in texts for found in BLOCK.finditer(text)} == set(BLOCKS)

@@ -9,6 +9,7 @@ import typer
 
 from decaylab.cli import options
 from decaylab.errors import DecaylabError
+from decaylab.report.blocks import refresh
 from decaylab.report.write import Written, write_report
 
 Out = Annotated[
@@ -17,8 +18,21 @@ Out = Annotated[
 ]
 
 
+Pages = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--page",
+        metavar="FILE",
+        help="Instead: write the blocks `<!-- results: NAME -->` of this Markdown file anew.",
+    ),
+]
+
+
 def report_command(
-    runs: options.Runs = options.RUNS, out: Out = None, json_output: options.Json = False
+    runs: options.Runs = options.RUNS,
+    out: Out = None,
+    page: Pages = None,
+    json_output: options.Json = False,
 ) -> None:
     """Write a report of the runs in a folder: one offline HTML page, Markdown, CSV and figures.
 
@@ -27,6 +41,10 @@ def report_command(
     """
     if runs.exists() and not runs.is_dir():
         raise DecaylabError(f"{runs} is no folder: give the folder of the runs with --runs")
+    if page:
+        changed = refresh(page, runs)
+        print(json.dumps([str(p) for p in changed]) if json_output else f"{len(changed)} changed")
+        return
     written = write_report(runs, out or runs / "report")
     for note in written.left_out:
         print(f"left out: {note}", file=sys.stderr)

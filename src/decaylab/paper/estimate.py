@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from decaylab.data.facts import DATA_SETS
 from decaylab.errors import DecaylabError
-from decaylab.records import RunStore
+from decaylab.records import Manifest, RunStore
 from decaylab.training import RunSpec
 
 # ms per step. The paper's nets at batch 128: measured on one H200 (bf16, captured steps, BN,
@@ -32,22 +32,40 @@ class Estimate:
     recorded: bool
 
 
+def device_seconds(manifest: Manifest, at_work: float) -> float:
+    """How long a run had the device: its time at work, or of a shared device its share.
+
+    Runs that take turns wait for each other's work, so that the time at work of one says little
+    (only their sum does): its share is the time from its start to its end over their number, as
+    long as it was not stopped in between.
+    """
+    if manifest.at_once == 1 or manifest.resumes:
+        return at_work
+    return (manifest.updated - manifest.started) / manifest.at_once
+
+
 class Estimator:
-    """Estimates from finished runs of a store where there are like ones, else from `MEASURED`."""
+    """Estimates from finished runs of a store where there are like ones, else from `MEASURED`.
+
+    Those of runs that took turns are for as many at once.
+    """
 
     def __init__(self, store: RunStore) -> None:
         self._per_step: dict[tuple[object, ...], float] = {}
         for folder in store.runs():
             try:
                 manifest = folder.manifest()
-                if manifest is None or manifest.status != "finished" or manifest.at_once > 1:
+                if manifest is None or manifest.status != "finished":
+                    continue
+                if manifest.at_once > 1 and manifest.resumes:  # its seconds say nothing
                     continue
                 spec, rows = RunSpec.from_toml(folder.spec_text()), folder.rows().rows
             except DecaylabError:
                 continue
             last = max(rows, key=lambda row: row.step, default=None)
             if last is not None and last.step:
-                self._per_step[_kind(spec)] = last.seconds / last.step
+                seconds = device_seconds(manifest, last.seconds)
+                self._per_step[_kind(spec)] = seconds / last.step
 
     def of(self, spec: RunSpec) -> Estimate:
         """What one run should take from its start to its end."""

@@ -106,7 +106,7 @@ def figures_section(filled: Sequence[Filled], readings: Readings, tier: str) -> 
 
 def _table_block(filled: Filled, readings: Readings) -> Block:
     assert filled.table is not None
-    title = _title(filled.artefact)
+    title = titled(filled.artefact)
     return Block(
         f"{filled.artefact.name}-{filled.tier}",
         title,
@@ -125,7 +125,7 @@ def _figure_block(filled: Filled, readings: Readings) -> Block:
         missing = f"No runs yet for {'; '.join(dict.fromkeys(empty))}. {missing}".strip()
     return Block(
         f"{filled.artefact.name}-{filled.tier}",
-        _title(filled.artefact),
+        titled(filled.artefact),
         text=_shows(filled.artefact),
         note=_note(filled, readings),
         images=[Image(draw(panel), _alternative(panel)) for panel in drawn],
@@ -133,7 +133,8 @@ def _figure_block(filled: Filled, readings: Readings) -> Block:
     )
 
 
-def _title(artefact: Artefact) -> str:
+def titled(artefact: Artefact) -> str:
+    """`Table 1: ...`."""
     return f"{_number(artefact) or artefact.name}: {artefact.title}"
 
 
@@ -235,7 +236,7 @@ def overview(filled: Iterable[Filled]) -> Block:
     header = [Cell("artefact"), Cell("filled"), Cell("tier"), Cell("what the paper's shows")]
     rows = [
         [
-            Cell(_title(one.artefact), "words"),
+            Cell(titled(one.artefact), "words"),
             Cell(one.coverage, tone=_fullness(one)),
             Cell(one.tier),
             Cell(one.artefact.shows, "words"),

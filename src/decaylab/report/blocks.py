@@ -1,0 +1,230 @@
+"""Named blocks of Markdown made from records, and pages that are kept up to date with them.
+
+A page asks for a block by `<!-- results: NAME -->` and `<!-- end -->`; what stands between is
+written by `refresh` and by nobody else, so that a page in a repository shows what the records say.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from decaylab.errors import DecaylabError
+from decaylab.paper import Cell as PaperCell
+from decaylab.paper.claims import Claim
+from decaylab.records.files import replace_text
+from decaylab.report.names import key_words
+from decaylab.report.page import Grid, grid_markdown
+from decaylab.report.results import (
+    SCHEDULES,
+    Results,
+    independent,
+    percent,
+    rest,
+    runs,
+    searches,
+    text_grid,
+)
+from decaylab.report.sections import judged
+from decaylab.report.tables import Entry, Pair, change, legend, number, pairs, to_grid
+from decaylab.training import RunSpec
+
+BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+WITHIN = 1.0  # points of accuracy that a full run may be off the paper
+
+
+def table(results: Results, name: str) -> str:
+    """A table of the paper beside ours, at each tier: the rows that have runs."""
+    return _joined(_rows_at(results, name, tier, set()) for tier in results.tiers)
+
+
+def fullest(results: Results, name: str) -> str:
+    """The same, a row only at the fullest tier there are runs of it."""
+    shown: set[tuple[str, ...]] = set()
+    return _joined(_rows_at(results, name, tier, shown) for tier in results.tiers)
+
+
+def _rows_at(results: Results, name: str, tier: str, shown: set[tuple[str, ...]]) -> str:
+    """The rows of a table at a tier that have runs and are not among `shown`, which grows."""
+    filled = results.filled(name, tier)
+    assert filled.table is not None
+    chosen = [
+        (pair, row)
+        for pair, row in zip(pairs(filled.table), to_grid(filled.table).rows, strict=True)
+        if pair.key not in shown and any(entry and entry.ours.n for entry in pair.sides)
+    ]
+    if not chosen:
+        return ""
+    shown.update(pair.key for pair, _ in chosen)
+    runs = results.runs_of(filled.cells).values()
+    devices = ", ".join(dict.fromkeys(run.manifest.device for run in runs))
+    said = f"At {SCHEDULES[tier]} (tier {tier}), on {devices}:\n\n"
+    grid = Grid(to_grid(filled.table).header, [row for _, row in chosen])
+    notes = legend(filled.table)
+    return said + grid_markdown(grid) + (f"\n{notes}\n" if notes else "")
+
+
+def misses(results: Results) -> str:
+    """How many cells of Table 1 are near the paper's at tier full, and which are not."""
+    if "full" not in results.tiers:
+        return "*No cell of Table 1 has been run at tier full yet.*\n"
+    filled = results.filled("table1", "full")
+    assert filled.table is not None
+    entries = [entry for entry in filled.table.entries if entry.ours.n]
+    near = [entry for entry in entries if _distance(entry) <= WITHIN]
+    marked = [e for e in entries if e not in near and e.own.n and _distance(e, own=True) <= WITHIN]
+    said = f"{len(near)} of the {len(entries)} cells that were run at tier full are within"
+    said += f" {WITHIN:g} point of the paper at the published settings"
+    said += f", {len(marked)} more at those of our own search (‡)." if marked else "."
+    wrong = [pair for pair in pairs(filled.table) if _other_order(pair)]
+    columns = filled.table.key_columns
+    said += "\n" + "".join(
+        f"\nThe order with and without decay is not the paper's: {_named(pair.key, columns)}"
+        f" ({pair.effect('difference', paper=False):+.2f} points, the paper's"
+        f" {pair.effect('difference', paper=True):+.2f}).\n"
+        for pair in wrong
+    )
+    header = ["cell", "decay", "paper", "ours", "ours − paper", "‡", "‡ − paper", "seeds"]
+    rows = [
+        [
+            *(_named(entry.key, columns), "yes" if entry.decayed else "no", number(entry.paper)),
+            *(entry.ours.short(), _signed(entry.paper, entry.ours.mean)),
+            *(entry.own.short(), _signed(entry.paper, entry.own.mean), str(entry.ours.n)),
+        ]
+        for entry in entries
+        if entry not in near
+    ]
+    return f"{said}\n{text_grid(header, rows)}" if rows else said
+
+
+def _distance(entry: Entry, *, own: bool = False) -> float:
+    found = change(entry.paper, (entry.own if own else entry.ours).mean, "difference")
+    return abs(found) if found is not None else 0.0
+
+
+def _other_order(pair: Pair) -> bool:
+    """Whether the sign of decay's effect is not the paper's, where that is over half a point."""
+    ours, paper = (pair.effect("difference", paper=of) for of in (False, True))
+    return ours is not None and paper is not None and abs(paper) > 0.5 and ours * paper <= 0
+
+
+def _signed(paper: float | None, ours: float | None) -> str:
+    found = change(paper, ours, "difference")
+    return "—" if found is None else f"{found:+.2f}"
+
+
+def first_order(results: Results) -> str:
+    """SGD and Adam with decay under BN: the last epoch and the best one, at every setting run."""
+    rows = []
+    for tier in results.tiers:
+        for cell in results.filled("table1", tier).cells:
+            key = cell.key
+            wanted = key["optimizer"] in ("sgd", "adam") and key["batch_norm"]
+            if not (wanted and key["weight_decay"]):
+                continue
+            for specs, whose in ((cell.runs, "published"), (cell.own, "our search")):
+                rows += _last_and_best(results, cell, specs, (tier, whose))
+    header = ["cell", "tier", "settings", "seed", "lr", "decay", "paper", "last epoch"]
+    header += ["best epoch", "at epoch", "training accuracy"]
+    return text_grid(header, rows) if rows else "*No such cell has been run yet.*\n"
+
+
+def _last_and_best(
+    results: Results, cell: PaperCell, specs: Sequence[RunSpec], said: tuple[str, str]
+) -> list[list[str]]:
+    rows = []
+    for run in filter(None, map(results.readings.of, specs)):
+        epoch, best = max(run.curve("test/accuracy"), key=lambda point: point[1])
+        last, fitted = run.final("test/accuracy"), run.final("train/accuracy")
+        rows.append(
+            [
+                _named(tuple(map(str, cell.key.values())), tuple(cell.key)[:-1]),
+                *(*said, str(run.spec.seed), f"{run.spec.lr:g}", f"{run.spec.weight_decay:g}"),
+                *(number(cell.paper), percent(last), percent(best), str(epoch)),
+                percent(fitted),
+            ]
+        )
+    return rows
+
+
+def claims(results: Results) -> str:
+    """E1-E15: the verdict at each tier, and what was seen at the fullest with runs."""
+    judgements = {tier: _judged(results, tier) for tier in results.tiers}
+    if not judgements:
+        return "*No runs yet.*\n"
+    rows = []
+    for name, claim in next(iter(judgements.values())).items():
+        at = {tier: found[name] for tier, found in judgements.items()}
+        seen = next((f"{one.effect} (tier {t})" for t, one in at.items() if one.effect), "—")
+        verdicts = [one.verdict if one.n else "not run" for one in at.values()]
+        rows.append([name, claim.where, claim.claim, *verdicts, seen])
+    header = ["", "where", "claim", *(f"tier {tier}" for tier in judgements), "what was seen"]
+    return text_grid(header, rows)
+
+
+def verdicts(results: Results) -> str:
+    """How many of the claims are supported, contradicted and open, in a sentence per tier."""
+    said = []
+    for tier in results.tiers:
+        found = _judged(results, tier)
+        counts: dict[str, list[str]] = {}
+        for claim in found.values():
+            counts.setdefault(claim.verdict if claim.n else "not run", []).append(claim.id)
+        parts = [f"{len(ids)} {verdict} ({', '.join(ids)})" for verdict, ids in counts.items()]
+        effect = found["E1"].effect
+        said.append(f"- Tier {tier}: {'; '.join(parts)}. {effect[:1].upper()}{effect[1:]}.\n")
+    return "".join(said) or "*No runs yet.*\n"
+
+
+def _judged(results: Results, tier: str) -> dict[str, Claim]:
+    return {claim.id: claim for claim in judged(results.readings, tier, results.seeds)}
+
+
+def _named(key: tuple[str, ...], columns: Sequence[str]) -> str:
+    values = dict(zip(columns, key, strict=False))
+    return ", ".join(key_words(values, list(values)))
+
+
+def _joined(parts: Iterable[str]) -> str:
+    return "\n".join(filter(None, parts)) or "*No runs yet.*\n"
+
+
+BLOCKS: dict[str, Callable[[Results], str]] = {
+    "table1": lambda results: table(results, "table1"),
+    "table1-fullest": lambda results: fullest(results, "table1"),
+    "table2": lambda results: table(results, "table2"),
+    "table3": lambda results: table(results, "table3"),
+    "runs": runs,
+    "rest": rest,
+    "misses": misses,
+    "first-order": first_order,
+    "searches": searches,
+    "independent": independent,
+    "claims": claims,
+    "verdicts": verdicts,
+}
+
+
+def refreshed(text: str, results: Results) -> str:
+    """A page with its blocks as the records have them now."""
+
+    def block(found: re.Match[str]) -> str:
+        if found[2] not in BLOCKS:
+            raise DecaylabError(f"no block {found[2]!r}: choose one of {', '.join(BLOCKS)}")
+        return f"{found[1]}\n{BLOCKS[found[2]](results)}\n{found[4]}"
+
+    return BLOCK.sub(block, text)
+
+
+def refresh(pages: Sequence[Path], root: Path) -> list[Path]:
+    """Write the blocks of some pages anew; those that changed."""
+    results, changed = Results(root), []
+    for page in pages:
+        try:
+            text = page.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DecaylabError(f"{page} cannot be read ({error}): give a Markdown file") from error
+        new = refreshed(text, results)
+        if new != text:
+            replace_text(page, new)
+            changed.append(page)
+    return changed

@@ -1,0 +1,199 @@
+"""What there is in a folder of results: runs, searches, and what is still to be run.
+
+Blocks of Markdown for pages (`report.blocks`).
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from decaylab.paper import Artefact, Readings, RunReading, artefact_of, artefacts
+from decaylab.paper import Cell as PaperCell
+from decaylab.paper.estimate import Estimator, device_seconds
+from decaylab.records import RunStore
+from decaylab.report.names import key_words, named
+from decaylab.report.page import Cell, Grid, grid_markdown
+from decaylab.report.provenance import Found, survey
+from decaylab.report.sections import Filled, fill, titled
+
+SCHEDULES = {"full": "the paper's schedule", "short": "one fifth of the paper's schedule"}
+
+
+class Results:
+    """The records of a folder, read once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.readings = Readings(RunStore(root))
+        self.found, _ = survey(self.readings.store)
+        self.searched_readings = Readings(RunStore(root / "searched" / "runs"))
+        self.searched, _ = survey(self.searched_readings.store)
+        self.seeds = 1 + max((run.manifest.seed for run in self.found), default=0)
+        files = sorted((root / "independent").glob("*.json"))
+        texts = [path.read_text(encoding="utf-8") for path in files]
+        self.independent: list[dict[str, Any]] = [run for text in texts for run in json.loads(text)]
+
+    @cached_property
+    def tiers(self) -> list[str]:
+        """The paper's own tiers there are runs of, the full one first."""
+        return [tier for tier in SCHEDULES if any(r.manifest.tier == tier for r in self.found)]
+
+    def filled(self, artefact: Artefact | str, tier: str) -> Filled:
+        """An artefact with what there is of it."""
+        one = artefact_of(artefact) if isinstance(artefact, str) else artefact
+        return fill(one, tier, self.readings, self.seeds)
+
+    def runs_of(self, cells: Sequence[PaperCell]) -> dict[str, RunReading]:
+        """The finished runs of some cells, each once, those at our own settings too."""
+        specs = [spec for cell in cells for spec in (*cell.runs, *cell.own, *cell.sources)]
+        found = {spec.id: self.readings.of(spec) for spec in specs}
+        return {name: run for name, run in found.items() if run is not None}
+
+
+def runs(results: Results) -> str:
+    """What was run for each artefact, on what, and how long it had the device.
+
+    A run serves several artefacts: it is counted in the first of them, in the order they are run,
+    and its minutes in `all its runs` of each.
+    """
+    rows, counted = [], set[str]()
+    times = {run.manifest.id: _device_minutes(run) for run in results.found}
+    for tier in results.tiers:
+        for artefact in artefacts().values():
+            filled = results.filled(artefact, tier)
+            found = results.runs_of(filled.cells)
+            if not found:
+                continue
+            new = [name for name in found if name not in counted]
+            counted.update(new)
+            devices = dict.fromkeys(run.manifest.device for run in found.values())
+            rows.append(
+                [
+                    *(tier, titled(artefact), filled.coverage, ", ".join(devices)),
+                    *(str(len(new)), f"{sum(times[name] for name in new):.1f}"),
+                    *(str(len(found)), f"{sum(times[name] for name in found):.1f}"),
+                ]
+            )
+    others = [
+        (
+            "searches on held-out images",
+            f"{len(_searches(results))} cells",
+            [(run.manifest.device, _device_minutes(run)) for run in results.searched],
+        ),
+        (
+            "the independent script",
+            "",
+            [(run.get("device", ""), run["seconds"] / 60) for run in results.independent],
+        ),
+    ]
+    for words, cells, made in others:
+        if made:
+            devices = dict.fromkeys(device for device, _ in made)
+            own = [str(len(made)), f"{sum(minutes for _, minutes in made):.1f}"]
+            rows.append(["", words, cells, ", ".join(devices), *own, *own])
+    header = ["tier", "artefact", "filled", "on", "runs", "GPU-minutes"]
+    header += ["all its runs", "their GPU-minutes"]
+    extra = [minutes for _, _, made in others for _, minutes in made]
+    total = sum(times[name] for name in counted) + sum(extra)
+    count = len(counted) + len(extra)
+    return text_grid(header, rows) + f"\nIn all {count} runs, {total:.1f} GPU-minutes.\n"
+
+
+def rest(results: Results) -> str:
+    """What has not been run, the command that runs it, and about how long that takes.
+
+    A run is counted in the first of its artefacts; times are those of `reproduce --dry-run`.
+    """
+    estimator, rows, counted = Estimator(results.readings.store), [], set[str]()
+    for tier in reversed(SCHEDULES):
+        for artefact in artefacts().values():
+            cells = results.filled(artefact, tier).cells
+            first = {run.id: run for cell in cells for run in (*cell.sources, *cell.runs[:1])}
+            left = {name: run for name, run in first.items() if results.readings.of(run) is None}
+            new = [run for name, run in left.items() if name not in counted]
+            counted.update(left)
+            unsearched = sum(bool(cell.missing) for cell in cells)
+            if new or unsearched:
+                command = f"`decaylab reproduce {artefact.name} --tier {tier}`"
+                minutes = f"{estimator.total(new) / 60:.0f}"
+                rows.append([command, str(len(new)), minutes, str(unsearched or "")])
+    header = [
+        "command",
+        "runs that no line above makes",
+        "GPU-minutes",
+        "cells to be searched first",
+    ]
+    return text_grid(header, rows) if rows else "Nothing: everything has been run at both tiers.\n"
+
+
+def _device_minutes(run: Found) -> float:
+    return device_seconds(run.manifest, run.seconds) / 60
+
+
+def searches(results: Results) -> str:
+    """Every setting that was tried on held-out images: its last epoch and its best one."""
+    rows = []
+    for title, found in _searches(results).items():
+        tried = []
+        for run in found:
+            reading = results.searched_readings.of(run.spec)
+            points = [] if reading is None else [v for _, v in reading.curve("test/accuracy")]
+            last, best = (points[-1], max(points)) if points else (None, None)
+            state = "" if run.manifest.status == "finished" else f" ({run.manifest.status})"
+            settings = [f"{run.spec.lr:g}", f"{run.spec.weight_decay:g}"]
+            said = [title, run.manifest.tier, *settings, percent(last) + state, percent(best)]
+            tried.append((-(last or 0.0), said))
+        rows += [said for _, said in sorted(tried)]
+    header = ["cell", "tier", "lr", "decay", "last epoch", "best epoch"]
+    return text_grid(header, rows) if rows else "*No search has been made yet.*\n"
+
+
+def _searches(results: Results) -> dict[str, list[Found]]:
+    """The runs of searches by the cell they are for."""
+    found: dict[str, list[Found]] = {}
+    for run in results.searched:
+        spec = run.spec
+        key = {"dataset": spec.data, "network": spec.network, "batch_norm": int(spec.batch_norm)}
+        words = key_words({**key, "augment": int(spec.augment)}, list(key))
+        kind = named(spec.decay) if spec.decay != "none" else "no decay"
+        title = ", ".join([*words, named(spec.optimizer), kind])
+        found.setdefault(title, []).append(run)
+    return found
+
+
+def independent(results: Results) -> str:
+    """What the independently written script got (`benchmarks/independent.py --json`)."""
+    rows = [_independent_row(run) for run in results.independent]
+    header = ["network", "optimizer", "lr", "decay", "tested on", "precision", "seed", "epochs"]
+    header += ["last epoch", "best epoch", "BN statistics anew", "training accuracy"]
+    return text_grid(header, rows) if rows else "*It has not been run yet.*\n"
+
+
+def _independent_row(run: dict[str, Any]) -> list[str]:
+    asked = run["options"]
+    style = {"batch_norm": int(asked["bn"]), "augment": int(asked["aug"])}
+    words = [named(asked["network"]), *key_words(style, list(style))]
+    words += ["gamma and beta"] if asked["affine"] else []
+    outside = asked["optimizer"] == "sgd" and asked["decay"] == "decoupled"
+    done = len(run["curve"])
+    again = run["reestimated"]
+    return [
+        *(", ".join(words), {"adamw": "Adam"}.get(asked["optimizer"], "SGD"), f"{asked['lr']:g}"),
+        f"{asked['wd']:g}" + (" outside the momentum" if outside else ""),
+        *("held-out images" if asked["held_out"] else "test images", asked["precision"]),
+        *(str(asked["seed"]), str(done) if run["finished"] else f"{done} of {asked['epochs']}"),
+        *(f"{run['last']:.2f}", f"{run['best']:.2f} (epoch {run['best_epoch']})"),
+        *("—" if again is None else f"{again:.2f}", f"{run['train_accuracy_frozen']:.2f}"),
+    ]
+
+
+def percent(value: float | None) -> str:
+    """A share as a percentage in two digits."""
+    return "—" if value is None else f"{100 * value:.2f}"
+
+
+def text_grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of plain texts as Markdown."""
+    return grid_markdown(Grid([Cell(name) for name in header], [[*map(Cell, r)] for r in rows]))

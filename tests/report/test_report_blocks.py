@@ -1,0 +1,181 @@
+"""Blocks of results on pages: every number is recomputed here from what was written."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from report.synthetic import CLOCK, write_run
+from typer.testing import CliRunner
+
+from decaylab.cli import app
+from decaylab.errors import DecaylabError
+from decaylab.paper import cells, select
+from decaylab.records import RunStore
+from decaylab.report.blocks import BLOCKS, refreshed
+from decaylab.report.results import Results
+
+VGG = ["dataset=cifar10", "network=vgg16", "batch_norm=1", "augment=0"]
+SGD = [*VGG, "optimizer=sgd"]
+SEARCHED = """[cell]
+dataset = "cifar10"
+network = "vgg16"
+batch_norm = 1
+augment = 0
+optimizer = "sgd"
+batch_size = 128
+scheme = "wd"
+[winner]
+lr = 0.03
+weight_decay = 3e-4
+[search]
+tier = "short"
+"""
+
+
+def write(store, spec, accuracy, *, tier="full", **more):
+    values = {"test/accuracy": accuracy, "train/accuracy": 1.0, "exposure/stage": 2.0}
+    return write_run(store, spec, values, tier=tier, device="a GPU", **more)
+
+
+def rows(text):
+    lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return RunStore(tmp_path)
+
+
+def block(name, store):
+    return BLOCKS[name](Results(store.root))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_without_records_no_number_is_printed(name, store):
+    text = block(name, store)
+    if name == "rest":
+        assert "`decaylab reproduce table1 --tier short` | 64 |" in text
+    elif name == "runs":
+        assert "In all 0 runs, 0.0 GPU-minutes" in text
+    else:
+        assert text.startswith("*")
+        assert not any(sign.isdigit() for sign in text.replace("Table 1", ""))
+
+
+def test_a_row_is_shown_at_the_fullest_tier_it_was_run_at(store):
+    for tier, accuracy in (("short", 0.85), ("full", 0.86)):
+        write(store, select(cells("table1", tier), SGD)[1].runs[0], accuracy, tier=tier)
+    adam = select(cells("table1", "short"), [*VGG, "optimizer=adam"])[0]
+    write(store, adam.runs[0], 0.87, tier="short")
+    shown = [row for row in rows(block("table1-fullest", store)) if row[0].startswith("CIFAR")]
+    assert [(row[1], row[3], row[6]) for row in shown] == [
+        ("SGD", "—", "86.00"),
+        ("Adam", "87.00", "—"),
+    ]
+    both = [row for row in rows(block("table1", store)) if row[0].startswith("CIFAR")]
+    assert [row[6] for row in both if row[1] == "SGD"] == ["86.00", "85.00"]
+
+
+def test_misses_are_what_is_over_a_point_off_and_own_settings_count_when_marked(store):
+    (store.root / "searched").mkdir()
+    (store.root / "searched" / "one.toml").write_text(SEARCHED)
+    plain, decayed = select(cells("table1", "full", searched_folder=store.root / "searched"), SGD)
+    adam = select(cells("table1", "full"), [*VGG, "optimizer=adam"])[0]
+    write(store, plain.runs[0], 0.8650)  # the paper: 86.99
+    write(store, decayed.runs[0], 0.8566)  # 88.85
+    write(store, decayed.own[0], 0.8840)
+    write(store, adam.runs[0], 0.8845)
+    text = block("misses", store)
+    assert text.startswith("2 of the 3 cells that were run at tier full are within 1 point")
+    assert "1 more at those of our own search" in text
+    assert "not the paper's: CIFAR-10, VGG16, BN, SGD (-0.84 points, the paper's +1.86)" in text
+    (row,) = rows(text)
+    assert row == [
+        "CIFAR-10, VGG16, BN, SGD",
+        "yes",
+        "88.85",
+        "85.66",
+        "-3.19",
+        "88.40",
+        "-0.45",
+        "1",
+    ]
+
+
+def test_the_last_and_the_best_epoch_of_first_order_decay_under_bn(store):
+    cell = select(cells("table1", "full"), SGD)[1]
+    folder = write(store, cell.runs[0], 0.85)
+    with folder.writing(cell.runs[0].to_toml()):  # the synthetic curve only rises
+        lines = (folder.path / "rows.jsonl").read_text().splitlines()
+        entries = [json.loads(line) for line in lines]
+        for entry in entries:
+            if entry["name"] == "test/accuracy" and entry["epoch"] == 2:
+                entry["value"] = 0.878
+        (folder.path / "rows.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
+    (row,) = rows(block("first-order", store))
+    assert row[2:] == ["published", "0", "0.1", "0.001", "88.85", "85.00", "87.80", "2", "100.00"]
+
+
+def test_minutes_are_time_at_work_and_of_a_shared_device_a_share(store):
+    first, second = (cell.runs[0] for cell in select(cells("table1", "full"), SGD))
+    write(store, first, 0.85)  # 7.5 s at work, as its rows say
+    folder = write(store, second, 0.86)
+    manifest = replace(folder.manifest(), at_once=4, started=CLOCK)
+    with folder.writing(second.to_toml()):
+        folder.write_manifest(manifest)
+    elapsed = folder.manifest().updated - CLOCK
+    text = block("runs", store)
+    table1 = next(row for row in rows(text) if row[1].startswith("Table 1"))
+    expected = f"{(7.5 + elapsed / 4) / 60:.1f}"
+    assert table1[2:] == ["2 of 64 cells", "a GPU", "2", expected, "2", expected]
+    again = next(row for row in rows(text) if row[1].startswith("Figure 9"))
+    assert again[4:7] == ["0", "0.0", "1"]  # its run is counted with Table 1
+    assert f"In all 2 runs, {expected} GPU-minutes" in text
+
+
+def test_what_is_left_is_what_has_no_finished_run(store):
+    spec = select(cells("table1", "full"), SGD)[0].runs[0]
+    write(store, spec, 0.85)
+    left = {row[0]: row for row in rows(block("rest", store))}
+    assert left["`decaylab reproduce table1 --tier full`"][1] == "63"
+    assert left["`decaylab reproduce fig1 --tier full`"][3] == "18"
+    assert not any("table2" in command for command in left)  # its runs are Table 1's
+
+
+def test_searched_settings_by_their_held_out_accuracy(store):
+    spec = replace(select(cells("table1", "short"), SGD)[1].runs[0], held_out=True)
+    held = RunStore(store.root / "searched" / "runs")
+    write(held, replace(spec, weight_decay=1e-4), 0.87, tier="short")
+    write(held, replace(spec, weight_decay=3e-4), 0.88, tier="short")
+    write(held, replace(spec, lr=30.0), 0.1, tier="short", status="diverged")
+    found = rows(block("searches", store))
+    assert [row[2:] for row in found] == [
+        ["0.1", "0.0003", "88.00", "88.00"],
+        ["0.1", "0.0001", "87.00", "87.00"],
+        ["30", "0.001", "— (diverged)", "—"],
+    ]
+    (line,) = [row for row in rows(block("runs", store)) if "held-out" in row[1]]
+    assert line[2:6] == ["1 cells", "a GPU", "3", f"{3 * 7.5 / 60:.1f}"]
+
+
+def test_the_command_writes_blocks_and_nothing_else(store, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- results: misses -->\nstale\n<!-- end -->\nafter\n")
+    write(store, select(cells("table1", "full"), SGD)[0].runs[0], 0.8699)
+
+    def run(*words):
+        return CliRunner().invoke(app, ["report", "--runs", str(tmp_path), *map(str, words)])
+
+    assert "1 changed" in run("--page", page).stdout
+    text = page.read_text()
+    assert "1 of the 1 cells" in text
+    assert "stale" not in text
+    assert text.startswith("before\n")
+    assert text.endswith("<!-- end -->\nafter\n")
+    assert "0 changed" in run("--page", page).stdout
+    missing = run("--page", tmp_path / "nothing.md")
+    assert missing.exit_code == 2
+    assert "cannot be read" in missing.stderr
+    with pytest.raises(DecaylabError, match="no block 'nothing'"):
+        refreshed("<!-- results: nothing -->\n<!-- end -->", Results(tmp_path))
