@@ -104,6 +104,37 @@ def test_another_damping_than_it_says_is_found():
     assert audit(lambda model: _without_damping(model), damping=1e-3)["damping"].passed
 
 
+@pytest.mark.parametrize(
+    ("damped", "kind"), [("plain", "factored without pi"), ("each", "added to each factor")]
+)
+def test_a_damping_of_the_factors_is_no_mistake(damped, kind):
+    """It is much beside S at these sizes, and must not be taken for a wrong power."""
+    report = audit(made(damped=damped, damping=1e-2), curvature="fisher")
+    assert report.passed, str(report)
+    assert all(check.passed is True for check in report.checks)
+    assert f"nearest to {kind}, lambda 0.01" in report["damping"].words
+
+
+def test_where_the_damping_is_wrong_the_bias_is_not_accused():
+    report = audit(made(damping=1e-1, damping_used=1e-3), curvature="fisher")
+    assert failed(report) == ["damping"]
+    assert "first mend the damping" in report["Linear: bias"].words
+
+
+def test_powers_that_are_none_are_not_explained():
+    report = audit(made(factor=lambda B, T, s: B**-0.75), curvature="fisher")
+    assert report["Linear: batch size B"].words == "the curvature is off by B^-0.75"
+
+
+def test_a_step_that_fails_is_one_sentence():
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            raise RuntimeError("no such layer")
+
+    with pytest.raises(DecaylabError, match=r"Failing failed on Linear at batch 16.*no such layer"):
+        audit(lambda model: Failing(model.parameters(), lr=0.1))
+
+
 def _without_damping(model):
     optimizer = HookedKFAC(model)
     del optimizer.damping

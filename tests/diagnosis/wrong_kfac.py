@@ -13,7 +13,8 @@ class HookedKFAC(torch.optim.Optimizer):
     `factor(B, T, stride)` multiplies the curvature. `labels="data"`: the empirical Fisher, from the
     gradients that backward hooks see, times B. `bias`: "joint", or "doubled": once in the block's
     homogeneous coordinate and once more beside it. `mixed`: A and S are each inverted in part.
-    `damping_used`: what is really used beside the `damping` that it shows.
+    `damping_used`: what is really used beside the `damping` that it shows; `damped`: "pi", or
+    "plain" (its root added to A and to T S), or "each" (itself).
     """
 
     def __init__(
@@ -26,10 +27,11 @@ class HookedKFAC(torch.optim.Optimizer):
         mixed=False,
         damping=1e-3,
         damping_used=None,
+        damped="pi",
         momentum=0.0,
     ):
         super().__init__(model.parameters(), {"lr": lr, "momentum": momentum})
-        self.damping, self.used = damping, damping_used or damping
+        self.damping, self.used, self.damped = damping, damping_used or damping, damped
         self.factor, self.labels, self.bias, self.mixed = factor, labels, bias, mixed
         self.layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
         self.seen, self.gradients, self.outputs = {}, {}, {}
@@ -77,7 +79,7 @@ class HookedKFAC(torch.optim.Optimizer):
             gradient = layer.weight.grad.flatten(1)
             if layer.bias is not None:
                 gradient = torch.cat([gradient, layer.bias.grad[:, None]], 1)
-            step = self.solve(A, G, gradient)
+            step = self.solve(A, G, gradient, T)
             lr = self.param_groups[0]["lr"]
             if layer.bias is not None:
                 twice = 2.0 if self.bias == "doubled" else 1.0
@@ -85,9 +87,13 @@ class HookedKFAC(torch.optim.Optimizer):
                 step = step[:, :-1]
             layer.weight -= lr * step.reshape(layer.weight.shape)
 
-    def solve(self, A, G, gradient):
+    def solve(self, A, G, gradient, T):
         pi = math.sqrt(A.trace() / len(A) / (G.trace() / len(G)))
         root = math.sqrt(self.used)
+        if self.damped == "plain":  # A and S, without T, have the same
+            pi = T**-0.5
+        if self.damped == "each":
+            pi, root = 1.0, self.used
         A = A + pi * root * torch.eye(len(A), dtype=A.dtype)
         G = G + root / pi * torch.eye(len(G), dtype=G.dtype)
         if self.mixed:  # forgets to invert A

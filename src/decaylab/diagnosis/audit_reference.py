@@ -26,17 +26,18 @@ from decaylab.curvature.outputs import Curvature, exact
 from decaylab.curvature.products import loss_gradient
 
 CURVATURES: tuple[Curvature, ...] = ("fisher", "gauss-newton", "empirical-fisher")
-DAMPINGS = ("factored", "factored without pi", "added")
+DAMPINGS = ("factored", "factored without pi", "added", "added to each factor")
 CLASSES, OUT = 4, 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """A net of one audited layer, tanh and a linear head, and a batch.
+    """A net of one audited layer, a ReLU and a linear head, and a batch.
 
     `side`^2 positions (1: a Linear layer if `kind` says so), stride, kernel and padding of the
-    convolution. Inputs are multiplied by `scale` and the layer's weight divided by it, so that the
-    function stays and the block of the weight goes with scale^2: damping vanishes beside it.
+    convolution. Inputs are multiplied by `scale` and the head's weight by `gain`, the layer's
+    weight is divided by both: the function stays, A goes with scale^2 and S with gain^2, and
+    damping vanishes beside each, be it added to the block or to its factors.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Case:
     kernel: int = 1
     padding: int = 0
     bias: bool = False
+    gain: float = 1.0
 
     @property
     def positions(self) -> int:
@@ -69,11 +71,13 @@ class Case:
                 size = self.side * self.stride if self.kernel == 1 else self._size()
                 shape = [2, size, size]
             head = nn.Linear(OUT * self.positions, CLASSES)
-            model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), head).double()
+            model = nn.Sequential(layer, nn.ReLU(), nn.Flatten(), head).double()
             inputs = torch.randn(self.batch, *shape, dtype=torch.float64)
         with torch.no_grad():
-            layer.weight.div_(self.scale)
-            head.weight.mul_(2.0)  # so that the predictions are not all alike
+            layer.weight.div_(self.scale * self.gain)
+            if layer.bias is not None:
+                layer.bias.div_(self.gain)
+            head.weight.mul_(2.0 * self.gain)  # 2, so that the predictions are not all alike
         inputs = inputs * self.scale
         with torch.no_grad():
             labels = model(inputs).argmin(1)
@@ -93,9 +97,15 @@ class Factors:
     block: Tensor
 
     def damped(self, damping: float, kind: str) -> Tensor:
-        """The block with damping in it; `exact` blocks know `added` only."""
+        """The block with damping in it; `exact` blocks know `added` only.
+
+        `added to each factor`: A + lambda and T S + lambda, as inverse-free K-FACs have it.
+        """
         if kind == "added" or self.A is None or self.S is None:
             return self.block + damping * torch.eye(len(self.block), dtype=self.block.dtype)
+        if kind == "added to each factor":
+            A, S = (f + damping * torch.eye(len(f)).to(f) for f in (self.A, self.T * self.S))
+            return torch.kron(S, A)
         root = math.sqrt(damping / self.T)
         pi = 1.0
         if kind == "factored":

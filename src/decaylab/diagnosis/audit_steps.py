@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ Factory = Callable[[nn.Module], Any]
 Key = tuple[str, str, str]
 """Of a reference: curvature, sharing, kind of damping."""
 
-# Beside the block of inputs 1e5 times as long, a damping of 1e-3 changes a step by 1e-6, and by a
-# tenth of a per cent where the block is too small by B^2 T^5 at these sizes.
-LARGE = 1e5
+# Beside factors 1e6 times as large a damping of 1e-3 is nothing, though it be added to a factor as
+# such or as its root, and though the block be too small by B^2 T^5 at these sizes.
+LARGE = 1e3
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Measured:
 def linear_cases(larger: int) -> list[Case]:
     """A Linear layer at several batch sizes and two scales."""
     cases = [Case("Linear", larger * batch, scale=LARGE) for batch in (4, 8, 16, 32)]
-    return [*cases, Case("Linear", larger * 8, scale=LARGE / 10)]
+    cases.append(Case("Linear", larger * 8, scale=LARGE / 10))
+    return [replace(case, gain=LARGE) for case in cases]
 
 
 def conv_cases(larger: int) -> list[Case]:
@@ -67,7 +68,8 @@ def conv_cases(larger: int) -> list[Case]:
     cases = [Case("Conv2d", larger * b, side=2, scale=LARGE) for b in (4, 8, 16)]
     cases += [Case("Conv2d", larger * 8, side=side, scale=LARGE) for side in (1, 3)]
     cases += [Case("Conv2d", larger * 8, side=2, stride=2, scale=LARGE)]
-    return [*cases, Case("Conv2d", larger * 8, side=2, scale=LARGE / 10)]
+    cases.append(Case("Conv2d", larger * 8, side=2, scale=LARGE / 10))
+    return [replace(case, gain=LARGE) for case in cases]
 
 
 def measure(options: Options, case: Case, damping: float = 0.0) -> Measured:
@@ -105,7 +107,7 @@ def take_step(options: Options, case: Case, seed: int) -> tuple[Any, Tensor]:
             model.zero_grad()
             nn.functional.cross_entropy(model(inputs), labels).backward()
             before = joined(model[0], gradient=False)
-            optimizer.step()
+            _stepped(optimizer, case)
             moved = before - joined(model[0], gradient=False)
             with torch.no_grad():
                 for parameter, value in zip(model.parameters(), kept, strict=True):
@@ -119,6 +121,18 @@ def take_step(options: Options, case: Case, seed: int) -> tuple[Any, Tensor]:
     momentum = float(group.get("momentum") or 0.0)
     gain = sum(momentum**k for k in range(options.steps))
     return optimizer, moved / (float(group["lr"]) * gain)
+
+
+def _stepped(optimizer: Any, case: Case) -> None:
+    try:
+        optimizer.step()
+    except DecaylabError:
+        raise
+    except Exception as error:
+        raise DecaylabError(
+            f"the step of {type(optimizer).__name__} failed on {case.kind} at batch {case.batch},"
+            f" in float64 ({type(error).__name__}: {error}): it cannot be audited"
+        ) from error
 
 
 def _built(factory: Factory, model: nn.Module) -> Any:
