@@ -390,7 +390,7 @@ def test_inverting_part_by_part_is_inverting_at_once(monkeypatch, lag):
         return flat(model)
 
     wanted = stepped()
-    monkeypatch.setattr("decaylab.curvature.factors.LARGEST_BATCHED", 1)
+    monkeypatch.setattr("decaylab.curvature.factors.INVERTED_AT_ONCE", 1)
     for reload_at in (None, 5, 6, 7, 8):
         torch.testing.assert_close(stepped(reload_at), wanted, rtol=1e-12, atol=1e-12)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decaylab.curvature.inverses import LARGEST_BATCHED, damped, factored_damping, invert_
+from decaylab.curvature.inverses import damped, factored_damping, invert_
 from decaylab.curvature.kernels import fold_
 from decaylab.curvature.layers import (
     Columns,
@@ -30,6 +30,9 @@ from decaylab.curvature.layers import (
     is_channels_last,
     second_moment,
 )
+
+# Bytes of factors that are inverted in one go: more are no faster, and need room for all of them.
+INVERTED_AT_ONCE = 2**28
 
 
 @dataclass(frozen=True)
@@ -252,13 +255,10 @@ class Bank:
 
     @property
     def parts(self) -> list[slice]:
-        """The entries that are inverted together: all of them, or one by one where they are large.
-
-        A batch of large ones is no faster, and needs room for all of them.
-        """
-        sides = [s.shape[1] for s in (self.A, self.G) if s.dim() == 3]
-        length = 1 if max(sides, default=1) > LARGEST_BATCHED else self.count
-        return [slice(i, i + length) for i in range(0, self.count, length)]
+        """The entries that are inverted together: as many as need no more than INVERTED_AT_ONCE."""
+        entry = self.A[0].nbytes + self.G[0].nbytes
+        length = max(1, INVERTED_AT_ONCE // entry)
+        return [slice(i, min(i + length, self.count)) for i in range(0, self.count, length)]
 
     def begin_inversion(self, part: slice, damping: Tensor) -> Inversion:
         """Take a damped copy of the factors: `damping` [n] times each block's boost."""

@@ -195,10 +195,11 @@ class KFAC(torch.optim.Optimizer):
 
     @torch.no_grad()
     def device_step(self) -> None:
-        """The part of `step` that a CUDA graph can capture, unless `inverts_now`.
+        """The part of `step` that a CUDA graph can capture.
 
-        Capture a forward and backward pass with it, once for steps with `refresh_due` and once for
-        those without, and call `before_step` and `after_step` around each replay.
+        Capture a forward and backward pass with it, once for each pair of `refresh_due` and
+        `inverts_now`, after one such step was taken as it is, and call `before_step` and
+        `after_step` around each replay.
         """
         if self.refresh_due:
             self._refresh(self._observer.take())
@@ -223,7 +224,7 @@ class KFAC(torch.optim.Optimizer):
 
     @property
     def inverts_now(self) -> bool:
-        """Whether the coming step inverts and uses the inverses at once (never in a graph)."""
+        """Whether the coming step inverts and uses the inverses at once."""
         return self._inversion_due and not (self._inversion_lag and self._inverted)
 
     @property

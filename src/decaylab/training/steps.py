@@ -18,8 +18,8 @@ class Steps:
     """Takes the steps of a run and adds up their losses and hits on the device.
 
     On CUDA a step's device work (batch, forward, backward, update, sums) is captured once for plain
-    steps and once for K-FAC's refreshes; position and learning rates are tensors that the graphs
-    read. A K-FAC step that waits for its inverses is never part of a graph.
+    steps, once for K-FAC's refreshes and once for its inversions; position and learning rates are
+    tensors that the graphs read.
 
     Args:
         forward: images to logits, in train mode.
@@ -44,14 +44,15 @@ class Steps:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
         self._position = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._captured: dict[bool, Captured[Tensor]] = {}  # by whether it is a refresh
+        self._captured: dict[tuple[bool, bool], Captured[Tensor]] = {}  # by what a K-FAC step does
         self.pool: Any = None  # the graphs' memory, for others that run in between
         if graphs and self.device.type == "cuda":
             drawn_from = (optimizer.generator,) if isinstance(optimizer, KFAC) else ()
             self.pool = torch.cuda.graph_pool_handle()
             self._captured = {
-                refresh: Captured(self._work, generators=drawn_from, pool=self.pool)
+                (refresh, invert): Captured(self._work, generators=drawn_from, pool=self.pool)
                 for refresh in (False, True)
+                for invert in (False, True)
             }
 
     def begin_epoch(self, position: int, learning_rates: Sequence[float]) -> None:
@@ -69,12 +70,9 @@ class Steps:
         """One step; the mean loss of its batch, still on the device. No host synchronisation."""
         optimizer = self._optimizer
         if not isinstance(optimizer, KFAC):
-            return self._captured.get(False, self._work)()
+            return self._captured.get((False, False), self._work)()
         optimizer.before_step()
-        if optimizer.inverts_now:
-            loss = self._work()
-        else:
-            loss = self._captured.get(optimizer.refresh_due, self._work)()
+        loss = self._captured.get((optimizer.refresh_due, optimizer.inverts_now), self._work)()
         optimizer.after_step()
         return loss
 
