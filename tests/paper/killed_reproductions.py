@@ -59,7 +59,7 @@ def main():
         print("made", *reproduce(runs).finished)
 
     def make_until_killed():
-        prepare(Countdown(chance.randint(1, 45), sys.stdout.fileno()))
+        prepare(Countdown(chance.randint(1, 35), sys.stdout.fileno()))
         reproduce(runs)
         print("not killed")
 

@@ -8,7 +8,14 @@ import torch
 from decaylab.data import load
 from decaylab.errors import Diverged
 from decaylab.records import RunStore
-from decaylab.training import Execution, RunSpec, take_turns, train, train_to_end
+from decaylab.training import (
+    Execution,
+    RunSpec,
+    TrainingRun,
+    take_turns,
+    train,
+    train_to_end,
+)
 
 BASE = RunSpec(hidden=(8, 8), batch_norm=True, batch_size=256, epochs=2, lr_drop_every=1)
 SPECS = {
@@ -43,6 +50,40 @@ def test_each_gives_what_it_gives_alone_and_one_that_diverges_touches_nobody(dig
         assert progress.kind == "finished"
         for key, value in alone.model.state_dict().items():
             assert torch.equal(progress.model.state_dict()[key], value), (name, key)
+
+
+def test_an_evaluation_is_under_way_while_the_others_take_their_turns(digits, monkeypatch):
+    """One reads its own only when all have begun theirs."""
+    said = []
+    launch, measure = TrainingRun.launch_evaluation, TrainingRun.measure
+    monkeypatch.setattr(
+        TrainingRun,
+        "launch_evaluation",
+        lambda run, **how: (said.append(("begins", run.spec.seed)), launch(run, **how))[1],
+    )
+    monkeypatch.setattr(
+        TrainingRun, "measure", lambda run: (said.append(("reads", run.spec.seed)), measure(run))[1]
+    )
+    specs = [replace(BASE, seed=seed, epochs=1) for seed in (0, 1)]
+    last = dict(take_turns({s: train(s, data=digits, execution=HOW) for s in specs}))
+    assert said == [("begins", 0), ("begins", 1), ("reads", 0), ("reads", 1)]
+    for spec, progress in last.items():
+        alone = train_to_end(spec, data=digits).values
+        assert progress.values | {"train/seconds": 0} == alone | {"train/seconds": 0}
+
+
+def test_leaving_between_the_last_step_and_its_rows_loses_nothing(digits, tmp_path):
+    spec, store = SPECS["kfac"], RunStore(tmp_path)
+    for leave_at in (5, 10):  # the last steps of both epochs
+        for progress in train(spec, data=digits, store=store, execution=HOW):
+            if progress.step == leave_at:
+                break
+        assert progress.kind == "step"
+        del progress
+    last = train_to_end(spec, data=digits, store=store)
+    alone = train_to_end(spec, data=digits)
+    assert last.values | {"train/seconds": 0} == alone.values | {"train/seconds": 0}
+    assert [row.step for row in store.folder(spec.id).rows().series("test/loss")] == [5, 10]
 
 
 def test_leaving_saves_all(digits, tmp_path):

@@ -86,6 +86,12 @@ class Evaluator:
 
     def __call__(self, split: Split, between: Callable[[], None] = lambda: None) -> Evaluation:
         """Evaluate on all images of `split`; one host synchronisation, at the end."""
+        return self.launch(split, between)()
+
+    def launch(
+        self, split: Split, between: Callable[[], None] = lambda: None
+    ) -> Callable[[], Evaluation]:
+        """Ask the device to evaluate; what is returned waits for it and reads the result."""
         mean, std = self._data.mean, self._data.std
         batches = evaluation_batches(split, batch_size=self._batch_size, mean=mean, std=std)
         self._loss.zero_()
@@ -96,9 +102,13 @@ class Evaluator:
             for images, labels in batches:
                 between()
                 add(images, labels)
-        loss, correct = torch.stack([self._loss, self._correct.double()]).tolist()
-        count = len(split.labels)
-        return Evaluation(loss / count, correct / count, count, self._batch_norm)
+        sums, count = torch.stack([self._loss, self._correct.double()]), len(split.labels)
+
+        def read() -> Evaluation:
+            loss, correct = sums.tolist()
+            return Evaluation(loss / count, correct / count, count, self._batch_norm)
+
+        return read
 
     def _add(self, images: Tensor, labels: Tensor) -> None:
         with self._autocast():

@@ -157,7 +157,7 @@ def _epochs(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterat
             if how.every_step:
                 yield _progress(run, "step", loss=loss)
         last = run.epoch + 1 == epochs
-        values = _finish_epoch(run, journal, how, whole_train_set=last or how.train_set_each_epoch)
+        values = _finish_epoch(run, journal, how)
         if journal is not None and (last or journal.due(how.checkpoint_every)):
             with run.at_work():
                 journal.save(run.state_dict())
@@ -188,6 +188,10 @@ def _advance(run: TrainingRun, journal: Journal | None, how: Execution) -> Tenso
         started = perf_counter()
         loss = run.train_step()
         done = run.position == run.steps_per_epoch
+        if done and how.at_once > 1:  # the others go on before this one waits for the device
+            run.train_seconds += perf_counter() - started
+            _launch_evaluation(run, how)
+            return loss
         due = journal is not None and not done and journal.due(how.checkpoint_every)
         if (done or due) and not run.finite():  # waits for the device
             _diverge(run, journal)
@@ -201,11 +205,22 @@ def _advance(run: TrainingRun, journal: Journal | None, how: Execution) -> Tenso
             return loss
 
 
-def _finish_epoch(
-    run: TrainingRun, journal: Journal | None, how: Execution, *, whole_train_set: bool
-) -> dict[str, float]:
+def _launch_evaluation(run: TrainingRun, how: Execution) -> None:
+    last = run.epoch + 1 == run.spec.epochs
+    whole = last or how.train_set_each_epoch
+    run.launch_evaluation(whole_train_set=whole, between=requests.check)
+
+
+def _finish_epoch(run: TrainingRun, journal: Journal | None, how: Execution) -> dict[str, float]:
     with run.at_work():
-        values = run.measure(whole_train_set=whole_train_set, between=requests.check)
+        if not run.evaluating:
+            _launch_evaluation(run, how)
+        else:
+            started = perf_counter()
+            if not run.finite():  # waits for the steps, and for the evaluation behind them
+                _diverge(run, journal)
+            run.train_seconds += perf_counter() - started
+        values = run.measure()
         values |= {"train/seconds": run.train_seconds, **_observed(run, how)}
     if journal is not None:
         journal.append(run.rows(values))

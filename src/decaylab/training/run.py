@@ -23,7 +23,7 @@ from decaylab.probes.weights import Layers, layers_of
 from decaylab.records import Row
 from decaylab.training.arithmetic import arithmetic, prepare_deterministic
 from decaylab.training.build import CAPTURED, build_batches, build_model, build_optimizer
-from decaylab.training.evaluate import Evaluator
+from decaylab.training.evaluate import Evaluation, Evaluator
 from decaylab.training.spec import RunSpec
 from decaylab.training.steps import Steps
 from decaylab.training.transfer import Norms, rescale
@@ -56,6 +56,7 @@ class TrainingRun:
         self._evaluate = Evaluator(
             self.model, data, autocast=self.autocast, graphs=graphs, pool=self._steps.pool
         )
+        self._evaluations: dict[str, Callable[[], Evaluation]] = {}  # begun, not yet read
         self.loss_sum, self.correct = self._steps.loss_sum, self._steps.correct
         cuda = self.device.type == "cuda"
         # ahead of the stream on which K-FAC inverts beside it
@@ -172,12 +173,28 @@ class TrainingRun:
         self.whole = True
         return loss
 
+    @property
+    def evaluating(self) -> bool:
+        """Whether an evaluation has begun and is not yet read."""
+        return bool(self._evaluations)
+
     def finite(self) -> bool:
         """Whether every loss of the running epoch was finite. One host synchronisation."""
         return bool(torch.isfinite(self.loss_sum))
 
-    def measure(self, *, whole_train_set: bool, between: Callable[[], None]) -> dict[str, float]:
-        """The numbers at the end of an epoch. `between` may raise between evaluation batches."""
+    def launch_evaluation(self, *, whole_train_set: bool, between: Callable[[], None]) -> None:
+        """Begin what `measure` reads; it is queued on the device when this returns.
+
+        `between` may raise between batches.
+        """
+        splits = {"test": self.data.test}
+        if whole_train_set:
+            splits["train"] = self.data.train
+        found = {name: self._evaluate.launch(split, between) for name, split in splits.items()}
+        self._evaluations = found
+
+    def measure(self) -> dict[str, float]:
+        """The numbers at the end of an epoch, once `launch_evaluation` has been called for it."""
         images = self.steps_per_epoch * self.spec.batch_size
         values = {
             "train/running_loss": self.loss_sum.item() / self.steps_per_epoch,
@@ -187,12 +204,10 @@ class TrainingRun:
             health = self.optimizer.check()
             values["kfac/skipped_steps"] = health.skipped
             values["kfac/failed_inversions"] = sum(health.failed_inversions.values())
-        splits = {"test": self.data.test}
-        if whole_train_set:
-            splits["train"] = self.data.train
-        for name, split in splits.items():
-            result = self._evaluate(split, between)
+        for name, read in self._evaluations.items():
+            result = read()
             values[f"{name}/loss"], values[f"{name}/accuracy"] = result.loss, result.accuracy
+        self._evaluations = {}
         values["lr"] = self.lr
         values["exposure/stage"] = self.stage_exposure()
         for reading in probes.second_moments(self.layers, self.optimizer):
