@@ -46,9 +46,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from decaylab.data import DataSet
+from decaylab.optim.kfac import KFAC
 from decaylab.training import RunSpec, TrainingRun
 from decaylab.training.arithmetic import arithmetic
 from decaylab.training.build import build_model
+from decaylab.training.graphs import EAGER_RUNS
 
 IMAGES = 2560
 # By then graphs are captured and lazily made state is there.
@@ -65,6 +67,7 @@ class Trial:
         self.kind: Callable[[], str] = lambda: "plain"
         self.around: Callable[[], Any] = lambda: arithmetic("tf32") if tf32 else nullcontext()
         self.spans: list[tuple[str, Any, Any]] = []
+        self.warm_up = WARM_UP if device.type == "cuda" else 0
 
     def take(self, steps: int) -> None:
         """So many steps, without waiting for the device."""
@@ -77,7 +80,7 @@ class Trial:
 
     def averaged(self, steps: int) -> Row:
         """Mean milliseconds over the steps behind the warm-up, and the median of each kind."""
-        self.take(min(WARM_UP, steps))
+        self.take(self.warm_up or min(WARM_UP, steps))
         wait(self.device)
         self.spans.clear()
         started = time.perf_counter()
@@ -119,6 +122,8 @@ def ours(spec: RunSpec, data: DataSet, *, graphs: bool) -> Trial:
         run.initialize(lambda: None)
     trial = Trial(run.train_step, run.device)
     trial.kind = lambda: kind_of_step(run.optimizer)
+    if graphs and isinstance(run.optimizer, KFAC):
+        trial.warm_up += EAGER_RUNS * run.optimizer.invert_every  # its inversions are captured too
 
     def around() -> Any:
         if run.position == run.steps_per_epoch:
@@ -147,15 +152,14 @@ def measured(make: Callable[[], Trial], options: argparse.Namespace) -> Row:
 def parts(spec: RunSpec, data: DataSet, *, graphs: bool, steps: int) -> Row:
     """Median milliseconds of each part, by kind of step, in a run with clocks inside."""
     trial = ours(spec, data, graphs=graphs)
-    warm_up = WARM_UP if trial.device.type == "cuda" else 0
     seen: dict[str, list[Row]] = {kind: [] for kind in PARTS_OF}
     with clocked(trial.clock):
-        for step in range(warm_up + steps):
+        for step in range(trial.warm_up + steps):
             kind = trial.kind()
             trial.clock.begin(kind)
             trial.take(1)
             found = trial.clock.read()
-            if step >= warm_up:
+            if step >= trial.warm_up:
                 found["update"] = found["whole update"] - found["preconditioning"]
                 found["step"] = trial.clock.milliseconds(*trial.spans[-1][1:])
                 seen[kind].append(found)
