@@ -135,6 +135,23 @@ class Blocks:
         for bank in self._banks:
             bank.precondition()
 
+    def decreases(self) -> dict[Tensor, Tensor]:
+        """Gradient times step, summed over the entries of each covered parameter, in float64."""
+        found = {}
+        for bank in self._banks:
+            width = bank.shape.width
+            gradient = bank.gradient[..., :width]
+            weights = (gradient * bank.weight_step).sum((1, 2), dtype=torch.float64)
+            if bank.shape.bias:
+                biases = (bank.gradient[..., width] * bank.bias_step).sum(1, dtype=torch.float64)
+            for name, here in bank.slices.items():
+                block = self.blocks[name]
+                if block.weight:
+                    found[block.layer.weight] = _total(weights[here])
+                if block.bias and block.layer.bias is not None:
+                    found[block.layer.bias] = _total(biases[here])
+        return found
+
     def factors(self) -> dict[str, KroneckerFactors]:
         """The running averages of every layer, copied."""
         return {name: bank.factors(self.blocks[name]) for name, bank in self._home.items()}
@@ -210,3 +227,8 @@ def _dampings(bank: Bank, damping: float, ratios: dict[str, Tensor]) -> Tensor:
         if name in ratios:
             dampings[here] *= ratios[name]
     return dampings
+
+
+def _total(values: Tensor) -> Tensor:
+    """The sum of a vector; of a single value a view."""
+    return values[0] if len(values) == 1 else values.sum()

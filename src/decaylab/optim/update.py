@@ -86,10 +86,11 @@ class Updater:
 
     def _kl_scale(self, groups: list[Group], kl_clip: float) -> Tensor:
         """What the KL clip multiplies the step with: min(1, sqrt(c / sum lr^2 g.v))."""
+        decreases = self.blocks.decreases()
         terms = [
-            group["lr"] ** 2 * (slot.gradient * slot.step).sum(dtype=torch.float64)
+            group["lr"] ** 2 * torch.stack([decreases[p] for p in group["params"]]).sum()
             for group in groups
-            for slot in (self.blocks.slots[p] for p in group["params"])
+            if group["params"]
         ]
         if not terms:
             return torch.ones((), dtype=torch.float64, device=self.blocks.steps[0].device)
