@@ -93,6 +93,10 @@ def test_what_is_wrong_is_said_first(runs, tmp_path):
         path.write_text(json.dumps(manifest))
         entry = json.loads(run("diagnose", of["l2", 0.1], "--runs", short, "--json").stdout)
         assert said in entry["first"][0]
+        words = ["advise", "schedule", of["l2", 0.1], "--runs", short, "--out", tmp_path / "s.csv"]
+        assert said in run(*words).stderr
+        advice = run("advise", "suggest", of["l2", 0.1], "--runs", short).stdout
+        assert said in advice.splitlines()[0]
     refused = run("probe", of["l2", 0.1], "--runs", short, "--device", "cpu", "--record")
     assert refused.exit_code == 2
     assert "is not finished" in refused.stderr

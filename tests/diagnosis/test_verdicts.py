@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from diagnosis.recorded import Layer, records
@@ -65,7 +66,7 @@ def test_effective_learning_rate_does_not_act():
     assert "No scale-invariant layer decays" in finding.reason
     plain = diagnose(records({"fc": sgd(weight_decay=STRONG, invariant=False)}))
     assert plain["effective l"].verdict == "does not act"
-    assert "No layer is scale-invariant" in plain["effective l"].reason
+    assert "No trained layer is scale-invariant" in plain["effective l"].reason
     assert verdicts(records({"conv": kfac(weight_decay=STRONG)}))[0] == "does not act"
 
 
@@ -165,7 +166,7 @@ def test_without_decay_nothing_acts():
     for layer in (sgd(), kfac(), sgd(invariant=False)):
         result = diagnose(records({"layer": layer}))
         assert {finding.verdict for finding in result.findings} == {"does not act"}
-        assert result.first == ("this run has no weight decay",)
+        assert result.first == ("no layer of this run decays",)
 
 
 def test_skipped_layers_are_rows_with_a_reason():
@@ -280,3 +281,36 @@ def test_the_equilibrium_is_where_the_simulation_ends(e):
 def test_undamped_kfac_has_no_equilibrium():
     assert equilibrium(0.01, 1.0, 0.003, e=1.0) is None
     assert equilibrium(0.01, 1.0, 0.0, e=-1.0) is None
+
+
+def test_records_cut_off_anywhere_do_not_crash(tmp_path):
+    whole = records({"0": Layer(weight_decay=0.1, growth=1e-3), "1": Layer(invariant=False)})
+    for length in range(0, len(whole.rows), 7):
+        result = diagnose(Rows(whole.rows[:length]))
+        assert len(result.findings) == 3
+        if length < 9:
+            assert result.first[0].startswith("the records: ")
+
+
+def test_without_norms_that_is_said_first():
+    whole = records({"0": Layer(weight_decay=0.1)})
+    rows = [row for row in whole.rows if not row.name.startswith("weight_norm")]
+    result = diagnose(Rows(tuple(rows)))
+    assert "less than two records of the norms" in result.first[0]
+    assert [f.verdict for f in result.findings] == ["cannot tell", "cannot tell", "does not act"]
+    assert result.consequences == ("Nothing yet: no layer that decays could be judged.",)
+
+
+def test_everything_frozen():
+    rows = [Row(1, 0, 0.0, f"setting_frozen/{layer}", 1.0) for layer in "01"]
+    result = diagnose(Rows(tuple(rows)))
+    assert [f.verdict for f in result.findings] == ["does not act"] * 3
+    assert "Every layer is frozen" in result.findings[0].reason
+    assert set(result.skipped) == {"0", "1"}
+
+
+def test_a_layer_of_zeros_has_no_direction():
+    whole = records({"0": Layer(weight_decay=0.1, settings={"setting_beta2": 0.999}, power=1)})
+    rows = [replace(r, value=0.0) if r.name == "weight_norm/0" else r for r in whole.rows]
+    result = diagnose(Rows(tuple(rows)))
+    assert result["effective l"].verdict == "cannot tell"

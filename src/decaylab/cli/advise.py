@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ from rich.table import Table
 from decaylab.cli import options
 from decaylab.cli.diagnose import Run, found_run
 from decaylab.diagnosis import Stepping, Suggestion, convert_decay, equivalent_schedule, suggest
+from decaylab.diagnosis.observed import observe
 from decaylab.optim.decay import OPTIMIZERS
 
 app = typer.Typer(help="What to do about weight decay.", no_args_is_help=True)
@@ -46,9 +48,9 @@ def suggest_command(
         return
     console = Console()
     console = Console(width=None if console.is_terminal else 140)
-    console.print(_table(found))
     for note in found.notes:
         console.print(escape(note))
+    console.print(_table(found))
     if found.weight_decay is not None:
         console.print(
             f"suggested for the scale-invariant layers: {found.decay} weight decay of"
@@ -103,7 +105,10 @@ def schedule_command(
     By step: lr for the scale-invariant layers, lr_others for all else, for K-FAC the damping too.
     In Python: decaylab.diagnosis.EquivalentSchedule.from_csv(...).lambdas() for torch's LambdaLR.
     """
-    schedule = equivalent_schedule(found_run(run, runs))
+    source = found_run(run, runs)
+    for trouble in observe(source).troubles:
+        print(f"{run}: {trouble}", file=sys.stderr)
+    schedule = equivalent_schedule(source)
     schedule.save(out)
     facts = {
         "file": str(out),

@@ -191,7 +191,9 @@ def comparable(run: Observed, baseline: Observed) -> tuple[str, list[str]]:
         differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
         wrong = [name for name in differing if name not in FREE_TO_DIFFER | NOTED]
         if wrong:
-            said = ", ".join(f"{n} {differing[n][0]} and {differing[n][1]}" for n in wrong[:3])
+            # of another optimizer, the settings that only one of them has say nothing
+            shown = [name for name in wrong if None not in differing[name]] or wrong
+            said = ", ".join(f"{n} {differing[n][0]} and {differing[n][1]}" for n in shown[:3])
             return f"the runs are not comparable ({said})", []
         return "", [
             f"{n} differs: {differing[n][0]} and {differing[n][1]}"

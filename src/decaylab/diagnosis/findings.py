@@ -49,12 +49,18 @@ def judgeable(run: Observed) -> list[LayerRecord]:
 
 def no_decay(run: Observed, name: str, quantity: str, decayed: list[LayerRecord]) -> Finding | None:
     """Where the records show nothing, where nothing decays, or too little."""
-    if not run.layers or all(layer.skipped for layer in run.layers.values()):
+    skipped = [layer.skipped for layer in run.layers.values()]
+    if skipped and all(reason.startswith("frozen") for reason in skipped):
+        reason = "Every layer is frozen: decay moves none."
+        return Finding(name, quantity, "does not act", reason)
+    if all(skipped):
+        would = "train inside `with watch(model, optimizer, every=...)`, with several records"
+        if run.own:
+            would = "train it for some epochs, with a learning rate at which it does not diverge"
         return Finding(
             *(name, quantity, "cannot tell"),
             "No layer is recorded well enough to be judged.",
-            would_decide="train inside `with watch(model, optimizer, every=...)`, with several"
-            " records in the run",
+            would_decide=would,
         )
     if not decayed:
         return Finding(name, quantity, "does not act", "No layer decays.")
@@ -77,7 +83,7 @@ def at_once(run: Observed, name: str, quantity: str) -> Finding | None:
     if any(layer.invariant for layer in run.layers.values()):
         reason = "No scale-invariant layer decays: only those have an effective learning rate."
     else:
-        reason = "No layer is scale-invariant (nothing normalises behind one): norms are no scale."
+        reason = "No trained layer is scale-invariant (with a normalisation behind it)."
     return Finding(
         name, quantity, "does not act", reason, layers=layer_rows(run, lambda _: (None, ""))
     )
@@ -228,7 +234,11 @@ def what_follows(run: Observed, findings: tuple[Finding, ...]) -> list[str]:
         words = verb.get(jacobian.verdict, "acts on the function; how much, is not decided here")
         said.append(f"Decay of the layers whose norm counts ({_names(others)}) {words}.")
     if not said:
-        said.append("There is no decay to keep or to drop.")
+        said.append(
+            "Nothing yet: no layer that decays could be judged."
+            if run.decays or not run.layers
+            else "There is no decay to keep or to drop."
+        )
     kfac = [x for x in run.layers.values() if x.invariant and x.setting and x.setting.power == 0]
     share = last_share(kfac)
     if share is not None and share < DAMPING_DOMINATES:

@@ -33,6 +33,7 @@ QUANTITIES = (
     *("second_order_share", "effective_damping", "factored_share", "kfac_gn_norm"),
     "second_moment",
 )
+SETTINGS = {"lr", "decay", "weight_decay"}
 TOTALS = (
     *("jacobian_norm", "kfac_gn_norm", "gn_norm", "second_order_share"),
     *("test/accuracy", "test/loss", "train/loss"),
@@ -140,6 +141,11 @@ def _watched(name: str, rows: Rows) -> Observed:
     layers = {layer: _watched_layer(series, layer) for layer in named}
     if kept and not any(name.startswith("setting_") for name in series):
         troubles.append("how the layers were stepped is not in these records: record them again")
+    elif layers and all("less than twice" in layer.skipped for layer in layers.values()):
+        troubles.append(
+            "it has less than two records of the norms, so that no layer can be judged: leave"
+            " `weight_norm` among the probes, and lower `every`"
+        )
     steps = max((row.step for row in kept), default=0)
     return Observed(name, layers, _totals(series), steps, tuple(troubles))
 
@@ -155,7 +161,7 @@ def _watched_layer(series: Mapping[str, Series], layer: str) -> LayerRecord:
     settings = []
     for step in sorted(values):
         now = now | values[step]
-        if "lr" in now:
+        if now.keys() >= SETTINGS:  # records may be cut off between two of them
             settings.append((step, _setting(now)))
     norms = series.get(f"weight_norm/{layer}", series.get(f"norm/{layer}", ()))
     recorded = dict(series.get(f"decay_exposure/{layer}", ()))
@@ -178,7 +184,7 @@ def _why_skipped(now: Mapping[str, float], norms: Series) -> str:
         return "frozen: it is not trained"
     if now.get("moved") == 0.0:
         return "the watched optimizer does not hold it"
-    if "lr" not in now:
+    if not now.keys() >= SETTINGS:
         return "how it is stepped is not in the records"
     if len(norms) < 2:
         return "its norm was recorded less than twice: record weight_norm, more often"

@@ -136,8 +136,8 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
     layers = judgeable(observed)
     if not layers:
         raise DecaylabError(
-            f"{observed.name} has no scale-invariant layer that decays: there is nothing to"
-            " replace by a schedule"
+            f"{observed.name} has no scale-invariant layer that decays and is recorded: there is"
+            " nothing to replace by a schedule"
         )
     first = layers[0]
     setting = first.setting

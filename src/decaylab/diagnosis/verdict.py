@@ -58,7 +58,7 @@ def diagnose(run: Source, baseline: Source | None = None) -> Diagnosis:
     if not mine.decays and mine.layers:
         swapped = baseline is not None and observe(baseline).decays
         hint = ", and the baseline has: are they the wrong way round?" if swapped else ""
-        first.append(f"this run has no weight decay{hint}")
+        first.append(f"no layer of this run decays{hint}")
     findings = (
         replace(
             _effective_learning_rate(mine, other),
