@@ -62,7 +62,8 @@ class Steps:
             if self.device.type == "cpu":
                 group["lr"] = lr
                 continue
-            if not isinstance(group["lr"], Tensor):
+            # a loaded one lies on the host, from where a graph would read it once and for all
+            if not isinstance(group["lr"], Tensor) or group["lr"].device != self.device:
                 group["lr"] = torch.zeros((), device=self.device)
             group["lr"].fill_(lr)
 
