@@ -10,6 +10,8 @@ from decaylab.curvature.factors import Bank, Block, Inversion, KroneckerFactors,
 from decaylab.errors import DecaylabError
 
 INPUT_SIDES = {"A", "A_inverse", "A_pending"}
+# So many parts are inverted side by side on CUDA.
+STREAMS = 4
 PENDING = ("A_pending", "G_pending", "sound")
 
 
@@ -31,7 +33,8 @@ class Blocks:
     def __init__(self, blocks: dict[str, Block], device: torch.device) -> None:
         self.blocks = blocks
         self.seen: set[str] = set()
-        self._stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
+        streams = STREAMS if device.type == "cuda" else 0
+        self._streams = [torch.cuda.Stream(device) for _ in range(streams)]
         self._pending: dict[Shape, list[Inversion]] = {}  # by bank: of each of its parts
         self._to_run: list[Inversion] = []
         self._per_advance = 0
@@ -77,18 +80,30 @@ class Blocks:
     def invert(self, damping: float, ratios: dict[str, Tensor]) -> None:
         """Invert every block with `damping`, multiplied for the layers in `ratios`; use it at once.
 
-        One part after the other, so that the room of one serves the next. What was begun before is
-        dropped.
+        On CUDA on several streams, large parts first: one factorisation is far from filling a GPU.
+        What was begun before is dropped.
         """
         if self._pending:
             self._finish_inversion()
             self._pending = {}
-        for bank in self._banks:
-            dampings = _dampings(bank, damping, ratios)
-            for part in bank.parts:
+        jobs = [
+            (bank, part, dampings)
+            for bank in self._banks
+            for dampings in [_dampings(bank, damping, ratios)]
+            for part in bank.parts
+        ]
+        jobs.sort(key=lambda job: -job[0].shape.input_dim)
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        for i, (bank, part, dampings) in enumerate(jobs):
+            with torch.cuda.stream(
+                self._streams[i % len(self._streams)] if self._streams else None
+            ):
                 inversion = bank.begin_inversion(part, dampings)
                 inversion.run()
                 bank.end_inversion(part, inversion)
+        for stream in self._streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def begin_inversion(self, damping: float, ratios: dict[str, Tensor]) -> None:
         """Take copies of the factors to invert by and by, with `damping` as in `invert`."""
@@ -97,8 +112,8 @@ class Blocks:
             self._pending[bank.shape] = [bank.begin_inversion(p, dampings) for p in bank.parts]
         self._to_run = [inversion for parts in self._pending.values() for inversion in parts]
         self._per_advance = 0
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        for stream in self._streams[:1]:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
 
     def advance_inversion(self, calls: int | None = None) -> None:
         """Invert some of what was begun: so much that as many calls do all; None does all.
@@ -109,7 +124,7 @@ class Blocks:
             self._per_advance = -(-len(self._to_run) // calls)
         count = len(self._to_run) if calls is None else self._per_advance
         now, self._to_run = self._to_run[:count], self._to_run[count:]
-        with torch.cuda.stream(self._stream):  # no-op where there is none
+        with torch.cuda.stream(self._stream(0)):
             for inversion in now:
                 inversion.run()
 
@@ -121,10 +136,14 @@ class Blocks:
                 bank.end_inversion(part, inversion)
         self._pending = {}
 
+    def _stream(self, index: int) -> torch.cuda.Stream | None:
+        """One of the streams, in turn; None (and so the current one) where there is no CUDA."""
+        return self._streams[index % len(self._streams)] if self._streams else None
+
     def _finish_inversion(self) -> None:
         self.advance_inversion()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        for stream in self._streams[:1]:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def boosts(self) -> dict[str, Tensor]:
         """What failed inversions have multiplied each layer's damping by (of groups: the most)."""

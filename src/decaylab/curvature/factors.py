@@ -32,7 +32,7 @@ from decaylab.curvature.layers import (
 )
 
 # Bytes of factors that are inverted in one go: more are no faster, and need room for all of them.
-INVERTED_AT_ONCE = 2**28
+INVERTED_AT_ONCE = 2**27
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ A side may be a matrix [n, d, d] or, where it is too long, a diagonal [n, d].
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -73,21 +72,9 @@ def _factorised(sides: Tensor) -> tuple[Tensor, Tensor]:
     if len(sides) == 1 or sides.shape[1] <= LARGEST_BATCHED:
         return torch.linalg.cholesky_ex(sides, check_errors=False)
     roots, info = torch.empty_like(sides), sides.new_empty(len(sides), dtype=torch.int32)
-    streams = _streams(sides.device)
-    for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream(sides.device))
     for i in range(len(sides)):
-        with torch.cuda.stream(streams[i % len(streams)] if streams else None):
-            torch.linalg.cholesky_ex(sides[i], check_errors=False, out=(roots[i], info[i]))
-    for stream in streams:
-        torch.cuda.current_stream(sides.device).wait_stream(stream)
+        torch.linalg.cholesky_ex(sides[i], check_errors=False, out=(roots[i], info[i]))
     return roots, info
-
-
-@cache
-def _streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Streams to factorise on side by side: one factorisation is far from filling a GPU."""
-    return [torch.cuda.Stream(device) for _ in range(4)] if device.type == "cuda" else []
 
 
 def _invert_triangle_(L: Tensor) -> None:
