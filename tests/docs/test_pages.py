@@ -142,11 +142,13 @@ def test_the_diagnosis_page_from_top_to_bottom(here, monkeypatch, capsys):
     assert float(net.features[0].weight.detach().norm()) == pytest.approx(last.value, rel=1e-5)
 
 
-def test_the_readmes_loop():
+def test_the_readmes_loop(here, capsys):
     loader = [(torch.randn(16, 4), torch.randint(3, (16,))) for _ in range(3)]
     names = {"model": small_net(), "loader": loader}
     exec(snippet("../README.md", "loop"), names)
     assert names["opt"].steps == names["watched"].steps == 3
+    assert "| mechanism | verdict |" in capsys.readouterr().out
+    assert diagnose(here / "records" / "decayed").findings
 
 
 def test_scopes(capsys):

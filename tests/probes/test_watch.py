@@ -194,3 +194,14 @@ def test_costs_are_declared_and_the_defaults_are_free():
     assert {probe.cost for probe in probes.PROBES.values()} == {"free", "one backward", "many"}
     assert all(probes.PROBES[name].cost == "free" for name in probes.FREE)
     assert not any(probes.PROBES[name].needs_inputs for name in probes.FREE)
+
+
+def test_a_second_run_in_the_same_folder_is_not_mixed_with_the_first(tmp_path):
+    for steps in (8, 4):
+        model, inputs, labels = tiny_net("bn")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with probes.watch(model, optimizer, every=2, folder=tmp_path) as watched:
+            train(model, optimizer, inputs, labels, steps)
+    kept = read_rows(tmp_path / "rows.jsonl")
+    assert [row.step for row in kept.series("weight_norm/0")] == [1, 2, 4]
+    assert kept.rows == watched.records.rows

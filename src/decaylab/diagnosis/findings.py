@@ -266,10 +266,12 @@ def _schedule_words(layers: list[LayerRecord]) -> list[str]:
     if not known:
         return []
     power, exposure = known[0]
+    # Adam's law is SGD's as long as it remembers the norms of the start (`memory`)
+    least = "at least " if power == 1 else ""
     return [
-        f"Without decay the same motion needs a learning rate that grows by exp({power} x exposure)"
-        f" = {math.exp(min(power * exposure, 700)):.3g} over the run, on these layers only:"
-        " `decaylab advise schedule RUN` writes it."
+        f"Without decay the same motion needs a learning rate that grows by {least}exp({power} x"
+        f" exposure) = {math.exp(min(power * exposure, 700)):.3g} over the run, on these layers"
+        " only: `decaylab advise schedule RUN` writes it."
     ]
 
 

@@ -255,6 +255,8 @@ class Watch:
         rows = [Row(self.steps, epoch, seconds, name, value) for name, value in found.items()]
         self._rows.extend(rows)
         if self._writer is not None:
+            if self.steps == 1:
+                self._writer.resume(-1)  # a run that begins anew: an earlier one's rows do not count
             self._writer.append(rows)
         self._show(rows)
         for name, what in trouble.items():
@@ -310,7 +312,8 @@ def watch(
         inputs: a fixed batch for probes that run the model, and to find scale-invariant layers by
             experiment (once, now) instead of by module order.
         steps_per_epoch: fills in the rows' epoch; 0 without it.
-        folder: rows are also appended to `rows.jsonl` in this folder.
+        folder: rows are also appended to `rows.jsonl` in this folder; those of an earlier run in it
+            do not count any more, unless this one goes on with it (`Watch.resume`).
         trackers: rows are also shown to these (`decaylab.integrations.trackers`). One that fails
             warns once and is given up; `tracker.log(watched.records.rows)` makes up for it.
     """
