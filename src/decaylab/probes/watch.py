@@ -256,7 +256,7 @@ class Watch:
         self._rows.extend(rows)
         if self._writer is not None:
             if self.steps == 1:
-                self._writer.resume(-1)  # a run that begins anew: an earlier one's rows do not count
+                self._writer.resume(-1)  # begun anew: rows of an earlier run do not count
             self._writer.append(rows)
         self._show(rows)
         for name, what in trouble.items():
