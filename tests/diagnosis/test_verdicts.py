@@ -123,7 +123,7 @@ def test_jacobian_needs_records_and_a_baseline():
     assert "give a baseline" in alone.would_decide
     unmeasured = diagnose(records(net), records({"fc": sgd(invariant=False)}))["Jacobian"]
     assert unmeasured.verdict == "cannot tell"
-    assert 'FREE, "jacobian_norm"], inputs=batch' in unmeasured.would_decide
+    assert 'probes="diagnosis", inputs=batch' in unmeasured.would_decide
     invariant = diagnose(records({"conv": sgd(weight_decay=STRONG)}))["Jacobian"]
     assert invariant.verdict == "does not act"
     assert "scale-invariant" in invariant.reason
@@ -159,7 +159,8 @@ def test_damping_does_not_act():
 def test_damping_cannot_be_told_without_shares():
     finding = diagnose(records({"conv": kfac(weight_decay=STRONG, share=None)}))["effective d"]
     assert finding.verdict == "cannot tell"
-    assert '"second_order_share"' in finding.would_decide
+    assert 'probes="diagnosis"' in finding.would_decide
+    assert finding.layers[0].reason == "its second-order share is not recorded"
 
 
 def test_without_decay_nothing_acts():

@@ -36,9 +36,9 @@ def test_what_the_diagnosis_says_of_each_architecture(monkeypatch, capsys):
     _, resnet = run("resnet_affine", ["--weight-decay", "0.1"], monkeypatch, capsys)
     invariant = resnet.split("## Effective learning rate")[1].split("## Jacobian norm")[0]
     assert "blocks.0.conv1" in invariant
-    assert "No layer is scale-invariant" not in invariant
+    assert "No trained layer is scale-invariant" not in invariant
     _, gpt = run("gpt", ["--weight-decay", "30"], monkeypatch, capsys)
-    assert "No layer is scale-invariant" in gpt
+    assert "No trained layer is scale-invariant" in gpt
 
 
 def test_the_gpts_tied_embedding_is_left_to_adam(monkeypatch, capsys):

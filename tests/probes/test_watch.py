@@ -205,3 +205,29 @@ def test_a_second_run_in_the_same_folder_is_not_mixed_with_the_first(tmp_path):
     kept = read_rows(tmp_path / "rows.jsonl")
     assert [row.step for row in kept.series("weight_norm/0")] == [1, 2, 4]
     assert kept.rows == watched.records.rows
+
+
+def test_the_probes_of_a_diagnosis():
+    model, inputs, labels = tiny_net("bn")
+    for build, share in ((torch.optim.SGD, False), (KFAC, True)):
+        optimizer = build(model if share else model.parameters(), lr=0.01)
+        with probes.watch(model, optimizer, probes="diagnosis", inputs=inputs) as watched:
+            train(model, optimizer, inputs, labels, 1)
+        names = watched.records.names()
+        assert {"jacobian_norm", "weight_norm/0"} <= set(names)
+        assert ("second_order_share/0" in names) == share
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pytest.raises(DecaylabError, match="give watch inputs"):
+        probes.watch(model, optimizer, probes="diagnosis")
+    with pytest.raises(DecaylabError, match='or "diagnosis"'):
+        probes.watch(model, optimizer, probes="all")
+
+
+def test_tokens_have_no_jacobian():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs, labels = torch.randint(5, (6, 2)), torch.randint(3, (6,))
+    with probes.watch(model, optimizer, probes="diagnosis", inputs=inputs) as watched:
+        train(model, optimizer, inputs, labels, 1)
+    assert watched.records.last("gn_norm") > 0
+    assert "jacobian_norm" not in watched.records.names()

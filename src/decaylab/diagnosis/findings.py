@@ -112,6 +112,8 @@ def no_effect(layer: LayerRecord) -> str:
     """Why there is no effect of a layer that the mechanism can act on."""
     if layer.setting is not None and layer.setting.preconditioned:
         return "L2 inside the preconditioner takes no fixed part: needs a baseline"
+    if layer.setting and layer.setting.power == 0 and "second_order_share" not in layer.series:
+        return "its second-order share is not recorded"
     return NO_COMMON_STEP
 
 
@@ -199,15 +201,12 @@ def exposure_at(run: Observed, step: int) -> float | None:
     return max((value for x in known for s, value in x.exposure if s <= step), default=None)
 
 
-def record(run: Observed, probe: str, *, both: bool = False) -> str:
-    """How to have a probe recorded, in the run's own way."""
+def record(run: Observed, *, both: bool = False) -> str:
+    """How to have what is lacking recorded, in the run's own way."""
     if run.own:
         return f"record it with `decaylab probe RUN --record`{', of both runs' if both else ''}"
     of = "both runs" if both else "it"
-    jacobian = probe == "jacobian_norm"
-    extra = ", inputs=batch" if jacobian else ""
-    call = f'record {of} with watch(..., probes=[*decaylab.probes.FREE, "{probe}"]{extra})'
-    return call + (', or "gn_norm" where the inputs are tokens' if jacobian else "")
+    return f'record {of} with watch(..., probes="diagnosis", inputs=batch)'
 
 
 def what_follows(run: Observed, findings: tuple[Finding, ...]) -> list[str]:

@@ -136,7 +136,7 @@ def _damping(run: Observed, baseline: Observed | None) -> Finding:
             "How much of the curvature is left beside the damping is not recorded.",
             effect,
             rows,
-            would_decide=record(run, "second_order_share"),
+            would_decide=record(run),
         )
     said = ", ".join(f"{100 * value:.0f} % {key}" for key, value in known.items())
     if min(known.values()) >= DAMPING_NEGLIGIBLE:
@@ -169,7 +169,7 @@ def _jacobian(run: Observed, baseline: Observed | None) -> Finding:
             *(name, quantity, "cannot tell"),
             "One run does not show what the Jacobian would be without decay.",
             layers=rows,
-            would_decide=GIVE_BASELINE + "; " + record(run, "jacobian_norm", both=True),
+            would_decide=GIVE_BASELINE + "; " + record(run, both=True),
         )
     effects = {
         row: effect_of(
@@ -183,7 +183,7 @@ def _jacobian(run: Observed, baseline: Observed | None) -> Finding:
             *(name, quantity, "cannot tell"),
             "Neither a Jacobian nor a Gauss-Newton norm is recorded in both runs at one step.",
             layers=rows,
-            would_decide=record(run, "jacobian_norm", both=True),
+            would_decide=record(run, both=True),
         )
     found = found_by(
         *(name, f"{SENSITIVITY[row]}, smaller by", effects[row], rows, run),

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from decaylab.curvature.untouched import bare, check_inputs
 from decaylab.errors import DecaylabError
-from decaylab.optim.decay import OUTSIDE
 from decaylab.optim.kfac import KFAC
 from decaylab.probes.damping import effective_damping
+from decaylab.probes.exposure import Exposure
 from decaylab.probes.gauss_newton import (
     fisher_rao_norm,
     gauss_newton_norm,
@@ -39,7 +39,6 @@ from decaylab.probes.weights import (
     Layers,
     Snapshot,
     effective_learning_rate,
-    exposure_rate,
     layers_of,
     movement,
     snapshot,
@@ -158,7 +157,7 @@ class Watch:
         self._before: Snapshot | None = None
         self._warned: set[str] = set()
         self._settings: dict[str, float] = {}
-        self._exposure = _Exposure(optimizer)
+        self._exposure = Exposure(optimizer)
         self._before_step: Any = None
         self._after_step: Any = optimizer.register_step_post_hook(self._step_ended)
         self._listen_if_due()
@@ -309,6 +308,8 @@ def watch(
         optimizer: the optimizer that steps it, or a wrapper that holds it as `.optimizer`.
         every: steps between two records.
         probes: names from `PROBES`, or `Probe`s of your own; by default those that cost nothing.
+            "diagnosis": these, and what `diagnose` needs for the other two mechanisms: the Jacobian
+            norm (for tokens the Gauss-Newton norm) and K-FAC's second-order share.
         inputs: a fixed batch for probes that run the model, and to find scale-invariant layers by
             experiment (once, now) instead of by module order.
         steps_per_epoch: fills in the rows' epoch; 0 without it.
@@ -323,6 +324,8 @@ def watch(
         if not hasattr(optimizer, "optimizer"):
             raise DecaylabError(f"{type(optimizer).__name__} is no torch optimizer")
         optimizer = optimizer.optimizer
+    if isinstance(probes, str):
+        probes = _named_set(probes, optimizer, inputs)
     chosen = [_probe(probe) for probe in probes]
     model = bare(model)
     if inputs is not None:
@@ -346,39 +349,14 @@ def watch(
     )
 
 
-class _Exposure:
-    """The decay exposure of every param group, added up step by step."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._totals: list[Any] = []
-        self._rates: list[Any] = []
-        self._settings: list[Any] = []
-
-    def add(self) -> None:
-        """Add one step's rate; worked out anew only where a group's settings changed."""
-        for i, group in enumerate(self._optimizer.param_groups):
-            if i == len(self._totals):
-                self._totals.append(0.0)
-                self._rates.append(0.0)
-                self._settings.append(None)
-            get = group.get
-            settings = (get("lr"), get("weight_decay"), get(OUTSIDE), get("momentum"))
-            # a learning rate on the device stays there: comparing it would wait for it
-            if isinstance(settings[0], Tensor) or settings != self._settings[i]:
-                self._settings[i] = settings
-                self._rates[i] = exposure_rate(self._optimizer, group)
-            self._totals[i] = self._totals[i] + self._rates[i]
-
-    def by_layer(self, layers: Layers) -> dict[str, float]:
-        """The total of the group that each layer's weight is in; the others are left out."""
-        totals = {
-            p: total
-            for group, total in zip(self._optimizer.param_groups, self._totals, strict=False)
-            for p in group["params"]
-        }
-        first = {layer: next(iter(of.values())) for layer, of in layers.weights.items()}
-        return {layer: float(totals[p]) for layer, p in first.items() if p in totals}
+def _named_set(
+    name: str, optimizer: torch.optim.Optimizer, inputs: Tensor | None
+) -> tuple[str, ...]:
+    if name != "diagnosis":
+        raise DecaylabError(f'probes={name!r}: give a list of names, or "diagnosis"')
+    tokens = isinstance(inputs, Tensor) and not inputs.is_floating_point()
+    share = ("second_order_share",) if isinstance(optimizer, KFAC) else ()
+    return (*FREE, "gn_norm" if tokens else "jacobian_norm", *share)
 
 
 def _probe(probe: str | Probe) -> Probe:

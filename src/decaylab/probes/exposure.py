@@ -1,0 +1,44 @@
+"""The decay exposure of a run, added up while it trains."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decaylab.optim.decay import OUTSIDE
+from decaylab.probes.weights import Layers, exposure_rate
+
+
+class Exposure:
+    """The decay exposure of every param group, added up step by step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._totals: list[Any] = []
+        self._rates: list[Any] = []
+        self._settings: list[Any] = []
+
+    def add(self) -> None:
+        """Add one step's rate; worked out anew only where a group's settings changed."""
+        for i, group in enumerate(self._optimizer.param_groups):
+            if i == len(self._totals):
+                self._totals.append(0.0)
+                self._rates.append(0.0)
+                self._settings.append(None)
+            get = group.get
+            settings = (get("lr"), get("weight_decay"), get(OUTSIDE), get("momentum"))
+            # a learning rate on the device stays there: comparing it would wait for it
+            if isinstance(settings[0], Tensor) or settings != self._settings[i]:
+                self._settings[i] = settings
+                self._rates[i] = exposure_rate(self._optimizer, group)
+            self._totals[i] = self._totals[i] + self._rates[i]
+
+    def by_layer(self, layers: Layers) -> dict[str, float]:
+        """The total of the group that each layer's weight is in; the others are left out."""
+        totals = {
+            p: total
+            for group, total in zip(self._optimizer.param_groups, self._totals, strict=False)
+            for p in group["params"]
+        }
+        first = {layer: next(iter(of.values())) for layer, of in layers.weights.items()}
+        return {layer: float(totals[p]) for layer, p in first.items() if p in totals}
