@@ -102,6 +102,22 @@ def test_batch_norm_with_kfac_f_at_a_damping_that_dominates(digits, seed):
     assert any("come to dominate" in sentence for sentence in diagnose(baseline).consequences)
 
 
+def test_kfac_whose_factors_are_older_than_the_decay_needs_a_baseline(digits):
+    """One run's reconstruction would be ten times too much, and the verdict wrong."""
+
+    def kfac(model, weight_decay):
+        settings = {"damping": 1e-3, "refresh_every": 5, "invert_every": 5}
+        settings |= {"curvature": "gauss-newton", "weight_decay": weight_decay}
+        return KFAC(model, lr=0.03, **settings)
+
+    run, baseline = pair(digits, 0, kfac, 0.5, ["second_order_share"])
+    assert diagnose(run, baseline)["effective d"].verdict == "does not act"
+    alone = diagnose(run)["effective d"]
+    assert alone.verdict == "cannot tell"
+    assert "factors remember norms" in alone.reason
+    assert "give a baseline" in alone.would_decide
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_decay_that_does_nothing(digits, seed):
     run, baseline = pair(digits, seed, sgd, 1e-5, ["jacobian_norm"])

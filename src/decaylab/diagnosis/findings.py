@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from statistics import fmean
 
-from decaylab.diagnosis.evidence import Effect, effect_of, ratio
+from decaylab.diagnosis.evidence import Effect, effect_of, ratio, remembers_too_much
 from decaylab.diagnosis.layers import LayerRecord
 from decaylab.diagnosis.observed import Observed
 from decaylab.diagnosis.result import Finding, LayerEvidence, Verdict
@@ -114,6 +114,8 @@ def no_effect(layer: LayerRecord) -> str:
         return "L2 inside the preconditioner takes no fixed part: needs a baseline"
     if layer.setting and layer.setting.power == 0 and "second_order_share" not in layer.series:
         return "its second-order share is not recorded"
+    if remembers_too_much(layer):
+        return "K-FAC's factors remember norms that decay has changed much since: needs a baseline"
     return NO_COMMON_STEP
 
 

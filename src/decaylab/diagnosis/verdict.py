@@ -123,6 +123,8 @@ def _damping(run: Observed, baseline: Observed | None) -> Finding:
     )
     effect = over_layers(row.effect for row in rows if row.effect)
     shares = {"with decay": last_share(of)}
+    if effect is None and shares["with decay"] is not None:
+        return found_by(name, quantity, effect, rows, run, words="effective damping")
     if baseline is not None:
         others = [other for x in of if (other := same(x, baseline)) is not None]
         shares["without"] = last_share(others)
