@@ -111,7 +111,9 @@ def test_kfac_whose_factors_are_older_than_the_decay_needs_a_baseline(digits):
         return KFAC(model, lr=0.03, **settings)
 
     run, baseline = pair(digits, 0, kfac, 0.5, ["second_order_share"])
-    assert diagnose(run, baseline)["effective d"].verdict == "does not act"
+    against = diagnose(run, baseline)["effective d"]
+    assert against.verdict == "does not act"
+    assert [row.verdict for row in against.layers] == ["does not act", "does not act", None]
     alone = diagnose(run)["effective d"]
     assert alone.verdict == "cannot tell"
     assert "factors remember norms" in alone.reason

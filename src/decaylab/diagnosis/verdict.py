@@ -142,6 +142,8 @@ def _damping(run: Observed, baseline: Observed | None) -> Finding:
         )
     said = ", ".join(f"{100 * value:.0f} % {key}" for key, value in known.items())
     if min(known.values()) >= DAMPING_NEGLIGIBLE:
+        # whatever the factor of a damping that does not matter
+        rows = tuple(replace(x, verdict="does not act") if x.verdict else x for x in rows)
         return Finding(
             *(name, quantity, "does not act"),
             f"Damping hardly matters: second-order directions {said}.",
