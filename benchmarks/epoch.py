@@ -145,8 +145,10 @@ def checkpoints(spec: RunSpec, data: DataSet, device: torch.device) -> Row:
 def jacobian(spec: RunSpec, data: DataSet) -> Row:
     """Seconds of the exact norm as `reproduce` measures it, in the run's precision."""
     model, device = build_model(spec, data), data.test.images.device
-    batches = evaluation_batches(data.test, batch_size=8 * CHUNK, mean=data.mean, std=data.std)
+    given = {"batch_size": 8 * CHUNK, "mean": data.mean, "std": data.std}
+    batches = list(evaluation_batches(data.test, **given))
     with arithmetic(spec.precision):
+        probes.jacobian_norm(model, batches[0][0][:CHUNK])  # loads and chooses kernels
         wait(device)
         started = time.perf_counter()
         for images, _ in batches:

@@ -1,3 +1,4 @@
+import json
 import math
 import os
 import signal
@@ -272,3 +273,10 @@ def test_scopes_reach_the_optimizer(digits):
     model = build_model(spec, digits)
     decayed = [g for g in build_optimizer(spec, model).param_groups if g["weight_decay"]]
     assert [id(p) for g in decayed for p in g["params"]] == [id(p) for p in model.head.parameters()]
+
+
+def test_a_copy_is_told_its_commit(monkeypatch, tmp_path):
+    monkeypatch.setenv("DECAYLAB_COMMIT", "0123abc")
+    finish(replace(SPEC, epochs=1), store=RunStore(tmp_path))
+    (manifest,) = tmp_path.glob("*/manifest.json")
+    assert json.loads(manifest.read_text())["commit"] == "0123abc"

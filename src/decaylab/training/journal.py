@@ -112,14 +112,17 @@ def open_journal(
 def code_commit() -> str | None:
     """The git commit of this code where it runs from a checkout, with `+` if files were changed.
 
-    A copy without its .git folder (a cluster node, a container) can be told by $DECAYLAB_COMMIT.
+    A copy (on a cluster node, in a container), whose .git folder is missing or of another day, is
+    told by $DECAYLAB_COMMIT.
     """
+    if told := os.environ.get("DECAYLAB_COMMIT"):
+        return told
     root = Path(__file__).resolve().parents[3]
     if (root / ".git").exists():
         with suppress(OSError, subprocess.SubprocessError):
             head = _git(root, "rev-parse", "HEAD")
             return head + ("+" if _git(root, "status", "--porcelain", "-uno") else "")
-    return os.environ.get("DECAYLAB_COMMIT")
+    return None
 
 
 def _git(root: Path, *arguments: str) -> str:
