@@ -32,7 +32,7 @@ def load(folder: Path, data_dir: Path | None, device: str) -> TrainingRun:
     found = RunFolder(folder)
     spec = RunSpec.from_toml(found.spec_text())
     run = TrainingRun(spec, build_data(spec, data_dir).to(device), graphs=False)
-    state = checkpoint.load(found.checkpoint, device)
+    state = checkpoint.load(found.checkpoint)
     state["recorded"] = False
     run.load_state_dict(state)
     return run

@@ -171,7 +171,8 @@ def verdicts(results: Results) -> str:
             counts.setdefault(claim.verdict if claim.n else "not run", []).append(claim.id)
         parts = [f"{len(ids)} {verdict} ({', '.join(ids)})" for verdict, ids in counts.items()]
         effect = found["E1"].effect
-        said.append(f"- Tier {tier}: {'; '.join(parts)}. {effect[:1].upper()}{effect[1:]}.\n")
+        told = f" {effect[:1].upper()}{effect[1:]}." if effect else ""
+        said.append(f"- Tier {tier}: {'; '.join(parts)}.{told}\n")
     return "".join(said) or "*No runs yet.*\n"
 
 
