@@ -47,10 +47,10 @@ CHUNK = 128
 Row = dict[str, Any]
 
 
-def one_run(spec: RunSpec, data: DataSet, device: torch.device) -> Row:
+def one_run(spec: RunSpec, data: DataSet, compiled: bool) -> Row:
     """Seconds of an epoch and of its steps, of a run alone that writes its records."""
     whole, steps = [], []
-    how = Execution(checkpoint_every=1e9)
+    how, device = Execution(checkpoint_every=1e9, compiled=compiled), data.train.images.device
     with tempfile.TemporaryDirectory() as folder:
         running = train(spec, data=data, device=device, store=RunStore(folder), execution=how)
         before, trained = 0.0, 0.0
@@ -67,9 +67,10 @@ def one_run(spec: RunSpec, data: DataSet, device: torch.device) -> Row:
     return {"epoch_seconds": epoch, "steps_seconds": taken, "ratio": epoch / taken}
 
 
-def runs_at_once(specs: list[RunSpec], data: DataSet, device: torch.device) -> float:
+def runs_at_once(specs: list[RunSpec], data: DataSet, compiled: bool) -> float:
     """Seconds of an epoch of all these runs, a step each in turn."""
-    how = Execution(checkpoint_every=1e9, every_step=True, at_once=len(specs))
+    how = Execution(1e9, every_step=True, at_once=len(specs), compiled=compiled)
+    device = data.train.images.device
     counted = (specs[0].epochs or 0) - 2
     done = dict.fromkeys(specs, 0)
     turns = take_turns({s: train(s, data=data, device=device, execution=how) for s in specs})
@@ -105,9 +106,9 @@ def evaluation(spec: RunSpec, data: DataSet, size: int, *, graphs: bool) -> Row:
     return {"seconds": statistics.median(seconds[3:])}
 
 
-def checkpoints(spec: RunSpec, data: DataSet, device: torch.device) -> Row:
+def checkpoints(spec: RunSpec, data: DataSet, compiled: bool) -> Row:
     """What a checkpoint costs the training beside it."""
-    run = TrainingRun(spec, data)
+    run, device = TrainingRun(spec, data, compiled=compiled), data.train.images.device
     run.begin_epoch()
 
     def step() -> float:
@@ -156,10 +157,10 @@ def jacobian(spec: RunSpec, data: DataSet) -> Row:
         return {"seconds": time.perf_counter() - started}
 
 
-def compared(spec: RunSpec, data: DataSet, device: torch.device, runs: int) -> Row:
+def compared(spec: RunSpec, data: DataSet, compiled: bool, runs: int) -> Row:
     """So many runs at once against one."""
-    alone = runs_at_once([spec], data, device)
-    together = runs_at_once([replace(spec, seed=seed) for seed in range(runs)], data, device)
+    alone = runs_at_once([spec], data, compiled)
+    together = runs_at_once([replace(spec, seed=seed) for seed in range(runs)], data, compiled)
     seconds = {"alone_seconds": alone, "together_seconds": together}
     return {"runs": runs, **seconds, "throughput": runs * alone / together}
 
@@ -175,11 +176,11 @@ def benchmark(network: str, options: argparse.Namespace, result: dict[str, list[
 
     for name in options.optimizers:
         length = {"epochs": options.epochs + 2, "lr_drop_every": 100}
-        spec = spec_for(network, name, options, compiled=options.compiled, **length)
+        spec = spec_for(network, name, options, **length)
         row = {"optimizer": name}
-        measure("epoch", row, partial(one_run, spec, data, device))
-        measure("at-once", row, partial(compared, spec, data, device, options.at_once))
-        measure("checkpoint", row, partial(checkpoints, spec, data, device))
+        measure("epoch", row, partial(one_run, spec, data, options.compiled))
+        measure("at-once", row, partial(compared, spec, data, options.compiled, options.at_once))
+        measure("checkpoint", row, partial(checkpoints, spec, data, options.compiled))
     spec = spec_for(network, "sgd", options)
     for size in options.evaluation_batches:
         for graphs in (False, True) if device.type == "cuda" else (False,):

@@ -116,13 +116,13 @@ def stock(model: Any, images: Any, labels: Any) -> Callable[[], None]:
     return step
 
 
-def ours(spec: RunSpec, data: DataSet, *, graphs: bool) -> Trial:
-    run = TrainingRun(spec, data, graphs=graphs)
+def ours(spec: RunSpec, data: DataSet, **how: bool) -> Trial:
+    run = TrainingRun(spec, data, **how)
     with run.at_work():
         run.initialize(lambda: None)
     trial = Trial(run.train_step, run.device)
     trial.kind = lambda: kind_of_step(run.optimizer)
-    if graphs and isinstance(run.optimizer, KFAC):
+    if how["graphs"] and isinstance(run.optimizer, KFAC):
         trial.warm_up += EAGER_RUNS * run.optimizer.invert_every  # its inversions are captured too
 
     def around() -> Any:
@@ -149,9 +149,9 @@ def measured(make: Callable[[], Trial], options: argparse.Namespace) -> Row:
     return {**row, "gigabytes": memory}
 
 
-def parts(spec: RunSpec, data: DataSet, *, graphs: bool, steps: int) -> Row:
+def parts(spec: RunSpec, data: DataSet, steps: int, **how: bool) -> Row:
     """Median milliseconds of each part, by kind of step, in a run with clocks inside."""
-    trial = ours(spec, data, graphs=graphs)
+    trial = ours(spec, data, **how)
     seen: dict[str, list[Row]] = {kind: [] for kind in PARTS_OF}
     with clocked(trial.clock):
         for step in range(trial.warm_up + steps):
@@ -186,13 +186,13 @@ def benchmark(network: str, options: argparse.Namespace) -> dict[str, list[Row]]
     rows += [timed(n, "peer", partial(plain_loop, plain, data, PEERS[n][1])) for n in peers]
     found_parts = []
     for mode in options.modes:
-        graphs, compiled = "captured" in mode, mode.startswith("compiled")
+        how = {"graphs": "captured" in mode, "compiled": mode.startswith("compiled")}
         for name in options.optimizers:
-            spec = spec_for(network, name, options, compiled=compiled)
-            rows.append(timed(name, mode, lambda s=spec, g=graphs: ours(s, data, graphs=g)))
+            spec = spec_for(network, name, options)
+            rows.append(timed(name, mode, partial(ours, spec, data, **how)))
             if name.startswith("kfac") and not options.no_parts:
                 row = {"network": network, "step": name, "mode": mode}
-                inside = partial(parts, spec, data, graphs=graphs, steps=options.part_steps)
+                inside = partial(parts, spec, data, options.part_steps, **how)
                 found_parts.append(attempt(row, inside))
     for row in rows:
         same = [r.get("ms") for r in rows if (r["step"], r["mode"]) == ("sgd", row["mode"])]

@@ -66,9 +66,9 @@ def data():
     return DataSet("cifar10", split(1280), split(230), 10, mean, std).to("cuda")
 
 
-def trained(spec, data, *, graphs, steps=100):
+def trained(spec, data, *, steps=100, **how):
     """The run, its losses step by step, and what it measured after each epoch."""
-    run = TrainingRun(spec.resolved(), data, graphs=graphs)
+    run = TrainingRun(spec.resolved(), data, **how)
     losses, measured = [], []
     with run.at_work():
         run.initialize(lambda: None)
@@ -122,7 +122,7 @@ def test_compiled_agrees_with_eager(data, name, lr):
     """At small steps: at larger ones any rounding grows a thousandfold in ten steps."""
     spec = replace(SPECS[name], precision="fp32", deterministic=False, lr=lr)
     _, losses, _ = trained(spec, data, graphs=False, steps=20)
-    _, compiled, _ = trained(replace(spec, compiled=True), data, graphs=True, steps=20)
+    _, compiled, _ = trained(spec, data, graphs=True, compiled=True, steps=20)
     assert ((compiled - losses).abs() <= 1e-3 * losses).all()
     assert (losses[1:] != losses[0]).all()
 

@@ -280,3 +280,12 @@ def test_a_copy_is_told_its_commit(monkeypatch, tmp_path):
     finish(replace(SPEC, epochs=1), store=RunStore(tmp_path))
     (manifest,) = tmp_path.glob("*/manifest.json")
     assert json.loads(manifest.read_text())["commit"] == "0123abc"
+
+
+def test_compiling_is_recorded_and_no_other_run(monkeypatch, tmp_path):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
+    spec, store = replace(SPEC, epochs=1), RunStore(tmp_path)
+    last = finish(spec, store=store, execution=Execution(compiled=True))
+    assert compiled == [last.model]
+    assert store.folder(spec.id).manifest().compiled

@@ -20,6 +20,10 @@ DataDir = Annotated[
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random.")]
 Epochs = Annotated[int | None, typer.Option("--epochs", help="Passes over the training data.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto: cuda where there is.")]
+Compiled = Annotated[
+    bool,
+    typer.Option("--compiled", help="Compile networks: for long runs on CUDA."),
+]
 Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
 
 RUNS = Path("runs")

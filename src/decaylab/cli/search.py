@@ -65,6 +65,7 @@ def search_command(
         typer.Option(help="With --runs-only: more weight decays while the best is on the edge."),
     ] = True,
     at_once: Annotated[int, typer.Option(min=1, help="With --runs-only: so many take turns.")] = 1,
+    compiled: options.Compiled = False,
     max_minutes: Annotated[
         float | None, typer.Option(help="With --runs-only: stop cleanly after so long.")
     ] = None,
@@ -97,7 +98,7 @@ def search_command(
     folder = runs / "searched"
     if runs_only:
         seconds = None if max_minutes is None else 60 * max_minutes
-        how = How(where, plan.tier, data_dir=data_dir, seconds=seconds, at_once=at_once)
+        how = How(*(where, plan.tier, data_dir, seconds), at_once=at_once, compiled=compiled)
         best = _make_grid(plan, folder, how, widen=widen)
     else:
         search = Search(plan, folder, load(plan.base.data, data_dir).to(where), where)
@@ -107,7 +108,7 @@ def search_command(
         _say_winner(plan, folder, {name: getattr(best, name) for name in plan.space})
     if retrain and best is not None:
         data = load(plan.base.data, data_dir).to(where)
-        execution = Execution(tier=plan.tier)
+        execution = Execution(tier=plan.tier, compiled=compiled)
         last = train_to_end(
             best, data=data, device=where, store=RunStore(runs), execution=execution
         )

@@ -39,6 +39,7 @@ def _train(
     runs: options.Runs = options.RUNS,
     data_dir: options.DataDir = None,
     device: options.Device = "auto",
+    compiled: options.Compiled = False,
     checkpoint_every: CheckpointEvery = 60.0,
     train_set: TrainSet = False,
     tier: Tier = "custom",
@@ -60,6 +61,7 @@ def _train(
             every_step=on_terminal(to_stderr=json_output),
             train_set_each_epoch=train_set,
             tier=tier,
+            compiled=compiled,
         )
         training = train(spec, data=data, device=where, store=store, execution=execution)
         begun = " (continued)" if folder.checkpoint.exists() else ""

@@ -21,7 +21,7 @@ REMEMBERED_TOO_MUCH = 1.0
 
 # What may differ between a run and its baseline: the decay, and what leaves the same training.
 FREE_TO_DIFFER = {"decay", "weight_decay", "decay_scope", "norm_source"}
-NOTED = {"seed", "precision", "compiled", "deterministic", "epochs"}
+NOTED = {"seed", "precision", "deterministic", "epochs"}
 
 LR_PROBES = ("weight_norm", "lr")
 

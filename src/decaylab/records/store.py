@@ -33,7 +33,7 @@ class Manifest:
     """How a run went: status, code, torch, device, seed, tier, times (UTC seconds since 1970).
 
     `at_once`: how many runs shared the device with it, itself included. Beyond 1 its seconds say
-    little, since the others' work is among its own.
+    little, since the others' work is among its own. `compiled`: whether its network was.
     """
 
     id: str
@@ -49,6 +49,7 @@ class Manifest:
     message: str = ""
     resumes: int = 0
     at_once: int = 1
+    compiled: bool = False
     format: int = FORMAT
 
 

@@ -8,7 +8,8 @@ from decaylab.training.build import (
     register_optimizer,
 )
 from decaylab.training.evaluate import Evaluation, evaluate
-from decaylab.training.loop import Execution, Progress, train, train_to_end
+from decaylab.training.execution import Execution
+from decaylab.training.loop import Progress, train, train_to_end
 from decaylab.training.run import TrainingRun
 from decaylab.training.signals import Interrupted
 from decaylab.training.spec import RunSpec

@@ -15,15 +15,14 @@ import decaylab
 from decaylab.errors import DecaylabError
 from decaylab.records import Manifest, Row, RunFolder, RunStore, Status
 from decaylab.training import checkpoint
+from decaylab.training.execution import Execution
 from decaylab.training.spec import RunSpec
 
 
 class Journal:
     """Writes one run; made by `open_journal`, which holds the run's lock."""
 
-    def __init__(
-        self, folder: RunFolder, spec: RunSpec, *, device: str, tier: str, at_once: int
-    ) -> None:
+    def __init__(self, folder: RunFolder, spec: RunSpec, *, device: str, how: Execution) -> None:
         self.folder = folder
         self.previous = folder.manifest()
         now = time.time()
@@ -35,10 +34,11 @@ class Journal:
             torch=torch.__version__,
             device=device,
             seed=spec.seed,
-            tier=tier,
+            tier=how.tier,
             started=now,
             updated=now,
-            at_once=at_once,
+            at_once=how.at_once,
+            compiled=how.compiled,
         )
         if self.previous is not None:
             devices = dict.fromkeys([*self.previous.device.split(" + "), device])
@@ -47,7 +47,8 @@ class Journal:
                 started=self.previous.started,
                 device=" + ".join(devices),
                 resumes=self.previous.resumes + 1,
-                at_once=max(self.previous.at_once, at_once),
+                at_once=max(self.previous.at_once, how.at_once),
+                compiled=self.previous.compiled or how.compiled,
             )
         self._last_save = time.monotonic()
         self._writer = checkpoint.Writer(folder.checkpoint)
@@ -97,11 +98,11 @@ class Journal:
 
 @contextmanager
 def open_journal(
-    store: RunStore, spec: RunSpec, *, device: str, tier: str, at_once: int = 1
+    store: RunStore, spec: RunSpec, *, device: str, how: Execution
 ) -> Iterator[Journal]:
     """The journal of a spec's run, locked while inside."""
     with store.folder(spec.id).writing(spec.to_toml()) as folder:
-        journal = Journal(folder, spec, device=device, tier=tier, at_once=at_once)
+        journal = Journal(folder, spec, device=device, how=how)
         try:
             yield journal
         finally:  # nothing is written behind the lock; the run has ended with an error of its own

@@ -1,6 +1,6 @@
 """Training: a generator that yields after each epoch, writes records, and resumes bit for bit."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import isfinite
@@ -15,28 +15,12 @@ from decaylab.errors import DecaylabError, Diverged
 from decaylab.records import RunStore
 from decaylab.training.arithmetic import prepare_deterministic
 from decaylab.training.build import chosen_split
+from decaylab.training.execution import Execution
 from decaylab.training.journal import Journal, open_journal
 from decaylab.training.run import TrainingRun, weight_norms
 from decaylab.training.signals import requests
 from decaylab.training.spec import RunSpec
 from decaylab.training.transfer import source_norms
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How a run is carried out: nothing here changes its weights, or its id.
-
-    `checkpoint_every` is in seconds (0: after every step). `observe` is called with the run at the
-    start and after each epoch; the numbers it returns are recorded with the others. `at_once`: how
-    many runs take turns with this one: recorded, since their seconds mingle.
-    """
-
-    checkpoint_every: float = 60.0
-    every_step: bool = False
-    train_set_each_epoch: bool = False
-    tier: str = "custom"
-    at_once: int = 1
-    observe: Callable[[TrainingRun], Mapping[str, float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,11 +73,9 @@ def train(
         journal = None
         if store is not None:
             name = device_name(torch.device(device))
-            journal = stack.enter_context(
-                open_journal(store, spec, device=name, tier=how.tier, at_once=how.at_once)
-            )
+            journal = stack.enter_context(open_journal(store, spec, device=name, how=how))
         stack.enter_context(requests.listening())
-        run = TrainingRun(spec, data)
+        run = TrainingRun(spec, data, compiled=how.compiled)
         if spec.norm_source:
             run.norms = source_norms(store, spec.norm_source, spec.epochs or 0)
         if journal is not None and journal.previous is not None:

@@ -35,7 +35,9 @@ class TrainingRun:
     `graphs=False` trains and evaluates without graphs on CUDA too, with the same result.
     """
 
-    def __init__(self, spec: RunSpec, data: DataSet, *, graphs: bool = True) -> None:
+    def __init__(
+        self, spec: RunSpec, data: DataSet, *, graphs: bool = True, compiled: bool = False
+    ) -> None:
         self.spec, self.data = spec, data
         self.device = data.train.images.device
         if spec.deterministic:
@@ -46,7 +48,7 @@ class TrainingRun:
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.model = build_model(spec, data)
         self.layers = layers_of(self.model)  # found once: it takes longer than their norms
-        forward: Any = torch.compile(self.model) if spec.compiled else self.model
+        forward: Any = torch.compile(self.model) if compiled else self.model
         self.optimizer = build_optimizer(spec, forward)
         assert spec.lr_drop_every is not None
         self._schedule = schedules.step(spec.lr_drop_every, spec.lr_drop_factor)

@@ -114,7 +114,6 @@ class RunSpec:
     lr_drop_every: int | None = _option(None, "Epochs between drops of lr.", "Schedule")
     lr_drop_factor: float = _option(10.0, "What a drop divides lr by.", "Schedule")
     precision: str = _option("fp32", "fp32, tf32 or bf16 (autocast).", "Schedule")
-    compiled: bool = _option(False, "Compile the network (torch.compile).", "Schedule")
     deterministic: bool = _option(False, "The same bits each time; slower on a GPU.", "Schedule")
     seed: int = _option(0, "Seed of weights, batches and sampling.", "Schedule")
 
