@@ -35,6 +35,7 @@ from measuring import about, attempt, parser, random_data, spec_for, wait
 
 from decaylab import probes
 from decaylab.data import DataSet, evaluation_batches
+from decaylab.paper.observe import CHUNK
 from decaylab.records import RunStore
 from decaylab.training import Execution, RunSpec, TrainingRun, take_turns, train
 from decaylab.training.arithmetic import arithmetic
@@ -43,7 +44,6 @@ from decaylab.training.checkpoint import Writer
 from decaylab.training.evaluate import Evaluator
 
 PARTS = ("epoch", "at-once", "evaluation", "checkpoint", "jacobian")
-CHUNK = 128
 Row = dict[str, Any]
 
 

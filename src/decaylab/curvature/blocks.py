@@ -44,8 +44,11 @@ class Blocks:
             self._home[name] = banks.setdefault(block.shape, Bank(block.shape, device))
             self._home[name].add(block)
         self._banks = list(banks.values())
-        for bank in self._banks:
-            bank.allocate()
+        entries = sum(bank.count for bank in self._banks)
+        # in one piece, so that all blocks are looked at in one go
+        self._ready = torch.zeros(entries, dtype=torch.bool, device=device)
+        for bank, ready in zip(self._banks, self._by_bank(self._ready), strict=True):
+            bank.allocate(ready)
         self.slots: dict[Tensor, Slot] = {}
         for name, block in blocks.items():
             bank, (weight, bias) = self._home[name], (block.layer.weight, block.layer.bias)
@@ -64,18 +67,29 @@ class Blocks:
         return [step for step in both if step.numel()]
 
     def update(self, sums: dict[str, Sums], factor_decay: float) -> None:
-        """Fold what each layer has shown into its running averages."""
+        """Fold a refresh into the averages: F <- decay F + (1 - decay) mean; the first sets them.
+
+        A layer that was not seen, or whose mean is not finite, is left out, on the device.
+        """
         whole = {name: layer for name, layer in sums.items() if layer.whole}
-        for bank in self._banks:
-            own = {name: whole[name] for name in bank.slices if name in whole}
-            if own:
-                bank.update(own, factor_decay)
+        if not whole:
+            return
+        unseen = self._ready.double() * torch.nan if len(whole) < len(self._home) else self._ready
+        shown = [
+            whole[name].traces() if name in whole else nothing[here]
+            for bank, nothing in zip(self._banks, self._by_bank(unseen), strict=True)
+            for name, here in bank.slices.items()
+        ]
+        sound = torch.cat(shown).isfinite()
+        keep = torch.where(sound, self._ready.double() * factor_decay, 1.0)
+        for bank, kept in zip(self._banks, self._by_bank(keep), strict=True):
+            bank.fold({name: whole[name] for name in bank.slices if name in whole}, kept)
+        self._ready |= sound
         self.seen |= whole.keys()
 
     def forget(self) -> None:
         """Let the next `update` set the factors instead of averaging into them."""
-        for bank in self._banks:
-            bank.forget()
+        self._ready.zero_()
 
     def invert(self, damping: float, ratios: dict[str, Tensor]) -> None:
         """Invert every block with `damping`, multiplied for the layers in `ratios`; use it at once.
@@ -135,6 +149,10 @@ class Blocks:
             for part, inversion in zip(bank.parts, self._pending[bank.shape], strict=True):
                 bank.end_inversion(part, inversion)
         self._pending = {}
+
+    def _by_bank(self, entries: Tensor) -> tuple[Tensor, ...]:
+        """A vector over all entries, cut into those of each bank."""
+        return entries.split([bank.count for bank in self._banks])
 
     def _stream(self, index: int) -> torch.cuda.Stream | None:
         """One of the streams, in turn; None (and so the current one) where there is no CUDA."""

@@ -139,6 +139,12 @@ class Sums:
         """Whether both sides have been shown."""
         return self.A is not None and self.G is not None
 
+    def traces(self) -> Tensor:
+        """The traces of A and G, added, [groups]: finite where all of both is."""
+        assert self.A is not None
+        assert self.G is not None
+        return _diagonal(self.A).sum(1) + _diagonal(self.G).sum(1)
+
     def add_inputs(
         self, block: Block, inputs: list[Tensor], sharing: Sharing, mask: Tensor | None
     ) -> None:
@@ -197,8 +203,8 @@ class Bank:
         self.slices[block.name] = slice(self.count, self.count + block.groups)
         self.count += block.groups
 
-    def allocate(self) -> None:
-        """Make the buffers, zero: nothing is known, nothing is moved."""
+    def allocate(self, ready: Tensor) -> None:
+        """Make the buffers, zero: nothing is known, nothing is moved. `ready` [n] is taken over."""
         n, a, g = self.count, self.shape.input_dim, self.shape.output_dim
         wide = self.shape.wide(self.device)
 
@@ -217,41 +223,25 @@ class Bank:
             zeros(n, g * self.shape.bias),
         )
         self.T, self.boost, self.failures = zeros(n), zeros(n) + 1, zeros(n, dtype=torch.int64)
-        self.ready = zeros(n, dtype=torch.bool)
+        self.ready = ready
 
     def state(self) -> dict[str, Tensor]:
         """The tensors that outlive a step."""
         names = ("A", "G", "A_inverse", "G_inverse", "T", "boost", "failures", "ready")
         return {name: getattr(self, name) for name in names}
 
-    def update(self, sums: dict[str, Sums], factor_decay: float) -> None:
-        """Fold a refresh into the averages: F <- decay F + (1 - decay) mean; the first sets them.
-
-        A layer that was not seen, or whose mean is not finite, is left out, on the device.
-        """
-        # no entry of a second moment is larger than its diagonal: that is where to look
-        sound = torch.ones_like(self.ready)
-        for side, stack in (("A", self._wide_A), ("G", self.G)):
-            unseen = _diagonal(stack) * torch.nan if len(sums) < len(self.slices) else stack
-            shown = [
-                _diagonal(getattr(sums[name], side)) if name in sums else unseen[here]
-                for name, here in self.slices.items()
-            ]
-            sound &= torch.cat(shown).isfinite().all(1)
-        keep = torch.where(sound, self.ready.to(self.shape.dtype) * factor_decay, 1.0)
+    def fold(self, sums: dict[str, Sums], keep: Tensor) -> None:
+        """F <- keep F + (1 - keep) mean, for each entry; where `keep` [n] is 1, nothing changes."""
+        keep = keep.to(self.shape.dtype)
         self.T *= keep
+        gain = 1 - keep
         for name, layer in sums.items():
             assert layer.A is not None
             assert layer.G is not None
             here = self.slices[name]
             fold_(self._wide_A[here], layer.A, keep[here], layer.positions)
             fold_(self.G[here], layer.G, keep[here], layer.rows)
-            self.T[here] += (1 - keep[here]) * (layer.positions / layer.rows)
-        self.ready |= sound
-
-    def forget(self) -> None:
-        """Let the next `update` set the factors instead of averaging into them."""
-        self.ready.zero_()
+            self.T[here] += gain[here] * (layer.positions / layer.rows)
 
     @property
     def parts(self) -> list[slice]:

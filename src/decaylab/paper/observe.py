@@ -16,7 +16,7 @@ from decaylab.training import TrainingRun
 
 Observer = Callable[[TrainingRun], dict[str, float]]
 
-CHUNK = 128
+CHUNK = 256
 KFAC_BATCHES = 10  # of CHUNK training images
 # Images and draws of Fig. 7's traces, measured after every epoch; fewer on digits, a toy.
 TRACES, TRACES_ON_DIGITS = (256, 8), (128, 4)
