@@ -16,8 +16,8 @@ from decaylab.training import TrainingRun
 
 Observer = Callable[[TrainingRun], dict[str, float]]
 
-CHUNK = 256
-KFAC_BATCHES = 10  # of CHUNK training images
+CHUNK = 256  # test images whose Jacobians are made together
+KFAC_BATCHES, KFAC_BATCH = 10, 128  # so many, of so many training images
 # Images and draws of Fig. 7's traces, measured after every epoch; fewer on digits, a toy.
 TRACES, TRACES_ON_DIGITS = (256, 8), (128, 4)
 
@@ -81,7 +81,7 @@ def _jacobian(run: TrainingRun) -> dict[str, float]:
 def _kfac_gn(run: TrainingRun) -> dict[str, float]:
     if not _at_end(run):
         return {}
-    batches = list(islice(_inputs(run, run.data.train, CHUNK), KFAC_BATCHES))
+    batches = list(islice(_inputs(run, run.data.train, KFAC_BATCH), KFAC_BATCHES))
     reading = probes.kfac_gauss_newton_norm(run.model, batches)
     return {"kfac_gn_norm": reading.total or 0.0}
 
