@@ -117,6 +117,33 @@ def test_bf16_autocast_is_close_to_full_precision():
     assert not torch.equal(flat(model), flat(plain))
 
 
+def test_factors_of_float32_inputs_are_not_rounded_under_autocast():
+    """The first layer's A is a product of what came in, whatever the dtype of the forward pass."""
+    factors = []
+    for autocast in (False, True):
+        model = seeded(net).float()
+        opt = KFAC(model, 0.05, **EXACT)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            opt.initialize([data()[0].float()])
+        factors.append(opt.factors()["0"].A)
+    torch.testing.assert_close(*factors, rtol=1e-6, atol=1e-7)
+
+
+def test_a_step_inside_autocast_is_the_step_outside():
+    after = []
+    for autocast in (False, True):
+        model = seeded(net).float()
+        opt = KFAC(model, 0.05, weight_decay=0.1, **EXACT)
+        for step in range(2):
+            x, y = data(step)
+            cross_entropy(model(x.float()), y).backward()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                opt.step()
+            opt.zero_grad()
+        after.append(flat(model))
+    assert torch.equal(*after)
+
+
 @pytest.mark.parametrize("curvature", ["fisher", "gauss-newton"])
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_a_grad_scaler_changes_nothing(curvature, unscale_first):

@@ -178,16 +178,8 @@ def back_propagate(
     logits: list[Tensor], vectors: list[Tensor], calls: list[Call]
 ) -> list[Tensor | None]:
     """Gradients of sum(vector * logits) at each call's output; None where the logits ignore it."""
-    with torch.autocast(logits[0].device.type, enabled=False):
-        return list(
-            torch.autograd.grad(
-                logits,
-                [call.edge for call in calls],
-                vectors,
-                retain_graph=True,
-                allow_unused=True,
-            )
-        )
+    edges = [call.edge for call in calls]
+    return list(torch.autograd.grad(logits, edges, vectors, retain_graph=True, allow_unused=True))
 
 
 def reentrant_checkpoint_behind(tensor: Tensor) -> bool:

@@ -5,6 +5,7 @@ An observed forward pass costs one extra backward pass (`outputs="sampled"`) or 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,7 +102,7 @@ class Observer:
 
     def take(self) -> dict[str, Sums]:
         """Hand over what was summed; complain about passes whose logits were never seen."""
-        with torch.no_grad():
+        with self._measuring():
             self._add_loss_gradients()
         pending = self.capture.take()
         sums, self.sums = self.sums, {}
@@ -135,8 +136,14 @@ class Observer:
         for call in calls:
             call.observed = observed
         if self.measure.curvature != "empirical-fisher":  # that one waits for the loss's gradients
-            with torch.no_grad():
+            with self._measuring():
                 self._back_propagate(heads, calls, observed)
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """Without grad, and without the forward pass's autocast, which would round the factors."""
+        with torch.no_grad(), torch.autocast(self.generator.device.type, enabled=False):
+            yield
 
     def _model_returned(self, output: Any, kwargs: Mapping[str, Any]) -> None:
         logits = logits_of(output)

@@ -201,11 +201,12 @@ class KFAC(torch.optim.Optimizer):
         `inverts_now`, after one such step was taken as it is, and call `before_step` and
         `after_step` around each replay.
         """
-        if self.refresh_due:
-            self._refresh(self._observer.take())
-        if self.inverts_now:
-            self._invert()
-        self._update()
+        with torch.autocast(self.device.type, enabled=False):
+            if self.refresh_due:
+                self._refresh(self._observer.take())
+            if self.inverts_now:
+                self._invert()
+            self._update()
 
     @torch.no_grad()
     def after_step(self) -> None:
