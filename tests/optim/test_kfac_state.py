@@ -1,7 +1,10 @@
 """Param groups, schedulers, state dicts, and the parameters that are in no block."""
 
 import copy
+import gc
 import io
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -96,6 +99,53 @@ def test_a_state_dict_of_another_model_or_optimizer_is_refused():
     wider = KFAC(seeded(lambda: nn.Sequential(*net()[:4], nn.Linear(27, CLASSES + 1))), 0.1)
     with pytest.raises(DecaylabError, match=r"layer '4' has another shape"):
         opt.load_state_dict(wider.state_dict())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_copying_or_pickling_is_refused_with_the_way_to_do_it(copied):
+    opt = KFAC(seeded(net), 0.1)
+    with pytest.raises(DecaylabError, match="state_dict"):
+        copied(opt)
+
+
+@pytest.mark.parametrize("kind", ["eager", "compiled"])
+def test_memory_and_hooks_go_with_the_last_reference(kind):
+    """Without waiting for the garbage collector, which does not know of the device's memory."""
+    model = seeded(net)
+    called = torch.compile(model, backend="eager") if kind == "compiled" else model
+    forward = called.forward
+    opt = KFAC(called, 0.1)
+    train_step(opt, called, *data())
+    blocks = weakref.ref(opt._blocks)
+    gc.disable()
+    try:
+        del opt
+        assert blocks() is None
+    finally:
+        gc.enable()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert called.forward == forward
+
+
+def test_a_second_optimizer_takes_over_a_compiled_model():
+    """The first goes when the second is there: the second's refreshes still run eagerly."""
+    model = torch.compile(seeded(net), backend="eager")
+    opt = KFAC(model, 0.1, **EXACT)
+    train_step(opt, model, *data())
+    opt = KFAC(model, 0.1, **EXACT)
+    train_step(opt, model, *data(1))
+    assert opt.factors()["0"].T > 0
+
+
+def test_a_whole_step_in_a_cuda_graph_is_refused(monkeypatch):
+    model = seeded(net)
+    opt = KFAC(model, 0.1)
+    cross_entropy(model(data()[0]), data()[1]).backward()
+    opt.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(DecaylabError, match="device_step"):
+        opt.step()
+    assert opt.steps == 0
 
 
 # -- groups and schedulers --

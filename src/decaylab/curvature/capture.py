@@ -82,7 +82,7 @@ class Capture:
         self.without_grad: set[str] = set()
         self._due, self._on_output, self._on_gradient = due, on_output, on_gradient
         self._pauses = 0
-        self._inside = False
+        self._inside, self._detached = False, False
         self._handles = [
             self.model.register_forward_pre_hook(_Hook(self, "_begin")),
             *(
@@ -103,6 +103,7 @@ class Capture:
         """
         return (
             self._pauses == 0
+            and not self._detached
             and torch.is_grad_enabled()
             and self.model.training
             and self._due()
@@ -125,7 +126,10 @@ class Capture:
         return calls
 
     def detach(self) -> None:
-        """Remove every hook."""
+        """Remove every hook; a second time, do nothing."""
+        if self._detached:
+            return
+        self._detached = True
         for handle in self._handles:
             handle.remove()
         self._undo_dispatch()
@@ -244,5 +248,10 @@ def _run_eagerly_when(model: nn.Module, condition: Callable[[], bool]) -> Callab
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         return (eager_call if condition() else compiled_call)(*args, **kwargs)
 
+    def undo() -> None:
+        # another may stand on top of this one, and goes through it: then it only stops acting
+        if getattr(holder, attribute) is dispatch:
+            setattr(holder, attribute, compiled_call)
+
     setattr(holder, attribute, dispatch)
-    return lambda: setattr(holder, attribute, compiled_call)
+    return undo

@@ -1,8 +1,10 @@
 """K-FAC-F and K-FAC-G (Martens & Grosse 2015; Zhang et al. 2019) as an ordinary torch optimizer."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -165,18 +167,27 @@ class KFAC(torch.optim.Optimizer):
         seed = torch.initial_seed() if options.seed is None else options.seed
         generator = torch.Generator(self.device).manual_seed(seed % 2**63)
         self._blocks = Blocks(planned.blocks, self.device)
-        self._updater = Updater(self._blocks, self._first_order, self._velocity)
+        self._updater = Updater(self._blocks, self._first_order)
         invariant = self._invariant_layers(options) if damping_scaling == "scale-free" else []
         self._initial_norms = {name: self._weight_norm(name) for name in invariant}
         self._skips = torch.zeros(2, dtype=torch.int64, device=self.device)  # in total, in a row
-        rows, due = options.counted_rows, lambda: self.refresh_due
-        self._observer = Observer(model, planned.blocks, measure, due, generator, rows)
+        # nothing here refers back to self: its memory and hooks go with the last reference to it
+        own, rows = weakref.ref(self), options.counted_rows
+        self._observer = Observer(
+            model, planned.blocks, measure, partial(_due, own), generator, rows
+        )
+        weakref.finalize(self, self._observer.capture.detach).atexit = False
 
     # ---------------------------------------------------------------- what a user calls
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Refresh if due, invert if due, then update every parameter that has a gradient."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise DecaylabError(
+                "a captured KFAC.step() would be the same kind of step at each replay: "
+                "capture device_step(), and call before_step() and after_step() around a replay"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -199,7 +210,9 @@ class KFAC(torch.optim.Optimizer):
 
         Capture a forward and backward pass with it, once for each pair of `refresh_due` and
         `inverts_now`, after one such step was taken as it is, and call `before_step` and
-        `after_step` around each replay.
+        `after_step` around each replay. Register `generator` with the graph. A learning rate that
+        changes must be a tensor on the device, in every param group; all other numbers (damping,
+        KL clip, weight decay) stay as captured, and `load_state_dict` asks for a new capture.
         """
         with torch.autocast(self.device.type, enabled=False):
             if self.refresh_due:
@@ -348,6 +361,13 @@ class KFAC(torch.optim.Optimizer):
         for name, norm in self._initial_norms.items():
             norm.copy_(mine["initial_norms"].get(name, norm))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: hooks tie it to its model, and torch would copy or pickle a part of it."""
+        raise DecaylabError(
+            "a KFAC cannot be copied or pickled apart from its model: copy or save its "
+            "state_dict(), and load that into a KFAC built for the other model"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after construction: blocks are laid out once."""
         if self._frozen_groups:
@@ -407,17 +427,6 @@ class KFAC(torch.optim.Optimizer):
             self._skips += (~finite).long()
             self._skips[1].mul_((~finite).long())
 
-    def _velocity(self, parameter: Tensor) -> Tensor:
-        """A parameter's momentum, in memory as the parameter is (a loaded one may not be)."""
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        elif state["momentum_buffer"].stride() != parameter.stride():
-            loaded, buffer = state["momentum_buffer"], torch.empty_like(parameter)
-            if buffer.stride() != loaded.stride():
-                state["momentum_buffer"] = buffer.copy_(loaded)
-        return state["momentum_buffer"]
-
     # ---------------------------------------------------------------- setting up
 
     def _invariant_layers(self, options: KFACOptions) -> list[str]:
@@ -445,3 +454,9 @@ class KFAC(torch.optim.Optimizer):
                 yield
         finally:
             self._initializing = False
+
+
+def _due(optimizer: "weakref.ref[KFAC]") -> bool:
+    """Whether a refresh is due for an optimizer that is still there."""
+    living = optimizer()
+    return living is not None and living.refresh_due

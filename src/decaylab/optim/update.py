@@ -5,7 +5,7 @@ direction is not finite) is left out on the device: nothing decays, and torch's 
 at once, which leaves weights and velocities as they are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +32,12 @@ class Updater:
 
     Attributes:
         blocks: the covered layers.
-        first_order: torch's fused Adam or SGD; it is lent param groups and state for each step.
-        velocity: gives a parameter's momentum buffer.
+        first_order: torch's fused Adam or SGD; it is lent param groups and state for each step,
+            velocities included.
     """
 
     blocks: Blocks
     first_order: torch.optim.Optimizer
-    velocity: Callable[[Tensor], Tensor]
 
     def __call__(
         self, groups: Sequence[Group], kl_clip: float | None, loss_scale: LossScale
@@ -63,7 +62,7 @@ class Updater:
         for group in covered:
             if group["params"]:
                 steps = [self.blocks.slots[p].step for p in group["params"]]
-                velocities = [self.velocity(p) for p in group["params"]]
+                velocities = [_velocity(self.first_order.state[p], p) for p in group["params"]]
                 _move(group, velocities, steps, move)
         self._step_others([group for group in others if group["params"]], move, loss_scale)
         return finite
@@ -116,6 +115,17 @@ class Updater:
         first_order.found_inf = (~move).float()
         first_order.grad_scale = loss_scale.scale
         first_order.step()
+
+
+def _velocity(state: dict[str, Any], parameter: Tensor) -> Tensor:
+    """A parameter's momentum, in memory as the parameter is (a loaded one may not be)."""
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(parameter)
+    elif state["momentum_buffer"].stride() != parameter.stride():
+        loaded, buffer = state["momentum_buffer"], torch.empty_like(parameter)
+        if buffer.stride() != loaded.stride():
+            state["momentum_buffer"] = buffer.copy_(loaded)
+    return state["momentum_buffer"]
 
 
 def _with_gradient(group: Group) -> Group:
