@@ -1,5 +1,6 @@
 """Runs that take turns in one process."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -107,3 +108,36 @@ def test_an_interruption_ends_all(digits, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         list(take_turns({1: interrupted(), 2: other}))
     assert store.folder(SPECS["adam"].id).manifest().status == "interrupted"
+
+
+def test_every_run_is_closed_also_if_closing_one_fails():
+    closed = []
+
+    def run(name):
+        try:
+            while True:
+                yield name
+        finally:
+            closed.append(name)
+            if name == "full":
+                raise OSError("no space left on the disk")
+
+    turns = take_turns({name: run(name) for name in ("first", "full", "last")})
+    assert [next(turns)[0] for _ in range(4)] == ["first", "full", "last", "first"]
+    with pytest.raises(OSError, match="no space"):
+        turns.close()
+    assert sorted(closed) == ["first", "full", "last"]
+
+
+def test_an_error_that_is_kept_does_not_keep_its_run_in_memory():
+    held = []
+
+    def run():
+        weights = torch.zeros(3)
+        held.append(weakref.ref(weights))
+        yield "step"
+        raise MemoryError(len(weights))
+
+    given = dict(take_turns({"only": run()}))
+    assert isinstance(given["only"], MemoryError)
+    assert held[0]() is None

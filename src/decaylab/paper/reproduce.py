@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -178,8 +178,9 @@ class Reproduction:
                     raise
                 self.outcome.out_of_time = True
             finally:
-                for made in active:
-                    made.close()  # type: ignore[attr-defined] # saves a checkpoint
+                with ExitStack() as stack:  # every run saves a checkpoint, also if another cannot
+                    for made in active:
+                        stack.callback(made.close)  # type: ignore[attr-defined]
         self.outcome.left = [
             planned.spec.id
             for planned in self.planned

@@ -1,6 +1,8 @@
 """Several runs in one process that take turns, so that their work overlaps on the device."""
 
 from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack
+from traceback import clear_frames
 from typing import TypeVar
 
 from decaylab.training.loop import Progress
@@ -37,9 +39,11 @@ def take_turns(
                     continue
                 except Exception as error:
                     del active[name]
+                    clear_frames(error.__traceback__)  # they hold the run's memory
                     given = error
                 yield name, given
     finally:
-        for run in active.values():
-            if isinstance(run, Generator):
-                run.close()
+        with ExitStack() as stack:  # every run is closed, also if closing another fails
+            for run in active.values():
+                if isinstance(run, Generator):
+                    stack.callback(run.close)
