@@ -212,3 +212,24 @@ def test_a_grad_scaler_with_fp16():
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dropped", ["loaded", "deleted"])
+def test_a_dropped_inversion_does_not_write_into_memory_that_is_used_again(dropped):
+    """It is still to come on its stream when the optimizer gives its room away."""
+    model = nn.Sequential(nn.Linear(511, 512)).cuda()
+    opt = KFAC(model, 0.1, invert_every=2, options=KFACOptions(inversion_lag=1))
+    images, labels = torch.randn(8, 511).cuda(), torch.arange(8).cuda()
+    train_step(opt, model, images, labels)
+    state = opt.state_dict()
+    train_step(opt, model, images, labels)
+    with torch.cuda.stream(opt._blocks._stream(0)):
+        torch.cuda._sleep(10**9)  # half a second
+    train_step(opt, model, images, labels)  # begins an inversion, behind the sleep
+    if dropped == "loaded":
+        opt.load_state_dict(state)
+    else:
+        del opt
+    taken = [torch.full((1, 512, 512), 7.0, device="cuda") for _ in range(8)]
+    torch.cuda.synchronize()
+    assert all(bool((tensor == 7).all()) for tensor in taken)

@@ -110,9 +110,7 @@ class Blocks:
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         for i, (bank, part, dampings) in enumerate(jobs):
-            with torch.cuda.stream(
-                self._streams[i % len(self._streams)] if self._streams else None
-            ):
+            with torch.cuda.stream(self._stream(i)):
                 inversion = bank.begin_inversion(part, dampings)
                 inversion.run()
                 bank.end_inversion(part, inversion)
@@ -138,9 +136,11 @@ class Blocks:
             self._per_advance = -(-len(self._to_run) // calls)
         count = len(self._to_run) if calls is None else self._per_advance
         now, self._to_run = self._to_run[:count], self._to_run[count:]
-        with torch.cuda.stream(self._stream(0)):
+        with torch.cuda.stream(stream := self._stream(0)):
             for inversion in now:
                 inversion.run()
+                if stream is not None:
+                    inversion.stay_for(stream)
 
     def end_inversion(self) -> None:
         """Wait, on the device, for the inverses begun last, and use them from now on."""

@@ -183,6 +183,11 @@ class Inversion:
         for side in (self.A, self.G):
             self.sound &= invert_(side)
 
+    def stay_for(self, stream: torch.cuda.Stream) -> None:
+        """Give no memory away before `stream` is done with it: an inversion may be dropped."""
+        for tensor in (self.A, self.G, self.sound):
+            tensor.record_stream(stream)
+
 
 @dataclass
 class Bank:
