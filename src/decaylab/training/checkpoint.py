@@ -92,15 +92,16 @@ class Snapshot:
         self._copies: dict[str, Tensor] = {
             key: _on_host(tensor.detach(), places.get(key)) for key, tensor in tensors.items()
         }
-        self._copied: torch.cuda.Event | None = None
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            self._copied = torch.cuda.Event(blocking=True)
-            self._copied.record()
+        # on the streams of the tensors' devices: the current device may be another
+        self._copied = [
+            torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True))
+            for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        ]
 
     def write(self, path: Path) -> None:
         """Write it, from any thread, once the copies are there."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        for event in self._copied:
+            event.synchronize()
 
         def fill(temporary: Path) -> None:
             save_file(self._copies, temporary, metadata={"state": json.dumps(self._tree)})
