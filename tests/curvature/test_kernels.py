@@ -1,8 +1,11 @@
 """Kernels, in the version of this device, against the formula."""
 
+import contextlib
+
 import pytest
 import torch
 
+from decaylab.curvature import kernels
 from decaylab.curvature.kernels import fold_
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -30,3 +33,26 @@ def test_a_fold_into_a_part_of_a_stack_leaves_the_rest(device):
     fold_(stack[1:3], total, torch.zeros(2, device=device), 4.0)
     torch.testing.assert_close(stack[1:3], total / 4)
     assert torch.equal(stack[[0, 3, 4]], before[[0, 3, 4]])
+
+
+def test_without_a_c_compiler_it_is_said_once_and_torch_does_it(monkeypatch):
+    class Kernel:
+        def __getitem__(self, grid):
+            raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(kernels, "_kernel", Kernel)
+    monkeypatch.setattr(kernels, "_usable", True)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    arguments = (torch.zeros(1, 2), torch.ones(1, 2), torch.zeros(1), 4.0)
+    with pytest.warns(UserWarning, match="C compiler"):
+        assert not kernels._folded(*arguments)
+    assert not kernels._folded(*arguments)
+
+
+@pytest.mark.gpu
+def test_a_fold_of_a_very_long_side():
+    """More than 65535 blocks, which is as many as most axes of a grid take."""
+    average = torch.zeros(1, 65536 * kernels.BLOCK, device="cuda")
+    total = torch.ones_like(average)
+    fold_(average, total, torch.zeros(1, device="cuda"), 2.0)
+    assert bool((average == 0.5).all())

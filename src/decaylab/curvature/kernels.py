@@ -4,13 +4,17 @@ Each has a version in plain torch, which is what runs on a CPU or without Triton
 kernel is tested against.
 """
 
+import warnings
 from functools import cache
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
 from torch import Tensor
 
 BLOCK = 4096
+# Triton compiles a kernel when it is first used, with a C compiler that may not be there.
+_usable = True
 
 
 def fold_(average: Tensor, total: Tensor, keep: Tensor, count: Tensor | float) -> None:
@@ -19,18 +23,33 @@ def fold_(average: Tensor, total: Tensor, keep: Tensor, count: Tensor | float) -
     average and total are [n, ...], keep is [n]. Where keep[i] is 1 nothing is read of total[i]: one
     that is not finite does not spread. On CUDA one pass over the memory.
     """
-    if average.is_cuda and total.is_contiguous() and _kernel() is not None:
-        if isinstance(count, Tensor):  # of masked rows; else a number that the kernel takes
-            total, count = total / count, 1.0
-        size = average[0].numel()
-        with torch.cuda.device(average.device):
-            _kernel()[len(average), -(-size // BLOCK)](
-                *(average, total, keep, float(count), average.stride(0), size), BLOCK=BLOCK
-            )
+    if average.is_cuda and total.is_contiguous() and _folded(average, total, keep, count):
         return
     kept = keep.view((-1,) + (1,) * (total.dim() - 1))
     mixed = kept * average + (1 - kept) / count * total
     average.copy_(torch.where(kept == 1, average, mixed))
+
+
+def _folded(average: Tensor, total: Tensor, keep: Tensor, count: Tensor | float) -> bool:
+    """`fold_` by the kernel; False, with nothing done, where there is none."""
+    global _usable
+    if not _usable or _kernel() is None:
+        return False
+    if isinstance(count, Tensor):  # of masked rows; else a number that the kernel takes
+        total, count = total / count, 1.0
+    size = average[0].numel()
+    grid = -(-size // BLOCK), len(average)  # the second axis is the short one on a GPU
+    try:
+        with torch.cuda.device(average.device):
+            _kernel()[grid](
+                *(average, total, keep, float(count), average.stride(0), size), BLOCK=BLOCK
+            )
+    except (RuntimeError, OSError, SubprocessError) as error:  # what compiling it runs into
+        _usable = False
+        said = f"Triton cannot compile here ({error}): K-FAC folds its factors by torch, slower"
+        warnings.warn(said, stacklevel=2)
+        return False
+    return True
 
 
 @cache
@@ -46,10 +65,10 @@ def _kernel() -> Any:
     def fold(  # type: ignore[no-untyped-def]
         average, total, keep, count, stride, size, BLOCK: tl.constexpr
     ):
-        entry = tl.program_id(0).to(tl.int64)
+        entry = tl.program_id(1).to(tl.int64)
         kept = tl.load(keep + entry)
         if kept != 1:
-            at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+            at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
             inside = at < size
             here = average + entry * stride + at
             old = tl.load(here, mask=inside)
