@@ -1,7 +1,7 @@
 """A second, marked value from our own search beside the published settings' one (issue 8)."""
 
 import pytest
-from report.synthetic import write_run
+from report.synthetic import write_run, write_searched
 
 from decaylab.paper import Readings, artefact_of, artefacts, cells, select
 from decaylab.paper.evidence import Bench
@@ -11,27 +11,6 @@ from decaylab.report.sections import fill, tables_section
 from decaylab.report.tables import to_grid
 
 CONDITIONS = ["dataset=cifar10", "network=vgg16", "batch_norm=1", "augment=0", "optimizer=sgd"]
-CELL = """[cell]
-dataset = "cifar10"
-network = "vgg16"
-batch_norm = 1
-augment = 0
-optimizer = "sgd"
-batch_size = 128
-scheme = "wd"
-[winner]
-lr = {lr}
-weight_decay = {weight_decay}
-[search]
-tier = "{tier}"
-"""
-
-
-def written(folder, *, lr=0.03, weight_decay=3e-4, tier="short"):
-    (folder / "searched").mkdir(exist_ok=True)
-    text = CELL.format(lr=lr, weight_decay=weight_decay, tier=tier)
-    (folder / "searched" / "found.toml").write_text(text)
-    return folder / "searched"
 
 
 def of(name, folder, tier="short", seeds=1):
@@ -39,7 +18,7 @@ def of(name, folder, tier="short", seeds=1):
 
 
 def test_the_published_runs_stay_and_ours_are_added(tmp_path):
-    plain, decayed = of("table1", written(tmp_path), seeds=2)
+    plain, decayed = of("table1", write_searched(tmp_path), seeds=2)
     before = of("table1", None, seeds=2)
     assert [cell.runs for cell in (plain, decayed)] == [cell.runs for cell in before]
     assert plain.own == ()
@@ -52,18 +31,18 @@ def test_the_published_runs_stay_and_ours_are_added(tmp_path):
 
 
 def test_a_search_at_tier_short_serves_tier_full(tmp_path):
-    _, decayed = of("table1", written(tmp_path), tier="full")
+    _, decayed = of("table1", write_searched(tmp_path), tier="full")
     assert [run.epochs for run in decayed.own] == [200]
 
 
 def test_a_winner_that_is_the_published_one_needs_no_second_value(tmp_path):
-    _, decayed = of("table1", written(tmp_path, lr=0.1, weight_decay=1e-3))
+    _, decayed = of("table1", write_searched(tmp_path, lr=0.1, weight_decay=1e-3))
     assert decayed.own == ()
 
 
 @pytest.mark.parametrize("tier", ["short", "smoke"])
 def test_only_tables_of_accuracies_have_it(tmp_path, tier):
-    folder = written(tmp_path, tier=tier)
+    folder = write_searched(tmp_path, tier=tier)
     found = {
         name for name in artefacts() for c in cells(name, tier, searched_folder=folder) if c.own
     }
@@ -71,14 +50,14 @@ def test_only_tables_of_accuracies_have_it(tmp_path, tier):
 
 
 def test_reproduce_makes_both(tmp_path):
-    chosen = of("table1", written(tmp_path))
+    chosen = of("table1", write_searched(tmp_path))
     assert len(plan(chosen)) == 3
     assert plan(chosen)[-1].spec == chosen[1].own[0]
     assert len(plan(of("table1", None))) == 2
 
 
 def test_the_table_shows_both_and_claims_go_by_the_published_settings(tmp_path):
-    folder = written(tmp_path)
+    folder = write_searched(tmp_path)
     plain, decayed = of("table1", folder)
     store = RunStore(tmp_path)
     for spec, accuracy in ((plain.runs[0], 0.87), (decayed.runs[0], 0.86), (decayed.own[0], 0.89)):

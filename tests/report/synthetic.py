@@ -6,6 +6,20 @@ from decaylab.paper import Readings, artefacts, cells
 from decaylab.records import Manifest, Row, RunStore
 
 CLOCK = 1_700_000_000.0
+SEARCHED = """[cell]
+dataset = "cifar10"
+network = "vgg16"
+batch_norm = 1
+augment = 0
+optimizer = "sgd"
+batch_size = 128
+scheme = "wd"
+[winner]
+lr = {lr}
+weight_decay = {weight_decay}
+[search]
+tier = "{tier}"
+"""
 
 
 def write_run(store, spec, values, *, tier, status="finished", device="cpu", epochs=3):
@@ -32,6 +46,15 @@ def write_run(store, spec, values, *, tier, status="finished", device="cpu", epo
                 updated=CLOCK + 9,
             )
         )
+    return folder
+
+
+def write_searched(root, *, lr=0.03, weight_decay=3e-4, tier="short"):
+    """What a search found for VGG16 with batch norm under SGD with decay; its folder."""
+    folder = root / "searched"
+    folder.mkdir(exist_ok=True)
+    text = SEARCHED.format(lr=lr, weight_decay=weight_decay, tier=tier)
+    (folder / "found.toml").write_text(text)
     return folder
 
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from report.synthetic import CLOCK, write_run
+from report.synthetic import CLOCK, write_run, write_searched
 from typer.testing import CliRunner
 
 from decaylab.cli import app
@@ -16,20 +16,6 @@ from decaylab.report.results import Results
 
 VGG = ["dataset=cifar10", "network=vgg16", "batch_norm=1", "augment=0"]
 SGD = [*VGG, "optimizer=sgd"]
-SEARCHED = """[cell]
-dataset = "cifar10"
-network = "vgg16"
-batch_norm = 1
-augment = 0
-optimizer = "sgd"
-batch_size = 128
-scheme = "wd"
-[winner]
-lr = 0.03
-weight_decay = 3e-4
-[search]
-tier = "short"
-"""
 
 
 def write(store, spec, accuracy, *, tier="full", **more):
@@ -78,9 +64,8 @@ def test_a_row_is_shown_at_the_fullest_tier_it_was_run_at(store):
 
 
 def test_misses_are_what_is_over_a_point_off_and_own_settings_count_when_marked(store):
-    (store.root / "searched").mkdir()
-    (store.root / "searched" / "one.toml").write_text(SEARCHED)
-    plain, decayed = select(cells("table1", "full", searched_folder=store.root / "searched"), SGD)
+    searched = write_searched(store.root)
+    plain, decayed = select(cells("table1", "full", searched_folder=searched), SGD)
     adam = select(cells("table1", "full"), [*VGG, "optimizer=adam"])[0]
     write(store, plain.runs[0], 0.8650)  # the paper: 86.99
     write(store, decayed.runs[0], 0.8566)  # 88.85

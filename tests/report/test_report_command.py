@@ -1,6 +1,7 @@
 import csv
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -108,6 +109,29 @@ def test_numbers_say_where_they_come_from(filled):
     assert "0.1.0 (012345678+)" in text
     assert "1 of 1 statements hold" in text
     assert "ReLU & <no> bias" in text  # escaped, not swallowed
+
+
+def test_only_what_has_runs_is_shown_and_the_rest_is_counted(tmp_path):
+    store, found = RunStore(tmp_path), cells("table1", "quick")
+    for number, cell in enumerate(found[:2]):
+        write_run(store, cell.runs[0], everything(number), tier="quick")
+    full = cells("fig9", "full")[0].runs[0]  # over epochs alone: it had not the device to itself
+    folder = write_run(store, full, everything(5), tier="full")
+    folder.write_manifest(replace(folder.manifest(), at_once=4))
+    _, out, page = report(tmp_path)
+    blocks = {name for name in page.ids if re.match("(table|fig)[0-9]", name)}
+    assert {"table1-quick", "fig9-full"} <= blocks
+    assert "table3-quick" not in blocks
+    assert "31 of 32 rows have no run yet: decaylab reproduce table1 --tier quick" in page.text
+    assert "No runs yet: Table 3 (" in page.text
+    assert "<code>decaylab reproduce NAME --tier quick</code>" in (out / "index.html").read_text()
+    assert "Nothing recorded yet for VGG16 over seconds of training; ResNet32." in page.text
+    overview = page.text.split("How much there is")[1].split("Claims, tier")[0]
+    assert overview.count("Table 1: ") == 1
+    assert "2 of 64 cells" in overview
+    assert "0 of 64 cells" in overview
+    assert "14 not run" in page.text
+    assert len(table_of(out, "table1")) == 2 * 64  # the file has every cell
 
 
 def test_what_needs_a_search_is_said(tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def test_a_cell_without_its_partner_stays():
     assert found[0].sides[1] is None
     assert [c.text for c in to_grid(table(entry(90.0, 91.0))).rows[0]][-6:] == [
         *["—"] * 5,
-        "one seed and none",
+        "one seed",
     ]
 
 

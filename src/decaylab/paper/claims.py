@@ -106,6 +106,11 @@ class Claim:
     data: str
     notes: tuple[str, ...]
 
+    @property
+    def said(self) -> str:
+        """The verdict; `not run` where there is not a single run."""
+        return self.verdict if self.n else "not run"
+
 
 def judge(
     readings: Readings, tier: str, seeds: int = 10, searched_folder: Path | None = None

@@ -13,7 +13,7 @@ from decaylab.paper import Cell as PaperCell
 from decaylab.paper.claims import Claim
 from decaylab.records.files import replace_text
 from decaylab.report.names import key_words
-from decaylab.report.page import Grid, grid_markdown
+from decaylab.report.page import grid_markdown
 from decaylab.report.results import (
     SCHEDULES,
     Results,
@@ -25,7 +25,16 @@ from decaylab.report.results import (
     text_grid,
 )
 from decaylab.report.sections import judged
-from decaylab.report.tables import Entry, Pair, change, legend, number, pairs, to_grid
+from decaylab.report.tables import (
+    Entry,
+    Pair,
+    change,
+    legend,
+    number,
+    pairs,
+    to_grid,
+    with_runs,
+)
 from decaylab.training import RunSpec
 
 BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -47,20 +56,16 @@ def _rows_at(results: Results, name: str, tier: str, shown: set[tuple[str, ...]]
     """The rows of a table at a tier that have runs and are not among `shown`, which grows."""
     filled = results.filled(name, tier)
     assert filled.table is not None
-    chosen = [
-        (pair, row)
-        for pair, row in zip(pairs(filled.table), to_grid(filled.table).rows, strict=True)
-        if pair.key not in shown and any(entry and entry.ours.n for entry in pair.sides)
-    ]
+    chosen = [pair for pair in with_runs(filled.table) if pair.key not in shown]
     if not chosen:
         return ""
-    shown.update(pair.key for pair, _ in chosen)
+    shown.update(pair.key for pair in chosen)
     runs = results.runs_of(filled.cells).values()
     devices = ", ".join(dict.fromkeys(run.manifest.device for run in runs))
     said = f"At {SCHEDULES[tier]} (tier {tier}), on {devices}:\n\n"
-    grid = Grid(to_grid(filled.table).header, [row for _, row in chosen])
     notes = legend(filled.table)
-    return said + grid_markdown(grid) + (f"\n{notes}\n" if notes else "")
+    table = grid_markdown(to_grid(filled.table, chosen))
+    return said + table + (f"\n{notes}\n" if notes else "")
 
 
 def misses(results: Results) -> str:
@@ -155,7 +160,7 @@ def claims(results: Results) -> str:
     for name, claim in next(iter(judgements.values())).items():
         at = {tier: found[name] for tier, found in judgements.items()}
         seen = next((f"{one.effect} (tier {t})" for t, one in at.items() if one.effect), "—")
-        verdicts = [one.verdict if one.n else "not run" for one in at.values()]
+        verdicts = [one.said for one in at.values()]
         rows.append([name, claim.where, claim.claim, *verdicts, seen])
     header = ["", "where", "claim", *(f"tier {tier}" for tier in judgements), "what was seen"]
     return text_grid(header, rows)
@@ -168,7 +173,7 @@ def verdicts(results: Results) -> str:
         found = _judged(results, tier)
         counts: dict[str, list[str]] = {}
         for claim in found.values():
-            counts.setdefault(claim.verdict if claim.n else "not run", []).append(claim.id)
+            counts.setdefault(claim.said, []).append(claim.id)
         parts = [f"{len(ids)} {verdict} ({', '.join(ids)})" for verdict, ids in counts.items()]
         effect = found["E1"].effect
         told = f" {effect[:1].upper()}{effect[1:]}." if effect else ""

@@ -93,7 +93,9 @@ def diagnoses_section(cases: Sequence[Case]) -> Section:
         "Which of the three mechanisms decay acts through, for every run with decay, judged from"
         " the records (`decaylab diagnose RUN BASELINE`). Factors are of the effective learning"
         " rate (raised), the squared Jacobian norm or a Gauss-Newton norm, and the effective"
-        " damping (both lowered); with several seeds, their smallest and largest."
+        " damping (both lowered); with several seeds, their smallest and largest. A run is compared"
+        " with itself (what one run tells) where no run without decay is otherwise the same: the"
+        " paper's settings mostly have another learning rate there."
     ]
     overview = Block("diagnoses", "Verdicts", grids=[Grid(header, rows)])
     details = [_details(number, case) for number, case in enumerate(cases, start=1)]
@@ -148,7 +150,7 @@ def _details(number: int, case: Case) -> Block:
     grids = [_reasons([r.findings for r in case.diagnoses], seeds)]
     for place in range(len(MECHANISMS)):
         of = [result.findings[place] for result in case.diagnoses]
-        if any(finding.layers for finding in of):
+        if any(row.effect for finding in of for row in finding.layers):
             grids.append(_layers_by_seed(of, seeds))
     skipped = [f"{layer} is left out: {why}" for layer, why in one.skipped.items()]
     return Block(

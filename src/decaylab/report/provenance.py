@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decaylab.errors import DecaylabError
+from decaylab.paper.estimate import device_seconds
 from decaylab.records import Manifest, RunFolder, RunStore
 from decaylab.report.page import Block, Cell, Grid, Section, Tone
 from decaylab.training import RunSpec
@@ -19,6 +20,11 @@ class Found:
     manifest: Manifest
     epochs: int
     seconds: float
+
+    @property
+    def device_seconds(self) -> float:
+        """How long it had the device: of one that is shared, its share."""
+        return device_seconds(self.manifest, self.seconds)
 
 
 def survey(store: RunStore) -> tuple[list[Found], list[str]]:
@@ -54,9 +60,9 @@ def provenance(found: Sequence[Found]) -> Section:
     numeric = ("seed", "epochs", "seconds")
     header = [Cell(name, "number" if name in numeric else "") for name in names]
     rows = [_row(run) for run in found]
-    total = sum(run.seconds for run in found)
+    total = sum(run.device_seconds for run in found)
     took = f"{total / 60:.1f} minutes" if total < 7200 else f"{total / 3600:.1f} hours"
-    title = f"{len(found)} runs, {took} in all"
+    title = f"{len(found)} runs, {took} of device time in all"
     missing = "" if rows else "No runs yet: `decaylab demo` makes some in minutes."
     block = Block(
         "runs",
@@ -80,7 +86,7 @@ def _row(run: Found) -> list[Cell]:
         Cell(manifest.version + commit),
         Cell(manifest.torch),
         Cell(f"{run.epochs} of {run.spec.resolved().epochs}", "number"),
-        Cell(f"{run.seconds:.1f}", "number"),
+        Cell(f"{run.device_seconds:.1f}", "number"),
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from decaylab.paper import Artefact, Readings, RunReading, artefact_of, artefacts
 from decaylab.paper import Cell as PaperCell
-from decaylab.paper.estimate import Estimator, device_seconds
+from decaylab.paper.estimate import Estimator
 from decaylab.records import RunStore
 from decaylab.report.names import key_words, named
 from decaylab.report.page import Cell, Grid, grid_markdown
@@ -59,7 +59,7 @@ def runs(results: Results) -> str:
     and its minutes in `all its runs` of each.
     """
     rows, counted = [], set[str]()
-    times = {run.manifest.id: _device_minutes(run) for run in results.found}
+    times = {run.manifest.id: run.device_seconds / 60 for run in results.found}
     for tier in results.tiers:
         for artefact in artefacts().values():
             filled = results.filled(artefact, tier)
@@ -80,7 +80,7 @@ def runs(results: Results) -> str:
         (
             "searches on held-out images",
             f"{len(_searches(results))} cells",
-            [(run.manifest.device, _device_minutes(run)) for run in results.searched],
+            [(run.manifest.device, run.device_seconds / 60) for run in results.searched],
         ),
         (
             "the independent script",
@@ -126,10 +126,6 @@ def rest(results: Results) -> str:
         "cells to be searched first",
     ]
     return text_grid(header, rows) if rows else "Nothing: everything has been run at both tiers.\n"
-
-
-def _device_minutes(run: Found) -> float:
-    return device_seconds(run.manifest, run.seconds) / 60
 
 
 def searches(results: Results) -> str:

@@ -13,7 +13,16 @@ from decaylab.report.drawing import Panel, draw
 from decaylab.report.figures import panels
 from decaylab.report.names import named
 from decaylab.report.page import Block, Cell, Grid, Image, Section, Tone
-from decaylab.report.tables import Entry, Measured, Table, legend, number, to_grid
+from decaylab.report.tables import (
+    Entry,
+    Measured,
+    Table,
+    legend,
+    number,
+    pairs,
+    to_grid,
+    with_runs,
+)
 from decaylab.theory import STATEMENTS, Check
 
 VERDICTS: dict[str, Tone] = {"supported": "good", "contradicted": "bad"}
@@ -87,42 +96,64 @@ def _setting(cell: PaperCell) -> str:
 
 def tables_section(filled: Sequence[Filled], readings: Readings, tier: str) -> Section:
     """The paper's tables at one tier."""
-    blocks = [_table_block(one, readings) for one in filled if one.table is not None]
+    tables = [one for one in filled if one.table is not None]
+    blocks = [_table_block(one, readings) for one in tables if one.done]
     text = [
         "Colour tells how near a number is to the paper's: green within 0.5 points (norms:"
         " a factor of 1.5), yellow within 1.5 points (a factor of 3), red beyond; grey where"
         " they are not comparable. The effect of decay is coloured from two seeds a side on:"
-        " green in the paper's direction, red against it, yellow within the seeds' spread."
+        " green in the paper's direction, red against it, yellow within the seeds' spread.",
+        *_not_run(tables, tier),
     ]
     return Section(f"tables-{tier}", f"Tables, tier {tier}", text, blocks)
 
 
 def figures_section(filled: Sequence[Filled], readings: Readings, tier: str) -> Section:
     """The paper's figures at one tier."""
-    blocks = [_figure_block(one, readings) for one in filled if one.table is None]
-    text = ["Every line is one run, every point one net; bars are means over seeds."]
+    figures = [one for one in filled if one.table is None]
+    blocks = [_figure_block(one, readings) for one in figures if one.done]
+    text = [
+        "Every line is one run, every point one net; bars are means over seeds.",
+        *_not_run(figures, tier),
+    ]
     return Section(f"figures-{tier}", f"Figures, tier {tier}", text, blocks)
+
+
+def _not_run(filled: Sequence[Filled], tier: str) -> list[str]:
+    """Which artefacts have no run at a tier, in a sentence."""
+    names = [_number(one.artefact) or one.artefact.name for one in filled if not one.done]
+    command = f"`decaylab reproduce NAME --tier {tier}`"
+    return [f"No runs yet: {', '.join(names)} ({command})."] if names else []
 
 
 def _table_block(filled: Filled, readings: Readings) -> Block:
     assert filled.table is not None
-    title = titled(filled.artefact)
+    shown, rows = with_runs(filled.table), len(pairs(filled.table))
+    missing = [_without_setting(filled)]
+    if len(shown) < rows:
+        command = f"`decaylab reproduce {filled.artefact.name} --tier {filled.tier}`"
+        missing.insert(0, f"{rows - len(shown)} of {rows} rows have no run yet: {command}")
     return Block(
         f"{filled.artefact.name}-{filled.tier}",
-        title,
+        titled(filled.artefact),
         text=[*_shows(filled.artefact), *filter(None, [legend(filled.table)])],
         note=_note(filled, readings),
-        grids=[to_grid(filled.table)],
-        missing=_missing(filled),
+        grids=[to_grid(filled.table, shown)],
+        missing=". ".join(filter(None, missing)),
     )
 
 
 def _figure_block(filled: Filled, readings: Readings) -> Block:
     drawn = [panel for panel in filled.panels if not panel.empty]
-    empty = [panel.title for panel in filled.panels if panel.empty]
-    missing = _missing(filled)
-    if drawn and empty:
-        missing = f"No runs yet for {'; '.join(dict.fromkeys(empty))}. {missing}".strip()
+    titles = {panel.title for panel in drawn}
+    empty = dict.fromkeys(
+        f"{panel.title} over {panel.x_label}" if panel.title in titles else panel.title
+        for panel in filled.panels
+        if panel.empty
+    )
+    missing = _without_setting(filled)
+    if empty:
+        missing = f"Nothing recorded yet for {_first(list(empty), '; ')}. {missing}".strip()
     return Block(
         f"{filled.artefact.name}-{filled.tier}",
         titled(filled.artefact),
@@ -183,18 +214,16 @@ def _net(data: str, network: str, width: float) -> str:
     return f"{data} ({named(network)}" + (f" at width {width:g})" if width != 1 else ")")
 
 
-def _missing(filled: Filled) -> str:
-    parts = []
-    if not filled.done:
-        command = f"decaylab reproduce {filled.artefact.name} --tier {filled.tier}"
-        parts.append(f"No runs yet: {command}")
-    needs = dict.fromkeys(cell.missing for cell in filled.cells if cell.missing)
-    if needs:
-        first = next(iter(needs))
-        more = f" (and {len(needs) - 1} more)" if len(needs) > 1 else ""
-        count = sum(bool(cell.missing) for cell in filled.cells)
-        parts.append(f"{count} cells have no setting yet: {first}{more}")
-    return ". ".join(parts)
+def _without_setting(filled: Filled) -> str:
+    needs = [cell.missing for cell in filled.cells if cell.missing]
+    first = _first(list(dict.fromkeys(needs)), "; ", most=1)
+    return f"{len(needs)} cells have no setting yet: {first}" if needs else ""
+
+
+def _first(names: Sequence[str], between: str, most: int = 4) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return between.join(names[:most]) + more
 
 
 def claims_section(claims: Sequence[Claim], tier: str) -> Section:
@@ -204,7 +233,7 @@ def claims_section(claims: Sequence[Claim], tier: str) -> Section:
     rows = [
         [
             Cell(claim.id),
-            Cell(claim.verdict, tone=VERDICTS.get(claim.verdict, "plain")),
+            Cell(claim.said, tone=VERDICTS.get(claim.verdict, "plain")),
             Cell(claim.claim, "words"),
             Cell(claim.where),
             Cell(claim.effect or "—", "words", more="; ".join(claim.notes)),
@@ -216,7 +245,7 @@ def claims_section(claims: Sequence[Claim], tier: str) -> Section:
     ]
     counts: dict[str, int] = {}
     for claim in claims:
-        counts[claim.verdict] = counts.get(claim.verdict, 0) + 1
+        counts[claim.said] = counts.get(claim.said, 0) + 1
     said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     block = Block(
         f"claims-{tier}",
@@ -232,17 +261,19 @@ def judged(readings: Readings, tier: str, seeds: int) -> list[Claim]:
 
 
 def overview(filled: Iterable[Filled]) -> Block:
-    """How much of each artefact there is, by tier."""
-    header = [Cell("artefact"), Cell("filled"), Cell("tier"), Cell("what the paper's shows")]
-    rows = [
-        [
-            Cell(titled(one.artefact), "words"),
-            Cell(one.coverage, tone=_fullness(one)),
-            Cell(one.tier),
-            Cell(one.artefact.shows, "words"),
-        ]
-        for one in filled
-    ]
+    """How much of each artefact there is, a column a tier."""
+    found: dict[str, dict[str, Filled]] = {}
+    for one in filled:
+        found.setdefault(one.artefact.name, {})[one.tier] = one
+    tiers = dict.fromkeys(tier for at in found.values() for tier in at)
+    header = [Cell("artefact"), *(Cell(f"tier {tier}") for tier in tiers)]
+    header.append(Cell("what the paper's shows"))
+    rows = []
+    for at in found.values():
+        artefact = next(iter(at.values())).artefact
+        row = [Cell(titled(artefact), "words")]
+        row += [Cell(one.coverage, tone=_fullness(one)) for one in at.values()]
+        rows.append([*row, Cell(artefact.shows, "words")])
     return Block("overview", "How much there is", grids=[Grid(header, rows)])
 
 

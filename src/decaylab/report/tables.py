@@ -182,8 +182,16 @@ def pairs(table: Table) -> list[Pair]:
     return [Pair(key, (of.get(False), of.get(True))) for key, of in found.items()]
 
 
-def to_grid(table: Table) -> Grid:
-    """The pairs side by side: paper, ours, distance without and with decay, and decay's effect."""
+def with_runs(table: Table) -> list[Pair]:
+    """The pairs that have a run of ours."""
+    return [pair for pair in pairs(table) if any(side and side.ours.n for side in pair.sides)]
+
+
+def to_grid(table: Table, shown: Sequence[Pair] | None = None) -> Grid:
+    """The pairs side by side: paper, ours, distance without and with decay, and decay's effect.
+
+    All of them, or those of `shown`.
+    """
     distance = "ours − paper" if table.effect == "difference" else "ours / paper"
     numbers = []
     for side in ("no decay", "decay"):
@@ -191,7 +199,8 @@ def to_grid(table: Table) -> Grid:
     numbers += ["effect of decay: paper", "ours"]
     header = [Cell("network"), *(Cell(named(column)) for column in _apart(table))]
     header += [*(Cell(name, "number") for name in numbers), Cell("seeds", "number")]
-    rows = [[*_key_cells(pair, table), *_pair_row(pair, table.effect)] for pair in pairs(table)]
+    shown = pairs(table) if shown is None else shown
+    rows = [[*_key_cells(pair, table), *_pair_row(pair, table.effect)] for pair in shown]
     return Grid(header, rows)
 
 
@@ -254,8 +263,8 @@ def _pair_row(pair: Pair, effect: Effect) -> list[Cell]:
         row.append(Cell(distance, "number", agreement(entry, effect)))
     effects = [change_words(pair.effect(effect, paper=paper), effect) for paper in (True, False)]
     row += [Cell(effects[0], "number"), Cell(effects[1], "number", pair.tone())]
-    counts = dict.fromkeys(0 if entry is None else entry.ours.n for entry in pair.sides)
-    return [*row, Cell(" and ".join(map(seeds_words, counts)), "number")]
+    counts = dict.fromkeys(entry.ours.n for entry in pair.sides if entry and entry.ours.n)
+    return [*row, Cell(" and ".join(map(seeds_words, counts or [0])), "number")]
 
 
 def seeds_words(count: int) -> str:
