@@ -6,7 +6,7 @@ command makes them. `mkdocs build` loads this file as a hook.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from decaylab.paper import Cell as PaperCell
 from decaylab.paper import Readings, artefact_of
 from decaylab.paper.claims import Claim
 from decaylab.paper.evidence import Bench, Comparison, Sample
-from decaylab.records import RunStore
+from decaylab.records import RunFolder, RunStore
 from decaylab.report.drawing import Panel, draw
 from decaylab.report.mechanisms import (
     MECHANISMS,
@@ -33,7 +33,7 @@ from decaylab.report.names import key_words, named
 from decaylab.report.page import Cell, Grid, grid_markdown
 from decaylab.report.provenance import survey
 from decaylab.report.sections import fill, judged
-from decaylab.report.tables import Measured, number, seeds_words, to_grid
+from decaylab.report.tables import Measured, number, seeds_words, to_grid, with_runs
 
 RESULTS = Path(__file__).parents[1] / "results"
 TIERS = ("full", "short")  # the paper's data and nets, the paper's schedule first
@@ -110,8 +110,8 @@ def _tier_words(tier: str, runs: Sequence[Sample]) -> str:
 
 def gains(records: Records, artefact: str) -> str:
     """Test accuracy of each net with its first scheme, and what every other scheme adds to it."""
-    found = [_gains_at(records, artefact, tier) for tier in records.tiers(artefact)]
-    return "\n".join(found) or _commands(artefact)
+    found = (_gains_at(records, artefact, tier) for tier in records.tiers(artefact))
+    return "\n".join(filter(None, found)) or _commands(artefact)
 
 
 def _gains_at(records: Records, artefact: str, tier: str) -> str:
@@ -141,10 +141,8 @@ def _gains_at(records: Records, artefact: str, tier: str) -> str:
                 Cell(seeds_words(max(len(base.values), *(_count(s) for s in samples.values())))),
             ]
         )
-    if not rows:
-        return (
-            f"*Not run yet at tier {tier}*: each row needs a run without decay and one with it.\n"
-        )
+    if not rows:  # each needs a run without decay and one with it
+        return ""
     header = ["network", "optimizer", _label(baseline)]
     header += [_label(last) for last in others] + ["lr, decay", "seeds"]
     said = f"Test accuracy in % and what decay adds, in points; {_tier_words(tier, used)};"
@@ -195,21 +193,40 @@ def claimed(records: Records, names: Sequence[str]) -> str:
 
 def verdicts(records: Records) -> str:
     """What `diagnose` says of each pair of Table 1: which mechanism decay acts through."""
-    parts = []
+    rows = []
+    for tier, words, folders in _decayed_pairs(records):
+        result = diagnose(*folders)
+        judged_from = "both runs" if result.baseline else "the run alone"
+        cells = [*words, *map(_finding, result.findings), Cell(judged_from), Cell(tier)]
+        rows.append(cells)
+    header = ["network", "optimizer", "effective learning rate", "Jacobian", "damping"]
+    header += ["judged from", "tier"]
+    table = grid_markdown(Grid([Cell(name) for name in header], rows))
+    return table if rows else _commands("table1")
+
+
+def reconstructed(records: Records) -> str:
+    """The first mechanism's factor as one run tells it, beside that of both runs."""
+    rows = []
+    for tier, words, folders in _decayed_pairs(records):
+        both, alone = (diagnose(*of) for of in (folders, folders[:1]))
+        effects = [result.findings[0].effect for result in (alone, both)]
+        if both.baseline and all(effects):
+            rows.append([*words, *(Cell(number(e.value)) for e in effects if e), Cell(tier)])
+    header = ["network", "optimizer", "from the run alone", "against its baseline", "tier"]
+    table = grid_markdown(Grid([Cell(name) for name in header], rows))
+    return table if rows else _commands("table1")
+
+
+def _decayed_pairs(records: Records) -> Iterator[tuple[str, list[Cell], list[RunFolder]]]:
+    """The rows of Table 1 that have both runs: tier, words, the folders with and without decay."""
     for tier in records.tiers("table1"):
-        rows = []
         for key, cells in records.bench(tier).groups("table1"):
-            base, run = ([*records.readings.finished(cells[on]), None][0] for on in (0, 1))
-            if run is None or base is None:
-                continue
-            folders = [records.readings.store.folder(one.spec.id) for one in (run, base)]
-            findings = diagnose(*folders).findings
-            words = ", ".join(key_words(key, ["dataset", "network", "batch_norm", "augment"]))
-            cells_ = [Cell(words), Cell(named(key["optimizer"])), *map(_finding, findings)]
-            rows.append(cells_)
-        header = ["network", "optimizer", "effective learning rate", "Jacobian", "damping"]
-        parts.append(grid_markdown(Grid([Cell(name) for name in header], rows)))
-    return "\n".join(parts) or _commands("table1")
+            runs = [one for on in (1, 0) for one in records.readings.finished(cells[on])[:1]]
+            if len(runs) == 2:
+                net = ", ".join(key_words(key, ["dataset", "network", "batch_norm", "augment"]))
+                folders = [records.readings.store.folder(one.spec.id) for one in runs]
+                yield tier, [Cell(net), Cell(named(key["optimizer"]))], folders
 
 
 def _finding(finding: Finding) -> Cell:
@@ -268,11 +285,10 @@ def paper_table(records: Records, artefact: str) -> str:
     for tier in records.tiers(artefact):
         filled = fill(artefact_of(artefact), tier, records.readings, records.seeds)
         assert filled.table is not None
-        grid = to_grid(filled.table)
-        rows = [row for row in grid.rows if row[-1].text != "none"]
+        grid = to_grid(filled.table, with_runs(filled.table))
         runs = [Sample({}, tuple(records.readings.finished(cell))) for cell in filled.cells]
         said = f"{_tier_words(tier, runs)}; {filled.coverage} have been run."
-        parts.append(f"{grid_markdown(Grid(grid.header, rows))}\n<small>{said}</small>\n")
+        parts.append(f"{grid_markdown(grid)}\n<small>{said}</small>\n")
     return "\n".join(parts) or _commands(artefact)
 
 
@@ -305,6 +321,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "gains-kfac-layers": lambda records: gains(records, "fig6"),
     "gains-optimizer": lambda records: gains(records, "table1"),
     "verdicts": verdicts,
+    "reconstructed": reconstructed,
     "demo-accuracy": demo_accuracy,
     "demo-mechanism-1": lambda records: demo_numbers(records, MECHANISMS[0]),
     "demo-mechanism-2": lambda records: demo_numbers(records, MECHANISMS[1]),

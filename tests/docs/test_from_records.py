@@ -125,3 +125,12 @@ def test_docstrings_as_markdown():
     assert "[N, C] \\[C]" in markdown
     assert "```pycon\n>>> 1 + 1\n2\n```\n" in markdown
     assert markdown.index("More.") > markdown.index("```\n")
+
+
+def test_one_run_tells_nearly_what_two_tell():
+    """The factors that docs/diagnosis.md shows side by side, from the records that there are."""
+    text = pages.reconstructed(pages.Records())
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
+    assert rows
+    for _, _, alone, against, _ in rows:
+        assert float(alone) == pytest.approx(float(against), rel=0.1)
