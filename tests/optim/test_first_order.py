@@ -232,3 +232,29 @@ def test_on_the_gpu_a_step_does_not_wait_for_the_device(make, decay):
         torch.cuda.set_sync_debug_mode("default")
     moved = torch.cat([p.detach().flatten() for p in model.parameters()]).cpu()
     assert (moved - expected).norm() <= 1e-9 * expected.norm()
+
+
+@pytest.mark.parametrize("decay", ["decoupled", "independent"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_grad_scaler_skips_does_not_decay(decay, fused):
+    """A fused step, as on CUDA, is called all the same, and told; the next one decays as ever."""
+    model = network().float()
+    groups = parameter_groups(model, weight_decay=0.1, decay=decay)
+    optimizer = sgd(groups, lr=0.05, momentum=0.0)
+    for group in optimizer.param_groups:
+        group["fused"] = fused
+    optimizer._step_supports_amp_scaling = fused
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = copy.deepcopy(model.state_dict())
+    for overflow in (True, False):
+        scaler.scale(model[3].weight.sum()).backward()
+        if overflow:
+            model[3].weight.grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+        assert moved == (set() if overflow else {"3.weight"})
+    rate = {"decoupled": 0.05 * 0.1, "independent": 0.1}[decay]
+    wanted = (1 - rate) * before["3.weight"] - 0.05
+    torch.testing.assert_close(model[3].weight.detach(), wanted)

@@ -39,13 +39,17 @@ def _shrink(optimizer: Optimizer) -> None:
     """W -= lr * weight_decay * W (decoupled) or W -= weight_decay * W (independent).
 
     Before torch's step or after it is the same to W. As in torch, parameters without a gradient are
-    left alone.
+    left alone, and all are where a GradScaler has found that the gradient overflowed (it tells the
+    fused steps; the others it does not call).
     """
+    overflow = getattr(optimizer, "found_inf", None)
     for group in optimizer.param_groups:
         weight_decay = group.get(OUTSIDE, 0.0)
         parameters = [p for p in group["params"] if p.grad is not None]
         if weight_decay and parameters:
             rate = group["lr"] if group["decay"] == "decoupled" else 1.0
+            if overflow is not None:
+                rate = rate * (overflow == 0).float()
             with torch.no_grad():
                 shrunk = add_decay(parameters, parameters, -rate * weight_decay)
                 torch._foreach_copy_(parameters, shrunk)
