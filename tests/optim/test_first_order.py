@@ -239,8 +239,7 @@ def test_on_the_gpu_a_step_does_not_wait_for_the_device(make, decay):
 def test_a_step_that_a_grad_scaler_skips_does_not_decay(decay, fused):
     """A fused step, as on CUDA, is called all the same, and told; the next one decays as ever."""
     model = network().float()
-    groups = parameter_groups(model, weight_decay=0.1, decay=decay)
-    optimizer = sgd(groups, lr=0.05, momentum=0.0)
+    optimizer = sgd(parameter_groups(model, weight_decay=0.1, decay=decay), lr=0.05)
     for group in optimizer.param_groups:
         group["fused"] = fused
     optimizer._step_supports_amp_scaling = fused

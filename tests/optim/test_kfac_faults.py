@@ -201,6 +201,20 @@ def test_initialize_without_batches_or_loss():
 # -- gradients that are not finite --
 
 
+def test_a_first_step_that_is_skipped_leaves_no_velocities_behind(monkeypatch):
+    """Torch's fused SGD, for the norm here, makes them without writing to them."""
+    made = torch.empty_like
+    monkeypatch.setattr(
+        torch, "empty_like", lambda *args, **kwargs: made(*args, **kwargs).fill_(1e30)
+    )
+    model = seeded(net)
+    opt = KFAC(model, 0.1, others="sgd", **EXACT)
+    cross_entropy(model(data()[0]), data()[1]).backward()
+    model[1].weight.grad.fill_(torch.inf)
+    opt.step()
+    assert all(not state["momentum_buffer"].any() for state in opt.state.values())
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("target", ["3.weight", "1.weight"])
 @pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])

@@ -22,6 +22,8 @@ def _decay_outside(
     A closure (Lightning gives one) computes the gradient inside the step: then they shrink at its
     end, so that it sees the weights as they were.
     """
+    if getattr(optimizer, "found_inf", None) is not None:
+        _begin_momentum(optimizer)
     closure = next((given for given in (*args[1:], *kwargs.values()) if given is not None), None)
     if closure is None:
         _shrink(optimizer)
@@ -33,6 +35,19 @@ def _decay_outside(
         return loss
 
     return (optimizer, closure_then_decay), {}
+
+
+def _begin_momentum(optimizer: Optimizer) -> None:
+    """Zero velocities where there are none, for a GradScaler that may skip the first step.
+
+    Torch's fused SGD would make them, and then leave in them whatever was in memory.
+    """
+    for group in optimizer.param_groups:
+        if group.get("momentum") and group.get("fused"):
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                if parameter.grad is not None and state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _shrink(optimizer: Optimizer) -> None:

@@ -103,6 +103,10 @@ class Updater:
         served = []
         for group in groups:
             params, weight_decay = group["params"], group["weight_decay"]
+            if group.get("momentum") and group["method"] == "sgd":
+                # torch would make velocities, and leave them unwritten where nothing may move
+                for p in params:
+                    _velocity(self.first_order.state[p], p)
             l2 = weight_decay if group["decay"] == "l2" else 0.0
             served.append({**group, "weight_decay": l2})
             if group["decay"] in ("decoupled", "independent") and weight_decay:
