@@ -151,7 +151,8 @@ def adamw_three_times(betas, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("betas", "seed"), [((0.9, 0.999), 0), ((0.9, 0.999), 1), ((0.9, 0.95), 0)]
+    ("betas", "seed"),
+    [((0.9, 0.999), 0), ((0.9, 0.999), 1), ((0.9, 0.999), 2), ((0.9, 0.95), 0)],
 )
 def test_adamw_on_digits_keeps_its_effective_learning_rate(betas, seed):
     """Within 5 % at every record of training, and so the rotation per step, in means."""

@@ -126,7 +126,8 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
     - K-FAC: lr'_t = lr_t b / (r_t r_{t+1}) and the damping lambda b (Eq. 14), where b is the mean
       of r^2 over what the factors remember, as of the last inversion: r_t^2, and lr hardly changed,
       if every step refreshes and inverts them. Exact if the curvature at W/|W|, which has |W|^2
-      times that at W, keeps its size in that time.
+      times that at W, keeps its size in that time: nearly so for Gauss-Newton, not for the Fisher
+      matrix, which vanishes as the data is fitted (docs/diagnosis.md has the numbers).
 
     It is for these layers only: the others keep lr, and their decay, which acts on the function.
     Needs a decay of one strength on them, and no L2 inside Adam or K-FAC. Where `watch` recorded
