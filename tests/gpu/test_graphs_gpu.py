@@ -159,6 +159,31 @@ def test_a_run_that_was_left_continues_bit_for_bit(tmp_path, data, name):
     assert last.values["test/loss"] == whole.values["test/loss"]
 
 
+def test_a_caller_reads_model_and_loss_of_the_step_that_was_yielded(data):
+    """Also if its reading comes late on its own stream; and what it keeps stays."""
+
+    def read(late):
+        found = []
+        for progress in train(SPECS["sgd"], data=data, device="cuda", execution=how):
+            if progress.kind == "step":
+                if late:
+                    torch.cuda._sleep(10**7)
+                weight = next(progress.model.parameters())
+                found.append((progress.loss, weight.detach().clone()))
+                if not late:
+                    torch.cuda.synchronize()
+            if progress.step == 12:
+                break
+        return [torch.stack(kept) for kept in zip(*found, strict=True)]
+
+    how = Execution(every_step=True)
+    losses, weights = read(late=False)
+    late_losses, late_weights = read(late=True)
+    assert torch.equal(losses, late_losses)
+    assert torch.equal(weights, late_weights)
+    assert len(losses.unique()) == 12
+
+
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize("network", ["vgg11", "resnet20"])
 def test_captured_evaluation_is_the_eager_one(data, network, precision):

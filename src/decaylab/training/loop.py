@@ -76,6 +76,7 @@ def train(
             journal = stack.enter_context(open_journal(store, spec, device=name, how=how))
         stack.enter_context(requests.listening())
         run = TrainingRun(spec, data, compiled=how.compiled)
+        run.beside_others = how.at_once > 1
         if spec.norm_source:
             run.norms = source_norms(store, spec.norm_source, spec.epochs or 0)
         if journal is not None and journal.previous is not None:
@@ -136,6 +137,8 @@ def _epochs(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterat
         while run.position < run.steps_per_epoch:
             with run.at_work():
                 loss = _advance(run, journal, how)
+                if how.every_step:
+                    loss = loss.clone()  # a graph's is overwritten by its next replay
             if how.every_step:
                 yield _progress(run, "step", loss=loss)
         last = run.epoch + 1 == epochs

@@ -4,6 +4,7 @@ What is here is exactly what a checkpoint holds: model, optimizer, position (epo
 generators, and the sums of the running epoch. `loop.train` says when which operation happens.
 """
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ class TrainingRun:
         if spec.deterministic:
             prepare_deterministic(self.device)
         if self.device.type == "cuda":
+            gc.collect()  # graphs of runs that have ended are in cycles, with all their memory
             _wake_backward_thread(self.device)
         self.batches = build_batches(spec, data)
         self.steps_per_epoch = self.batches.steps_per_epoch
@@ -64,6 +66,7 @@ class TrainingRun:
         # ahead of the stream on which K-FAC inverts beside it
         self._stream = torch.cuda.Stream(self.device, priority=-1) if cuda else None
         self._behind = True  # whether the outer stream has work that the run's must wait for
+        self.beside_others = False  # whether other runs take turns with this one
         self.epoch = 0  # the running one, from 0
         self.position = 0  # its steps that are done
         self.drawn = False  # whether its batches are drawn
@@ -115,15 +118,15 @@ class TrainingRun:
     def _on_stream(self) -> Iterator[None]:
         """On CUDA: on the run's own stream, beside those of other runs.
 
-        It waits for the outer stream only after work was done for the run there (building, loading,
-        reading its state), so that runs that take turns do not wait for each other: the outer one
-        waits for them all, so that what is read there is up to date.
+        Both streams wait for each other, so that the caller may read and change the model there.
+        Runs that take turns would wait for each other then, since the outer stream waits for all:
+        they wait only after work was done for them there (building, loading, reading the state).
         """
         if self._stream is None:
             yield
             return
         outer = torch.cuda.current_stream(self.device)
-        if self._behind:
+        if self._behind or not self.beside_others:
             self._stream.wait_stream(outer)
             self._behind = False
         try:

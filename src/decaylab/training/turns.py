@@ -16,9 +16,10 @@ def take_turns(
     """Advance runs made by `train` in turn, and yield whose turn it was with what it gave.
 
     With `Execution(every_step=True)` a turn is a step; on CUDA each run has a stream of its own,
-    and the device works on all of them. Each gives what it gives alone. A run that ends with an
-    error (`Diverged`, no memory) yields it and is out; the others go on. A signal, or closing this
-    generator, closes all runs: those with a store save a checkpoint.
+    and the device works on all of them: a model or loss that the caller reads must be read to the
+    end (`.item()`, `torch.cuda.synchronize()`) before the next turn. Each gives what it gives
+    alone. A run that ends with an error (`Diverged`, no memory) yields it and is out; the others go
+    on. A signal, or closing this generator, closes all runs: those with a store save a checkpoint.
 
     >>> from decaylab.training import Execution, RunSpec, train
     >>> how = Execution(every_step=True, at_once=2)
