@@ -149,6 +149,7 @@ def test_the_callback_records_what_watch_records(tmp_path):
         assert [row.epoch for row in found] == [0, 0, 1, 1]
         assert [row.value for row in found] == pytest.approx([row.value for row in expected])
     assert callback.watched.steps == 6
+    assert not callback.watched.optimizer._optimizer_step_post_hooks  # off when it ends
 
 
 @pytest.mark.parametrize("manual", [False, True])
