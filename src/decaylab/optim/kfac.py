@@ -23,6 +23,7 @@ from decaylab.optim.decay import Decay
 from decaylab.optim.kfac_options import (
     Health,
     KFACOptions,
+    check_alone,
     check_groups,
     check_numbers,
     first_order,
@@ -60,7 +61,8 @@ class KFAC(torch.optim.Optimizer):
     Scaling: the curvature is that of the loss averaged over the rows of the logits [..., C],
     whatever the loss does; with a summed loss over N rows, lr / N gives the same step. Cost: at a
     refresh one extra backward pass and the factor products; every `invert_every` steps the
-    inverses; at every step two matrix products per layer.
+    inverses; at every step two matrix products per layer. Not covered: data-parallel training, whose
+    ranks would each have factors of their own.
 
     Args:
         model: the model whose training-mode forward passes are observed; or `torch.compile(model)`.
@@ -140,6 +142,7 @@ class KFAC(torch.optim.Optimizer):
         if damping_scaling not in ("fixed", "scale-free"):
             raise DecaylabError(f"damping_scaling is {damping_scaling!r}: use fixed or scale-free")
         self.model = eager_module(model)
+        check_alone(self.model)
         if others_lr is None:
             others_lr = 1e-3 if others == "adam" else float(lr)
         cuda = any(p.is_cuda for p in self.model.parameters())

@@ -1,11 +1,12 @@
 """Rare options of K-FAC, its health report, and who steps the parameters outside its blocks."""
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decaylab.curvature.observer import CountedRows
 from decaylab.errors import DecaylabError
@@ -110,3 +111,16 @@ def one_device(groups: list[dict[str, Any]]) -> torch.device:
             "move the model to one before building KFAC"
         )
     return devices.pop()
+
+
+def check_alone(model: nn.Module) -> None:
+    """Refuse data-parallel training: each rank would step with factors of its own batches."""
+    processes = torch.distributed
+    if not (processes.is_available() and processes.is_initialized()):
+        return
+    if processes.get_world_size() == 1:
+        return
+    said = "KFAC does not average its factors over processes, and data-parallel ranks drift apart"
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise DecaylabError(f"{said}: train in one process")
+    warnings.warn(f"{said}: let each process train a model of its own", stacklevel=4)
