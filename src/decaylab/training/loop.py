@@ -137,8 +137,6 @@ def _epochs(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterat
         while run.position < run.steps_per_epoch:
             with run.at_work():
                 loss = _advance(run, journal, how)
-                if how.every_step:
-                    loss = loss.clone()  # a graph's is overwritten by its next replay
             if how.every_step:
                 yield _progress(run, "step", loss=loss)
         last = run.epoch + 1 == epochs
@@ -172,6 +170,8 @@ def _advance(run: TrainingRun, journal: Journal | None, how: Execution) -> Tenso
     while True:
         started = perf_counter()
         loss = run.train_step()
+        if how.every_step:
+            loss = loss.clone()  # a graph's is overwritten by what is replayed next
         done = run.position == run.steps_per_epoch
         if done and how.at_once > 1:  # the others go on before this one waits for the device
             run.train_seconds += perf_counter() - started
