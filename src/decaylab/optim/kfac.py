@@ -61,8 +61,8 @@ class KFAC(torch.optim.Optimizer):
     Scaling: the curvature is that of the loss averaged over the rows of the logits [..., C],
     whatever the loss does; with a summed loss over N rows, lr / N gives the same step. Cost: at a
     refresh one extra backward pass and the factor products; every `invert_every` steps the
-    inverses; at every step two matrix products per layer. Not covered: data-parallel training, whose
-    ranks would each have factors of their own.
+    inverses; at every step two matrix products per layer. Not covered: data-parallel training,
+    whose ranks would each have factors of their own.
 
     Args:
         model: the model whose training-mode forward passes are observed; or `torch.compile(model)`.
