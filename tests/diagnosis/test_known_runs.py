@@ -125,6 +125,9 @@ def test_a_decay_that_does_nothing(digits, seed):
     run, baseline = pair(digits, seed, sgd, 1e-5, ["jacobian_norm"])
     assert verdicts(run, baseline) == ["does not act"] * 3
     assert verdicts(run) == ["does not act"] * 3
+    said = " ".join(diagnose(run, baseline).consequences)
+    assert "it could be left out" in said
+    assert "learning rate that grows" not in said
 
 
 def test_layer_norm_is_found_with_inputs_and_adamw_acts(digits):

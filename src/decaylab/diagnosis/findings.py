@@ -227,9 +227,10 @@ def what_follows(run: Observed, findings: tuple[Finding, ...]) -> list[str]:
         )
         if "acts" in (lr.verdict, damping.verdict):
             said.append("There decay matters: it " + _through(lr, damping) + ".")
-        elif lr.verdict == damping.verdict == "does not act":
+        if lr.verdict == damping.verdict == "does not act":
             said.append("There decay is without effect in this run: it could be left out.")
-        said += _schedule_words(invariant)
+        else:
+            said += _schedule_words(invariant)
     if others:
         verb = {"acts": "matters: it shrinks the Jacobian", "does not act": "has little effect"}
         words = verb.get(jacobian.verdict, "acts on the function; how much, is not decided here")
