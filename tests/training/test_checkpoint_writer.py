@@ -172,3 +172,11 @@ def test_nothing_is_written_once_the_lock_is_free(tmp_path, disk):
     assert checkpoint.load(folder.checkpoint)["step"] == 4
     assert not list(folder.path.glob("*.part"))
     assert threading.active_count() <= before + 1  # the timer
+
+
+def test_a_dtype_that_the_file_cannot_hold_is_refused_at_once_by_its_path(tmp_path):
+    """Not in the thread that writes, whose error comes with the next checkpoint."""
+    writer = checkpoint.Writer(tmp_path / "checkpoint")
+    with pytest.raises(TypeError, match=r"state\.a\.b is of torch\.complex64"):
+        writer.save({"a": {"b": torch.zeros(2, dtype=torch.complex64)}})
+    writer.wait()

@@ -40,6 +40,8 @@ def flatten(state: Any, path: str = "state") -> tuple[Any, dict[str, Tensor]]:
 
     def visit(value: Any, where: str) -> Any:
         if isinstance(value, Tensor):
+            if value.dtype not in _DTYPES:
+                raise TypeError(f"{where} is of {value.dtype}: a checkpoint holds no such thing")
             while where in tensors:  # {"a": {"b": ...}, "a.b": ...} or the keys 1 and "1"
                 where += "'"
             tensors[where] = value
