@@ -165,6 +165,7 @@ def _marks(axes: "Axes", panel: Panel) -> None:
             axes.plot(mark.x, mark.y, color=colour, label=label, linewidth=1.2, alpha=0.85, **shape)
     if bars:
         axes.set_xticks(range(len(panel.groups)), panel.groups)
+        axes.set_xlim(-0.5, len(panel.groups) - 0.5)  # groups without a bar have room too
         axes.grid(visible=False, axis="x")
         _room_for(axes, bars, from_zero=not panel.log_y)
     for axis, logarithmic in (("x", panel.log_x), ("y", panel.log_y)):
