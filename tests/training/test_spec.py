@@ -83,7 +83,9 @@ def test_an_id_is_readable_and_what_is_left_out_equals_the_published_value():
 def test_a_field_added_later_at_its_default_leaves_ids_alone(monkeypatch):
     spec = RunSpec()
     before = spec.id
-    monkeypatch.delitem(RunSpec.__dataclass_fields__, "held_out")
+    # a dict of its own: deleted and put back, the field would come last in every later spec
+    known = {k: v for k, v in RunSpec.__dataclass_fields__.items() if k != "held_out"}
+    monkeypatch.setattr(RunSpec, "__dataclass_fields__", known)
     assert spec.id == before
 
 
