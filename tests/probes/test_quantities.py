@@ -279,7 +279,7 @@ def test_damping_of_an_optimizer_follows_its_scaling():
     kfac.step()
     with torch.no_grad():
         model[0].weight.mul_(2)
-    first = float(kfac._initial_norms["0"])
+    first = float(kfac.scale_free.norms["0"])
     got = probes.effective_damping(model, kfac.factors(), kfac.dampings())
     assert got.details["0"].effective == pytest.approx(0.5 * first**2, rel=1e-12)
     assert got.details["5"].damping == 0.5

@@ -168,7 +168,7 @@ def _copy_runs(target: Tensor, source: Tensor) -> None:
         if (
             tensor.stride(-1) != 1
             or tensor.shape[-1] % run
-            or tensor.storage_offset() % run
+            or tensor.data_ptr() % 16
             or any(stride % run for stride in tensor.stride()[:-1])
         ):
             target.copy_(source)

@@ -19,7 +19,7 @@ class NormalisedConv2d(nn.Conv2d):
 
     So the bias is there (recipe line 10; it is the 1 in K-FAC's input factor) but is not added, and
     has no gradient: the same function, without a pass over the activations and one over their
-    gradients.
+    gradients. (DistributedDataParallel needs `find_unused_parameters=True` for it.)
     """
 
     def forward(self, images: Tensor) -> Tensor:

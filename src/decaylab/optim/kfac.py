@@ -17,7 +17,6 @@ from decaylab.curvature.layers import Sharing
 from decaylab.curvature.observer import Measure, Observer
 from decaylab.curvature.outputs import Curvature, Likelihood
 from decaylab.errors import DecaylabError
-from decaylab.networks import roles
 from decaylab.optim.coverage import Coverage, plan
 from decaylab.optim.decay import Decay
 from decaylab.optim.kfac_options import (
@@ -29,6 +28,7 @@ from decaylab.optim.kfac_options import (
     first_order,
     one_device,
 )
+from decaylab.optim.scale_free import ScaleFree, invariant_layers
 from decaylab.optim.update import LossScale, Updater
 
 # So many steps in a row without a finite gradient are no accident.
@@ -171,8 +171,10 @@ class KFAC(torch.optim.Optimizer):
         generator = torch.Generator(self.device).manual_seed(seed % 2**63)
         self._blocks = Blocks(planned.blocks, self.device)
         self._updater = Updater(self._blocks, self._first_order)
-        invariant = self._invariant_layers(options) if damping_scaling == "scale-free" else []
-        self._initial_norms = {name: self._weight_norm(name) for name in invariant}
+        layers = []
+        if damping_scaling == "scale-free":
+            layers = invariant_layers(self.model, planned.blocks, options.invariant)
+        self.scale_free = ScaleFree(planned.blocks, layers)
         self._skips = torch.zeros(2, dtype=torch.int64, device=self.device)  # in total, in a row
         # nothing here refers back to self: its memory and hooks go with the last reference to it
         own, rows = weakref.ref(self), options.counted_rows
@@ -228,7 +230,7 @@ class KFAC(torch.optim.Optimizer):
     def after_step(self) -> None:
         """The part of `step` that follows: an inversion that is due begins or goes on."""
         if self._inversion_due and not self.inverts_now:
-            self._blocks.begin_inversion(self.damping, self._damping_ratios())
+            self._blocks.begin_inversion(self.damping, self.scale_free.ratios())
             self._begun = self.steps
         if self._begun is not None:
             self._blocks.advance_inversion(self._inversion_lag)
@@ -314,7 +316,7 @@ class KFAC(torch.optim.Optimizer):
 
     def dampings(self) -> dict[str, Tensor]:
         """Each block's lambda as an inversion now would use it: scale-free and raised ones too."""
-        ratios = self._damping_ratios()
+        ratios = self.scale_free.ratios()
         return {n: self.damping * ratios.get(n, 1.0) * b for n, b in self._blocks.boosts().items()}
 
     def coverage(self) -> dict[str, Coverage]:
@@ -345,7 +347,7 @@ class KFAC(torch.optim.Optimizer):
             "damping": self.damping,
             "skips": self._skips.clone(),
             "generator": self._observer.generator.get_state(),
-            "initial_norms": {name: norm.clone() for name, norm in self._initial_norms.items()},
+            "initial_norms": {name: norm.clone() for name, norm in self.scale_free.norms.items()},
             "layers": self._blocks.state_dict(),
         }
         return state
@@ -361,7 +363,7 @@ class KFAC(torch.optim.Optimizer):
         self._begun, self._inverted = mine["begun"], bool(mine["inverted"])
         self._skips.copy_(mine["skips"])
         self._observer.generator.set_state(mine["generator"].cpu())
-        for name, norm in self._initial_norms.items():
+        for name, norm in self.scale_free.norms.items():
             norm.copy_(mine["initial_norms"].get(name, norm))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -404,16 +406,12 @@ class KFAC(torch.optim.Optimizer):
                 )
         self._blocks.update(sums, self.factor_decay)
 
-    def _damping_ratios(self) -> dict[str, Tensor]:
-        """Scale-free damping: |W_l(0)|^2 / |W_l|^2 for each scale-invariant layer."""
-        return {n: (norm / self._weight_norm(n)) ** 2 for n, norm in self._initial_norms.items()}
-
     @property
     def _inversion_due(self) -> bool:
         return self.steps % self.invert_every == 0
 
     def _invert(self) -> None:
-        self._blocks.invert(self.damping, self._damping_ratios())
+        self._blocks.invert(self.damping, self.scale_free.ratios())
         self._begun, self._inverted = None, True
 
     def _update(self) -> None:
@@ -429,25 +427,6 @@ class KFAC(torch.optim.Optimizer):
         if skip is None:  # a GradScaler looks for its scale by steps that overflow
             self._skips += (~finite).long()
             self._skips[1].mul_((~finite).long())
-
-    # ---------------------------------------------------------------- setting up
-
-    def _invariant_layers(self, options: KFACOptions) -> list[str]:
-        """The covered layers whose damping follows their norm."""
-        covered = self._blocks.blocks
-        if options.invariant is not None:
-            unknown = sorted(set(options.invariant) - covered.keys())
-            if unknown:
-                listed = ", ".join(unknown)
-                raise DecaylabError(f"options.invariant names no covered layer: {listed}")
-            named = set(options.invariant)
-        else:
-            named = {r.module for r in roles(self.model).values() if r.role == "invariant"}
-        return [name for name in covered if name in named and covered[name].weight]
-
-    def _weight_norm(self, name: str) -> Tensor:
-        block = self._blocks.blocks[name]
-        return torch.linalg.vector_norm(block.layer.weight.detach().to(block.shape.dtype))
 
     @contextmanager
     def _initialization(self) -> Iterator[None]:

@@ -254,6 +254,7 @@ class Reproduction:
         """One run, tried twice if need be; None after a step, when several runs take turns."""
         run_id = planned.spec.id
         for attempt in (1, 2):
+            progress: Progress | None = None  # else it holds the first attempt's memory
             try:
                 yield Event("begun", planned)
                 for progress in self._training(planned):

@@ -60,7 +60,7 @@ def _of_group(
     values["power"] = float(POWERS[rule])
     if rule == "kfac" and isinstance(optimizer, KFAC):
         values["damping"] = float(optimizer.damping)
-        values["scale_free"] = float(layer in optimizer._initial_norms)
+        values["scale_free"] = float(layer in optimizer.scale_free.norms)
         memory = ("factor_decay", "refresh_every", "invert_every")
         values |= {name: float(getattr(optimizer, name)) for name in memory}
     return values

@@ -1,0 +1,42 @@
+"""Scale-free damping: the effective damping of Eq. 14 stays where it was asked to be."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from decaylab.curvature.factors import Block
+from decaylab.errors import DecaylabError
+from decaylab.networks import roles
+
+
+class ScaleFree:
+    """The norms |W_l(0)| of scale-invariant layers, and what their damping is multiplied by.
+
+    For such a layer the curvature goes with 1 / |W_l|^2 (Eq. 13), so that a fixed lambda outgrows
+    it as the weight grows; lambda |W_l(0)|^2 / |W_l|^2 does not.
+    """
+
+    def __init__(self, blocks: Mapping[str, Block], layers: Sequence[str]) -> None:
+        self._blocks = {name: blocks[name] for name in layers}
+        self.norms = {name: _norm(block) for name, block in self._blocks.items()}
+
+    def ratios(self) -> dict[str, Tensor]:
+        """|W_l(0)|^2 / |W_l|^2 for each layer."""
+        return {name: (self.norms[name] / _norm(b)) ** 2 for name, b in self._blocks.items()}
+
+
+def invariant_layers(
+    model: nn.Module, blocks: Mapping[str, Block], named: Sequence[str] | None
+) -> list[str]:
+    """The covered layers whose scale does not matter: those named, or by their role in the net."""
+    unknown = sorted(set(named or ()) - blocks.keys())
+    if unknown:
+        raise DecaylabError(f"options.invariant names no covered layer: {', '.join(unknown)}")
+    if named is None:
+        named = [r.module for r in roles(model).values() if r.role == "invariant"]
+    return [name for name, block in blocks.items() if name in set(named) and block.weight]
+
+
+def _norm(block: Block) -> Tensor:
+    return torch.linalg.vector_norm(block.layer.weight.detach().to(block.shape.dtype))
