@@ -148,3 +148,23 @@ def test_advice(runs, tmp_path):
     words = ["--from", "sgd", "--from-lr", "0.1", "--to", "adam", "--to-lr", "0.001"]
     converted = run("advise", "convert", "5e-4", *words)
     assert "= decoupled weight decay 0.502272 of adam" in converted.stdout
+
+
+def test_a_schedule_in_place_of_kfac_f_is_said_to_be_rough(tmp_path):
+    for kind, rough in (("kfac-f", True), ("kfac-g", False)):
+        words = [
+            "--optimizer",
+            kind,
+            "--decay",
+            "decoupled",
+            "--weight-decay",
+            "0.1",
+            "--epochs",
+            "2",
+        ]
+        place = ["--device", "cpu", "--runs", tmp_path / kind, "--batch-norm", "--hidden", "8"]
+        trained = json.loads(run("train", *words, *place, "--json").stdout)
+        out = ["--runs", tmp_path / kind, "--out", tmp_path / "schedule.csv"]
+        done = run("advise", "schedule", trained["id"], *out)
+        assert done.exit_code == 0, done.output
+        assert ("only roughly" in done.stderr) == rough

@@ -106,8 +106,15 @@ def schedule_command(
     In Python: decaylab.diagnosis.EquivalentSchedule.from_csv(...).lambdas() for torch's LambdaLR.
     """
     source = found_run(run, runs)
-    for trouble in observe(source).troubles:
+    observed = observe(source)
+    for trouble in observed.troubles:
         print(f"{run}: {trouble}", file=sys.stderr)
+    if observed.spec is not None and observed.spec.optimizer == "kfac-f":
+        print(
+            f"{run}: the Fisher matrix shrinks as the data is fitted, so that this schedule keeps"
+            " the rotation of K-FAC-F's layers only roughly (docs/diagnosis.md)",
+            file=sys.stderr,
+        )
     schedule = equivalent_schedule(source)
     schedule.save(out)
     facts = {
