@@ -270,7 +270,7 @@ def effective_lr_figure(records: Records) -> Figure:
                 nets.setdefault(title, {}).setdefault(place, []).append(run)
         for title, runs in nets.items():
             found = [p for p in mechanism_panels(MECHANISMS[0], runs) if not p.empty]
-            panels += [_retitled(panel, title) for panel in found]
+            panels += [_retitled(panel, f"{title} ({tier})") for panel in found]
     return Figure("effective-lr", panels)
 
 
