@@ -89,7 +89,7 @@ def test_figures_are_drawn_for_what_there_is(tmp_path):
     figure = pages.effective_lr_figure(records)
     ((path, panel),) = figure.files()
     assert path == "figures/effective-lr-0.png"
-    assert panel.title == "SGD: CIFAR-10, VGG16, BN"
+    assert panel.title == "SGD: CIFAR-10, VGG16, BN (short)"
     (line,) = panel.marks
     assert line.y[-1] == pytest.approx(everything(0)["effective_lr/features.0"])
     assert path in pages.filled_in("<!-- records: effective-lr -->", records)
