@@ -98,7 +98,7 @@ def test_the_same_run_serves_every_artefact():
     )  # fmt: skip
     (shared,) = [run for run in planned if run.spec.id == vgg.runs[0].id]
     assert set(shared.artefacts) == {"table1", "table2", "fig5", "fig1", "fig8"}
-    assert set(shared.probes) == {"effective_lr", "jacobian", "kfac_gn"}  # the union
+    assert set(shared.probes) == {"effective_lr", "damping", "jacobian", "kfac_gn"}  # the union
 
 
 def test_pairs_stand_together_first_seeds_first_and_sources_before_their_dependents():

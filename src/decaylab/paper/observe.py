@@ -11,6 +11,7 @@ from torch import Tensor
 
 from decaylab import probes
 from decaylab.data import Split, evaluation_batches
+from decaylab.optim.kfac import KFAC
 from decaylab.paper.suite import PROBES
 from decaylab.training import TrainingRun
 
@@ -18,6 +19,7 @@ Observer = Callable[[TrainingRun], dict[str, float]]
 
 CHUNK = 256  # test images whose Jacobians are made together
 KFAC_BATCHES, KFAC_BATCH = 10, 128  # so many, of so many training images
+LONGEST_SIDE = 1200  # of factors whose eigenvalues are taken: longer ones take seconds each
 # Images and draws of Fig. 7's traces, measured after every epoch; fewer on digits, a toy.
 TRACES, TRACES_ON_DIGITS = (256, 8), (128, 4)
 
@@ -31,6 +33,8 @@ def observer(wanted: Iterable[str]) -> Observer | None:
     - `jacobian`: at the end, exact, on the whole test set (Table 2). A backward pass per class.
     - `kfac_gn`: at the end, exact outputs, on the first 1,280 training images (Fig. 5). A backward
       pass per class.
+    - `damping`: under K-FAC, at the start and at the end, effective damping (Eq. 14) and the share
+      of second-order directions of layers whose factors are not long. No pass.
     """
     chosen = tuple(probe for probe in PROBES if probe in set(wanted))
     measures = [MEASURES[probe] for probe in chosen]
@@ -86,11 +90,27 @@ def _kfac_gn(run: TrainingRun) -> dict[str, float]:
     return {"kfac_gn_norm": reading.total or 0.0}
 
 
+def _damping(run: TrainingRun) -> dict[str, float]:
+    optimizer = run.optimizer
+    if not isinstance(optimizer, KFAC) or not (run.step == 0 or _at_end(run)):
+        return {}
+    factors = {
+        layer: of
+        for layer, of in optimizer.factors().items()
+        if max(of.A.shape[-1], of.S.shape[-1]) <= LONGEST_SIDE and float(of.T) > 0
+    }
+    if not factors:
+        return {}
+    reading = probes.effective_damping(run.model, factors, optimizer.dampings())
+    return {name: value for name, value in reading.rows().items() if name != reading.name}
+
+
 MEASURES: dict[str, Observer] = {
     "effective_lr": _effective_lr,
     "traces": _traces,
     "jacobian": _jacobian,
     "kfac_gn": _kfac_gn,
+    "damping": _damping,
 }
 
 

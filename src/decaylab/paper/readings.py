@@ -42,13 +42,19 @@ class RunReading:
         return next((n for n in self.rows.names() if n.startswith(f"{quantity}/")), None)
 
     def lacking(self, probes: Sequence[str]) -> list[str]:
-        """The probes it should have recorded and has not. Effective lr exists under BN only."""
+        """The probes it should have recorded and has not.
+
+        Effective lr exists under BN only, damping under K-FAC only.
+        """
+        none = {
+            "effective_lr": not self.spec.batch_norm,
+            "damping": not self.spec.optimizer.startswith("kfac"),
+        }
         names = self.rows.names()
         return [
             probe
             for probe in probes
-            if not any(name.startswith(PROBES[probe]) for name in names)
-            and not (probe == "effective_lr" and not self.spec.batch_norm)
+            if not any(name.startswith(PROBES[probe]) for name in names) and not none.get(probe)
         ]
 
     def first_stage_exposure(self) -> float:

@@ -33,6 +33,7 @@ PROBES: dict[str, str] = {
     "traces": "gn_trace_normalised/",
     "jacobian": "jacobian_norm",
     "kfac_gn": "kfac_gn_norm",
+    "damping": "second_order_share/",
 }
 """What an artefact can ask for beyond what every run records -> how its rows begin."""
 
