@@ -27,11 +27,11 @@ def run_ids(artefact, tier="short"):
 
 
 def test_every_table_and_figure_of_the_paper_is_there_and_says_what_it_shows():
-    assert set(artefacts()) == PAPER
+    assert set(artefacts()) == PAPER | {"decay-alone"}
     assert next(iter(artefacts())) == "table1"
     for artefact in artefacts().values():
         assert artefact.shows.endswith(".")
-        assert artefact.claims
+        assert bool(artefact.claims) == (artefact.name in PAPER)
         keys = [tuple(cell.key.items()) for cell in cells(artefact.name, "short")]
         assert len(set(keys)) == len(keys)
     claimed = {claim for artefact in artefacts().values() for claim in artefact.claims}
@@ -97,7 +97,7 @@ def test_the_same_run_serves_every_artefact():
         weight_decay=0,
     )  # fmt: skip
     (shared,) = [run for run in planned if run.spec.id == vgg.runs[0].id]
-    assert set(shared.artefacts) == {"table1", "table2", "fig5", "fig1", "fig8"}
+    assert set(shared.artefacts) == {"table1", "table2", "fig5", "fig1", "fig8", "decay-alone"}
     assert set(shared.probes) == {"effective_lr", "damping", "jacobian", "kfac_gn"}  # the union
 
 
@@ -172,3 +172,15 @@ def test_what_is_not_known_is_refused_with_what_is(tmp_path):
     (tmp_path / "odd.toml").write_text("winner = 3\n")
     with pytest.raises(DecaylabError, match=r"odd\.toml is no result of"):
         cells("fig1", "short", searched_folder=tmp_path)
+
+
+def test_decay_alone_differs_by_the_decay_alone():
+    pairs: dict[str, list] = {}
+    for cell in cells("decay-alone", "full"):
+        pairs.setdefault(f"{cell.key['batch_norm']} {cell.key['optimizer']}", []).append(*cell.runs)
+    assert len(pairs) == 8
+    for without, decayed in pairs.values():
+        kind, strength = decayed.decay, decayed.weight_decay
+        assert strength > 0
+        assert replace(without, decay=kind, weight_decay=strength) == decayed
+        assert decayed.id in run_ids("table1", "full")

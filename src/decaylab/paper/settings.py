@@ -19,8 +19,9 @@ from typing import Any
 from decaylab.errors import DecaylabError
 
 ROW = ("dataset", "network", "batch_norm", "augment", "optimizer")
-SCHEMES = ("none", "wd", "l2", "wd-conv", "wd-fc", "wn-conv", "wd-fc+wn-conv")
-"""What is done about decay: nothing, weight decay, L2, decay by scope, norm transfer."""
+SCHEMES = ("none", "wd", "l2", "wd-conv", "wd-fc", "wn-conv", "wd-fc+wn-conv", "undecayed")
+"""What is done about decay: nothing, weight decay, L2, decay by scope, norm transfer; and nothing
+at the settings that were tuned for weight decay."""
 
 
 def decay_kind(optimizer: str) -> str:

@@ -255,8 +255,8 @@ def _own(
     artefact: Artefact, key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None
 ) -> tuple[RunSpec, ...]:
     """The runs at our own search's settings, for a cell whose `runs` are at the published ones."""
-    table_of_accuracies = artefact.kind == "table" and artefact.percent
-    if tier.on_digits or not table_of_accuracies or key.get("batch_size", 128) != 128:
+    of_accuracies = artefact.kind == "table" and artefact.percent and artefact.reference
+    if tier.on_digits or not of_accuracies or key.get("batch_size", 128) != 128:
         return ()
     scheme = _scheme(key)
     found = searched(key, scheme, tier.name, folder)
@@ -286,7 +286,7 @@ def _spec(
 
 def _decay(scheme: str, optimizer: str, weight_decay: float) -> dict[str, Any]:
     """The decay fields of a scheme (recipe line 16); the norm transfer is added by its source."""
-    if scheme in ("none", "wn-conv"):
+    if scheme in ("none", "wn-conv", "undecayed"):
         return {"decay": "none", "weight_decay": 0.0}
     scope = "conv" if scheme == "wd-conv" else "fc" if "wd-fc" in scheme else "all"
     kind = "l2" if scheme == "l2" else decay_kind(optimizer)
