@@ -454,3 +454,24 @@ def test_initializing_again_drops_an_inversion_that_was_begun():
     opt.initialize([data()[0]])
     assert "A_pending" not in opt.state_dict()["kfac"]["layers"]["0"]
     train_step(opt, model, *data())
+
+
+@pytest.mark.parametrize("others", ["adam", "sgd"])
+def test_buffers_of_others_are_loaded_in_their_parameters_order(others):
+    """A convolution outside the blocks, channels-last, and a state dict in plain order."""
+
+    def stepped(reload):
+        model = seeded(net).to(memory_format=torch.channels_last)
+        options = KFACOptions(exclude=("0",))
+        opt = KFAC(model, 0.1, outputs="exact", others=others, options=options)
+        for step in range(4):
+            if reload and step == 2:
+                state = opt.state_dict()
+                for entry in state["state"].values():
+                    for key, value in entry.items():
+                        entry[key] = value.clone(memory_format=torch.contiguous_format)
+                opt.load_state_dict(state)
+            train_step(opt, model, *data(step))
+        return flat(model)
+
+    torch.testing.assert_close(stepped(True), stepped(False), rtol=1e-12, atol=1e-12)

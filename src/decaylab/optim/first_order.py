@@ -140,3 +140,15 @@ def adam(
     )
     optimizer.register_step_pre_hook(_decay_outside)
     return optimizer
+
+
+def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give loaded buffers their parameters' order in memory, through which torch's fused steps run.
+
+    A saved one may be in plain order where the parameter is channels-last; a step would mix them up
+    without a word.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

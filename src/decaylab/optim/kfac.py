@@ -19,6 +19,7 @@ from decaylab.curvature.outputs import Curvature, Likelihood
 from decaylab.errors import DecaylabError
 from decaylab.optim.coverage import Coverage, plan
 from decaylab.optim.decay import Decay
+from decaylab.optim.first_order import lay_out_state
 from decaylab.optim.kfac_options import (
     Health,
     KFACOptions,
@@ -359,6 +360,7 @@ class KFAC(torch.optim.Optimizer):
             raise DecaylabError("this state dict holds no K-FAC factors: it is another optimizer's")
         self._blocks.load_state_dict(mine["layers"])
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
+        lay_out_state(self)
         self.steps, self.damping = int(mine["steps"]), float(mine["damping"])
         self._begun, self._inverted = mine["begun"], bool(mine["inverted"])
         self._skips.copy_(mine["skips"])

@@ -122,13 +122,9 @@ class Updater:
 
 
 def _velocity(state: dict[str, Any], parameter: Tensor) -> Tensor:
-    """A parameter's momentum, in memory as the parameter is (a loaded one may not be)."""
+    """A parameter's momentum, zero at first."""
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = torch.zeros_like(parameter)
-    elif state["momentum_buffer"].stride() != parameter.stride():
-        loaded, buffer = state["momentum_buffer"], torch.empty_like(parameter)
-        if buffer.stride() != loaded.stride():
-            state["momentum_buffer"] = buffer.copy_(loaded)
     return state["momentum_buffer"]
 
 

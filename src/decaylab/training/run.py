@@ -19,6 +19,7 @@ from decaylab.data import DataSet
 from decaylab.errors import DecaylabError
 from decaylab.optim import schedules
 from decaylab.optim.decay import decay_rate
+from decaylab.optim.first_order import lay_out_state
 from decaylab.optim.kfac import KFAC
 from decaylab.probes.weights import Layers, layers_of
 from decaylab.records import Row
@@ -273,7 +274,7 @@ class TrainingRun:
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        _lay_out_like_parameters(self.optimizer)
+        lay_out_state(self.optimizer)
         self.batches.load_state_dict(state["batches"])
         self.batches.begin_epoch()
         self.epoch, self.position, self.drawn = state["epoch"], state["position"], True
@@ -298,14 +299,6 @@ def _wake_backward_thread(device: torch.device) -> None:
         warnings.simplefilter("ignore")
         one = torch.ones(1, 1, device=device, requires_grad=True)
         (one @ one).sum().backward()
-
-
-def _lay_out_like_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Give loaded buffers their parameters' memory format, which torch's fused steps insist on."""
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _seeded_states(seed: int, device: torch.device) -> dict[str, Tensor]:
