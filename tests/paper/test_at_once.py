@@ -47,3 +47,12 @@ def test_taking_turns_changes_nothing(tmp_path, at_once):
             models = [load_run(store.folder(spec.id))[0] for store in (alone, together)]
             first, second = (model.state_dict() for model in models)
             assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_record_says_how_many_runs_shared_the_device(tmp_path):
+    how = How(torch.device("cpu"), "custom", at_once=2, processes=3)
+    planned = [PlannedRun(SPECS[0].resolved(), (), ("test",))]
+    reproduction = Reproduction(planned, RunStore(tmp_path), how)
+    for _ in reproduction.run():
+        pass
+    assert RunStore(tmp_path).folder(SPECS[0].id).manifest().at_once == 6

@@ -24,6 +24,14 @@ Compiled = Annotated[
     bool,
     typer.Option("--compiled", help="Compile networks: for long runs on CUDA."),
 ]
+Processes = Annotated[
+    int,
+    typer.Option(
+        "--processes",
+        min=1,
+        help="Start the command so often yourself: one prepares runs while another trains.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
 
 RUNS = Path("runs")

@@ -62,6 +62,7 @@ def reproduce_command(
     at_once: Annotated[
         int, typer.Option("--at-once", min=1, help="Runs that take turns; a GPU gains by 2 to 4.")
     ] = 1,
+    processes: options.Processes = 1,
     compiled: options.Compiled = False,
     checkpoint_every: Annotated[
         float, typer.Option("--checkpoint-every", help="Seconds between checkpoints, at least.")
@@ -92,6 +93,7 @@ def reproduce_command(
         keep_checkpoints=keep_checkpoints,
         checkpoint_every=checkpoint_every,
         at_once=at_once,
+        processes=processes,
         compiled=compiled,
     )
     reproduction = Reproduction(planned, store, how)

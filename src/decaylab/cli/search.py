@@ -65,6 +65,7 @@ def search_command(
         typer.Option(help="With --runs-only: more weight decays while the best is on the edge."),
     ] = True,
     at_once: Annotated[int, typer.Option(min=1, help="With --runs-only: so many take turns.")] = 1,
+    processes: options.Processes = 1,
     compiled: options.Compiled = False,
     max_minutes: Annotated[
         float | None, typer.Option(help="With --runs-only: stop cleanly after so long.")
@@ -98,7 +99,8 @@ def search_command(
     folder = runs / "searched"
     if runs_only:
         seconds = None if max_minutes is None else 60 * max_minutes
-        how = How(*(where, plan.tier, data_dir, seconds), at_once=at_once, compiled=compiled)
+        how = How(where, plan.tier, data_dir, seconds, compiled=compiled)
+        how = replace(how, at_once=at_once, processes=processes)
         best = _make_grid(plan, folder, how, widen=widen)
     else:
         search = Search(plan, folder, load(plan.base.data, data_dir).to(where), where)

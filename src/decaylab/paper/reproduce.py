@@ -116,6 +116,8 @@ class How:
         checkpoint_every: seconds between checkpoints, at least.
         at_once: runs that take turns, a step each; on a GPU their steps overlap. Each gives what
             it gives alone.
+        processes: like this one that share the device, itself included: one prepares a run while
+            another trains. Only recorded (their seconds are no measure of speed).
         compiled: networks go through torch.compile: half a minute, once, for a fifth less a step.
         poll: seconds between looks at runs of other processes that one waits for.
     """
@@ -127,6 +129,7 @@ class How:
     keep_checkpoints: bool = False
     checkpoint_every: float = 60.0
     at_once: int = 1
+    processes: int = 1
     compiled: bool = False
     poll: float = 2.0
 
@@ -291,7 +294,7 @@ class Reproduction:
         execution = Execution(
             checkpoint_every=self.how.checkpoint_every,
             every_step=self.how.at_once > 1,
-            at_once=self.how.at_once,
+            at_once=self.how.at_once * self.how.processes,
             compiled=self.how.compiled,
             tier=self.how.tier,
             observe=observer(planned.probes),
