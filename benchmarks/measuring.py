@@ -83,15 +83,18 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
     """Where, when and with what a benchmark was run."""
-    cuda = options.device == "cuda"
     settings = ("precision", "width", "batch_size", "inversion_lag")
+    return place(options.device) | {name: getattr(options, name) for name in settings}
+
+
+def place(device: str) -> dict[str, Any]:
+    """The device, the day and the versions."""
     return {
-        "device": torch.cuda.get_device_name() if cuda else "CPU",
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
         "date": datetime.now(UTC).date().isoformat(),
         "torch": torch.__version__,
         "version": decaylab.__version__,
         "commit": code_commit(),
-        **{name: getattr(options, name) for name in settings},
     }
 
 

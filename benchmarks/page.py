@@ -1,9 +1,10 @@
 """Write what the speed benchmarks measured into docs/speed.md, beside what was to be reached.
 
-    python benchmarks/page.py results/speed/*.json [--page docs/speed.md]
+    python benchmarks/page.py results/speed/*.json [--runs results] [--page docs/speed.md]
 
-Takes what `step.py --json` and `epoch.py --json` printed, in any number of files; where two have
-the same row, the later one counts. Only what stands between the page's two marks is replaced.
+Takes what `step.py --json`, `epoch.py --json` and `precision.py --json` printed, in any number of
+files (where two have the same row, the later one counts), and from the records of runs how long
+whole schedules took. Only what stands between the page's two marks is replaced.
 """
 
 import argparse
@@ -13,8 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from decaylab.records import RunStore
+from decaylab.training import RunSpec
+
 BEGIN, END = "<!-- measured -->", "<!-- end -->"
 PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
+RUNS = Path(__file__).parents[1] / "results"
+LARGEST_ERROR = 0.02  # of a layer's step, relative, that was to be allowed
 NETWORKS = {"vgg16": "VGG16 (BN)", "resnet32": "ResNet32 x4 (BN)"}
 GRAPHS = ("captured", "compiled-captured")
 Row = dict[str, Any]
@@ -29,11 +35,13 @@ class Measured:
     parts: dict[tuple[str, str, str], Row] = field(default_factory=dict)
     epochs: dict[str, dict[tuple[Any, ...], Row]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    precision: list[Row] = field(default_factory=list)
+    schedules: list[Row] = field(default_factory=list)
 
     @staticmethod
-    def read(paths: Iterable[Path]) -> "Measured":
-        """From the files that the benchmarks printed."""
-        found = Measured()
+    def read(paths: Iterable[Path], runs: Path) -> "Measured":
+        """From the files that the benchmarks printed, and the records of runs."""
+        found = Measured(schedules=whole_schedules(RunStore(runs)))
         for path in paths:
             result = json.loads(path.read_text(encoding="utf-8"))
             found.about.append({"file": path.name, **result["about"]})
@@ -41,6 +49,7 @@ class Measured:
                 found.steps[row["network"], row["step"], row["mode"]] = row
             for row in result.get("parts", []):
                 found.parts[row["network"], row["step"], row["mode"]] = row
+            found.precision += result.get("precision", [])
             found.missing = result.get("not_installed", found.missing)
             for part in ("epoch", "at-once", "evaluation", "checkpoint", "jacobian"):
                 for row in result.get(part, []):
@@ -60,6 +69,30 @@ class Measured:
         rows = [row for row in self.epochs.get(part, {}).values() if row["network"] == network]
         chosen = [row for row in rows if optimizer in (None, row.get("optimizer"))]
         return [row[key] for row in chosen if key in row]
+
+
+def whole_schedules(store: RunStore) -> list[Row]:
+    """Seconds of K-FAC runs at the paper's schedule that had a GPU to themselves."""
+    found = []
+    for folder in store.runs():
+        manifest = folder.manifest()
+        if manifest is None or (manifest.status, manifest.tier) != ("finished", "full"):
+            continue
+        if manifest.device == "cpu" or manifest.at_once > 1 or manifest.resumes:
+            continue
+        spec, rows = RunSpec.from_toml(folder.spec_text()), folder.rows().rows
+        if not spec.optimizer.startswith("kfac"):
+            continue
+        steps = [row.value for row in rows if row.name == "train/seconds"]
+        found.append(
+            {
+                **{"run": folder.id, "network": spec.network, "epochs": spec.epochs},
+                **{"compiled": manifest.compiled, "first_epoch": steps[0], "steps": steps[-1]},
+                "seconds": max(row.seconds for row in rows),
+                "with_probes": manifest.updated - manifest.started,
+            }
+        )
+    return found
 
 
 def best_ms(step: str) -> Callable[[Measured, str], float | None]:
@@ -94,6 +127,11 @@ def most(part: str, key: str) -> Callable[[Measured, str], float | None]:
     return lambda measured, network: max(measured.of(part, network, key), default=None)
 
 
+def quickest(measured: Measured, network: str) -> float | None:
+    rows = [row for row in measured.schedules if row["network"] == network]
+    return min((row["seconds"] for row in rows), default=None)
+
+
 def throughput(measured: Measured, network: str) -> float | None:
     return min(measured.of("at-once", network, "throughput", "kfac-g"), default=None)
 
@@ -123,6 +161,7 @@ GOALS = [
     ),
     Goal("exact Jacobian norm of the test images, s", (3, 15), most("jacobian", "seconds")),
     Goal("throughput of K-FAC runs at once over one", (1.4, 1.3), throughput, at_least=True),
+    Goal("whole schedule of K-FAC, 100 epochs, s", (130, 330), quickest, "{:.0f}"),
     Goal("peak memory of K-FAC over SGD, GB", (2.5, 2.5), more_memory),
 ]
 
@@ -202,21 +241,52 @@ def epochs(measured: Measured) -> str:
     return "\n\n".join(blocks)
 
 
+def schedules(measured: Measured) -> str:
+    head = ["run", "compiled", "first epoch's steps", "all steps", "to the last epoch", "in all"]
+    rows = [
+        [f"`{row['run']}`", "yes" if row["compiled"] else "no"]
+        + [shown(row[key], "{:.1f}") for key in ("first_epoch", "steps", "seconds", "with_probes")]
+        for row in measured.schedules
+    ]
+    return table(head, rows)
+
+
+def precision(measured: Measured) -> str:
+    """The worst layer and the middle one of each run."""
+    rows = []
+    for run in measured.precision:
+        for way in ("as trained", "bf16 inverses"):
+            by_error = sorted((row[way], name) for name, row in run["layers"].items())
+            worst, layer = by_error[-1]
+            middle = by_error[len(by_error) // 2][0]
+            over = sum(error > LARGEST_ERROR for error, _ in by_error)
+            numbers = [f"{middle:.2%}", f"{worst:.2%} ({layer})", f"{over} of {len(by_error)}"]
+            rows.append(
+                [f"`{run['run']}`, step {run['step']}", f"{run['damping']:g}", way, *numbers]
+            )
+    head = ["factors of", "damping", "computed", "median", "worst layer"]
+    return table([*head, f"layers over {LARGEST_ERROR:.0%}"], rows)
+
+
 def measured_section(measured: Measured) -> str:
     """What stands between the marks."""
     places = []
     for about in measured.about:
         said = "{file}: {device}, {date}, torch {torch}, decaylab {version}".format(**about)
         commit = f" ({about['commit'][:9]})" if about["commit"] else ""
-        settings = f"{about['precision']}, batch {about['batch_size']}"
-        settings += f", inversion lag {about['inversion_lag']}"
-        settings += ", compiled" if about.get("compiled") else ""
-        places.append(f"- {said}{commit}, {settings}")
+        if "batch_size" in about:
+            commit += ", {precision}, batch {batch_size}, inversion lag {inversion_lag}".format(
+                **about
+            )
+            commit += ", compiled" if about.get("compiled") else ""
+        places.append(f"- {said}{commit}")
     sections = {
         "What was to be reached": goals(measured),
         "Steps": steps(measured) if measured.steps else "",
         "Parts of K-FAC steps": parts(measured) if measured.parts else "",
         "Epochs": epochs(measured) if measured.epochs else "",
+        "Whole schedules": schedules(measured) if measured.schedules else "",
+        "Precision of a K-FAC step": precision(measured) if measured.precision else "",
     }
     filled = [f"## {title}\n\n{text}" for title, text in sections.items() if text]
     return "\n\n".join(["Measured with:", "\n".join(places), *filled])
@@ -225,6 +295,7 @@ def measured_section(measured: Measured) -> str:
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--runs", type=Path, default=RUNS)
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(given)
     text = options.page.read_text(encoding="utf-8")
@@ -232,7 +303,7 @@ def main(given: list[str] | None = None) -> None:
     _, end, after = rest.partition(END)
     if not (mark and end):
         parser.error(f"{options.page} has no {BEGIN} ... {END} to fill")
-    section = measured_section(Measured.read(options.files))
+    section = measured_section(Measured.read(options.files, options.runs))
     options.page.write_text(f"{before}{BEGIN}\n\n{section}\n\n{END}{after}", encoding="utf-8")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import place
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -133,19 +134,14 @@ def main() -> None:
             parser.error(f"{folder} is no K-FAC run")
         optimizer.damping = options.damping or optimizer.damping
         found = errors(run, options.batches)
-        device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-        results.append(
-            {
-                **{"run": run.spec.id, "step": run.step, "precision": run.spec.precision},
-                **{"damping": optimizer.damping, "device": device, "torch": torch.__version__},
-                "layers": found,
-            }
-        )
+        said = {"run": run.spec.id, "step": run.step, "precision": run.spec.precision}
+        results.append({**said, "damping": optimizer.damping, "layers": found})
+    about = place(options.device)
     if options.json:
-        print(json.dumps(results, indent=2))
+        print(json.dumps({"about": about, "precision": results}, indent=1))
         return
     for result in results:
-        print("{run}, step {step}, {precision}, damping {damping:g}, {device}".format(**result))
+        print("{run}, step {step}, {precision}, damping {damping:g}".format(**result))
         print(f"  {'layer':<28}{'as trained':>12}{'bf16 inverses':>15}")
         for name, row in result["layers"].items():
             print(f"  {name:<28}{row['as trained']:>12.2%}{row['bf16 inverses']:>15.2%}")

@@ -18,7 +18,7 @@ def test_errors_of_a_run_by_layer(tmp_path):
     (folder,) = tmp_path.iterdir()
     command = [sys.executable, str(SCRIPT), str(folder), "--device", "cpu", "--json"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    ((run),) = json.loads(result.stdout)
+    (run,) = json.loads(result.stdout)["precision"]
     assert len(run["layers"]) == 3
     for layer in run["layers"].values():
         assert 0 < layer["as trained"] < 1e-3 < layer["bf16 inverses"] < 0.1

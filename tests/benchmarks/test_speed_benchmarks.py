@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from decaylab.records import Manifest, Row, RunStore
+from decaylab.training import RunSpec
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 TINY = "--device cpu --networks vgg11 --width 0.05 --batch-size 4 --json"
 
@@ -109,6 +112,23 @@ def rows_for(network, **steps):
     ]
 
 
+def whole_runs(folder):
+    """Five runs, of which one counts: the others are short, shared, stopped, or no K-FAC."""
+    good = {"tier": "full", "at_once": 1, "resumes": 0, "device": "A GPU", "compiled": True}
+    others = ({}, {"tier": "short"}, {"at_once": 4}, {"resumes": 1}, {})
+    store = RunStore(folder)
+    for i, other in enumerate(others):
+        spec = RunSpec(network="vgg16", optimizer="sgd" if i == 4 else "kfac-g", epochs=2)
+        run = store.folder(f"cifar10-vgg16-{i}")
+        times = {"started": 1000.0, "updated": 1125.0}
+        base = {"id": run.id, "status": "finished", "version": "", "commit": "", "torch": ""}
+        took = [(1, 11.0, 9.0), (2, 117.0, 115.0)]
+        with run.writing(spec.to_toml()):
+            run.write_manifest(Manifest(**base, seed=0, **times, **(good | other)))
+            run.rows_writer.append([Row(e, e, s, "train/seconds", value) for e, s, value in took])
+    return folder
+
+
 def test_the_page_has_every_number_beside_its_goal(script, capsys, tmp_path):
     page = script("page")
     step, epoch = script("step"), script("epoch")
@@ -125,14 +145,18 @@ def test_the_page_has_every_number_beside_its_goal(script, capsys, tmp_path):
     made["epoch"]["at-once"].append(
         {"network": "vgg16", "optimizer": "kfac-g", "runs": 4, "throughput": 1.25}
     )
+    layers = {"stem": {"as trained": 0.021, "bf16 inverses": 0.3}}
+    layers["head"] = {"as trained": 0.0012, "bf16 inverses": 0.04}
+    run = {"run": "a-run", "step": 70, "damping": 0.001, "layers": layers}
+    made["precision"] = {"about": script("measuring").place("cpu"), "precision": [run]}
     for name, result in made.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
     target = tmp_path / "speed.md"
     target.write_text((FOLDER.parent / "docs" / "speed.md").read_text())
     hand_written = target.read_text().partition(page.END)[2]
-    files = [str(tmp_path / "step.json"), str(tmp_path / "epoch.json")]
+    files = [str(tmp_path / f"{name}.json") for name in made]
     for _ in range(2):  # the second time over what is there
-        page.main([*files, "--page", str(target)])
+        page.main([*files, "--page", str(target), "--runs", str(whole_runs(tmp_path / "runs"))])
     text = target.read_text()
     assert text.partition(page.END)[2] == hand_written != ""
     lines = {line.split(" | ")[0]: line for line in text.splitlines() if line.startswith("|")}
@@ -140,6 +164,12 @@ def test_the_page_has_every_number_beside_its_goal(script, capsys, tmp_path):
     assert "| 1.20 |" in lines["| K-FAC-G step over our SGD"]
     assert "| >= 1.4 | 1.25 (missed) |" in lines["| throughput of K-FAC runs at once over one"]
     assert "| <= 2.5 | 2.25 |" in lines["| peak memory of K-FAC over SGD, GB"]
+    assert "| <= 130 | 117 | <= 330 | not meas" in lines["| whole schedule of K-FAC, 100 epochs, s"]
+    assert "| yes | 9.0 | 115.0 | 117.0 |" in lines["| `cifar10-vgg16-0`"]
+    assert [f"| `cifar10-vgg16-{i}`" in lines for i in range(5)] == [True] + 4 * [False]
+    trained, rounded = (line for line in text.splitlines() if line.startswith("| `a-run`, step 70"))
+    assert trained.endswith("| 0.001 | as trained | 2.10% | 2.10% (stem) | 1 of 2 |")
+    assert rounded.endswith("| 30.00% (stem) | 2 of 2 |")
     assert "ImportError: broken" in lines["| vgg16: asdl, peer"]
     assert "| vgg11: kfac-g, eager" in lines
     inversion = made["step"]["parts"][-1]["invert"]["inversion"]

@@ -24,10 +24,7 @@ from decaylab.training import (
 from decaylab.training.arithmetic import arithmetic
 from decaylab.training.evaluate import Evaluator
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
-]
+pytestmark = pytest.mark.gpu
 SPEC = RunSpec(
     data="cifar10",
     network="vgg11",

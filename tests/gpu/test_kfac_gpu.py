@@ -9,16 +9,13 @@ import torch
 from oracle.kfac_runs import cross_entropy, labels_for, random, seeded, train_step
 from torch import nn
 
+from decaylab.curvature.inverses import damped, factored_damping
 from decaylab.networks import build
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
+from decaylab.training.arithmetic import arithmetic
 
-pytestmark = [
-    pytest.mark.gpu,
-    # said once by torch when autograd's thread is the first to use cuBLAS, and of the debug mode
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
-]
+pytestmark = pytest.mark.gpu
 CLASSES = 4
 
 
@@ -233,3 +230,26 @@ def test_a_dropped_inversion_does_not_write_into_memory_that_is_used_again(dropp
     taken = [torch.full((1, 512, 512), 7.0, device="cuda") for _ in range(8)]
     torch.cuda.synchronize()
     assert all(bool((tensor == 7).all()) for tensor in taken)
+
+
+@pytest.mark.parametrize("sides", [(10, 256), (64, 27)])
+def test_tf32_takes_nothing_from_the_step_of_a_small_badly_conditioned_layer(sides):
+    """Against a solve in float64, as benchmarks/precision.py does on runs."""
+    outputs, inputs = sides
+    model = nn.Sequential(nn.Linear(inputs, outputs, bias=False)).cuda()
+    optimizer = KFAC(model, lr=0.1, damping=1e-3)
+    train_step(optimizer, model, torch.randn(8, inputs).cuda(), labels_for(8, classes=4).cuda())
+    bank = optimizer._blocks._banks[0]
+    for side in (bank.A, bank.G):
+        basis = torch.linalg.qr(torch.randn_like(side[0]).double())[0]
+        scales = torch.logspace(0, -6, len(basis), dtype=torch.float64, device="cuda")
+        side[0] = basis * scales @ basis.mT
+    bank.gradient.normal_()
+    with arithmetic("tf32"), torch.no_grad():
+        optimizer._invert()
+        optimizer._blocks.precondition()
+    extra = factored_damping(bank.A.double(), bank.G.double(), torch.tensor([1e-3]).cuda())
+    A, G = (damped(side.double(), more) for side, more in zip((bank.A, bank.G), extra, strict=True))
+    gradient = bank.gradient[..., :inputs].double()
+    wanted = torch.linalg.solve(G, torch.linalg.solve(A, gradient, left=False))
+    assert (bank.weight_step - wanted).norm() < 1e-3 * wanted.norm()

@@ -5,6 +5,8 @@ import torch
 from oracle.kfac_runs import (
     EXACT,
     cross_entropy,
+    labels_for,
+    random,
     same_factors,
     seeded,
     train_step,
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
+from decaylab.training.arithmetic import arithmetic
 
 
 @pytest.mark.parametrize("outputs", ["exact", "sampled"])
@@ -194,3 +197,24 @@ def test_a_grad_scaler_is_refused_for_the_empirical_fisher(unscale_first):
         scaler.unscale_(opt)
     with pytest.raises(DecaylabError, match=r"GradScaler"):
         scaler.step(opt)
+
+
+def test_small_layers_are_preconditioned_in_full_precision_whatever_the_caller_allows(monkeypatch):
+    """Large ones in what the caller allows; and the caller's setting comes back."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(700, 4), nn.Tanh(), nn.Linear(4, 3)))
+    optimizer = KFAC(model, lr=0.1)
+    matmul = torch.backends.cuda.matmul
+    seen = {}
+
+    def recorded(left, right, **given):
+        seen.setdefault(tuple(left.shape[-2:]), set()).add(matmul.fp32_precision)
+        return bmm(left, right, **given)
+
+    bmm = torch.bmm
+    train_step(optimizer, model, random(6, 700), labels_for(6, classes=3))
+    monkeypatch.setattr(torch, "bmm", recorded)
+    with arithmetic("tf32"):
+        optimizer._blocks.precondition()
+        assert matmul.fp32_precision == "tf32"
+    assert seen.pop((4, 701)) == {"tf32"}
+    assert seen.pop((3, 5)) == {"ieee"}

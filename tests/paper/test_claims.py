@@ -197,6 +197,16 @@ def test_traces_of_fisher_and_gauss_newton(tmp_path):
         assert claim.value == pytest.approx(fall)
 
 
+def test_traces_of_a_short_schedule_that_did_not_fit_the_data_are_not_judged(tmp_path):
+    for accuracy, verdict in ((0.98, "not enough schedule"), (0.995, "contradicted")):
+        records = Records(tmp_path / str(accuracy), tier="short")
+        curves = {"fisher_trace_normalised/stem.0": [50.0, 1.0, 1 / 1.5],
+                  "gn_trace_normalised/stem.0": [50.0, 1.0, 2.0]}  # fmt: skip
+        given = {"train/accuracy": accuracy}
+        records.fill("fig7", lambda cell, seed, given=given: given, curves=curves)
+        assert records.claims()["E10"].verdict == verdict
+
+
 def test_correlation_over_nets_that_were_trained_to_the_end(tmp_path):
     for sign, verdict in ((1, "supported"), (-1, "contradicted")):
         records, number = Records(tmp_path / str(sign)), iter(range(100))

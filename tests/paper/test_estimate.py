@@ -15,7 +15,7 @@ SPEC = RunSpec(data="cifar10", network="vgg16", optimizer="sgd", epochs=3, lr_dr
 def recorded(tmp_path, **changes):
     """A run of 30 steps: 7.5 s at work, and a minute from its start to its end."""
     store = RunStore(tmp_path)
-    folder = write_run(store, SPEC, {"test/accuracy": 0.5}, tier="full")
+    folder = write_run(store, SPEC, {"test/accuracy": 0.5}, tier="full", device="a GPU")
     with folder.writing(SPEC.to_toml()):
         folder.write_manifest(replace(folder.manifest(), **changes))
     return store, folder.manifest()
@@ -36,6 +36,11 @@ def test_a_like_run_is_estimated_by_its_steps(tmp_path):
     estimate = Estimator(store).of(replace(SPEC, epochs=6))
     assert estimate.recorded
     assert estimate.seconds == pytest.approx(6 * 390 * 7.5 / 30)
+
+
+def test_a_gpu_is_not_estimated_by_a_cpu(tmp_path):
+    store, _ = recorded(tmp_path, device="cpu")
+    assert not Estimator(store).of(SPEC).recorded
 
 
 def test_of_runs_that_took_turns_the_share_counts_and_nothing_if_they_were_stopped(tmp_path):

@@ -114,6 +114,33 @@ def test_when_the_time_is_up_the_running_run_is_saved_and_goes_on_later(tmp_path
     assert max(row.step for row in folder.rows().rows) > steps
 
 
+def test_of_a_limited_time_only_runs_that_should_end_in_it_are_begun(tmp_path):
+    long = replace(TINY, batch_norm=True, epochs=20_000)
+    behind_it = replace(TINY, batch_norm=True, norm_source=long.id)
+    made = reproduction([long, behind_it, TINY], tmp_path, seconds=20, whole_runs=True)
+    list(made.run())
+    assert made.outcome.finished == [TINY.id]
+    assert made.outcome.left == [long.id, behind_it.id]
+    assert made.outcome.out_of_time
+    assert not made.outcome.failed
+    assert not RunStore(tmp_path).folder(long.id).path.exists()
+
+
+@pytest.mark.parametrize(("processes", "most"), [(1, 2), (2, 1)])
+def test_whole_runs_count_those_under_way_and_the_other_processes(
+    tmp_path, monkeypatch, processes, most
+):
+    specs = [replace(TINY, seed=seed) for seed in range(4)]
+    sharing = {"at_once": 4, "processes": processes, "seconds": 100, "whole_runs": True}
+    made = reproduction(specs, tmp_path, **sharing)
+    monkeypatch.setattr(made, "_estimated", lambda planned: 40.0)
+    kinds = [event.kind for event in made.run()]
+    assert kinds.index("epoch") == most  # so many began together
+    assert made.outcome.finished == [spec.id for spec in specs]
+    assert not made.outcome.out_of_time
+    assert not made._left
+
+
 def test_a_dependent_run_whose_source_is_not_there_is_listed(tmp_path):
     dependent = replace(TINY, batch_norm=True, norm_source="digits-mlp-bn-sgd-l2-00000000")
     made = reproduction([dependent, TINY], tmp_path)

@@ -43,7 +43,7 @@ def test_without_records_no_number_is_printed(name, store):
     if name == "rest":
         assert "`decaylab reproduce table1 --tier short` | 64 |" in text
     elif name == "runs":
-        assert "In all 0 runs, 0.0 GPU-minutes" in text
+        assert "In all 0 runs; GPU-minutes: 0.0." in text
     else:
         assert text.startswith("*")
         assert not any(sign.isdigit() for sign in text.replace("Table 1", ""))
@@ -116,7 +116,17 @@ def test_minutes_are_time_at_work_and_of_a_shared_device_a_share(store):
     assert table1[2:] == ["2 of 64 cells", "a GPU", "2", expected, "2", expected]
     again = next(row for row in rows(text) if row[1].startswith("Figure 9"))
     assert again[4:7] == ["0", "0.0", "1"]  # its run is counted with Table 1
-    assert f"In all 2 runs, {expected} GPU-minutes" in text
+    assert f"In all 2 runs; GPU-minutes: {expected}." in text
+
+
+def test_minutes_on_a_cpu_are_no_gpu_minutes(store):
+    first, second = (cell.runs[0] for cell in select(cells("table1", "full"), SGD))
+    write(store, first, 0.85)
+    write_run(store, second, {"test/accuracy": 0.86}, tier="full", device="cpu")
+    text = block("runs", store)
+    table1 = next(row for row in rows(text) if row[1].startswith("Table 1"))
+    assert table1[4:6] == ["2", "0.1 (on a CPU: 0.1)"]
+    assert "In all 2 runs; GPU-minutes: 0.1 (on a CPU: 0.1)." in text
 
 
 def test_what_is_left_is_what_has_no_finished_run(store):

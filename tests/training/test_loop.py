@@ -11,7 +11,16 @@ from torch.nn import functional as F
 from decaylab.data import load
 from decaylab.errors import DecaylabError, Diverged
 from decaylab.records import RunStore
-from decaylab.training import Execution, Interrupted, RunSpec, checkpoint, evaluate, load_run, train
+from decaylab.training import (
+    Execution,
+    Interrupted,
+    RunSpec,
+    checkpoint,
+    evaluate,
+    journal,
+    load_run,
+    train,
+)
 from decaylab.training import train_to_end as finish
 from decaylab.training.build import build_batches, build_data, build_model, build_optimizer
 
@@ -280,6 +289,16 @@ def test_a_copy_is_told_its_commit(monkeypatch, tmp_path):
     finish(replace(SPEC, epochs=1), store=RunStore(tmp_path))
     (manifest,) = tmp_path.glob("*/manifest.json")
     assert json.loads(manifest.read_text())["commit"] == "0123abc"
+
+
+def test_commits_made_while_a_process_runs_are_not_its_codes(monkeypatch):
+    monkeypatch.delenv("DECAYLAB_COMMIT", raising=False)
+    heads = iter(["first", "", "second", ""])
+    monkeypatch.setattr(journal, "_git", lambda *given: next(heads))
+    monkeypatch.setattr(journal.Path, "exists", lambda path: True)
+    journal._checked_out.cache_clear()
+    assert [journal.code_commit(), journal.code_commit()] == ["first", "first"]
+    journal._checked_out.cache_clear()
 
 
 def test_compiling_is_recorded_and_no_other_run(monkeypatch, tmp_path):

@@ -32,6 +32,12 @@ Processes = Annotated[
         help="Start the command so often yourself: one prepares runs while another trains.",
     ),
 ]
+WholeRuns = Annotated[
+    bool,
+    typer.Option(
+        "--whole-runs", help="With --max-minutes: begin only runs that should end in time."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
 
 RUNS = Path("runs")

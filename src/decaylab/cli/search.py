@@ -70,6 +70,7 @@ def search_command(
     max_minutes: Annotated[
         float | None, typer.Option(help="With --runs-only: stop cleanly after so long.")
     ] = None,
+    whole_runs: options.WholeRuns = False,
     retrain: Annotated[
         bool, typer.Option("--retrain", help="Then train the winner on all training images.")
     ] = False,
@@ -99,8 +100,12 @@ def search_command(
     folder = runs / "searched"
     if runs_only:
         seconds = None if max_minutes is None else 60 * max_minutes
-        how = How(where, plan.tier, data_dir, seconds, compiled=compiled)
-        how = replace(how, at_once=at_once, processes=processes)
+        how = How(
+            *(where, plan.tier, data_dir, seconds, whole_runs),
+            at_once=at_once,
+            processes=processes,
+            compiled=compiled,
+        )
         best = _make_grid(plan, folder, how, widen=widen)
     else:
         search = Search(plan, folder, load(plan.base.data, data_dir).to(where), where)

@@ -12,13 +12,14 @@ convolutions, sequences and layers that are called several times alike. Blocks o
 stacked, so that each operation runs once per shape.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from decaylab.curvature.inverses import damped, factored_damping, invert_
+from decaylab.curvature.inverses import damped, factored_damping, ieee_products, invert_
 from decaylab.curvature.kernels import fold_
 from decaylab.curvature.layers import (
     Columns,
@@ -33,6 +34,8 @@ from decaylab.curvature.layers import (
 
 # Bytes of factors that are inverted in one go: more are no faster, and need room for all of them.
 INVERTED_AT_ONCE = 2**27
+# Layers with sides up to this one are preconditioned in full float32: a hundredth of a millisecond.
+LARGEST_PRECISE = 640
 
 
 @dataclass(frozen=True)
@@ -275,7 +278,16 @@ class Bank:
         self.failures[part] += failed
 
     def precondition(self) -> None:
-        """Apply the inverse of A (x) G to each gradient [out, in (+1)]: G^-1 gradient A^-1."""
+        """Apply the inverse of A (x) G to each gradient [out, in (+1)]: G^-1 gradient A^-1.
+
+        Where it costs nothing, without TF32: late in training the first and the last layer of a net
+        are often the smallest and the worst conditioned, and lost 2 % of their step to it.
+        """
+        small = max(self.shape.input_dim, self.shape.output_dim) <= LARGEST_PRECISE
+        with ieee_products(self.device) if small else nullcontext():
+            self._precondition()
+
+    def _precondition(self) -> None:
         if self.shape.input_diagonal:
             half = self.gradient * self._wide_inverse[:, None, :]
         else:

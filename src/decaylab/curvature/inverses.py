@@ -59,7 +59,7 @@ def invert_(sides: Tensor) -> Tensor:
         sound = (sides > 0).all(1)
         sides.reciprocal_()
         return sound & sides.isfinite().all(1)
-    with _ieee_products(sides.device):
+    with ieee_products(sides.device):  # TF32 would cost an inverse its digits
         root, info = _factorised(sides)
         # cholesky_inverse and a batched cholesky_solve wait for the device, and are slower
         _invert_triangle_(root)
@@ -134,8 +134,8 @@ def _halves(square: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @contextmanager
-def _ieee_products(device: torch.device) -> Iterator[None]:
-    """Products in full precision, TF32 and autocast off: they would cost an inverse its digits."""
+def ieee_products(device: torch.device) -> Iterator[None]:
+    """Products of float32 in full precision: neither TF32 nor autocast."""
     matmul: Any = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "ieee"

@@ -12,8 +12,8 @@ from decaylab.training import RunSpec
 # augmentation, inversions not hidden). MNIST MLPs: a guess. Digits stand-ins at batch 32: measured
 # on one core of a server.
 MEASURED: dict[str, dict[str, float]] = {
-    "vgg16": {"sgd": 2.3, "adam": 2.4, "kfac-f": 4.5, "kfac-g": 4.5},
-    "resnet32": {"sgd": 6.7, "adam": 6.8, "kfac-f": 9.3, "kfac-g": 9.3},
+    "vgg16": {"sgd": 1.9, "adam": 1.9, "kfac-f": 3.3, "kfac-g": 3.3},
+    "resnet32": {"sgd": 5.1, "adam": 5.1, "kfac-f": 6.7, "kfac-g": 6.7},
     "mlp": {"sgd": 0.3, "adam": 0.3, "kfac-f": 0.6, "kfac-g": 0.6},
     "digits mlp": {"sgd": 0.7, "adam": 0.9, "kfac-f": 1.3, "kfac-g": 1.4},
     "digits resnet20": {"sgd": 10.0, "adam": 10.0, "kfac-f": 16.0, "kfac-g": 18.0},
@@ -47,7 +47,8 @@ def device_seconds(manifest: Manifest, at_work: float) -> float:
 class Estimator:
     """Estimates from finished runs of a store where there are like ones, else from `MEASURED`.
 
-    Those of runs that took turns are for as many at once.
+    Digits are estimated for a CPU, everything else for a GPU. Estimates from runs that took turns
+    are for as many at once.
     """
 
     def __init__(self, store: RunStore) -> None:
@@ -59,7 +60,10 @@ class Estimator:
                     continue
                 if manifest.at_once > 1 and manifest.resumes:  # its seconds say nothing
                     continue
-                spec, rows = RunSpec.from_toml(folder.spec_text()), folder.rows().rows
+                spec = RunSpec.from_toml(folder.spec_text())
+                if (spec.data == "digits") != (manifest.device == "cpu"):
+                    continue
+                rows = folder.rows().rows
             except DecaylabError:
                 continue
             last = max(rows, key=lambda row: row.step, default=None)

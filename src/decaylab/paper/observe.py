@@ -17,7 +17,7 @@ from decaylab.training import TrainingRun
 
 Observer = Callable[[TrainingRun], dict[str, float]]
 
-CHUNK = 256  # test images whose Jacobians are made together
+CHUNK = 250  # test images whose Jacobians are made together: 10,000 are a multiple of it
 KFAC_BATCHES, KFAC_BATCH = 10, 128  # so many, of so many training images
 LONGEST_SIDE = 1200  # of factors whose eigenvalues are taken: longer ones take seconds each
 # Images and draws of Fig. 7's traces, measured after every epoch; fewer on digits, a toy.

@@ -1,5 +1,6 @@
 """Running what an artefact lacks: in order, once each, to be stopped and started at any time."""
 
+import math
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ import torch
 
 from decaylab.data import DataSet, load
 from decaylab.errors import DecaylabError, Diverged
+from decaylab.paper.estimate import Estimator
 from decaylab.paper.observe import observer
 from decaylab.paper.suite import Cell
 from decaylab.records import RunFolder, RunStore
@@ -112,6 +114,8 @@ class How:
     Attributes:
         tier: a label kept with the results.
         seconds: stop cleanly after so long; None is never.
+        whole_runs: of a limited time: begin only runs that should end in it, by `Estimator` (for a
+            machine whose checkpoints are lost with it).
         keep_checkpoints: else a finished run's is deleted: it may be over a gigabyte.
         checkpoint_every: seconds between checkpoints, at least.
         at_once: runs that take turns, a step each; on a GPU their steps overlap. Each gives what
@@ -126,6 +130,7 @@ class How:
     tier: str
     data_dir: Path | None = None
     seconds: float | None = None
+    whole_runs: bool = False
     keep_checkpoints: bool = False
     checkpoint_every: float = 60.0
     at_once: int = 1
@@ -146,6 +151,10 @@ class Reproduction:
         self.planned, self.store, self.how = planned, store, how
         self.outcome = Outcome()
         self._data: dict[str, DataSet] = {}
+        self._estimator = Estimator(store) if how.whole_runs else None
+        self._left: dict[str, float] = {}  # seconds that runs under way should still need
+        self._late: set[str] = set()  # runs that did not fit when they were looked at
+        self._ends = math.inf
 
     def check_data(self) -> None:
         """Load the data sets that unfinished runs need: what is missing is said before all."""
@@ -160,7 +169,8 @@ class Reproduction:
     def run(self) -> Iterator[Event]:
         """Make the runs; `outcome` is complete when this ends."""
         todo = list(self.planned)
-        started = time.monotonic()
+        if self.how.seconds is not None:
+            self._ends = time.monotonic() + self.how.seconds
         active: list[Iterator[Event | None]] = []
         with _time_limit(self.how.seconds):
             try:
@@ -169,9 +179,10 @@ class Reproduction:
                         chosen = self._next(todo, wait=not active)
                         if chosen is None:
                             break
-                        if self._over(started):
+                        if time.monotonic() >= self._ends:
                             raise Interrupted(signal.SIGALRM)
                         todo.remove(chosen)
+                        self._left[chosen.spec.id] = self._estimated(chosen)
                         active.append(self._made(chosen))
                     if not active:  # the rest is made elsewhere, or cannot be made
                         break
@@ -191,6 +202,7 @@ class Reproduction:
             and planned.spec.id not in self.outcome.elsewhere
             and not _finished(self.store.folder(planned.spec.id))
         ]
+        self.outcome.out_of_time |= not self._late.isdisjoint(self.outcome.left)
 
     def _a_turn_each(self, active: list[Iterator[Event | None]]) -> Iterator[Event]:
         """One step of every active run, so that their work overlaps on the device."""
@@ -203,8 +215,14 @@ class Reproduction:
                 if event is not None:
                     yield event
 
-    def _over(self, started: float) -> bool:
-        return self.how.seconds is not None and time.monotonic() - started >= self.how.seconds
+    def _fits(self, planned: PlannedRun) -> bool:
+        """Whether a run should end in time, with those under way, on its share of the device."""
+        needed = self._estimated(planned) + sum(self._left.values())
+        return needed * self.how.processes <= self._ends - time.monotonic()
+
+    def _estimated(self, planned: PlannedRun) -> float:
+        """Seconds of the device, where that matters."""
+        return self._estimator.of(planned.spec).seconds if self._estimator else 0.0
 
     def _next(self, todo: list[PlannedRun], *, wait: bool) -> PlannedRun | None:
         """The first run that can be made now; those that need not be are taken off the list.
@@ -212,18 +230,26 @@ class Reproduction:
         None if there is none, now (without `wait`) or at all.
         """
         while todo:
-            states = {}
+            states: dict[str, str] = {}
             for planned in list(todo):
                 state = self._state(planned)
                 if state == "ready":
-                    return planned
-                if state in ("finished", "diverged"):
+                    if self._estimator is None or self._fits(planned):
+                        return planned
+                    states[planned.spec.id] = "late"
+                    self._late.add(planned.spec.id)
+                elif state in ("finished", "diverged"):
                     todo.remove(planned)
                 else:
                     states[planned.spec.id] = state
             if not wait:
                 return None
-            waiting = [planned for planned in todo if states.get(planned.spec.id) == "waiting"]
+            waiting = [
+                planned
+                for planned in todo
+                if states.get(planned.spec.id) == "waiting"
+                and states.get(planned.spec.norm_source) != "late"
+            ]
             if not any(self._source_may_come(planned) for planned in waiting):
                 self.outcome.elsewhere += [run for run, state in states.items() if state == "busy"]
                 for planned in waiting:
@@ -254,14 +280,23 @@ class Reproduction:
         return state
 
     def _made(self, planned: PlannedRun) -> Iterator[Event | None]:
+        """One run, while `_left` has what it still needs."""
+        try:
+            yield from self._tried(planned)
+        finally:
+            del self._left[planned.spec.id]
+
+    def _tried(self, planned: PlannedRun) -> Iterator[Event | None]:
         """One run, tried twice if need be; None after a step, when several runs take turns."""
         run_id = planned.spec.id
         for attempt in (1, 2):
+            whole = self._left[run_id] = self._estimated(planned)
             progress: Progress | None = None  # else it holds the first attempt's memory
             try:
                 yield Event("begun", planned)
                 for progress in self._training(planned):
                     if progress.kind == "epoch":
+                        self._left[run_id] = whole * (1 - progress.epoch / progress.epochs)
                         yield Event("epoch", planned, progress)
                     elif progress.kind == "finished":
                         last = progress

@@ -4,7 +4,7 @@ Blocks of Markdown for pages (`report.blocks`).
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,9 @@ def runs(results: Results) -> str:
     and its minutes in `all its runs` of each.
     """
     rows, counted = [], set[str]()
-    times = {run.manifest.id: run.device_seconds / 60 for run in results.found}
+    times = {
+        run.manifest.id: (run.manifest.device, run.device_seconds / 60) for run in results.found
+    }
     for tier in results.tiers:
         for artefact in artefacts().values():
             filled = results.filled(artefact, tier)
@@ -72,8 +74,8 @@ def runs(results: Results) -> str:
             rows.append(
                 [
                     *(tier, titled(artefact), filled.coverage, ", ".join(devices)),
-                    *(str(len(new)), f"{sum(times[name] for name in new):.1f}"),
-                    *(str(len(found)), f"{sum(times[name] for name in found):.1f}"),
+                    *(str(len(new)), _minutes(times[name] for name in new)),
+                    *(str(len(found)), _minutes(times[name] for name in found)),
                 ]
             )
     others = [
@@ -91,14 +93,22 @@ def runs(results: Results) -> str:
     for words, cells, made in others:
         if made:
             devices = dict.fromkeys(device for device, _ in made)
-            own = [str(len(made)), f"{sum(minutes for _, minutes in made):.1f}"]
+            own = [str(len(made)), _minutes(made)]
             rows.append(["", words, cells, ", ".join(devices), *own, *own])
     header = ["tier", "artefact", "filled", "on", "runs", "GPU-minutes"]
     header += ["all its runs", "their GPU-minutes"]
-    extra = [minutes for _, _, made in others for _, minutes in made]
-    total = sum(times[name] for name in counted) + sum(extra)
-    count = len(counted) + len(extra)
-    return text_grid(header, rows) + f"\nIn all {count} runs, {total:.1f} GPU-minutes.\n"
+    everything = [times[name] for name in counted]
+    everything += [run for _, _, made in others for run in made]
+    total = f"{len(everything)} runs; GPU-minutes: {_minutes(everything)}"
+    return text_grid(header, rows) + f"\nIn all {total}.\n"
+
+
+def _minutes(runs: Iterable[tuple[str, float]]) -> str:
+    """GPU-minutes of runs (device, minutes), and those on a CPU apart."""
+    runs = list(runs)
+    on_cpu = [minutes for device, minutes in runs if device == "cpu"]
+    on_gpu = sum(minutes for _, minutes in runs) - sum(on_cpu)
+    return f"{on_gpu:.1f}" + (f" (on a CPU: {sum(on_cpu):.1f})" if on_cpu else "")
 
 
 def rest(results: Results) -> str:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,12 @@ def code_commit() -> str | None:
     A copy (on a cluster node, in a container), whose .git folder is missing or of another day, is
     told by $DECAYLAB_COMMIT.
     """
-    if told := os.environ.get("DECAYLAB_COMMIT"):
-        return told
+    return os.environ.get("DECAYLAB_COMMIT") or _checked_out()
+
+
+@cache
+def _checked_out() -> str | None:
+    """Looked up once: commits made while a process runs do not change the code it has loaded."""
     root = Path(__file__).resolve().parents[3]
     if (root / ".git").exists():
         with suppress(OSError, subprocess.SubprocessError):
