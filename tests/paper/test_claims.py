@@ -222,7 +222,7 @@ def test_correlation_over_nets_that_were_trained_to_the_end(tmp_path):
         claim = records.claims()["E7"]
         assert claim.verdict == verdict
         assert claim.value == pytest.approx(sign)
-        assert "mnist: 1 nets are below 100 % and left out" in claim.notes
+        assert "mnist: 1 below 99.9% left out" in claim.notes
 
 
 def test_convergence_in_epochs_and_in_time(tmp_path):

@@ -72,7 +72,7 @@ def test_the_correlation_plot_marks_nets_that_do_not_fit(tmp_path):
         for panel in panels(artefact_of("fig5"), found, Readings(RunStore(tmp_path)))
         for mark in panel.marks
     }
-    assert "below 100 %" in labels
+    assert "not fitted" in labels
     assert "SGD" in labels
 
 

@@ -130,6 +130,19 @@ def test_every_run_is_closed_also_if_closing_one_fails():
     assert sorted(closed) == sorted(runs)
 
 
+def test_a_run_may_join_and_one_that_ended_is_taken_out():
+    runs = {"short": iter("a"), "long": iter("abc")}
+    given = []
+    for name, letter in take_turns(runs):
+        given.append((name, letter))
+        if letter == "b":
+            assert list(runs) == ["long"]
+            runs["late"] = iter("xy")
+    assert [letter for name, letter in given if name == "late"] == ["x", "y"]
+    assert given[3:] == [("long", "c"), ("late", "x"), ("late", "y")]
+    assert not runs
+
+
 def test_an_error_that_is_kept_does_not_keep_its_run_in_memory():
     held = []
 

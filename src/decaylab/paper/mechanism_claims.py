@@ -5,9 +5,8 @@ import statistics
 from collections.abc import Sequence
 
 from decaylab.paper.evidence import Bench, Comparison, Evidence, Leaning, Sample, named
-from decaylab.paper.readings import RunReading
+from decaylab.paper.readings import TRAINED, RunReading
 
-TRAINED = 0.999  # the paper's 100 %, printed without decimals
 AT_REST = 3.0  # E5: exposure that brings a norm under decay to where it stays
 FITTED = 0.99  # E10: below, a short schedule has not come to the point
 LEAST_NETS = 10  # E7: a correlation of fewer says nothing
@@ -49,9 +48,9 @@ def e7(bench: Bench) -> Evidence:
             kept = nets.setdefault(key["dataset"], [])
             kept += [run for run in _runs(bench, cell) if (run.final("train/accuracy") or 0) > 0]
     for dataset, found in nets.items():
-        trained = [run for run in found if (run.final("train/accuracy") or 0.0) >= TRAINED]
+        trained = [run for run in found if run.trained]
         if left_out := len(found) - len(trained):
-            evidence.notes.append(f"{dataset}: {left_out} nets are below 100 % and left out")
+            evidence.notes.append(f"{dataset}: {left_out} below {TRAINED:.1%} left out")
         for what in ("jacobian", "gap"):
             points = [(x, y, run) for run in trained if (x := run.final("kfac_gn_norm")) is not None
                       and (y := _other(run, what)) is not None]  # fmt: skip

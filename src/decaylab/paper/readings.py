@@ -9,6 +9,8 @@ from decaylab.paper.suite import PROBES, Cell
 from decaylab.records import Manifest, Rows, RunStore
 from decaylab.training import RunSpec
 
+TRAINED = 0.999  # the paper's 100 % training accuracy, printed without decimals
+
 
 @dataclass(frozen=True)
 class RunReading:
@@ -21,6 +23,11 @@ class RunReading:
     def final(self, name: str) -> float | None:
         """The last value of a name, None where it was not recorded."""
         return self.rows.last(name)
+
+    @property
+    def trained(self) -> bool:
+        """Whether it ended at what counts as 100 % training accuracy."""
+        return (self.final("train/accuracy") or 0.0) >= TRAINED
 
     def curve(self, name: str) -> list[tuple[int, float]]:
         """(epoch, value) of a name, by epoch; epoch 0 is before the first step."""

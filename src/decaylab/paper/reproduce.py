@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ from decaylab.paper.estimate import Estimator
 from decaylab.paper.observe import observer
 from decaylab.paper.suite import Cell
 from decaylab.records import RunFolder, RunStore
-from decaylab.training import Execution, Interrupted, Progress, RunSpec, train
+from decaylab.training import Execution, Interrupted, Progress, RunSpec, take_turns, train
 from decaylab.training.signals import requests
 
 State = Literal["finished", "diverged", "busy", "waiting", "ready"]
@@ -155,6 +155,7 @@ class Reproduction:
         self._left: dict[str, float] = {}  # seconds that runs under way should still need
         self._late: set[str] = set()  # runs that did not fit when they were looked at
         self._ends = math.inf
+        self._joined, self._look_at = 0, 0.0
 
     def check_data(self) -> None:
         """Load the data sets that unfinished runs need: what is missing is said before all."""
@@ -171,49 +172,51 @@ class Reproduction:
         todo = list(self.planned)
         if self.how.seconds is not None:
             self._ends = time.monotonic() + self.how.seconds
-        active: list[Iterator[Event | None]] = []
+        active: dict[str, Iterator[Event | None]] = {}
         with _time_limit(self.how.seconds):
             try:
-                while todo or active:
-                    while len(active) < self.how.at_once:
-                        chosen = self._next(todo, wait=not active)
-                        if chosen is None:
-                            break
-                        if time.monotonic() >= self._ends:
-                            raise Interrupted(signal.SIGALRM)
-                        todo.remove(chosen)
-                        self._left[chosen.spec.id] = self._estimated(chosen)
-                        active.append(self._made(chosen))
-                    if not active:  # the rest is made elsewhere, or cannot be made
-                        break
-                    yield from self._a_turn_each(active)
+                while self._begin(todo, active):
+                    turns = take_turns(active)
+                    with closing(turns):
+                        for _, event in turns:
+                            if isinstance(event, Exception):
+                                raise event
+                            if event is not None:
+                                yield event
+                            self._begin(todo, active)
             except Interrupted as stop:
                 if stop.exit_code != 128 + signal.SIGALRM:
                     raise
                 self.outcome.out_of_time = True
-            finally:
-                with ExitStack() as stack:  # every run saves a checkpoint, also if another cannot
-                    for made in active:
-                        stack.callback(made.close)  # type: ignore[attr-defined]
-        self.outcome.left = [
+        unfinished = [
             planned.spec.id
             for planned in self.planned
             if planned.spec.id not in self.outcome.failed
-            and planned.spec.id not in self.outcome.elsewhere
             and not _finished(self.store.folder(planned.spec.id))
         ]
+        elsewhere = set(self.outcome.elsewhere)
+        self.outcome.elsewhere = [run for run in unfinished if run in elsewhere]
+        self.outcome.left = [run for run in unfinished if run not in elsewhere]
         self.outcome.out_of_time |= not self._late.isdisjoint(self.outcome.left)
 
-    def _a_turn_each(self, active: list[Iterator[Event | None]]) -> Iterator[Event]:
-        """One step of every active run, so that their work overlaps on the device."""
-        for made in list(active):
-            try:
-                event = next(made)
-            except StopIteration:
-                active.remove(made)
-            else:
-                if event is not None:
-                    yield event
+    def _begin(self, todo: list[PlannedRun], active: dict[str, Iterator[Event | None]]) -> bool:
+        """Let runs join those under way while there is room; False if there are none then.
+
+        Looks at what others do when a run has ended, or `poll` seconds after the last time.
+        """
+        if active and len(active) == self._joined and time.monotonic() < self._look_at:
+            return True
+        while len(active) < self.how.at_once:
+            chosen = self._next(todo, wait=not active)
+            if chosen is None:  # the rest is made elsewhere, or cannot be made
+                break
+            if time.monotonic() >= self._ends:
+                raise Interrupted(signal.SIGALRM)
+            todo.remove(chosen)
+            self._left[chosen.spec.id] = self._estimated(chosen)
+            active[chosen.spec.id] = self._made(chosen)
+        self._joined, self._look_at = len(active), time.monotonic() + self.how.poll
+        return bool(active)
 
     def _fits(self, planned: PlannedRun) -> bool:
         """Whether a run should end in time, with those under way, on its share of the device."""

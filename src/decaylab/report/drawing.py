@@ -34,7 +34,7 @@ COLOURS = {
     "K-FAC-G": "#C0407E",
     "tr F": "#D55E00",
     "tr G": "#0072B2",
-    "below 100 %": "#8c8c8c",
+    "not fitted": "#8c8c8c",
 }
 _OTHERS = ("#0072B2", "#D55E00", "#009E73", "#C0407E", "#B87500", "#8548B0", "#555555")
 SIZE = (4.2, 3.0)  # inches

@@ -10,8 +10,6 @@ from decaylab.report.drawing import Bars, Line, Panel, Points
 from decaylab.report.names import key_words, named
 from decaylab.report.tables import Measured, csv_text, plain
 
-FIT = 0.9999  # training accuracy that counts as 100 %
-
 
 def panels(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list[Panel]:
     """The panels of one figure; panels without a finished run are empty, not left out."""
@@ -170,8 +168,7 @@ def _correlation(artefact: Artefact, cells: Sequence[Cell], readings: Readings) 
         gaps: dict[str, list[tuple[float, float]]] = {}
         for cell in group:
             for run in readings.finished(cell):
-                fits = (run.final("train/accuracy") or 0.0) >= FIT
-                label = named(cell.key["optimizer"]) if fits else "below 100 %"
+                label = named(cell.key["optimizer"]) if run.trained else "not fitted"
                 norm, jacobian = run.final("kfac_gn_norm"), run.final("jacobian_norm")
                 test, train = run.final("test/loss"), run.final("train/loss")
                 if norm is not None and jacobian is not None:

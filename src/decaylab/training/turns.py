@@ -1,19 +1,20 @@
 """Several runs in one process that take turns, so that their work overlaps on the device."""
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from traceback import clear_frames
 from typing import TypeVar
 
-from decaylab.training.loop import Progress
-
 Name = TypeVar("Name")
+Given = TypeVar("Given")
 
 
 def take_turns(
-    runs: Mapping[Name, Iterator[Progress]],
-) -> Generator[tuple[Name, Progress | Exception], None, None]:
+    active: dict[Name, Iterator[Given]],
+) -> Generator[tuple[Name, Given | Exception], None, None]:
     """Advance runs made by `train` in turn, and yield whose turn it was with what it gave.
+
+    A run that has ended is taken out of the mapping, and one that is put into it joins the others.
 
     With `Execution(every_step=True)` a turn is a step; on CUDA each run has a stream of its own,
     and the device works on all of them: a model or loss that the caller reads must be read to the
@@ -28,11 +29,10 @@ def take_turns(
     >>> [seed for seed, progress in turns if progress.kind == "finished"]
     [0, 1]
     """
-    active = dict(runs)
     try:
         while active:
             for name, run in list(active.items()):
-                given: Progress | Exception
+                given: Given | Exception
                 try:
                     given = next(run)
                 except StopIteration:
