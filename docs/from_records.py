@@ -5,6 +5,7 @@ typed by hand, nothing can be out of date, and where there are no records a bloc
 command makes them. `mkdocs build` loads this file as a hook.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -229,6 +230,25 @@ def _decayed_pairs(records: Records) -> Iterator[tuple[str, list[Cell], list[Run
                 yield tier, [Cell(net), Cell(named(key["optimizer"]))], folders
 
 
+def schedules(records: Records, part: str) -> str:
+    """A part of what benchmarks/schedules.py measured; [smallest, largest] as a range."""
+    path = records.root / "schedules.json"
+    if not path.exists():
+        command = "python benchmarks/schedules.py --json > results/schedules.json"
+        return f"*Not run yet.* `{command}` makes these runs.\n"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    header = [Cell(name) for name in found[part][0]]
+    table = grid_markdown(Grid(header, [list(map(_range, row.values())) for row in found[part]]))
+    said = "{seeds} seeds, {steps} steps; {device}, {date}, torch {torch}, decaylab {version}"
+    return f"{table}\n<small>{said.format(**found['about'])}: `benchmarks/schedules.py`</small>\n"
+
+
+def _range(value: Any) -> Cell:
+    if isinstance(value, list):
+        return Cell(" to ".join(f"{end:.2f}" for end in value))
+    return Cell(f"{value:.3g}" if isinstance(value, float) else str(value))
+
+
 def _finding(finding: Finding) -> Cell:
     effect = "" if finding.effect is None else f" (× {number(finding.effect.value)})"
     return Cell(f"{finding.verdict}{effect}")
@@ -322,6 +342,9 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "gains-optimizer": lambda records: gains(records, "table1"),
     "verdicts": verdicts,
     "reconstructed": reconstructed,
+    "schedules-first-order": lambda records: schedules(records, "first-order"),
+    "schedules-kfac": lambda records: schedules(records, "kfac"),
+    "schedules-one-run": lambda records: schedules(records, "one-run"),
     "demo-accuracy": demo_accuracy,
     "demo-mechanism-1": lambda records: demo_numbers(records, MECHANISMS[0]),
     "demo-mechanism-2": lambda records: demo_numbers(records, MECHANISMS[1]),

@@ -19,8 +19,10 @@ def take_turns(
     With `Execution(every_step=True)` a turn is a step; on CUDA each run has a stream of its own,
     and the device works on all of them: a model or loss that the caller reads must be read to the
     end (`.item()`, `torch.cuda.synchronize()`) before the next turn. Each gives what it gives
-    alone. A run that ends with an error (`Diverged`, no memory) yields it and is out; the others go
-    on. A signal, or closing this generator, closes all runs: those with a store save a checkpoint.
+    alone (but for a CUDA network that draws random numbers itself, as dropout does: the graphs of
+    all runs share torch's generator). A run that ends with an error (`Diverged`, no memory) yields
+    it and is out; the others go on. A signal, or closing this generator, closes all runs: those
+    with a store save a checkpoint.
 
     >>> from decaylab.training import Execution, RunSpec, train
     >>> how = Execution(every_step=True, at_once=2)
