@@ -34,6 +34,7 @@ def here(tmp_path, monkeypatch):
         ("HF_HUB_OFFLINE", "1"),
         ("WANDB_SILENT", "true"),
         ("WANDB_ERROR_REPORTING", "false"),
+        ("WANDB__SERVICE_WAIT", "300"),  # its process starts late on a busy machine
         ("MLFLOW_DISABLE_TELEMETRY", "true"),
         ("ACCELERATE_USE_CPU", "true"),
     ):

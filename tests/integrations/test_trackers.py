@@ -88,6 +88,7 @@ def test_a_writer_of_ones_own_is_left_open(tmp_path):
 def wandb(monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")  # its process starts late on a busy machine
     return pytest.importorskip("wandb")
 
 
