@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from decaylab.cli import app
 from decaylab.errors import DecaylabError
 from decaylab.paper.grid import points, widened, winner
-from decaylab.paper.search import SearchPlan, grid_specs
+from decaylab.paper.search import SearchPlan, Winner, grid_specs
 from decaylab.records import RunStore
 from decaylab.training import RunSpec
 
@@ -64,7 +64,7 @@ def test_nothing_is_chosen_before_all_runs_are_there(store):
         winner(PLAN, store)
 
 
-@pytest.mark.parametrize(("best", "added"), [(1e-4, 3.16e-5), (1e-2, 3.16e-2), (1e-3, None)])
+@pytest.mark.parametrize(("best", "added"), [(1e-4, 3.2e-5), (1e-2, 3.2e-2), (1e-3, None)])
 def test_the_grid_grows_beyond_the_edge_that_won(store, best, added):
     record(store, lambda spec: 0.9 - abs(spec.weight_decay - best))
     wider = widened(PLAN, winner(PLAN, store))
@@ -73,6 +73,13 @@ def test_the_grid_grows_beyond_the_edge_that_won(store, best, added):
     else:
         assert set(wider.space["weight_decay"]) - set(SPACE["weight_decay"]) == {added}
         assert wider.space["lr"] == SPACE["lr"]
+
+
+def test_a_grid_that_grows_twice_is_back_at_a_power_of_ten():
+    plan = PLAN
+    for best in (1e-4, 3.2e-5, 1e-5):
+        plan = widened(plan, Winner({"weight_decay": best}, 0.9, plan.space, 6))
+    assert plan.space["weight_decay"][:3] == [3.2e-6, 1e-5, 3.2e-5]
 
 
 def search(tmp_path, *more):

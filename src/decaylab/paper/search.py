@@ -296,8 +296,8 @@ def write_winner(plan: SearchPlan, folder: Path, found: Winner, device: str) -> 
 
 
 def rounded(value: float) -> float:
-    """To three digits, so that a grid's values are the same wherever they are computed."""
-    return float(f"{value:.3g}")
+    """To two digits: a grid goes 1, 3.2, 10, ... from wherever it is computed or widened."""
+    return float(f"{value:.2g}")
 
 
 def _optuna() -> Any:
