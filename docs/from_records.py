@@ -234,19 +234,16 @@ def schedules(records: Records, part: str) -> str:
     """A part of what benchmarks/schedules.py measured; [smallest, largest] as a range."""
     path = records.root / "schedules.json"
     if not path.exists():
-        command = "python benchmarks/schedules.py --json > results/schedules.json"
-        return f"*Not run yet.* `{command}` makes these runs.\n"
+        return f"*Not run yet.* `python benchmarks/schedules.py --json > results/{path.name}`\n"
     found = json.loads(path.read_text(encoding="utf-8"))
-    header = [Cell(name) for name in found[part][0]]
-    table = grid_markdown(Grid(header, [list(map(_range, row.values())) for row in found[part]]))
+    header, rows = map(Cell, found[part][0]), (map(_range, row.values()) for row in found[part])
+    table = grid_markdown(Grid(list(header), [list(row) for row in rows]))
     said = "{seeds} seeds, {steps} steps; {device}, {date}, torch {torch}, decaylab {version}"
     return f"{table}\n<small>{said.format(**found['about'])}: `benchmarks/schedules.py`</small>\n"
 
 
 def _range(value: Any) -> Cell:
-    if isinstance(value, list):
-        return Cell(" to ".join(f"{end:.2f}" for end in value))
-    return Cell(f"{value:.3g}" if isinstance(value, float) else str(value))
+    return Cell(" to ".join(f"{x:.2f}" for x in value) if isinstance(value, list) else str(value))
 
 
 def _finding(finding: Finding) -> Cell:

@@ -1,6 +1,7 @@
 """The pages' numbers are those of the records; where there are none the pages say so."""
 
 import importlib.util
+import json
 import re
 
 import pytest
@@ -79,6 +80,18 @@ def test_seeds_are_found_however_many_there_are(tmp_path):
     assert "| 81.00 ± 1 |" in text
     assert "**+2.00 ± 0.00**" in text  # the same in every seed
     assert "| 3 |" in text
+
+
+def test_what_schedules_do_is_what_the_benchmark_printed(tmp_path):
+    about = {"seeds": 2, "steps": 40, "device": "test device"}
+    about |= {"date": "today", "torch": "1", "version": "0"}
+    row = {"run": "SGD", "decay a step": 0.002, "layers": 6, "lr/|W|": [0.951, 1.234]}
+    text = json.dumps({"about": about, "kfac": [row]})
+    (tmp_path / "schedules.json").write_text(text, encoding="utf-8")
+    found = pages.filled_in("<!-- records: schedules-kfac -->", pages.Records(tmp_path))
+    assert "| run | decay a step | layers | lr/\\|W\\| |\n" in found
+    assert "| SGD | 0.002 | 6 | 0.95 to 1.23 |\n" in found
+    assert "2 seeds, 40 steps; test device, today" in found
 
 
 def test_figures_are_drawn_for_what_there_is(tmp_path):
