@@ -2,6 +2,7 @@
 
 import sys
 import tomllib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from decaylab.cli import app
 from decaylab.errors import DecaylabError
-from decaylab.paper.grid import points, widened, winner
+from decaylab.paper.grid import first_line, points, second_line, widened, winner
 from decaylab.paper.search import SearchPlan, Winner, grid_specs
 from decaylab.records import RunStore
 from decaylab.training import RunSpec
@@ -34,8 +35,8 @@ def without_optuna(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def record(store, accuracy, *, loss=lambda spec: 1.0, diverged=lambda spec: False):
-    for spec in grid_specs(PLAN):
+def record(store, accuracy, *, loss=lambda spec: 1.0, diverged=lambda spec: False, plan=PLAN):
+    for spec in grid_specs(plan):
         values = {"test/accuracy": accuracy(spec), "test/loss": loss(spec)}
         status = "diverged" if diverged(spec) else "finished"
         write_run(store, spec, values, tier="quick", status=status)
@@ -43,7 +44,7 @@ def record(store, accuracy, *, loss=lambda spec: 1.0, diverged=lambda spec: Fals
 
 def test_the_winner_has_the_highest_last_accuracy_and_of_equals_the_lower_loss(store):
     record(store, lambda spec: 0.9 - abs(spec.weight_decay - 1e-3), loss=lambda spec: spec.lr)
-    found = winner(PLAN, store)
+    found = winner([PLAN], store)
     assert found.values == {"lr": 0.01, "weight_decay": 1e-3}
     assert found.accuracy == pytest.approx(0.9, rel=1e-12)
     assert found.tried == {"lr": [0.01, 0.1], "weight_decay": [1e-4, 1e-3, 1e-2]}
@@ -53,7 +54,7 @@ def test_the_winner_has_the_highest_last_accuracy_and_of_equals_the_lower_loss(s
 
 def test_a_run_that_diverged_does_not_win(store):
     record(store, lambda spec: spec.lr, diverged=lambda spec: spec.lr == 0.1)
-    assert winner(PLAN, store).values["lr"] == 0.01
+    assert winner([PLAN], store).values["lr"] == 0.01
 
 
 def test_nothing_is_chosen_before_all_runs_are_there(store):
@@ -61,13 +62,13 @@ def test_nothing_is_chosen_before_all_runs_are_there(store):
     write_run(store, spec, {"test/accuracy": 0.5, "test/loss": 1.0}, tier="quick")
     assert len(points(PLAN, store)) == 1
     with pytest.raises(DecaylabError, match="5 runs of a-search are missing"):
-        winner(PLAN, store)
+        winner([PLAN], store)
 
 
 @pytest.mark.parametrize(("best", "added"), [(1e-4, 3.2e-5), (1e-2, 3.2e-2), (1e-3, None)])
 def test_the_grid_grows_beyond_the_edge_that_won(store, best, added):
     record(store, lambda spec: 0.9 - abs(spec.weight_decay - best))
-    wider = widened(PLAN, winner(PLAN, store))
+    wider = widened(PLAN, winner([PLAN], store))
     if added is None:
         assert wider is None
     else:
@@ -82,8 +83,25 @@ def test_a_grid_that_grows_twice_is_back_at_a_power_of_ten():
     assert plan.space["weight_decay"][:3] == [3.2e-6, 1e-5, 3.2e-5]
 
 
-def search(tmp_path, *more):
-    words = [*CELL, "--scheme", "wd", "--tier", "smoke", "--lr", "0.001", "--runs", tmp_path]
+def test_a_search_by_lines_chooses_among_both(store):
+    """Its runs are a cross."""
+    plan = SearchPlan("a-search", replace(BASE, lr=0.1), SPACE, "lines")
+    down = first_line(plan)
+    assert down.space == {"lr": [0.1], "weight_decay": SPACE["weight_decay"]}
+    record(store, lambda spec: 0.9 - abs(spec.weight_decay - 1e-3) - spec.lr, plan=down)
+    across = second_line(plan, winner([down], store).values["weight_decay"])
+    with pytest.raises(DecaylabError, match="1 runs of a-search are missing"):
+        winner([down, across], store)
+    record(store, lambda spec: 0.9 - abs(spec.weight_decay - 1e-3) - spec.lr, plan=across)
+    found = winner([down, across], store)
+    assert found.values == {"lr": 0.01, "weight_decay": 1e-3}
+    assert found.tried == {"lr": [0.01, 0.1], "weight_decay": [1e-4, 1e-3, 1e-2]}
+    assert found.trials == 4
+    assert found.interior
+
+
+def search(tmp_path, *more, lr="0.001"):
+    words = [*CELL, "--scheme", "wd", "--tier", "smoke", "--lr", lr, "--runs", tmp_path]
     done = CliRunner().invoke(app, ["search", *map(str, [*words, "--runs-only", *more])])
     assert done.exit_code == 0, done.output
     return done.stdout
@@ -102,6 +120,28 @@ def test_the_command_makes_the_grid_chooses_and_writes_what_reproduce_reads(tmp_
     assert f"winner: lr 0.001, weight_decay {spec.weight_decay:g}" in said
     again = search(tmp_path, "--weight-decay", "0.01,0.1,1", "--no-widen")
     assert "3 of 3 runs made" in again
+
+
+def test_the_command_searches_by_lines(tmp_path):
+    decays = ("--weight-decay", "0.01,0.1,1", "--no-widen")
+    said = search(tmp_path, *decays, "--method", "lines", lr="0.001,0.003,0.01")
+    assert [line for line in said.splitlines() if "runs made" in line] == [
+        "3 of 3 runs made",
+        "3 of 3 runs made",  # of which one is of the first line
+    ]
+    found = tomllib.loads((tmp_path / "searched" / "smoke-digits-vgg16-adam-wd.toml").read_text())
+    assert found["search"]["method"] == "lines"
+    assert found["search"]["trials"] == 5
+    assert len(list((tmp_path / "searched" / "runs").iterdir())) == 5
+    assert found["search"]["lr_tried"] == [0.001, 0.003, 0.01]
+
+
+def test_lines_need_runs_only_and_weight_decays():
+    words = [*CELL, "--scheme", "none", "--method", "lines"]
+    done = CliRunner().invoke(app, ["search", *words, "--lr", "0.1"])
+    assert "give some" in done.stderr
+    done = CliRunner().invoke(app, ["search", *CELL, "--method", "lines"])
+    assert "--runs-only" in done.stderr
 
 
 def test_the_minutes_end_it_without_a_choice(tmp_path):

@@ -124,7 +124,7 @@ def test_what_cannot_be_searched_is_refused():
         plan(space={"damping": [0.1]})
     with pytest.raises(DecaylabError, match="must be positive"):
         plan(space={"lr": [0.0, 0.1]})
-    with pytest.raises(DecaylabError, match="choose grid or tpe"):
+    with pytest.raises(DecaylabError, match="choose grid, lines or tpe"):
         plan(method="random")
     with pytest.raises(DecaylabError, match="nothing to search"):
         plan(space={})

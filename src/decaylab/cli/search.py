@@ -14,7 +14,7 @@ from decaylab.cli.reproduce import follow
 from decaylab.data import load
 from decaylab.errors import DecaylabError
 from decaylab.paper import tier_of
-from decaylab.paper.grid import points, widened, winner
+from decaylab.paper.grid import first_line, points, second_line, widened, winner
 from decaylab.paper.reproduce import How, PlannedRun, Reproduction
 from decaylab.paper.search import (
     MOST_WIDENINGS,
@@ -48,7 +48,9 @@ def search_command(
     config: Config = None,
     scheme: Annotated[str, typer.Option("--scheme", help="l2, wd or none.")] = "l2",
     tier: Annotated[str, typer.Option("--tier", help="smoke, quick, short or full.")] = "quick",
-    method: Annotated[str, typer.Option("--method", help="grid or tpe.")] = "grid",
+    method: Annotated[
+        str, typer.Option("--method", help="grid, lines (--runs-only) or tpe.")
+    ] = "grid",
     trials: Annotated[int, typer.Option("--trials", min=1, help="How many, for tpe.")] = 30,
     lr: Values = None,
     weight_decay: Values = None,
@@ -93,6 +95,8 @@ def search_command(
     kind: Any = method
     limits: dict[str, Any] = {"method": kind, "trials": trials}
     plan = _of_cell(cell, scheme, tier, space, limits) if cell else _of_file(config, space, limits)
+    if plan.method == "lines" and not runs_only:
+        raise DecaylabError("--method lines needs --runs-only: Optuna makes grids and TPE")
     where = options.chosen_device(device)
     if plan.base.data == "digits":
         torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
@@ -106,7 +110,7 @@ def search_command(
             processes=processes,
             compiled=compiled,
         )
-        best = _make_grid(plan, folder, how, widen=widen)
+        best = _make_runs(plan, folder, how, widen=widen)
     else:
         search = Search(plan, folder, load(plan.base.data, data_dir).to(where), where)
         for trial in search.run():
@@ -122,35 +126,48 @@ def search_command(
         print(f"{best.id}: test accuracy {100 * last.values['test/accuracy']:.2f} %")
 
 
-def _make_grid(plan: SearchPlan, folder: Path, how: How, *, widen: bool) -> RunSpec | None:
-    """The grid's runs, and more while the best weight decay lies on its edge; then the winner.
-
-    None where runs are left: the same command goes on.
-    """
+def _make_runs(plan: SearchPlan, folder: Path, how: How, *, widen: bool) -> RunSpec | None:
+    """The search's runs, then the winner. None where runs are left: the same command goes on."""
     store = RunStore(folder / "runs")
     until = None if how.seconds is None else time.monotonic() + how.seconds
-    for _ in range(MOST_WIDENINGS + 1):
+
+    def made(grid: SearchPlan) -> bool:
         left = None if until is None else max(until - time.monotonic(), 1e-3)
-        planned = [PlannedRun(spec, (), ("search",)) for spec in grid_specs(plan)]
-        reproduction = Reproduction(planned, store, replace(how, seconds=left))
-        reproduction.check_data()
-        follow(reproduction, store)
-        ended = points(plan, store)
-        print(f"{len(ended)} of {len(planned)} runs made")
-        for run, reason in reproduction.outcome.failed.items():
-            print(f"{run}: {reason}")
-        if len(ended) < len(planned):
+        return _make_grid(grid, store, replace(how, seconds=left))
+
+    grids = [first_line(plan) if plan.method == "lines" else plan]
+    for widenings in range(MOST_WIDENINGS + 1):
+        if not made(grids[0]):
             return None
-        found = winner(plan, store)
-        wider = widened(plan, found) if widen else None
+        found = winner(grids, store)
+        wider = widened(grids[0], found) if widen and widenings < MOST_WIDENINGS else None
         if wider is None:
             break
-        plan = wider
-    write_winner(plan, folder, found, ", ".join(dict.fromkeys(point.device for point in ended)))
+        grids[0] = wider
+    if plan.method == "lines":
+        grids.append(second_line(plan, found.values["weight_decay"]))
+        if not made(grids[1]):
+            return None
+        found = winner(grids, store)
+    devices = [point.device for grid in grids for point in points(grid, store)]
+    write_winner(plan, folder, found, ", ".join(dict.fromkeys(devices)))
     _say_winner(plan, folder, found.values)
     if not found.interior:
         print("its weight decay lies on the edge of the grid: give more --weight-decay values")
     return on_all_images(plan, found.values)
+
+
+def _make_grid(grid: SearchPlan, store: RunStore, how: How) -> bool:
+    """Make the runs of a grid; False where some are left."""
+    planned = [PlannedRun(spec, (), ("search",)) for spec in grid_specs(grid)]
+    reproduction = Reproduction(planned, store, how)
+    reproduction.check_data()
+    follow(reproduction, store)
+    ended = points(grid, store)
+    print(f"{len(ended)} of {len(planned)} runs made")
+    for run, reason in reproduction.outcome.failed.items():
+        print(f"{run}: {reason}")
+    return len(ended) == len(planned)
 
 
 def _say_winner(plan: SearchPlan, folder: Path, values: Mapping[str, float]) -> None:

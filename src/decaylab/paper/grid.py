@@ -4,6 +4,7 @@ The runs are those that `Search` would make, in the same store, so that they can
 once, on a machine without Optuna, and stopped anywhere.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from decaylab.errors import DecaylabError
@@ -37,22 +38,41 @@ def points(plan: SearchPlan, store: RunStore) -> list[Point]:
     return found
 
 
-def winner(plan: SearchPlan, store: RunStore) -> Winner:
+def winner(plans: Sequence[SearchPlan], store: RunStore) -> Winner:
     """The highest last accuracy on held-out images; of equals the one with the lower loss.
 
-    An error while runs of the grid are missing: a choice among some of them is another search.
+    Among the runs of one grid, or of the lines of a search. An error while some are missing: a
+    choice among the others is another search.
     """
-    ended = points(plan, store)
-    missing = len(grid_specs(plan)) - len(ended)
+    first = plans[0]
+    ended = {point.spec.id: point for plan in plans for point in points(plan, store)}
+    missing = len({spec.id for plan in plans for spec in grid_specs(plan)}) - len(ended)
     if missing:
-        raise DecaylabError(f"{missing} runs of {plan.name} are missing: make them first")
-    complete = [(p.accuracy, p.loss, p.spec) for p in ended if p.accuracy is not None]
+        raise DecaylabError(f"{missing} runs of {first.name} are missing: make them first")
+    complete = [(p.accuracy, p.loss, p.spec) for p in ended.values() if p.accuracy is not None]
     if not complete:
-        raise DecaylabError(f"no run of {plan.name} came to its end: lower the learning rates")
+        raise DecaylabError(f"no run of {first.name} came to its end: lower the learning rates")
     accuracy, _, spec = max(complete, key=lambda entry: (entry[0], -(entry[1] or 0.0)))
-    values = {field: getattr(spec, field) for field in plan.space}
-    tried = {field: sorted(given) for field, given in plan.space.items()}
+    values = {field: getattr(spec, field) for field in first.space}
+    tried = {field: sorted({v for plan in plans for v in plan.space[field]}) for field in values}
     return Winner(values, accuracy, tried, len(ended))
+
+
+def first_line(plan: SearchPlan) -> SearchPlan:
+    """Every weight decay, at the base's own learning rate (and damping).
+
+    >>> base = RunSpec(lr=0.1, decay="l2", weight_decay=0.1)
+    >>> plan = SearchPlan("a", base, {"lr": [0.03, 0.1, 0.3], "weight_decay": [0.1, 1.0]}, "lines")
+    >>> first_line(plan).space, second_line(plan, 1.0).space["weight_decay"]
+    ({'lr': [0.1], 'weight_decay': [0.1, 1.0]}, [1.0])
+    """
+    own = {field: [getattr(plan.base.resolved(), field)] for field in plan.space}
+    return replace(plan, space={**own, "weight_decay": plan.space["weight_decay"]})
+
+
+def second_line(plan: SearchPlan, weight_decay: float) -> SearchPlan:
+    """Everything else that is searched, at the best weight decay of the first line."""
+    return replace(plan, space={**plan.space, "weight_decay": [weight_decay]})
 
 
 def widened(plan: SearchPlan, found: Winner) -> SearchPlan | None:

@@ -42,14 +42,15 @@ class SearchPlan:
     Attributes:
         name: of its files.
         cell: the cell of an artefact it is for; empty for a spec of one's own.
-        method: `grid` (widened while the best weight decay lies on its edge) or `tpe`.
+        method: `grid` (widened while the best weight decay lies on its edge), `lines` (a grid of
+            weight decays at the base's lr, then the others at the best of them) or `tpe`.
         trials: TPE only: how many.
     """
 
     name: str
     base: RunSpec
     space: Space
-    method: Literal["grid", "tpe"] = "grid"
+    method: Literal["grid", "lines", "tpe"] = "grid"
     trials: int = 30
     cell: Mapping[str, Any] | None = None
     tier: str = "custom"
@@ -61,8 +62,10 @@ class SearchPlan:
             if not values or not all(0 < value < math.inf for value in values):
                 raise DecaylabError(f"the values of {field} must be positive numbers")
             with_values(self.base, {field: values[0]})  # an error where it does not apply
-        if self.method not in ("grid", "tpe"):
-            raise DecaylabError(f"unknown method {self.method!r}: choose grid or tpe")
+        if self.method not in ("grid", "lines", "tpe"):
+            raise DecaylabError(f"unknown method {self.method!r}: choose grid, lines or tpe")
+        if self.method == "lines" and "weight_decay" not in self.space:
+            raise DecaylabError("a search by lines begins with weight decays: give some")
         if not self.space:
             raise DecaylabError("nothing to search: give values of lr, weight_decay or damping")
 
