@@ -17,7 +17,7 @@ JUDGED_SHARE = 0.5
 REMEMBERED_ROUNDS = 4
 # What decay takes of the weights while K-FAC's factors remember them, times its second-order share.
 # How far a reconstruction is off below it and above it: benchmarks/schedules.py, part one-run.
-REMEMBERED_TOO_MUCH = 1.0
+REMEMBERED_TOO_MUCH = 0.7
 
 # What may differ between a run and its baseline: the decay, and what leaves the same training.
 FREE_TO_DIFFER = {"decay", "weight_decay", "decay_scope", "norm_source"}
