@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from paper.killed_reproductions import reproduce, small_grid
 from decaylab.data import load
 from decaylab.paper import reproduce as module
 from decaylab.paper.reproduce import How, PlannedRun, Reproduction
-from decaylab.records import RunStore
+from decaylab.records import RunFolder, RunStore
 from decaylab.training import RunSpec
 
 TESTS = Path(__file__).parents[1]
@@ -167,3 +168,57 @@ def test_a_damaged_folder_is_one_runs_trouble(tmp_path):
     list(made.run())
     assert "damaged" in made.outcome.failed[TINY.id]
     assert made.outcome.finished == [replace(TINY, seed=1).id]
+
+
+def by_another_process(specs, runs):
+    list(reproduction(specs, runs, keep_checkpoints=True).run())
+
+
+@pytest.mark.parametrize("keep_checkpoints", [False, True])
+def test_a_run_that_another_process_makes_before_its_turn_is_not_made_here(
+    tmp_path, monkeypatch, keep_checkpoints
+):
+    train = module.train
+
+    def late(spec, **rest):
+        monkeypatch.setattr(module, "train", train)
+        by_another_process([TINY], tmp_path)
+        return train(spec, **rest)
+
+    monkeypatch.setattr(module, "train", late)
+    made = reproduction([TINY], tmp_path, keep_checkpoints=keep_checkpoints)
+    assert [event.kind for event in made.run()] == ["begun"]
+    assert made.outcome.before == [TINY.id]
+    assert not made.outcome.finished
+    assert RunStore(tmp_path).folder(TINY.id).checkpoint.exists() == keep_checkpoints
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("looks", [2, 3])
+def test_a_source_that_ends_elsewhere_while_it_is_looked_at_is_waited_for(
+    tmp_path, monkeypatch, looks, ends
+):
+    """Another process ends it, or dies in it, between any two looks at its lock."""
+    source = replace(TINY, batch_norm=True)
+    behind_it = replace(TINY, batch_norm=True, seed=1, norm_source=source.id)
+    made = reproduction([source, behind_it], tmp_path, poll=0.01)
+    store, locked, seen = RunStore(tmp_path), RunFolder.locked, []
+    other = ExitStack()
+    other.enter_context(store.folder(source.id).writing(source.resolved().to_toml()))
+
+    def look(folder):
+        if folder.id != source.id:
+            return locked(folder)
+        seen.append(folder.id)
+        if len(seen) == looks:
+            other.close()
+            if ends:
+                by_another_process([source], tmp_path)
+        return locked(folder)
+
+    monkeypatch.setattr(RunFolder, "locked", look)
+    list(made.run())
+    assert not made.outcome.failed
+    assert not made.outcome.left
+    assert not made.outcome.elsewhere
+    assert behind_it.id in made.outcome.finished

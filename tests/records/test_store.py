@@ -92,6 +92,19 @@ def test_a_run_whose_process_was_killed_reads_as_interrupted(tmp_path):
         assert folder.manifest().status == "running"
 
 
+def test_a_run_that_ends_while_its_manifest_is_read_was_not_interrupted(tmp_path, monkeypatch):
+    folder = RunStore(tmp_path).folder("r")
+    with folder.writing(SPEC):
+        folder.write_manifest(manifest(status="running"))
+
+    def ends_now():
+        folder.write_manifest(manifest(status="finished"))
+        return False
+
+    monkeypatch.setattr(folder, "locked", ends_now)
+    assert folder.manifest().status == "finished"
+
+
 def test_another_format_and_a_damaged_manifest_are_named(tmp_path):
     folder = RunStore(tmp_path).folder("r")
     with folder.writing(SPEC):

@@ -121,7 +121,7 @@ class How:
         at_once: runs that take turns, a step each; on a GPU their steps overlap. Each gives what
             it gives alone.
         processes: like this one that share the device, itself included: one prepares a run while
-            another trains. Only recorded (their seconds are no measure of speed).
+            another trains. Recorded (their seconds mingle), and counted by `whole_runs`.
         compiled: networks go through torch.compile: half a minute, once, for a fifth less a step.
         poll: seconds between looks at runs of other processes that one waits for.
     """
@@ -253,7 +253,7 @@ class Reproduction:
                 if states.get(planned.spec.id) == "waiting"
                 and states.get(planned.spec.norm_source) != "late"
             ]
-            if not any(self._source_may_come(planned) for planned in waiting):
+            if not any(self._source_may_come(planned, states) for planned in waiting):
                 self.outcome.elsewhere += [run for run, state in states.items() if state == "busy"]
                 for planned in waiting:
                     source = planned.spec.norm_source
@@ -262,9 +262,10 @@ class Reproduction:
             _sleep(self.how.poll)
         return None
 
-    def _source_may_come(self, planned: PlannedRun) -> bool:
+    def _source_may_come(self, planned: PlannedRun, states: dict[str, str]) -> bool:
         source = self.store.folder(planned.spec.norm_source)
-        return _finished(source) or (source.path.exists() and source.locked())
+        # in this order: another process may end it, or die in it, between two of these looks
+        return states.get(source.id) == "busy" or source.locked() or _finished(source)
 
     def _state(self, planned: PlannedRun) -> State:
         """`state_of`, with what it means for the outcome."""
@@ -306,25 +307,29 @@ class Reproduction:
                     else:
                         yield None
                 self._clean(planned)
+                if last.made_before:  # by another process, since this one looked
+                    self.outcome.before.append(run_id)
+                    return
                 self.outcome.finished.append(run_id)
                 yield Event("finished", planned, last)
                 return
             except Diverged as error:
                 self.outcome.failed[run_id] = str(error)
             except DecaylabError as error:
-                if _finished(self.store.folder(run_id)):  # by another process, meanwhile
+                taken = self.store.folder(run_id).locked()  # looked at first: it may end now
+                if _finished(self.store.folder(run_id)):
                     self.outcome.before.append(run_id)
                     return
-                if self.store.folder(run_id).locked():
+                if taken:
                     self.outcome.elsewhere.append(run_id)
                     return
                 self.outcome.failed[run_id] = str(error)
             except Exception as error:  # one run's trouble (memory, a bug) does not end the others
-                self.outcome.failed[run_id] = f"{type(error).__name__}: {error}"
+                message = f"{type(error).__name__}: {error}"
                 if attempt == 1:
-                    message = self.outcome.failed.pop(run_id)
                     yield Event("retried", planned, message=message)
                     continue
+                self.outcome.failed[run_id] = message
             yield Event("failed", planned, message=self.outcome.failed[run_id])
             return
 

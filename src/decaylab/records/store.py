@@ -90,7 +90,10 @@ class RunFolder:
             return None
         manifest = _parse_manifest(path)
         if manifest.status == "running" and not self.locked():
-            return replace(manifest, status="interrupted", message="its process ended unexpectedly")
+            manifest = _parse_manifest(path)  # it may have ended since the first look
+            if manifest.status == "running":
+                message = "its process ended unexpectedly"
+                return replace(manifest, status="interrupted", message=message)
         return manifest
 
     def write_manifest(self, manifest: Manifest) -> None:

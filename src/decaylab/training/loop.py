@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from time import perf_counter
 from typing import Literal
@@ -27,7 +27,8 @@ from decaylab.training.transfer import source_norms
 class Progress:
     """Where a run stands. `values` are the numbers recorded after an epoch, none after a step.
 
-    `loss` is the last batch's, on the device: reading it waits for the device.
+    `loss` is the last batch's, on the device: reading it waits for the device. `made_before`: the
+    run was finished already, by an earlier start or another process, and nothing was trained.
     """
 
     kind: Literal["step", "epoch", "finished"]
@@ -41,6 +42,7 @@ class Progress:
     model: nn.Module | None = field(default=None, repr=False)
     optimizer: torch.optim.Optimizer | None = field(default=None, repr=False)
     loss: Tensor | None = field(default=None, repr=False)
+    made_before: bool = False
 
 
 def train(
@@ -260,4 +262,5 @@ def _finished_before(run: TrainingRun, journal: Journal) -> Progress:
     state["recorded"] = False  # stay in the last epoch: there is no next one
     run.load_state_dict(state)
     rows = journal.folder.rows().rows
-    return _progress(run, "finished", {row.name: row.value for row in rows if row.step == run.step})
+    values = {row.name: row.value for row in rows if row.step == run.step}
+    return replace(_progress(run, "finished", values), made_before=True)
