@@ -86,7 +86,9 @@ def whole_schedules(store: RunStore) -> list[Row]:
         steps = [row.value for row in rows if row.name == "train/seconds"]
         found.append(
             {
-                **{"run": folder.id, "network": spec.network, "epochs": spec.epochs},
+                **{"run": folder.id, "data": spec.data, "network": spec.network},
+                **{"batch_norm": spec.batch_norm, "batch_size": spec.batch_size},
+                "epochs": spec.epochs,
                 **{"compiled": manifest.compiled, "first_epoch": steps[0], "steps": steps[-1]},
                 "seconds": max(row.seconds for row in rows),
                 "with_probes": manifest.updated - manifest.started,
@@ -128,7 +130,10 @@ def most(part: str, key: str) -> Callable[[Measured, str], float | None]:
 
 
 def quickest(measured: Measured, network: str) -> float | None:
-    rows = [row for row in measured.schedules if row["network"] == network]
+    """Of runs like those that the goals are for: CIFAR-10, BN, batches of 128, 100 epochs."""
+    like = {"network": network, "data": "cifar10", "batch_norm": True}
+    like |= {"batch_size": 128, "epochs": 100}
+    rows = [row for row in measured.schedules if like.items() <= row.items()]
     return min((row["seconds"] for row in rows), default=None)
 
 
