@@ -1,7 +1,9 @@
+import gc
 import os
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +99,25 @@ def test_what_fails_is_tried_once_more_and_then_listed(tmp_path, monkeypatch):
     list(again.run())
     assert tries[7:] == [1, 1]  # a run that diverged would do so again: it is listed only
     assert list(again.outcome.failed) == [specs[1].id, specs[4].id]
+
+
+def test_a_run_that_failed_holds_no_memory_while_the_others_have_their_turn(tmp_path, monkeypatch):
+    train, seen = module.train, []
+
+    def failing(spec, **rest):
+        progress = next(train(spec, **rest))
+        seen.append(weakref.ref(progress.model))
+        yield progress
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(module, "train", failing)
+    made, held = reproduction([TINY], tmp_path), []
+    for event in made.run():
+        if event.kind in ("retried", "failed"):
+            del event
+            gc.collect()
+            held.append(seen[-1]() is not None)
+    assert held == [False, False]
 
 
 def test_when_the_time_is_up_the_running_run_is_saved_and_goes_on_later(tmp_path):

@@ -295,23 +295,21 @@ class Reproduction:
         run_id = planned.spec.id
         for attempt in (1, 2):
             whole = self._left[run_id] = self._estimated(planned)
-            progress: Progress | None = None  # else it holds the first attempt's memory
+            again, progress = False, None
             try:
                 yield Event("begun", planned)
                 for progress in self._training(planned):
                     if progress.kind == "epoch":
                         self._left[run_id] = whole * (1 - progress.epoch / progress.epochs)
                         yield Event("epoch", planned, progress)
-                    elif progress.kind == "finished":
-                        last = progress
-                    else:
+                    elif progress.kind == "step":
                         yield None
                 self._clean(planned)
-                if last.made_before:  # by another process, since this one looked
+                if progress and progress.made_before:  # by another process, since this one looked
                     self.outcome.before.append(run_id)
                     return
                 self.outcome.finished.append(run_id)
-                yield Event("finished", planned, last)
+                yield Event("finished", planned, progress)
                 return
             except Diverged as error:
                 self.outcome.failed[run_id] = str(error)
@@ -325,13 +323,13 @@ class Reproduction:
                     return
                 self.outcome.failed[run_id] = str(error)
             except Exception as error:  # one run's trouble (memory, a bug) does not end the others
-                message = f"{type(error).__name__}: {error}"
-                if attempt == 1:
-                    yield Event("retried", planned, message=message)
-                    continue
-                self.outcome.failed[run_id] = message
-            yield Event("failed", planned, message=self.outcome.failed[run_id])
-            return
+                self.outcome.failed[run_id] = f"{type(error).__name__}: {error}"
+                again = attempt == 1
+            progress = None  # it and the error hold the run's memory, which the others may need
+            if not again:
+                yield Event("failed", planned, message=self.outcome.failed[run_id])
+                return
+            yield Event("retried", planned, message=self.outcome.failed.pop(run_id))
 
     def _training(self, planned: PlannedRun) -> Iterator[Progress]:
         execution = Execution(
