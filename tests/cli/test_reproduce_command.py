@@ -72,6 +72,15 @@ def test_one_line_per_finished_run_when_piped_and_a_second_time_nothing(tmp_path
     assert (len(result["finished"]), len(result["before"])) == (2, 2)
 
 
+def test_whole_runs_that_never_fit_ask_for_more_minutes(tmp_path):
+    limit = ["--max-minutes", 1e-3, "--whole-runs", "--runs", tmp_path]
+    result = decaylab("reproduce", *SMALL, *limit)
+    assert result.exit_code == 0, result.output
+    assert "0 runs made, 0 done before, 2 left" in result.stdout
+    assert "2 of those left were not begun" in result.stdout
+    assert json.loads(decaylab("reproduce", *SMALL, *limit, "--json").stdout)["late"]
+
+
 def test_a_run_records_what_other_artefacts_want_and_says_what_it_lacks(tmp_path):
     decaylab("reproduce", *SMALL, "--runs", tmp_path)
     (folder, _) = RunStore(tmp_path).runs()

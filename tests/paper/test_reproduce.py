@@ -143,6 +143,7 @@ def test_of_a_limited_time_only_runs_that_should_end_in_it_are_begun(tmp_path):
     list(made.run())
     assert made.outcome.finished == [TINY.id]
     assert made.outcome.left == [long.id, behind_it.id]
+    assert made.outcome.late == [long.id]
     assert made.outcome.out_of_time
     assert not made.outcome.failed
     assert not RunStore(tmp_path).folder(long.id).path.exists()

@@ -29,7 +29,7 @@ Processes = Annotated[
     typer.Option(
         "--processes",
         min=1,
-        help="Start the command so often yourself: one prepares runs while another trains.",
+        help="How often you start this command on the device, to run side by side.",
     ),
 ]
 WholeRuns = Annotated[

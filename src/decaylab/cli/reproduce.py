@@ -257,6 +257,11 @@ def _summarise(outcome: Outcome, chosen: list[Cell], store: RunStore, json_outpu
     )
     if outcome.out_of_time:
         print("the minutes are up: the same command goes on from here")
+    if outcome.late:
+        print(
+            f"{len(outcome.late)} of those left were not begun, since they should not have ended in"
+            " time (--whole-runs): give more --max-minutes if that stays so"
+        )
     for run_id in outcome.elsewhere:
         print(f"another process makes {run_id}")
     for run_id, reason in outcome.failed.items():

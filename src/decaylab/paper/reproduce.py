@@ -104,6 +104,7 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)
     elsewhere: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)  # of those left: too long for the time there was
     out_of_time: bool = False
 
 
@@ -197,7 +198,8 @@ class Reproduction:
         elsewhere = set(self.outcome.elsewhere)
         self.outcome.elsewhere = [run for run in unfinished if run in elsewhere]
         self.outcome.left = [run for run in unfinished if run not in elsewhere]
-        self.outcome.out_of_time |= not self._late.isdisjoint(self.outcome.left)
+        self.outcome.late = [run for run in self.outcome.left if run in self._late]
+        self.outcome.out_of_time |= bool(self.outcome.late)
 
     def _begin(self, todo: list[PlannedRun], active: dict[str, Iterator[Event | None]]) -> bool:
         """Let runs join those under way while there is room; False if there are none then.
