@@ -20,6 +20,7 @@ from decaylab.training import RunSpec
 BEGIN, END = "<!-- measured -->", "<!-- end -->"
 PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
 RUNS = Path(__file__).parents[1] / "results"
+SCHEDULES = {"vgg16": 130, "resnet32": 330}  # seconds that were to be enough for 100 epochs
 LARGEST_ERROR = 0.02  # of a layer's step, relative, that was to be allowed
 NETWORKS = {"vgg16": "VGG16 (BN)", "resnet32": "ResNet32 x4 (BN)"}
 GRAPHS = ("captured", "compiled-captured")
@@ -35,7 +36,7 @@ class Measured:
     parts: dict[tuple[str, str, str], Row] = field(default_factory=dict)
     epochs: dict[str, dict[tuple[Any, ...], Row]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    precision: list[Row] = field(default_factory=list)
+    precision: dict[tuple[Any, ...], Row] = field(default_factory=dict)
     schedules: list[Row] = field(default_factory=list)
 
     @staticmethod
@@ -49,7 +50,8 @@ class Measured:
                 found.steps[row["network"], row["step"], row["mode"]] = row
             for row in result.get("parts", []):
                 found.parts[row["network"], row["step"], row["mode"]] = row
-            found.precision += result.get("precision", [])
+            for row in result.get("precision", []):
+                found.precision[row["run"], row["step"], row["damping"]] = row
             found.missing = result.get("not_installed", found.missing)
             for part in ("epoch", "at-once", "evaluation", "checkpoint", "jacobian"):
                 for row in result.get(part, []):
@@ -86,8 +88,7 @@ def whole_schedules(store: RunStore) -> list[Row]:
         steps = [row.value for row in rows if row.name == "train/seconds"]
         found.append(
             {
-                **{"run": folder.id, "data": spec.data, "network": spec.network},
-                **{"batch_norm": spec.batch_norm, "batch_size": spec.batch_size},
+                **{"run": folder.id, "network": spec.network, "batch_size": spec.batch_size},
                 "epochs": spec.epochs,
                 **{"compiled": manifest.compiled, "first_epoch": steps[0], "steps": steps[-1]},
                 "seconds": max(row.seconds for row in rows),
@@ -129,14 +130,6 @@ def most(part: str, key: str) -> Callable[[Measured, str], float | None]:
     return lambda measured, network: max(measured.of(part, network, key), default=None)
 
 
-def quickest(measured: Measured, network: str) -> float | None:
-    """Of runs like those that the goals are for: CIFAR-10, BN, batches of 128, 100 epochs."""
-    like = {"network": network, "data": "cifar10", "batch_norm": True}
-    like |= {"batch_size": 128, "epochs": 100}
-    rows = [row for row in measured.schedules if like.items() <= row.items()]
-    return min((row["seconds"] for row in rows), default=None)
-
-
 def throughput(measured: Measured, network: str) -> float | None:
     return min(measured.of("at-once", network, "throughput", "kfac-g"), default=None)
 
@@ -166,7 +159,6 @@ GOALS = [
     ),
     Goal("exact Jacobian norm of the test images, s", (3, 15), most("jacobian", "seconds")),
     Goal("throughput of K-FAC runs at once over one", (1.4, 1.3), throughput, at_least=True),
-    Goal("whole schedule of K-FAC, 100 epochs, s", (130, 330), quickest, "{:.0f}"),
     Goal("peak memory of K-FAC over SGD, GB", (2.5, 2.5), more_memory),
 ]
 
@@ -247,19 +239,24 @@ def epochs(measured: Measured) -> str:
 
 
 def schedules(measured: Measured) -> str:
+    """Of 100 epochs in batches of 128: longer ones have no goal."""
+    columns = ("first_epoch", "steps", "seconds", "with_probes")
+    rows = []
+    for row in measured.schedules:
+        usual = (row["batch_size"], row["epochs"]) == (128, 100)
+        limit = SCHEDULES.get(row["network"]) if usual else None
+        reached = "" if limit is None else "yes" if row["seconds"] <= limit else "missed"
+        words = [f"`{row['run']}`", "yes" if row["compiled"] else "no"]
+        times = [shown(row[key], "{:.1f}") for key in columns]
+        rows.append([*words, *times, shown(limit, "<= {:g}"), reached])
     head = ["run", "compiled", "first epoch's steps", "all steps", "to the last epoch", "in all"]
-    rows = [
-        [f"`{row['run']}`", "yes" if row["compiled"] else "no"]
-        + [shown(row[key], "{:.1f}") for key in ("first_epoch", "steps", "seconds", "with_probes")]
-        for row in measured.schedules
-    ]
-    return table(head, rows)
+    return table([*head, "to the last epoch: to reach", "reached"], rows)
 
 
 def precision(measured: Measured) -> str:
     """The worst layer and the middle one of each run."""
     rows = []
-    for run in measured.precision:
+    for run in measured.precision.values():
         for way in ("as trained", "bf16 inverses"):
             by_error = sorted((row[way], name) for name, row in run["layers"].items())
             worst, layer = by_error[-1]

@@ -4,9 +4,10 @@
 
 RUN is the folder of a K-FAC run with its checkpoint: its factors as they are late in training, and
 gradients of its own batches there. The reference inverts the same factors and multiplies in float64
-(recipe line 7). `as trained` is what a step of the run computes: inverses in float32, products in
-the run's own precision (TF32 on CUDA for tf32 and bf16). `bf16 inverses` is what it would be with
-the inverses rounded to bfloat16. Relative errors in the Frobenius norm, the largest over batches.
+(recipe line 7). `as trained` is what a step computes now, whatever version made the run: inverses
+in float32, products in the run's own precision (TF32 on CUDA for tf32 and bf16), those of small
+layers in full float32. `bf16 inverses` is what it would be with the inverses rounded to bfloat16.
+Relative errors in the Frobenius norm, the largest over batches.
 """
 
 import argparse
