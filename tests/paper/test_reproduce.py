@@ -1,5 +1,7 @@
+import errno
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,10 +15,11 @@ import torch
 from paper.killed_reproductions import reproduce, small_grid
 
 from decaylab.data import load
+from decaylab.errors import DecaylabError
 from decaylab.paper import reproduce as module
 from decaylab.paper.reproduce import How, PlannedRun, Reproduction
 from decaylab.records import RunFolder, RunStore
-from decaylab.training import RunSpec
+from decaylab.training import RunSpec, checkpoint
 
 TESTS = Path(__file__).parents[1]
 TINY = RunSpec(network="mlp", hidden=(8,), batch_size=256, epochs=2, lr_drop_every=1)
@@ -118,6 +121,24 @@ def test_a_run_that_failed_holds_no_memory_while_the_others_have_their_turn(tmp_
             gc.collect()
             held.append(seen[-1]() is not None)
     assert held == [False, False]
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_signal_ends_it_also_if_the_last_checkpoint_cannot_be_written(
+    tmp_path, monkeypatch, at_once
+):
+    def full(*given, **rest):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    specs = [replace(TINY, epochs=50, seed=seed) for seed in range(3)]
+    made = reproduction(specs, tmp_path, at_once=at_once).run()
+    while next(made).kind != "epoch":
+        pass
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(DecaylabError, match="free some space"):
+        list(made)
+    assert not RunStore(tmp_path).folder(specs[2].id).path.exists()
 
 
 def test_when_the_time_is_up_the_running_run_is_saved_and_goes_on_later(tmp_path):

@@ -4,7 +4,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from decaylab.paper.observe import observer
 from decaylab.paper.suite import Cell
 from decaylab.records import RunFolder, RunStore
 from decaylab.training import Execution, Interrupted, Progress, RunSpec, take_turns, train
-from decaylab.training.signals import requests
+from decaylab.training.signals import is_stopping, requests
 
 State = Literal["finished", "diverged", "busy", "waiting", "ready"]
 
@@ -195,9 +195,8 @@ class Reproduction:
             if planned.spec.id not in self.outcome.failed
             and not _finished(self.store.folder(planned.spec.id))
         ]
-        elsewhere = set(self.outcome.elsewhere)
-        self.outcome.elsewhere = [run for run in unfinished if run in elsewhere]
-        self.outcome.left = [run for run in unfinished if run not in elsewhere]
+        self.outcome.elsewhere = [run for run in unfinished if run in self.outcome.elsewhere]
+        self.outcome.left = [run for run in unfinished if run not in self.outcome.elsewhere]
         self.outcome.late = [run for run in self.outcome.left if run in self._late]
         self.outcome.out_of_time |= bool(self.outcome.late)
 
@@ -300,12 +299,13 @@ class Reproduction:
             again, progress = False, None
             try:
                 yield Event("begun", planned)
-                for progress in self._training(planned):
-                    if progress.kind == "epoch":
-                        self._left[run_id] = whole * (1 - progress.epoch / progress.epochs)
-                        yield Event("epoch", planned, progress)
-                    elif progress.kind == "step":
-                        yield None
+                with closing(self._training(planned)) as training:
+                    for progress in training:
+                        if progress.kind == "epoch":
+                            self._left[run_id] = whole * (1 - progress.epoch / progress.epochs)
+                            yield Event("epoch", planned, progress)
+                        elif progress.kind == "step":
+                            yield None
                 self._clean(planned)
                 if progress and progress.made_before:  # by another process, since this one looked
                     self.outcome.before.append(run_id)
@@ -316,6 +316,8 @@ class Reproduction:
             except Diverged as error:
                 self.outcome.failed[run_id] = str(error)
             except DecaylabError as error:
+                if is_stopping(error):  # else the signal would be forgotten, and the next run begin
+                    raise
                 taken = self.store.folder(run_id).locked()  # looked at first: it may end now
                 if _finished(self.store.folder(run_id)):
                     self.outcome.before.append(run_id)
@@ -333,7 +335,7 @@ class Reproduction:
                 return
             yield Event("retried", planned, message=self.outcome.failed.pop(run_id))
 
-    def _training(self, planned: PlannedRun) -> Iterator[Progress]:
+    def _training(self, planned: PlannedRun) -> Generator[Progress, None, None]:
         execution = Execution(
             checkpoint_every=self.how.checkpoint_every,
             every_step=self.how.at_once > 1,
@@ -370,8 +372,6 @@ def _sleep(seconds: float) -> None:
 
 
 def _finished(folder: RunFolder) -> bool:
-    if not folder.path.exists():
-        return False
     manifest = folder.manifest()
     return manifest is not None and manifest.status == "finished"
 

@@ -1,6 +1,6 @@
 """Training: a generator that yields after each epoch, writes records, and resumes bit for bit."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import isfinite
@@ -52,7 +52,7 @@ def train(
     device: str | torch.device = "cpu",
     store: RunStore | None = None,
     execution: Execution | None = None,
-) -> Iterator[Progress]:
+) -> Generator[Progress, None, None]:
     """Train what `spec` describes, yielding after each epoch (with `every_step`, each step too).
 
     `data` is the whole data set (left out: it is loaded). With a `store`, rows and checkpoints go

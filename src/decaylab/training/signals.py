@@ -61,3 +61,10 @@ class _Requests:
 
 
 requests = _Requests()
+
+
+def is_stopping(error: BaseException | None) -> bool:
+    """Whether an error came up while a run was stopped or closed: of its last checkpoint."""
+    while error is not None and not isinstance(error, (KeyboardInterrupt, GeneratorExit)):
+        error = error.__context__
+    return error is not None
