@@ -239,15 +239,15 @@ def test_convergence_in_epochs_and_in_time(tmp_path):
 
 
 def test_times_of_runs_that_shared_a_device_or_had_others_are_not_compared(tmp_path):
-    for name, shared in (("shared", {"at_once": 4}), ("devices", {"device": "another"})):
-        records = Records(tmp_path / name)
+    for shared in ({"at_once": 4}, {"device": "another"}, {"compiled": True}):
+        records = Records(tmp_path / "".join(shared))
         curves = {"train/running_loss": [1.0, 1e-5], "train/seconds": [0.0, 1.0]}
         for cell in cells("fig9", "full"):
             (spec,) = cell.runs
             records.write(spec, {}, curves, **shared if spec.optimizer == "sgd" else {})
         claim = records.claims()["E12"]
         assert claim.verdict == "not enough runs"
-        assert "--at-once 1" in claim.notes[-2]
+        assert "without --at-once and --compiled" in claim.notes[-2]
 
 
 def test_nets_that_do_not_fit_contradict_e14_only_at_the_full_schedule(tmp_path):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from report.synthetic import CLOCK, write_run
 
 from decaylab.paper.estimate import Estimator, device_seconds
@@ -41,6 +42,8 @@ def test_a_like_run_is_estimated_by_its_steps(tmp_path):
 def test_a_gpu_is_not_estimated_by_a_cpu(tmp_path):
     store, _ = recorded(tmp_path, device="cpu")
     assert not Estimator(store).of(SPEC).recorded
+    assert Estimator(store, torch.device("cpu")).of(SPEC).recorded
+    assert not Estimator(store, torch.device("cuda")).of(SPEC).recorded
 
 
 def test_of_runs_that_took_turns_the_share_counts_and_nothing_if_they_were_stopped(tmp_path):

@@ -3,6 +3,7 @@ import math
 import os
 import signal
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from decaylab.data import load
 from decaylab.errors import DecaylabError, Diverged
-from decaylab.records import RunStore
+from decaylab.records import Manifest, RunStore
 from decaylab.training import (
     Execution,
     Interrupted,
@@ -299,6 +300,23 @@ def test_commits_made_while_a_process_runs_are_not_its_codes(monkeypatch):
     journal._checked_out.cache_clear()
     assert [journal.code_commit(), journal.code_commit()] == ["first", "first"]
     journal._checked_out.cache_clear()
+    monkeypatch.setattr(journal, "_git", mock.Mock(side_effect=[OSError("busy"), "late", ""]))
+    assert [journal.code_commit(), journal.code_commit()] == [None, "late"]  # not None for good
+    journal._checked_out.cache_clear()
+
+
+def test_a_run_that_begins_anew_is_no_resumed_one(tmp_path):
+    """Killed before its first checkpoint: nothing of it was made where that was."""
+    store, spec = RunStore(tmp_path), replace(SPEC, epochs=1)
+    folder = store.folder(spec.id)
+    with folder.writing(spec.to_toml()):
+        earlier = {"status": "running", "version": "0", "commit": None, "torch": "2"}
+        where = {"device": "A GPU", "seed": 0, "tier": "custom", "at_once": 4}
+        folder.write_manifest(Manifest(spec.id, **earlier, **where, started=0.0, updated=0.0))
+    finish(spec, store=store)
+    found = folder.manifest()
+    assert (found.device, found.resumes, found.at_once) == ("cpu", 0, 1)
+    assert found.started > 0
 
 
 def test_compiling_is_recorded_and_no_other_run(monkeypatch, tmp_path):

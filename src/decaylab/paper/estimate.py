@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from decaylab.data.facts import DATA_SETS
 from decaylab.errors import DecaylabError
 from decaylab.records import Manifest, RunStore
@@ -47,11 +49,11 @@ def device_seconds(manifest: Manifest, at_work: float) -> float:
 class Estimator:
     """Estimates from finished runs of a store where there are like ones, else from `MEASURED`.
 
-    Digits are estimated for a CPU, everything else for a GPU. Estimates from runs that took turns
-    are for as many at once.
+    For a CPU or a GPU; without a device digits are estimated for a CPU, everything else for a GPU.
+    Estimates from runs that took turns are for as many at once.
     """
 
-    def __init__(self, store: RunStore) -> None:
+    def __init__(self, store: RunStore, device: torch.device | None = None) -> None:
         self._per_step: dict[tuple[object, ...], float] = {}
         for folder in store.runs():
             try:
@@ -61,7 +63,8 @@ class Estimator:
                 if manifest.at_once > 1 and manifest.resumes:  # its seconds say nothing
                     continue
                 spec = RunSpec.from_toml(folder.spec_text())
-                if (spec.data == "digits") != (manifest.device == "cpu"):
+                on_cpu = spec.data == "digits" if device is None else device.type == "cpu"
+                if on_cpu != (manifest.device == "cpu"):
                     continue
                 rows = folder.rows().rows
             except DecaylabError:

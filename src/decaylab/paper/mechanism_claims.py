@@ -131,8 +131,8 @@ def e12(bench: Bench) -> Evidence:
         if len(devices) > 1 or not all(run.timed_curve(name) for run in found.values()):
             evidence.missing += 1
             evidence.notes.append(
-                f"{network}: the times are of different devices, or of runs that shared one; make"
-                " them again with --at-once 1 on one device"
+                f"{network}: the times are of different devices, of runs that shared one, or were"
+                " compiled; make them again on one device, without --at-once and --compiled"
             )
             continue
         epochs = _first_below(found["kfac-g"].curve(name))

@@ -36,9 +36,10 @@ class RunReading:
     def timed_curve(self, name: str) -> list[tuple[float, float]]:
         """(seconds of training, value) of a name: evaluation, probes and checkpoints apart.
 
-        Nothing for a run that shared its device with others: its seconds are not its own.
+        Nothing for a run that shared its device with others, whose seconds are not its own, or that
+        was compiled, which is among them.
         """
-        if self.manifest.at_once > 1:
+        if self.manifest.at_once > 1 or self.manifest.compiled:
             return []
         seconds = {row.step: row.value for row in self.rows.series("train/seconds")}
         series = self.rows.series(name)

@@ -152,7 +152,7 @@ class Reproduction:
         self.planned, self.store, self.how = planned, store, how
         self.outcome = Outcome()
         self._data: dict[str, DataSet] = {}
-        self._estimator = Estimator(store) if how.whole_runs else None
+        self._estimator = Estimator(store, how.device) if how.whole_runs else None
         self._left: dict[str, float] = {}  # seconds that runs under way should still need
         self._late: set[str] = set()  # runs that did not fit when they were looked at
         self._ends = math.inf

@@ -41,7 +41,7 @@ class Journal:
             at_once=how.at_once,
             compiled=how.compiled,
         )
-        if self.previous is not None:
+        if self.previous is not None and folder.checkpoint.exists():  # else it begins anew
             devices = dict.fromkeys([*self.previous.device.split(" + "), device])
             self._manifest = replace(
                 self._manifest,
@@ -117,18 +117,21 @@ def code_commit() -> str | None:
     A copy (on a cluster node, in a container), whose .git folder is missing or of another day, is
     told by $DECAYLAB_COMMIT.
     """
-    return os.environ.get("DECAYLAB_COMMIT") or _checked_out()
+    if told := os.environ.get("DECAYLAB_COMMIT"):
+        return told
+    with suppress(OSError, subprocess.SubprocessError):
+        return _checked_out()
+    return None
 
 
 @cache
 def _checked_out() -> str | None:
     """Looked up once: commits made while a process runs do not change the code it has loaded."""
     root = Path(__file__).resolve().parents[3]
-    if (root / ".git").exists():
-        with suppress(OSError, subprocess.SubprocessError):
-            head = _git(root, "rev-parse", "HEAD")
-            return head + ("+" if _git(root, "status", "--porcelain", "-uno") else "")
-    return None
+    if not (root / ".git").exists():
+        return None
+    head = _git(root, "rev-parse", "HEAD")
+    return head + ("+" if _git(root, "status", "--porcelain", "-uno") else "")
 
 
 def _git(root: Path, *arguments: str) -> str:
