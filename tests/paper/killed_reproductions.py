@@ -17,7 +17,8 @@ from training.killed_runs import Countdown, prepare
 
 from decaylab.data import load
 from decaylab.paper import cells, select
-from decaylab.paper.reproduce import How, Reproduction, plan
+from decaylab.paper.plan import plan
+from decaylab.paper.reproduce import How, Reproduction
 from decaylab.records import RunStore
 
 

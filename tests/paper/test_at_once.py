@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from decaylab.data import load
-from decaylab.paper.reproduce import How, PlannedRun, Reproduction
+from decaylab.paper.plan import PlannedRun
+from decaylab.paper.reproduce import How, Reproduction
 from decaylab.records import RunStore
 from decaylab.training import RunSpec
 from decaylab.training.build import load_run

@@ -5,7 +5,7 @@ from report.synthetic import write_run, write_searched
 
 from decaylab.paper import Readings, artefact_of, artefacts, cells, select
 from decaylab.paper.evidence import Bench
-from decaylab.paper.reproduce import plan
+from decaylab.paper.plan import plan
 from decaylab.records import RunStore
 from decaylab.report.sections import fill, tables_section
 from decaylab.report.tables import to_grid

@@ -9,7 +9,8 @@ from decaylab.data import load
 from decaylab.paper import Readings, cells, select
 from decaylab.paper.evidence import Bench
 from decaylab.paper.mechanism_claims import _correlation
-from decaylab.paper.reproduce import How, Reproduction, plan
+from decaylab.paper.plan import plan
+from decaylab.paper.reproduce import How, Reproduction
 from decaylab.records import RunStore
 
 

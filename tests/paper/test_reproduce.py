@@ -17,7 +17,8 @@ from paper.killed_reproductions import reproduce, small_grid
 from decaylab.data import load
 from decaylab.errors import DecaylabError
 from decaylab.paper import reproduce as module
-from decaylab.paper.reproduce import How, PlannedRun, Reproduction
+from decaylab.paper.plan import PlannedRun
+from decaylab.paper.reproduce import How, Reproduction
 from decaylab.records import RunFolder, RunStore
 from decaylab.training import RunSpec, checkpoint
 

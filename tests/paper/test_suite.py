@@ -6,7 +6,7 @@ import pytest
 from decaylab.errors import DecaylabError
 from decaylab.networks import NETWORKS
 from decaylab.paper import artefacts, cells, select
-from decaylab.paper.reproduce import plan
+from decaylab.paper.plan import plan
 from decaylab.paper.settings import searched, table
 
 PAPER = {"table1", "table2", "table3", *(f"fig{n}" for n in range(1, 10))}

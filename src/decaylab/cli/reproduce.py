@@ -16,15 +16,8 @@ from decaylab.cli import options
 from decaylab.errors import DecaylabError
 from decaylab.paper import Cell, Readings, artefacts, cells, select, tier_of
 from decaylab.paper.estimate import Estimator, in_words
-from decaylab.paper.reproduce import (
-    Event,
-    How,
-    Outcome,
-    PlannedRun,
-    Reproduction,
-    plan,
-    state_of,
-)
+from decaylab.paper.plan import PlannedRun, plan, state_of
+from decaylab.paper.reproduce import Event, How, Outcome, Reproduction
 from decaylab.records import RunStore
 
 Name = Annotated[str, typer.Argument(metavar="ARTEFACT", help="table1-3, fig1-9, or all.")]

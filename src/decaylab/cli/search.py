@@ -15,7 +15,8 @@ from decaylab.data import load
 from decaylab.errors import DecaylabError
 from decaylab.paper import tier_of
 from decaylab.paper.grid import first_line, points, second_line, widened, winner
-from decaylab.paper.reproduce import How, PlannedRun, Reproduction
+from decaylab.paper.plan import PlannedRun
+from decaylab.paper.reproduce import How, Reproduction
 from decaylab.paper.search import (
     MOST_WIDENINGS,
     Search,

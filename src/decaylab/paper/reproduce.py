@@ -4,7 +4,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,73 +16,10 @@ from decaylab.data import DataSet, load
 from decaylab.errors import DecaylabError, Diverged
 from decaylab.paper.estimate import Estimator
 from decaylab.paper.observe import observer
-from decaylab.paper.suite import Cell
-from decaylab.records import RunFolder, RunStore
-from decaylab.training import Execution, Interrupted, Progress, RunSpec, take_turns, train
+from decaylab.paper.plan import PlannedRun, State, is_finished, state_of
+from decaylab.records import RunStore
+from decaylab.training import Execution, Interrupted, Progress, take_turns, train
 from decaylab.training.signals import is_stopping, requests
-
-State = Literal["finished", "diverged", "busy", "waiting", "ready"]
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run to make: its spec, what to record in it, and the artefacts it serves."""
-
-    spec: RunSpec
-    probes: tuple[str, ...]
-    artefacts: tuple[str, ...]
-
-
-def plan(cells: Iterable[Cell], others: Iterable[Cell] = ()) -> list[PlannedRun]:
-    """The runs of some cells, each once, with the union of the probes that any cell wants.
-
-    `others` (of other artefacts) bring no runs of their own, but what they want of these is
-    recorded too, since a run is trained once.
-
-    In the order of the cells (whose comparison column varies fastest, so that pairs with and
-    without decay stand together), first seeds first; a run stands behind the one whose norms it
-    takes over, which is added where no cell has it.
-    """
-    cells = list(cells)
-    probes: dict[str, dict[str, None]] = {}
-    serves: dict[str, dict[str, None]] = {}
-    ordered: dict[str, RunSpec] = {}
-    for seed in range(max((len(cell.runs) for cell in cells), default=0)):
-        for cell in cells:
-            for runs in (cell.sources, cell.runs, cell.own):
-                if seed < len(runs):
-                    spec = runs[seed]
-                    ordered.setdefault(spec.id, spec)
-                    serves.setdefault(spec.id, {})[cell.artefact] = None
-                    probes.setdefault(spec.id, {})
-            for runs in (cell.runs, cell.own):
-                if seed < len(runs):
-                    probes[runs[seed].id].update(dict.fromkeys(cell.probes))
-    for cell in others:
-        for spec in (*cell.runs, *cell.own):
-            if spec.id in ordered:
-                serves[spec.id][cell.artefact] = None
-                probes[spec.id].update(dict.fromkeys(cell.probes))
-    return [
-        PlannedRun(spec, tuple(sorted(probes[run_id])), tuple(serves[run_id]))
-        for run_id, spec in ordered.items()
-    ]
-
-
-def state_of(planned: PlannedRun, store: RunStore) -> State:
-    """Where a run stands; `waiting` is for the run whose norms it takes over."""
-    folder = store.folder(planned.spec.id)
-    if folder.path.exists():
-        manifest = folder.manifest()
-        if manifest is not None and manifest.status in ("finished", "diverged"):
-            folder.check_same_spec(planned.spec.to_toml())
-            return "finished" if manifest.status == "finished" else "diverged"
-        if folder.locked():
-            return "busy"
-    source = planned.spec.norm_source
-    if source and not _finished(store.folder(source)):
-        return "waiting"
-    return "ready"
 
 
 @dataclass(frozen=True)
@@ -193,7 +130,7 @@ class Reproduction:
             planned.spec.id
             for planned in self.planned
             if planned.spec.id not in self.outcome.failed
-            and not _finished(self.store.folder(planned.spec.id))
+            and not is_finished(self.store.folder(planned.spec.id))
         ]
         self.outcome.elsewhere = [run for run in unfinished if run in self.outcome.elsewhere]
         self.outcome.left = [run for run in unfinished if run not in self.outcome.elsewhere]
@@ -266,7 +203,7 @@ class Reproduction:
     def _source_may_come(self, planned: PlannedRun, states: dict[str, str]) -> bool:
         source = self.store.folder(planned.spec.norm_source)
         # in this order: another process may end it, or die in it, between two of these looks
-        return states.get(source.id) == "busy" or source.locked() or _finished(source)
+        return states.get(source.id) == "busy" or source.locked() or is_finished(source)
 
     def _state(self, planned: PlannedRun) -> State:
         """`state_of`, with what it means for the outcome."""
@@ -319,7 +256,7 @@ class Reproduction:
                 if is_stopping(error):  # else the signal would be forgotten, and the next run begin
                     raise
                 taken = self.store.folder(run_id).locked()  # looked at first: it may end now
-                if _finished(self.store.folder(run_id)):
+                if is_finished(self.store.folder(run_id)):
                     self.outcome.before.append(run_id)
                     return
                 if taken:
@@ -369,11 +306,6 @@ def _sleep(seconds: float) -> None:
         while time.monotonic() < until:
             requests.check()
             time.sleep(0.05)
-
-
-def _finished(folder: RunFolder) -> bool:
-    manifest = folder.manifest()
-    return manifest is not None and manifest.status == "finished"
 
 
 @contextmanager

@@ -1,0 +1,78 @@
+"""Which runs some cells need, in which order, and where each of them stands."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from decaylab.paper.suite import Cell
+from decaylab.records import RunFolder, RunStore
+from decaylab.training import RunSpec
+
+State = Literal["finished", "diverged", "busy", "waiting", "ready"]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run to make: its spec, what to record in it, and the artefacts it serves."""
+
+    spec: RunSpec
+    probes: tuple[str, ...]
+    artefacts: tuple[str, ...]
+
+
+def plan(cells: Iterable[Cell], others: Iterable[Cell] = ()) -> list[PlannedRun]:
+    """The runs of some cells, each once, with the union of the probes that any cell wants.
+
+    `others` (of other artefacts) bring no runs of their own, but what they want of these is
+    recorded too, since a run is trained once.
+
+    In the order of the cells (whose comparison column varies fastest, so that pairs with and
+    without decay stand together), first seeds first; a run stands behind the one whose norms it
+    takes over, which is added where no cell has it.
+    """
+    cells = list(cells)
+    probes: dict[str, dict[str, None]] = {}
+    serves: dict[str, dict[str, None]] = {}
+    ordered: dict[str, RunSpec] = {}
+    for seed in range(max((len(cell.runs) for cell in cells), default=0)):
+        for cell in cells:
+            for runs in (cell.sources, cell.runs, cell.own):
+                if seed < len(runs):
+                    spec = runs[seed]
+                    ordered.setdefault(spec.id, spec)
+                    serves.setdefault(spec.id, {})[cell.artefact] = None
+                    probes.setdefault(spec.id, {})
+            for runs in (cell.runs, cell.own):
+                if seed < len(runs):
+                    probes[runs[seed].id].update(dict.fromkeys(cell.probes))
+    for cell in others:
+        for spec in (*cell.runs, *cell.own):
+            if spec.id in ordered:
+                serves[spec.id][cell.artefact] = None
+                probes[spec.id].update(dict.fromkeys(cell.probes))
+    return [
+        PlannedRun(spec, tuple(sorted(probes[run_id])), tuple(serves[run_id]))
+        for run_id, spec in ordered.items()
+    ]
+
+
+def state_of(planned: PlannedRun, store: RunStore) -> State:
+    """Where a run stands; `waiting` is for the run whose norms it takes over."""
+    folder = store.folder(planned.spec.id)
+    if folder.path.exists():
+        manifest = folder.manifest()
+        if manifest is not None and manifest.status in ("finished", "diverged"):
+            folder.check_same_spec(planned.spec.to_toml())
+            return "finished" if manifest.status == "finished" else "diverged"
+        if folder.locked():
+            return "busy"
+    source = planned.spec.norm_source
+    if source and not is_finished(store.folder(source)):
+        return "waiting"
+    return "ready"
+
+
+def is_finished(folder: RunFolder) -> bool:
+    """Whether the run in a folder, which need not exist, came to its end."""
+    manifest = folder.manifest()
+    return manifest is not None and manifest.status == "finished"
