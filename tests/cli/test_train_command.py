@@ -50,6 +50,19 @@ def test_one_line_per_epoch_when_piped_and_a_second_time_nothing_to_do(tmp_path)
     assert snapshot(tmp_path) == before
 
 
+def test_a_short_run_says_that_batch_norms_averages_lag_behind(tmp_path):
+    """Right in training mode, at chance in evaluation: that is not the network's fault."""
+    deep = ["--hidden", "16,16,16", "--batch-size", "128", "--lr", "0.3"]
+    result = run(*deep, "--batch-norm", runs=tmp_path)
+    rows = RunStore(tmp_path).runs()[0].rows()
+    right, in_training = (
+        rows.series(f"train/{name}")[-1].value for name in ("accuracy", "running_accuracy")
+    )
+    assert right < in_training - 0.1
+    assert "running averages" in result.stdout.splitlines()[-1]
+    assert "running averages" not in run(*deep, runs=tmp_path).stdout
+
+
 def test_json_is_alone_on_stdout(tmp_path):
     result = run("--json", runs=tmp_path)
     summary = json.loads(result.stdout)
@@ -119,6 +132,7 @@ BAD = {
     "other device": (["--device", "mps"], "cpu and cuda"),
     "negative interval": (["--checkpoint-every", "-1"], "must not be negative"),
     "decay without a kind": (["--weight-decay", "0.1"], "choose decay"),
+    "decay without a strength": (["--decay", "l2"], "add --weight-decay"),
     "missing config": (["--config", "/nonexistent.toml"], "cannot read"),
 }
 
@@ -239,7 +253,7 @@ def test_a_signal_leaves_a_checkpoint_and_the_same_command_continues(tmp_path, n
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == code
-    assert said == f"stopped: stopped by {number.name}\n"
+    assert said == f"stopped by {number.name}: the same command again goes on from there\n"
     (folder,) = RunStore(tmp_path / "runs").runs()
     assert folder.manifest().status == "interrupted"
     reached = checkpoint.load(folder.checkpoint)["step"]

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from diagnosis.recorded import Layer, records
 
 from decaylab import diagnose
@@ -237,6 +238,8 @@ def test_empty_and_diverged_records():
 def test_records_that_are_not_there(tmp_path):
     with pytest.raises(DecaylabError, match="holds no records"):
         diagnose(tmp_path)
+    with pytest.raises(DecaylabError, match="a Linear holds no records: give what `watch"):
+        diagnose(torch.nn.Linear(2, 2))
 
 
 def test_one_result_three_forms():

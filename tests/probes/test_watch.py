@@ -183,6 +183,8 @@ def test_bad_arguments():
         probes.watch(model, optimizer, every=0)
     with pytest.raises(DecaylabError, match="str is no torch optimizer"):
         probes.watch(model, "sgd")
+    with pytest.raises(DecaylabError, match="holds no parameter of this model"):
+        probes.watch(tiny_net("mlp")[0], optimizer)
     with pytest.raises(DecaylabError, match="inputs are torch"):
         probes.watch(model, optimizer, inputs=inputs.float())
     with pytest.raises(DecaylabError, match="frozen"):

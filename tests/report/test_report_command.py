@@ -163,6 +163,7 @@ def test_files(filled):
 def test_no_runs_at_all(tmp_path):
     result, out, page = report(tmp_path / "none")
     assert "table1 0/64" in result.stdout
+    assert f"no runs in {tmp_path / 'none'}: " in result.stderr
     assert "0 of 64 cells" in page.text
     assert "No runs yet" in page.text
     rows = table_of(out, "table1")

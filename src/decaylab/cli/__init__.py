@@ -38,8 +38,10 @@ class _Commands(TyperGroup):
         except (DecaylabError, Interrupted) as error:
             if self.debug:
                 raise
-            said = "stopped" if isinstance(error, Interrupted) else "error"
-            print(f"{said}: {error}", file=sys.stderr)
+            if isinstance(error, Interrupted):
+                print(f"{error}: the same command again goes on from there", file=sys.stderr)
+            else:
+                print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
 
 

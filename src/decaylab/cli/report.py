@@ -48,6 +48,9 @@ def report_command(
     written = write_report(runs, out or runs / "report")
     for note in written.left_out:
         print(f"left out: {note}", file=sys.stderr)
+    if not written.runs:
+        words = "make some with `decaylab demo`, or give their folder with --runs"
+        print(f"no runs in {runs}: {words}", file=sys.stderr)
     if json_output:
         print(json.dumps(_plain(written), indent=2))
         return

@@ -70,6 +70,11 @@ def observe(source: Source) -> Observed:
         return _watched("the records", source)
     if isinstance(source, RunFolder):
         return _own(source)
+    if not isinstance(source, (str, Path)):
+        raise DecaylabError(
+            f"a {type(source).__name__} holds no records: give what `watch(...)` returned, or a"
+            " folder of records"
+        )
     path = Path(source)
     if (path / "spec.toml").exists():
         return _own(RunFolder(path))

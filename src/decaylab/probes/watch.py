@@ -328,6 +328,11 @@ def watch(
         probes = _named_set(probes, optimizer, inputs)
     chosen = [_probe(probe) for probe in probes]
     model = bare(model)
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if stepped.isdisjoint(map(id, model.parameters())):
+        raise DecaylabError(
+            "the optimizer holds no parameter of this model: give watch the model it was built with"
+        )
     if inputs is not None:
         check_inputs(model, inputs)
     for probe in chosen:
