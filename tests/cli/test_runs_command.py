@@ -20,6 +20,13 @@ def runs(tmp_path_factory):
     return folder
 
 
+def test_the_text_of_a_help_page_flows():
+    """The line breaks of a docstring are not the terminal's."""
+    page = runner.invoke(app, ["probe", "--help"], terminal_width=80).stdout
+    text = page.split("Arguments")[0].split("layer.")[1].strip(" \n─╭")
+    assert all(len(line.strip()) > 65 for line in text.splitlines()[:-1]), text
+
+
 def test_list(runs):
     result = runner.invoke(app, ["runs", "list", "--runs", str(runs)])
     assert result.exit_code == 0

@@ -2,13 +2,16 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
 import torch
+import typer
 from diagnosis.recorded import Layer, records
 
 from decaylab import diagnose
+from decaylab.cli import app
 from decaylab.diagnosis.dynamics import equilibrium, norms_without_decay
 from decaylab.diagnosis.findings import ACTS, NOTHING
 from decaylab.errors import DecaylabError
@@ -240,6 +243,13 @@ def test_records_that_are_not_there(tmp_path):
         diagnose(tmp_path)
     with pytest.raises(DecaylabError, match="a Linear holds no records: give what `watch"):
         diagnose(torch.nn.Linear(2, 2))
+
+
+def test_the_command_in_what_follows_can_be_typed_as_it_stands():
+    said = str(diagnose(records({"conv": sgd(weight_decay=STRONG)})))
+    (words,) = re.findall(r"`decaylab advise schedule ([^`]+)`", said)
+    schedule = typer.main.get_command(app).commands["advise"].commands["schedule"]
+    assert schedule.make_context("schedule", words.split()).params["run"] == "RUN"
 
 
 def test_one_result_three_forms():

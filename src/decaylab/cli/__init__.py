@@ -49,6 +49,7 @@ app = typer.Typer(
     cls=_Commands,
     help="What weight decay does to a network.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # else help keeps the line breaks of a docstring
     add_completion=False,
     pretty_exceptions_enable=False,
 )

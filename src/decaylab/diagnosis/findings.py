@@ -273,7 +273,7 @@ def _schedule_words(layers: list[LayerRecord]) -> list[str]:
     return [
         f"Without decay the same motion needs a learning rate that grows by {least}exp({power} x"
         f" exposure) = {math.exp(min(power * exposure, 700)):.3g} over the run, on these layers"
-        " only: `decaylab advise schedule RUN` writes it."
+        " only: `decaylab advise schedule RUN --out schedule.csv`."
     ]
 
 
