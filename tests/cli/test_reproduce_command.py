@@ -65,6 +65,8 @@ def test_one_line_per_finished_run_when_piped_and_a_second_time_nothing(tmp_path
     lines = first.stdout.splitlines()
     assert [line.split()[0] for line in lines[:2]] == ["1/2", "2/2"]
     assert "2 of 2 cells filled: 2 runs made, 0 done before, 0 left" in lines[2]
+    assert f"`decaylab report --runs {tmp_path}`" in lines[3]
+    assert lines[4].startswith("tier smoke only shows that everything runs")
     second = decaylab("reproduce", *SMALL, "--runs", tmp_path)
     assert "2 of 2 cells filled: 0 runs made, 2 done before" in second.stdout
     more = decaylab("reproduce", *SMALL, "--seeds", 2, "--runs", tmp_path, "--json")

@@ -17,10 +17,12 @@ from decaylab.errors import DecaylabError
 from decaylab.paper import Cell, Readings, artefacts, cells, select, tier_of
 from decaylab.paper.estimate import Estimator, in_words
 from decaylab.paper.plan import PlannedRun, plan, state_of
-from decaylab.paper.reproduce import Event, How, Outcome, Reproduction
+from decaylab.paper.reproduce import Event, How, Reproduction
 from decaylab.records import RunStore
 
-Name = Annotated[str, typer.Argument(metavar="ARTEFACT", help="table1-3, fig1-9, or all.")]
+Name = Annotated[
+    str, typer.Argument(metavar="ARTEFACT", help="table1-3, fig1-9, decay-alone, or all.")
+]
 TierOption = Annotated[str, typer.Option("--tier", help="smoke, quick, short or full.")]
 Seeds = Annotated[int, typer.Option("--seeds", help="Runs per cell: seeds 0, 1, ...")]
 Only = Annotated[
@@ -34,7 +36,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and how 
 Keep = Annotated[
     bool,
     typer.Option(
-        "--keep-checkpoints/--no-keep-checkpoints",
+        "--keep-checkpoints",
         help="Keep the models of finished runs, for `decaylab probe` (K-FAC: gigabytes).",
     ),
 ]
@@ -94,7 +96,7 @@ def reproduce_command(
     reproduction = Reproduction(planned, store, how)
     reproduction.check_data()
     follow(reproduction, store, to_stderr=json_output)
-    _summarise(reproduction.outcome, chosen, store, json_output)
+    _summarise(reproduction, chosen, json_output)
     if reproduction.outcome.failed:
         raise typer.Exit(1)
 
@@ -232,7 +234,8 @@ class _Board:
         return table
 
 
-def _summarise(outcome: Outcome, chosen: list[Cell], store: RunStore, json_output: bool) -> None:
+def _summarise(reproduction: Reproduction, chosen: list[Cell], json_output: bool) -> None:
+    outcome, store = reproduction.outcome, reproduction.store
     readings = Readings(store)
     lacking = dict(readings.lacking(chosen))
     filled = sum(bool(cell.runs) and all(map(readings.of, cell.runs)) for cell in chosen)
@@ -267,6 +270,10 @@ def _summarise(outcome: Outcome, chosen: list[Cell], store: RunStore, json_outpu
     for note in readings.left_out:
         print(f"left out: {note}", file=sys.stderr)
     _say_missing(missing)
+    if filled:
+        print(f"`decaylab report --runs {store.root}` shows them beside the paper's")
+    if reproduction.how.tier == "smoke":
+        print("tier smoke only shows that everything runs: --tier quick trains for minutes")
 
 
 def _console() -> Console:
