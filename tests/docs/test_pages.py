@@ -7,6 +7,7 @@ import pytest
 import torch
 import typer
 from documented import PAGES, ROOT, blocks, commands, snippet, snippet_text
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -154,6 +155,18 @@ def test_the_readmes_loop(here, capsys):
     assert names["opt"].steps == names["watched"].steps == 3
     assert "| mechanism | verdict |" in capsys.readouterr().out
     assert diagnose(here / "records" / "decayed").findings
+
+
+def test_the_readmes_settings_train_a_net_without_normalisation(here, capsys):
+    """Without kl_clip the loss is not finite after ten steps."""
+    torch.manual_seed(0)
+    images, labels = (torch.as_tensor(part) for part in load_digits(return_X_y=True))
+    batches = [torch.randint(len(images), (64,)) for _ in range(60)]
+    loader = [(images[i].float() / 16, labels[i]) for i in batches]
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    exec(snippet("../README.md", "loop"), {"model": model, "loader": loader})
+    loss = F.cross_entropy(model(images.float() / 16), labels)
+    assert float(loss.detach()) < 1.5  # 2.3 at the start
 
 
 def test_scopes(capsys):
