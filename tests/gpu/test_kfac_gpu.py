@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -253,3 +254,15 @@ def test_tf32_takes_nothing_from_the_step_of_a_small_badly_conditioned_layer(sid
     gradient = bank.gradient[..., :inputs].double()
     wanted = torch.linalg.solve(G, torch.linalg.solve(A, gradient, left=False))
     assert (bank.weight_step - wanted).norm() < 1e-3 * wanted.norm()
+
+
+def test_a_loop_that_goes_nowhere_is_told_so_without_a_synchronisation():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).cuda()
+    opt = KFAC(model, lr=0.1, refresh_every=5, invert_every=10)
+    x, y = torch.full((6, 3), torch.nan).cuda(), labels_for(6, classes=2).cuda()
+    train_step(opt, model, x, y)
+    with warnings.catch_warnings(record=True) as told, no_synchronisation():
+        warnings.simplefilter("always")
+        for _ in range(200):
+            train_step(opt, model, x, y)
+    assert any("had no finite gradient" in str(warning.message) for warning in told)

@@ -1,5 +1,7 @@
 """What goes wrong, and what is said or done about it: bad input, NaN, failed factorisations."""
 
+import warnings
+
 import pytest
 import torch
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
@@ -357,3 +359,33 @@ def test_a_singular_factor_is_no_crash(dtype):
     train_step(opt, model, x, y)
     assert opt.check().failed_inversions == {"0": 1}
     assert all(map(torch.equal, model.parameters(), before))  # no inverse yet, so no step
+
+
+def test_a_loop_that_goes_nowhere_is_told_so_once():
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    opt = KFAC(model, lr=0.1, refresh_every=5)
+    x, y = random(6, 3), labels_for(6, classes=2)
+    for good in (True, False, True):  # fewer than ten in a row are an accident
+        for _ in range(9):
+            train_step(opt, model, x if good else x * torch.nan, y)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(60):
+            train_step(opt, model, x * torch.nan, y)
+    assert len(told) == 1
+    assert "steps had no finite gradient" in str(told[0].message)
+    assert "set kl_clip" in str(told[0].message)
+    assert told[0].filename == train_step.__code__.co_filename  # where the user calls step()
+
+
+@pytest.mark.parametrize(
+    ("build", "remedy"),
+    [
+        (lambda model: KFAC(model.parameters(), lr=0.1), r"KFAC\(model, lr=...\)"),
+        (lambda model: KFAC([{"params": model.parameters()}], lr=0.1), "params="),
+        (lambda model: KFAC(model, [{"params": model.parameters()}]), "params=groups"),
+    ],
+)
+def test_what_torchs_optimizers_take_first_is_refused(build, remedy):
+    with pytest.raises(DecaylabError, match=remedy):
+        build(nn.Linear(3, 2))

@@ -20,10 +20,11 @@ from decaylab.errors import DecaylabError
 from decaylab.optim.coverage import Coverage, plan
 from decaylab.optim.decay import Decay
 from decaylab.optim.first_order import lay_out_state
+from decaylab.optim.health import Health, Skips
 from decaylab.optim.kfac_options import (
-    Health,
     KFACOptions,
     check_alone,
+    check_arguments,
     check_groups,
     check_numbers,
     first_order,
@@ -31,9 +32,6 @@ from decaylab.optim.kfac_options import (
 )
 from decaylab.optim.scale_free import ScaleFree, invariant_layers
 from decaylab.optim.update import LossScale, Updater
-
-# So many steps in a row without a finite gradient are no accident.
-TOLERATED_SKIPS = 10
 
 
 class KFAC(torch.optim.Optimizer):
@@ -94,7 +92,8 @@ class KFAC(torch.optim.Optimizer):
         logits: "output" if the model returns them, bare or as `.logits`; "observed" if the loop
             calls `observe`.
         others: "adam" or "sgd", for parameters outside the blocks.
-        others_lr: their learning rate; by default 1e-3 for Adam, `lr` for SGD.
+        others_lr: their learning rate; by default 1e-3 for Adam, `lr` for SGD. A scheduler that
+            sets numbers of its own (OneCycleLR) sets theirs too; those that multiply do not.
         max_factor_dim: a side longer than this is treated as diagonal.
         options: see `KFACOptions`.
     """
@@ -142,6 +141,7 @@ class KFAC(torch.optim.Optimizer):
         )
         if damping_scaling not in ("fixed", "scale-free"):
             raise DecaylabError(f"damping_scaling is {damping_scaling!r}: use fixed or scale-free")
+        check_arguments(model, lr)
         self.model = eager_module(model)
         check_alone(self.model)
         if others_lr is None:
@@ -176,7 +176,7 @@ class KFAC(torch.optim.Optimizer):
         if damping_scaling == "scale-free":
             layers = invariant_layers(self.model, planned.blocks, options.invariant)
         self.scale_free = ScaleFree(planned.blocks, layers)
-        self._skips = torch.zeros(2, dtype=torch.int64, device=self.device)  # in total, in a row
+        self._skips = Skips(self.device)
         # nothing here refers back to self: its memory and hooks go with the last reference to it
         own, rows = weakref.ref(self), options.counted_rows
         self._observer = Observer(
@@ -200,6 +200,8 @@ class KFAC(torch.optim.Optimizer):
                 loss = closure()
         self.before_step()
         self.device_step()
+        if self.refresh_due:
+            self._skips.look()
         self.after_step()
         return loss
 
@@ -326,13 +328,7 @@ class KFAC(torch.optim.Optimizer):
 
     def check(self) -> Health:
         """Read the counters (one host sync); raise if the last ten steps were skipped."""
-        skipped, in_a_row = self._skips.tolist()
-        if in_a_row >= TOLERATED_SKIPS:
-            raise DecaylabError(
-                f"the last {in_a_row} steps had no finite gradient and changed nothing: "
-                "lower the learning rate, raise the damping or set kl_clip"
-            )
-        return Health(self.steps, skipped, in_a_row, self._blocks.failures())
+        return Health(self.steps, *self._skips.read(), self._blocks.failures())
 
     def detach(self) -> None:
         """Remove the hooks from the model; the optimizer is not to be stepped afterwards."""
@@ -346,7 +342,7 @@ class KFAC(torch.optim.Optimizer):
             "begun": self._begun,
             "inverted": self._inverted,
             "damping": self.damping,
-            "skips": self._skips.clone(),
+            "skips": self._skips.counts.clone(),
             "generator": self._observer.generator.get_state(),
             "initial_norms": {name: norm.clone() for name, norm in self.scale_free.norms.items()},
             "layers": self._blocks.state_dict(),
@@ -363,7 +359,7 @@ class KFAC(torch.optim.Optimizer):
         lay_out_state(self)
         self.steps, self.damping = int(mine["steps"]), float(mine["damping"])
         self._begun, self._inverted = mine["begun"], bool(mine["inverted"])
-        self._skips.copy_(mine["skips"])
+        self._skips.counts.copy_(mine["skips"])
         self._observer.generator.set_state(mine["generator"].cpu())
         for name, norm in self.scale_free.norms.items():
             norm.copy_(mine["initial_norms"].get(name, norm))
@@ -427,8 +423,7 @@ class KFAC(torch.optim.Optimizer):
         self._first_order.state = self.state
         finite = self._updater(self.param_groups, self.kl_clip, scale)
         if skip is None:  # a GradScaler looks for its scale by steps that overflow
-            self._skips += (~finite).long()
-            self._skips[1].mul_((~finite).long())
+            self._skips.count(finite)
 
     @contextmanager
     def _initialization(self) -> Iterator[None]:

@@ -39,24 +39,6 @@ class KFACOptions:
     others_eps: float = 1e-8
 
 
-@dataclass(frozen=True)
-class Health:
-    """What `KFAC.check` found.
-
-    Attributes:
-        steps: steps taken, the skipped ones included.
-        skipped: steps whose gradient or update was not finite, and which changed nothing.
-        skipped_in_a_row: such steps since the last good one.
-        failed_inversions: by layer, how often its Cholesky factorisation failed and the old
-        inverse stayed.
-    """
-
-    steps: int
-    skipped: int
-    skipped_in_a_row: int
-    failed_inversions: dict[str, int]
-
-
 def first_order(
     method: str, lr: float, momentum: float, options: KFACOptions, *, cuda: bool
 ) -> torch.optim.Optimizer:
@@ -83,6 +65,19 @@ RANGES = {
     "lr": ">= 0",
     "momentum": ">= 0 and < 1",
 }
+
+
+def check_arguments(model: Any, lr: Any) -> None:
+    """Refuse what torch's optimizers take first: K-FAC takes the model."""
+    if not isinstance(model, nn.Module):
+        raise DecaylabError(
+            "KFAC takes the model itself, whose layers it observes: KFAC(model, lr=...); "
+            "parameters or param groups go to params=..."
+        )
+    if not isinstance(lr, int | float | Tensor):
+        raise DecaylabError(
+            f"lr is a {type(lr).__name__}: KFAC(model, lr=0.03, params=groups) takes param groups"
+        )
 
 
 def check_numbers(**checks: tuple[Any, bool]) -> None:

@@ -88,6 +88,8 @@ def default_space(spec: RunSpec, scheme: str, on_digits: bool = False) -> dict[s
             strong if on_digits else [rounded(10 ** (n / 2)) for n in range(-12, -3)]
         )
     elif spec.decay != "none":
+        if not spec.weight_decay:
+            raise DecaylabError("its weight_decay is 0: give values, --weight-decay A,B,...")
         around = (spec.weight_decay / FACTOR, spec.weight_decay, spec.weight_decay * FACTOR)
         space["weight_decay"] = [rounded(value) for value in around]
     return space
@@ -307,6 +309,8 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        raise DecaylabError("search needs Optuna: pip install 'decaylab[search]'") from error
+        raise DecaylabError(
+            "search needs Optuna (pip install 'decaylab[search]'), or --runs-only"
+        ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna

@@ -1,0 +1,73 @@
+"""Steps that K-FAC leaves out, counted on the device."""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decaylab.errors import DecaylabError
+
+# So many steps in a row without a finite gradient are no accident.
+TOLERATED = 10
+
+
+@dataclass(frozen=True)
+class Health:
+    """What `KFAC.check` found.
+
+    Attributes:
+        steps: steps taken, the skipped ones included.
+        skipped: steps whose gradient or update was not finite, and which changed nothing.
+        skipped_in_a_row: such steps since the last good one.
+        failed_inversions: by layer, how often its Cholesky factorisation failed and the old
+        inverse stayed.
+    """
+
+    steps: int
+    skipped: int
+    skipped_in_a_row: int
+    failed_inversions: dict[str, int]
+
+
+class Skips:
+    """How many steps had no finite gradient: `counts` [2], in total and in a row."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self._seen = torch.zeros(2, dtype=torch.int64, pin_memory=cuda)  # some steps ago
+        self._copied = torch.cuda.Event() if cuda else None
+        self._said = False
+
+    def count(self, finite: Tensor) -> None:
+        """Take a step into account. On the device."""
+        missed = (~finite).long()
+        self.counts += missed
+        self.counts[1].mul_(missed)
+
+    def read(self) -> tuple[int, int]:
+        """In total and in a row (one host sync); an error if the last ten were skipped."""
+        total, in_a_row = self.counts.tolist()
+        if in_a_row >= TOLERATED:
+            raise DecaylabError(_said(in_a_row))
+        return total, in_a_row
+
+    def look(self) -> None:
+        """Warn, once, if the last ten were skipped. The host does not wait: it reads older news."""
+        if self._said or not (self._copied is None or self._copied.query()):
+            return
+        if int(self._seen[1]) >= TOLERATED:
+            self._said = True
+            warnings.warn(_said(int(self._seen[1])), stacklevel=5)  # who called step
+            return
+        self._seen.copy_(self.counts, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+def _said(in_a_row: int) -> str:
+    return (
+        f"the last {in_a_row} steps had no finite gradient and changed nothing: "
+        "lower the learning rate, raise the damping or set kl_clip"
+    )
