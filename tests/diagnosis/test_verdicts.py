@@ -238,6 +238,17 @@ def test_empty_and_diverged_records():
     assert result["effective l"].effect.steps[1] == 900
 
 
+@pytest.mark.parametrize(("last", "diverged"), [(math.nan, True), (3.0, False)])
+def test_a_jacobian_that_is_not_finite_to_the_end_is_said(last, diverged):
+    """K-FAC leaves steps out whose gradient is not finite, so the weights stay finite."""
+    rows = records({"conv": sgd(weight_decay=STRONG)}).rows
+    values = [(100, 2.0), (300, math.inf), (900, last)]
+    jacobians = [Row(step, 0, 0.0, "jacobian_norm", value) for step, value in values]
+    said = diagnose(Rows((*rows, *jacobians))).first[0]
+    assert f"{2 if diverged else 1} values were not finite (jacobian_norm)" in said
+    assert ("jacobian_norm to the end: it has probably diverged" in said) == diverged
+
+
 def test_records_that_are_not_there(tmp_path):
     with pytest.raises(DecaylabError, match="holds no records"):
         diagnose(tmp_path)

@@ -99,7 +99,11 @@ def _finite(rows: Rows) -> tuple[list[Row], list[str]]:
         kept = [row for row in kept if row.step < fatal]
     elif bad:
         names = ", ".join(sorted({row.name for row in bad})[:3])
-        troubles.append(f"{len(bad)} values were not finite ({names}) and are left out")
+        said = f"{len(bad)} values were not finite ({names}) and are left out"
+        last = {row.name: row for row in rows.rows}
+        if lasting := [row for row in last.values() if not math.isfinite(row.value)]:
+            said += f", {lasting[0].name} to the end: it has probably diverged"
+        troubles.append(said)
     return kept, troubles
 
 
