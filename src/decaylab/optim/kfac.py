@@ -83,7 +83,7 @@ class KFAC(torch.optim.Optimizer):
         damping_scaling: "fixed", or "scale-free": lambda |W_l(0)|^2 / |W_l|^2 for scale-invariant
             layers, W_l(0) being the weight when the optimizer was built, which keeps the effective
             damping (Eq. 14) where it was asked to be.
-        kl_clip: c, or None.
+        kl_clip: c, or None. Nets without normalisation mostly need one; 1e-3 is a good first try.
         refresh_every: steps between two measurements of the factors.
         invert_every: steps between two inversions.
         factor_decay: coefficient of the factors' running average.
