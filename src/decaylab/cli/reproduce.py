@@ -131,7 +131,8 @@ def _print_plan(
                 "recorded": estimate.recorded,
             }
         )
-    left = sum(entry["seconds"] for entry in entries if entry["state"].startswith("to do"))
+    to_do = [entry for entry in entries if entry["state"].startswith("to do")]
+    left = sum(entry["seconds"] for entry in to_do)
     missing = _missing(chosen)
     if json_output:
         print(json.dumps({"runs": entries, "seconds_left": left, "missing": missing}, indent=2))
@@ -150,7 +151,7 @@ def _print_plan(
     _console().print(table)
     done = sum(entry["state"] == "finished" for entry in entries)
     print(
-        f"\n{len(chosen)} cells, {len(entries)} runs: {done} done, {len(entries) - done} left,"
+        f"\n{len(chosen)} cells, {len(entries)} runs: {done} done, {len(to_do)} left,"
         f" about {in_words(left)}"
     )
     if any(not entry["recorded"] for entry in entries):
