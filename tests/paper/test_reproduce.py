@@ -136,7 +136,7 @@ def test_a_signal_ends_it_also_if_the_last_checkpoint_cannot_be_written(
     while next(made).kind != "epoch":
         pass
     monkeypatch.setattr(checkpoint, "save_file", full)
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)  # SIGINT is ignored behind an `&`
     with pytest.raises(DecaylabError, match="free some space"):
         list(made)
     assert not RunStore(tmp_path).folder(specs[2].id).path.exists()
