@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decaylab.errors import DecaylabError
+from decaylab.paper.suite import spec_for
 from decaylab.training.spec import CHOICES, PUBLISHED, RunSpec
 
 numbers = st.floats(1e-12, 1e12)
@@ -87,6 +88,16 @@ def test_a_field_added_later_at_its_default_leaves_ids_alone(monkeypatch):
     known = {k: v for k, v in RunSpec.__dataclass_fields__.items() if k != "held_out"}
     monkeypatch.setattr(RunSpec, "__dataclass_fields__", known)
     assert spec.id == before
+
+
+@pytest.mark.parametrize("optimizer", ["kfac-f", "kfac-g"])
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_clip_and_damping_left_out_are_table_1s(optimizer, batch_norm):
+    cell = {"dataset": "cifar10", "network": "vgg16", "augment": 0, "optimizer": optimizer}
+    published = spec_for({**cell, "batch_norm": int(batch_norm)}, "wd", "full")
+    ours = RunSpec(optimizer=optimizer, batch_norm=batch_norm).resolved()
+    assert (ours.kl_clip, ours.damping) == (published.kl_clip, published.damping)
+    assert bool(ours.kl_clip) != batch_norm
 
 
 def test_the_published_settings():

@@ -77,9 +77,11 @@ def demo_specs(seed: int = 0, seeds: int = 1, epochs: int | None = None) -> list
         for batch_norm in (True, False):
             for optimizer, (lr, l2, decoupled) in SETTINGS.items():
                 settings: dict[str, Any] = {"lr": lr}
+                if optimizer.startswith("kfac"):  # no clip: it would hide what decay does
+                    settings |= {"damping": 1e-3, "kl_clip": 0.0}
                 strengths = {"none": 0.0, "l2": l2, "decoupled": decoupled}
                 if optimizer == "kfac-g" and not batch_norm:
-                    settings, strengths = WITHOUT_NORM, WITHOUT_NORM_DECAY
+                    settings, strengths = settings | WITHOUT_NORM, WITHOUT_NORM_DECAY
                 settings = {**settings, "batch_norm": batch_norm, "optimizer": optimizer}
                 specs += [
                     replace(base, seed=number, decay=d, weight_decay=strengths[d], **settings)

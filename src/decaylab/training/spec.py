@@ -49,6 +49,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "kfac-g": {**_KFAC, "lr": 0.03, "curvature_scale": 2.0},
 }
 """Per optimizer, what a field left out is taken to be; a field not listed is not one of its own."""
+WITHOUT_BATCH_NORM: dict[str, dict[str, Any]] = {
+    "kfac-f": {"kl_clip": 1e-5},
+    "kfac-g": {"kl_clip": 1e-3, "damping": 1e-2},
+}
+"""And where it is something else in networks without batch norm (Table 1's, with decay)."""
 
 _SCHEDULE = ("epochs", "lr_drop_every", "initialize_batches")
 _POSITIVE = {
@@ -145,11 +150,10 @@ class RunSpec:
 
     def resolved(self) -> "RunSpec":
         """The same run with every setting of its optimizer filled in."""
-        missing = {
-            name: value
-            for name, value in PUBLISHED[self.optimizer].items()
-            if getattr(self, name) is None
-        }
+        published = PUBLISHED[self.optimizer]
+        if not self.batch_norm:
+            published = published | WITHOUT_BATCH_NORM.get(self.optimizer, {})
+        missing = {name: value for name, value in published.items() if getattr(self, name) is None}
         if self.network == "mlp" and self.hidden is None:
             missing["hidden"] = (128, 128)
         return replace(self, **missing)
