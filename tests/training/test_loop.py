@@ -305,6 +305,13 @@ def test_commits_made_while_a_process_runs_are_not_its_codes(monkeypatch):
     journal._checked_out.cache_clear()
 
 
+@pytest.mark.parametrize("wrong", [{"batch_size": 100_000}, {"norm_source": "not-there"}])
+def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path, wrong):
+    with pytest.raises(DecaylabError):
+        finish(replace(SPEC, batch_norm=True, **wrong), store=RunStore(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_run_that_begins_anew_is_no_resumed_one(tmp_path):
     """Killed before its first checkpoint: nothing of it was made where that was."""
     store, spec = RunStore(tmp_path), replace(SPEC, epochs=1)

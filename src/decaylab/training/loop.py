@@ -71,16 +71,16 @@ def train(
     if spec.deterministic:
         prepare_deterministic(torch.device(device))
     data = chosen_split(spec, load(spec.data) if data is None else data).to(device)
+    run = TrainingRun(spec, data, compiled=how.compiled)  # an error in here leaves no folder
+    run.beside_others = how.at_once > 1
+    if spec.norm_source:
+        run.norms = source_norms(store, spec.norm_source, spec.epochs or 0)
     with ExitStack() as stack:
         journal = None
         if store is not None:
             name = device_name(torch.device(device))
             journal = stack.enter_context(open_journal(store, spec, device=name, how=how))
         stack.enter_context(requests.listening())
-        run = TrainingRun(spec, data, compiled=how.compiled)
-        run.beside_others = how.at_once > 1
-        if spec.norm_source:
-            run.norms = source_norms(store, spec.norm_source, spec.epochs or 0)
         if journal is not None and journal.previous is not None:
             if journal.previous.status == "diverged":
                 raise Diverged(f"{journal.previous.message} (run {spec.id}, in an earlier start)")
