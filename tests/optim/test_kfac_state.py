@@ -394,20 +394,25 @@ def test_a_side_longer_than_the_limit_is_diagonal(side):
     torch.testing.assert_close(model[0].weight, expected, rtol=0, atol=1e-10)
 
 
+def after_four_steps(opt, model, reload):
+    """All parameters; with `reload` the state is loaded in between, its buffers in plain order."""
+    for step in range(4):
+        if reload and step == 2:
+            state = opt.state_dict()
+            for entry in state["state"].values():
+                for key, value in entry.items():
+                    entry[key] = value.clone(memory_format=torch.contiguous_format)
+            opt.load_state_dict(state)
+        train_step(opt, model, *data(step))
+    return flat(model)
+
+
 def test_the_order_of_weights_in_memory_does_not_matter():
     """Channels-last and transposed weights, and a momentum loaded in plain order, step alike."""
 
     def stepped(model, reload=False):
         opt = KFAC(model, 0.1, outputs="exact", refresh_every=1, invert_every=1, weight_decay=0.1)
-        for step in range(4):
-            if reload and step == 2:
-                state = opt.state_dict()
-                for entry in state["state"].values():
-                    for key, value in entry.items():
-                        entry[key] = value.clone(memory_format=torch.contiguous_format)
-                opt.load_state_dict(state)
-            train_step(opt, model, *data(step))
-        return flat(model)
+        return after_four_steps(opt, model, reload)
 
     plain = seeded(net)
     wanted = stepped(copy.deepcopy(plain))
@@ -464,14 +469,6 @@ def test_buffers_of_others_are_loaded_in_their_parameters_order(others):
         model = seeded(net).to(memory_format=torch.channels_last)
         options = KFACOptions(exclude=("0",))
         opt = KFAC(model, 0.1, outputs="exact", others=others, options=options)
-        for step in range(4):
-            if reload and step == 2:
-                state = opt.state_dict()
-                for entry in state["state"].values():
-                    for key, value in entry.items():
-                        entry[key] = value.clone(memory_format=torch.contiguous_format)
-                opt.load_state_dict(state)
-            train_step(opt, model, *data(step))
-        return flat(model)
+        return after_four_steps(opt, model, reload)
 
     torch.testing.assert_close(stepped(True), stepped(False), rtol=1e-12, atol=1e-12)
