@@ -1,7 +1,9 @@
 """What goes wrong, and what is said or done about it: bad input, NaN, failed factorisations."""
 
 import warnings
+from fractions import Fraction
 
+import numpy
 import pytest
 import torch
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
@@ -389,3 +391,8 @@ def test_a_loop_that_goes_nowhere_is_told_so_once():
 def test_what_torchs_optimizers_take_first_is_refused(build, remedy):
     with pytest.raises(DecaylabError, match=remedy):
         build(nn.Linear(3, 2))
+
+
+def test_a_learning_rate_may_be_any_number():
+    for lr in (numpy.float32(0.25), Fraction(1, 4), 1, torch.tensor(0.25)):
+        KFAC(nn.Linear(3, 2), lr)

@@ -65,7 +65,7 @@ def test_nothing_is_chosen_before_all_runs_are_there(store):
         winner([PLAN], store)
 
 
-@pytest.mark.parametrize(("best", "added"), [(1e-4, 3.2e-5), (1e-2, 3.2e-2), (1e-3, None)])
+@pytest.mark.parametrize(("best", "added"), [(1e-4, 3.16e-5), (1e-2, 3.16e-2), (1e-3, None)])
 def test_the_grid_grows_beyond_the_edge_that_won(store, best, added):
     record(store, lambda spec: 0.9 - abs(spec.weight_decay - best))
     wider = widened(PLAN, winner([PLAN], store))
@@ -78,9 +78,9 @@ def test_the_grid_grows_beyond_the_edge_that_won(store, best, added):
 
 def test_a_grid_that_grows_twice_is_back_at_a_power_of_ten():
     plan = PLAN
-    for best in (1e-4, 3.2e-5, 1e-5):
+    for best in (1e-4, 3.16e-5, 1e-5):
         plan = widened(plan, Winner({"weight_decay": best}, 0.9, plan.space, 6))
-    assert plan.space["weight_decay"][:3] == [3.2e-6, 1e-5, 3.2e-5]
+    assert plan.space["weight_decay"][:3] == [3.16e-6, 1e-5, 3.16e-5]
 
 
 def test_a_search_by_lines_chooses_among_both(store):

@@ -34,7 +34,7 @@ from decaylab.curvature.layers import (
 
 # Bytes of factors that are inverted in one go: more are no faster, and need room for all of them.
 INVERTED_AT_ONCE = 2**27
-# Layers with sides up to this one are preconditioned in full float32: a hundredth of a millisecond.
+# Layers with sides up to this one, whose products are small, are preconditioned in full float32.
 LARGEST_PRECISE = 640
 
 
@@ -280,8 +280,8 @@ class Bank:
     def precondition(self) -> None:
         """Apply the inverse of A (x) G to each gradient [out, in (+1)]: G^-1 gradient A^-1.
 
-        Where it costs nothing, without TF32: late in training the first and the last layer of a net
-        are often the smallest and the worst conditioned, and lost 2 % of their step to it.
+        Small layers without TF32: at the end of training ResNet32's first and last one, which are
+        its smallest, lost 2 % of their step to it (benchmarks/precision.py).
         """
         small = max(self.shape.input_dim, self.shape.output_dim) <= LARGEST_PRECISE
         with ieee_products(self.device) if small else nullcontext():

@@ -16,7 +16,8 @@ JUDGED_SHARE = 0.5
 # What Adam remembers depends on the norms that it makes: rounds until both agree (to 1e-3).
 REMEMBERED_ROUNDS = 4
 # What decay takes of the weights while K-FAC's factors remember them, times its second-order share.
-# How far a reconstruction is off below it and above it: benchmarks/schedules.py, part one-run.
+# How far a reconstruction is off below it and above it, and on what it was chosen:
+# benchmarks/schedules.py, part one-run.
 REMEMBERED_TOO_MUCH = 0.7
 
 # What may differ between a run and its baseline: the decay, and what leaves the same training.

@@ -50,7 +50,7 @@ class Skips:
         """In total and in a row (one host sync); an error if the last ten were skipped."""
         total, in_a_row = self.counts.tolist()
         if in_a_row >= TOLERATED:
-            raise DecaylabError(_said(in_a_row))
+            raise DecaylabError(_message(in_a_row))
         return total, in_a_row
 
     def look(self) -> None:
@@ -59,14 +59,14 @@ class Skips:
             return
         if int(self._seen[1]) >= TOLERATED:
             self._said = True
-            warnings.warn(_said(int(self._seen[1])), stacklevel=5)  # who called step
+            warnings.warn(_message(int(self._seen[1])), stacklevel=5)  # who called step
             return
         self._seen.copy_(self.counts, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
 
-def _said(in_a_row: int) -> str:
+def _message(in_a_row: int) -> str:
     return (
         f"the last {in_a_row} steps had no finite gradient and changed nothing: "
         "lower the learning rate, raise the damping or set kl_clip"

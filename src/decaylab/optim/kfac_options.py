@@ -3,6 +3,7 @@
 import math
 import warnings
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def check_arguments(model: Any, lr: Any) -> None:
             "KFAC takes the model itself, whose layers it observes: KFAC(model, lr=...); "
             "parameters or param groups go to params=..."
         )
-    if not isinstance(lr, int | float | Tensor):
+    if not isinstance(lr, Real | Tensor):
         raise DecaylabError(
             f"lr is a {type(lr).__name__}: KFAC(model, lr=0.03, params=groups) takes param groups"
         )

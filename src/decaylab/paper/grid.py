@@ -81,7 +81,7 @@ def widened(plan: SearchPlan, found: Winner) -> SearchPlan | None:
     >>> base = RunSpec(decay="l2", weight_decay=0.1)
     >>> plan = SearchPlan("a", base, {"weight_decay": [0.1, 1.0]})
     >>> widened(plan, Winner({"weight_decay": 0.1}, 0.9, plan.space, 2)).space
-    {'weight_decay': [0.032, 0.1, 1.0]}
+    {'weight_decay': [0.0316, 0.1, 1.0]}
     """
     decays = sorted(plan.space.get("weight_decay", ()))
     if len(decays) < 2 or found.interior:

@@ -301,8 +301,16 @@ def write_winner(plan: SearchPlan, folder: Path, found: Winner, device: str) -> 
 
 
 def rounded(value: float) -> float:
-    """To two digits: a grid goes 1, 3.2, 10, ... from wherever it is computed or widened."""
-    return float(f"{value:.2g}")
+    """To three digits, and to the half decade that it is within 1 % of.
+
+    So a grid's values are the same wherever they are computed, and widening does not drift.
+
+    >>> rounded(10 ** -2.5), rounded(0.00316 / FACTOR), rounded(0.1 / 3)
+    (0.00316, 0.001, 0.0333)
+    """
+    half_decade = 10 ** (round(2 * math.log10(value)) / 2)
+    exact = half_decade if abs(value / half_decade - 1) < 0.01 else value
+    return float(f"{exact:.3g}")
 
 
 def _optuna() -> Any:
