@@ -24,11 +24,13 @@ def disk(monkeypatch):
 
     class Disk:
         def __init__(self):
-            self.moves, self.full, self.asked = threading.Event(), False, 0
+            self.moves, self.reached = threading.Event(), threading.Event()
+            self.full, self.asked = False, 0
             self.moves.set()
 
         def save_file(self, tensors, filename, metadata):
             self.asked += 1
+            self.reached.set()
             assert self.moves.wait(timeout=20)
             if self.full:
                 filename.write_bytes(b"half")
@@ -79,6 +81,7 @@ def test_one_at_a_time(tmp_path, disk):
     writer.save({"n": 1})
     second = threading.Thread(target=writer.save, args=({"n": 2},))
     second.start()
+    assert disk.reached.wait(timeout=20)
     time.sleep(0.05)
     assert second.is_alive()
     assert disk.asked == 1
@@ -116,6 +119,7 @@ def test_training_goes_on_beside_it_and_leaving_waits_for_it(tmp_path, disk, mon
     disk.moves.clear()
     steps = [next(run).step for _ in range(3)]
     assert steps == [1, 2, 3]  # the first of them began a checkpoint that is not written yet
+    assert disk.reached.wait(timeout=20)
     assert disk.asked == 1
     assert not store.folder(SPEC.id).checkpoint.exists()
     threading.Timer(0.1, disk.moves.set).start()
