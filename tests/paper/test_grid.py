@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from decaylab.cli import app
 from decaylab.errors import DecaylabError
-from decaylab.paper.grid import first_line, points, second_line, widened, winner
-from decaylab.paper.search import SearchPlan, Winner, grid_specs
+from decaylab.paper.grid import first_line, points, second_line, winner
+from decaylab.paper.search import SearchPlan, Winner, grid_specs, widened
 from decaylab.records import RunStore
 from decaylab.training import RunSpec
 

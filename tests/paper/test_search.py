@@ -75,6 +75,44 @@ def test_the_grid_widens_while_the_best_weight_decay_is_on_its_edge(tmp_path, di
     assert max(found["search"]["weight_decay_tried"]) == pytest.approx(0.01, rel=1e-2)
 
 
+@pytest.mark.parametrize("made_before", [7, 8, 9])
+def test_a_search_stopped_while_its_grid_widens_goes_on_widening(
+    tmp_path, digits, monkeypatch, made_before
+):
+    fake_accuracy(monkeypatch, lambda spec: 1 - abs(spec.weight_decay - 0.00316))
+    chosen = plan(space={"lr": [0.01, 0.1], "weight_decay": [1e-4, 3e-4, 1e-3]}, cell=CELL)
+    stopped = Search(chosen, tmp_path, digits).run()
+    first = [next(stopped) for _ in range(made_before)]
+    stopped.close()
+    rest = list(Search(chosen, tmp_path, digits).run())
+    decays = [1e-4, 3e-4, 1e-3, 0.00316, 0.01]
+    assert sorted(tuple(trial.values.values()) for trial in (*first, *rest)) == [
+        (lr, decay) for lr in (0.01, 0.1) for decay in decays
+    ]
+    found = tomllib.loads((tmp_path / "a-search.toml").read_text())["search"]
+    assert found["interior"]
+    assert found["weight_decay_tried"] == decays
+
+
+def test_a_search_killed_before_a_trial_begins_leaves_none_out(tmp_path, digits, monkeypatch):
+    fake_accuracy(monkeypatch, lambda spec: spec.lr)
+    killed = Search(plan(space={"lr": [0.01, 0.03, 0.1]}), tmp_path, digits)
+    with killed._own.writing(killed.base.to_toml()):
+        killed._study().enqueue_trial({"lr": 0.01})
+    trials = list(Search(killed.plan, tmp_path, digits).run())
+    assert [trial.values["lr"] for trial in trials] == [0.01, 0.03, 0.1]
+
+
+def test_a_search_of_more_fields_begins_anew(tmp_path, digits, monkeypatch):
+    fake_accuracy(monkeypatch, lambda spec: spec.lr + spec.damping)
+    base = replace(BASE, optimizer="kfac-f")
+    chosen = plan(base=base, space={"lr": [0.01, 0.1]})
+    list(Search(chosen, tmp_path, digits).run())
+    more = replace(chosen, space={"lr": [0.01, 0.1], "damping": [1e-3, 1e-2]})
+    assert len(list(Search(more, tmp_path, digits).run())) == 4
+    assert Search(more, tmp_path, digits).winner().damping == 1e-2
+
+
 def test_a_winner_that_stays_on_the_edge_is_said_to_be_so(tmp_path, digits, monkeypatch):
     fake_accuracy(monkeypatch, lambda spec: 1 / (1 + spec.weight_decay))
     list(Search(plan(space={"weight_decay": [0.1, 0.3]}, cell=CELL), tmp_path, digits).run())

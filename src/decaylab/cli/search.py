@@ -14,7 +14,7 @@ from decaylab.cli.reproduce import follow
 from decaylab.data import load
 from decaylab.errors import DecaylabError
 from decaylab.paper import tier_of
-from decaylab.paper.grid import first_line, points, second_line, widened, winner
+from decaylab.paper.grid import first_line, points, second_line, winner
 from decaylab.paper.plan import PlannedRun
 from decaylab.paper.reproduce import How, Reproduction
 from decaylab.paper.search import (
@@ -25,6 +25,7 @@ from decaylab.paper.search import (
     default_space,
     grid_specs,
     on_all_images,
+    widened,
     write_winner,
 )
 from decaylab.paper.settings import ROW, SCHEMES

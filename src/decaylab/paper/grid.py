@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from decaylab.errors import DecaylabError
-from decaylab.paper.search import FACTOR, SearchPlan, Winner, grid_specs, rounded
+from decaylab.paper.search import SearchPlan, Winner, grid_specs
 from decaylab.records import RunStore
 from decaylab.training import RunSpec
 
@@ -28,7 +28,7 @@ def points(plan: SearchPlan, store: RunStore) -> list[Point]:
     found = []
     for spec in grid_specs(plan):
         folder = store.folder(spec.id)
-        manifest = folder.manifest() if folder.path.exists() else None
+        manifest = folder.manifest()
         if manifest is None or manifest.status not in ("finished", "diverged"):
             continue
         rows = folder.rows()
@@ -73,19 +73,3 @@ def first_line(plan: SearchPlan) -> SearchPlan:
 def second_line(plan: SearchPlan, weight_decay: float) -> SearchPlan:
     """Everything else that is searched, at the best weight decay of the first line."""
     return replace(plan, space={**plan.space, "weight_decay": [weight_decay]})
-
-
-def widened(plan: SearchPlan, found: Winner) -> SearchPlan | None:
-    """The plan with one more weight decay beyond the edge that the winner lies on; None if inside.
-
-    >>> base = RunSpec(decay="l2", weight_decay=0.1)
-    >>> plan = SearchPlan("a", base, {"weight_decay": [0.1, 1.0]})
-    >>> widened(plan, Winner({"weight_decay": 0.1}, 0.9, plan.space, 2)).space
-    {'weight_decay': [0.0316, 0.1, 1.0]}
-    """
-    decays = sorted(plan.space.get("weight_decay", ()))
-    if len(decays) < 2 or found.interior:
-        return None
-    best = found.values["weight_decay"]
-    outside = rounded(best / FACTOR if best == decays[0] else best * FACTOR)
-    return replace(plan, space={**plan.space, "weight_decay": sorted([*decays, outside])})

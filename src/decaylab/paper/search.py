@@ -23,6 +23,7 @@ import torch
 import decaylab
 from decaylab.data import DataSet
 from decaylab.errors import DecaylabError, Diverged
+from decaylab.paper.plan import is_finished
 from decaylab.records import RunFolder, RunStore
 from decaylab.records.files import replace_text
 from decaylab.training import Execution, RunSpec, train
@@ -61,18 +62,14 @@ class SearchPlan:
                 raise DecaylabError(f"cannot search {field!r}: only {', '.join(SEARCHED)}")
             if not values or not all(0 < value < math.inf for value in values):
                 raise DecaylabError(f"the values of {field} must be positive numbers")
-            with_values(self.base, {field: values[0]})  # an error where it does not apply
+            first: dict[str, Any] = {field: values[0]}
+            replace(self.base, **first)  # an error where it does not apply
         if self.method not in ("grid", "lines", "tpe"):
             raise DecaylabError(f"unknown method {self.method!r}: choose grid, lines or tpe")
         if self.method == "lines" and "weight_decay" not in self.space:
             raise DecaylabError("a search by lines begins with weight decays: give some")
         if not self.space:
             raise DecaylabError("nothing to search: give values of lr, weight_decay or damping")
-
-
-def with_values(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
-    """The spec with other values of some fields."""
-    return replace(spec, **values)
 
 
 def default_space(spec: RunSpec, scheme: str, on_digits: bool = False) -> dict[str, list[float]]:
@@ -100,9 +97,12 @@ def grid_specs(plan: SearchPlan) -> list[RunSpec]:
 
     A search takes over those that it finds finished, so they can be made elsewhere, without Optuna.
     """
-    space = {field: sorted(values) for field, values in plan.space.items()}
-    points = product(*space.values())
-    return [with_values(_held_out(plan), dict(zip(space, point, strict=True))) for point in points]
+    return [replace(_held_out(plan), **point) for point in _grid_points(plan)]
+
+
+def _grid_points(plan: SearchPlan) -> list[dict[str, Any]]:
+    ordered = [sorted(values) for values in plan.space.values()]
+    return [dict(zip(plan.space, point, strict=True)) for point in product(*ordered)]
 
 
 def _held_out(plan: SearchPlan) -> RunSpec:
@@ -135,34 +135,34 @@ class Search:
         """Make what is missing; the winner is written at the end."""
         with self._own.writing(self.base.to_toml()):
             study = self._study()
-            for trial in study.get_trials(deepcopy=False):
-                if trial.state == self._states.RUNNING:  # of a process that is gone
-                    study.tell(trial.number, state=self._states.FAIL)
+            under_way = (self._states.RUNNING, self._states.WAITING)
+            for trial in study.get_trials(deepcopy=False, states=under_way):  # its process is gone
+                waits = trial.state == self._states.WAITING
+                study.tell(study.ask() if waits else trial.number, state=self._states.FAIL)
             if self.plan.method == "grid":
                 yield from self._grid(study)
             else:
                 while len(self._ended(study)) < self.plan.trials:
                     yield self._trial(study, study.ask(self._ranges(self.plan.space)))
-            self._write(study)
+            where = device_name(torch.device(self._device))
+            write_winner(self.plan, self.folder, self._found(study), where)
 
     def _grid(self, study: Any) -> Iterator[Trial]:
-        space = {field: sorted(values) for field, values in self.plan.space.items()}
+        plan = self.plan
         for _ in range(MOST_WIDENINGS + 1):
-            done = [tuple(t.params[field] for field in space) for t in self._ended(study)]
-            for point in product(*space.values()):
+            done = [trial.params for trial in self._ended(study)]
+            for point in _grid_points(plan):
                 if point not in done:
-                    study.enqueue_trial(dict(zip(space, point, strict=True)))
-                    yield self._trial(study, study.ask(self._ranges(space)))
-            best = self._best(study).params.get("weight_decay")
-            grid = space.get("weight_decay", [])
-            if len(grid) < 2 or best not in (grid[0], grid[-1]):
+                    study.enqueue_trial(point)
+                    yield self._trial(study, study.ask(self._ranges(plan.space)))
+            wider = widened(plan, self._found(study))
+            if wider is None:
                 return
-            outside = rounded(best / FACTOR if best == grid[0] else best * FACTOR)
-            space["weight_decay"] = sorted([*grid, outside])
+            plan = wider
 
     def _trial(self, study: Any, trial: Any) -> Trial:
         """One run, reported epoch by epoch."""
-        spec = with_values(self.base, trial.params)
+        spec = replace(self.base, **trial.params)
         folder = self._store.folder(spec.id)
         accuracy: float | None = None
         state = "complete"
@@ -188,8 +188,7 @@ class Search:
         self, spec: RunSpec, folder: RunFolder
     ) -> Generator[tuple[int, dict[str, float]], None, None]:
         """(epoch, its values), of the records where the run is finished."""
-        manifest = folder.manifest() if folder.path.exists() else None
-        if manifest is not None and manifest.status == "finished":
+        if is_finished(folder):
             rows = folder.rows()
             losses = {row.epoch: row.value for row in rows.series("test/loss")}
             for row in rows.series("test/accuracy"):
@@ -224,33 +223,30 @@ class Search:
         return {f: distribution(min(v), max(v), log=True) for f, v in space.items()}
 
     def _ended(self, study: Any) -> list[Any]:
-        """Trials that need not be made again; one that was killed does."""
+        """Trials of these fields that need not be made again; one that was killed does."""
         good = (self._states.COMPLETE, self._states.PRUNED)
-        trials = study.get_trials(deepcopy=False)
-        return [t for t in trials if t.state in good or t.user_attrs.get("diverged")]
+        return [
+            trial
+            for trial in study.get_trials(deepcopy=False)
+            if (trial.state in good or trial.user_attrs.get("diverged"))
+            and trial.params.keys() == self.plan.space.keys()
+        ]
 
-    def _best(self, study: Any) -> Any:
+    def _found(self, study: Any) -> "Winner":
         """The highest last accuracy; of equals the one with the lower loss."""
-        complete = [t for t in study.get_trials(deepcopy=False) if t.state == self._states.COMPLETE]
+        ended = self._ended(study)
+        complete = [trial for trial in ended if trial.state == self._states.COMPLETE]
         if not complete:
             raise DecaylabError(
                 f"no trial of {self.plan.name} came to its end: lower the learning rates"
             )
-        return max(complete, key=lambda t: (t.value, -t.user_attrs["test_loss"]))
+        best = max(complete, key=lambda trial: (trial.value, -trial.user_attrs["test_loss"]))
+        tried = {field: sorted({trial.params[field] for trial in ended}) for field in best.params}
+        return Winner(dict(best.params), best.value, tried, len(ended))
 
     def winner(self) -> RunSpec:
         """The best settings found, on all training images."""
-        best = self._best(self._study())
-        return on_all_images(self.plan, best.params)
-
-    def _write(self, study: Any) -> None:
-        best, trials = self._best(study), study.get_trials(deepcopy=False)
-        tried = {f: sorted({t.params[f] for t in trials}) for f in best.params}
-        count = len(self._ended(study))
-        where = device_name(torch.device(self._device))
-        write_winner(
-            self.plan, self.folder, Winner(dict(best.params), best.value, tried, count), where
-        )
+        return on_all_images(self.plan, self._found(self._study()).values)
 
 
 @dataclass(frozen=True)
@@ -269,9 +265,29 @@ class Winner:
         return chosen is None or min(decays) < chosen < max(decays)
 
 
+def widened(plan: SearchPlan, found: Winner) -> SearchPlan | None:
+    """The plan with one more weight decay beyond the edge that the winner is on, or past it.
+
+    None where it lies inside.
+
+    >>> base = RunSpec(decay="l2", weight_decay=0.1)
+    >>> plan = SearchPlan("a", base, {"weight_decay": [0.1, 1.0]})
+    >>> widened(plan, Winner({"weight_decay": 0.1}, 0.9, plan.space, 2)).space
+    {'weight_decay': [0.0316, 0.1, 1.0]}
+    """
+    decays = sorted(plan.space.get("weight_decay", ()))
+    if len(decays) < 2:
+        return None
+    low, best, high = decays[0], found.values["weight_decay"], decays[-1]
+    if low < best < high:
+        return None
+    outside = rounded(low / FACTOR if best <= low else high * FACTOR)
+    return replace(plan, space={**plan.space, "weight_decay": sorted([*decays, outside])})
+
+
 def on_all_images(plan: SearchPlan, values: Mapping[str, Any]) -> RunSpec:
     """The plan's run with these values, trained on all training images."""
-    return with_values(replace(plan.base.resolved(), held_out=False), values)
+    return replace(plan.base.resolved(), held_out=False, **values)
 
 
 def write_winner(plan: SearchPlan, folder: Path, found: Winner, device: str) -> None:
