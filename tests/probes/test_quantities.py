@@ -9,6 +9,7 @@ from oracle.tiny_nets import NAMES, tiny_net
 from torch import nn
 
 from decaylab import probes
+from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 
 CLOSE = {"rel": 1e-8, "abs": 1e-12}
@@ -284,6 +285,16 @@ def test_damping_of_an_optimizer_follows_its_scaling():
     assert got.details["0"].effective == pytest.approx(0.5 * first**2, rel=1e-12)
     assert got.details["5"].damping == 0.5
     assert set(got.rows()) >= {"second_order_share", "effective_damping/0", "factored_share/5"}
+
+
+def test_damping_where_every_weight_is_frozen():
+    """Fine-tuned biases have factors, but no weight whose directions could be second-order."""
+    model, inputs, _ = tiny_net("mlp")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    factors = probes.measured_factors(model, [inputs])
+    with pytest.raises(DecaylabError, match="weight of every layer with K-FAC factors is frozen"):
+        probes.effective_damping(model, factors, 0.1)
 
 
 def test_generalization_gap():

@@ -70,6 +70,27 @@ def test_exposure_follows_the_schedule():
     assert watched.records.last("decay_exposure/0") == 0.0
 
 
+def test_exposure_is_counted_from_where_a_run_is_resumed():
+    model, inputs, labels = tiny_net("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
+    with probes.watch(model, optimizer, every=4, probes=["decay_exposure"]) as watched:
+        train(model, optimizer, inputs, labels, 7)
+        watched.resume(4)
+        train(model, optimizer, inputs, labels, 4)
+    found = [(row.step, row.value) for row in watched.records.series("decay_exposure/0")]
+    assert found == [(1, pytest.approx(1e-3)), (4, pytest.approx(4e-3)), (8, pytest.approx(4e-3))]
+
+
+def test_exposure_of_a_layer_whose_first_weight_is_left_alone():
+    model = nn.LSTM(3, 2)
+    optimizer = torch.optim.SGD([model.weight_hh_l0], lr=0.1, weight_decay=0.01)
+    with probes.watch(model, optimizer, every=1) as watched:
+        model(torch.ones(2, 3))[0].sum().backward()
+        optimizer.step()
+    assert watched.records.last("setting_weight_decay/model") == 0.01
+    assert watched.records.last("decay_exposure/model") == pytest.approx(1e-3)
+
+
 def test_training_is_the_same_with_and_without():
     def run(watching: bool) -> list[torch.Tensor]:
         model, inputs, labels = tiny_net("residual")

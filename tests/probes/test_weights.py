@@ -44,6 +44,13 @@ def test_update_norm_and_rotation():
     assert update.layers["4"] == pytest.approx(float(model[4].weight.detach().norm()), rel=1e-12)
 
 
+def test_a_model_without_layers_has_nothing_to_move():
+    model = nn.LayerNorm(4)
+    before = probes.snapshot(model)
+    assert probes.update_norms(model, before).layers == {}
+    assert probes.rotations(model, before).layers == {}
+
+
 def test_rotation_of_a_tiny_step_is_precise_in_float32():
     model = nn.Linear(1000, 4, bias=False)
     before = probes.snapshot(model)
@@ -145,6 +152,10 @@ class TestEffectiveLearningRate:
     [
         (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.02, momentum=0.9), 0.02),
         (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.02), 0.002),
+        (
+            lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.02, momentum=0.9, dampening=0.75),
+            0.005,
+        ),
         (lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.02), 0.002),
         (lambda p: torch.optim.SGD(p, lr=0.1), 0.0),
     ],

@@ -1,7 +1,7 @@
 """Effective damping (Eq. 14): how much of K-FAC's step is still second-order, layer by layer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from decaylab.curvature.factors import KroneckerFactors
 from decaylab.curvature.inverses import factored_damping
 from decaylab.curvature.untouched import bare
+from decaylab.errors import DecaylabError
 from decaylab.probes.kronecker import eigenvalues, seen, without_bias
 from decaylab.probes.reading import Reading, row_name
 
@@ -45,7 +46,7 @@ class DampingReading(Reading):
     The total is over the directions of all layers together.
     """
 
-    details: Mapping[str, LayerDamping] = None  # type: ignore[assignment]
+    details: Mapping[str, LayerDamping] = field(default_factory=dict)
 
     def rows(self) -> dict[str, float]:
         """Shares, and per layer the effective damping and the share under factored damping."""
@@ -86,6 +87,10 @@ def effective_damping(
             value = damping if isinstance(damping, int | float) else damping[layer]
             details[layer] = _layer_damping(module, factor, float(value), levels)
             counts[layer] = weight.numel()
+    if not details:
+        raise DecaylabError(
+            "the weight of every layer with K-FAC factors is frozen: there is no damping to measure"
+        )
     total = sum(details[k].share * counts[k] for k in details) / sum(counts.values())
     shares = {layer: of.share for layer, of in details.items()}
     return DampingReading("second_order_share", "1", shares, total, details=details)
@@ -93,10 +98,16 @@ def effective_damping(
 
 def spectrum(module: nn.Module, factors: KroneckerFactors) -> Tensor:
     """All eigenvalues of the weight's block T A (x) S, unsorted, in float64: [in * out]."""
+    a, g = _sides(module, factors)
+    return (a[..., :, None] * g[..., None, :]).flatten()
+
+
+def _sides(module: nn.Module, factors: KroneckerFactors) -> tuple[Tensor, Tensor]:
+    """Eigenvalues of A and of G = T S, of the weight's own block A (x) G: [(groups,) dim]."""
     own = without_bias(module, factors)
     grouped = getattr(module, "groups", 1) > 1
     a, s = (eigenvalues(side, grouped=grouped) for side in (own.A, own.S))
-    return own.T.double() * (a[..., :, None] * s[..., None, :]).flatten()
+    return a, own.T.double() * s
 
 
 def _layer_damping(
@@ -105,10 +116,8 @@ def _layer_damping(
     weight: Tensor = module.weight  # type: ignore[assignment]
     grouped = getattr(module, "groups", 1) > 1
     square = float(weight.detach().double().square().sum())
-    own = without_bias(module, factors)
-    T = own.T.double()
-    a = eigenvalues(own.A, grouped=grouped)
-    g = T * eigenvalues(own.S, grouped=grouped)  # G = T S, so that the block is A (x) G
+    a, g = _sides(module, factors)
+    T = factors.T.double()
     A, G = factors.A.double(), T * factors.S.double()
     A, G = (A, G) if grouped else (A[None], G[None])
     lambdas = torch.full((len(A),), damping, dtype=torch.float64, device=T.device)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from decaylab.optim.decay import OUTSIDE
-from decaylab.probes.weights import Layers, exposure_rate
+from decaylab.probes.weights import Layers, exposure_rate, groups_of
 
 
 class Exposure:
@@ -26,7 +26,10 @@ class Exposure:
                 self._rates.append(0.0)
                 self._settings.append(None)
             get = group.get
-            settings = (get("lr"), get("weight_decay"), get(OUTSIDE), get("momentum"))
+            settings = (
+                *(get("lr"), get("weight_decay"), get(OUTSIDE)),
+                *(get("momentum"), get("dampening")),
+            )
             # a learning rate on the device stays there: comparing it would wait for it
             if isinstance(settings[0], Tensor) or settings != self._settings[i]:
                 self._settings[i] = settings
@@ -35,10 +38,6 @@ class Exposure:
 
     def by_layer(self, layers: Layers) -> dict[str, float]:
         """The total of the group that each layer's weight is in; the others are left out."""
-        totals = {
-            p: total
-            for group, total in zip(self._optimizer.param_groups, self._totals, strict=False)
-            for p in group["params"]
-        }
-        first = {layer: next(iter(of.values())) for layer, of in layers.weights.items()}
-        return {layer: float(totals[p]) for layer, p in first.items() if p in totals}
+        places = {id(group): i for i, group in enumerate(self._optimizer.param_groups)}
+        groups = groups_of(layers, self._optimizer)
+        return {layer: float(self._totals[places[id(of)]]) for layer, of in groups.items()}

@@ -23,7 +23,7 @@ from decaylab.curvature.untouched import (
 )
 from decaylab.errors import DecaylabError
 from decaylab.probes.kronecker import joined_weight, measured_factors, seen, times
-from decaylab.probes.reading import Reading, numbers
+from decaylab.probes.reading import Reading, numbers, standard_error
 
 Kind = tuple[Curvature, Likelihood]
 
@@ -120,7 +120,7 @@ def _averaged(name: str, readings: Sequence[Reading]) -> Reading:
     total = float(table[:, -1].mean())
     if len(readings) == 1:
         return Reading(name, "logit^2", values, total)
-    errors = (table.std(0) / len(readings) ** 0.5).tolist()
+    errors = standard_error(table).tolist()
     by_layer = dict(zip(layers, errors, strict=False))
     return Reading(name, "logit^2", values, total, by_layer, errors[-1])
 

@@ -14,10 +14,7 @@ from decaylab.networks import roles
 from decaylab.optim.decay import DECAYS, decay_of
 from decaylab.optim.kfac import KFAC
 from decaylab.probes.reading import row_name
-from decaylab.probes.weights import Layers, rule_of
-
-POWERS = {"sgd": 2, "adam": 1, "kfac": 0}
-"""The effective learning rate of an invariant layer is lr / |W|^power (Eq. 9)."""
+from decaylab.probes.weights import POWERS, Layers, groups_of, rule_of
 
 
 def settings(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str, float]:
@@ -31,10 +28,11 @@ def settings(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str, floa
     has `setting_moved` 0.
     """
     found: dict[str, float] = {}
-    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-    for layer, weights in layers.weights.items():
-        group = next((groups[p] for p in weights.values() if p in groups), None)
-        values = {"moved": 0.0} if group is None else _of_group(optimizer, group, layer)
+    groups = groups_of(layers, optimizer)
+    for layer in layers.weights:
+        values = {"moved": 0.0}
+        if layer in groups:
+            values = _of_group(optimizer, groups[layer], layer)
         values["invariant"] = float(layer in layers.defects)
         found |= {row_name(f"setting_{name}", layer): value for name, value in values.items()}
     return found

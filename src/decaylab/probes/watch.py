@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -173,6 +172,7 @@ class Watch:
         Exposure to decay is counted from here, because what came before is not known.
         """
         self.steps = step
+        self._exposure = Exposure(self.optimizer)
         self._rows = [row for row in self._rows if row.step <= step]
         self._settings = {}  # those that changed past the checkpoint are to be recorded again
         if self._writer is not None:
@@ -189,12 +189,7 @@ class Watch:
     def __enter__(self) -> "Watch":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
     def _due(self, step: int) -> bool:

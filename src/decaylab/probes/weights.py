@@ -20,7 +20,8 @@ from decaylab.networks.roles import INVARIANCE_THRESHOLD
 from decaylab.optim.decay import OPTIMIZERS, Law, decay_of, decay_rate
 from decaylab.probes.reading import Reading, row_name
 
-Rule = Law
+POWERS: dict[Law, int] = {"sgd": 2, "adam": 1, "kfac": 0}
+"""The effective learning rate of an invariant layer is lr / |W|^power (Eq. 9)."""
 # Optimizers whose step does not change when the gradient is multiplied by a number.
 GRADIENT_SCALE_FREE = tuple(
     getattr(torch.optim, name)
@@ -103,21 +104,22 @@ def movement(model: nn.Module | Layers, before: Snapshot) -> tuple[Reading, Read
     now = layers_of(model).weights
     if now.keys() != before.keys():
         raise DecaylabError("the snapshot is of another model, or of other trainable layers")
-    places = [(layer, name) for layer, old in before.items() for name in old]
-    with torch.no_grad():
-        w = [before[layer][name] for layer, name in places]
-        d = torch._foreach_sub([now[layer][name] for layer, name in places], w)
-        dots = [torch.dot(a.flatten(), b.flatten()) for a, b in zip(d, w, strict=True)]
-        first = _sums(places, torch._foreach_norm(w), torch._foreach_norm(d), dots)
-        # the part of the move across the old direction, by subtraction of vectors, not of norms
-        along = {layer: dot / square for layer, (square, _, dot) in first.items() if square}
-        parts = torch._foreach_mul(w, [-along.get(layer, math.nan) for layer, _ in places])
-        across = _sums(places, torch._foreach_norm(torch._foreach_add(d, parts)))
-    lengths = {layer: math.sqrt(moved) for layer, (_, moved, _) in first.items()}
-    angles = {}
-    for layer, (square, _, dot) in first.items():
-        forward = math.sqrt(square) + dot / math.sqrt(square) if square else math.nan
-        angles[layer] = math.atan2(math.sqrt(across[layer][0]), forward)
+    lengths: dict[str, float] = {}
+    angles: dict[str, float] = {}
+    places = _places(before)
+    if places:
+        with torch.no_grad():
+            w = [before[layer][name] for layer, name in places]
+            d = torch._foreach_sub([now[layer][name] for layer, name in places], w)
+            products = [torch.dot(a.flatten(), b.flatten()) for a, b in zip(d, w, strict=True)]
+            old, moved, dot = _listed(torch._foreach_norm(w), torch._foreach_norm(d), products)
+            norms, dots = _joined(places, old), _summed(places, dot)
+            along = {k: dots[k] / norm**2 if norm else math.nan for k, norm in norms.items()}
+            # the part of the move across the old direction, by subtraction of vectors, not of norms
+            parts = torch._foreach_mul(w, [-along[layer] for layer, _ in places])
+            (rest,) = _listed(torch._foreach_norm(torch._foreach_add(d, parts)))
+        lengths, across = _joined(places, moved), _joined(places, rest)
+        angles = {k: math.atan2(across[k], norm * (1 + along[k])) for k, norm in norms.items()}
     return (
         Reading("update_norm", "weight", lengths),
         Reading("rotation", "radian", angles),
@@ -142,7 +144,7 @@ def effective_learning_rate(
     optimizer: torch.optim.Optimizer,
     inputs: Tensor | None = None,
     *,
-    rule: Rule | None = None,
+    rule: Law | None = None,
 ) -> EffectiveLearningRate:
     """How fast each scale-invariant layer's direction turns, per unit of what drives it (Eq. 9).
 
@@ -170,17 +172,17 @@ def effective_learning_rate(
     optimizer's kind.
     """
     layers = layers_of(model, inputs)
-    weights = {layer: of for layer, of in layers.weights.items() if layer in layers.defects}
-    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-    norms = _norms(weights)
+    groups = groups_of(layers, optimizer)
+    weights = {
+        layer: of
+        for layer, of in layers.weights.items()
+        if layer in layers.defects and layer in groups
+    }
     values, used = {}, set()
-    for layer, of in weights.items():
-        group = next((groups[p] for p in of.values() if p in groups), None)
-        if group is None:
-            continue  # this optimizer does not move the layer
-        kind = rule or rule_of(optimizer, group)
+    for layer, norm in _norms(weights).items():
+        kind = rule or rule_of(optimizer, groups[layer])
         used.add(kind)
-        values[layer] = _effective(kind, float(group["lr"]), norms[layer])
+        values[layer] = _effective(kind, float(groups[layer]["lr"]), norm)
     unit = {"sgd": "lr / weight^2", "adam": "lr / weight", "kfac": "lr"}
     kinds = sorted(used)
     return EffectiveLearningRate(
@@ -192,7 +194,20 @@ def effective_learning_rate(
     )
 
 
-def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule:
+def groups_of(layers: Layers, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """The param group that steps each layer's weight; layers that this optimizer does not hold: no.
+
+    Of a module with several weights, the group of the first that has one.
+    """
+    known = {p: group for group in optimizer.param_groups for p in group["params"]}
+    found = {
+        layer: next((known[p] for p in weights.values() if p in known), None)
+        for layer, weights in layers.weights.items()
+    }
+    return {layer: group for layer, group in found.items() if group is not None}
+
+
+def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Law:
     """Which law of `effective_learning_rate` a param group follows; its `"method"` says so."""
     method = group.get("method")
     if method is not None and method in OPTIMIZERS.values():
@@ -213,7 +228,8 @@ def exposure_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
 
     The sum over steps is the decay exposure (recipe): 1 means that the weights of the start count
     for 1/e by decay alone. Decoupled: lr * wd; independent: wd; L2 under SGD: lr * wd / (1 -
-    momentum). For L2 under Adam or K-FAC it is the rate before the preconditioner.
+    momentum), times 1 - dampening. For L2 under Adam or K-FAC it is the rate before the
+    preconditioner.
     """
     decay, strength = decay_of(dict(group))
     if decay == "none":
@@ -225,11 +241,13 @@ def exposure_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     else:
         kind = "adam"
     momentum = float(group.get("momentum", 0.0))
+    if decay == "l2" and momentum:
+        strength *= 1 - group.get("dampening", 0.0)
     return decay_rate(strength, decay, optimizer=kind, lr=group["lr"], momentum=momentum)
 
 
-def _effective(kind: Rule, lr: float, norm: float) -> float:
-    power = {"sgd": 2, "adam": 1, "kfac": 0}[kind]
+def _effective(kind: Law, lr: float, norm: float) -> float:
+    power = POWERS[kind]
     return math.inf if norm == 0.0 and power else lr / norm**power
 
 
@@ -237,19 +255,33 @@ def _norms(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
     """|W_l| in float64 from the norms of a layer's tensors; one host synchronisation."""
     if not layers:
         return {}
-    places = [(layer, name) for layer, weights in layers.items() for name in weights]
+    places = _places(layers)
     tensors = [layers[layer][name].detach() for layer, name in places]
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
-    return {layer: math.sqrt(square) for layer, (square,) in _sums(places, norms).items()}
+    (norms,) = _listed(torch._foreach_norm(tensors, 2, dtype=torch.float64))
+    return _joined(places, norms)
 
 
-def _sums(places: list[tuple[str, str]], *columns: Sequence[Tensor]) -> dict[str, list[float]]:
-    """By layer, sums over its tensors: of squared norms, and of the third column as it is."""
+def _places(layers: Mapping[str, Mapping[str, Tensor]]) -> list[tuple[str, str]]:
+    """(layer, parameter) of every tensor."""
+    return [(layer, name) for layer, weights in layers.items() for name in weights]
+
+
+def _listed(*columns: Sequence[Tensor]) -> list[list[float]]:
+    """Columns of 0-d tensors as floats, with one host synchronisation for all."""
     table = torch.stack([value for column in columns for value in column]).double()
-    values = table.view(len(columns), -1).tolist()
-    found: dict[str, list[float]] = {}
-    for i, (layer, _) in enumerate(places):
-        total = found.setdefault(layer, [0.0] * len(columns))
-        for k in range(len(columns)):
-            total[k] += values[k][i] ** 2 if k < 2 else values[k][i]
+    rows: list[list[float]] = table.view(len(columns), -1).tolist()
+    return rows
+
+
+def _summed(places: list[tuple[str, str]], values: Sequence[float]) -> dict[str, float]:
+    """By layer, the sum over its tensors."""
+    found: dict[str, float] = {}
+    for (layer, _), value in zip(places, values, strict=True):
+        found[layer] = found.get(layer, 0.0) + value
     return found
+
+
+def _joined(places: list[tuple[str, str]], norms: Sequence[float]) -> dict[str, float]:
+    """By layer, the norm of all its tensors together, from theirs."""
+    squares = _summed(places, [norm**2 for norm in norms])
+    return {layer: math.sqrt(square) for layer, square in squares.items()}
