@@ -5,9 +5,10 @@ import pytest
 
 from decaylab.errors import DecaylabError
 from decaylab.networks import NETWORKS
-from decaylab.paper import artefacts, cells, select
+from decaylab.paper import artefacts, cells, register_artefact, select
 from decaylab.paper.plan import plan
 from decaylab.paper.settings import searched, table
+from decaylab.paper.suite import spec_for
 
 PAPER = {"table1", "table2", "table3", *(f"fig{n}" for n in range(1, 10))}
 
@@ -172,6 +173,50 @@ def test_what_is_not_known_is_refused_with_what_is(tmp_path):
     (tmp_path / "odd.toml").write_text("winner = 3\n")
     with pytest.raises(DecaylabError, match=r"odd\.toml is no result of"):
         cells("fig1", "short", searched_folder=tmp_path)
+
+
+OWN = """title = "Own"
+shows = "What the paper does not."
+kind = "table"
+keys = ["optimizer", "scheme"]
+metric = "test/accuracy"
+percent = true
+probes = ["jacobian"]
+[[cells]]
+dataset = "cifar10"
+network = "vgg16"
+batch_norm = 0
+augment = 0
+optimizer = "sgd"
+scheme = ["none", "wd"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "instead", "said"),
+    [
+        ('"table"', '"tables"', "unknown kind 'tables'"),
+        ('"jacobian"', '"jacobians"', "unknown probe 'jacobians'"),
+        ("scheme =", "sheme =", "unknown column 'sheme'"),
+        ('"scheme"]', '"sheme"]', "unknown key without a column 'sheme'"),
+        ("augment = 0\n", "", "its cells lack augment"),
+        ('"wd"]', '"weight-decay"]', "unknown scheme 'weight-decay'"),
+        ("augment = 0", "augment = 0\nbatch_size = 256", "no batch of 256: choose one of 128"),
+    ],
+)
+def test_an_artefact_of_ones_own_with_a_slip_in_it_is_refused(tmp_path, given, instead, said):
+    path = tmp_path / "of-ones-own.toml"
+    path.write_text(OWN.replace(given, instead))
+    with pytest.raises(DecaylabError, match=said):
+        cells(register_artefact(path).name, "smoke")
+    artefacts().pop("of-ones-own", None)
+
+
+def test_batches_are_whole_numbers():
+    key = {"dataset": "cifar10", "network": "vgg16", "batch_norm": 0, "augment": 0}
+    for size in ("abc", 0):
+        with pytest.raises(DecaylabError, match="batch_size must be a positive whole number"):
+            spec_for({**key, "optimizer": "sgd", "batch_size": size}, "wd", "full")
 
 
 def test_decay_alone_differs_by_the_decay_alone():

@@ -36,15 +36,12 @@ def plan(cells: Iterable[Cell], others: Iterable[Cell] = ()) -> list[PlannedRun]
     ordered: dict[str, RunSpec] = {}
     for seed in range(max((len(cell.runs) for cell in cells), default=0)):
         for cell in cells:
-            for runs in (cell.sources, cell.runs, cell.own):
-                if seed < len(runs):
-                    spec = runs[seed]
+            wanted = ((cell.sources, ()), (cell.runs, cell.probes), (cell.own, cell.probes))
+            for runs, names in wanted:
+                for spec in runs[seed : seed + 1]:
                     ordered.setdefault(spec.id, spec)
                     serves.setdefault(spec.id, {})[cell.artefact] = None
-                    probes.setdefault(spec.id, {})
-            for runs in (cell.runs, cell.own):
-                if seed < len(runs):
-                    probes[runs[seed].id].update(dict.fromkeys(cell.probes))
+                    probes.setdefault(spec.id, {}).update(dict.fromkeys(names))
     for cell in others:
         for spec in (*cell.runs, *cell.own):
             if spec.id in ordered:
@@ -59,13 +56,12 @@ def plan(cells: Iterable[Cell], others: Iterable[Cell] = ()) -> list[PlannedRun]
 def state_of(planned: PlannedRun, store: RunStore) -> State:
     """Where a run stands; `waiting` is for the run whose norms it takes over."""
     folder = store.folder(planned.spec.id)
-    if folder.path.exists():
-        manifest = folder.manifest()
-        if manifest is not None and manifest.status in ("finished", "diverged"):
-            folder.check_same_spec(planned.spec.to_toml())
-            return "finished" if manifest.status == "finished" else "diverged"
-        if folder.locked():
-            return "busy"
+    manifest = folder.manifest()
+    if manifest is not None and manifest.status in ("finished", "diverged"):
+        folder.check_same_spec(planned.spec.to_toml())
+        return "finished" if manifest.status == "finished" else "diverged"
+    if folder.locked():
+        return "busy"
     source = planned.spec.norm_source
     if source and not is_finished(store.folder(source)):
         return "waiting"

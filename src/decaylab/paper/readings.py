@@ -115,8 +115,6 @@ class Readings:
 
     def _read(self, spec: RunSpec) -> RunReading | None:
         folder = self.store.folder(spec.id)
-        if not folder.path.exists():
-            return None
         try:
             manifest = folder.manifest()
             if manifest is None or manifest.status != "finished":

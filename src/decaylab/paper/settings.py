@@ -53,7 +53,9 @@ def full_schedule(key: Mapping[str, Any], row: Mapping[str, str]) -> dict[str, A
 
     Batches other than 128: lr by the square root of the batch (recipe line 18).
     """
-    optimizer, batch_size = str(key["optimizer"]), int(key.get("batch_size", 128))
+    optimizer, batch_size = str(key["optimizer"]), key.get("batch_size", 128)
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise DecaylabError(f"batch_size must be a positive whole number, not {batch_size}")
     values: dict[str, Any] = {
         "data": key["dataset"],
         "augment": bool(int(key["augment"])),
@@ -123,6 +125,7 @@ def _packaged() -> tuple[Searched, ...]:
     return tuple(_read(entry.name, entry.read_text(encoding="utf-8")) for entry in entries)
 
 
+@cache  # for every cell of an artefact the same
 def _read(path: str, text: str) -> Searched:
     try:
         entry = tomllib.loads(text)

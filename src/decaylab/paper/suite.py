@@ -36,6 +36,9 @@ PROBES: dict[str, str] = {
     "damping": "second_order_share/",
 }
 """What an artefact can ask for beyond what every run records -> how its rows begin."""
+KINDS = ("table", "bars", "curves", "scatter")
+COLUMNS = (*ROW, "hidden", "batch_size", "constant_lr", "weight_decay", "scheme")
+"""What decides the runs of a cell."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ def register_artefact(path: str | Path) -> Artefact:
     values.pop("order", None)
     try:
         found = _artefact(path.stem, values)
-    except (KeyError, TypeError) as error:
+    except (TypeError, ValueError) as error:
         raise DecaylabError(f"{path} is no artefact: {error}; see docs/extend.md") from error
     artefacts()[found.name] = found
     return found
@@ -182,32 +185,44 @@ def select(found: Iterable[Cell], only: Sequence[str]) -> list[Cell]:
     24
     """
     found = list(found)
+    keys = dict.fromkeys(key for artefact in artefacts().values() for key in artefact.keys)
     for condition in only:
         name, equals, value = condition.partition("=")
-        known = {key: {str(cell.key[key]) for cell in found if key in cell.key} for key in _keys()}
-        if not equals or name not in _keys():
+        if not equals or name not in keys:
             raise DecaylabError(
-                f"--only {condition!r} is not key=value with a known key: {', '.join(_keys())}"
+                f"--only {condition!r} is not key=value with a known key: {', '.join(keys)}"
             )
+        known = {str(cell.key[name]) for cell in found if name in cell.key}
         wanted = value.split(",")
-        if unknown := [one for one in wanted if one not in known[name]]:
-            there = ", ".join(sorted(known[name])) or "none of these cells has it"
+        if unknown := [one for one in wanted if one not in known]:
+            there = ", ".join(sorted(known)) or "none of these cells has it"
             raise DecaylabError(f"no cell has {name}={unknown[0]}; there are: {there}")
         found = [cell for cell in found if str(cell.key.get(name, "")) in wanted]
     return found
 
 
-def _keys() -> tuple[str, ...]:
-    return tuple(dict.fromkeys(key for artefact in artefacts().values() for key in artefact.keys))
-
-
 def _artefact(name: str, values: dict[str, Any]) -> Artefact:
+    """An artefact from its file; a TypeError or ValueError where fields or columns are wrong."""
     fixed = values.pop("fixed", {})
-    blocks = tuple({**fixed, **block} for block in values.pop("cells"))
+    blocks = tuple({**fixed, **block} for block in values.pop("cells", ()))
     lists: dict[str, Any] = {
         key: tuple(values.pop(key, ())) for key in ("keys", "probes", "claims")
     }
-    return Artefact(name=name, blocks=blocks, **lists, **values)
+    found = Artefact(name=name, blocks=blocks, **lists, **values)
+    columns = {column for block in blocks for column in block}
+    if not blocks or not found.keys:
+        raise ValueError("it needs [[cells]], and keys that tell them apart")
+    for what, given, known in (
+        ("kind", [found.kind], KINDS),
+        ("probe", found.probes, PROBES),
+        ("column", columns, COLUMNS),
+        ("key without a column", found.keys, columns),
+    ):
+        if unknown := [one for one in given if one not in known]:
+            raise ValueError(f"unknown {what} {unknown[0]!r}: there are {', '.join(sorted(known))}")
+    if missing := [column for block in blocks for column in ROW if column not in block]:
+        raise ValueError(f"its cells lack {missing[0]}")
+    return found
 
 
 def _expanded(block: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
@@ -218,9 +233,10 @@ def _expanded(block: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def _scheme(key: Mapping[str, Any]) -> str:
-    scheme = key.get("scheme", "wd" if key.get("weight_decay") else "none")
-    scheme = "wd" if scheme == "wd-all" else "none" if scheme == "baseline" else scheme
-    assert scheme in SCHEMES, scheme
+    scheme = str(key.get("scheme", "wd" if key.get("weight_decay") else "none"))
+    scheme = {"wd-all": "wd", "baseline": "none"}.get(scheme, scheme)
+    if scheme not in SCHEMES:
+        raise DecaylabError(f"unknown scheme {scheme!r}: choose one of {', '.join(SCHEMES)}")
     return scheme
 
 

@@ -117,6 +117,11 @@ def _on_digits(values: Mapping[str, Any], tier: Tier) -> dict[str, Any]:
         if row["optimizer"] == values["optimizer"]
         and row["batch_norm"] == str(int(values["batch_norm"]))
     )
+    if values["batch_size"] not in tier.batches:
+        raise DecaylabError(
+            f"tier {tier.name} has no batch of {values['batch_size']}: choose one of"
+            f" {', '.join(map(str, tier.batches))}, or tier short or full"
+        )
     batch_size = tier.batches[values["batch_size"]]
     by_batch = math.sqrt(batch_size / tier.batches[128])
     ours: dict[str, Any] = {
