@@ -1,6 +1,13 @@
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from typer.testing import CliRunner
+
+# How long an example takes, and whether two take as long, is the machine's matter.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

@@ -116,6 +116,6 @@ def tab(program: str, folder: Path) -> Iterator[Tab]:
         yield Tab(ears, mouth)
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=PATIENCE)
         os.close(ears)
         os.close(mouth)

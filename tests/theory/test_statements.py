@@ -25,9 +25,9 @@ def run():
 
 @pytest.fixture(scope="module")
 def result(run):
-    start = time.perf_counter()
+    start = time.process_time()  # not slowed down by what else the machine does
     result = run("--json")
-    result.seconds = time.perf_counter() - start
+    result.seconds = time.process_time() - start
     return result
 
 

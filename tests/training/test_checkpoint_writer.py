@@ -2,7 +2,6 @@
 
 import errno
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -25,17 +24,32 @@ def disk(monkeypatch):
     class Disk:
         def __init__(self):
             self.moves, self.reached = threading.Event(), threading.Event()
-            self.full, self.asked = False, 0
+            self.full, self.asked, self.stands_at = False, 0, None
             self.moves.set()
 
         def save_file(self, tensors, filename, metadata):
             self.asked += 1
-            self.reached.set()
-            assert self.moves.wait(timeout=20)
+            if self.asked == self.stands_at:
+                self.moves.clear()
+            if not self.moves.is_set():
+                self.reached.set()
+            assert self.moves.wait(timeout=60)
             if self.full:
                 filename.write_bytes(b"half")
                 raise OSError(errno.ENOSPC, "No space left on device")
             write(tensors, filename, metadata)
+
+        def moves_when_waited_for(self):
+            """From now on; how often it had been asked to write each time, in a list to come."""
+            waited, join = [], threading.Thread.join
+
+            def joined(thread, timeout=None):
+                waited.append(self.asked)
+                self.moves.set()
+                join(thread, timeout)
+
+            monkeypatch.setattr(threading.Thread, "join", joined)
+            return waited
 
     write, found = checkpoint.save_file, Disk()
     monkeypatch.setattr(checkpoint, "save_file", found.save_file)
@@ -79,14 +93,10 @@ def test_one_at_a_time(tmp_path, disk):
     writer = checkpoint.Writer(tmp_path / "c")
     disk.moves.clear()
     writer.save({"n": 1})
-    second = threading.Thread(target=writer.save, args=({"n": 2},))
-    second.start()
-    assert disk.reached.wait(timeout=20)
-    time.sleep(0.05)
-    assert second.is_alive()
-    assert disk.asked == 1
-    disk.moves.set()
-    second.join()
+    assert disk.reached.wait(timeout=60)
+    waited = disk.moves_when_waited_for()
+    writer.save({"n": 2})
+    assert waited == [1]
     writer.wait()
     assert checkpoint.load(tmp_path / "c") == {"n": 2}
 
@@ -119,10 +129,10 @@ def test_training_goes_on_beside_it_and_leaving_waits_for_it(tmp_path, disk, mon
     disk.moves.clear()
     steps = [next(run).step for _ in range(3)]
     assert steps == [1, 2, 3]  # the first of them began a checkpoint that is not written yet
-    assert disk.reached.wait(timeout=20)
+    assert disk.reached.wait(timeout=60)
     assert disk.asked == 1
     assert not store.folder(SPEC.id).checkpoint.exists()
-    threading.Timer(0.1, disk.moves.set).start()
+    disk.moves_when_waited_for()
     run.close()
     assert checkpoint.load(store.folder(SPEC.id).checkpoint)["step"] == 3
     assert store.folder(SPEC.id).manifest().status == "interrupted"
@@ -158,24 +168,23 @@ def test_nothing_is_written_once_the_lock_is_free(tmp_path, disk):
 
     def fail(run):
         if run.position == run.steps_per_epoch:
-            threading.Timer(0.1, disk.moves.set).start()
+            assert disk.reached.wait(timeout=60)
+            waited.append(disk.moves_when_waited_for())
             raise RuntimeError("out of luck")
         return {}
 
-    how = Execution(checkpoint_every=0.0, observe=fail)
+    waited, disk.stands_at = [], 4  # the last checkpoint of the epoch
     before = threading.active_count()
-    run = train(SPEC, data=load("digits"), store=store, execution=replace(how, every_step=True))
-    for _ in range(4):
-        next(run)
-    disk.moves.clear()
+    run = train(SPEC, data=load("digits"), store=store, execution=replace(EVERY_STEP, observe=fail))
     with pytest.raises(RuntimeError, match="out of luck"):
         list(run)
+    assert waited == [[4]]
     folder = store.folder(SPEC.id)
     assert not folder.locked()
     assert folder.manifest().message == "RuntimeError: out of luck"
     assert checkpoint.load(folder.checkpoint)["step"] == 4
     assert not list(folder.path.glob("*.part"))
-    assert threading.active_count() <= before + 1  # the timer
+    assert threading.active_count() <= before
 
 
 def test_a_dtype_that_the_file_cannot_hold_is_refused_at_once_by_its_path(tmp_path):
