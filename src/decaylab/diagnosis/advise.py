@@ -141,7 +141,7 @@ def suggest(
     observed = observe(run)
     advice = [_advice(layer, rotation, norm_at) for layer in observed.layers.values()]
     found = [row for row in advice if row.suggested is not None]
-    settings = [x.setting for x in observed.layers.values() if x.invariant and x.setting]
+    stepped = [x for x in observed.layers.values() if x.invariant and x.setting]
     notes = list(observed.troubles)
     if not found:
         notes.append("no scale-invariant layer was recorded well enough for a suggestion")
@@ -149,7 +149,9 @@ def suggest(
     if found:
         logs = [math.log(row.suggested) for row in found if row.suggested]
         group = math.exp(fmean(logs)) if logs else 0.0
-    first = settings[0] if settings else None
+    first = stepped[0].setting if stepped else None
+    if found:  # the one that the suggestion is for
+        first = _at_longest_stretch(observed.layers[found[0].layer])
     return Suggestion(
         observed.name,
         _kind(first) if first else "decoupled",
@@ -176,11 +178,10 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
         reason = "L2 inside the preconditioner: what decay takes a step is not known"
     if reason or setting is None or setting.power is None:
         return LayerAdvice(layer.name, now, reason=reason)
-    stretch = _longest_stretch(layer)
-    at = layer.setting_at(stretch[-1])
+    at = _at_longest_stretch(layer)
     shares = layer.series.get("second_order_share", ())
     e = elasticity(setting.power, shares[-1][1] if shares else None)
-    growth, norm = _growth(layer, stretch, e)
+    growth, norm = _growth(layer, _longest_stretch(layer), e)
     if growth <= 0:
         return LayerAdvice(layer.name, now, norm=norm, reason="its norm does not grow: no push")
     target = _norm_at(layer, norm_at)
@@ -190,12 +191,16 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
         target = wanted.norm if wanted else norm
     else:
         shrink = shrink_for_norm(growth, norm, target, e=e)
+    try:
+        suggested = convert(shrink, "independent", _kind(at), lr=at.lr, momentum=at.memory)
+    except DecaylabError as error:  # of this layer: the others have theirs
+        return LayerAdvice(layer.name, now, norm=norm, target=target, reason=str(error))
     present = equilibrium(growth, norm, at.shrink, e=e)
     balance = equilibrium(growth, norm, shrink, e=e, memory=at.memory)
     return LayerAdvice(
         layer.name,
         now,
-        convert(shrink, "independent", _kind(at), lr=at.lr, momentum=at.memory),
+        suggested / at.intake,
         norm,
         target,
         present.norm if present else None,
@@ -226,6 +231,10 @@ def _longest_stretch(layer: LayerRecord) -> Sequence[int]:
         stretches[-1].append(step)
         rate = lr
     return max(stretches, key=lambda of: of[-1] - of[0])
+
+
+def _at_longest_stretch(layer: LayerRecord) -> Setting:
+    return layer.setting_at(_longest_stretch(layer)[-1])
 
 
 def _growth(layer: LayerRecord, stretch: Sequence[int], e: float) -> tuple[float, float]:

@@ -55,7 +55,7 @@ class Effect:
 
 def effect_of(ratios: Series, probes: Sequence[str], source: str) -> Effect | None:
     """The second half of a series of ratios as one effect; None where there is no positive one."""
-    late = ratios[int(len(ratios) * JUDGED_SHARE) if len(ratios) > 1 else 0 :]
+    late = ratios[int(len(ratios) * JUDGED_SHARE) :]
     sound = [(step, value) for step, value in late if value > 0]
     if not sound:
         return None
@@ -131,8 +131,6 @@ def reconstructed(layer: LayerRecord) -> Series:
         return ()
     if len(layer.exposure) != len(layer.norms) or len(layer.norms) < 2:
         return ()
-    if any(norm <= 0 for _, norm in layer.norms):
-        return ()  # a layer of zeros has no direction
     shares = dict(layer.series.get("second_order_share", ()))
     if setting.power == 0 and (not shares or remembers_too_much(layer)):
         return ()  # how K-FAC's pushes depend on the norm hangs on its share
@@ -209,10 +207,8 @@ def comparable(run: Observed, baseline: Observed) -> tuple[str, list[str]]:
             shown = [name for name in wrong if None not in differing[name]] or wrong
             said = ", ".join(f"{n} {differing[n][0]} and {differing[n][1]}" for n in shown[:3])
             return f"the runs are not comparable ({said})", []
-        return "", [
-            f"{n} differs: {differing[n][0]} and {differing[n][1]}"
-            for n in NOTED & differing.keys()
-        ]
+        noted = {name: pair for name, pair in differing.items() if name in NOTED}
+        return "", [f"{name} differs: {mine} and {its}" for name, (mine, its) in noted.items()]
     return _same_training(run, baseline), []
 
 
@@ -226,8 +222,9 @@ def _same_training(run: Observed, baseline: Observed) -> str:
         kinds = [(s.power, s.memory, s.beta2, s.damping) for s in (mine, other)]
         if kinds[0] != kinds[1]:
             return f"the runs are not comparable (layer {name} is stepped by another optimizer)"
-        for step in {step for step, _ in layer.norms} & {s for s, _ in baseline.layers[name].norms}:
-            here, there = (of.setting_at(step).lr for of in (layer, baseline.layers[name]))
-            if not math.isclose(here, there, rel_tol=1e-3):
-                return f"the runs are not comparable (lr {here:g} and {there:g} at step {step})"
+        common = dict(baseline.layers[name].norms).keys()
+        for step in (step for step, _ in layer.norms if step in common):
+            lr, its = (of.setting_at(step).lr for of in (layer, baseline.layers[name]))
+            if not math.isclose(lr, its, rel_tol=1e-3):
+                return f"the runs are not comparable (lr {lr:g} and {its:g} at step {step})"
     return ""

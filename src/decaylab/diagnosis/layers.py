@@ -14,7 +14,7 @@ class Setting:
 
     Attributes:
         lr: learning rate. decay: its kind. weight_decay: its strength.
-        memory: momentum, Adam: beta1. beta2: Adam's, else None.
+        memory: momentum, Adam: beta1. beta2: Adam's, else None. dampening: of SGD's momentum.
         power: the effective learning rate is lr/|W|^power; None where the law is not known.
         damping: K-FAC's lambda, else None. scale_free: whether it follows the norm.
         factor_decay, refresh_every, invert_every: what K-FAC's factors remember.
@@ -24,6 +24,7 @@ class Setting:
     decay: str
     weight_decay: float
     memory: float = 0.0
+    dampening: float = 0.0
     beta2: float | None = None
     power: int | None = None
     damping: float | None = None
@@ -43,28 +44,33 @@ class Setting:
         return self.decays and self.decay == "l2" and self.power != 2
 
     @property
+    def intake(self) -> float:
+        """The part of the decay term that comes into the step: L2 is subject to the dampening."""
+        return 1 - self.dampening if self.decay == "l2" else 1.0
+
+    @property
     def shrink(self) -> float:
         """The part of W that decay takes a step in the long run; 0 for preconditioned L2."""
         if not self.decays or self.preconditioned:
             return 0.0
-        return steady_shrink(self.weight_decay, self.decay, lr=self.lr, momentum=self.memory)
+        strength = self.weight_decay * self.intake
+        return steady_shrink(strength, self.decay, lr=self.lr, momentum=self.memory)
 
     @property
     def rate(self) -> float:
-        """What a step adds to the decay exposure: `optim.decay.decay_rate`."""
-        if not self.decays:
+        """What a step adds to the decay exposure (`decay_rate`); 0 for preconditioned L2."""
+        if not self.decays or self.preconditioned:
             return 0.0
-        kind = "sgd" if self.power == 2 else "adam"  # which differ in what momentum does to L2
-        return decay_rate(
-            self.weight_decay, self.decay, optimizer=kind, lr=self.lr, momentum=self.memory
-        )
+        strength = self.weight_decay * self.intake
+        return decay_rate(strength, self.decay, optimizer="sgd", lr=self.lr, momentum=self.memory)
 
 
 @dataclass(frozen=True)
 class LayerRecord:
     """One layer in the records. `skipped` says why it cannot be judged, "" where it can.
 
-    `settings`: (from step, Setting); `exposure`: decay exposure at the steps of `norms`.
+    `settings`: (from step, Setting); `norms`: above zero; `exposure`: decay exposure at the steps
+    of `norms`.
     """
 
     name: str
@@ -97,10 +103,10 @@ class LayerRecord:
         """
         if not self.invariant or self.setting is None or self.setting.power is None:
             return self.series.get("effective_lr", ()) if self.invariant else ()
-        norms = tuple((step, norm) for step, norm in self.norms if norm > 0)
+        moments = self.series.get("second_moment", ())
         return tuple(
             (step, self.setting_at(step).lr * value)
-            for step, value in self.effective_per_lr(norms, self.series.get("second_moment", ()))
+            for step, value in self.effective_per_lr(self.norms, moments)
         )
 
     def effective_per_lr(self, norms: Series, moments: Series = ()) -> Series:

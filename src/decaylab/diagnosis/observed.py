@@ -7,6 +7,7 @@ watched one from the `setting_*` rows.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,12 @@ Source = Watch | Rows | RunFolder | str | Path
 
 # By layer and of the whole model, what a diagnosis reads.
 QUANTITIES = (
-    *("effective_lr", "rotation", "update_norm", "invariance_defect"),
-    *("second_order_share", "effective_damping", "factored_share", "kfac_gn_norm"),
-    "second_moment",
+    *("effective_lr", "rotation", "second_moment"),
+    *("second_order_share", "effective_damping", "kfac_gn_norm"),
 )
 SETTINGS = {"lr", "decay", "weight_decay"}
-TOTALS = (
-    *("jacobian_norm", "kfac_gn_norm", "gn_norm", "second_order_share"),
-    *("test/accuracy", "test/loss", "train/loss"),
-)
+TOTALS = ("jacobian_norm", "kfac_gn_norm", "gn_norm")
+ZEROS = "its weights are zero: it has no direction"
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,9 @@ def _finite(rows: Rows) -> tuple[list[Row], list[str]]:
     elif bad:
         names = ", ".join(sorted({row.name for row in bad})[:3])
         said = f"{len(bad)} values were not finite ({names}) and are left out"
-        last = {row.name: row for row in rows.rows}
+        # those of a layer of zeros, which has no direction, are not finite in a sound run too
+        own = ("rotation/", "effective_lr/")
+        last = {row.name: row for row in rows.rows if not row.name.startswith(own)}
         if lasting := [row for row in last.values() if not math.isfinite(row.value)]:
             said += f", {lasting[0].name} to the end: it has probably diverged"
         troubles.append(said)
@@ -112,6 +112,11 @@ def _series(rows: list[Row]) -> dict[str, Series]:
     for row in sorted(rows, key=lambda row: row.step):
         found.setdefault(row.name, []).append((row.step, row.value))
     return {name: tuple(values) for name, values in found.items()}
+
+
+def _norms(recorded: Series) -> Series:
+    """Those above zero: a layer of zeros has no direction."""
+    return tuple((step, norm) for step, norm in recorded if norm > 0)
 
 
 def _by_layer(series: Mapping[str, Series], layer: str) -> dict[str, Series]:
@@ -172,10 +177,12 @@ def _watched_layer(series: Mapping[str, Series], layer: str) -> LayerRecord:
         now = now | values[step]
         if now.keys() >= SETTINGS:  # records may be cut off between two of them
             settings.append((step, _setting(now)))
-    norms = series.get(f"weight_norm/{layer}", series.get(f"norm/{layer}", ()))
-    recorded = dict(series.get(f"decay_exposure/{layer}", ()))
-    exposure = tuple((step, recorded[step]) for step, _ in norms if step in recorded)
-    if len(exposure) < len(norms):
+    recorded = series.get(f"weight_norm/{layer}", series.get(f"norm/{layer}", ()))
+    norms = _norms(recorded)
+    exposures = dict(series.get(f"decay_exposure/{layer}", ()))
+    exposure = tuple((step, exposures[step]) for step, _ in norms if step in exposures)
+    resumed = any(after < before for (_, before), (_, after) in pairwise(exposure))
+    if len(exposure) < len(norms) or resumed:  # a resumed watch counts from zero again
         exposure = _exposure(tuple(settings), norms)
     return LayerRecord(
         layer,
@@ -184,20 +191,20 @@ def _watched_layer(series: Mapping[str, Series], layer: str) -> LayerRecord:
         norms=norms,
         exposure=exposure,
         series=_by_layer(series, layer),
-        skipped=_why_skipped(now, norms),
+        skipped=_why_skipped(now, recorded),
     )
 
 
-def _why_skipped(now: Mapping[str, float], norms: Series) -> str:
+def _why_skipped(now: Mapping[str, float], recorded: Series) -> str:
     if now.get("frozen"):
         return "frozen: it is not trained"
     if now.get("moved") == 0.0:
         return "the watched optimizer does not hold it"
     if not now.keys() >= SETTINGS:
         return "how it is stepped is not in the records"
-    if len(norms) < 2:
+    if len(recorded) < 2:
         return "its norm was recorded less than twice: record weight_norm, more often"
-    return ""
+    return ZEROS if len(_norms(recorded)) < 2 else ""
 
 
 def _setting(now: Mapping[str, float]) -> Setting:
@@ -207,6 +214,7 @@ def _setting(now: Mapping[str, float]) -> Setting:
         decay=DECAYS[int(now["decay"])],
         weight_decay=now["weight_decay"],
         memory=now.get("momentum", now.get("beta1", 0.0)),
+        dampening=now.get("dampening", 0.0),
         beta2=now.get("beta2"),
         power=None if power is None else int(power),
         damping=now.get("damping"),
@@ -241,7 +249,11 @@ def _own(folder: RunFolder) -> Observed:
     layers = {}
     for name in names:
         settings = _timeline(spec, max(per_epoch, 1), name in decayed)
-        norms = series[f"norm/{name}"]
+        recorded = series[f"norm/{name}"]
+        norms = _norms(recorded)
+        skipped = ZEROS if len(norms) < 2 else ""
+        if len(recorded) < 2:
+            skipped = "its norm was recorded less than twice: train on"
         layers[name] = LayerRecord(
             name,
             invariant=name in invariant,
@@ -249,7 +261,7 @@ def _own(folder: RunFolder) -> Observed:
             norms=norms,
             exposure=_exposure(settings, norms),
             series=_by_layer(series, name),
-            skipped="" if len(norms) > 1 else "its norm was recorded less than twice: train on",
+            skipped=skipped,
         )
     steps = max((row.step for row in kept), default=0)
     return Observed(folder.id, layers, _totals(series), steps, tuple(troubles), spec)

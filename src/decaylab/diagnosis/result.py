@@ -61,7 +61,10 @@ class Diagnosis:
 
     def __getitem__(self, mechanism: str) -> Finding:
         """The finding of a mechanism, by how its name begins: `diagnosis["effective l"]`."""
-        return next(f for f in self.findings if f.mechanism.startswith(mechanism))
+        for finding in self.findings:
+            if finding.mechanism.startswith(mechanism):
+                return finding
+        raise KeyError(mechanism)
 
     def __str__(self) -> str:
         return self.to_markdown()

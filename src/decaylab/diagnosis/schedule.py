@@ -17,6 +17,7 @@ from decaylab.diagnosis.layers import LayerRecord, Setting
 from decaylab.diagnosis.memory import gradient_squares, interpolated
 from decaylab.diagnosis.observed import Source, observe
 from decaylab.errors import DecaylabError
+from decaylab.networks import roles
 from decaylab.records.files import replace_text
 
 
@@ -42,12 +43,14 @@ class EquivalentSchedule:
         unknown = [name for name in self.layers if name not in modules]
         if unknown:
             raise DecaylabError(f"the model has no layer {unknown[0]!r}: is it another model?")
-        own = {p for name in self.layers for p in modules[name].parameters(recurse=False)}
-        rest = [p for p in model.parameters() if p not in own]
-        return [
-            {"params": [p for p in model.parameters() if p in own], "weight_decay": 0.0},
-            *([{"params": rest}] if rest else []),
-        ]
+        found = roles(model)
+        own: list[nn.Parameter] = []
+        rest: list[nn.Parameter] = []
+        for name, parameter in model.named_parameters():
+            # the gain of a normalised weight is a norm that counts
+            held = found[name].module in self.layers and found[name].role != "norm"
+            (own if held else rest).append(parameter)
+        return [{"params": own, "weight_decay": 0.0}, *([{"params": rest}] if rest else [])]
 
     def lambdas(self) -> list[Callable[[int], float]]:
         """For torch's `LambdaLR` on `groups`: factors on the first learning rate, by step from 0.
@@ -55,6 +58,11 @@ class EquivalentSchedule:
         Past the last step the last factor holds.
         """
         base, last = self.others[0], len(self.lr) - 1
+        if not base:
+            raise DecaylabError(
+                "the schedule begins with a learning rate of 0: set `lr` and `others` of each step"
+                " in the two groups, since no factor makes them of it"
+            )
         return [
             lambda step: self.lr[min(step, last)] / base,
             lambda step: self.others[min(step, last)] / base,
@@ -182,9 +190,10 @@ def _by_step(layer: LayerRecord, steps: int) -> Iterator[Setting]:
 def _remaining(settings: list[Setting]) -> list[float]:
     """The r of `equivalent_schedule` before each step, and after the last."""
     r, velocity = [1.0], 0.0
-    for setting in settings:
+    for step, setting in enumerate(settings):
         if setting.decay == "l2":  # what decay alone does to a weight of one, from rest
-            velocity = setting.memory * velocity + setting.weight_decay * r[-1]
+            intake = setting.intake if step else 1.0  # torch does not dampen the first step
+            velocity = setting.memory * velocity + intake * setting.weight_decay * r[-1]
             after = r[-1] - setting.lr * velocity
         else:
             after = r[-1] * (1 - setting.shrink)

@@ -113,6 +113,9 @@ def _damping(run: Observed, baseline: Observed | None) -> Finding:
     if early is not None:
         return early
     of = [layer for layer in judgeable(run) if layer.setting and layer.setting.power == 0]
+    if not of:
+        reason = "K-FAC steps no scale-invariant layer that decays."
+        return Finding(name, quantity, "does not act", reason)
     if all(layer.setting and layer.setting.scale_free for layer in of):
         reason = (
             "The damping is scale-free: it follows the norms, so that decay does not change it."

@@ -21,7 +21,8 @@ def settings(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str, floa
     """By row name, how the optimizer steps each layer's weight now. No pass through the model.
 
     `setting_lr`, `setting_decay` (its place in `DECAYS`), `setting_weight_decay`,
-    `setting_momentum` (SGD, K-FAC) or `setting_beta1` and `setting_beta2` (Adam), `setting_power`
+    `setting_momentum` (SGD, K-FAC; `setting_dampening` where its momentum has one) or
+    `setting_beta1` and `setting_beta2` (Adam), `setting_power`
     (absent where the optimizer's law is not known), `setting_invariant` (1 or 0),
     `setting_damping` (K-FAC's lambda as asked for), `setting_scale_free`, `setting_factor_decay`,
     `setting_refresh_every` and `setting_invert_every`. A layer that this optimizer does not hold
@@ -51,6 +52,8 @@ def _of_group(
         values |= {"beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}
     else:
         values["momentum"] = float(group.get("momentum", 0.0))
+        if values["momentum"] and group.get("dampening"):
+            values["dampening"] = float(group["dampening"])
     try:
         rule = rule_of(optimizer, group)
     except DecaylabError:  # an optimizer whose law is not known: the diagnosis says so

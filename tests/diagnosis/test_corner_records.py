@@ -1,0 +1,191 @@
+"""Records that are not as one would like them: resumed, zeros, warm-ups, mixed optimizers."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from diagnosis.recorded import Layer, records
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from decaylab import watch
+from decaylab.diagnosis import diagnose, equivalent_schedule, suggest
+from decaylab.diagnosis.evidence import comparable
+from decaylab.diagnosis.observed import Observed, observe
+from decaylab.errors import DecaylabError
+from decaylab.records import Row, Rows
+from decaylab.training import RunSpec
+
+DECAYED = Layer(weight_decay=0.03, growth=0.004)
+
+
+def changed(rows, name, value):
+    """`value(row)` instead of the rows of a name."""
+    return Rows(tuple(replace(r, value=value(r)) if r.name == name else r for r in rows.rows))
+
+
+def small_net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 8, bias=False),
+        nn.BatchNorm1d(8, affine=False, eps=1e-300),
+        nn.Tanh(),
+        nn.Linear(8, 3),
+    ).double()
+
+
+def train(model, optimizer, steps, after=lambda: None):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        inputs = torch.randn(16, 6, generator=generator, dtype=torch.float64)
+        nn.functional.cross_entropy(model(inputs), (inputs[:, 0] > 0).long()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after()
+
+
+def test_a_resumed_run_has_all_of_its_exposure(tmp_path):
+    """`watch` counts the exposure from the resume on; the settings tell the rest."""
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.02)
+    for start, steps in ((0, 45), (40, 60)):
+        with watch(model, optimizer, every=10, folder=tmp_path) as watched:
+            if start:
+                watched.resume(start)
+            train(model, optimizer, steps)
+    layer = observe(tmp_path).layers["0"]
+    assert [step for step, _ in layer.norms] == [1, *range(10, 101, 10)]
+    for step, exposure in layer.exposure:
+        assert exposure == pytest.approx(0.002 * step)
+
+
+def test_zeros_at_a_record_leave_the_others_as_they_are():
+    """A layer that begins at zero has no direction there, and has one later."""
+    whole = records({"conv": DECAYED})
+    zero = changed(whole, "weight_norm/conv", lambda r: 0.0 if r.step == 1 else r.value)
+    lacking = Rows(tuple(r for r in whole.rows if (r.step, r.name) != (1, "weight_norm/conv")))
+    for judge in (diagnose, suggest):
+        assert judge(zero) == judge(lacking)
+    assert diagnose(zero)["effective l"].verdict == "acts"
+
+
+@pytest.mark.parametrize("power", [2, 1, 0])
+def test_a_layer_that_stays_zero_is_left_out(power):
+    layer = replace(DECAYED, power=power, damping=1e-3 if power == 0 else None)
+    both = records({"zero": layer, "conv": layer})
+    rows = changed(both, "weight_norm/zero", lambda r: 0.0)
+    assert diagnose(rows).skipped == {"zero": "its weights are zero: it has no direction"}
+    zero, conv = suggest(rows).layers
+    assert (zero.suggested, zero.reason) == (None, "its weights are zero: it has no direction")
+    assert conv.suggested == suggest(both).layers[1].suggested
+    assert equivalent_schedule(rows).layers == ("conv",)
+
+
+def test_an_unused_layer_of_zeros_is_no_divergence():
+    """Its direction does not turn by any number: the rotation is nan from the first step on."""
+    turns = [Row(step, 0, 0.0, "rotation/unused", math.nan) for step in (1, 500, 1000)]
+    result = diagnose(Rows((*records({"conv": DECAYED}).rows, *turns)))
+    assert result.first == (
+        "the records: 3 values were not finite (rotation/unused) and are left out",
+    )
+
+
+def test_a_decay_that_no_momentum_has_is_said_of_its_layer():
+    slow, fast = (
+        Layer(decay="l2", weight_decay=1e-4, growth=growth, settings={"setting_momentum": 0.9})
+        for growth in (0.001, 0.4)
+    )
+    advised = suggest(records({"slow": slow, "fast": fast}))
+    assert advised.layers[1].suggested is None
+    assert "no decay inside a momentum of 0.9" in advised.layers[1].reason
+    assert advised.weight_decay == pytest.approx(advised.layers[0].suggested)
+
+
+def test_the_learning_rate_of_a_suggestion_is_the_one_it_is_for():
+    """Decoupled decay takes lr * wd: 0.1 after a warm-up at 0.02."""
+    free = Layer(growth=0.004)
+    warm = changed(records({"conv": free}), "setting_lr/conv", lambda r: 0.02)
+    warm = Rows((*warm.rows, Row(50, 0, 0.0, "setting_lr/conv", 0.1)))
+    found, plain = suggest(warm), suggest(records({"conv": free}))
+    assert found.lr == 0.1
+    assert found.lr * found.weight_decay == pytest.approx(plain.lr * plain.weight_decay, rel=0.01)
+
+
+def test_a_schedule_that_begins_at_zero_has_no_factors():
+    """As a linear warm-up has it: LambdaLR multiplies, and nothing times zero is a rate."""
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.02)
+    warm_up = LambdaLR(optimizer, lambda step: min(step / 5, 1.0))
+    with watch(model, optimizer, every=1) as watched:
+        train(model, optimizer, 10, warm_up.step)
+    schedule = equivalent_schedule(watched)
+    assert schedule.others[0] == schedule.lr[0] == 0.0
+    with pytest.raises(DecaylabError, match="begins with a learning rate of 0: set `lr`"):
+        schedule.lambdas()
+
+
+def test_a_schedule_holds_what_a_normalised_weight_is_computed_from():
+    model = small_net()
+    model[0] = nn.utils.parametrizations.weight_norm(model[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.02)
+    with watch(model, optimizer, every=2) as watched:
+        train(model, optimizer, 40)
+    schedule = equivalent_schedule(watched)
+    assert schedule.layers == ("0",)
+    own, rest = schedule.groups(model)
+    direction = model[0].parametrizations.weight.original1
+    assert [id(p) for p in own["params"]] == [id(direction)]
+    assert len(rest["params"]) == len(list(model.parameters())) - 1
+
+
+def test_dampening_is_part_of_the_decay():
+    """With a dampening, L2 takes that much less: same path, same exposure, same suggestion."""
+    start = small_net()
+    model, other = copy.deepcopy(start), copy.deepcopy(start)
+    settings = {"momentum": 0.9, "dampening": 0.8}
+    groups = [{"params": [model[0].weight], "weight_decay": 0.2}, {"params": model[3].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, **settings)
+    with watch(model, optimizer, every=1) as watched:
+        train(model, optimizer, 60)
+    schedule = equivalent_schedule(watched)
+    optimizer = torch.optim.SGD(schedule.groups(other), lr=schedule.others[0], **settings)
+    scheduler = LambdaLR(optimizer, schedule.lambdas())
+    train(other, optimizer, 60, scheduler.step)
+    a, b = (net[0].weight.detach() / net[0].weight.detach().norm() for net in (model, other))
+    assert (a - b).norm() < 1e-8
+    rows = watched.records
+    unrecorded = Rows(tuple(r for r in rows.rows if not r.name.startswith("decay_exposure")))
+    for of in (rows, unrecorded):
+        assert observe(of).layers["0"].total_exposure == pytest.approx(60 * 0.1 * 0.2 * 0.2 / 0.1)
+    plain = Rows(tuple(r for r in rows.rows if not r.name.startswith("setting_dampening")))
+    taken, summed = (suggest(of).layers[0] for of in (rows, plain))
+    assert taken.suggested == pytest.approx(summed.suggested / 0.2)
+
+
+def test_what_differs_is_said_in_the_order_of_the_settings():
+    spec = RunSpec(decay="l2", weight_decay=0.1, epochs=3).resolved()
+    plain = replace(spec, decay="none", weight_decay=0.0)
+    other = replace(plain, seed=1, epochs=4, precision="tf32", deterministic=True)
+    _, said = comparable(*(Observed("run", {}, {}, 10, (), of) for of in (spec, other)))
+    names = [sentence.split()[0] for sentence in said]
+    assert names == ["epochs", "precision", "deterministic", "seed"]
+
+
+def test_kfac_beside_adam_is_not_said_to_be_scale_free():
+    """The decayed scale-invariant layer is left to Adam, the head is K-FAC's."""
+    run = records(
+        {
+            "conv": replace(DECAYED, power=1),
+            "head": Layer(power=0, damping=1e-3, invariant=False, weight_decay=0.03),
+        }
+    )
+    finding = diagnose(run)["effective d"]
+    assert finding.verdict == "does not act"
+    assert finding.reason == "K-FAC steps no scale-invariant layer that decays."
+
+
+def test_a_mechanism_that_there_is_not():
+    with pytest.raises(KeyError, match="momentum"):
+        diagnose(records({"conv": DECAYED}))["momentum"]
