@@ -32,21 +32,17 @@ def e2(bench: Bench) -> Evidence:
 def e3(bench: Bench) -> Evidence:
     """Without BN, K-FAC gains most from decay: its smaller gain against the others' larger."""
     evidence = Evidence()
-    for row, gains in _rows(bench, batch_norm=False).items():
-        if any(None in pair for pair in gains.values()):
-            evidence.missing += 1
-            continue
-        known = {name: (w, d) for name, (w, d) in gains.items() if w is not None and d is not None}
-        size = {name: d.mean - w.mean for name, (w, d) in known.items()}
+    for row, pairs in _rows(bench, evidence, batch_norm=False).items():
+        size = {name: decayed.mean - without.mean for name, (without, decayed) in pairs.items()}
         low, high = min(KFAC, key=size.__getitem__), max(FIRST_ORDER, key=size.__getitem__)
         told = ", ".join(f"{name} {100 * value:+.2f}" for name, value in size.items())
         evidence.add(
             bench.difference(
                 f"{row}: {told}; {low} over {high}",
-                (1, known[low][1]),
-                (-1, known[low][0]),
-                (-1, known[high][1]),
-                (1, known[high][0]),
+                (1, pairs[low][1]),
+                (-1, pairs[low][0]),
+                (-1, pairs[high][1]),
+                (1, pairs[high][0]),
             )
         )
     return _mean(evidence, "K-FAC's smaller gain against the larger of SGD and Adam")
@@ -65,7 +61,7 @@ def e4(bench: Bench) -> Evidence:
         shares = [_share(found, name, gap) for name in ("wd-conv", "wd-fc")]
         text = f"{named(key)}: gap {gap.value:+.2f}, closed by wd-conv {_percent(shares[0])}"
         text += f", by wd-fc {_percent(shares[1])}"
-        evidence.add(_against_gap(gap, conv, text))
+        evidence.add(_against_gap(gap, replace(conv, text=text)))
     return _mean(evidence, "wd-conv against wd-fc")
 
 
@@ -89,14 +85,10 @@ def e6(bench: Bench) -> Evidence:
         leaning: Leaning = (
             "for" if closed else "against" if rest.leaning == "against" else "unclear"
         )
-        runs = tuple({id(run): run for c in (gap, rest, both) for run in c.runs}.values())
-        spread = rest.spread
-        comparison = Comparison(text, leaning, gap.enough, runs, first, spread=spread)
-        evidence.add(_against_gap(gap, comparison, text))
-    shares = [c.value for c in evidence.comparisons if not math.isnan(c.value)]
-    evidence.value = statistics.fmean(shares) if shares else None
-    evidence.effect = "; ".join(c.text for c in evidence.comparisons)
-    return evidence
+        runs = (*rest.runs, *both.runs)
+        comparison = Comparison(text, leaning, gap.enough, runs, first, spread=rest.spread)
+        evidence.add(_against_gap(gap, comparison))
+    return evidence.told()
 
 
 def e9(bench: Bench) -> Evidence:
@@ -142,33 +134,38 @@ def e13(bench: Bench) -> Evidence:
     evidence.notes.append(
         "judged on the rows with BN: without it the paper's own numbers move apart, as E3 says"
     )
-    for row, pairs in _rows(bench, batch_norm=True).items():
-        if any(None in pair for pair in pairs.values()):
-            evidence.missing += 1
-            continue
-        without = [pair[0] for pair in pairs.values() if pair[0] is not None]
-        decayed = [pair[1] for pair in pairs.values() if pair[1] is not None]
-        ends = []
-        for samples, sign in ((without, 1.0), (decayed, -1.0)):
-            ordered = sorted(samples, key=lambda sample: sample.mean)
-            ends += [(sign, ordered[-1]), (-sign, ordered[0])]
-        before, after = (_range(samples) for samples in (without, decayed))
-        text = f"{row}: spread {before:.2f} without, {after:.2f} with;"
+    for row, pairs in _rows(bench, evidence, batch_norm=True).items():
+        ends, spreads = [], []
+        for side, sign in ((0, 1.0), (1, -1.0)):
+            ordered = sorted((pair[side] for pair in pairs.values()), key=lambda one: one.mean)
+            low, high = ordered[0], ordered[-1]
+            ends += [(sign, high), (-sign, low)]
+            spreads.append(100 * high.mean - 100 * low.mean)
+        text = f"{row}: spread {spreads[0]:.2f} without, {spreads[1]:.2f} with;"
         evidence.add(bench.difference(text, *ends))
     return _mean(evidence, "by how much the spread shrinks")
 
 
 def _rows(
-    bench: Bench, *, batch_norm: bool
-) -> dict[str, dict[str, tuple[Sample | None, Sample | None]]]:
-    """Rows of Table 1: name -> optimizer -> (without, with decay)."""
-    rows: dict[str, dict[str, tuple[Sample | None, Sample | None]]] = {}
+    bench: Bench, evidence: Evidence, *, batch_norm: bool
+) -> dict[str, dict[str, tuple[Sample, Sample]]]:
+    """Rows of Table 1: name -> optimizer -> (without, with decay).
+
+    Those that lack a run count as missing in `evidence`.
+    """
+    rows: dict[str, dict[str, tuple[Sample, Sample] | None]] = {}
     for key, pair in bench.groups("table1"):
         if bool(key["batch_norm"]) == batch_norm:
             name = named(key, "dataset", "network", "batch_norm", "augment")
-            both = (bench.sample(pair[0]), bench.sample(pair[1]))
-            rows.setdefault(name, {})[str(key["optimizer"])] = both
-    return rows
+            rows.setdefault(name, {})[str(key["optimizer"])] = bench.pair(pair)
+    whole = {}
+    for name, row in rows.items():
+        known = {optimizer: pair for optimizer, pair in row.items() if pair is not None}
+        if len(known) == len(row):
+            whole[name] = known
+        else:
+            evidence.missing += 1
+    return whole
 
 
 def _mean(evidence: Evidence, what: str) -> Evidence:
@@ -183,18 +180,16 @@ def _mean(evidence: Evidence, what: str) -> Evidence:
         )
         against = [c.text for c in found if c.leaning == "against"]
         evidence.notes += [f"against it: {text}" for text in against]
-        few = [c.text for c in found] if len(found) <= 4 else []
-        evidence.notes += few if not against else []
+        if not against and len(found) <= 4:
+            evidence.notes += [c.text for c in found]
     return evidence
 
 
-def _against_gap(gap: Comparison, comparison: Comparison, text: str) -> Comparison:
+def _against_gap(gap: Comparison, comparison: Comparison) -> Comparison:
     """A comparison of shares of a gap: unclear unless the gap itself is there."""
-    leaning = comparison.leaning if gap.leaning == "for" else "unclear"
-    noise = comparison.noise if gap.leaning == "for" else float("inf")
-    runs = (*gap.runs, *comparison.runs)
-    enough, value = gap.enough and comparison.enough, comparison.value
-    return Comparison(text, leaning, enough, runs, value, noise, comparison.spread)
+    enough, runs = gap.enough and comparison.enough, (*gap.runs, *comparison.runs)
+    kept = replace(comparison, enough=enough, runs=runs)
+    return kept if gap.leaning == "for" else replace(kept, leaning="unclear", noise=math.inf)
 
 
 def _share(found: dict[object, Sample | None], scheme: str, gap: Comparison) -> float:
@@ -204,11 +199,6 @@ def _share(found: dict[object, Sample | None], scheme: str, gap: Comparison) -> 
     if sample is None or base is None or gap.value == 0:
         return float("nan")
     return 100 * (sample.mean - base.mean) / gap.value
-
-
-def _range(samples: list[Sample]) -> float:
-    means = [100 * sample.mean for sample in samples]
-    return max(means) - min(means)
 
 
 def _percent(share: float) -> str:

@@ -14,7 +14,7 @@ The rules (the same for every claim):
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -49,25 +49,18 @@ class Sample:
         return math.sqrt(max(self.mean * (1 - self.mean), 0.5 / images) / images)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A signed sum of accuracies, its noise (one standard error) and its spread over seeds."""
+def _noise_and_spread(terms: Sequence[tuple[float, Sample]]) -> tuple[float, float | None]:
+    """Of a sum of factor * accuracy: one standard error, and the spread over seeds.
 
-    value: float
-    noise: float
-    spread: float | None
-
-
-def combined(terms: Sequence[tuple[float, Sample]]) -> Difference:
-    """Sum of factor * sample; seeds that all samples have are taken together."""
-    value = sum(factor * sample.mean for factor, sample in terms)
+    Seeds that all samples have are taken together.
+    """
     seeds = set.intersection(*(set(sample.values) for _, sample in terms))
     by_seed = [sum(f * sample.values[seed] for f, sample in terms) for seed in sorted(seeds)]
     spread = statistics.stdev(by_seed) if len(by_seed) > 1 else None
     if spread is not None and len(by_seed) >= SEEDS_FOR_SPREAD:
-        return Difference(value, spread / math.sqrt(len(by_seed)), spread)
-    noise = math.sqrt(sum((factor * sample.sampling_error) ** 2 for factor, sample in terms))
-    return Difference(value, noise, spread)
+        return spread / math.sqrt(len(by_seed)), spread
+    sampling = math.sqrt(sum((factor * sample.sampling_error) ** 2 for factor, sample in terms))
+    return sampling, spread
 
 
 def leaning_of(value: float, noise: float) -> Leaning:
@@ -140,6 +133,13 @@ class Evidence:
         else:
             self.comparisons.append(comparison)
 
+    def told(self) -> "Evidence":
+        """Itself, its effect being what each comparison found, its value their mean."""
+        values = [c.value for c in self.comparisons if math.isfinite(c.value)]
+        self.value = statistics.fmean(values) if values else None
+        self.effect = "; ".join(c.text for c in self.comparisons)
+        return self
+
 
 class Bench:
     """The records at one tier, arranged for comparison."""
@@ -166,13 +166,24 @@ class Bench:
             unique.setdefault(runs, (rest, by_last))
         return list(unique.values())
 
-    def sample(self, cell: Cell | None, metric: str = "test/accuracy") -> Sample | None:
+    def runs(self, cell: Cell) -> list[RunReading]:
+        """The finished runs of a cell."""
+        return self.readings.finished(cell)
+
+    def sample(self, cell: Cell, metric: str = "test/accuracy") -> Sample | None:
         """A metric in the finished runs of a cell; None where there is none."""
-        runs = [] if cell is None else self.readings.finished(cell)
+        runs = self.runs(cell)
         values = {run.spec.seed: run.final(metric) for run in runs}
         known = {seed: value for seed, value in values.items() if value is not None}
         kept = tuple(run for run in runs if run.spec.seed in known)
         return Sample(known, kept) if known else None
+
+    def pair(
+        self, by_decay: Mapping[object, Cell], metric: str = "test/accuracy"
+    ) -> tuple[Sample, Sample] | None:
+        """A metric without and with decay; None where one is missing."""
+        without, decayed = (self.sample(by_decay[decay], metric) for decay in (0, 1))
+        return None if without is None or decayed is None else (without, decayed)
 
     def enough(self, runs: Iterable[RunReading], least: float = LEAST_EXPOSURE) -> bool:
         """Whether decay had the time to act in each of these runs that has decay.
@@ -193,16 +204,17 @@ class Bench:
         known = [(factor, sample) for factor, sample in terms if sample is not None]
         if len(known) < len(terms):
             return None
-        found = combined(known)
+        value = sum(factor * sample.mean for factor, sample in known)
+        noise, spread = _noise_and_spread(known)
         runs = tuple(run for _, sample in known for run in sample.runs)
         return Comparison(
-            f"{text} {100 * found.value:+.2f}",
-            leaning_of(found.value, found.noise),
+            f"{text} {100 * value:+.2f}",
+            leaning_of(value, noise),
             self.enough(runs),
             runs,
-            value=100 * found.value,
-            noise=100 * found.noise,
-            spread=None if found.spread is None else 100 * found.spread,
+            value=100 * value,
+            noise=100 * noise,
+            spread=None if spread is None else 100 * spread,
         )
 
 

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from collections.abc import Sequence
 
 from decaylab.paper.evidence import Bench, Comparison, Evidence, Leaning, Sample, named
 from decaylab.paper.readings import TRAINED, RunReading
@@ -20,9 +19,11 @@ def e5(bench: Bench) -> Evidence:
     for key, pair in bench.groups("fig3"):
         if key["optimizer"] != "sgd":
             continue
-        ratios = {decay: [_stage_ratio(run) for run in _runs(bench, pair[decay])] for decay in pair}
-        runs = (*_runs(bench, pair[0]), *_runs(bench, pair[1]))
-        falls, flats = ([r for r in ratios[d] if r is not None] for d in (0, 1))
+        runs = (*bench.runs(pair[0]), *bench.runs(pair[1]))
+        falls, flats = (
+            [ratio for run in bench.runs(pair[decay]) if (ratio := _stage_ratio(run)) is not None]
+            for decay in (0, 1)
+        )
         if not falls or not flats:
             evidence.missing += 1
             continue
@@ -36,7 +37,7 @@ def e5(bench: Bench) -> Evidence:
         "supported where the ratio without decay is twice that with it; a shortened schedule needs"
         f" an exposure of {AT_REST:g}, since the norm must have come to rest"
     )
-    return _told(evidence)
+    return evidence.told()
 
 
 def e7(bench: Bench) -> Evidence:
@@ -45,8 +46,7 @@ def e7(bench: Bench) -> Evidence:
     nets: dict[object, list[RunReading]] = {}
     for key, pair in bench.groups("fig5"):
         for cell in pair.values():
-            kept = nets.setdefault(key["dataset"], [])
-            kept += [run for run in _runs(bench, cell) if (run.final("train/accuracy") or 0) > 0]
+            nets.setdefault(key["dataset"], []).extend(bench.runs(cell))
     for dataset, found in nets.items():
         trained = [run for run in found if run.trained]
         if left_out := len(found) - len(trained):
@@ -55,7 +55,7 @@ def e7(bench: Bench) -> Evidence:
             points = [(x, y, run) for run in trained if (x := run.final("kfac_gn_norm")) is not None
                       and (y := _other(run, what)) is not None]  # fmt: skip
             evidence.add(_correlation(f"{dataset} {what}", points))
-    return _told(evidence, of=[c.value for c in evidence.comparisons])
+    return evidence.told()
 
 
 def e8(bench: Bench) -> Evidence:
@@ -63,8 +63,7 @@ def e8(bench: Bench) -> Evidence:
     evidence = Evidence()
     nets: dict[object, dict[object, tuple[Sample, Sample] | None]] = {}
     for key, pair in bench.groups("table2"):
-        without, decayed = (bench.sample(pair[d], "jacobian_norm") for d in (0, 1))
-        both = None if without is None or decayed is None else (without, decayed)
+        both = bench.pair(pair, "jacobian_norm")
         nets.setdefault(key["network"], {})[key["optimizer"]] = both
     for network, found in nets.items():
         kfac, sgd = found["kfac-g"], found["sgd"]
@@ -81,7 +80,7 @@ def e8(bench: Bench) -> Evidence:
         text = f"{network}: {by_kfac:.1f}x under K-FAC-G, {by_sgd:.1f}x under SGD"
         evidence.add(Comparison(text, leaning, bench.enough(runs), runs, by_kfac))
     evidence.notes.append("supported from 5x (K-FAC-G) and 1.5x (SGD) on, K-FAC-G's 1.5x SGD's")
-    return _told(evidence)
+    return evidence.told()
 
 
 def e10(bench: Bench) -> Evidence:
@@ -89,7 +88,7 @@ def e10(bench: Bench) -> Evidence:
     evidence = Evidence()
     for key, pair in bench.groups("fig7"):
         for decay, cell in pair.items():
-            runs = [run for run in _runs(bench, cell) if not run.lacking(("traces",))]
+            runs = [run for run in bench.runs(cell) if not run.lacking(("traces",))]
             if not runs:
                 evidence.missing += 1
                 continue
@@ -110,7 +109,7 @@ def e10(bench: Bench) -> Evidence:
         "supported where tr F falls 100x, and 10x more than tr G changes; a shortened schedule must"
         f" have come to {FITTED:.0%} training accuracy"
     )
-    return _told(evidence)
+    return evidence.told()
 
 
 def e12(bench: Bench) -> Evidence:
@@ -118,10 +117,10 @@ def e12(bench: Bench) -> Evidence:
     evidence = Evidence()
     runs: dict[object, dict[object, RunReading]] = {}
     for key, cells in bench.groups("fig9"):
+        found = runs.setdefault(key["network"], {})
         for cell in cells.values():
-            for run in _runs(bench, cell)[:1]:
-                runs.setdefault(key["network"], {})[key["optimizer"]] = run
-        runs.setdefault(key["network"], {})
+            for run in bench.runs(cell)[:1]:
+                found[key["optimizer"]] = run
     for network, found in runs.items():
         if not {"kfac-g", "sgd", "adam"} <= set(found):
             evidence.missing += 1
@@ -144,9 +143,8 @@ def e12(bench: Bench) -> Evidence:
         won: Leaning = "for" if reached and times["kfac-g"] < others else "against"
         enough = reached or not bench.tier.on_digits  # an epoch of digits has a tenth of the steps
         evidence.add(Comparison(text, won, enough, tuple(found.values()), epochs))
-    finite = [c.value for c in evidence.comparisons if math.isfinite(c.value)]
     evidence.notes.append("the training loss is the running mean of its epoch")
-    return _told(evidence, of=finite)
+    return evidence.told()
 
 
 def e14(bench: Bench) -> Evidence:
@@ -190,41 +188,34 @@ def e15(bench: Bench) -> Evidence:
         text = f"{named(key)}: training loss {loss:.3g}{told}"
         evidence.add(Comparison(text, leaning, enough, without.runs, loss))
     evidence.notes.append(f"not zero is above {NOT_ZERO:g}, zero below {ZERO:g}")
-    return _told(evidence)
+    return evidence.told()
 
 
-def _told(evidence: Evidence, of: Sequence[float] | None = None) -> Evidence:
-    values = [c.value for c in evidence.comparisons] if of is None else of
-    evidence.value = statistics.fmean(values) if values else None
-    evidence.effect = "; ".join(c.text for c in evidence.comparisons)
-    return evidence
-
-
-def _runs(bench: Bench, cell: object) -> list[RunReading]:
-    return bench.readings.finished(cell)  # type: ignore[arg-type]
-
-
-def _stage_ratio(run: RunReading) -> float | None:
-    """Max/min over the first stage of the first layer's effective lr, from epoch 1 on."""
-    name = run.first_layer("effective_lr")
-    every = run.spec.resolved().lr_drop_every or 0
-    values = [v for epoch, v in run.curve(name or "") if 1 <= epoch <= every]
-    return max(values) / min(values) if len(values) > 1 and min(values) > 0 else None
-
-
-def _change(run: RunReading, quantity: str) -> float:
-    """Max/min over the epochs from 1 on."""
-    values = [v for epoch, v in run.curve(run.first_layer(quantity) or "") if epoch >= 1]
-    return max(values) / max(min(values), 1e-300)
-
-
-def _fall(run: RunReading, quantity: str) -> float:
-    """The largest value from epoch 1 on over the least one after it.
+def _values(run: RunReading, quantity: str, last: float = math.inf) -> list[float]:
+    """A quantity of the first layer from epoch 1 to `last`.
 
     Not from epoch 0: the traces are measured with BN's running statistics, which are only made in
     the first epoch.
     """
-    values = [v for epoch, v in run.curve(run.first_layer(quantity) or "") if epoch >= 1]
+    name = run.first_layer(quantity)
+    return [value for epoch, value in run.curve(name or "") if 1 <= epoch <= last]
+
+
+def _stage_ratio(run: RunReading) -> float | None:
+    """Max/min over the first stage of the first layer's effective lr."""
+    values = _values(run, "effective_lr", run.spec.resolved().lr_drop_every or 0)
+    return max(values) / min(values) if len(values) > 1 and min(values) > 0 else None
+
+
+def _change(run: RunReading, quantity: str) -> float:
+    """Max/min over the epochs."""
+    values = _values(run, quantity)
+    return max(values) / max(min(values), 1e-300)
+
+
+def _fall(run: RunReading, quantity: str) -> float:
+    """The largest value over the least one after it."""
+    values = _values(run, quantity)
     top = values.index(max(values))
     return values[top] / max(min(values[top:]), 1e-300)
 
