@@ -2,7 +2,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
+from decaylab import probes
 from decaylab.data import load
 from decaylab.errors import DecaylabError
 from decaylab.networks import build, roles
@@ -46,6 +49,63 @@ def test_rescaling_gives_the_norms_and_keeps_the_function(network):
     assert torch.allclose(model.train(True)(images), in_training, rtol=1e-9, atol=1e-10)
     if head is not None:
         assert torch.equal(model.head.weight, head)
+
+
+def weight_normalised():
+    return nn.Sequential(
+        nn.Flatten(), weight_norm(nn.Linear(128, 8)), nn.ReLU(), nn.Linear(8, 3)
+    )  # fmt: skip
+
+
+OTHER_NETS = {
+    "ReLU between": lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.BatchNorm2d(4, eps=1e-20), nn.Flatten(), nn.Linear(144, 3)
+    ),
+    "in a block of its own": lambda: nn.Sequential(
+        nn.Sequential(nn.Conv2d(2, 4, 3)),
+        nn.Sequential(nn.BatchNorm2d(4, eps=1e-20), nn.Flatten()),
+        nn.Linear(144, 3),
+    ),
+    "instances": lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        nn.InstanceNorm2d(4, eps=1e-20, track_running_stats=True),
+        nn.Flatten(),
+        nn.Linear(144, 3),
+    ),
+    "weight normalisation": weight_normalised,
+    "compiled": lambda: torch.compile(
+        nn.Sequential(
+            nn.Flatten(), nn.Linear(128, 8), nn.BatchNorm1d(8, eps=1e-20), nn.Linear(8, 3)
+        ),
+        backend="eager",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_NETS)
+def test_rescaling_keeps_the_function_wherever_the_normalisation_is(kind):
+    torch.manual_seed(0)
+    model, images = OTHER_NETS[kind]().double(), torch.randn(16, 2, 8, 8, dtype=torch.double)
+    model(images)  # running statistics
+    expected = [model.train(training)(images).detach() for training in (True, False)]
+    (layer,) = probes.layers_of(model).defects
+    rescale(model, {layer: 0.3})
+    assert probes.weight_norms(model).layers[layer] == pytest.approx(0.3, rel=1e-12)
+    # eval mode first: train mode moves the running statistics
+    for training, before in ((False, expected[1]), (True, expected[0])):
+        torch.testing.assert_close(model.train(training)(images), before, rtol=1e-9, atol=1e-10)
+
+
+def test_frozen_layers_have_no_norm_and_keep_their_weights():
+    model = build("mlp", classes=3, in_channels=1, image_size=4, hidden=(8, 8), batch_norm=True)
+    frozen, trained = model.features[0], model.features[3]
+    frozen.requires_grad_(False)
+    before = frozen.weight.clone()
+    rescale(model, {"features.3": 0.3})
+    assert torch.equal(frozen.weight, before)
+    assert float(trained.weight.detach().norm()) == pytest.approx(0.3, rel=1e-6)
+    with pytest.raises(DecaylabError, match=r"no norm of layer features\.3"):
+        rescale(model, {})
 
 
 def test_a_run_starts_each_epoch_with_the_norms_of_its_source(tmp_path, monkeypatch):

@@ -61,7 +61,7 @@ class ParameterRole:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """The parameters of a module that holds a weight; `scaled` are those that Eq. 8 multiplies."""
 
     kind: Kind
@@ -73,6 +73,7 @@ class _Layer:
 
     @property
     def scaled(self) -> list[Tensor]:
+        """What Eq. 8 multiplies."""
         # Weight and spectral normalisation act before the bias is added, so it does not cancel.
         return self.weights if self.parametrised else self.weights + self.biases
 
@@ -96,7 +97,7 @@ def _gains(module: nn.Module) -> list[Tensor]:
     ]
 
 
-def _layer(module: nn.Module) -> _Layer | None:
+def _layer(module: nn.Module) -> Layer | None:
     """The module as a layer, or None where it owns no weight (or is a normalisation)."""
     if isinstance(module, (*NORMALISATIONS, parametrize.ParametrizationList)):
         return None
@@ -112,10 +113,10 @@ def _layer(module: nn.Module) -> _Layer | None:
     if not weights:
         return None
     biases = [p for p in rest if p.ndim < 2]
-    return _Layer(kind, weights, biases, gains, others, parametrize.is_parametrized(module))
+    return Layer(kind, weights, biases, gains, others, parametrize.is_parametrized(module))
 
 
-def _layers(model: nn.Module) -> dict[str, _Layer]:
+def _layers(model: nn.Module) -> dict[str, Layer]:
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
         raise DecaylabError("the model has lazy layers: run one batch through it first")
     found = ((name, _layer(module)) for name, module in model.named_modules())
@@ -148,6 +149,10 @@ def _distance(outputs: list[Tensor], reference: list[Tensor]) -> Tensor:
     return torch.stack(squares).sum().sqrt()
 
 
+def _cuda_devices(model: nn.Module) -> list[torch.device]:
+    return sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
+
+
 @contextmanager
 def _left_untouched(model: nn.Module) -> Iterator[None]:
     """Train mode without gradients; afterwards mode, buffers and generators are as they were."""
@@ -157,9 +162,8 @@ def _left_untouched(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(sorted(devices, key=str)), torch.no_grad():
+        with torch.random.fork_rng(_cuda_devices(model)), torch.no_grad():
             model.train()
             yield
     finally:
@@ -176,9 +180,7 @@ class _Evaluation:
     def __init__(self, model: nn.Module, inputs: Any):
         self.model, self.inputs = model, inputs
         self.cpu = torch.get_rng_state()
-        self.devices = sorted(
-            {p.device for p in model.parameters() if p.device.type == "cuda"}, key=str
-        )
+        self.devices = _cuda_devices(model)
         self.cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
 
     def __call__(self) -> list[Tensor]:
@@ -265,9 +267,9 @@ def _order(model: nn.Module, inputs: Any) -> list[str]:
     return ran
 
 
-def _invariant_by_order(model: nn.Module, layers: dict[str, _Layer]) -> set[str]:
-    """Layers whose next module is a normalisation, and the weight-normalised ones."""
-    found = {name for name, layer in layers.items() if layer.gains}
+def _invariant_by_order(model: nn.Module, layers: dict[str, Layer]) -> dict[str, nn.Module | None]:
+    """Layers whose next module is a normalisation, with it, and the weight-normalised ones."""
+    found: dict[str, nn.Module | None] = {n: None for n, layer in layers.items() if layer.gains}
     lists = [m for m in model.modules() if isinstance(m, parametrize.ParametrizationList)]
     parametrisations = {module for each in lists for module in each.modules()}
     previous: str | None = None
@@ -278,11 +280,20 @@ def _invariant_by_order(model: nn.Module, layers: dict[str, _Layer]) -> set[str]
             previous = name
         elif isinstance(module, NORMALISATIONS):
             if previous is not None:
-                found.add(previous)
+                found[previous] = module
             previous = None
         elif not any(module.children()) and not isinstance(module, HOMOGENEOUS):
             previous = None
     return found
+
+
+def normalised_layers(model: nn.Module) -> dict[str, tuple[Layer, nn.Module | None]]:
+    """The layers that are invariant by the order of modules, and the normalisation behind each.
+
+    None where there is none: the weight itself is normalised.
+    """
+    layers = _layers(model)
+    return {name: (layers[name], norm) for name, norm in _invariant_by_order(model, layers).items()}
 
 
 def roles(model: nn.Module, inputs: Any = None) -> dict[str, ParameterRole]:
@@ -300,7 +311,7 @@ def roles(model: nn.Module, inputs: Any = None) -> dict[str, ParameterRole]:
     """
     layers = _layers(model)
     if inputs is None:
-        invariant = _invariant_by_order(model, layers)
+        invariant = set(_invariant_by_order(model, layers))
     else:
         defects = invariance(model, inputs)
         invariant = {name for name, defect in defects.items() if defect < INVARIANCE_THRESHOLD}

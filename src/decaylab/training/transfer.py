@@ -5,8 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from decaylab.curvature.untouched import bare
 from decaylab.errors import DecaylabError
 from decaylab.networks import roles
+from decaylab.networks.roles import normalised_layers
 from decaylab.records import RunStore
 
 Norms = Mapping[int, Mapping[str, float]]
@@ -37,23 +39,25 @@ def source_norms(store: RunStore | None, source: str, epochs: int) -> Norms:
 
 @torch.no_grad()
 def rescale(model: nn.Module, norms: Mapping[str, float]) -> None:
-    """Give every layer under BN the norm in `norms`: W_l and its bias times norm / |W_l|.
+    """Give every scale-invariant layer the norm in `norms`: W_l and its bias times norm / |W_l|.
 
-    The function stays what it was, up to BN's eps: in train mode by scale invariance, and in eval
-    mode since BN's running statistics are carried along. The optimizer's state is left as it is.
+    The function stays what it was, up to the eps of normalisation: in train mode by scale
+    invariance, and in eval mode since running statistics are carried along. Weights that are
+    frozen, and the optimizer's state, are left as they are.
     """
-    modules = dict(model.named_modules())
-    following = dict(zip(modules, list(modules.values())[1:], strict=False))
-    parameters = dict(model.named_parameters())
-    for layer in {r.module for r in roles(model).values() if r.role == "invariant"}:
-        if layer not in norms:
-            raise DecaylabError(f"norm_source recorded no norm of layer {layer}: is it this net's?")
-        weight = parameters[f"{layer}.weight"]
-        factor = norms[layer] / torch.linalg.vector_norm(weight.double())
-        for parameter in modules[layer].parameters():
+    model = bare(model)
+    normalised = normalised_layers(model)
+    for name in {role.module for role in roles(model).values() if role.role == "invariant"}:
+        layer, normalisation = normalised[name]
+        if not any(weight.requires_grad for weight in layer.weights):
+            continue
+        if name not in norms:
+            raise DecaylabError(f"the source recorded no norm of layer {name}: is it this net's?")
+        parts = [torch.linalg.vector_norm(weight.double()) for weight in layer.weights]
+        factor = norms[name] / torch.linalg.vector_norm(torch.stack(parts))
+        for parameter in layer.scaled:
             parameter.mul_(factor.to(parameter.dtype))
-        norm = following.get(layer)
-        if isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.running_mean is not None:
-            assert norm.running_var is not None
-            norm.running_mean.mul_(factor.to(norm.running_mean.dtype))
-            norm.running_var.mul_(factor.square().to(norm.running_var.dtype))
+        mean, var = (getattr(normalisation, f"running_{part}", None) for part in ("mean", "var"))
+        if mean is not None and var is not None:
+            mean.mul_(factor.to(mean.dtype))
+            var.mul_(factor.square().to(var.dtype))
