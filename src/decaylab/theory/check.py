@@ -1,7 +1,7 @@
 """One line of the table: both sides of a statement, how far apart, and whether it holds."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 Kind = Literal["statement", "broken"]
+Pairs = Iterator[tuple[Tensor, Tensor]]
+"""Left and right sides, of one net after the other."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam, sgd
 from decaylab.optim.kfac import KFAC
 from decaylab.theory import nets
-from decaylab.theory.check import Check, Statement
+from decaylab.theory.check import Check, Pairs, Statement
 
-Pairs = Iterator[tuple[Tensor, Tensor]]
 LR, STRENGTH, DAMPING = 0.1, 0.3, 0.5
 BETAS, EPS = (0.9, 0.999), 1e-8
 

@@ -6,6 +6,7 @@ where one is broken. Left and right sides are computed by different means.
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,8 @@ from decaylab.probes.gauss_newton import gauss_newton_norm, kfac_gauss_newton_no
 from decaylab.probes.jacobian import jacobian_norm
 from decaylab.probes.reading import Reading
 from decaylab.theory import nets
-from decaylab.theory.check import Check, Statement
+from decaylab.theory.check import Check, Pairs, Statement
 
-Pairs = Iterator[tuple[Tensor, Tensor]]
 Net = Callable[..., nn.Module]
 
 
@@ -85,7 +85,8 @@ def norm_gradient() -> list[Check]:
 def _cases(make: Net, **kind: object) -> Iterator[tuple[nn.Module, Tensor]]:
     # one weight layer is exact for K-FAC and has no activation: broken conditions need depth
     whole = kind.get("activation", "relu") == "linear" or not kind
-    for depth, width, seed in nets.grid(nets.DEPTHS if whole else nets.DEPTHS[1:]):
+    depths = nets.DEPTHS if whole else nets.DEPTHS[1:]
+    for depth, width, seed in product(depths, nets.WIDTHS, nets.SEEDS):
         net = make(depth, width, seed, **kind).eval()
         yield net, nets.inputs_for(net, seed)
 
@@ -99,8 +100,8 @@ def _through_inputs(make: Net, **kind: object) -> Pairs:
 def _through_weights(make: Net, **kind: object) -> Pairs:
     for net, x in _cases(make, **kind):
         theta = {name: p.detach() for name, p in net.named_parameters()}
-        logits, product = jacobian_product(net, x, theta)
-        yield logits, product / nets.layer_count(net)
+        logits, along = jacobian_product(net, x, theta)
+        yield logits, along / nets.layer_count(net)
 
 
 def _mean_square(net: nn.Module, x: Tensor) -> Tensor:
@@ -133,7 +134,6 @@ def _theorem_1(white: bool = True, **kind: object) -> Pairs:
 def _norm_gradient(make: Net, **kind: object) -> Pairs:
     for net, x in _cases(make, **kind):
         theta = {name: p.detach() for name, p in net.named_parameters()}
-
         left = grad(partial(_squared_norm, net, x))(theta)
         right = curvature_product(net, x, theta)
         factor = 2 * nets.layer_count(net)

@@ -1,6 +1,6 @@
 """T5 and T6: what scale-invariance does to the curvature and to the steps (Eq. 8, 9, 13, 14)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 
 import torch
@@ -9,11 +9,11 @@ from torch.func import functional_call, grad, jacrev
 from torch.nn import functional as F
 
 from decaylab.theory import nets
-from decaylab.theory.check import Check, Statement
+from decaylab.theory.check import Check, Pairs, Statement
 
-Pairs = Iterator[tuple[Tensor, Tensor]]
 SCALES = (0.03, 10.0)
 EXAMPLES = 12
+LR, DAMPING = 1e-3, 0.05
 LAYER = "0.weight"
 
 
@@ -109,12 +109,12 @@ def _sgd_without_norm(layer: _Layer, weight: Tensor) -> tuple[Tensor, Tensor]:
     return layer.gradient(weight), layer.gradient(weight / weight.norm())
 
 
-def _damped(matrix: str, damping: float = 0.05, with_norm: bool = True) -> Rule:
+def _damped(matrix: str, with_norm: bool = True) -> Rule:
     def rule(layer: _Layer, weight: Tensor) -> tuple[Tensor, Tensor]:
         norm = weight.norm()
         eye = torch.eye(weight.numel(), dtype=weight.dtype)
-        real = layer.curvature(weight, matrix) + damping * eye
-        effective = damping * norm**2 if with_norm else damping
+        real = layer.curvature(weight, matrix) + DAMPING * eye
+        effective = DAMPING * norm**2 if with_norm else DAMPING
         formula = layer.curvature(weight / norm, matrix) + effective * eye
         step = torch.linalg.solve(real, layer.gradient(weight))
         return step, torch.linalg.solve(formula, layer.gradient(weight / norm))
@@ -122,13 +122,13 @@ def _damped(matrix: str, damping: float = 0.05, with_norm: bool = True) -> Rule:
     return rule
 
 
-def _rests(rule: Rule, lr: float = 1e-3, norm: bool = True) -> Pairs:
+def _rests(rule: Rule, norm: bool = True) -> Pairs:
     """Pairs (rest(lr) / rest(lr/2), 4); the rest is real direction minus formula."""
     for width, seed in product(nets.WIDTHS, nets.SEEDS):
         layer = _Layer(width, seed, norm=norm)
         weight = 2.0 * layer.weight
         step, formula = rule(layer, weight)
-        rests = [_rest(rate, weight.flatten(), step, formula) for rate in (lr, lr / 2)]
+        rests = [_rest(rate, weight.flatten(), step, formula) for rate in (LR, LR / 2)]
         yield rests[0] / rests[1], torch.tensor(4.0, dtype=torch.float64)
 
 

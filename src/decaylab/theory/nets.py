@@ -3,9 +3,6 @@
 `depth` is the paper's L, the number of hidden layers: a net of depth L has L + 1 weight layers.
 """
 
-from collections.abc import Iterator
-from itertools import product
-
 import torch
 from torch import Tensor, nn
 
@@ -23,11 +20,6 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 NO_EPS = 1e-300
 
 
-def grid(depths: tuple[int, ...] = DEPTHS) -> Iterator[tuple[int, int, int]]:
-    """Every (depth, width, seed) that a statement is checked on."""
-    return product(depths, WIDTHS, SEEDS)
-
-
 def mlp(
     depth: int, width: int, seed: int, *, activation: str = "relu", bias: bool = False
 ) -> nn.Module:
@@ -41,17 +33,18 @@ def mlp(
     return _random(nn.Sequential(*layers), seed)
 
 
-def convnet(
-    depth: int, width: int, seed: int, *, activation: str = "relu", bias: bool = False
-) -> nn.Module:
-    """`depth` convolutions with activation and max-pool, and a linear layer, on 8x8 images."""
+def convnet(depth: int, width: int, seed: int, *, activation: str = "relu") -> nn.Module:
+    """`depth` convolutions with activation and max-pool, and a linear layer, on 8x8 images.
+
+    No biases.
+    """
     layers: list[nn.Module] = []
     channels, size = 2, 8
     for _ in range(depth):
-        layers += [nn.Conv2d(channels, width, 3, padding=1, bias=bias), ACTIVATIONS[activation]()]
+        layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), ACTIVATIONS[activation]()]
         layers.append(nn.MaxPool2d(2))
         channels, size = width, size // 2
-    layers += [nn.Flatten(), nn.Linear(channels * size**2, CLASSES, bias=bias)]
+    layers += [nn.Flatten(), nn.Linear(channels * size**2, CLASSES, bias=False)]
     return _random(nn.Sequential(*layers), seed)
 
 
