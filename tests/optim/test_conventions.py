@@ -1,0 +1,75 @@
+"""What each convention of weight decay means, written out by name and done by the optimizers.
+
+The recurrences here are spelled out, not read off `CONVENTIONS`: a wrong entry in that table must
+show.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from decaylab.optim.decay import CONVENTIONS, convert, decay_table, parameter_groups, steady_shrink
+from decaylab.optim.first_order import sgd
+
+LR, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 2e-3
+
+
+def l2(weight, velocity):
+    velocity = MOMENTUM * velocity + WEIGHT_DECAY * weight
+    return weight - LR * velocity, velocity
+
+
+def decoupled(weight, velocity):
+    return weight - LR * WEIGHT_DECAY * weight, velocity
+
+
+def independent(weight, velocity):
+    return weight - WEIGHT_DECAY * weight, velocity
+
+
+def independent_momentum(weight, velocity):
+    velocity = MOMENTUM * velocity + WEIGHT_DECAY * weight
+    return weight - velocity, velocity
+
+
+WRITTEN_OUT = {
+    "l2": l2,
+    "decoupled": decoupled,
+    "independent": independent,
+    "independent-momentum": independent_momentum,
+}
+
+
+def test_every_convention_is_written_out():
+    assert WRITTEN_OUT.keys() == CONVENTIONS.keys()
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_the_long_run_of_each_convention(name):
+    weight, velocity = 1.0, 0.0
+    for _ in range(600):
+        before = weight
+        weight, velocity = WRITTEN_OUT[name](weight, velocity)
+    shrink = steady_shrink(WEIGHT_DECAY, name, lr=LR, momentum=MOMENTUM)
+    assert shrink == pytest.approx(1 - weight / before, rel=1e-10)
+    # and through convert, from the one convention without lr and momentum
+    assert convert(shrink, "independent", name, lr=LR, momentum=MOMENTUM) == pytest.approx(
+        WEIGHT_DECAY, rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
+def test_the_table_is_what_sgd_does(decay):
+    """Rows of `decay_table` against SGD's own steps on weights without a gradient of the loss."""
+    model = nn.Linear(2, 1, bias=False).double()
+    groups = parameter_groups(model, weight_decay=WEIGHT_DECAY, decay=decay)
+    (row,) = decay_table(model, groups, optimizer="sgd", lr=LR, momentum=MOMENTUM)
+    optimizer = sgd(groups, lr=LR, momentum=MOMENTUM)
+    ratios = []
+    for _ in range(600):
+        before = model.weight.detach().clone()
+        model.weight.grad = torch.zeros_like(model.weight)
+        optimizer.step()
+        ratios.append((model.weight.detach() / before).mean().item())
+    assert row.factor == pytest.approx(ratios[0], rel=1e-12)
+    assert row.long_run == pytest.approx(ratios[-1], rel=1e-12)
