@@ -132,6 +132,11 @@ def audit(
 # ---------------------------------------------------------------- comparing
 
 
+def _off(measured: list[Measured], key: Key) -> float:
+    """Sine of the angle to a reference, the mean over cases."""
+    return sum(m.off(key) for m in measured) / len(measured)
+
+
 def _nearest(measured: list[Measured], close: float) -> Key:
     """The reference whose directions are nearest to the steps', first come first served.
 
@@ -139,7 +144,7 @@ def _nearest(measured: list[Measured], close: float) -> Key:
     """
 
     def off(key: Key) -> float:
-        return round(sum(m.off(key) for m in measured) / len(measured), 6)
+        return round(_off(measured, key), 6)
 
     # among equals (T = 1, or a linear net) the plain K-FAC block comes first
     nearest = min((key for key in measured[0].references if key[0] != "none"), key=off)
@@ -154,9 +159,6 @@ def _direction_checks(
     asked: str | None,
     tolerance: dict[str, float],
 ) -> list[AuditCheck]:
-    def off(measured: list[Measured]) -> float:
-        return sum(m.off(key) for m in measured) / len(measured)
-
     if key[0] == "none":
         words = "the steps are plain gradients: no curvature is used"
         return [AuditCheck("curvature", False, None, words)]
@@ -166,7 +168,7 @@ def _direction_checks(
         words = f"it is the {key[0]} matrix, not the {asked} one that was asked for"
         checks = [AuditCheck("curvature", False, None, words)]
     for kind, measured in (("Linear", linear), ("Conv2d", conv)):
-        angle = off(measured)
+        angle = _off(measured, key)
         words = f"sine of the angle to the block's step {angle:.2g}"
         if angle > tolerance["direction"]:
             words += ": no known block gives these directions"

@@ -34,7 +34,7 @@ CLASSES, OUT = 4, 3
 class Case:
     """A net of one audited layer, a ReLU and a linear head, and a batch.
 
-    `side`^2 positions (1: a Linear layer if `kind` says so), stride, kernel and padding of the
+    `side`^2 positions (1: a Linear layer if `kind` says so), stride and kernel of the
     convolution. Inputs are multiplied by `scale` and the head's weight by `gain`, the layer's
     weight is divided by both: the function stays, A goes with scale^2 and S with gain^2, and
     damping vanishes beside each, be it added to the block or to its factors.
@@ -46,7 +46,6 @@ class Case:
     stride: int = 1
     scale: float = 1.0
     kernel: int = 1
-    padding: int = 0
     bias: bool = False
     gain: float = 1.0
 
@@ -67,8 +66,8 @@ class Case:
             if self.kind == "Linear":
                 layer, shape = nn.Linear(2, OUT, bias=self.bias), [2]
             else:
-                layer = nn.Conv2d(*(2, OUT, self.kernel), self.stride, self.padding, bias=self.bias)
-                size = self.side * self.stride if self.kernel == 1 else self._size()
+                layer = nn.Conv2d(2, OUT, self.kernel, self.stride, bias=self.bias)
+                size = (self.side - 1) * self.stride + max(self.kernel, self.stride)
                 shape = [2, size, size]
             head = nn.Linear(OUT * self.positions, CLASSES)
             model = nn.Sequential(layer, nn.ReLU(), nn.Flatten(), head).double()
@@ -82,9 +81,6 @@ class Case:
         with torch.no_grad():
             labels = model(inputs).argmin(1)
         return model, inputs, labels
-
-    def _size(self) -> int:
-        return (self.side - 1) * self.stride + self.kernel - 2 * self.padding
 
 
 @dataclass(frozen=True)
@@ -161,7 +157,7 @@ def _inputs(case: Case, model: nn.Sequential, inputs: Tensor) -> Tensor:
     if case.kind == "Linear":
         a = inputs[:, None]
     else:
-        a = F.unfold(inputs, case.kernel, 1, case.padding, case.stride).transpose(1, 2)
+        a = F.unfold(inputs, case.kernel, stride=case.stride).transpose(1, 2)
     ones = a.new_ones(*a.shape[:2], 1)
     return a if layer.bias is None else torch.cat([a, ones], 2)
 

@@ -62,7 +62,7 @@ def effect_of(ratios: Series, probes: Sequence[str], source: str) -> Effect | No
     values = [value for _, value in sound]
     several = len(values) > 1
     return Effect(
-        math.exp(statistics.fmean(map(math.log, values))),
+        statistics.geometric_mean(values),
         min(values) if several else None,
         max(values) if several else None,
         tuple(probes),
@@ -80,7 +80,7 @@ def over_layers(effects: Iterable[Effect]) -> Effect | None:
     values = [effect.value for effect in found]
     several = len(values) > 1
     return Effect(
-        math.exp(statistics.fmean(map(math.log, values))),
+        statistics.geometric_mean(values),
         min(values) if several else found[0].low,
         max(values) if several else found[0].high,
         found[0].probes,
@@ -117,8 +117,8 @@ def damping_effect(layer: LayerRecord, baseline: LayerRecord | None) -> Effect |
     """The factor by which decay lowers lambda |W|^2 (Eq. 14)."""
     if baseline is not None:
         mine, other = (of.series.get("effective_damping", ()) for of in (layer, baseline))
-        if ratio(other, mine):
-            return effect_of(ratio(other, mine), ("effective_damping",), "baseline")
+        if ratios := ratio(other, mine):
+            return effect_of(ratios, ("effective_damping",), "baseline")
         return effect_of(squared(ratio(baseline.norms, layer.norms)), ("weight_norm",), "baseline")
     ratios = squared(ratio(reconstructed(layer), layer.norms))
     return effect_of(ratios, ("weight_norm", "decay_exposure", "second_order_share"), "this run")
@@ -219,7 +219,7 @@ def _same_training(run: Observed, baseline: Observed) -> str:
         mine, other = layer.setting, baseline.layers[name].setting
         if mine is None or other is None:
             continue
-        kinds = [(s.power, s.memory, s.beta2, s.damping) for s in (mine, other)]
+        kinds = [(s.power, s.memory, s.dampening, s.beta2, s.damping) for s in (mine, other)]
         if kinds[0] != kinds[1]:
             return f"the runs are not comparable (layer {name} is stepped by another optimizer)"
         common = dict(baseline.layers[name].norms).keys()

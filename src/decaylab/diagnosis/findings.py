@@ -28,6 +28,7 @@ SENSITIVITY = {
 }
 
 Rows = tuple[LayerEvidence, ...]
+SMALLER = ", smaller by"
 NO_COMMON_STEP = "no records at a common step"
 SAME_STEPS = "record both runs at the same steps (the same every=)"
 GIVE_BASELINE = "give a baseline: the same run without decay (diagnose RUN BASELINE)"
@@ -42,13 +43,19 @@ def judged(effect: Effect | None, acts: float = ACTS, nothing: float = NOTHING) 
     return "does not act" if effect.value <= nothing else "cannot tell"
 
 
+def decayed_layers(run: Observed) -> list[LayerRecord]:
+    """Those with a decay term that are not skipped."""
+    return [x for x in run.layers.values() if x.decayed and not x.skipped]
+
+
 def judgeable(run: Observed) -> list[LayerRecord]:
-    """The decayed scale-invariant layers that are not skipped."""
-    return [x for x in run.layers.values() if x.invariant and x.decayed and not x.skipped]
+    """The scale-invariant ones among the decayed layers."""
+    return [layer for layer in decayed_layers(run) if layer.invariant]
 
 
-def no_decay(run: Observed, name: str, quantity: str, decayed: list[LayerRecord]) -> Finding | None:
+def no_decay(run: Observed, name: str, quantity: str) -> Finding | None:
     """Where the records show nothing, where nothing decays, or too little."""
+    decayed = decayed_layers(run)
     skipped = [layer.skipped for layer in run.layers.values()]
     if skipped and all(reason.startswith("frozen") for reason in skipped):
         reason = "Every layer is frozen: decay moves none."
@@ -75,30 +82,29 @@ def no_decay(run: Observed, name: str, quantity: str, decayed: list[LayerRecord]
 
 
 def at_once(run: Observed, name: str, quantity: str) -> Finding | None:
-    """As `_no_decay`, and where no decayed layer is scale-invariant."""
-    decayed = [x for x in run.layers.values() if x.decayed and not x.skipped]
-    early = no_decay(run, name, quantity, decayed)
-    if early is not None or any(layer.invariant for layer in decayed):
+    """As `no_decay`, and where no decayed layer is scale-invariant."""
+    early = no_decay(run, name, quantity)
+    if early is not None or judgeable(run):
         return early
     if any(layer.invariant for layer in run.layers.values()):
         reason = "No scale-invariant layer decays: only those have an effective learning rate."
     else:
         reason = "No trained layer is scale-invariant (with a normalisation behind it)."
-    return Finding(
-        name, quantity, "does not act", reason, layers=layer_rows(run, lambda _: (None, ""))
-    )
+    rows = layer_rows(run, lambda _: None)
+    return Finding(name, quantity, "does not act", reason, layers=rows)
 
 
-def layer_rows(run: Observed, evidence: Callable[[LayerRecord], tuple[Effect | None, str]]) -> Rows:
-    """A row for every layer; `evidence` is asked for those that the mechanism can act on."""
+def layer_rows(run: Observed, effect_on: Callable[[LayerRecord], Effect | None]) -> Rows:
+    """A row for every layer; `effect_on` is asked of those that the mechanism can act on."""
     rows = []
     for layer in run.layers.values():
-        reason = layer.skipped or _why_apart(layer)
-        effect = None
-        if not reason:
-            effect, reason = evidence(layer)
-        verdict = None if layer.skipped or _why_apart(layer) else judged(effect)
-        rows.append(LayerEvidence(layer.name, verdict, effect, "" if effect else reason))
+        apart = layer.skipped or _why_apart(layer)
+        if apart:
+            rows.append(LayerEvidence(layer.name, None, None, apart))
+            continue
+        effect = effect_on(layer)
+        reason = "" if effect else _no_effect(layer)
+        rows.append(LayerEvidence(layer.name, judged(effect), effect, reason))
     return tuple(rows)
 
 
@@ -108,7 +114,7 @@ def _why_apart(layer: LayerRecord) -> str:
     return "" if layer.decayed else "not decayed"
 
 
-def no_effect(layer: LayerRecord) -> str:
+def _no_effect(layer: LayerRecord) -> str:
     """Why there is no effect of a layer that the mechanism can act on."""
     if layer.setting is not None and layer.setting.preconditioned:
         return "L2 inside the preconditioner takes no fixed part: needs a baseline"
@@ -155,11 +161,10 @@ def found_by(
     effect: Effect | None,
     rows: Rows,
     run: Observed,
-    *,
-    words: str,
     thresholds: tuple[float, float] = (ACTS, NOTHING),
 ) -> Finding:
     """The finding on a measured factor, with its words."""
+    words = quantity.removesuffix(SMALLER)
     verdict = judged(effect, *thresholds)
     if effect is None:
         reasons = list(dict.fromkeys(row.reason for row in rows if row.verdict))
@@ -215,9 +220,7 @@ def what_follows(run: Observed, findings: tuple[Finding, ...]) -> list[str]:
     """Plain words on which decay matters, and what would replace it."""
     lr, jacobian, damping = findings
     invariant = judgeable(run)
-    others = [
-        x.name for x in run.layers.values() if x.decayed and not x.invariant and not x.skipped
-    ]
+    others = [layer.name for layer in decayed_layers(run) if not layer.invariant]
     said = []
     if invariant:
         names = _names([layer.name for layer in invariant])

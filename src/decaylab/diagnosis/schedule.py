@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import geometric_mean
 from typing import Any
 
 from torch import nn
@@ -168,7 +168,7 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
     means = [1.0] * len(per_step)
     if setting.power != 2:
         squares = [_remembered(layer, per_step, remaining) for layer in layers]
-        means = [math.exp(fmean(map(math.log, of))) for of in zip(*squares, strict=True)]
+        means = [geometric_mean(of) for of in zip(*squares, strict=True)]
     lr, damping = zip(*_equivalent(per_step, remaining, means), strict=True)
     known = setting.damping is not None
     return EquivalentSchedule(

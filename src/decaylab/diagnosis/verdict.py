@@ -18,14 +18,15 @@ from decaylab.diagnosis.findings import (
     JACOBIAN_ACTS,
     JACOBIAN_NOTHING,
     SENSITIVITY,
+    SMALLER,
     at_once,
+    decayed_layers,
     found_by,
     function_row,
     judgeable,
     last_share,
     layer_rows,
     no_decay,
-    no_effect,
     record,
     same,
     what_follows,
@@ -46,7 +47,7 @@ def diagnose(run: Source, baseline: Source | None = None) -> Diagnosis:
     constants of `findings`.
     """
     mine = observe(run)
-    other = observe(baseline) if baseline is not None else None
+    given = other = observe(baseline) if baseline is not None else None
     first = [f"{mine.name}: {trouble}" for trouble in mine.troubles]
     if other is not None:
         first += [f"baseline {other.name}: {trouble}" for trouble in other.troubles]
@@ -56,7 +57,7 @@ def diagnose(run: Source, baseline: Source | None = None) -> Diagnosis:
             first.append(f"{why_not}: judged from {mine.name} alone")
             other = None
     if not mine.decays and mine.layers:
-        swapped = baseline is not None and observe(baseline).decays
+        swapped = given is not None and given.decays
         hint = ", and the baseline has: are they the wrong way round?" if swapped else ""
         first.append(f"no layer of this run decays{hint}")
     findings = (
@@ -96,15 +97,13 @@ def _effective_learning_rate(run: Observed, baseline: Observed | None) -> Findin
             "K-FAC's undamped step turns a weight by the learning rate whatever its norm (Eq. 13);"
             " what the norm does goes through the damping.",
         )
-    rows = layer_rows(
-        run, lambda layer: (effective_lr_effect(layer, same(layer, baseline)), no_effect(layer))
-    )
+    rows = layer_rows(run, lambda layer: effective_lr_effect(layer, same(layer, baseline)))
     effect = over_layers(row.effect for row in rows if row.effect)
-    return found_by(name, quantity, effect, rows, run, words="effective learning rate")
+    return found_by(name, quantity, effect, rows, run)
 
 
 def _damping(run: Observed, baseline: Observed | None) -> Finding:
-    name, quantity = MECHANISMS[2], "effective damping, smaller by"
+    name, quantity = MECHANISMS[2], f"effective damping{SMALLER}"
     kfac = [x for x in run.layers.values() if x.setting and x.setting.power == 0]
     if run.layers and not kfac:
         reason = "The optimizer is no K-FAC: there is no damping beside a curvature."
@@ -121,13 +120,11 @@ def _damping(run: Observed, baseline: Observed | None) -> Finding:
             "The damping is scale-free: it follows the norms, so that decay does not change it."
         )
         return Finding(name, quantity, "does not act", reason)
-    rows = layer_rows(
-        run, lambda layer: (damping_effect(layer, same(layer, baseline)), no_effect(layer))
-    )
+    rows = layer_rows(run, lambda layer: damping_effect(layer, same(layer, baseline)))
     effect = over_layers(row.effect for row in rows if row.effect)
     shares = {"with decay": last_share(of)}
     if effect is None and shares["with decay"] is not None:
-        return found_by(name, quantity, effect, rows, run, words="effective damping")
+        return found_by(name, quantity, effect, rows, run)
     if baseline is not None:
         others = [other for x in of if (other := same(x, baseline)) is not None]
         shares["without"] = last_share(others)
@@ -153,19 +150,17 @@ def _damping(run: Observed, baseline: Observed | None) -> Finding:
             effect,
             rows,
         )
-    found = found_by(name, quantity, effect, rows, run, words="effective damping")
+    found = found_by(name, quantity, effect, rows, run)
     return replace(found, reason=f"{found.reason} Second-order directions: {said}.")
 
 
 def _jacobian(run: Observed, baseline: Observed | None) -> Finding:
-    name, quantity = MECHANISMS[1], "squared Jacobian norm, smaller by"
-    decayed = [x for x in run.layers.values() if x.decayed and not x.skipped]
-    touched = [layer for layer in decayed if not layer.invariant]
-    early = no_decay(run, name, quantity, decayed)
+    name, quantity = MECHANISMS[1], f"squared Jacobian norm{SMALLER}"
+    early = no_decay(run, name, quantity)
     if early is not None:
         return early
     rows = tuple(function_row(layer, baseline) for layer in run.layers.values())
-    if not touched:
+    if all(layer.invariant for layer in decayed_layers(run)):
         reason = (
             "Every decayed layer is scale-invariant: decay leaves the function as it is, and what"
             " becomes of the Jacobian comes through the other two mechanisms."
@@ -192,12 +187,11 @@ def _jacobian(run: Observed, baseline: Observed | None) -> Finding:
             layers=rows,
             would_decide=record(run, both=True),
         )
-    found = found_by(
-        *(name, f"{SENSITIVITY[row]}, smaller by", effects[row], rows, run),
-        words=SENSITIVITY[row],
-        thresholds=(JACOBIAN_ACTS, JACOBIAN_NOTHING),
-    )
-    mixed = any(layer.invariant for layer in decayed) and found.verdict == "acts"
-    note = "Part of it may come through the effective learning rate of the scale-invariant layers."
-    said = f"{found.reason} {note}" if mixed else found.reason
-    return replace(found, reason=said)
+    quantity, thresholds = f"{SENSITIVITY[row]}{SMALLER}", (JACOBIAN_ACTS, JACOBIAN_NOTHING)
+    found = found_by(name, quantity, effects[row], rows, run, thresholds)
+    if found.verdict == "acts" and judgeable(run):
+        note = (
+            "Part of it may come through the effective learning rate of the scale-invariant layers."
+        )
+        found = replace(found, reason=f"{found.reason} {note}")
+    return found

@@ -10,7 +10,7 @@ from decaylab.curvature.factors import KroneckerFactors
 from decaylab.curvature.inverses import factored_damping
 from decaylab.curvature.untouched import bare
 from decaylab.errors import DecaylabError
-from decaylab.probes.kronecker import eigenvalues, seen, without_bias
+from decaylab.probes.kronecker import eigenvalues, grouped, seen, without_bias
 from decaylab.probes.reading import Reading, row_name
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -105,8 +105,7 @@ def spectrum(module: nn.Module, factors: KroneckerFactors) -> Tensor:
 def _sides(module: nn.Module, factors: KroneckerFactors) -> tuple[Tensor, Tensor]:
     """Eigenvalues of A and of G = T S, of the weight's own block A (x) G: [(groups,) dim]."""
     own = without_bias(module, factors)
-    grouped = getattr(module, "groups", 1) > 1
-    a, s = (eigenvalues(side, grouped=grouped) for side in (own.A, own.S))
+    a, s = (eigenvalues(side, grouped=grouped(module)) for side in (own.A, own.S))
     return a, own.T.double() * s
 
 
@@ -114,14 +113,16 @@ def _layer_damping(
     module: nn.Module, factors: KroneckerFactors, damping: float, levels: Sequence[float]
 ) -> LayerDamping:
     weight: Tensor = module.weight  # type: ignore[assignment]
-    grouped = getattr(module, "groups", 1) > 1
     square = float(weight.detach().double().square().sum())
     a, g = _sides(module, factors)
     T = factors.T.double()
     A, G = factors.A.double(), T * factors.S.double()
-    A, G = (A, G) if grouped else (A[None], G[None])
+    if not grouped(module):
+        A, G = A[None], G[None]
     lambdas = torch.full((len(A),), damping, dtype=torch.float64, device=T.device)
-    extra_a, extra_g = (e if grouped else e[0] for e in factored_damping(A, G, lambdas))
+    extra_a, extra_g = factored_damping(A, G, lambdas)
+    if not grouped(module):
+        extra_a, extra_g = extra_a[0], extra_g[0]
     plain = a[..., :, None] * g[..., None, :]
     used = (a + extra_a[..., None])[..., :, None] * (g + extra_g[..., None])[..., None, :]
     levels_tensor = torch.tensor(levels, dtype=torch.float64, device=T.device)

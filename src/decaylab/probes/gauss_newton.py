@@ -136,19 +136,17 @@ def _norm(
 ) -> Reading:
     check_inputs(model, inputs)
     parameters = trainable(model)
-    parts = {"": list(parameters)}  # the total, then the layers
-    if per_layer:
-        parts |= {f"/{layer}": names for layer, names in layer_names(parameters).items()}
-    sums: dict[str, Tensor] = {}
+    layers = layer_names(parameters) if per_layer else {}
+    parts = [list(parameters), *layers.values()]  # the total, then the layers
+    sums = torch.zeros(len(parts), dtype=torch.float64, device=inputs.device)
     count = 0
     for piece in chunks(bare(model), inputs, chunk, batch_norm):
-        for part, names in parts.items():
+        for i, names in enumerate(parts):
             direction = {n: parameters[n].detach() for n in names}
             logits, tangent = jacobian_product(model, piece, direction, batch_norm=batch_norm)
             square = (tangent * hessian_product(logits, tangent, *kind)).sum()
-            sums[part] = sums.get(part, 0.0) + square.double()
+            sums[i] += square.double()
         count += rows(logits)
-    values = {part: value / count for part, value in numbers(sums).items()}
-    total = values.pop("")
+    total, *values = (sums / count).tolist()
     unit = "logit^2" if kind[0] == "gauss-newton" else "nat"
-    return Reading(name, unit, {part[1:]: value for part, value in values.items()}, total)
+    return Reading(name, unit, dict(zip(layers, values, strict=True)), total)

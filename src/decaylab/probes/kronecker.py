@@ -64,6 +64,11 @@ def seen(factors: Mapping[str, KroneckerFactors]) -> dict[str, KroneckerFactors]
     return found
 
 
+def grouped(module: nn.Module) -> bool:
+    """Whether a layer's factors have an axis of groups in front."""
+    return getattr(module, "groups", 1) > 1
+
+
 def joined_weight(module: nn.Module, factors: KroneckerFactors) -> Tensor:
     """[weight, bias] of a layer as its factors order it: [out, in (+1)], groups in front if any."""
     weight: Any = module.weight
@@ -74,8 +79,7 @@ def joined_weight(module: nn.Module, factors: KroneckerFactors) -> Tensor:
     if columns != flat.shape[1]:
         parts.append(bias.detach().to(flat.dtype)[:, None])
     joined = torch.cat(parts, 1)
-    groups = getattr(module, "groups", 1)
-    return joined.unflatten(0, (groups, -1)) if groups > 1 else joined
+    return joined.unflatten(0, (module.groups, -1)) if grouped(module) else joined
 
 
 def times(matrix: Tensor, side: Tensor) -> Tensor:
@@ -88,8 +92,7 @@ def without_bias(module: nn.Module, factors: KroneckerFactors) -> KroneckerFacto
     weight: Any = module.weight
     width = weight[0].numel()
     A = factors.A
-    grouped = getattr(module, "groups", 1) > 1
-    A = A[..., :width] if A.dim() == 1 + grouped else A[..., :width, :width]
+    A = A[..., :width] if A.dim() == 1 + grouped(module) else A[..., :width, :width]
     return KroneckerFactors(A, factors.S, factors.T)
 
 

@@ -19,7 +19,7 @@ from decaylab.curvature.untouched import (
     trainable,
 )
 from decaylab.errors import DecaylabError
-from decaylab.probes.kronecker import seen, without_bias
+from decaylab.probes.kronecker import grouped, seen, without_bias
 from decaylab.probes.reading import Reading, numbers, row_name, standard_error
 from decaylab.probes.weights import layers_of
 
@@ -95,18 +95,17 @@ def kfac_traces(
     traces, normalised = {}, {}
     for layer, factor in seen(factors).items():
         module = modules[layer]
-        grouped = getattr(module, "groups", 1) > 1
-        traces[layer] = _kronecker_trace(factor, grouped)[None]
+        traces[layer] = _kronecker_trace(module, factor)[None]
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and weight.requires_grad:
-            own = _kronecker_trace(without_bias(module, factor), grouped)
+            own = _kronecker_trace(module, without_bias(module, factor))
             normalised[layer] = (own * weight.detach().square().sum())[None]
     return _reading(name, "curvature", traces, normalised)
 
 
-def _kronecker_trace(factors: KroneckerFactors, grouped: bool) -> Tensor:
+def _kronecker_trace(module: nn.Module, factors: KroneckerFactors) -> Tensor:
     def trace(side: Tensor) -> Tensor:
-        diagonal = side if side.dim() == 1 + grouped else side.diagonal(dim1=-2, dim2=-1)
+        diagonal = side if side.dim() == 1 + grouped(module) else side.diagonal(dim1=-2, dim2=-1)
         return diagonal.sum(-1)
 
     return factors.T * (trace(factors.A) * trace(factors.S)).sum()
