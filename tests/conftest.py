@@ -10,6 +10,11 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
+def pytest_runtest_setup():
+    """What a test draws depends on no test before it: here, so that fixtures of a module follow."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def smoke_runs(tmp_path_factory):
     """The records of `decaylab reproduce all --tier smoke`, made once: read them, do not write."""
