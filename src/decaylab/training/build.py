@@ -127,15 +127,12 @@ def register_optimizer(
     if law not in OPTIMIZERS.values():
         raise DecaylabError(f"unknown law {law!r}: choose sgd, adam or kfac")
     known = list(dict.fromkeys(key for published in PUBLISHED.values() for key in published))
-    fault = ""
-    for key in ("lr", "epochs", "lr_drop_every"):
-        if key not in settings:
-            fault = f"{key!r} is missing"
-    for key in settings:
-        if key not in known:
-            fault = f"{key!r} is no field of a run that optimizers set"
-    if fault:
-        raise DecaylabError(f"settings of {name}: {fault}; there are {', '.join(known)}")
+    wrong = [key for key in settings if key not in known]
+    lacking = [key for key in ("lr", "epochs", "lr_drop_every") if key not in settings]
+    if wrong or lacking:
+        no_field = f"{wrong[0]!r} is no field of a run that optimizers set" if wrong else ""
+        said = no_field or f"{lacking[0]!r} is missing"
+        raise DecaylabError(f"settings of {name}: {said}; there are {', '.join(known)}")
     OPTIMIZERS[name], PUBLISHED[name], BUILDERS[name] = law, dict(settings), build
 
 
