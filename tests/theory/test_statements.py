@@ -67,7 +67,7 @@ def test_the_table_names_every_statement(run):
 
 def only(monkeypatch, *numbers):
     chosen = {number: theory.STATEMENTS[number] for number in numbers}
-    monkeypatch.setattr("decaylab.cli.theory.STATEMENTS", chosen)
+    monkeypatch.setattr("decaylab.report.sections.STATEMENTS", chosen)
 
 
 def test_a_bias_added_on_purpose_makes_it_fail(run, monkeypatch):

@@ -1,19 +1,17 @@
 """`decaylab advise`: a decay from measured dynamics, one decay in other words, a schedule."""
 
-import json
-import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from decaylab.cli import options
-from decaylab.cli.diagnose import Run, found_run
+from decaylab.cli.diagnose import found_records
+from decaylab.cli.output import console, print_json
 from decaylab.diagnosis import Stepping, Suggestion, convert_decay, equivalent_schedule, suggest
 from decaylab.diagnosis.observed import observe
 from decaylab.optim.decay import OPTIMIZERS
@@ -31,7 +29,7 @@ OPTIMIZER_HELP = f"{', '.join(OPTIMIZERS)}."
 
 @app.command("suggest")
 def suggest_command(
-    run: Run,
+    run: options.Run,
     rotation: Rotation = None,
     norm_at: NormAt = None,
     runs: options.Runs = options.RUNS,
@@ -42,17 +40,15 @@ def suggest_command(
     The suggested one holds each layer at the norm it began with, so that its effective learning
     rate stays what it was; --norm-at and --rotation ask for something else.
     """
-    found = suggest(found_run(run, runs), rotation=rotation, norm_at=norm_at)
+    found = suggest(found_records(run, runs), rotation=rotation, norm_at=norm_at)
     if json_output:
-        print(json.dumps(_finite(found.as_dict()), indent=2))
+        print_json(found.as_dict())
         return
-    console = Console()
-    console = Console(width=None if console.is_terminal else 140)
     for note in found.notes:
-        console.print(escape(note))
-    console.print(_table(found))
+        print(note)
+    console(140).print(_table(found))
     if found.weight_decay is not None:
-        console.print(
+        print(
             f"suggested for the scale-invariant layers: {found.decay} weight decay of"
             f" {found.weight_decay:.3g} at lr {found.lr:g}"
         )
@@ -80,7 +76,7 @@ def convert_command(
     second = Stepping(target, target_lr, target_decay or _usual(target), target_momentum)
     found = convert_decay(weight_decay, first, second)
     if json_output:
-        print(json.dumps(_finite(asdict(found)), indent=2))
+        print_json(asdict(found))
         return
     print(
         f"{first.decay} weight decay {weight_decay:g} of {source} at lr {source_lr:g} ="
@@ -95,7 +91,7 @@ def convert_command(
 
 @app.command("schedule")
 def schedule_command(
-    run: Run,
+    run: options.Run,
     out: Annotated[Path, typer.Option("--out", help="File to write, .csv or .toml.")],
     runs: options.Runs = options.RUNS,
     json_output: options.Json = False,
@@ -105,7 +101,7 @@ def schedule_command(
     By step: lr for the scale-invariant layers, lr_others for all else, for K-FAC the damping too.
     In Python: decaylab.diagnosis.EquivalentSchedule.from_csv(...).lambdas() for torch's LambdaLR.
     """
-    source = found_run(run, runs)
+    source = found_records(run, runs)
     observed = observe(source)
     for trouble in observed.troubles:
         print(f"{run}: {trouble}", file=sys.stderr)
@@ -126,7 +122,7 @@ def schedule_command(
         "last_lr_with_decay": schedule.others[-1],
     }
     if json_output:
-        print(json.dumps(facts, indent=2))
+        print_json(facts)
         return
     print(
         f"{out}: {len(schedule.lr)} steps for {len(schedule.layers)} scale-invariant layers, lr"
@@ -154,9 +150,3 @@ def _table(found: Suggestion) -> Table:
         cells = ["-" if value is None else f"{value:.3g}" for value in numbers]
         table.add_row(escape(row.layer), *cells, escape(row.reason))
     return table
-
-
-def _finite(values: dict[str, object]) -> dict[str, object]:
-    """JSON has no nan and no inf: null."""
-    bad = {k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
-    return {k: None if k in bad else v for k, v in values.items()}

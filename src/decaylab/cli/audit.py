@@ -1,18 +1,17 @@
 """`decaylab audit MODULE:NAME`: is an optimizer's step that of the curvature block?"""
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from decaylab.cli import options
+from decaylab.cli.output import console, print_json
 from decaylab.diagnosis.audit import Audit, audit
 from decaylab.errors import DecaylabError
 
@@ -60,10 +59,9 @@ def audit_command(
     finally:
         torch.set_num_threads(threads)
     if json_output:
-        print(json.dumps(found.as_dict(), indent=2))
+        print_json(found.as_dict())
     else:
-        console = Console()
-        Console(width=None if console.is_terminal else 140).print(_table(found))
+        console(140).print(_table(found))
         print("it passes" if found.passed else "it does not pass")
     if not found.passed:
         raise typer.Exit(1)

@@ -1,6 +1,5 @@
 """`decaylab claims`: what the records say about the paper's claims."""
 
-import json
 import sys
 from dataclasses import asdict
 from typing import Annotated
@@ -8,6 +7,7 @@ from typing import Annotated
 import typer
 
 from decaylab.cli import options
+from decaylab.cli.output import print_json
 from decaylab.errors import DecaylabError
 from decaylab.paper import TIERS, Readings, tier_of
 from decaylab.paper.claims import Claim, judge
@@ -40,7 +40,7 @@ def claims_command(
     for note in readings.left_out:
         print(f"left out: {note}", file=sys.stderr)
     if json_output:
-        print(json.dumps([asdict(claim) for claim in judged], indent=2, allow_nan=False))
+        print_json([asdict(claim) for claim in judged])
         return
     if not judged:
         print(f"no runs of any tier in {runs}: make some with `decaylab reproduce table1`")

@@ -1,12 +1,10 @@
 """`decaylab data list` and `decaylab data fetch`: which data sets are here, and getting them."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -19,6 +17,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from decaylab.cli import options
+from decaylab.cli.output import console, print_json
 from decaylab.data import DATA_SETS, Facts, fetch, find, load
 from decaylab.errors import DecaylabError
 
@@ -30,7 +29,7 @@ def list_data(data_dir: options.DataDir = None, json_output: options.Json = Fals
     """List the data sets and where each was found."""
     entries = [_entry(facts, data_dir) for facts in DATA_SETS.values()]
     if json_output:
-        print(json.dumps(entries, indent=2))
+        print_json(entries)
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("name", "images", "classes", "shape", "where"):
@@ -43,8 +42,7 @@ def list_data(data_dir: options.DataDir = None, json_output: options.Json = Fals
             "x".join(map(str, entry["shape"])),
             _where(entry),
         )
-    # Off a terminal nothing is wrapped, so that a line stays a data set.
-    Console(width=None if sys.stdout.isatty() else 500, highlight=False, markup=False).print(table)
+    console(500, markup=False).print(table)
 
 
 def _entry(facts: Facts, data_dir: Path | None) -> dict[str, Any]:

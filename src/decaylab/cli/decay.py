@@ -1,16 +1,14 @@
 """`decaylab decay-table`: who is decayed, how, and by which factor a step."""
 
-import json
 import math
-import sys
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from decaylab.cli import options
+from decaylab.cli.output import console, print_json
 from decaylab.errors import DecaylabError
 from decaylab.networks import build
 from decaylab.optim.decay import OPTIMIZERS, DecayRow, decay_table, parameter_groups
@@ -60,15 +58,12 @@ def decay_table_command(
     groups = parameter_groups(model, weight_decay=weight_decay, decay=decay, scope=scope)
     rows = decay_table(model, groups, optimizer=optimizer, lr=rate, momentum=momentum)
     if json_output:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
+        print_json([asdict(row) for row in rows])
         return
-    title = f"{network}, {optimizer} at lr {rate:g}, {decay} decay of {weight_decay:g} on {scope}"
+    print(f"{network}, {optimizer} at lr {rate:g}, {decay} decay of {weight_decay:g} on {scope}")
+    console(200, markup=False).print(_table(rows))
     decayed = sum(row.decay != "none" for row in rows)
-    # Off a terminal nothing is wrapped, so that a line stays a parameter.
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
-    console.print(title)
-    console.print(_table(rows))
-    console.print(f"{decayed} of {len(rows)} parameters decay")
+    print(f"{decayed} of {len(rows)} parameters decay")
 
 
 def _table(rows: list[DecayRow]) -> Table:

@@ -1,6 +1,5 @@
 """`decaylab demo`: the whole of the paper in small, on the digits that ship with scikit-learn."""
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from decaylab import probes
 from decaylab.cli import options
+from decaylab.cli.output import console, print_json
 from decaylab.cli.report import Out
 from decaylab.data import DataSet, evaluation_batches, load
 from decaylab.errors import DecaylabError
@@ -40,7 +40,9 @@ from decaylab.report.sections import theory_checks
 from decaylab.report.write import write_report
 from decaylab.training import Execution, RunSpec, TrainingRun, train_to_end
 
+Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random.")]
 Seeds = Annotated[int, typer.Option("--seeds", help="Runs of each setting.")]
+Epochs = Annotated[int | None, typer.Option("--epochs", help="Passes over the training data.")]
 WithReport = Annotated[bool, typer.Option("--report/--no-report", help="Write the report.")]
 
 # Per optimizer: learning rate, L2 and decoupled weight decay. Decoupled decay is multiplied by lr
@@ -109,9 +111,9 @@ def observe(run: TrainingRun) -> dict[str, float]:
 def demo_command(
     runs: options.Runs = options.RUNS,
     out: Out = None,
-    seed: options.Seed = 0,
+    seed: Seed = 0,
     seeds: Seeds = 3,
-    epochs: options.Epochs = None,
+    epochs: Epochs = None,
     device: options.Device = "cpu",
     report: WithReport = True,
     json_output: options.Json = False,
@@ -148,7 +150,7 @@ def demo_command(
     held = sum(c.holds for c in checks if c.kind == "statement")
     stated = sum(c.kind == "statement" for c in checks)
     if json_output:
-        print(json.dumps(_plain(demo, held, stated, page), indent=2))
+        print_json(_plain(demo, held, stated, page))
         return
     _show(demo, seeds)
     print(f"\nTheory: {held} of {stated} statements of the paper hold (`decaylab theory`).")
@@ -191,17 +193,17 @@ def _images(data: DataSet) -> torch.Tensor:
 
 
 def _show(demo: Demo, seeds: int) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    out = console(110)
     spread = "one seed" if seeds == 1 else f"mean ± standard deviation of {seeds} seeds"
-    console.print(f"\n[bold]Test accuracy in %[/bold] ({spread}; one image is 0.28)")
-    console.print(_table(short_accuracy_grid(demo)))
+    out.print(f"\n[bold]Test accuracy in %[/bold] ({spread}; one image is 0.28)")
+    out.print(_table(short_accuracy_grid(demo)))
     for mechanism in MECHANISMS:
-        console.print(f"\n[bold]{escape(mechanism.title)}[/bold]")
-        console.print(mechanism.says, markup=False, width=min(console.width, 100))
+        out.print(f"\n[bold]{escape(mechanism.title)}[/bold]")
+        out.print(mechanism.says, markup=False, width=min(out.width, 100))
         for quantity in mechanism.quantities:
             grid = mechanism_grid(mechanism, quantity, demo)
-            console.print(f"\n{grid.caption}", markup=False)
-            console.print(_table(grid))
+            out.print(f"\n{grid.caption}", markup=False)
+            out.print(_table(grid))
 
 
 def _table(grid: Grid) -> Table:

@@ -1,23 +1,22 @@
 """`decaylab diagnose`: which mechanism weight decay acts through in a run."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from decaylab.cli import options
+from decaylab.cli.output import console, print_json
 from decaylab.diagnosis import Diagnosis, Finding, diagnose
 from decaylab.diagnosis.result import layer_table, records_words
-from decaylab.records import RunFolder, RunStore
+from decaylab.records import RunFolder
 from decaylab.report.diagnoses import write_diagnosis
 
-Run = Annotated[str, typer.Argument(help="A run's id (or how it starts or ends), or a folder.")]
 Baseline = Annotated[str | None, typer.Argument(help="The same run without decay.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="The result as Markdown on stdout.")]
 ReportFile = Annotated[
@@ -27,14 +26,15 @@ ReportFile = Annotated[
 COLOURS = {"acts": "green", "does not act": "dim", "cannot tell": "yellow"}
 
 
-def found_run(name: str, runs: Path) -> RunFolder | Path:
-    """A folder by its path, else a run of the store."""
+def found_records(name: str, runs: Path) -> RunFolder | Path:
+    """A run, or a folder that `watch` wrote."""
     path = Path(name)
-    return path if path.exists() else RunStore(runs).find(name)
+    watched = path.exists() and not (path / "spec.toml").exists()
+    return path if watched else options.found_run(name, runs)
 
 
 def diagnose_command(
-    run: Run,
+    run: options.Run,
     baseline: Baseline = None,
     runs: options.Runs = options.RUNS,
     json_output: options.Json = False,
@@ -46,16 +46,15 @@ def diagnose_command(
     RUN and BASELINE are runs of ours or folders that watch(folder=...) wrote. Nothing is measured;
     what is not recorded is named, with the command that records it.
     """
-    other = found_run(baseline, runs) if baseline is not None else None
-    mine = found_run(run, runs)
+    other = found_records(baseline, runs) if baseline is not None else None
+    mine = found_records(run, runs)
     result = write_diagnosis(report, mine, other) if report else diagnose(mine, other)
     if json_output:
-        print(json.dumps(result.as_dict(), indent=2))
+        print_json(result.as_dict())
     elif markdown:
         print(result.to_markdown(), end="")
     else:
-        console = Console()
-        Console(width=None if console.is_terminal else 110).print(card(result))
+        console(110).print(card(result))
         if report:
             print(f"report: {report}")
 

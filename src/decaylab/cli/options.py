@@ -1,4 +1,4 @@
-"""The options that every command shares, and what they stand for."""
+"""The options that commands share, and what they stand for."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,6 +7,7 @@ import torch
 import typer
 
 from decaylab.errors import DecaylabError
+from decaylab.records import RunFolder, RunStore
 
 Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where run folders live.")]
 DataDir = Annotated[
@@ -17,12 +18,27 @@ DataDir = Annotated[
         help="Where data sets lie; else $DECAYLAB_DATA, else the user's cache.",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random.")]
-Epochs = Annotated[int | None, typer.Option("--epochs", help="Passes over the training data.")]
+Run = Annotated[str, typer.Argument(help="A run's id (or how it starts or ends), or a folder.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto: cuda where there is.")]
 Compiled = Annotated[
     bool,
     typer.Option("--compiled", help="Compile networks: for long runs on CUDA."),
+]
+
+
+def _not_negative(seconds: float) -> float:
+    if not seconds >= 0:
+        raise DecaylabError("--checkpoint-every must not be negative: 0 is after every step")
+    return seconds
+
+
+CheckpointEvery = Annotated[
+    float,
+    typer.Option(
+        "--checkpoint-every",
+        callback=_not_negative,
+        help="Seconds between checkpoints, at least.",
+    ),
 ]
 Processes = Annotated[
     int,
@@ -59,3 +75,18 @@ def chosen_device(name: str) -> torch.device:
             " cpu, or a torch with CUDA"
         )
     return device
+
+
+def positive_minutes(minutes: float | None) -> float | None:
+    """The value of --max-minutes, checked."""
+    if minutes is not None and not minutes > 0:
+        raise DecaylabError(f"--max-minutes must be positive, not {minutes}")
+    return minutes
+
+
+def found_run(name: str, runs: Path) -> RunFolder:
+    """A run by its folder, else by its id in `runs`."""
+    path = Path(name)
+    if (path / "spec.toml").exists():
+        return RunFolder(path.resolve())  # the folder's name is the id, and `.` has none
+    return RunStore(runs).find(name)

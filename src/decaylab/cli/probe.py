@@ -1,7 +1,5 @@
 """`decaylab probe RUN`: the paper's quantities at the last checkpoint of a run."""
 
-import json
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -9,18 +7,17 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
 
 from decaylab import probes
 from decaylab.cli import options
+from decaylab.cli.output import console, print_json
 from decaylab.data import DataSet, Split, evaluation_batches
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 from decaylab.probes import Reading
-from decaylab.records import Row, RunFolder, RunStore
+from decaylab.records import Row, RunFolder
 from decaylab.training import RunSpec, checkpoint
 from decaylab.training.build import build_optimizer, load_run
 
@@ -33,7 +30,7 @@ Record = Annotated[
 
 
 def probe_command(
-    run: Annotated[str, typer.Argument(help="The id of a run, or how it starts or ends.")],
+    run: options.Run,
     runs: options.Runs = options.RUNS,
     data_dir: options.DataDir = None,
     device: options.Device = "auto",
@@ -47,7 +44,7 @@ def probe_command(
     those of the test split (as Table 2) and the generalization gap on both; BN in eval mode, K-FAC
     norms with batch statistics, as K-FAC sees them.
     """
-    folder = RunStore(runs).find(run)
+    folder = options.found_run(run, runs)
     where = options.chosen_device(device)
     model, spec, data = load_run(folder, data_dir=data_dir, device=where)
     optimizer = build_optimizer(spec, model)
@@ -60,14 +57,13 @@ def probe_command(
     if record:
         _append(folder, spec, readings)
     if json_output:
-        print(json.dumps([entry for reading in readings for entry in _entries(reading)], indent=2))
+        print_json([entry for reading in readings for entry in _entries(reading)])
         return
     print(f"{folder.id}: {examples} images of {data.name}, BN in eval mode\n")
-    console = Console()  # piped, a table must not be folded to 80 columns
-    console = Console(width=None if console.is_terminal else 200)
-    console.print(_totals(readings))
-    console.print()
-    console.print(_by_layer(readings))
+    out = console(200, markup=False)
+    out.print(_totals(readings))
+    out.print()
+    out.print(_by_layer(readings))
 
 
 def _measures(
@@ -121,7 +117,7 @@ def _images(split: Split, data: DataSet, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _entries(reading: Reading) -> Iterator[dict[str, Any]]:
-    """One entry per value, with its standard error if it is an estimate; nan and inf are null."""
+    """One entry per value, with its standard error if it is an estimate."""
     errors = {probes.row_name(reading.name, k): v for k, v in reading.errors.items()}
     if reading.total_error is not None:
         errors[reading.name] = reading.total_error
@@ -129,7 +125,7 @@ def _entries(reading: Reading) -> Iterator[dict[str, Any]]:
         own = name.split("/")[0] == reading.name
         yield {
             "name": name,
-            "value": value if math.isfinite(value) else None,
+            "value": value,
             "error": errors.get(name),
             "unit": reading.unit if own else None,
         }
@@ -163,5 +159,5 @@ def _by_layer(readings: list[Reading]) -> Table:
         table.add_column(quantity.replace("_", " "), justify="right")
     for layer, values in cells.items():
         numbers = [f"{values[q]:.3g}" if q in values else "" for q in columns]
-        table.add_row(escape(layer), *numbers)
+        table.add_row(layer, *numbers)
     return table

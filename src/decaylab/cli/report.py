@@ -1,6 +1,5 @@
 """`decaylab report`: everything recorded, beside the paper's numbers, as one page."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +7,7 @@ from typing import Annotated
 import typer
 
 from decaylab.cli import options
+from decaylab.cli.output import print_json
 from decaylab.errors import DecaylabError
 from decaylab.report.blocks import refresh
 from decaylab.report.write import Written, write_report
@@ -16,8 +16,6 @@ Out = Annotated[
     Path | None,
     typer.Option("--out", metavar="DIR", help="Where the report goes; else RUNS/report."),
 ]
-
-
 Pages = Annotated[
     list[Path] | None,
     typer.Option(
@@ -42,23 +40,35 @@ def report_command(
     if runs.exists() and not runs.is_dir():
         raise DecaylabError(f"{runs} is no folder: give the folder of the runs with --runs")
     if page:
-        changed = refresh(page, runs)
-        print(json.dumps([str(p) for p in changed]) if json_output else f"{len(changed)} changed")
+        _refresh(page, runs, json_output)
         return
-    written = write_report(runs, out or runs / "report")
+    out = out or runs / "report"
+    if out.exists() and not out.is_dir():
+        raise DecaylabError(f"{out} is no folder: give one for the report's files with --out")
+    written = write_report(runs, out)
     for note in written.left_out:
         print(f"left out: {note}", file=sys.stderr)
     if not written.runs:
         words = "make some with `decaylab demo`, or give their folder with --runs"
         print(f"no runs in {runs}: {words}", file=sys.stderr)
     if json_output:
-        print(json.dumps(_plain(written), indent=2))
+        print_json(_plain(written))
         return
     for tier, artefacts in written.coverage.items():
         filled = ", ".join(f"{name} {done}/{all_}" for name, (done, all_) in artefacts.items())
         print(f"tier {tier}, cells with runs: {filled}")
     print(f"{written.runs} runs, {len(written.files)} files in {written.page.parent}")
     print(f"report: {written.page}")
+
+
+def _refresh(pages: list[Path], runs: Path, json_output: bool) -> None:
+    if not runs.exists():  # misspelt, it would empty the pages
+        raise DecaylabError(f"there is no folder {runs}: give the folder of the runs with --runs")
+    changed = refresh(pages, runs)
+    if json_output:
+        print_json([str(page) for page in changed])
+    else:
+        print(f"{len(changed)} changed")
 
 
 def _plain(written: Written) -> dict[str, object]:

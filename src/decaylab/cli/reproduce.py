@@ -1,10 +1,9 @@
 """`decaylab reproduce`: the runs behind a table or figure of the paper."""
 
-import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import torch
 import typer
@@ -13,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from decaylab.cli import options
+from decaylab.cli.output import console, print_json
 from decaylab.errors import DecaylabError
 from decaylab.paper import Cell, Readings, artefacts, cells, select, tier_of
 from decaylab.paper.estimate import Estimator, in_words
@@ -30,7 +30,12 @@ Only = Annotated[
     typer.Option("--only", metavar="KEY=VALUE", help="Only these cells; may be repeated."),
 ]
 MaxMinutes = Annotated[
-    float | None, typer.Option("--max-minutes", help="Stop cleanly after so many minutes.")
+    float | None,
+    typer.Option(
+        "--max-minutes",
+        callback=options.positive_minutes,
+        help="Stop cleanly after so many minutes.",
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and how long it takes.")]
 Keep = Annotated[
@@ -60,9 +65,7 @@ def reproduce_command(
     ] = 1,
     processes: options.Processes = 1,
     compiled: options.Compiled = False,
-    checkpoint_every: Annotated[
-        float, typer.Option("--checkpoint-every", help="Seconds between checkpoints, at least.")
-    ] = 60.0,
+    checkpoint_every: options.CheckpointEvery = 60.0,
     keep_checkpoints: Keep = False,
     json_output: options.Json = False,
 ) -> None:
@@ -71,8 +74,6 @@ def reproduce_command(
     What is finished is skipped, what was stopped continues, what failed is tried once more and
     listed. Cells whose settings need a search first are listed too.
     """
-    if max_minutes is not None and not max_minutes > 0:
-        raise DecaylabError(f"--max-minutes must be positive, not {max_minutes}")
     store = RunStore(runs)
     chosen = chosen_cells(artefact, tier, seeds, only or [], runs)
     planned = plan(chosen, chosen_cells("all", tier, seeds, [], runs))
@@ -95,7 +96,7 @@ def reproduce_command(
     )
     reproduction = Reproduction(planned, store, how)
     reproduction.check_data()
-    follow(reproduction, store, to_stderr=json_output)
+    follow(reproduction, store, sys.stderr if json_output else sys.stdout)
     _summarise(reproduction, chosen, json_output)
     if reproduction.outcome.failed:
         raise typer.Exit(1)
@@ -135,7 +136,7 @@ def _print_plan(
     left = sum(entry["seconds"] for entry in to_do)
     missing = _missing(chosen)
     if json_output:
-        print(json.dumps({"runs": entries, "seconds_left": left, "missing": missing}, indent=2))
+        print_json({"runs": entries, "seconds_left": left, "missing": missing})
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("run", "for", "state", "estimate"):
@@ -148,7 +149,7 @@ def _print_plan(
             entry["state"],
             in_words(entry["seconds"]) + mark,
         )
-    _console().print(table)
+    console(200).print(table)
     done = sum(entry["state"] == "finished" for entry in entries)
     print(
         f"\n{len(chosen)} cells, {len(entries)} runs: {done} done, {len(to_do)} left,"
@@ -170,9 +171,8 @@ def _say_missing(missing: dict[str, str]) -> None:
             print(f"  {reason}")
 
 
-def follow(reproduction: Reproduction, store: RunStore, *, to_stderr: bool = False) -> None:
+def follow(reproduction: Reproduction, store: RunStore, stream: TextIO) -> None:
     """Make the runs: a live table on a terminal, else a line for each that ends."""
-    stream = sys.stderr if to_stderr else sys.stdout
     total = len(reproduction.planned)
     if not stream.isatty():
         for event in reproduction.run():
@@ -181,7 +181,7 @@ def follow(reproduction: Reproduction, store: RunStore, *, to_stderr: bool = Fal
                 print(f"{made}/{total} {_line(event)}", file=stream, flush=True)
         return
     board = _Board(reproduction, Estimator(store))
-    with Live(board.table(), console=Console(stderr=to_stderr), refresh_per_second=4) as live:
+    with Live(board.table(), console=Console(file=stream), refresh_per_second=4) as live:
         for event in reproduction.run():
             board.note(event)
             if event.kind in ("failed", "retried"):
@@ -246,7 +246,7 @@ def _summarise(reproduction: Reproduction, chosen: list[Cell], json_output: bool
             **{"cells": len(chosen), "cells_filled": filled, "lacking_probes": lacking},
             **{"missing": missing, "left_out": readings.left_out},
         }
-        print(json.dumps(result, indent=2))
+        print_json(result)
         return
     print(
         f"{filled} of {len(chosen)} cells filled: {len(outcome.finished)} runs made,"
@@ -275,8 +275,3 @@ def _summarise(reproduction: Reproduction, chosen: list[Cell], json_output: bool
         print(f"`decaylab report --runs {store.root}` shows them beside the paper's")
     if reproduction.how.tier == "smoke":
         print("tier smoke only shows that everything runs: --tier quick trains for minutes")
-
-
-def _console() -> Console:
-    console = Console()  # piped, a table must not be folded to 80 columns
-    return Console(width=None if console.is_terminal else 200)

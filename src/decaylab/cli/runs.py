@@ -1,17 +1,16 @@
 """`decaylab runs list` and `decaylab runs show`: what is recorded."""
 
-import json
 import sys
 import tomllib
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from decaylab.cli import options
+from decaylab.cli.output import console, print_json
 from decaylab.errors import DecaylabError
 from decaylab.records import RunFolder, RunStore
 
@@ -55,14 +54,14 @@ def list_runs(runs: options.Runs = options.RUNS, json_output: options.Json = Fal
         except DecaylabError as error:
             unreadable.append({"id": folder.id, "status": "unreadable", "message": str(error)})
     if json_output:
-        print(json.dumps(found + unreadable, indent=2))
+        print_json(found + unreadable)
         return
     for entry in unreadable:
         print(f"left out: {entry['message']}", file=sys.stderr)
     if not found:
         print(f"no runs in {runs}")
         return
-    _print(_table(found))
+    console(200, markup=False).print(_table(found))
 
 
 def _table(found: list[dict[str, Any]]) -> Table:
@@ -87,19 +86,19 @@ def _table(found: list[dict[str, Any]]) -> Table:
 
 @app.command("show")
 def show_run(
-    run: Annotated[str, typer.Argument(help="The id of a run, or how it starts or ends.")],
+    run: options.Run,
     runs: options.Runs = options.RUNS,
     json_output: options.Json = False,
 ) -> None:
     """Show one run: its spec, how it went, its numbers, and what could not be read."""
-    folder = RunStore(runs).find(run)
+    folder = options.found_run(run, runs)
     entry = summary(folder)
     if json_output:
         rows = folder.rows()
         entry["series"] = {
             name: [[row.step, row.value] for row in rows.series(name)] for name in rows.names()
         }
-        print(json.dumps(entry, indent=2))
+        print_json(entry)
         return
     print(f"{entry['id']}: {entry['status']} after {entry['epoch']} epochs, {entry['folder']}\n")
     print(folder.spec_text())
@@ -110,7 +109,7 @@ def show_run(
             print(f"{key}: {value}")
     for table in latest_values(entry["values"]):
         print()
-        _print(table)
+        console(200, markup=False).print(table)
     for note in entry["left_out"]:
         print(f"left out: {note}", file=sys.stderr)
 
@@ -144,9 +143,3 @@ def _numbers_table(first: str, numbers: list[str]) -> Table:
     for heading in numbers:
         table.add_column(heading, justify="right")
     return table
-
-
-def _print(table: Table) -> None:
-    # Piped, a table must not be folded to 80 columns.
-    console = Console()
-    Console(width=None if console.is_terminal else 200).print(table)

@@ -1,5 +1,6 @@
 """`decaylab search`: learning rate, weight decay and damping by held-out accuracy."""
 
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -72,7 +73,11 @@ def search_command(
     processes: options.Processes = 1,
     compiled: options.Compiled = False,
     max_minutes: Annotated[
-        float | None, typer.Option(help="With --runs-only: stop cleanly after so long.")
+        float | None,
+        typer.Option(
+            callback=options.positive_minutes,
+            help="With --runs-only: stop cleanly after so long.",
+        ),
     ] = None,
     whole_runs: options.WholeRuns = False,
     retrain: Annotated[
@@ -94,11 +99,12 @@ def search_command(
         )
     given = {"lr": lr, "weight_decay": weight_decay, "damping": damping}
     space = {name: _numbers(name, text) for name, text in given.items() if text is not None}
-    kind: Any = method
-    limits: dict[str, Any] = {"method": kind, "trials": trials}
+    limits: dict[str, Any] = {"method": method, "trials": trials}
     plan = _of_cell(cell, scheme, tier, space, limits) if cell else _of_file(config, space, limits)
     if plan.method == "lines" and not runs_only:
         raise DecaylabError("--method lines needs --runs-only: Optuna makes grids and TPE")
+    if max_minutes is not None and not runs_only:
+        raise DecaylabError("--max-minutes needs --runs-only: Optuna's trials are not timed")
     where = options.chosen_device(device)
     if plan.base.data == "digits":
         torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
@@ -164,7 +170,7 @@ def _make_grid(grid: SearchPlan, store: RunStore, how: How) -> bool:
     planned = [PlannedRun(spec, (), ("search",)) for spec in grid_specs(grid)]
     reproduction = Reproduction(planned, store, how)
     reproduction.check_data()
-    follow(reproduction, store)
+    follow(reproduction, store, sys.stdout)
     ended = points(grid, store)
     print(f"{len(ended)} of {len(planned)} runs made")
     for run, reason in reproduction.outcome.failed.items():
@@ -191,6 +197,8 @@ def _of_cell(
                 f"{condition!r} is not key=value with a known key: {', '.join(ROW)}, batch_size"
             )
         key[name] = int(value) if value.isdecimal() else value
+    if not isinstance(key.get("batch_size", 128), int):
+        raise DecaylabError(f"batch_size must be a whole number, not {key['batch_size']!r}")
     if missing := [name for name in ROW if name not in key]:
         raise DecaylabError(f"the cell lacks {', '.join(missing)}: give {missing[0]}=...")
     spec = spec_for(key, scheme, tier)
@@ -198,11 +206,8 @@ def _of_cell(
     where = {**{name: where[name] for name in ROW}, "batch_size": key.get("batch_size", 128)}
     words = [tier, where["dataset"], where["network"]]
     words += [name for name in ("batch_norm", "augment") if int(where[name])]
-    words += [
-        where["optimizer"],
-        scheme,
-        *([str(where["batch_size"])] if "batch_size" in key else []),
-    ]
+    words += [where["optimizer"], scheme]
+    words += [str(key["batch_size"])] if "batch_size" in key else []
     return SearchPlan(
         name="-".join(words),
         base=spec,

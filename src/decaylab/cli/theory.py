@@ -1,15 +1,13 @@
 """`decaylab theory`: the paper's numbered statements, both sides computed and compared."""
 
-import json
-
-import torch
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from decaylab.cli import options
-from decaylab.theory import STATEMENTS, Check
+from decaylab.cli.output import console, print_json
+from decaylab.report.sections import theory_checks
+from decaylab.theory import Check
 
 
 def theory_command(json_output: options.Json = False) -> None:
@@ -17,22 +15,15 @@ def theory_command(json_output: options.Json = False) -> None:
 
     Exits with 0 only if every statement holds, else with 1. Seconds on a CPU.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the nets are tiny: threads would only wait for each other
-    try:
-        checks = [check for statement in STATEMENTS.values() for check in statement()]
-    finally:
-        torch.set_num_threads(threads)
+    checks = theory_checks()
+    stated = [check for check in checks if check.kind == "statement"]
+    held = sum(check.holds for check in stated)
     if json_output:
-        print(json.dumps([check.as_dict() for check in checks], indent=2))
+        print_json([check.as_dict() for check in checks])
     else:
-        console = Console()  # piped, the table must not be folded to 80 columns
-        Console(width=None if console.is_terminal else 120).print(_table(checks))
-    failed = [c for c in checks if c.kind == "statement" and not c.holds]
-    if not json_output:
-        stated = sum(c.kind == "statement" for c in checks)
-        print(f"{stated - len(failed)} of {stated} statements hold")
-    if failed:
+        console(120).print(_table(checks))
+        print(f"{held} of {len(stated)} statements hold")
+    if held < len(stated):
         raise typer.Exit(1)
 
 

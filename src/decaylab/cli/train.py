@@ -1,7 +1,6 @@
 """`decaylab train`: every field of a run's spec as an option, from a TOML file or from both."""
 
 import inspect
-import json
 import sys
 import types
 from collections.abc import Callable
@@ -12,7 +11,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from decaylab.cli import options
-from decaylab.cli.progress import follow, on_terminal
+from decaylab.cli.output import print_json
+from decaylab.cli.progress import follow
 from decaylab.cli.runs import summary
 from decaylab.data import load
 from decaylab.errors import DecaylabError, Diverged
@@ -22,9 +22,6 @@ from decaylab.training import Execution, RunSpec, train
 Config = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="A spec as TOML; options given here win."),
-]
-CheckpointEvery = Annotated[
-    float, typer.Option("--checkpoint-every", help="Seconds between checkpoints, at least.")
 ]
 TrainSet = Annotated[
     bool, typer.Option("--train-set", help="Evaluate the training set after each epoch too.")
@@ -47,13 +44,11 @@ def _train(
     data_dir: options.DataDir = None,
     device: options.Device = "auto",
     compiled: options.Compiled = False,
-    checkpoint_every: CheckpointEvery = 60.0,
+    checkpoint_every: options.CheckpointEvery = 60.0,
     train_set: TrainSet = False,
     tier: Tier = "custom",
     json_output: options.Json = False,
 ) -> None:
-    if checkpoint_every < 0:
-        raise DecaylabError("--checkpoint-every must not be negative: 0 is after every step")
     given = {name: value for name, value in overrides.items() if value is not None}
     spec = RunSpec.from_file(config, given) if config else RunSpec.from_mapping(given)
     if spec.decay != "none" and not spec.weight_decay and "weight_decay" not in given:
@@ -61,26 +56,27 @@ def _train(
             f"decay is {spec.decay} but has no strength: add --weight-decay (0 trains without it)"
         )
     where = options.chosen_device(device)
+    stream = sys.stderr if json_output else sys.stdout
     store = RunStore(runs)
     folder = store.folder(spec.id)
     if _ended_before(folder, spec):
-        _say(f"run {spec.id} is finished already: nothing to train", to_stderr=json_output)
+        print(f"run {spec.id} is finished already: nothing to train", file=stream)
     else:
         data = load(spec.data, data_dir)
         execution = Execution(
             checkpoint_every=checkpoint_every,
-            every_step=on_terminal(to_stderr=json_output),
+            every_step=stream.isatty(),  # for the bar
             train_set_each_epoch=train_set,
             tier=tier,
             compiled=compiled,
         )
         training = train(spec, data=data, device=where, store=store, execution=execution)
         begun = " (continued)" if folder.checkpoint.exists() else ""
-        _say(f"run {spec.id}{begun} in {folder.path}", to_stderr=json_output)
-        follow(training, to_stderr=json_output)
+        print(f"run {spec.id}{begun} in {folder.path}", file=stream, flush=True)
+        follow(training, stream)
     result = summary(folder)
     if json_output:
-        print(json.dumps(result, indent=2))
+        print_json(result)
     else:
         values = result["values"]
         print(
@@ -100,10 +96,6 @@ def _ended_before(folder: RunFolder, spec: RunSpec) -> bool:
     if manifest is not None and manifest.status == "diverged":
         raise Diverged(f"run {spec.id} ended before: {manifest.message}")
     return manifest is not None and manifest.status == "finished"
-
-
-def _say(text: str, *, to_stderr: bool) -> None:
-    print(text, file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
 
 def _numbers(text: str) -> tuple[float, ...] | tuple[int, ...]:

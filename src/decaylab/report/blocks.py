@@ -229,6 +229,11 @@ def refresh(pages: Sequence[Path], root: Path) -> list[Path]:
             text = page.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DecaylabError(f"{page} cannot be read ({error}): give a Markdown file") from error
+        if not BLOCK.search(text):
+            raise DecaylabError(
+                f"{page} has no block: put `<!-- results: NAME -->` and `<!-- end -->` where it"
+                f" belongs, on lines of their own (names: {', '.join(BLOCKS)})"
+            )
         new = refreshed(text, results)
         if new != text:
             replace_text(page, new)

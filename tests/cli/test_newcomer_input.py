@@ -1,0 +1,108 @@
+"""What a newcomer types first: runs by their path, a folder misspelt, options out of range."""
+
+import json
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from decaylab.cli import app
+from decaylab.records import RunStore
+
+TINY = ["--hidden", "8", "--batch-size", "256", "--epochs", "1", "--device", "cpu"]
+CELL = ["dataset=cifar10", "network=vgg16", "batch_norm=0", "augment=0", "optimizer=adam"]
+PAGE = "<!-- results: misses -->\nwritten by hand\n<!-- end -->\n"
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def strict(text):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run that finished and one that diverged."""
+    folder = tmp_path_factory.mktemp("runs")
+    assert run("train", *TINY, "--runs", folder).exit_code == 0
+    assert run("train", *TINY, "--lr", "1e30", "--runs", folder).exit_code == 3
+    return folder
+
+
+def of(runs, status):
+    (found,) = [f for f in RunStore(runs).runs() if f.manifest().status == status]
+    return found
+
+
+def test_numbers_that_are_not_finite_are_null_in_json(runs):
+    listed = strict(run("runs", "list", "--runs", runs, "--json").stdout)
+    diverged = next(entry for entry in listed if entry["status"] == "diverged")
+    assert diverged["values"]["train/running_loss"] is None
+    shown = strict(run("runs", "show", diverged["id"], "--runs", runs, "--json").stdout)
+    assert shown["series"]["train/running_loss"][-1][1] is None
+
+
+def test_a_run_may_be_given_by_its_path(runs, tmp_path, monkeypatch):
+    folder = of(runs, "finished")
+    monkeypatch.chdir(runs.parent)
+    for name in (folder.path, f"{runs.name}/{folder.id}/"):
+        shown = run("runs", "show", name, "--runs", tmp_path)
+        assert shown.stdout.startswith(f"{folder.id}: finished"), shown.output
+        probed = run("probe", name, "--runs", tmp_path, "--device", "cpu", "--examples", 8)
+        assert probed.stdout.startswith(f"{folder.id}: 8 images"), probed.output
+    monkeypatch.chdir(folder.path)
+    assert run("runs", "show", ".").stdout.startswith(f"{folder.id}: finished")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["search", *CELL, "batch_size=big"], "batch_size must be a whole number, not 'big'"),
+        (["search", *CELL, "--runs-only", "--max-minutes", "-3"], "--max-minutes must be positive"),
+        (["search", *CELL, "--max-minutes", "3"], "--max-minutes needs --runs-only"),
+        (["reproduce", "table1", "--checkpoint-every", "-1"], "must not be negative"),
+        (["train", *TINY, "--checkpoint-every", "nan"], "must not be negative"),
+    ],
+)
+def test_options_out_of_range_are_one_sentence(tmp_path, arguments, said):
+    result = run(*arguments, "--runs", tmp_path / "runs")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
+    assert said in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_misspelt_folder_does_not_empty_a_page(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    result = run("report", "--runs", tmp_path / "reslts", "--page", page)
+    assert (result.exit_code, page.read_text()) == (2, PAGE)
+    assert f"there is no folder {tmp_path / 'reslts'}" in result.stderr
+
+
+def test_a_page_without_a_block_is_no_page_up_to_date(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- results: misses -->\nnever closed\n")
+    result = run("report", "--runs", tmp_path, "--page", page)
+    assert result.exit_code == 2
+    assert "<!-- end -->" in result.stderr
+
+
+def test_a_report_into_a_file_names_the_option(tmp_path):
+    (tmp_path / "page.html").write_text("mine")
+    result = run("report", "--runs", tmp_path, "--out", tmp_path / "page.html")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "--out" in result.stderr
+
+
+def test_what_the_report_leaves_out_is_named(runs, tmp_path):
+    copy = tmp_path / "runs"
+    shutil.copytree(runs, copy)
+    spec = of(copy, "finished").path / "spec.toml"
+    spec.write_text(spec.read_text() + "of_a_later_version = 3\n")
+    result = run("report", "--runs", copy)
+    assert f"left out: {spec}: unknown key 'of_a_later_version'" in result.stderr
