@@ -1,0 +1,60 @@
+"""Padded rows under `sharing="reduce"`: one row per example, of the positions that count."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, one_hot
+
+from decaylab.optim.kfac import KFAC
+
+MASK = torch.tensor([[1, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
+
+
+class Calls(nn.Module):
+    """Logits of one layer, or the sum of what two calls of it give."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.layer, self.twice = nn.Linear(3, 5), twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.layer(x)
+        return logits + self.layer(x.square()) if self.twice else logits
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_an_example_is_the_mean_of_its_counted_positions(twice):
+    """Empirical Fisher of a linear layer: g = p - y is known, and so are A, G and T."""
+    torch.manual_seed(0)
+    model = Calls(twice).double()
+    x = torch.randn(*MASK.shape, 3, dtype=torch.float64)
+    labels = torch.randint(5, MASK.shape)
+    opt = KFAC(
+        model,
+        0.1,
+        curvature="empirical-fisher",
+        reduction="sum",
+        sharing="reduce",
+        logits="observed",
+    )
+    logits = model(x)
+    opt.observe(logits, mask=MASK)
+    cross_entropy(logits[MASK], labels[MASK], reduction="sum").backward()
+    opt.step()
+
+    A, G, examples = torch.zeros(4, 4).double(), torch.zeros(5, 5).double(), 0
+    for i, kept in enumerate(MASK):
+        if not kept.any():
+            continue  # nothing of this example is there
+        examples += 1
+        seen = torch.cat([x[i][kept], x[i][kept].square()]) if twice else x[i][kept]
+        a = torch.cat([seen.mean(0), torch.ones(1).double()])
+        g = (logits[i][kept].softmax(-1) - one_hot(labels[i][kept], 5)).detach().sum(0)
+        g = 2 * g if twice else g
+        A += a[:, None] * a
+        G += g[:, None] * g
+    rows = int(MASK.sum())
+    found = opt.factors()["layer"]
+    torch.testing.assert_close(found.A, A / examples, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.T * found.S, G / rows, rtol=1e-12, atol=1e-12)
+    assert float(found.T) == pytest.approx(examples / rows, rel=1e-12)
