@@ -73,3 +73,13 @@ def test_the_table_is_what_sgd_does(decay):
         ratios.append((model.weight.detach() / before).mean().item())
     assert row.factor == pytest.approx(ratios[0], rel=1e-12)
     assert row.long_run == pytest.approx(ratios[-1], rel=1e-12)
+
+
+@pytest.mark.parametrize("amount", [1e-3, 0.5, 5.0])
+def test_on_one_side_of_the_momentum_only_the_learning_rate_differs(amount):
+    """Also where the decay is so strong that weights oscillate, and the long run forgets it."""
+    for inside, outside in (("l2", "independent-momentum"), ("decoupled", "independent")):
+        there = convert(amount, inside, outside, lr=LR, momentum=MOMENTUM)
+        assert there == pytest.approx(LR * amount, rel=1e-12)
+        back = convert(there, outside, inside, lr=LR, momentum=MOMENTUM)
+        assert back == pytest.approx(amount, rel=1e-12)

@@ -1,0 +1,67 @@
+"""Effective damping where a layer has groups, and its quantiles at every level."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from decaylab import probes
+
+CLOSE = {"rel": 1e-9}
+
+
+@pytest.fixture
+def grouped():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 6, 2, groups=2), nn.Flatten(), nn.Linear(24, 2)).double()
+    inputs = torch.randn(3, 4, 3, 3, dtype=torch.float64)
+    return model, probes.measured_factors(model, [inputs])
+
+
+def test_factored_damping_of_groups(grouped):
+    """Each group is a block of its own, with a pi of its own (recipe line 7)."""
+    model, factors = grouped
+    of, damping = factors["0"], 0.3
+    square = float(model[0].weight.detach().square().sum())
+    r = math.sqrt(damping / float(of.T))
+    added, shares = [], []
+    for A, S in zip(of.A, of.S, strict=True):
+        pi = math.sqrt(float(A.trace() / len(A)) / float(S.trace() / len(S)))
+        own = A[:-1, :-1]
+        plain = of.T * torch.kron(S, own)
+        used = of.T * torch.kron(
+            S + r / pi * torch.eye(len(S)).double(), own + pi * r * torch.eye(len(own)).double()
+        )
+        added.append((used - plain).diagonal())
+        shares.append(torch.linalg.eigvals(plain @ torch.linalg.inv(used)).real)
+    layer = probes.effective_damping(model, factors, damping).details["0"]
+    assert layer.factored == pytest.approx(square * float(torch.cat(added).mean()), **CLOSE)
+    assert layer.factored_share == pytest.approx(float(torch.cat(shares).mean()), **CLOSE)
+
+
+def test_quantiles_are_order_statistics(grouped):
+    model, factors = grouped
+    of = factors["2"]
+    square = float(model[2].weight.detach().square().sum())
+    values = torch.linalg.eigvalsh(square * of.T * torch.kron(of.S, of.A[:-1, :-1])).tolist()
+    levels = (0.0, 0.1, 0.5, 0.9, 0.97, 1.0)
+    layer = probes.effective_damping(model, factors, 0.3, levels=levels).details["2"]
+    assert tuple(layer.quantiles) == levels
+    for level, got in layer.quantiles.items():
+        below = level * (len(values) - 1)
+        between = values[math.floor(below)], values[math.ceil(below)]
+        near = values[round(below)]
+        assert between[0] - 1e-9 * values[-1] <= got <= between[1] + 1e-9 * values[-1]
+        assert got == pytest.approx(near, rel=1e-9, abs=1e-12 * values[-1])
+
+
+def test_the_total_weighs_layers_by_their_directions(grouped):
+    model, factors = grouped
+    found = probes.effective_damping(model, factors, {"0": 0.3, "2": 0.02})
+    shares = []
+    for layer, damping in (("0", 0.3), ("2", 0.02)):
+        values = probes.spectrum(model.get_submodule(layer), factors[layer])
+        assert len(values) == model.get_submodule(layer).weight.numel()
+        shares.append(values / (values + damping))
+    assert found.total == pytest.approx(float(torch.cat(shares).mean()), **CLOSE)

@@ -1,0 +1,51 @@
+"""Adam's second moment by layer, against the sum its definition says."""
+
+import pytest
+import torch
+from torch import nn
+
+from decaylab.optim.decay import parameter_groups
+from decaylab.optim.first_order import adam, sgd
+from decaylab.probes import second_moments
+
+
+def test_it_is_the_weighted_sum_of_squared_gradients():
+    """v = (1 - beta2) sum_k beta2^k g_k^2, without correction for the start, of weights alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    beta2, steps = 0.9, 4
+    groups = parameter_groups(model, weight_decay=0.0)
+    optimizer = adam(groups, lr=0.1, betas=(0.8, beta2))
+    assert second_moments(model, optimizer) == []
+    want = {"0": 0.0, "2": 0.0}
+    for k in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        for layer in want:
+            square = float(model.get_submodule(layer).weight.grad.square().sum())
+            want[layer] += (1 - beta2) * beta2 ** (steps - 1 - k) * square
+        optimizer.step()
+    (reading,) = second_moments(model, optimizer)
+    assert dict(reading.layers) == pytest.approx(want, rel=1e-12)
+
+
+def test_all_weights_of_a_module_are_summed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LSTM(3, 2)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.9, 0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    weights = [p for name, p in model.named_parameters() if "weight" in name]
+    want = sum(0.5 * float(p.grad.square().sum()) for p in weights)
+    assert len(weights) == 2
+    optimizer.step()
+    (reading,) = second_moments(model, optimizer)
+    assert dict(reading.layers) == pytest.approx({"0": want}, rel=1e-12)
+
+
+def test_sgd_has_none():
+    model = nn.Linear(2, 2)
+    optimizer = sgd(parameter_groups(model, weight_decay=0.0), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert second_moments(model, optimizer) == []
