@@ -189,3 +189,49 @@ def test_kfac_beside_adam_is_not_said_to_be_scale_free():
 def test_a_mechanism_that_there_is_not():
     with pytest.raises(KeyError, match="momentum"):
         diagnose(records({"conv": DECAYED}))["momentum"]
+
+
+def test_moments_of_one_run_only_are_not_compared_with_none():
+    """Adam's law has two forms, with the recorded second moment and without: both or neither."""
+    settings = {"setting_momentum": None, "setting_beta1": 0.9, "setting_beta2": 0.999}
+    decayed, plain = (
+        records({"conv": Layer(weight_decay=decay, growth=0.004, power=1, settings=settings)})
+        for decay in (0.03, 0.0)
+    )
+    # gradients that grow, so that what Adam remembers of the norms is not what it is without them
+    steps = sorted({row.step for row in decayed.rows})
+    moments = [Row(s, 0, 0.0, "second_moment/conv", math.exp(s / 50)) for s in steps]
+    without = diagnose(decayed, plain)["effective l"].effect
+    for first, second in ((moments, []), ([], moments)):
+        pair = Rows((*decayed.rows, *first)), Rows((*plain.rows, *second))
+        assert diagnose(*pair)["effective l"].effect == without
+    both = (Rows((*rows.rows, *moments)) for rows in (decayed, plain))
+    effect = diagnose(*both)["effective l"].effect
+    assert effect.probes == ("weight_norm", "lr", "second_moment")
+    assert abs(effect.value / without.value - 1) > 0.01
+
+
+def test_a_baseline_without_a_common_step_is_not_asked_for_again():
+    settings = {"setting_momentum": None, "setting_beta1": 0.9, "setting_beta2": 0.999}
+    run = records({"conv": Layer(decay="l2", weight_decay=0.03, power=1, settings=settings)})
+    other = records({"conv": Layer(power=1, settings=settings)})
+    apart = Rows(
+        tuple(replace(r, step=r.step + 7) if "setting" not in r.name else r for r in other.rows)
+    )
+    finding = diagnose(run, apart)["effective l"]
+    assert finding.layers[0].reason == "no records at a common step"
+    assert "the same every=" in finding.would_decide
+    assert "needs a baseline" in diagnose(run)["effective l"].layers[0].reason
+
+
+def test_the_damping_is_judged_of_kfac_s_layers_alone():
+    """As in a transformer: an embedding under a normalisation is stepped by Adam beside K-FAC."""
+    conv = replace(DECAYED, power=0, e=0.0, damping=1e-2, share=0.5)
+    embedding = replace(DECAYED, power=1, weight_decay=0.06)
+    alone, beside = (
+        diagnose(records(layers))["effective d"]
+        for layers in ({"conv": conv}, {"conv": conv, "embedding": embedding})
+    )
+    assert beside.effect == alone.effect
+    assert beside.layers[1].reason == "not stepped by K-FAC"
+    assert beside.layers[1].verdict is None

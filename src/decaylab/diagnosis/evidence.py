@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from decaylab.diagnosis.dynamics import Series, elasticity, norms_without_decay
 from decaylab.diagnosis.layers import LayerRecord
@@ -103,7 +103,10 @@ def squared(series: Series) -> Series:
 
 def effective_lr_effect(layer: LayerRecord, baseline: LayerRecord | None) -> Effect | None:
     """The factor on the effective lr: against the baseline's layer, else the reconstruction."""
-    probes = (*LR_PROBES, *(["second_moment"] if "second_moment" in layer.series else []))
+    if baseline is not None and not (layer.moments and baseline.moments):
+        # Adam's law with the moments is compared with none without
+        layer, baseline = _without_moments(layer), _without_moments(baseline)
+    probes = (*LR_PROBES, *(["second_moment"] if layer.moments else []))
     if baseline is not None:
         return effect_of(ratio(layer.effective, baseline.effective), probes, "baseline")
     without = reconstructed(layer)
@@ -111,6 +114,10 @@ def effective_lr_effect(layer: LayerRecord, baseline: LayerRecord | None) -> Eff
         return None
     ratios = ratio(*_effective_both(layer, without))
     return effect_of(ratios, (*probes, "decay_exposure"), "this run")
+
+
+def _without_moments(layer: LayerRecord) -> LayerRecord:
+    return replace(layer, series={k: v for k, v in layer.series.items() if k != "second_moment"})
 
 
 def damping_effect(layer: LayerRecord, baseline: LayerRecord | None) -> Effect | None:
@@ -169,7 +176,7 @@ def _push_factors(layer: LayerRecord, others: Series) -> list[float]:
 
 def _effective_both(layer: LayerRecord, others: Series) -> tuple[Series, Series]:
     """The effective learning rate, over lr, at the layer's norms and had they been `others`."""
-    moments = layer.series.get("second_moment", ())
+    moments = layer.moments
     beta2 = layer.setting.beta2 if layer.setting else None
     changed = moments_at(layer.norms, others, beta2, moments) if beta2 is not None else ()
     return layer.effective_per_lr(layer.norms, moments), layer.effective_per_lr(others, changed)

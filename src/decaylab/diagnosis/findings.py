@@ -53,6 +53,11 @@ def judgeable(run: Observed) -> list[LayerRecord]:
     return [layer for layer in decayed_layers(run) if layer.invariant]
 
 
+def by_kfac(layer: LayerRecord) -> bool:
+    """Whether K-FAC steps it: its law is lr/|W|^0."""
+    return layer.setting is not None and layer.setting.power == 0
+
+
 def no_decay(run: Observed, name: str, quantity: str) -> Finding | None:
     """Where the records show nothing, where nothing decays, or too little."""
     decayed = decayed_layers(run)
@@ -90,20 +95,33 @@ def at_once(run: Observed, name: str, quantity: str) -> Finding | None:
         reason = "No scale-invariant layer decays: only those have an effective learning rate."
     else:
         reason = "No trained layer is scale-invariant (with a normalisation behind it)."
-    rows = layer_rows(run, lambda _: None)
+    rows = layer_rows(run, None, lambda layer, other: None)
     return Finding(name, quantity, "does not act", reason, layers=rows)
 
 
-def layer_rows(run: Observed, effect_on: Callable[[LayerRecord], Effect | None]) -> Rows:
-    """A row for every layer; `effect_on` is asked of those that the mechanism can act on."""
+def layer_rows(
+    run: Observed,
+    baseline: Observed | None,
+    effect_on: Callable[[LayerRecord, LayerRecord | None], Effect | None],
+    *,
+    kfac_only: bool = False,
+) -> Rows:
+    """A row for every layer; `effect_on` is asked of those that the mechanism can act on.
+
+    It is given the layer, and the same one in the baseline.
+    """
     rows = []
     for layer in run.layers.values():
         apart = layer.skipped or _why_apart(layer)
+        if not apart and kfac_only and not by_kfac(layer):
+            apart = "not stepped by K-FAC"
         if apart:
             rows.append(LayerEvidence(layer.name, None, None, apart))
             continue
-        effect = effect_on(layer)
-        reason = "" if effect else _no_effect(layer)
+        effect = effect_on(layer, same(layer, baseline))
+        reason = ""
+        if effect is None:
+            reason = _no_effect(layer) if baseline is None else NO_COMMON_STEP
         rows.append(LayerEvidence(layer.name, judged(effect), effect, reason))
     return tuple(rows)
 
@@ -115,14 +133,14 @@ def _why_apart(layer: LayerRecord) -> str:
 
 
 def _no_effect(layer: LayerRecord) -> str:
-    """Why there is no effect of a layer that the mechanism can act on."""
+    """Why one run shows no effect on a layer that the mechanism can act on."""
     if layer.setting is not None and layer.setting.preconditioned:
         return "L2 inside the preconditioner takes no fixed part: needs a baseline"
-    if layer.setting and layer.setting.power == 0 and "second_order_share" not in layer.series:
+    if by_kfac(layer) and "second_order_share" not in layer.series:
         return "its second-order share is not recorded"
     if remembers_too_much(layer):
         return "K-FAC's factors remember norms that decay has changed much since: needs a baseline"
-    return NO_COMMON_STEP
+    return "how its step depends on its norm is not known: needs a baseline"
 
 
 def function_row(layer: LayerRecord, baseline: Observed | None) -> LayerEvidence:
@@ -244,8 +262,7 @@ def what_follows(run: Observed, findings: tuple[Finding, ...]) -> list[str]:
             if run.decays or not run.layers
             else "There is no decay to keep or to drop."
         )
-    kfac = [x for x in run.layers.values() if x.invariant and x.setting and x.setting.power == 0]
-    share = last_share(kfac)
+    share = last_share(x for x in run.layers.values() if x.invariant and by_kfac(x))
     if share is not None and share < DAMPING_DOMINATES:
         said.append(
             f"Damping has come to dominate K-FAC: {100 * share:.0f} % of the scale-invariant"

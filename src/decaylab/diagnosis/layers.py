@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from decaylab.diagnosis.dynamics import Series
-from decaylab.diagnosis.memory import effective_adam
+from decaylab.diagnosis.memory import by_step, effective_adam
 from decaylab.optim.decay import decay_rate, steady_shrink
 
 
@@ -96,6 +96,12 @@ class LayerRecord:
         return [s for start, s in self.settings if start <= max(step, self.settings[0][0])][-1]
 
     @property
+    def moments(self) -> Series:
+        """Adam's |v| (`second_moment`), if it is recorded wherever the norm is."""
+        recorded = self.series.get("second_moment", ())
+        return recorded if by_step(self.norms, recorded) else ()
+
+    @property
     def effective(self) -> Series:
         """At the recorded norms, lr/|W|^power (Eq. 9), Adam's with what it remembers (`memory`).
 
@@ -103,10 +109,9 @@ class LayerRecord:
         """
         if not self.invariant or self.setting is None or self.setting.power is None:
             return self.series.get("effective_lr", ()) if self.invariant else ()
-        moments = self.series.get("second_moment", ())
         return tuple(
             (step, self.setting_at(step).lr * value)
-            for step, value in self.effective_per_lr(self.norms, moments)
+            for step, value in self.effective_per_lr(self.norms, self.moments)
         )
 
     def effective_per_lr(self, norms: Series, moments: Series = ()) -> Series:

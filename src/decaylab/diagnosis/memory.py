@@ -37,7 +37,7 @@ def effective_adam(norms: Series, betas: tuple[float, float], moments: Series = 
 
 def remembered_norms(norms: Series, beta2: float, moments: Series = ()) -> Series:
     """N_v at the records, from |W| and |v| there. Norms move geometrically between two records."""
-    known = _at(norms, moments)
+    known = by_step(norms, moments)
     step, norm = norms[0]
     v = known.get(step, (1 - beta2**step) / norm**2)
     squares = v * norm**2  # (1 - beta2) sum beta2^k h^2
@@ -54,7 +54,7 @@ def remembered_norms(norms: Series, beta2: float, moments: Series = ()) -> Serie
 
 def moments_at(norms: Series, others: Series, beta2: float, moments: Series) -> Series:
     """|v| had the norms been `others` under the same h: g^2 goes with 1/|W|^2."""
-    known = _at(norms, moments)
+    known = by_step(norms, moments)
     if not known:
         return ()
     v = known[norms[0][0]] * (norms[0][1] / others[0][1]) ** 2
@@ -69,7 +69,7 @@ def moments_at(norms: Series, others: Series, beta2: float, moments: Series) -> 
     return tuple(found)
 
 
-def _at(norms: Series, moments: Series) -> dict[int, float]:
+def by_step(norms: Series, moments: Series) -> dict[int, float]:
     """|v| by step: 0 before the first one; nothing where a record has none."""
     known = {0: 0.0, **dict(moments)}
     return known if all(step in known for step, _ in norms) and moments else {}

@@ -20,6 +20,7 @@ from decaylab.diagnosis.findings import (
     SENSITIVITY,
     SMALLER,
     at_once,
+    by_kfac,
     decayed_layers,
     found_by,
     function_row,
@@ -97,21 +98,20 @@ def _effective_learning_rate(run: Observed, baseline: Observed | None) -> Findin
             "K-FAC's undamped step turns a weight by the learning rate whatever its norm (Eq. 13);"
             " what the norm does goes through the damping.",
         )
-    rows = layer_rows(run, lambda layer: effective_lr_effect(layer, same(layer, baseline)))
+    rows = layer_rows(run, baseline, effective_lr_effect)
     effect = over_layers(row.effect for row in rows if row.effect)
     return found_by(name, quantity, effect, rows, run)
 
 
 def _damping(run: Observed, baseline: Observed | None) -> Finding:
     name, quantity = MECHANISMS[2], f"effective damping{SMALLER}"
-    kfac = [x for x in run.layers.values() if x.setting and x.setting.power == 0]
-    if run.layers and not kfac:
+    if run.layers and not any(map(by_kfac, run.layers.values())):
         reason = "The optimizer is no K-FAC: there is no damping beside a curvature."
         return Finding(name, quantity, "does not act", reason)
     early = at_once(run, name, quantity)
     if early is not None:
         return early
-    of = [layer for layer in judgeable(run) if layer.setting and layer.setting.power == 0]
+    of = [layer for layer in judgeable(run) if by_kfac(layer)]
     if not of:
         reason = "K-FAC steps no scale-invariant layer that decays."
         return Finding(name, quantity, "does not act", reason)
@@ -120,7 +120,7 @@ def _damping(run: Observed, baseline: Observed | None) -> Finding:
             "The damping is scale-free: it follows the norms, so that decay does not change it."
         )
         return Finding(name, quantity, "does not act", reason)
-    rows = layer_rows(run, lambda layer: damping_effect(layer, same(layer, baseline)))
+    rows = layer_rows(run, baseline, damping_effect, kfac_only=True)
     effect = over_layers(row.effect for row in rows if row.effect)
     shares = {"with decay": last_share(of)}
     if effect is None and shares["with decay"] is not None:
