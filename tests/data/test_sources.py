@@ -138,6 +138,9 @@ class TestNotFound:
         (tmp_path / "train-00000-of-00002.parquet").unlink()
         with pytest.raises(DecaylabError, match=r"lacks train-00000-of-00002\.parquet"):
             load("cifar10", tmp_path)
+        (tmp_path / "train-00000-of-00002.parquet").symlink_to(tmp_path / "deleted")
+        with pytest.raises(DecaylabError, match=r"lacks train-00000-of-00002\.parquet"):
+            load("cifar10", tmp_path)
         (tmp_path / "train-00001-of-00002.parquet").unlink()
         with pytest.raises(DecaylabError, match=r"lacks train-\*\.parquet"):
             load("cifar10", tmp_path)

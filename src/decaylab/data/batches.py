@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -13,16 +12,6 @@ from decaylab.data.sets import Split
 from decaylab.errors import DecaylabError
 
 PADDING = 4
-
-
-@dataclass(frozen=True)
-class _Epoch:
-    """The draws of a whole epoch: image, crop corner and flip, [N] each; no crops: order only."""
-
-    order: Tensor
-    top: Tensor | None = None
-    left: Tensor | None = None
-    flip: Tensor | None = None
 
 
 class Batches:
@@ -69,7 +58,8 @@ class Batches:
         self._normalise = _Normalise(split.images, mean, std, dtype)
         self._generator = torch.Generator(split.images.device).manual_seed(seed)
         self._before = self._generator.get_state()
-        self._epoch: _Epoch | None = None
+        # of a whole epoch: which image, and with augmentation its crop's top, left, and flip
+        self._draws: tuple[Tensor, ...] = ()
         self._crops: Tensor | None = None
         if augment:
             height, width = split.images.shape[2:]
@@ -82,32 +72,24 @@ class Batches:
         """Draw the order, and with augmentation the crops and flips, of the whole next epoch."""
         self._before = self._generator.get_state()
         device, generator, total = self._images.device, self._generator, len(self._images)
-        order = torch.randperm(total, generator=generator, device=device)
-        if self._crops is None:
-            self._keep(_Epoch(order))
+        drawn = [torch.randperm(total, generator=generator, device=device)]
+        if self._crops is not None:
+            corners = 2 * PADDING + 1
+            drawn += torch.randint(corners, (2, total), generator=generator, device=device)
+            flips = torch.randint(2, (total, 1, 1, 1), generator=generator, device=device)
+            drawn.append(flips == 1)
+        if not self._draws:
+            self._draws = tuple(drawn)
             return
-        corners = 2 * PADDING + 1
-        top, left = torch.randint(corners, (2, total), generator=generator, device=device)
-        flip = torch.randint(2, (total, 1, 1, 1), generator=generator, device=device) == 1
-        self._keep(_Epoch(order, top, left, flip))
-
-    def _keep(self, drawn: _Epoch) -> None:
-        """Make these draws the epoch's, in the tensors of the last one: CUDA graphs read them."""
-        if self._epoch is None:
-            self._epoch = drawn
-            return
-        for part in fields(_Epoch):
-            kept = getattr(self._epoch, part.name)
-            if kept is not None:
-                kept.copy_(getattr(drawn, part.name))
+        for kept, new in zip(self._draws, drawn, strict=True):
+            kept.copy_(new)  # in its place: CUDA graphs read it
 
     def batch(self, i: int | Tensor) -> tuple[Tensor, Tensor]:
         """Batch i of this epoch: images [B, C, H, W], normalised, and labels [B]. Draws nothing.
 
         As a tensor on the device (a scalar, for CUDA graphs), i is not checked.
         """
-        epoch = self._epoch
-        if epoch is None:
+        if not self._draws:
             raise DecaylabError("Call begin_epoch() before batch(): it draws what a batch holds.")
         part: slice | Tensor
         if isinstance(i, Tensor):
@@ -116,12 +98,13 @@ class Batches:
             part = slice(i * self.batch_size, (i + 1) * self.batch_size)
         else:
             raise IndexError(f"batch {i} of {self.steps_per_epoch}")
-        chosen = epoch.order[part]
-        if self._crops is None or epoch.top is None or epoch.left is None or epoch.flip is None:
+        chosen = self._draws[0][part]
+        if self._crops is None:
             images = self._images[chosen]
         else:
-            images = self._crops[chosen, epoch.top[part], epoch.left[part]]
-            images = torch.where(epoch.flip[part], images.flip(-1), images)
+            _, top, left, flip = self._draws
+            images = self._crops[chosen, top[part], left[part]]
+            images = torch.where(flip[part], images.flip(-1), images)
         return self._normalise(images), self._labels[chosen]
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -217,12 +217,13 @@ def _cifar(name: str, folder: Path) -> Source | None:
 
 
 def _parquet(facts: Facts, folder: Path) -> Source | None:
+    names_found = [path.name for path in folder.iterdir() if path.is_file()]
+    found = [match for name in names_found if (match := SHARD.fullmatch(name))]
+    if not found:
+        return None
     shards: dict[str, list[Path]] = {}
     for split in facts.splits:
-        found = [match for path in folder.iterdir() if (match := SHARD.fullmatch(path.name))]
         mine = [match for match in found if match[1] == split]
-        if not found:
-            return None
         if not mine:
             raise DecaylabError(_incomplete(folder, f"{split}-*.parquet", facts.name))
         total = max(int(match[3]) for match in mine)
