@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from measuring import PARTS_OF
+
 from decaylab.records import RunStore
 from decaylab.training import RunSpec
 
@@ -213,15 +215,11 @@ def steps(measured: Measured) -> str:
 
 
 def parts(measured: Measured) -> str:
-    columns = {
-        "plain": ("preconditioning", "update"),
-        "refresh": ("sampled backward", "factor products", "fold"),
-        "invert": ("inversion",),
-    }
-    head = [f"{part} ({kind})" for kind, names in columns.items() for part in names]
+    columns = [(kind, part) for kind, names in PARTS_OF.items() for part in names]
+    head = [f"{part} ({kind})" for kind, part in columns]
     rows = [
         [f"{network}: {step}, {mode}"]
-        + [shown(row.get(kind, {}).get(part)) for kind, names in columns.items() for part in names]
+        + [shown(row.get(kind, {}).get(part)) for kind, part in columns]
         for (network, step, mode), row in measured.parts.items()
     ]
     return table(["ms in a step of that kind", *head], rows)

@@ -117,9 +117,7 @@ def build(
             raise DecaylabError(f"a network needs at least one of its {what}, not {value}")
     if not batch_norm_eps > 0:
         raise DecaylabError(f"batch_norm_eps must be above zero, and it is {batch_norm_eps}")
-    scaled(
-        1, width
-    )  # a wrong width is an error for every network, also for one without hidden layers
+    scaled(1, width)  # refuses a wrong width, also of an MLP without hidden layers
     style = Style(name != "mlp" if batch_norm is None else batch_norm, bias, batch_norm_eps)
     if name != "mlp" and activation != "relu":
         raise DecaylabError(f"{name} has ReLUs only: leave activation out, or take mlp")

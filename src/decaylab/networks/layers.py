@@ -51,23 +51,21 @@ class Style:
         conv = kind(
             in_channels, out_channels, size, stride=stride, padding=size // 2, bias=self.bias
         )
-        if not self.batch_norm:
-            return nn.Sequential(conv)
-        norm = nn.BatchNorm2d(
-            out_channels, eps=self.eps, momentum=BATCH_NORM_MOMENTUM, affine=False
-        )
-        return nn.Sequential(conv, norm)
+        return self._normalised(conv, nn.BatchNorm2d, out_channels)
 
     def linear(self, in_features: int, out_features: int) -> nn.Sequential:
         """A linear layer, then batch normalisation if any."""
         kind = NormalisedLinear if self.batch_norm else nn.Linear
         linear = kind(in_features, out_features, bias=self.bias)
+        return self._normalised(linear, nn.BatchNorm1d, out_features)
+
+    def _normalised(
+        self, layer: nn.Module, kind: type[nn.BatchNorm1d | nn.BatchNorm2d], size: int
+    ) -> nn.Sequential:
         if not self.batch_norm:
-            return nn.Sequential(linear)
-        norm = nn.BatchNorm1d(
-            out_features, eps=self.eps, momentum=BATCH_NORM_MOMENTUM, affine=False
-        )
-        return nn.Sequential(linear, norm)
+            return nn.Sequential(layer)
+        norm = kind(size, eps=self.eps, momentum=BATCH_NORM_MOMENTUM, affine=False)
+        return nn.Sequential(layer, norm)
 
 
 def scaled(channels: int, width: float) -> int:

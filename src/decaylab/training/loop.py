@@ -74,7 +74,7 @@ def train(
     run = TrainingRun(spec, data, compiled=how.compiled)  # an error in here leaves no folder
     run.beside_others = how.at_once > 1
     if spec.norm_source:
-        run.norms = source_norms(store, spec.norm_source, spec.epochs or 0)
+        run.norms = source_norms(store, spec.norm_source, run.epochs)
     with ExitStack() as stack:
         journal = None
         if store is not None:
@@ -133,15 +133,14 @@ def _guarded(run: TrainingRun, journal: Journal | None, how: Execution) -> Itera
 
 def _epochs(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterator[Progress]:
     _start(run, journal, how)
-    epochs = run.spec.epochs or 0
-    while run.epoch < epochs:
+    while run.epoch < run.epochs:
         run.begin_epoch()
         while run.position < run.steps_per_epoch:
             with run.at_work():
                 loss = _advance(run, journal, how)
             if how.every_step:
                 yield _progress(run, "step", loss=loss)
-        last = run.epoch + 1 == epochs
+        last = run.epoch + 1 == run.epochs
         values = _finish_epoch(run, journal, how)
         if journal is not None and (last or journal.due(how.checkpoint_every)):
             with run.at_work():
@@ -193,7 +192,7 @@ def _advance(run: TrainingRun, journal: Journal | None, how: Execution) -> Tenso
 
 
 def _launch_evaluation(run: TrainingRun, how: Execution) -> None:
-    last = run.epoch + 1 == run.spec.epochs
+    last = run.epoch + 1 == run.epochs
     whole = last or how.train_set_each_epoch
     run.launch_evaluation(whole_train_set=whole, between=requests.check)
 
@@ -241,9 +240,9 @@ def _progress(
         kind=kind,
         run=run.spec.id,
         epoch=run.epoch + (run.position == run.steps_per_epoch),
-        epochs=run.spec.epochs or 0,
+        epochs=run.epochs,
         step=run.step,
-        steps=run.steps_per_epoch * (run.spec.epochs or 0),
+        steps=run.steps_per_epoch * run.epochs,
         seconds=run.seconds,
         values=values or {},
         model=run.model,

@@ -68,6 +68,8 @@ class TrainingRun:
         self._stream = torch.cuda.Stream(self.device, priority=-1) if cuda else None
         self._behind = True  # whether the outer stream has work that the run's must wait for
         self.beside_others = False  # whether other runs take turns with this one
+        assert spec.epochs is not None
+        self.epochs = spec.epochs
         self.epoch = 0  # the running one, from 0
         self.position = 0  # its steps that are done
         self.drawn = False  # whether its batches are drawn
