@@ -72,15 +72,12 @@ class RowWriter:
     def _write(self, lines: list[str]) -> None:
         # One write call, and a newline first where a killed process left a torn line.
         with disk_errors(self.path), self.path.open("ab+") as file:
-            torn = file.tell() > 0 and self._last_byte(file.fileno()) != b"\n"
+            end = file.tell()
+            torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
             text = ("\n" if torn else "") + "".join(line + "\n" for line in lines)
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
-
-    @staticmethod
-    def _last_byte(handle: int) -> bytes:
-        return os.pread(handle, 1, os.fstat(handle).st_size - 1)
 
 
 def read_rows(path: Path) -> Rows:
