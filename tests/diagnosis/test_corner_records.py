@@ -235,3 +235,32 @@ def test_the_damping_is_judged_of_kfac_s_layers_alone():
     assert beside.effect == alone.effect
     assert beside.layers[1].reason == "not stepped by K-FAC"
     assert beside.layers[1].verdict is None
+
+
+def test_a_layer_without_a_gradient_does_not_decay():
+    """torch leaves such a weight alone: a norm that stands still is no balance there."""
+    model = small_net()
+    model.unused = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)).double()
+    model.forward = lambda inputs: model[3](model[2](model[1](model[0](inputs))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.02)
+    with watch(model, optimizer, every=10) as watched:
+        train(model, optimizer, 100)
+    result = diagnose(watched)
+    assert result.skipped == {
+        "unused.0": "no step has moved it: it has no gradient, or a learning rate of 0"
+    }
+    assert [row.layer for row in suggest(watched).layers if row.suggested] == ["0"]
+    assert equivalent_schedule(watched).layers == ("0",)
+
+
+def test_the_exposure_is_that_of_the_layers_that_are_judged():
+    """Fine-tuning: the normalised layers have a small part of the head's learning rate."""
+    head = Layer(invariant=False, weight_decay=0.03)
+    slow = diagnose(records({"conv": replace(DECAYED, lr=1e-3), "head": head}))
+    finding = slow["effective l"]
+    assert finding.verdict == "does not act"
+    assert finding.reason.startswith("Over the whole run decay took 3 % of the weights")
+    faster = {"conv": replace(DECAYED, lr=3e-3, growth=0.01), "head": head}
+    finding = diagnose(records(faster))["effective l"]
+    assert finding.verdict == "does not act"
+    assert "The decay exposure is 0.09;" in finding.reason

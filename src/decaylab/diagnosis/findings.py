@@ -76,21 +76,30 @@ def no_decay(run: Observed, name: str, quantity: str) -> Finding | None:
         )
     if not decayed:
         return Finding(name, quantity, "does not act", "No layer decays.")
-    exposures = [layer.total_exposure for layer in decayed if layer.total_exposure is not None]
-    if len(exposures) == len(decayed) and max(exposures) < TOO_LITTLE_EXPOSURE:
-        reason = (
-            f"Over the whole run decay took {100 * max(exposures):.2g} % of the weights (exposure"
-            f" {max(exposures):.2g}): too little to act in these {run.steps} steps."
-        )
-        return Finding(name, quantity, "does not act", reason)
-    return None
+    return _too_little(run, name, quantity, decayed)
+
+
+def _too_little(
+    run: Observed, name: str, quantity: str, layers: list[LayerRecord]
+) -> Finding | None:
+    """Where decay took next to nothing of any of these layers."""
+    exposures = [layer.total_exposure for layer in layers if layer.total_exposure is not None]
+    if len(exposures) < len(layers) or max(exposures) >= TOO_LITTLE_EXPOSURE:
+        return None
+    reason = (
+        f"Over the whole run decay took {100 * max(exposures):.2g} % of the weights (exposure"
+        f" {max(exposures):.2g}): too little to act in these {run.steps} steps."
+    )
+    return Finding(name, quantity, "does not act", reason)
 
 
 def at_once(run: Observed, name: str, quantity: str) -> Finding | None:
-    """As `no_decay`, and where no decayed layer is scale-invariant."""
+    """As `no_decay`, for what acts on scale-invariant layers only: where none decays, too."""
     early = no_decay(run, name, quantity)
-    if early is not None or judgeable(run):
+    if early is not None:
         return early
+    if of := judgeable(run):
+        return _too_little(run, name, quantity, of)
     if any(layer.invariant for layer in run.layers.values()):
         reason = "No scale-invariant layer decays: only those have an effective learning rate."
     else:
@@ -192,7 +201,8 @@ def found_by(
             layers=rows,
             would_decide=SAME_STEPS if NO_COMMON_STEP in reasons else GIVE_BASELINE,
         )
-    reached = exposure_at(run, effect.steps[1])
+    compared = [run.layers[row.layer] for row in rows if row.effect]
+    reached = _exposure_at(compared or run.layers.values(), effect.steps[1])
     if reached is not None and reached < TOO_LITTLE_EXPOSURE:
         return Finding(
             *(name, quantity, "cannot tell"),
@@ -220,9 +230,9 @@ def found_by(
     return Finding(name, quantity, verdict, said, effect, rows, would)
 
 
-def exposure_at(run: Observed, step: int) -> float | None:
+def _exposure_at(layers: Iterable[LayerRecord], step: int) -> float | None:
     """The largest decay exposure of a layer at a step; None where none is recorded."""
-    known = [x for x in run.layers.values() if x.total_exposure is not None]
+    known = [layer for layer in layers if layer.total_exposure is not None]
     return max((value for x in known for s, value in x.exposure if s <= step), default=None)
 
 

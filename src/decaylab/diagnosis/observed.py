@@ -191,11 +191,11 @@ def _watched_layer(series: Mapping[str, Series], layer: str) -> LayerRecord:
         norms=norms,
         exposure=exposure,
         series=_by_layer(series, layer),
-        skipped=_why_skipped(now, recorded),
+        skipped=_why_skipped(now, recorded, series.get(f"update_norm/{layer}", ())),
     )
 
 
-def _why_skipped(now: Mapping[str, float], recorded: Series) -> str:
+def _why_skipped(now: Mapping[str, float], recorded: Series, updates: Series) -> str:
     if now.get("frozen"):
         return "frozen: it is not trained"
     if now.get("moved") == 0.0:
@@ -204,7 +204,12 @@ def _why_skipped(now: Mapping[str, float], recorded: Series) -> str:
         return "how it is stepped is not in the records"
     if len(recorded) < 2:
         return "its norm was recorded less than twice: record weight_norm, more often"
-    return ZEROS if len(_norms(recorded)) < 2 else ""
+    if len(_norms(recorded)) < 2:
+        return ZEROS
+    if updates and not any(length for _, length in updates):
+        # without a gradient torch leaves a weight alone, and does not decay it
+        return "no step has moved it: it has no gradient, or a learning rate of 0"
+    return ""
 
 
 def _setting(now: Mapping[str, float]) -> Setting:
