@@ -170,9 +170,9 @@ class Bench:
         """The finished runs of a cell."""
         return self.readings.finished(cell)
 
-    def sample(self, cell: Cell, metric: str = "test/accuracy") -> Sample | None:
+    def sample(self, cell: Cell | None, metric: str = "test/accuracy") -> Sample | None:
         """A metric in the finished runs of a cell; None where there is none."""
-        runs = self.runs(cell)
+        runs = [] if cell is None else self.runs(cell)
         values = {run.spec.seed: run.final(metric) for run in runs}
         known = {seed: value for seed, value in values.items() if value is not None}
         kept = tuple(run for run in runs if run.spec.seed in known)
