@@ -1,7 +1,12 @@
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from typer.testing import CliRunner
+
+# What a shell or a CI may have set and printing would heed; here, before typer is imported.
+for name in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "NO_COLOR", "PY_COLORS", "TERMINAL_WIDTH"):
+    os.environ.pop(name, None)
 
 # How long an example takes, and whether two take as long, is the machine's matter.
 settings.register_profile(
@@ -18,6 +23,8 @@ def pytest_runtest_setup():
 @pytest.fixture(scope="session")
 def smoke_runs(tmp_path_factory):
     """The records of `decaylab reproduce all --tier smoke`, made once: read them, do not write."""
+    from typer.testing import CliRunner
+
     from decaylab.cli import app
 
     runs = tmp_path_factory.mktemp("smoke") / "runs"
