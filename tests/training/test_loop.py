@@ -1,7 +1,9 @@
 import json
 import math
 import os
+import shutil
 import signal
+import subprocess
 from dataclasses import replace
 from unittest import mock
 
@@ -303,6 +305,18 @@ def test_commits_made_while_a_process_runs_are_not_its_codes(monkeypatch):
     monkeypatch.setattr(journal, "_git", mock.Mock(side_effect=[OSError("busy"), "late", ""]))
     assert [journal.code_commit(), journal.code_commit()] == [None, "late"]  # not None for good
     journal._checked_out.cache_clear()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
+def test_looking_at_the_checkout_does_not_get_in_the_way_of_ones_own_git(tmp_path):
+    """A plain `git status` writes the index, under a lock that a commit then fails at."""
+    (tmp_path / "file").write_text("code")
+    for command in (["init", "--quiet"], ["add", "file"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    os.utime(tmp_path / "file", ns=(1, 1))
+    index = (tmp_path / ".git" / "index").read_bytes()
+    assert journal._git(tmp_path, "status", "--porcelain", "-uno") == "A  file"
+    assert (tmp_path / ".git" / "index").read_bytes() == index
 
 
 @pytest.mark.parametrize("wrong", [{"batch_size": 100_000}, {"norm_source": "not-there"}])

@@ -136,6 +136,10 @@ def _checked_out() -> str | None:
 
 def _git(root: Path, *arguments: str) -> str:
     done = subprocess.run(
-        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=5
+        ["git", "--no-optional-locks", "-C", str(root), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=5,
     )
     return done.stdout.strip()

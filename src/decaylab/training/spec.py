@@ -18,12 +18,13 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from decaylab.data import DATA_SETS
 from decaylab.errors import DecaylabError
 from decaylab.networks import NETWORKS
+from decaylab.networks.mlp import ACTIVATIONS
 from decaylab.optim.decay import DECAYS, OPTIMIZERS, SCOPES
 
 CHOICES: dict[str, Collection[str]] = {
     "data": tuple(DATA_SETS),
     "network": NETWORKS,
-    "activation": ("relu", "linear"),
+    "activation": ACTIVATIONS,
     "optimizer": OPTIMIZERS,
     "decay": DECAYS,
     "decay_scope": SCOPES,
