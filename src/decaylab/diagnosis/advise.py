@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from statistics import fmean
+from statistics import geometric_mean
 from typing import Any
 
 from decaylab.diagnosis.dynamics import (
@@ -140,23 +140,19 @@ def suggest(
     """
     observed = observe(run)
     advice = [_advice(layer, rotation, norm_at) for layer in observed.layers.values()]
-    found = [row for row in advice if row.suggested is not None]
-    stepped = [x for x in observed.layers.values() if x.invariant and x.setting]
+    found = {row.layer: row.suggested for row in advice if row.suggested is not None}
     notes = list(observed.troubles)
-    if not found:
+    invariant = [layer.setting for layer in observed.layers.values() if layer.invariant]
+    setting = next((of for of in invariant if of is not None), None)
+    if found:  # the learning rate that the suggestion is for
+        setting = _at_longest_stretch(observed.layers[next(iter(found))])
+    else:
         notes.append("no scale-invariant layer was recorded well enough for a suggestion")
-    group = None
-    if found:
-        logs = [math.log(row.suggested) for row in found if row.suggested]
-        group = math.exp(fmean(logs)) if logs else 0.0
-    first = stepped[0].setting if stepped else None
-    if found:  # the one that the suggestion is for
-        first = _at_longest_stretch(observed.layers[found[0].layer])
     return Suggestion(
         observed.name,
-        _kind(first) if first else "decoupled",
-        first.lr if first else math.nan,
-        group,
+        _kind(setting) if setting else "decoupled",
+        setting.lr if setting else math.nan,
+        geometric_mean(found.values()) if found else None,
         tuple(advice),
         tuple(notes),
     )
@@ -169,15 +165,10 @@ def _kind(setting: Setting) -> str:
 def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> LayerAdvice:
     setting = layer.setting
     now = setting.weight_decay if setting else 0.0
-    reason = layer.skipped
-    if not reason and not layer.invariant:
-        reason = "its norm is part of the function: decay acts on the Jacobian, search for it"
-    if not reason and (setting is None or setting.power is None):
-        reason = "the law of its optimizer is not known"
-    if not reason and setting is not None and setting.preconditioned:
-        reason = "L2 inside the preconditioner: what decay takes a step is not known"
-    if reason or setting is None or setting.power is None:
+    if reason := _why_none(layer):
         return LayerAdvice(layer.name, now, reason=reason)
+    assert setting is not None
+    assert setting.power is not None
     at = _at_longest_stretch(layer)
     shares = layer.series.get("second_order_share", ())
     e = elasticity(setting.power, shares[-1][1] if shares else None)
@@ -185,18 +176,17 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
     if growth <= 0:
         return LayerAdvice(layer.name, now, norm=norm, reason="its norm does not grow: no push")
     target = _norm_at(layer, norm_at)
+    shrink = shrink_for_norm(growth, norm, target, e=e)
     if rotation is not None:
         shrink = shrink_for_rotation(rotation, at.memory)
-        wanted = equilibrium(growth, norm, shrink, e=e, memory=at.memory)
-        target = wanted.norm if wanted else norm
-    else:
-        shrink = shrink_for_norm(growth, norm, target, e=e)
+    balance = equilibrium(growth, norm, shrink, e=e, memory=at.memory)
+    if rotation is not None:
+        target = balance.norm if balance else norm
     try:
         suggested = convert(shrink, "independent", _kind(at), lr=at.lr, momentum=at.memory)
     except DecaylabError as error:  # of this layer: the others have theirs
         return LayerAdvice(layer.name, now, norm=norm, target=target, reason=str(error))
     present = equilibrium(growth, norm, at.shrink, e=e)
-    balance = equilibrium(growth, norm, shrink, e=e, memory=at.memory)
     return LayerAdvice(
         layer.name,
         now,
@@ -208,6 +198,19 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
         balance.steps if balance else None,
         "" if balance else "undamped K-FAC: the direction turns by lr whatever the norm",
     )
+
+
+def _why_none(layer: LayerRecord) -> str:
+    """Why no decay can be suggested for a layer; "" where one can."""
+    if layer.skipped:
+        return layer.skipped
+    if not layer.invariant:
+        return "its norm is part of the function: decay acts on the Jacobian, search for it"
+    if layer.setting is None or layer.setting.power is None:
+        return "the law of its optimizer is not known"
+    if layer.setting.preconditioned:
+        return "L2 inside the preconditioner: what decay takes a step is not known"
+    return ""
 
 
 def _norm_at(layer: LayerRecord, step: int | None) -> float:
@@ -241,7 +244,7 @@ def _growth(layer: LayerRecord, stretch: Sequence[int], e: float) -> tuple[float
     """G per step over the second half of a stretch, brought to one norm (the mean) by G = c N^e."""
     late = stretch[min(len(stretch) // 2, len(stretch) - 2) :]
     norms, exposure = dict(layer.norms), dict(layer.exposure)
-    norm = math.exp(fmean(math.log(norms[step]) for step in late))
+    norm = geometric_mean(norms[step] for step in late)
     total = 0.0
     for a, b in pairwise(late):
         gain = push(norms[a] ** 2, norms[b] ** 2, exposure.get(b, 0.0) - exposure.get(a, 0.0))

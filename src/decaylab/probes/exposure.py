@@ -14,27 +14,22 @@ class Exposure:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._totals: list[Any] = []
-        self._rates: list[Any] = []
-        self._settings: list[Any] = []
+        self._known: dict[int, tuple[Any, Any]] = {}  # group -> its settings, and their rate
+        self._totals: dict[int, Any] = {}
 
     def add(self) -> None:
         """Add one step's rate; worked out anew only where a group's settings changed."""
         for i, group in enumerate(self._optimizer.param_groups):
-            if i == len(self._totals):
-                self._totals.append(0.0)
-                self._rates.append(0.0)
-                self._settings.append(None)
             get = group.get
             settings = (
                 *(get("lr"), get("weight_decay"), get(OUTSIDE)),
                 *(get("momentum"), get("dampening")),
             )
             # a learning rate on the device stays there: comparing it would wait for it
-            if isinstance(settings[0], Tensor) or settings != self._settings[i]:
-                self._settings[i] = settings
-                self._rates[i] = exposure_rate(self._optimizer, group)
-            self._totals[i] = self._totals[i] + self._rates[i]
+            known = self._known.get(i)
+            if known is None or isinstance(settings[0], Tensor) or settings != known[0]:
+                known = self._known[i] = settings, exposure_rate(self._optimizer, group)
+            self._totals[i] = self._totals.get(i, 0.0) + known[1]
 
     def by_layer(self, layers: Layers) -> dict[str, float]:
         """The total of the group that each layer's weight is in; the others are left out."""

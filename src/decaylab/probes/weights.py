@@ -154,13 +154,11 @@ def effective_learning_rate(
 
     - SGD: p = grad L(W) = grad L(u) / |W|, so the direction moves with **lr / |W|^2** (Eq. 9).
       Momentum mu multiplies that by 1/(1 - mu) in the long run; it is not included.
-    - Adam: p = m / (sqrt(v) + eps) does not change when all gradients are multiplied by a number,
-    so
+    - Adam: p = m / (sqrt(v) + eps) does not change when all gradients are multiplied by a number:
       the factor 1/|W| of the gradient cancels and **lr / |W|** is left (while |W| changes slowly
       against Adam's averages, and eps is negligible). So for the other optimizers that divide by a
       running gradient size.
-    - K-FAC: p = C(W)^-1 grad L(W), and C(W) = C(u) / |W|^2 (Eq. 13), so p = |W| C(u)^-1 grad L(u)
-    and
+    - K-FAC: p = C(W)^-1 grad L(W), and C(W) = C(u) / |W|^2 (Eq. 13): p = |W| C(u)^-1 grad L(u), and
       the direction moves with **lr** whatever the norm. That is the undamped step. With damping
       lambda (Eq. 14) p = |W| (C(u) + lambda |W|^2 I)^-1 grad L(u): as before where eigenvalues of
       C(u) exceed lambda |W|^2, and lr / (lambda |W|^2), SGD's law, where they do not.
