@@ -48,7 +48,7 @@ def write_run(store, spec, *, decayed, seed=0, status="finished", jacobian=None)
 
 
 def cases_of(store):
-    return diagnosed(survey(store)[0], store)[0]
+    return diagnosed(survey(store)[0])[0]
 
 
 def test_runs_are_paired_with_the_same_run_without_decay(tmp_path):

@@ -18,7 +18,7 @@ from decaylab.report.tables import (
 
 
 def entry(paper, *ours, decayed=False, comparable=True, key=("vgg16", "sgd")):
-    return Entry(key, decayed, paper, Measured(tuple(ours)), "full", "cpu", comparable)
+    return Entry(key, decayed, paper, Measured(tuple(ours)), "full", comparable)
 
 
 def table(*entries, effect="difference"):

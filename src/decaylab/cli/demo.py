@@ -24,7 +24,7 @@ from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 from decaylab.paper import Readings
 from decaylab.records import RunStore
-from decaylab.report.drawing import needed
+from decaylab.report.drawing import check_extra
 from decaylab.report.mechanisms import (
     DECAYS,
     MECHANISMS,
@@ -128,8 +128,7 @@ def demo_command(
         if value is not None and value < 1:
             raise DecaylabError(f"{name} must be positive, not {value}")
     if report:
-        needed("matplotlib")  # before the work, not after it
-        needed("jinja2")
+        check_extra()
     store, where = RunStore(runs), options.chosen_device(device)
     torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
     specs = demo_specs(seed, seeds, epochs)

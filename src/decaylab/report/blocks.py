@@ -29,6 +29,7 @@ from decaylab.report.tables import (
     Entry,
     Pair,
     change,
+    change_words,
     legend,
     number,
     pairs,
@@ -113,8 +114,7 @@ def _other_order(pair: Pair) -> bool:
 
 
 def _signed(paper: float | None, ours: float | None) -> str:
-    found = change(paper, ours, "difference")
-    return "—" if found is None else f"{found:+.2f}"
+    return change_words(change(paper, ours, "difference"), "difference")
 
 
 def first_order(results: Results) -> str:
@@ -138,7 +138,10 @@ def _last_and_best(
 ) -> list[list[str]]:
     rows = []
     for run in filter(None, map(results.readings.of, specs)):
-        epoch, best = max(run.curve("test/accuracy"), key=lambda point: point[1])
+        curve = run.curve("test/accuracy")
+        if not curve:
+            continue
+        epoch, best = max(curve, key=lambda point: point[1])
         last, fitted = run.final("test/accuracy"), run.final("train/accuracy")
         rows.append(
             [

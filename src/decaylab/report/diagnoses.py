@@ -13,10 +13,9 @@ from decaylab.diagnosis.layers import LayerRecord
 from decaylab.diagnosis.observed import Observed, Source, observe
 from decaylab.diagnosis.result import MECHANISMS, layer_table, records_words
 from decaylab.errors import DecaylabError
-from decaylab.records import RunStore
 from decaylab.records.files import disk_errors, replace_text
-from decaylab.report.drawing import Line, Panel, draw, needed
-from decaylab.report.names import named
+from decaylab.report.drawing import Line, Panel, check_extra, draw, line
+from decaylab.report.names import counted_seeds, named
 from decaylab.report.page import Block, Cell, Grid, Image, Report, Section, Tone, to_html
 from decaylab.report.provenance import Found
 from decaylab.training import RunSpec
@@ -44,26 +43,31 @@ class Case:
     diagnoses: tuple[Diagnosis, ...]
 
 
-def diagnosed(found: Sequence[Found], store: RunStore) -> tuple[list[Case], list[str]]:
+def diagnosed(found: Sequence[Found]) -> tuple[list[Case], list[str]]:
     """Every run with decay against its baseline, by setting; and what could not be, in sentences.
 
     A baseline has no decay and is otherwise the same run, of the same seed if there is one.
     """
-    plain = [run.spec.resolved() for run in found if run.manifest.status == "finished"]
-    plain = [spec for spec in plain if spec.decay == "none" and not spec.norm_source]
+    plain = [
+        run
+        for run in found
+        if run.manifest.status == "finished"
+        and run.spec.decay == "none"
+        and not run.spec.norm_source
+    ]
     cases: dict[tuple[object, ...], dict[int, tuple[RunSpec, Diagnosis]]] = {}
     left_out = []
-    for spec in (run.spec.resolved() for run in found):
-        if spec.decay == "none":
+    for run in found:
+        if run.spec.decay == "none":
             continue
-        baseline = _baseline(spec, plain)
-        other = store.folder(baseline.id) if baseline is not None else None
+        baseline = _baseline(run.spec, plain)
         try:
-            result = diagnose(store.folder(spec.id), other)
+            result = diagnose(run.folder, baseline.folder if baseline is not None else None)
         except DecaylabError as error:
             left_out.append(str(error))
             continue
-        cases.setdefault(_setting(spec, {"seed"}), {})[spec.seed] = (spec, result)
+        of_setting = cases.setdefault(_setting(run.spec, {"seed"}), {})
+        of_setting[run.spec.seed] = (run.spec, result)
     return [_case(of) for of in cases.values()], left_out
 
 
@@ -72,10 +76,11 @@ def _case(of: dict[int, tuple[RunSpec, Diagnosis]]) -> Case:
     return Case(of[seeds[0]][0], tuple(seeds), tuple(of[seed][1] for seed in seeds))
 
 
-def _baseline(spec: RunSpec, plain: Iterable[RunSpec]) -> RunSpec | None:
-    ours = _setting(spec, {*FREE_TO_DIFFER, "seed"})
-    alike = [one for one in plain if _setting(one, {*FREE_TO_DIFFER, "seed"}) == ours]
-    return min(alike, key=lambda one: (one.seed != spec.seed, one.seed), default=None)
+def _baseline(spec: RunSpec, plain: Iterable[Found]) -> Found | None:
+    free = {*FREE_TO_DIFFER, "seed"}
+    ours = _setting(spec, free)
+    alike = [run for run in plain if _setting(run.spec, free) == ours]
+    return min(alike, key=lambda r: (r.spec.seed != spec.seed, r.spec.seed), default=None)
 
 
 def _setting(spec: RunSpec, without: set[str]) -> tuple[object, ...]:
@@ -134,7 +139,7 @@ def _counted(kinds: Iterable[str], of: Sequence[Finding]) -> Iterable[str]:
 
 def _compared(case: Case) -> Cell:
     with_baseline = sum(result.baseline is not None for result in case.diagnoses)
-    seeds = "one seed" if len(case.seeds) == 1 else f"{len(case.seeds)} seeds"
+    seeds = counted_seeds(len(case.seeds))
     if with_baseline == len(case.diagnoses):
         return Cell(f"no decay, {seeds}")
     if not with_baseline:
@@ -214,8 +219,7 @@ def write_diagnosis(path: Path, run: Source, baseline: Source | None = None) -> 
     """Diagnose, and write the result with its figures as one offline HTML file; the result."""
     if path.suffix not in (".html", ".htm"):
         raise DecaylabError(f"the report is an HTML file: give {path.with_suffix('.html')}")
-    needed("matplotlib")  # before the work, not after it
-    needed("jinja2")
+    check_extra()
     result = diagnose(run, baseline)
     mine = observe(run)
     # what is not comparable is not drawn beside it
@@ -291,8 +295,8 @@ def _panels(finding: Finding, run: Observed, baseline: Observed | None) -> list[
     runs = [(WITH, run), *([(WITHOUT, baseline)] if baseline is not None else [])]
     place = MECHANISMS.index(finding.mechanism)
     if place == 1:
-        row = next((probe for probe in (finding.effect.probes if finding.effect else ())), "")
-        lines = [Line(label, *_xy(of.totals.get(row, ()))) for label, of in runs]
+        row = next(iter(finding.effect.probes if finding.effect else ()), "")
+        lines = [line(label, of.totals.get(row, ())) for label, of in runs]
         found = [Panel("Whole model", "step", row.replace("_", " "), lines, log_y=True)]
     elif place == 0:
         kfac = all(x.setting and x.setting.power == 0 for x in run.layers.values())
@@ -315,12 +319,8 @@ def _of_layers(
     runs: Sequence[tuple[str, Observed]], what: Callable[[LayerRecord], Series]
 ) -> list[Line]:
     return [
-        Line(label, *_xy(what(layer)))
+        line(label, what(layer))
         for label, of in runs
         for layer in of.layers.values()
         if layer.invariant and not layer.skipped
     ]
-
-
-def _xy(series: Series) -> tuple[list[float], list[float]]:
-    return [float(step) for step, _ in series], [value for _, value in series]

@@ -51,6 +51,11 @@ class Line:
     y: Sequence[float]
 
 
+def line(label: str, points: Sequence[tuple[float, float]], factor: float = 1.0) -> Line:
+    """A line through points (x, y), y times a factor."""
+    return Line(label, [x for x, _ in points], [factor * y for _, y in points])
+
+
 @dataclass(frozen=True)
 class Bars:
     """One bar in each group; None where there is no number. Spreads are drawn as whiskers."""
@@ -100,6 +105,12 @@ def needed(module: str) -> ModuleType:
         raise DecaylabError(
             f"a report needs {module.split('.')[0]}: pip install 'decaylab[report]'"
         ) from error
+
+
+def check_extra() -> None:
+    """An error unless the extra `report` is installed: before the work, not after it."""
+    needed("matplotlib")
+    needed("jinja2")
 
 
 def draw(panel: Panel) -> bytes:

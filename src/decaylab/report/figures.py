@@ -6,7 +6,7 @@ Every line is one run and every point one net, as recorded; only Fig. 1's bars a
 from collections.abc import Callable, Iterable, Sequence
 
 from decaylab.paper import Artefact, Cell, Readings, RunReading
-from decaylab.report.drawing import Bars, Line, Panel, Points
+from decaylab.report.drawing import Bars, Line, Panel, Points, line
 from decaylab.report.names import key_words, named
 from decaylab.report.tables import Measured, csv_text, plain
 
@@ -59,10 +59,6 @@ def _groups(cells: Sequence[Cell], columns: Sequence[str]) -> list[tuple[str, li
     return [(title_of(group[0], columns), group) for group in found.values()]
 
 
-def _line(label: str, curve: Sequence[tuple[float, float]], factor: float = 1.0) -> Line:
-    return Line(label, [x for x, _ in curve], [factor * y for _, y in curve])
-
-
 def _accuracy_curves(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list[Panel]:
     """Figs. 2, 4, 6, 8: test accuracy over epochs, one panel per net and optimizer."""
     factor, unit = (100.0, " (%)") if artefact.percent else (1.0, "")
@@ -72,7 +68,7 @@ def _accuracy_curves(artefact: Artefact, cells: Sequence[Cell], readings: Readin
             "epoch",
             artefact.metric.replace("/", " ") + unit,
             [
-                _line(label_of(cell), run.curve(artefact.metric), factor)
+                line(label_of(cell), run.curve(artefact.metric), factor)
                 for cell in group
                 for run in readings.finished(cell)
             ],
@@ -106,7 +102,7 @@ def _bars(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list
 
 def _first_layer_lines(label: str, run: RunReading, quantity: str) -> list[Line]:
     name = run.first_layer(quantity)
-    return [] if name is None else [_line(label, run.curve(name))]
+    return [] if name is None else [line(label, run.curve(name))]
 
 
 def _effective_lr(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list[Panel]:
@@ -115,10 +111,10 @@ def _effective_lr(artefact: Artefact, cells: Sequence[Cell], readings: Readings)
     found = []
     for title, group in _groups(cells, artefact.keys[:-1]):
         lines = [
-            line
+            curve
             for cell in group
             for run in readings.finished(cell)
-            for line in _first_layer_lines(label_of(cell), run, "effective_lr")
+            for curve in _first_layer_lines(label_of(cell), run, "effective_lr")
         ]
         law = laws.get(named(group[0].key["optimizer"]), "")
         found.append(Panel(title, "epoch", f"effective lr, {law}", lines, log_y=True))
@@ -134,10 +130,10 @@ def _traces(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> li
             "epoch",
             "trace, first layer",
             [
-                line
+                curve
                 for run in readings.finished(cell)
                 for label, quantity in quantities.items()
-                for line in _first_layer_lines(label, run, quantity)
+                for curve in _first_layer_lines(label, run, quantity)
             ],
             log_y=True,
         )
@@ -155,7 +151,7 @@ def _convergence(artefact: Artefact, cells: Sequence[Cell], readings: Readings) 
             ("seconds of training", lambda run: run.timed_curve(artefact.metric)),
         ]
         for x_label, curve in over:
-            lines = [_line(label, curve(run)) for label, run in runs]
+            lines = [line(label, curve(run)) for label, run in runs]
             found.append(Panel(title, x_label, "training loss", lines, log_y=True))
     return found
 

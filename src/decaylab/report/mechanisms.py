@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from decaylab.paper import Readings, RunReading
-from decaylab.report.drawing import Line, Panel, draw
-from decaylab.report.names import named
+from decaylab.report.drawing import Panel, draw, line
+from decaylab.report.names import counted_seeds, named
 from decaylab.report.page import Block, Cell, Grid, Image, Section, Tone
 from decaylab.report.provenance import Found
 from decaylab.report.tables import Measured, number
 
 TIER = "demo"
+OPTIMIZERS = ("sgd", "adam", "kfac-f", "kfac-g")
 DECAYS = ("none", "l2", "decoupled")
 LEAST = 1.05  # a ratio nearer to one than this is no change
 
@@ -60,7 +61,7 @@ MECHANISMS = (
         " the outputs react to a change of the input. The paper finds it 10 to 30 times smaller"
         " with decay under K-FAC-G, and 3 to 4 times under SGD.",
         False,
-        ("sgd", "adam", "kfac-f", "kfac-g"),
+        OPTIMIZERS,
         (Quantity("jacobian_norm", "squared Jacobian norm", up=False, first_layer=False),),
     ),
     Mechanism(
@@ -85,26 +86,31 @@ Demo = dict[Key, list[RunReading]]
 
 
 def demo_runs(found: Iterable[Found], readings: Readings) -> Demo:
-    """The finished runs of the demo by batch norm, optimizer and decay; by seed in each."""
+    """The finished runs of the demo by batch norm, optimizer and decay; by seed in each.
+
+    Of demos of several lengths (`--epochs`), the longest.
+    """
+    specs = [run.spec for run in found if run.manifest.tier == TIER]
+    specs = [spec for spec in specs if spec.optimizer in OPTIMIZERS and spec.decay in DECAYS]
+    done = [reading for spec in specs if (reading := readings.of(spec)) is not None]
+    longest = max((reading.spec.epochs or 0 for reading in done), default=0)
     runs: Demo = {}
-    for run in sorted(found, key=lambda one: one.spec.seed):
-        reading = readings.of(run.spec) if run.manifest.tier == TIER else None
-        if reading is not None:
-            key = (run.spec.batch_norm, run.spec.optimizer, run.spec.decay)
-            runs.setdefault(key, []).append(reading)
+    for reading in sorted(done, key=lambda one: one.spec.seed):
+        spec = reading.spec
+        if spec.epochs == longest:
+            runs.setdefault((spec.batch_norm, spec.optimizer, spec.decay), []).append(reading)
     return runs
 
 
 def demo_section(runs: Demo) -> Section:
     """The demo's tables and figures."""
-    specs = [run.spec.resolved() for of in runs.values() for run in of]
-    seeds = sorted({spec.seed for spec in specs})
-    epochs = "-".join(str(e) for e in sorted({spec.epochs or 0 for spec in specs}))
-    counted = "one seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
+    specs = [run.spec for of in runs.values() for run in of]
+    seeds = {spec.seed for spec in specs}
+    counted = counted_seeds(len(seeds))
     text = [
-        f"Small fully connected networks on the 1,797 handwritten digits of scikit-learn, {epochs}"
-        f" epochs, {counted}, settings picked by hand. They show the mechanisms, which is what they"
-        " are for; digits are too easy for a verdict on accuracy."
+        "Small fully connected networks on the 1,797 handwritten digits of scikit-learn,"
+        f" {specs[0].epochs} epochs, {counted}, settings picked by hand. They show the mechanisms,"
+        " which is what they are for; digits are too easy for a verdict on accuracy."
     ]
     blocks = [
         Block(
@@ -193,10 +199,10 @@ def mechanism_panels(mechanism: Mechanism, runs: Demo) -> list[Panel]:
             "epoch",
             quantity.words,
             [
-                Line(named(decay), [x for x, _ in curve], [y for _, y in curve])
+                line(named(decay), curve)
                 for decay in DECAYS
                 for run in runs.get((mechanism.batch_norm, optimizer, decay), [])
-                if (curve := _curve(run, quantity))
+                if (curve := run.curve(_name(run, quantity)))
             ],
             log_y=quantity.log,
         )
@@ -208,10 +214,6 @@ def mechanism_panels(mechanism: Mechanism, runs: Demo) -> list[Panel]:
 def _name(run: RunReading, quantity: Quantity) -> str:
     found = run.first_layer(quantity.row) if quantity.first_layer else quantity.row
     return found or ""
-
-
-def _curve(run: RunReading, quantity: Quantity) -> list[tuple[int, float]]:
-    return run.curve(_name(run, quantity))
 
 
 def _by_seed(runs: Iterable[RunReading], quantity: Quantity) -> dict[int, float]:
@@ -253,5 +255,4 @@ def _net(key: Key) -> list[Cell]:
 
 
 def _order(key: Key) -> tuple[bool, int, int]:
-    optimizers = ("sgd", "adam", "kfac-f", "kfac-g")
-    return not key[0], optimizers.index(key[1]), DECAYS.index(key[2])
+    return not key[0], OPTIMIZERS.index(key[1]), DECAYS.index(key[2])

@@ -16,6 +16,11 @@ def named(value: object) -> str:
     return NAMES.get(str(value), str(value))
 
 
+def counted_seeds(count: int) -> str:
+    """`one seed`, `3 seeds`."""
+    return "one seed" if count == 1 else f"{count} seeds"
+
+
 def key_words(key: Mapping[str, object], columns: Sequence[str]) -> list[str]:
     """The values of some key columns, batch norm and augmentation as one, in their place.
 

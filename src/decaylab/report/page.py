@@ -5,7 +5,7 @@ The HTML needs nothing but itself: images are inlined, there is no script, no fo
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from decaylab.report.drawing import needed
@@ -81,7 +81,7 @@ class Report:
     title: str
     subtitle: str
     sections: Sequence[Section]
-    notices: Sequence[str] = field(default_factory=tuple)
+    notices: Sequence[str] = ()
     footer: str = ""
     notices_title: str = "Left out"
 

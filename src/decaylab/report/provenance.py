@@ -9,13 +9,15 @@ from decaylab.records import Manifest, RunFolder, RunStore
 from decaylab.report.page import Block, Cell, Grid, Section, Tone
 from decaylab.training import RunSpec
 
+MOST_SEEDS = 10  # a seed may also be a date
 TONES: dict[str, Tone] = {"finished": "good", "diverged": "bad", "failed": "bad"}
 
 
 @dataclass(frozen=True)
 class Found:
-    """A run folder that could be read; `seconds` is the time at work, over all resumes."""
+    """A run folder that could be read, its spec resolved; `seconds` at work, over all resumes."""
 
+    folder: RunFolder
     spec: RunSpec
     manifest: Manifest
     epochs: int
@@ -42,16 +44,21 @@ def survey(store: RunStore) -> tuple[list[Found], list[str]]:
     return found, left_out
 
 
+def seeds_of(found: Sequence[Found]) -> int:
+    """How many seeds a cell may have among some runs: 0 to the largest, up to `MOST_SEEDS`."""
+    return min(MOST_SEEDS, 1 + max((run.manifest.seed for run in found), default=0))
+
+
 def _read(folder: RunFolder) -> tuple[Found | None, list[str]]:
     manifest = folder.manifest()
     if manifest is None:
         return None, [f"{folder.id}: it has no manifest, so it was never begun"]
-    spec = RunSpec.from_file(folder.path / "spec.toml")  # its errors name the file
+    spec = RunSpec.from_file(folder.path / "spec.toml").resolved()  # its errors name the file
     rows = folder.rows()
     notes = [f"{folder.id}: {note}" for note in rows.left_out if "damaged" in note]
     last = rows.rows[-1] if rows.rows else None
     epochs, seconds = (last.epoch, last.seconds) if last else (0, 0.0)
-    return Found(spec, manifest, epochs, seconds), notes
+    return Found(folder, spec, manifest, epochs, seconds), notes
 
 
 def provenance(found: Sequence[Found]) -> Section:
@@ -85,7 +92,7 @@ def _row(run: Found) -> list[Cell]:
         Cell(manifest.device),
         Cell(manifest.version + commit),
         Cell(manifest.torch),
-        Cell(f"{run.epochs} of {run.spec.resolved().epochs}", "number"),
+        Cell(f"{run.epochs} of {run.spec.epochs}", "number"),
         Cell(f"{run.device_seconds:.1f}", "number"),
     ]
 

@@ -9,13 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from decaylab.paper import Artefact, Readings, RunReading, artefact_of, artefacts
+from decaylab.errors import DecaylabError
 from decaylab.paper import Cell as PaperCell
+from decaylab.paper import Readings, RunReading, artefact_of, artefacts
 from decaylab.paper.estimate import Estimator
 from decaylab.records import RunStore
 from decaylab.report.names import key_words, named
 from decaylab.report.page import Cell, Grid, grid_markdown
-from decaylab.report.provenance import Found, survey
+from decaylab.report.provenance import Found, seeds_of, survey
 from decaylab.report.sections import Filled, fill, titled
 
 SCHEDULES = {"full": "the paper's schedule", "short": "one fifth of the paper's schedule"}
@@ -30,26 +31,34 @@ class Results:
         self.found, _ = survey(self.readings.store)
         self.searched_readings = Readings(RunStore(root / "searched" / "runs"))
         self.searched, _ = survey(self.searched_readings.store)
-        self.seeds = 1 + max((run.manifest.seed for run in self.found), default=0)
+        self.seeds = seeds_of(self.found)
         files = sorted((root / "independent").glob("*.json"))
-        texts = [path.read_text(encoding="utf-8") for path in files]
-        self.independent: list[dict[str, Any]] = [run for text in texts for run in json.loads(text)]
+        self.independent = [run for path in files for run in _runs_in(path)]
 
     @cached_property
     def tiers(self) -> list[str]:
         """The paper's own tiers there are runs of, the full one first."""
         return [tier for tier in SCHEDULES if any(r.manifest.tier == tier for r in self.found)]
 
-    def filled(self, artefact: Artefact | str, tier: str) -> Filled:
+    def filled(self, name: str, tier: str) -> Filled:
         """An artefact with what there is of it."""
-        one = artefact_of(artefact) if isinstance(artefact, str) else artefact
-        return fill(one, tier, self.readings, self.seeds)
+        return fill(artefact_of(name), tier, self.readings, self.seeds)
 
     def runs_of(self, cells: Sequence[PaperCell]) -> dict[str, RunReading]:
         """The finished runs of some cells, each once, those at our own settings too."""
         specs = [spec for cell in cells for spec in (*cell.runs, *cell.own, *cell.sources)]
         found = {spec.id: self.readings.of(spec) for spec in specs}
         return {name: run for name, run in found.items() if run is not None}
+
+
+def _runs_in(path: Path) -> list[dict[str, Any]]:
+    try:
+        found: list[dict[str, Any]] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DecaylabError(
+            f"{path} is damaged ({error}): move it away, or make it again"
+        ) from error
+    return found
 
 
 def runs(results: Results) -> str:
@@ -64,7 +73,7 @@ def runs(results: Results) -> str:
     }
     for tier in results.tiers:
         for artefact in artefacts().values():
-            filled = results.filled(artefact, tier)
+            filled = results.filled(artefact.name, tier)
             found = results.runs_of(filled.cells)
             if not found:
                 continue
@@ -119,8 +128,9 @@ def rest(results: Results) -> str:
     estimator, rows, counted = Estimator(results.readings.store), [], set[str]()
     for tier in reversed(SCHEDULES):
         for artefact in artefacts().values():
-            cells = results.filled(artefact, tier).cells
-            first = {run.id: run for cell in cells for run in (*cell.sources, *cell.runs[:1])}
+            cells = results.filled(artefact.name, tier).cells
+            # seed 0 alone, as the command makes it
+            first = {run.id: run for cell in cells for run in (*cell.sources[:1], *cell.runs[:1])}
             left = {name: run for name, run in first.items() if results.readings.of(run) is None}
             new = [run for name, run in left.items() if name not in counted]
             counted.update(left)

@@ -11,7 +11,7 @@ from decaylab.paper import Cell as PaperCell
 from decaylab.paper.claims import Claim, judge
 from decaylab.report.drawing import Panel, draw
 from decaylab.report.figures import panels
-from decaylab.report.names import named
+from decaylab.report.names import counted_seeds, named
 from decaylab.report.page import Block, Cell, Grid, Image, Section, Tone
 from decaylab.report.tables import (
     Entry,
@@ -62,7 +62,6 @@ def _table(artefact: Artefact, tier: str, found: Sequence[PaperCell], readings: 
     entries = []
     for cell in found:
         values = tuple(factor * value for value in readings.values(cell, metric))
-        devices = dict.fromkeys(run.manifest.device for run in readings.finished(cell))
         *key, decayed = (str(value) for value in cell.key.values())
         entries.append(
             Entry(
@@ -71,7 +70,6 @@ def _table(artefact: Artefact, tier: str, found: Sequence[PaperCell], readings: 
                 paper=cell.paper,
                 ours=Measured(values),
                 tier=tier,
-                device=", ".join(devices),
                 comparable=not TIERS[tier].on_digits,
                 own=Measured(tuple(factor * v for v in readings.last_values(cell.own, metric))),
                 setting=_setting(cell),
@@ -197,9 +195,8 @@ def _note(filled: Filled, readings: Readings) -> str:
         stand = " standing in for the paper's" if TIERS[filled.tier].on_digits else ""
         parts.append(", ".join(nets) + stand)
     if seeds:
-        most = max(seeds)
-        counted = "one seed" if most == 1 else f"{min(seeds)} to {most} seeds"
-        parts.append(counted if len(seeds) > 1 or most == 1 else f"{most} seeds")
+        least, most = min(seeds), max(seeds)
+        parts.append(counted_seeds(most) if least == most else f"{least} to {most} seeds")
     distinct = len({run.spec.id for run in runs})
     if distinct < len(runs):
         parts.append(f"{distinct} runs serve these cells, some more than one")

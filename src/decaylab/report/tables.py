@@ -71,7 +71,6 @@ class Entry:
     paper: float | None
     ours: Measured
     tier: str
-    device: str = ""
     comparable: bool = False
     own: Measured = Measured()
     setting: str = ""

@@ -11,11 +11,11 @@ from decaylab.paper import TIERS, Readings
 from decaylab.records import RunStore
 from decaylab.records.files import disk_errors, replace_file, replace_text
 from decaylab.report.diagnoses import Case, diagnosed, diagnoses_section
-from decaylab.report.drawing import needed, side_by_side
+from decaylab.report.drawing import check_extra, side_by_side
 from decaylab.report.figures import panels_csv
 from decaylab.report.mechanisms import demo_runs, demo_section
 from decaylab.report.page import Report, Section, to_html, to_markdown
-from decaylab.report.provenance import Found, provenance, survey
+from decaylab.report.provenance import Found, provenance, seeds_of, survey
 from decaylab.report.sections import (
     Filled,
     all_artefacts,
@@ -30,8 +30,6 @@ from decaylab.report.sections import (
 )
 from decaylab.report.tables import to_csv
 from decaylab.theory import Check
-
-MOST_SEEDS = 10  # seeds 0 to 9 of a cell are looked for
 
 
 @dataclass(frozen=True)
@@ -50,14 +48,13 @@ def write_report(runs: Path, out: Path, checks: Sequence[Check] | None = None) -
 
     `checks` are the theory's, where they are computed already; else they are computed now.
     """
-    needed("matplotlib")  # before the work, not after it
-    needed("jinja2")
+    check_extra()
     store = RunStore(runs)
     readings = Readings(store)
     found, left_out = survey(store)
     filled = _filled(found, readings)
     checks = theory_checks() if checks is None else checks
-    cases, undiagnosed = diagnosed(found, store)
+    cases, undiagnosed = diagnosed(found)
     sections = _sections(found, filled, readings, cases, checks)
     notices = tuple(dict.fromkeys([*left_out, *readings.left_out, *undiagnosed]))
     report = Report(
@@ -79,13 +76,9 @@ def write_report(runs: Path, out: Path, checks: Sequence[Check] | None = None) -
 def _filled(found: Sequence[Found], readings: Readings) -> list[Filled]:
     """Every artefact at each tier there are runs of; at none, at the paper's own."""
     labels = {run.manifest.tier for run in found}
-    seeds = _seeds(found)
+    seeds = seeds_of(found)
     tiers = [tier for tier in TIERS if tier in labels] or ["full"]
     return [fill(one, tier, readings, seeds) for tier in tiers for one in all_artefacts()]
-
-
-def _seeds(found: Sequence[Found]) -> int:
-    return min(MOST_SEEDS, 1 + max((run.manifest.seed for run in found), default=0))
 
 
 def _sections(
@@ -102,7 +95,7 @@ def _sections(
         here = [one for one in filled if one.tier == tier]
         if any(one.done for one in here):
             sections += [
-                claims_section(judged(readings, tier, _seeds(found)), tier),
+                claims_section(judged(readings, tier, seeds_of(found)), tier),
                 tables_section(here, readings, tier),
                 figures_section(here, readings, tier),
             ]
