@@ -62,7 +62,7 @@ class ParameterRole:
 
 @dataclass(frozen=True)
 class Layer:
-    """The parameters of a module that holds a weight; `scaled` are those that Eq. 8 multiplies."""
+    """The parameters of a module that holds a weight."""
 
     kind: Kind
     weights: list[Tensor]
