@@ -119,10 +119,12 @@ def _all_searched(folder: Path | None) -> list[Searched]:
 @cache
 def _packaged() -> tuple[Searched, ...]:
     folder = resources.files("decaylab.paper").joinpath("searched")
-    found = folder.iterdir() if folder.is_dir() else ()  # git keeps no empty folder
-    entries = [entry for entry in found if entry.name.endswith(".toml")]
-    entries.sort(key=lambda entry: entry.name)
-    return tuple(_read(entry.name, entry.read_text(encoding="utf-8")) for entry in entries)
+    entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
+    return tuple(
+        _read(entry.name, entry.read_text(encoding="utf-8"))
+        for entry in entries
+        if entry.name.endswith(".toml")
+    )
 
 
 @cache  # for every cell of an artefact the same
