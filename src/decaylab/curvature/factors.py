@@ -143,10 +143,10 @@ class Sums:
         return self.A is not None and self.G is not None
 
     def traces(self) -> Tensor:
-        """The traces of A and G, added, [groups]: finite where all of both is."""
+        """The traces of the means, added, [groups]: finite where all of both is, and rows count."""
         assert self.A is not None
         assert self.G is not None
-        return _diagonal(self.A).sum(1) + _diagonal(self.G).sum(1)
+        return _diagonal(self.A).sum(1) / self.positions + _diagonal(self.G).sum(1) / self.rows
 
     def add_inputs(
         self, block: Block, inputs: list[Tensor], sharing: Sharing, mask: Tensor | None
@@ -249,7 +249,9 @@ class Bank:
             here = self.slices[name]
             fold_(self._wide_A[here], layer.A, keep[here], layer.positions)
             fold_(self.G[here], layer.G, keep[here], layer.rows)
-            self.T[here] += gain[here] * (layer.positions / layer.rows)
+            # a mask may have left no row: then the gain is 0, and what it multiplies must be finite
+            rows = layer.rows.clamp(min=1) if isinstance(layer.rows, Tensor) else layer.rows
+            self.T[here] += gain[here] * (layer.positions / rows)
 
     @property
     def parts(self) -> list[slice]:

@@ -102,8 +102,7 @@ class Observer:
 
     def take(self) -> dict[str, Sums]:
         """Hand over what was summed; complain about passes whose logits were never seen."""
-        with self._measuring():
-            self._add_loss_gradients()
+        self.add_loss_gradients()
         pending = self.capture.take()
         sums, self.sums = self.sums, {}
         if pending and not sums:
@@ -189,10 +188,11 @@ class Observer:
         mask = observed.mask
 
         def weighted(head: Tensor, vector: Tensor) -> Tensor:
+            if mask is not None:
+                return vector * mask.to(vector.dtype)[..., None]
             # each head's loss is averaged over its own rows, G over those of the first
-            own = _rows(head, mask)
-            vector = vector if head is heads[0] else vector * (observed.rows / own) ** 0.5
-            return vector if mask is None else vector * mask.to(vector.dtype)[..., None]
+            own = _rows(head, None)
+            return vector if head is heads[0] else vector * (observed.rows / own) ** 0.5
 
         if self.measure.outputs == "sampled":
             yield [weighted(head, sampled(head, *kind, self.generator)) for head in heads]
@@ -215,10 +215,10 @@ class Observer:
         if call.observed is not None:
             self._loss_gradients.append((call, gradient.detach()))
 
-    def _add_loss_gradients(self) -> None:
+    def add_loss_gradients(self) -> None:
         """Empirical Fisher: a mean loss has divided each row's gradient by the number of rows.
 
-        Of all rows since the last step: several passes are taken to share one mean, as in gradient
+        Of all rows since the last call: several passes are taken to share one mean, as in gradient
         accumulation.
         """
         by_pass: dict[Pass, list[tuple[Call, Tensor]]] = {}
@@ -227,10 +227,11 @@ class Observer:
             by_pass.setdefault(call.observed, []).append((call, gradient))
         self._loss_gradients = []
         total = sum((observed.rows for observed in by_pass), start=0.0)
-        for observed, pairs in by_pass.items():
-            per_row = total**2 if self.measure.reduction == "mean" else 1.0
-            self._add_gradients(pairs, per_row * self.measure.scale)
-            self._add_inputs([call for call, _ in pairs], observed)
+        per_row = total**2 if self.measure.reduction == "mean" else 1.0
+        with self._measuring():
+            for observed, pairs in by_pass.items():
+                self._add_gradients(pairs, per_row * self.measure.scale)
+                self._add_inputs([call for call, _ in pairs], observed)
 
     def _check(self, heads: list[Tensor], mask: Tensor | None) -> None:
         for head in heads:
@@ -276,5 +277,5 @@ class Observer:
 def _rows(logits: Tensor, mask: Tensor | None) -> Tensor | float:
     """How many rows of the logits count."""
     if mask is not None:
-        return mask.sum().to(torch.promote_types(logits.dtype, torch.float32)).clamp(min=1)
+        return mask.sum().to(torch.promote_types(logits.dtype, torch.float32))
     return float(logits[..., 0].numel())

@@ -305,6 +305,7 @@ class KFAC(torch.optim.Optimizer):
                     self._observer.observe(output)
                 if loss is not None and empirical:
                     torch.autograd.grad(loss(output, batch[1]), trained, allow_unused=True)
+                    self._observer.add_loss_gradients()  # a mean over this batch alone
             sums = self._observer.take()
         if not sums:
             raise DecaylabError("initialize got no batch to measure the curvature on")

@@ -1,0 +1,91 @@
+"""`KFAC.initialize` in its other ways: with a loss (empirical Fisher), a forward, observed logits.
+
+Each is compared with the factors that one training step on all examples together measures.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from decaylab.optim.kfac import KFAC
+
+SIZES = (4, 1, 3)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+
+
+def examples() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(SIZES), 3, generator=generator, dtype=torch.float64)
+    return x, torch.randint(4, (sum(SIZES),), generator=generator)
+
+
+def in_batches() -> list[tuple[Tensor, Tensor]]:
+    x, y = examples()
+    return list(zip(x.split(SIZES), y.split(SIZES), strict=True))
+
+
+def of_one_step(**options) -> dict:
+    net, (x, y) = model(), examples()
+    opt = KFAC(net, 0.0, **options)
+    cross_entropy(net(x), y, reduction=options.get("reduction", "mean")).backward()
+    opt.step()
+    return opt.factors()
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    for name, factor in expected.items():
+        for part in ("A", "S", "T"):
+            torch.testing.assert_close(
+                getattr(found[name], part), getattr(factor, part), rtol=1e-12, atol=1e-14
+            )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_empirical_fisher_of_batches_is_that_of_all_rows(reduction):
+    """Each batch's loss is averaged over its own rows, not over those of all batches."""
+    options = {"curvature": "empirical-fisher", "reduction": reduction}
+    net = model()
+    opt = KFAC(net, 0.1, **options)
+    opt.initialize(in_batches(), loss=lambda z, y: cross_entropy(z, y, reduction=reduction))
+    assert_same(opt.factors(), of_one_step(**options))
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_mean_loss_is_what_the_empirical_fisher_expects():
+    net, (x, y) = model(), examples()
+    opt = KFAC(net, 0.0, curvature="empirical-fisher")
+    cross_entropy(net(x), y).backward()
+    opt.step()
+    assert_same(opt.factors(), of_one_step(curvature="empirical-fisher", reduction="sum"))
+
+
+@pytest.mark.parametrize("logits", ["output", "observed"])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_forward_of_the_callers(given, logits):
+    net = model()
+    opt = KFAC(net, 0.1, outputs="exact", logits=logits)
+    batches = [{"image": x} for x, _ in in_batches()] if given else [x for x, _ in in_batches()]
+    opt.initialize(batches, forward=(lambda batch: net(batch["image"])) if given else None)
+    assert_same(opt.factors(), of_one_step(outputs="exact"))
+
+
+def test_it_leaves_a_running_refresh_of_the_training_alone():
+    """Afterwards a step is the step of an optimizer whose factors were those from the start."""
+    net, (x, y) = model(), examples()
+    other = copy.deepcopy(net)
+    opt = KFAC(net, 0.1, curvature="empirical-fisher", damping=0.1, factor_decay=0.0)
+    opt.initialize(in_batches(), loss=cross_entropy)
+    plain = KFAC(other, 0.1, curvature="empirical-fisher", damping=0.1)
+    for trained, optimizer in ((net, opt), (other, plain)):
+        cross_entropy(trained(x), y).backward()
+        optimizer.step()
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
