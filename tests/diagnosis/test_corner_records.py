@@ -264,3 +264,16 @@ def test_the_exposure_is_that_of_the_layers_that_are_judged():
     finding = diagnose(records(faster))["effective l"]
     assert finding.verdict == "does not act"
     assert "The decay exposure is 0.09;" in finding.reason
+
+
+def test_a_warm_up_does_not_hide_what_kfac_remembers():
+    """The factors' memory is long against the decay at the full learning rate, not at the first."""
+    memory = {"setting_factor_decay": 0.95, "setting_refresh_every": 10.0}
+    layer = replace(DECAYED, power=0, e=0.0, damping=1e-2, share=0.9, settings=memory)
+    layer = replace(layer, weight_decay=0.1, growth=0.02)
+    full = records({"conv": layer})
+    warm = changed(full, "setting_lr/conv", lambda r: 1e-4)
+    warm = Rows((*warm.rows, Row(50, 0, 0.0, "setting_lr/conv", 0.1)))
+    for rows in (full, warm):
+        reason = diagnose(rows)["effective d"].layers[0].reason
+        assert "K-FAC's factors remember norms" in reason

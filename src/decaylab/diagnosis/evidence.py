@@ -136,8 +136,6 @@ def reconstructed(layer: LayerRecord) -> Series:
     setting = layer.setting
     if setting is None or setting.power is None or setting.preconditioned:
         return ()
-    if len(layer.exposure) != len(layer.norms) or len(layer.norms) < 2:
-        return ()
     shares = dict(layer.series.get("second_order_share", ()))
     if setting.power == 0 and (not shares or remembers_too_much(layer)):
         return ()  # how K-FAC's pushes depend on the norm hangs on its share
@@ -161,7 +159,8 @@ def remembers_too_much(layer: LayerRecord) -> bool:
     if setting is None or setting.power != 0 or not shares:
         return False
     steps = setting.refresh_every / (1 - setting.factor_decay) + setting.invert_every / 2
-    return setting.shrink * steps * statistics.fmean(shares) > REMEMBERED_TOO_MUCH
+    shrink = max(of.shrink for _, of in layer.settings)  # of the highest learning rate
+    return shrink * steps * statistics.fmean(shares) > REMEMBERED_TOO_MUCH
 
 
 def _push_factors(layer: LayerRecord, others: Series) -> list[float]:
@@ -189,12 +188,11 @@ def share_without_decay(layer: LayerRecord) -> float | None:
     1/|W|^2. An estimate, for a spread spectrum a rough one.
     """
     shares, without = layer.series.get("second_order_share", ()), dict(reconstructed(layer))
-    norms = dict(layer.norms)
-    at = [(s, share) for s, share in shares if s in without and norms.get(s)]
+    at = [(step, share) for step, share in shares if step in without]
     if not at:
         return None
     step, share = at[-1]
-    odds = share / max(1 - share, 1e-12) * (norms[step] / without[step]) ** 2
+    odds = share / max(1 - share, 1e-12) * (dict(layer.norms)[step] / without[step]) ** 2
     return odds / (1 + odds)
 
 

@@ -105,10 +105,10 @@ class LayerRecord:
     def effective(self) -> Series:
         """At the recorded norms, lr/|W|^power (Eq. 9), Adam's with what it remembers (`memory`).
 
-        Nothing where the law is not known.
+        Nothing where the law is not known, or the layer is not scale-invariant.
         """
-        if not self.invariant or self.setting is None or self.setting.power is None:
-            return self.series.get("effective_lr", ()) if self.invariant else ()
+        if not self.invariant:
+            return ()
         return tuple(
             (step, self.setting_at(step).lr * value)
             for step, value in self.effective_per_lr(self.norms, self.moments)
