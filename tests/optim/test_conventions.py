@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from decaylab.optim.decay import CONVENTIONS, convert, decay_table, parameter_groups, steady_shrink
+from decaylab.errors import DecaylabError
+from decaylab.optim.decay import (
+    CONVENTIONS,
+    convert,
+    decay_exposure,
+    decay_of,
+    decay_rate,
+    decay_table,
+    parameter_groups,
+    steady_shrink,
+)
 from decaylab.optim.first_order import sgd
 
 LR, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 2e-3
@@ -83,3 +93,40 @@ def test_on_one_side_of_the_momentum_only_the_learning_rate_differs(amount):
         assert there == pytest.approx(LR * amount, rel=1e-12)
         back = convert(there, outside, inside, lr=LR, momentum=MOMENTUM)
         assert back == pytest.approx(amount, rel=1e-12)
+
+
+def test_decay_so_strong_that_the_weight_flips_its_sign():
+    """Inside a momentum, beyond the oscillation: each step multiplies by a negative number."""
+    momentum, amount = 0.5, 2.95
+    weight, velocity = 1.0, 0.0
+    for _ in range(60):
+        before = weight
+        velocity = momentum * velocity + amount * weight
+        weight -= velocity
+    assert weight / before < 0
+    shrink = steady_shrink(amount, "independent-momentum", lr=1.0, momentum=momentum)
+    assert shrink == pytest.approx(1 - abs(weight / before), rel=1e-9)
+
+
+def test_without_a_word_there_is_no_momentum():
+    model = nn.Linear(2, 1, bias=False)
+    groups = parameter_groups(model, weight_decay=0.02, decay="l2")
+    (row,) = decay_table(model, groups, optimizer="sgd", lr=0.1)
+    assert row.factor == row.long_run == pytest.approx(1 - 0.002, rel=1e-12)
+    assert decay_rate(0.02, "l2", optimizer="sgd", lr=0.1) == pytest.approx(0.002, rel=1e-12)
+    assert steady_shrink(0.02, "l2", lr=0.1) == pytest.approx(0.002, rel=1e-12)
+    assert convert(0.02, "l2", "decoupled", lr=0.1) == pytest.approx(0.02, rel=1e-12)
+    (stage,) = decay_exposure(
+        [0.1] * 3, steps_per_epoch=5, weight_decay=0.02, decay="l2", optimizer="sgd"
+    )
+    assert stage.exposure == pytest.approx(15 * 0.002, rel=1e-12)
+
+
+def test_a_rate_of_an_unknown_kind_is_refused():
+    with pytest.raises(DecaylabError, match="unknown decay"):
+        decay_rate(0.02, "decoupled-l2", optimizer="sgd", lr=0.1)
+
+
+@pytest.mark.parametrize("group", [{}, {"weight_decay": 0.0}, {"weight_decay": 0, "decay": "l2"}])
+def test_a_group_without_decay_has_none(group):
+    assert decay_of(group) == ("none", 0.0)
