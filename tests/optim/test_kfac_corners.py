@@ -1,0 +1,155 @@
+"""Corners of a K-FAC step: missing gradients, raised dampings, layers named as invariant."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from decaylab.errors import DecaylabError
+from decaylab.optim.decay import parameter_groups
+from decaylab.optim.first_order import sgd
+from decaylab.optim.kfac import KFAC, KFACOptions
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(6, 3, generator=generator, dtype=torch.float64)
+    return x, torch.randint(2, (6,), generator=generator)
+
+
+def test_a_gradient_that_is_gone_is_zero_in_its_block():
+    """The bias has a gradient at first and none later: what it had is not used a second time."""
+    model, (x, y) = net(), data()
+    opt = KFAC(model, 0.1, momentum=0.0, damping=0.1, refresh_every=100, outputs="exact")
+    cross_entropy(model(x), y).backward()
+    opt.step()
+    factors, layer = opt.factors()["0"], model[0]
+    opt.zero_grad()
+    cross_entropy(model(x), y).backward()
+    layer.bias.grad = None
+    before = torch.cat([layer.weight, layer.bias[:, None]], 1).detach().clone()
+    gradient = torch.cat([layer.weight.grad, torch.zeros(4, 1).double()], 1)
+    opt.step()
+    A, G = factors.A, factors.T * factors.S
+    pi = ((A.trace() / len(A)) / (G.trace() / len(G))).sqrt()
+    root = math.sqrt(0.1)
+    step = torch.linalg.inv(G + root / pi * torch.eye(4).double()) @ gradient
+    step = step @ torch.linalg.inv(A + pi * root * torch.eye(4).double())
+    torch.testing.assert_close(layer.weight.detach(), before[:, :3] - 0.1 * step[:, :3])
+    assert torch.equal(layer.bias.detach(), before[:, 3])
+
+
+def test_a_kl_clip_where_no_block_has_a_gradient():
+    """Only a parameter outside the blocks moves, by its own method."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    x, y = data()
+    opt = KFAC(model, 0.1, kl_clip=1e-3, others="sgd", momentum=0.0)
+    cross_entropy(model(x), y).backward()
+    for layer in (model[0], model[2]):
+        layer.weight.grad = layer.bias.grad = None
+    before = [p.detach().clone() for p in model.parameters()]
+    gradient = model[1].weight.grad.clone()
+    opt.step()
+    torch.testing.assert_close(model[1].weight.detach(), 1 - 0.1 * gradient)
+    for layer, old in ((model[0], before[:2]), (model[2], before[4:])):
+        assert torch.equal(layer.weight, old[0])
+        assert torch.equal(layer.bias, old[1])
+
+
+def test_dampings_are_those_of_the_next_inversion():
+    """Raised after a failed factorisation, scaled with the norm where that is asked for."""
+    model = nn.Sequential(
+        nn.Conv1d(4, 4, 2, groups=2), nn.Flatten(), nn.Linear(8, 3), nn.BatchNorm1d(3)
+    )
+    model = model.append(nn.Linear(3, 2)).double()
+    x, y = torch.randn(6, 4, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1, 0])
+    opt = KFAC(
+        model,
+        0.0,
+        damping=0.3,
+        damping_scaling="scale-free",
+        refresh_every=1000,
+        invert_every=1,
+        options=KFACOptions(invariant=("2",)),
+    )
+
+    def trained() -> None:
+        cross_entropy(model(x), y).backward()
+        opt.step()
+
+    trained()
+    assert {name: float(value) for name, value in opt.dampings().items()} == pytest.approx(
+        {"0": 0.3, "2": 0.3, "4": 0.3}
+    )
+    state = opt.state_dict()
+    for name in ("0", "2"):
+        values = state["kfac"]["layers"][name]["A"]
+        values[-1, 0, 0] -= 100 * values.abs().max()  # of the convolution the second group alone
+    opt.load_state_dict(state)
+    trained()
+    with torch.no_grad():
+        model[2].weight.mul_(3)
+    found = opt.dampings()
+    assert all(value.dim() == 0 for value in found.values())
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(
+        {"0": 0.6, "2": 0.6 / 9, "4": 0.3}
+    )
+
+
+def test_layers_named_as_invariant_are_those_that_scale():
+    for named in (("0",), ("2",), ("0", "2"), ()):
+        model = net()
+        options = KFACOptions(invariant=named)
+        opt = KFAC(model, 0.1, damping=0.5, damping_scaling="scale-free", options=options)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)
+        want = {name: 0.5 / 4 if name in named else 0.5 for name in ("0", "2")}
+        assert {name: float(v) for name, v in opt.dampings().items()} == pytest.approx(want)
+    with pytest.raises(DecaylabError, match="no covered layer: 1"):
+        KFAC(net(), 0.1, damping_scaling="scale-free", options=KFACOptions(invariant=("0", "1")))
+
+
+def test_the_default_damping_does_not_scale():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    opt = KFAC(model, 0.1, damping=0.5)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    assert {float(value) for value in opt.dampings().values()} == {0.5}
+
+
+def test_a_fused_step_under_a_grad_scaler_keeps_its_velocity():
+    """What a GradScaler tells fused steps is set by hand; five of them are five of plain SGD."""
+    ours, plain = (nn.Linear(3, 2).double() for _ in range(2))
+    plain.load_state_dict(ours.state_dict())
+    made = sgd(parameter_groups(ours, weight_decay=0.0), lr=0.1, momentum=0.9)
+    for group in made.param_groups:
+        group["fused"] = True
+    made.found_inf, made.grad_scale = torch.zeros(()), None
+    stock = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for seed in range(5):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)).double()
+        for model, optimizer in ((ours, made), (plain, stock)):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+def test_observing_twice_is_an_error_where_the_loop_hands_logits_over():
+    model, (x, _) = net(), data()
+    opt = KFAC(model, 0.1, logits="observed")
+    logits = model(x)
+    opt.observe(logits)
+    with pytest.raises(DecaylabError, match="found nothing to observe"):
+        opt.observe(logits)
+    seen = KFAC(net(), 0.1)
+    seen.observe(seen.model(x))  # the model's own output, observed already: nothing to do
