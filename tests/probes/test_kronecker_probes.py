@@ -1,0 +1,89 @@
+"""What is read off Kronecker factors: groups with diagonal sides, normalised traces, eigenvalues."""
+
+import pytest
+import torch
+from torch import nn
+
+from decaylab import probes
+from decaylab.optim.kfac import KFAC
+from decaylab.probes.kronecker import eigenvalues
+
+CLOSE = {"rel": 1e-9}
+
+
+def square(side: torch.Tensor) -> torch.Tensor:
+    return side.diag() if side.dim() == 1 else side
+
+
+@pytest.mark.parametrize("limit", [1, 4, 100])
+def test_groups_whose_sides_are_diagonal_or_not(limit):
+    """Every group's block written out; a limit of 1 makes both sides diagonal, 4 the input's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(4, 6, 2, groups=2), nn.Flatten(), nn.Linear(12, 2)).double()
+    x, y = torch.randn(5, 4, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1])
+    kfac = KFAC(model, 0.0, max_factor_dim=limit, outputs="exact")
+    nn.functional.cross_entropy(model(x), y).backward()
+    kfac.step()
+    factors, conv = kfac.factors(), model[0]
+    of = factors["0"]
+    assert (of.A.dim(), of.S.dim()) == {1: (2, 2), 4: (2, 3), 100: (3, 3)}[limit]
+    norm, trace, own_trace, values = 0.0, 0.0, 0.0, []
+    for group in range(2):
+        here = slice(3 * group, 3 * group + 3)
+        weight = conv.weight[here].detach().flatten(1)
+        joined = torch.cat([weight, conv.bias[here].detach()[:, None]], 1).flatten()
+        A, S = square(of.A[group]), square(of.S[group])
+        block, own = of.T * torch.kron(S, A), of.T * torch.kron(S, A[:-1, :-1])
+        norm += float(joined @ block @ joined)
+        trace += float(block.trace())
+        own_trace += float(own.trace())
+        values.append(torch.linalg.eigvalsh(own))
+    spectrum = torch.cat(values).sort().values
+    assert probes.kfac_norm(model, factors).layers["0"] == pytest.approx(norm, **CLOSE)
+    traces = probes.kfac_traces(model, factors)
+    assert traces.layers["0"] == pytest.approx(trace, **CLOSE)
+    weights = float(conv.weight.detach().square().sum())
+    assert traces.normalised["0"] == pytest.approx(weights * own_trace, **CLOSE)
+    got = probes.spectrum(conv, of).sort().values
+    torch.testing.assert_close(got, spectrum, rtol=1e-9, atol=1e-12)
+    share = probes.effective_damping(model, factors, 0.1).layers["0"]
+    assert share == pytest.approx(float((spectrum / (spectrum + 0.1)).mean()), **CLOSE)
+
+
+def regression() -> tuple[nn.Sequential, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    return model, torch.randn(6, 3, dtype=torch.float64)
+
+
+def test_normalised_traces_of_a_net_with_one_output():
+    model, x = regression()
+    factors = probes.measured_factors(model, [x])
+    got = probes.kfac_traces(model, factors)
+    for layer, of in factors.items():
+        weight = float(model.get_submodule(layer).weight.detach().square().sum())
+        own = float(of.T * of.A[:-1, :-1].trace() * of.S.trace())
+        assert got.layers[layer] == pytest.approx(float(of.T * of.A.trace() * of.S.trace()))
+        assert got.normalised[layer] == pytest.approx(weight * own, **CLOSE)
+    assert got.total == pytest.approx(sum(got.layers.values()), **CLOSE)
+
+
+def test_a_layer_whose_weight_is_frozen_has_a_trace_but_no_directions():
+    model, x = regression()
+    model[0].weight.requires_grad_(False)
+    factors = probes.measured_factors(model, [x])
+    got = probes.kfac_traces(model, factors)
+    assert got.layers.keys() == {"0", "2"}
+    assert got.normalised.keys() == {"2"}
+    damped = probes.effective_damping(model, factors, 1)  # a whole number is a damping too
+    assert damped.layers.keys() == {"2"}
+    assert damped.details["2"].damping == 1.0
+    assert damped.total == pytest.approx(damped.layers["2"], **CLOSE)
+
+
+def test_eigenvalues_of_a_factor_are_not_negative():
+    """What rounding has put below zero is zero."""
+    side = torch.diag(torch.tensor([2.0, -1e-17, 0.5], dtype=torch.float64))
+    assert eigenvalues(side, grouped=False).tolist() == pytest.approx([0.0, 0.5, 2.0], abs=0)
+    stacked = eigenvalues(torch.stack([side, 2 * side]), grouped=True)
+    assert stacked.tolist() == [[0.0, 0.5, 2.0], [0.0, 1.0, 4.0]]
