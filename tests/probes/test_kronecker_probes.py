@@ -1,4 +1,4 @@
-"""What is read off Kronecker factors: groups with diagonal sides, normalised traces, eigenvalues."""
+"""What is read off Kronecker factors: grouped and diagonal sides, normalised traces, spectra."""
 
 import pytest
 import torch

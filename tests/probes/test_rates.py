@@ -80,6 +80,7 @@ def test_a_weight_that_was_zero_has_no_direction_to_turn_from():
         model[1].weight.copy_(torch.stack([-old[:, 1], old[:, 0]], 1))  # each row by 90 degrees
     with pytest.warns(NonFiniteWarning, match="layer '0'"):
         angles = probes.rotations(model, before).layers
+    with pytest.warns(NonFiniteWarning, match="layer '0'"):
         moved = probes.update_norms(model, before).layers
     assert math.isnan(angles["0"])
     assert angles["1"] == pytest.approx(math.pi / 2, rel=1e-12)
