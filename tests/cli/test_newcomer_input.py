@@ -59,6 +59,18 @@ def test_a_run_may_be_given_by_its_path(runs, tmp_path, monkeypatch):
     assert run("runs", "show", ".").stdout.startswith(f"{folder.id}: finished")
 
 
+def test_more_images_than_there_are_are_not_claimed(runs):
+    name = of(runs, "finished").id
+    probed = run("probe", name, "--runs", runs, "--device", "cpu", "--examples", 400)
+    assert probed.stdout.startswith(f"{name}: 400 + 360 images of digits"), probed.output
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path):
+    listed = run("runs", "list", "--runs", tmp_path / "rnus")
+    assert "there is no such folder" in listed.stdout
+    assert "no such folder" not in run("runs", "list", "--runs", tmp_path).stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

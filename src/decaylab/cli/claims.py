@@ -8,10 +8,11 @@ import typer
 
 from decaylab.cli import options
 from decaylab.cli.output import print_json
-from decaylab.errors import DecaylabError
-from decaylab.paper import TIERS, Readings, tier_of
-from decaylab.paper.claims import Claim, judge
+from decaylab.paper import Readings, tier_of
+from decaylab.paper.claims import Claim
 from decaylab.records import RunStore
+from decaylab.report.provenance import seeds_of, survey, tiers_of
+from decaylab.report.sections import judged
 
 TierOption = Annotated[
     str | None, typer.Option("--tier", help="smoke, quick, short or full; else those with runs.")
@@ -31,33 +32,18 @@ def claims_command(
         tier_of(tier)
     store = RunStore(runs)
     readings = Readings(store)
-    tiers = [tier] if tier is not None else _tiers_with_runs(store)
-    judged = [
-        claim
-        for name in tiers
-        for claim in judge(readings, name, searched_folder=runs / "searched")
-    ]
-    for note in readings.left_out:
+    found, left_out = survey(store)
+    tiers = [tier] if tier is not None else tiers_of(found)
+    claims = [claim for name in tiers for claim in judged(readings, name, seeds_of(found))]
+    for note in dict.fromkeys([*left_out, *readings.left_out]):
         print(f"left out: {note}", file=sys.stderr)
     if json_output:
-        print_json([asdict(claim) for claim in judged])
+        print_json([asdict(claim) for claim in claims])
         return
-    if not judged:
+    if not claims:
         print(f"no runs of any tier in {runs}: make some with `decaylab reproduce table1`")
-    for claim in judged:
+    for claim in claims:
         print(_told(claim))
-
-
-def _tiers_with_runs(store: RunStore) -> list[str]:
-    there = set()
-    for folder in store.runs():
-        try:
-            manifest = folder.manifest()
-        except DecaylabError:
-            continue  # the readings say so
-        if manifest is not None:
-            there.add(manifest.tier)
-    return [name for name in TIERS if name in there]
 
 
 def _told(claim: Claim) -> str:

@@ -18,8 +18,9 @@ from rich.table import Table
 from decaylab import probes
 from decaylab.cli import options
 from decaylab.cli.output import console, print_json
+from decaylab.cli.probe import first_images
 from decaylab.cli.report import Out
-from decaylab.data import DataSet, evaluation_batches, load
+from decaylab.data import load
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 from decaylab.paper import Readings
@@ -101,7 +102,8 @@ def observe(run: TrainingRun) -> dict[str, float]:
     if complete % EVERY and complete != run.spec.epochs:
         return values
     if not run.spec.batch_norm:
-        values |= probes.jacobian_norm(run.model, _images(run.data)).rows()
+        images, _ = first_images(run.data.test, run.data, IMAGES)
+        values |= probes.jacobian_norm(run.model, images).rows()
     elif isinstance(run.optimizer, KFAC):
         kfac = run.optimizer
         values |= probes.effective_damping(run.model, kfac.factors(), kfac.dampings()).rows()
@@ -184,11 +186,6 @@ def _followed(specs: list[RunSpec]) -> Iterator[RunSpec]:
         if number % 12 == 0 or number == len(specs):
             seconds = time.perf_counter() - started
             print(f"{number}/{len(specs)} networks, {seconds:.0f} s", file=sys.stderr, flush=True)
-
-
-def _images(data: DataSet) -> torch.Tensor:
-    batches = evaluation_batches(data.test, batch_size=IMAGES, mean=data.mean, std=data.std)
-    return next(iter(batches))[0]
 
 
 def _show(demo: Demo, seeds: int) -> None:

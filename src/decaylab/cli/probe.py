@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import torch
@@ -51,7 +51,7 @@ def probe_command(
     optimizer.load_state_dict(checkpoint.load(folder.checkpoint, where, "optimizer")["optimizer"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", probes.NonFiniteWarning)
-        readings = [measure() for measure in _measures(model, optimizer, data, examples)]
+        readings = list(_measured(model, optimizer, data, examples))
     for warning in caught:
         print(f"warning: {warning.message}", file=sys.stderr)
     if record:
@@ -59,30 +59,31 @@ def probe_command(
     if json_output:
         print_json([entry for reading in readings for entry in _entries(reading)])
         return
-    print(f"{folder.id}: {examples} images of {data.name}, BN in eval mode\n")
+    used = dict.fromkeys(min(examples, len(split)) for split in (data.train, data.test))
+    counted = " + ".join(map(str, used))  # of the training and the test split, where they differ
+    print(f"{folder.id}: {counted} images of {data.name}, BN in eval mode\n")
     out = console(200, markup=False)
     out.print(_totals(readings))
     out.print()
     out.print(_by_layer(readings))
 
 
-def _measures(
+def _measured(
     model: nn.Module, optimizer: torch.optim.Optimizer, data: DataSet, examples: int
-) -> Iterator[Callable[[], Reading]]:
-    train, test = (_images(split, data, examples) for split in (data.train, data.test))
+) -> Iterator[Reading]:
+    train, test = (first_images(split, data, examples) for split in (data.train, data.test))
     inputs = train[0]
-    yield lambda: probes.generalization_gap(model, [train], [test])
-    yield lambda: probes.jacobian_norm(model, test[0])
-    yield lambda: probes.gauss_newton_norm(model, inputs)
-    yield lambda: probes.kfac_gauss_newton_norm(model, [inputs])
-    yield lambda: probes.fisher_rao_norm(model, inputs)
-    yield lambda: probes.curvature_traces(model, inputs, curvature="fisher", samples=16)
-    yield lambda: probes.curvature_traces(model, inputs, curvature="gauss-newton", samples=16)
-    yield lambda: probes.weight_norms(model)
-    yield lambda: probes.effective_learning_rate(model, optimizer, inputs)
+    yield probes.generalization_gap(model, [train], [test])
+    yield probes.jacobian_norm(model, test[0])
+    yield probes.gauss_newton_norm(model, inputs)
+    yield probes.kfac_gauss_newton_norm(model, [inputs])
+    yield probes.fisher_rao_norm(model, inputs)
+    yield probes.curvature_traces(model, inputs, curvature="fisher", samples=16)
+    yield probes.curvature_traces(model, inputs, curvature="gauss-newton", samples=16)
+    yield probes.weight_norms(model)
+    yield probes.effective_learning_rate(model, optimizer, inputs)
     if isinstance(optimizer, KFAC):
-        kfac = optimizer
-        yield lambda: probes.effective_damping(model, kfac.factors(), kfac.dampings())
+        yield probes.effective_damping(model, optimizer.factors(), optimizer.dampings())
 
 
 def _append(folder: RunFolder, spec: RunSpec, readings: list[Reading]) -> None:
@@ -105,15 +106,9 @@ def _append(folder: RunFolder, spec: RunSpec, readings: list[Reading]) -> None:
         )
 
 
-def _images(split: Split, data: DataSet, count: int) -> tuple[Tensor, Tensor]:
+def first_images(split: Split, data: DataSet, count: int) -> tuple[Tensor, Tensor]:
     """The first `count` images of a split, normalised, with their labels."""
-    size = min(count, len(split.labels))
-    batches: Iterable[Any] = evaluation_batches(
-        split, batch_size=size, mean=data.mean, std=data.std
-    )
-    for images, labels in batches:
-        return images, labels
-    raise DecaylabError(f"{data.name} has no images")
+    return next(evaluation_batches(split, batch_size=count, mean=data.mean, std=data.std))
 
 
 def _entries(reading: Reading) -> Iterator[dict[str, Any]]:

@@ -242,11 +242,14 @@ def _summarise(reproduction: Reproduction, chosen: list[Cell], json_output: bool
     filled = sum(bool(cell.runs) and all(map(readings.of, cell.runs)) for cell in chosen)
     missing = _missing(chosen)
     if json_output:
-        result = vars(outcome) | {
-            **{"cells": len(chosen), "cells_filled": filled, "lacking_probes": lacking},
-            **{"missing": missing, "left_out": readings.left_out},
+        facts = {
+            "cells": len(chosen),
+            "cells_filled": filled,
+            "lacking_probes": lacking,
+            "missing": missing,
+            "left_out": readings.left_out,
         }
-        print_json(result)
+        print_json(vars(outcome) | facts)
         return
     print(
         f"{filled} of {len(chosen)} cells filled: {len(outcome.finished)} runs made,"

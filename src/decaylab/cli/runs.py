@@ -59,7 +59,7 @@ def list_runs(runs: options.Runs = options.RUNS, json_output: options.Json = Fal
     for entry in unreadable:
         print(f"left out: {entry['message']}", file=sys.stderr)
     if not found:
-        print(f"no runs in {runs}")
+        print(f"no runs in {runs}" + ("" if runs.exists() else ": there is no such folder"))
         return
     console(200, markup=False).print(_table(found))
 

@@ -100,20 +100,26 @@ def search_command(
     given = {"lr": lr, "weight_decay": weight_decay, "damping": damping}
     space = {name: _numbers(name, text) for name, text in given.items() if text is not None}
     limits: dict[str, Any] = {"method": method, "trials": trials}
-    plan = _of_cell(cell, scheme, tier, space, limits) if cell else _of_file(config, space, limits)
+    if config is None:
+        plan = _of_cell(cell or [], scheme, tier, space, limits)
+    else:
+        plan = _of_file(config, space, limits)
     if plan.method == "lines" and not runs_only:
         raise DecaylabError("--method lines needs --runs-only: Optuna makes grids and TPE")
     if max_minutes is not None and not runs_only:
         raise DecaylabError("--max-minutes needs --runs-only: Optuna's trials are not timed")
-    where = options.chosen_device(device)
     if plan.base.data == "digits":
         torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
-        where = options.chosen_device("cpu" if device == "auto" else device)
+        device = "cpu" if device == "auto" else device
+    where = options.chosen_device(device)
     folder = runs / "searched"
     if runs_only:
-        seconds = None if max_minutes is None else 60 * max_minutes
         how = How(
-            *(where, plan.tier, data_dir, seconds, whole_runs),
+            device=where,
+            tier=plan.tier,
+            data_dir=data_dir,
+            seconds=None if max_minutes is None else 60 * max_minutes,
+            whole_runs=whole_runs,
             at_once=at_once,
             processes=processes,
             compiled=compiled,
@@ -218,8 +224,7 @@ def _of_cell(
     )
 
 
-def _of_file(config: Path | None, space: dict[str, Any], limits: dict[str, Any]) -> SearchPlan:
-    assert config is not None
+def _of_file(config: Path, space: dict[str, Any], limits: dict[str, Any]) -> SearchPlan:
     spec = RunSpec.from_file(config)
     found = default_space(spec, "own") | space
     return SearchPlan(name=f"search-{spec.id}", base=spec, space=found, **limits)

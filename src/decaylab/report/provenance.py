@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decaylab.errors import DecaylabError
+from decaylab.paper import TIERS
 from decaylab.paper.estimate import device_seconds
 from decaylab.records import Manifest, RunFolder, RunStore
 from decaylab.report.page import Block, Cell, Grid, Section, Tone
@@ -47,6 +48,12 @@ def survey(store: RunStore) -> tuple[list[Found], list[str]]:
 def seeds_of(found: Sequence[Found]) -> int:
     """How many seeds a cell may have among some runs: 0 to the largest, up to `MOST_SEEDS`."""
     return min(MOST_SEEDS, 1 + max((run.manifest.seed for run in found), default=0))
+
+
+def tiers_of(found: Sequence[Found]) -> list[str]:
+    """The paper's tiers that there are runs of, the smallest first."""
+    labels = {run.manifest.tier for run in found}
+    return [tier for tier in TIERS if tier in labels]
 
 
 def _read(folder: RunFolder) -> tuple[Found | None, list[str]]:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import decaylab
-from decaylab.paper import TIERS, Readings
+from decaylab.paper import Readings
 from decaylab.records import RunStore
 from decaylab.records.files import disk_errors, replace_file, replace_text
 from decaylab.report.diagnoses import Case, diagnosed, diagnoses_section
@@ -15,7 +15,7 @@ from decaylab.report.drawing import check_extra, side_by_side
 from decaylab.report.figures import panels_csv
 from decaylab.report.mechanisms import demo_runs, demo_section
 from decaylab.report.page import Report, Section, to_html, to_markdown
-from decaylab.report.provenance import Found, provenance, seeds_of, survey
+from decaylab.report.provenance import Found, provenance, seeds_of, survey, tiers_of
 from decaylab.report.sections import (
     Filled,
     all_artefacts,
@@ -75,9 +75,8 @@ def write_report(runs: Path, out: Path, checks: Sequence[Check] | None = None) -
 
 def _filled(found: Sequence[Found], readings: Readings) -> list[Filled]:
     """Every artefact at each tier there are runs of; at none, at the paper's own."""
-    labels = {run.manifest.tier for run in found}
     seeds = seeds_of(found)
-    tiers = [tier for tier in TIERS if tier in labels] or ["full"]
+    tiers = tiers_of(found) or ["full"]
     return [fill(one, tier, readings, seeds) for tier in tiers for one in all_artefacts()]
 
 
