@@ -212,6 +212,15 @@ def test_an_artefact_of_ones_own_with_a_slip_in_it_is_refused(tmp_path, given, i
     artefacts().pop("of-ones-own", None)
 
 
+def test_the_search_that_a_large_batch_needs_is_said_to_be_of_that_batch(tmp_path):
+    path = tmp_path / "of-ones-own.toml"
+    text = OWN.replace('"sgd"', '"adam"').replace('["none", "wd"]', '"l2"\nbatch_size = 640')
+    path.write_text(text)
+    (cell,) = cells(register_artefact(path).name, "short")
+    artefacts().pop("of-ones-own")
+    assert "optimizer=adam batch_size=640 --tier short" in cell.missing
+
+
 def test_batches_are_whole_numbers():
     key = {"dataset": "cifar10", "network": "vgg16", "batch_norm": 0, "augment": 0}
     for size in ("abc", 0):

@@ -252,7 +252,7 @@ def _runs(key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None) -
     if scheme == "l2" and optimizer != "sgd":  # for SGD, L2 is its weight decay
         found = searched(where, "l2", tier.name, folder)
         if found is None:
-            cell = " ".join(f"{name}={where[name]}" for name in ROW)
+            cell = " ".join(f"{n}={where[n]}" for n in (*ROW, "batch_size") if n in where)
             return {"missing": f"needs search: decaylab search {cell} --tier {tier.name}"}
     elif key.get("batch_size", 128) != 128:
         found = searched(where, scheme, tier.name, folder)
