@@ -118,3 +118,11 @@ def test_what_the_report_leaves_out_is_named(runs, tmp_path):
     spec.write_text(spec.read_text() + "of_a_later_version = 3\n")
     result = run("report", "--runs", copy)
     assert f"left out: {spec}: unknown key 'of_a_later_version'" in result.stderr
+
+
+def test_a_page_that_cannot_be_written_is_not_blamed_on_the_runs(runs, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    page = tmp_path / "file" / "page.html"
+    result = run("diagnose", of(runs, "finished").path, "--report", page)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "--runs" not in result.stderr

@@ -16,7 +16,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "free some space" if full else "choose a folder that can be written with --runs"
+        remedy = "free some space" if full else "choose a folder that can be written"
         raise DecaylabError(
             f"cannot write {path} ({error.strerror or error}): {remedy} and run the same command"
             " again; what was there is unharmed"

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 NAMES = {
     **{"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "mnist": "MNIST", "mlp": "MLP"},
     **{"vgg11": "VGG11", "vgg13": "VGG13", "vgg16": "VGG16", "vgg19": "VGG19"},
-    **{"resnet20": "ResNet20", "resnet32": "ResNet32", "sgd": "SGD", "adam": "Adam"},
+    **{"resnet20": "ResNet20", "resnet32": "ResNet32", "resnet44": "ResNet44"},
+    **{"resnet56": "ResNet56", "sgd": "SGD", "adam": "Adam"},
     **{"kfac-f": "K-FAC-F", "kfac-g": "K-FAC-G", "l2": "L2", "wd": "weight decay"},
     **{"decoupled": "weight decay", "batch_size": "batch"},
 }
