@@ -91,6 +91,7 @@ def test_trackers(here):
     database = f"sqlite:///{here}/mlflow.db"
     names = {"model": model, "optimizer": optimizer, "train": train}
     exec(snippet("trackers"), names | {"folder": str(here / "board"), "database": database})
+    sys.modules["wandb"].teardown()  # its process has written all
     assert list(here.glob("board/events.*"))
     assert list(here.glob("wandb/offline-run-*/*.wandb"))
     assert (here / "mlflow.db").exists()

@@ -112,8 +112,10 @@ def log_records(data):
 
 def offline_rows(folder):
     """What `wandb sync` would upload: a dict per call of `log`, and the metrics' step metrics."""
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.teardown()  # a finished run may not be on disk before W&B's process has ended
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     logged, axes = [], {}
     for data in log_records(path.read_bytes()):
