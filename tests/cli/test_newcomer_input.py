@@ -77,6 +77,7 @@ def test_a_folder_that_is_not_there_is_said(tmp_path):
         (["search", *CELL, "batch_size=big"], "batch_size must be a whole number, not 'big'"),
         (["search", *CELL, "--runs-only", "--max-minutes", "-3"], "--max-minutes must be positive"),
         (["search", *CELL, "--max-minutes", "3"], "--max-minutes needs --runs-only"),
+        (["search", *CELL, "--runs-only", "--method", "tpe"], "leave --runs-only out"),
         (["reproduce", "table1", "--checkpoint-every", "-1"], "must not be negative"),
         (["train", *TINY, "--checkpoint-every", "nan"], "must not be negative"),
     ],

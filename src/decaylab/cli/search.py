@@ -106,6 +106,8 @@ def search_command(
         plan = _of_file(config, space, limits)
     if plan.method == "lines" and not runs_only:
         raise DecaylabError("--method lines needs --runs-only: Optuna makes grids and TPE")
+    if plan.method == "tpe" and runs_only:
+        raise DecaylabError("--method tpe is Optuna's: leave --runs-only out, or take lines")
     if max_minutes is not None and not runs_only:
         raise DecaylabError("--max-minutes needs --runs-only: Optuna's trials are not timed")
     if plan.base.data == "digits":
