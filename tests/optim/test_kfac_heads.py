@@ -1,0 +1,46 @@
+"""Heads with different numbers of rows: each loss is averaged over its own rows, and they add."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decaylab.optim.kfac import KFAC
+
+
+class ExampleAndTokenHeads(nn.Module):
+    """A body over tokens [examples, tokens, 3]; one row of logits per example, one per token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.example, self.token = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.body(x).tanh()
+        return self.example(h.mean(1)), self.token(h)
+
+
+@pytest.mark.parametrize("curvature", ["gauss-newton", "fisher"])
+def test_the_curvature_of_the_body_is_the_sum_over_heads(curvature):
+    torch.manual_seed(0)
+    model, x = ExampleAndTokenHeads().double(), torch.randn(4, 6, 3, dtype=torch.float64)
+
+    def factors(*heads: int):
+        net = copy.deepcopy(model)
+        opt = KFAC(net, 0.0, curvature=curvature, outputs="exact", logits="observed")
+        outputs = net(x)
+        opt.observe([outputs[i] for i in heads])
+        sum(outputs[i].square().mean() for i in heads).backward()
+        opt.step()
+        return opt.factors()
+
+    def block(found) -> Tensor:
+        return found.T * torch.kron(found.S, found.A)
+
+    example, token = block(factors(0)["body"]), block(factors(1)["body"])
+    for order in ((0, 1), (1, 0)):
+        both = factors(*order)
+        torch.testing.assert_close(block(both["body"]), example + token, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(block(both["example"]), block(factors(0)["example"]))
+        torch.testing.assert_close(block(both["token"]), block(factors(1)["token"]))
