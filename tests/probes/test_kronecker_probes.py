@@ -15,21 +15,27 @@ def square(side: torch.Tensor) -> torch.Tensor:
     return side.diag() if side.dim() == 1 else side
 
 
-@pytest.mark.parametrize("limit", [1, 4, 100])
-def test_groups_whose_sides_are_diagonal_or_not(limit):
-    """Every group's block written out; a limit of 1 makes both sides diagonal, 4 the input's."""
+@pytest.mark.parametrize("limit", [1, 2, 100])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_groups_whose_sides_are_diagonal_or_not(groups, limit):
+    """Every group's block written out; a limit of 1 makes both sides diagonal, 2 the input's.
+
+    With four groups the convolution is depthwise: more groups than inputs of one.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv1d(4, 6, 2, groups=2), nn.Flatten(), nn.Linear(12, 2)).double()
+    out = 2 * groups
+    conv = nn.Conv1d(4, out, 2, groups=groups)
+    model = nn.Sequential(conv, nn.Flatten(), nn.Linear(2 * out, 2)).double()
     x, y = torch.randn(5, 4, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1])
     kfac = KFAC(model, 0.0, max_factor_dim=limit, outputs="exact")
     nn.functional.cross_entropy(model(x), y).backward()
     kfac.step()
-    factors, conv = kfac.factors(), model[0]
+    factors = kfac.factors()
     of = factors["0"]
-    assert (of.A.dim(), of.S.dim()) == {1: (2, 2), 4: (2, 3), 100: (3, 3)}[limit]
+    assert (of.A.dim(), of.S.dim()) == {1: (2, 2), 2: (2, 3), 100: (3, 3)}[limit]
     norm, trace, own_trace, values = 0.0, 0.0, 0.0, []
-    for group in range(2):
-        here = slice(3 * group, 3 * group + 3)
+    for group in range(groups):
+        here = slice(2 * group, 2 * group + 2)
         weight = conv.weight[here].detach().flatten(1)
         joined = torch.cat([weight, conv.bias[here].detach()[:, None]], 1).flatten()
         A, S = square(of.A[group]), square(of.S[group])

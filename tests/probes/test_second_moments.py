@@ -43,6 +43,16 @@ def test_all_weights_of_a_module_are_summed():
     assert dict(reading.layers) == pytest.approx({"0": want}, rel=1e-12)
 
 
+def test_a_module_of_which_one_weight_has_no_moment_is_left_out():
+    model = nn.Sequential(nn.LSTM(3, 2), nn.Linear(2, 1)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.9, 0.5))
+    for weight in (model[0].weight_ih_l0, model[1].weight):
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    (reading,) = second_moments(model, optimizer)
+    assert dict(reading.layers) == pytest.approx({"1": 0.5 * 2}, rel=1e-12)
+
+
 def test_sgd_has_none():
     model = nn.Linear(2, 2)
     optimizer = sgd(parameter_groups(model, weight_decay=0.0), lr=0.1)
