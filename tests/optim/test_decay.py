@@ -1,5 +1,6 @@
 """Scopes, conversions against simulated steps, exposure against a loop, the table."""
 
+import inspect
 import math
 
 import pytest
@@ -313,3 +314,26 @@ def test_the_table_reads_optimizers_of_any_make():
     )
     with pytest.raises(DecaylabError, match="sgd, adam"):
         decay_table(model, groups, optimizer="lion", lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type) and "weight_decay" in inspect.signature(kind).parameters
+    ],
+)
+def test_what_torch_decouples_is_known(kind):
+    """Measured: two decoupled steps without a gradient multiply W by (1 - lr wd)^2."""
+    lr, strength = 0.1, 0.3
+    weight = nn.Parameter(torch.tensor([[1.0, -2.0], [3.0, 0.5]], dtype=torch.float64))
+    momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizer = kind([weight], lr=lr, weight_decay=strength, **momentum)
+    shrunk = weight.detach() * (1 - lr * strength) ** 2
+    for _ in range(2):
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    decoupled = torch.allclose(weight.detach(), shrunk, rtol=1e-12, atol=0)
+    expected = ("decoupled" if decoupled else "l2", strength)
+    assert decay_of(optimizer.param_groups[0], optimizer) == expected

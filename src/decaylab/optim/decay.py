@@ -268,8 +268,17 @@ OUTSIDE = "outside_weight_decay"
 """Key of a group whose decay a hook applies; torch's own `weight_decay` is then 0."""
 
 
-def decay_of(group: dict[str, Any]) -> tuple[str, float]:
+# torch's optimizers that decouple and have no option that says so
+ALWAYS_DECOUPLED = (torch.optim.Adafactor, torch.optim.Muon)
+
+
+def decay_of(
+    group: dict[str, Any], optimizer: torch.optim.Optimizer | None = None
+) -> tuple[str, float]:
     """Kind and weight decay of a param group, ours or one of a plain torch optimizer.
+
+    A group says its kind itself, as "decay" or "decoupled_weight_decay"; else it is what torch's
+    `optimizer` does, and L2 where that is not known.
 
     >>> decay_of({"weight_decay": 0.1, "decoupled_weight_decay": True})
     ('decoupled', 0.1)
@@ -277,7 +286,8 @@ def decay_of(group: dict[str, Any]) -> tuple[str, float]:
     weight_decay = group.get(OUTSIDE, 0.0) or group.get("weight_decay", 0.0)
     if not weight_decay:
         return "none", 0.0
-    plain = "decoupled" if group.get("decoupled_weight_decay") else "l2"
+    always = isinstance(optimizer, ALWAYS_DECOUPLED)
+    plain = "decoupled" if group.get("decoupled_weight_decay", always) else "l2"
     return group.get("decay", plain), weight_decay
 
 

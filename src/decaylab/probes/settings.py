@@ -42,7 +42,7 @@ def settings(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str, floa
 def _of_group(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], layer: str
 ) -> dict[str, float]:
-    decay, weight_decay = decay_of(dict(group))
+    decay, weight_decay = decay_of(dict(group), optimizer)
     values = {
         "lr": float(group["lr"]),
         "decay": float(DECAYS.index(decay)),

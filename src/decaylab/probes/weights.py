@@ -25,7 +25,7 @@ POWERS: dict[Law, int] = {"sgd": 2, "adam": 1, "kfac": 0}
 # Optimizers whose step does not change when the gradient is multiplied by a number.
 GRADIENT_SCALE_FREE = tuple(
     getattr(torch.optim, name)
-    for name in ("Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
+    for name in ("Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Muon")
 )
 
 
@@ -229,7 +229,7 @@ def exposure_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     momentum), times 1 - dampening. For L2 under Adam or K-FAC it is the rate before the
     preconditioner.
     """
-    decay, strength = decay_of(dict(group))
+    decay, strength = decay_of(dict(group), optimizer)
     if decay == "none":
         return 0.0
     if group.get("method") == "kfac":
