@@ -153,3 +153,61 @@ def test_observing_twice_is_an_error_where_the_loop_hands_logits_over():
         opt.observe(logits)
     seen = KFAC(net(), 0.1)
     seen.observe(seen.model(x))  # the model's own output, observed already: nothing to do
+
+
+def test_counters_go_with_the_state():
+    """Failed inversions and skipped steps, into an optimizer that has seen neither."""
+    model, (x, y) = net(), data()
+    opt = KFAC(model, 0.0, refresh_every=1000, invert_every=1)
+    cross_entropy(model(x), y).backward()
+    opt.step()
+    state = opt.state_dict()
+    state["kfac"]["layers"]["0"]["A"][..., 0, 0] -= 1e3
+    opt.load_state_dict(state)
+    opt.step()
+    model[0].weight.grad[0, 0] = math.nan
+    opt.step()
+    health = opt.check()
+    assert (health.skipped, health.skipped_in_a_row, health.failed_inversions) == (1, 1, {"0": 2})
+    other = KFAC(net(), 0.0, refresh_every=1000, invert_every=1)
+    other.load_state_dict(opt.state_dict())
+    assert other.check() == health
+
+
+def test_a_loaded_state_replaces_an_inversion_that_was_begun():
+    options = {"refresh_every": 1, "invert_every": 4, "options": KFACOptions(inversion_lag=2)}
+
+    def trained(steps: int) -> KFAC:
+        model, (x, y) = net(), data()
+        opt = KFAC(model, 0.1, **options)
+        for _ in range(steps):
+            opt.zero_grad()
+            cross_entropy(model(x), y).backward()
+            opt.step()
+        return opt
+
+    begun, plain = trained(5).state_dict()["kfac"], trained(3).state_dict()
+    assert begun["begun"] is not None
+    assert plain["kfac"]["begun"] is None
+    opt = trained(5)
+    opt.load_state_dict(plain)
+    found = opt.state_dict()["kfac"]["layers"]
+    for name, layer in plain["kfac"]["layers"].items():
+        assert found[name].keys() == layer.keys()
+        assert "A_pending" in begun["layers"][name]
+
+
+@pytest.mark.parametrize("others", ["sgd", "adam"])
+def test_a_grad_scaler_scales_the_others_back(others):
+    """As a GradScaler does it: gradients times 8, and the optimizer is told so."""
+    moved = []
+    for scale in (1.0, 8.0):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+        x, y = data()
+        opt = KFAC(model, 0.1, others=others, options=KFACOptions(seed=0, others_eps=1.0))
+        (scale * cross_entropy(model(x.float()), y)).backward()
+        opt.grad_scale, opt.found_inf = torch.tensor(scale), torch.tensor(0.0)
+        opt.step()
+        moved.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(moved[1], moved[0], rtol=1e-5, atol=1e-7)

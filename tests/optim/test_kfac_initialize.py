@@ -89,3 +89,11 @@ def test_it_leaves_a_running_refresh_of_the_training_alone():
         optimizer.step()
     for p, q in zip(net.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+def test_a_second_time_begins_anew():
+    net, batches = model(), in_batches()
+    opt = KFAC(net, 0.1, outputs="exact")
+    opt.initialize([x for x, _ in batches[:1]])
+    opt.initialize([list(batch) for batch in batches])  # batches as lists, as a loader gives them
+    assert_same(opt.factors(), of_one_step(outputs="exact"))

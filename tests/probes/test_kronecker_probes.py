@@ -93,3 +93,27 @@ def test_eigenvalues_of_a_factor_are_not_negative():
     assert eigenvalues(side, grouped=False).tolist() == pytest.approx([0.0, 0.5, 2.0], abs=0)
     stacked = eigenvalues(torch.stack([side, 2 * side]), grouped=True)
     assert stacked.tolist() == [[0.0, 0.5, 2.0], [0.0, 1.0, 4.0]]
+
+
+def test_the_norm_of_a_layer_whose_weight_is_frozen_is_that_of_its_bias():
+    model, x = regression()
+    model[0].weight.requires_grad_(False)
+    of = probes.measured_factors(model, [x])["0"]
+    bias = model[0].bias.detach()
+    assert of.A.shape == (1, 1)
+    want = float(of.T * of.A[0, 0] * (bias @ of.S @ bias))
+    got = probes.kfac_norm(model, {"0": of}).layers["0"]
+    assert got == pytest.approx(want, **CLOSE)
+
+
+def test_a_bare_tensor_is_one_batch():
+    model, x = regression()
+    got, want = (probes.kfac_gauss_newton_norm(model, batches) for batches in (x, [x]))
+    assert got.layers == want.layers
+    assert got.total == want.total
+
+
+def test_the_units_of_both_norms():
+    model, x = regression()
+    assert probes.gauss_newton_norm(model, x).unit == "logit^2"
+    assert probes.fisher_rao_norm(model, x, likelihood="gaussian").unit == "nat"

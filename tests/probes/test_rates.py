@@ -94,3 +94,9 @@ def test_the_gap_of_a_single_row_has_no_error():
     losses = nn.functional.cross_entropy(model(x), y, reduction="none").detach()
     assert got.total == pytest.approx(float(losses[4] - losses[:4].mean()), rel=1e-12)
     assert math.isnan(got.total_error)
+
+
+def test_a_method_of_another_library_does_not_decide_the_law():
+    model = normalised_net()
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "method": "theirs"}], lr=0.1)
+    assert probes.effective_learning_rate(model, optimizer).rule == "sgd"
