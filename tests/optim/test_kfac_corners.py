@@ -211,3 +211,45 @@ def test_a_grad_scaler_scales_the_others_back(others):
         opt.step()
         moved.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(moved[1], moved[0], rtol=1e-5, atol=1e-7)
+
+
+def test_a_state_saved_while_most_of_an_inversion_is_to_come():
+    """Three shapes, one inverted a step: saving does the rest, and who loads it goes on alike."""
+    x, y = data()
+
+    def made() -> KFAC:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Linear(5, 2)).double()
+        options = KFACOptions(inversion_lag=3, seed=0)
+        return KFAC(model, 0.1, refresh_every=1, invert_every=4, options=options)
+
+    def trained(opt: KFAC, steps: int) -> None:
+        for _ in range(steps):
+            opt.zero_grad()
+            cross_entropy(opt.model(x), y).backward()
+            opt.step()
+
+    first, second = made(), made()
+    trained(first, 5)  # an inversion was begun at the fifth
+    second.model.load_state_dict(first.model.state_dict())
+    second.load_state_dict(first.state_dict())
+    for opt in (first, second):
+        trained(opt, 4)
+    for p, q in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    whole = made()
+    trained(whole, 9)  # never saved
+    for p, q in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+def test_a_loaded_optimizer_has_seen_its_layers():
+    """A refresh without a forward pass is a warning then, as it would have been without saving."""
+    model, (x, y) = net(), data()
+    opt = KFAC(model, 0.0)
+    cross_entropy(model(x), y).backward()
+    opt.step()
+    other = KFAC(net(), 0.0, refresh_every=1)
+    other.load_state_dict(opt.state_dict())
+    with pytest.warns(UserWarning, match="no forward pass in train mode was observed"):
+        other.step()

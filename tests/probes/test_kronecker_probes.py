@@ -111,6 +111,7 @@ def test_a_bare_tensor_is_one_batch():
     got, want = (probes.kfac_gauss_newton_norm(model, batches) for batches in (x, [x]))
     assert got.layers == want.layers
     assert got.total == want.total
+    assert (got.errors, got.total_error) == ({}, None)  # exact: one draw, and no error
 
 
 def test_the_units_of_both_norms():
