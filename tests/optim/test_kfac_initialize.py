@@ -97,3 +97,19 @@ def test_a_second_time_begins_anew():
     opt.initialize([x for x, _ in batches[:1]])
     opt.initialize([list(batch) for batch in batches])  # batches as lists, as a loader gives them
     assert_same(opt.factors(), of_one_step(outputs="exact"))
+
+
+def test_afterwards_refreshes_come_at_their_interval_again():
+    """Every 10 steps, and an inversion every 100, as in the paper (recipe line 8)."""
+    net, (x, y) = model(), examples()
+    opt = KFAC(net, 0.0)
+    opt.initialize([x])
+    refreshes, inversions = [], []
+    for step in range(201):
+        refreshes += [step] * opt.refresh_due
+        inversions += [step] * opt.inverts_now
+        opt.zero_grad()
+        cross_entropy(net(x), y).backward()
+        opt.step()
+    assert refreshes == list(range(0, 201, 10))
+    assert inversions == [0, 100, 200]
