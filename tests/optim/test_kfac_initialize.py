@@ -100,7 +100,7 @@ def test_a_second_time_begins_anew():
 
 
 def test_afterwards_refreshes_come_at_their_interval_again():
-    """Every 10 steps, and an inversion every 100, as in the paper (recipe line 8)."""
+    """Every 10 steps, and an inversion every 100."""
     net, (x, y) = model(), examples()
     opt = KFAC(net, 0.0)
     opt.initialize([x])
