@@ -86,6 +86,48 @@ def test_tables_2_and_3_support_e8_and_e11(tmp_path):
     assert claims["E15"].verdict == "not enough runs"  # a loss of 1e-3 is neither zero nor not
 
 
+@pytest.mark.parametrize(
+    ("left", "verdict"), [(0.2, "supported"), (0.52, "not enough runs"), (0.9, "contradicted")]
+)
+def test_most_of_a_loss_is_more_than_half_of_it(tmp_path, left, verdict):
+    """E11: without decay five points are lost at batch 2000, with it a part `left` of them."""
+    records = Records(tmp_path)
+
+    def accuracy(cell, seed):
+        lost = 0.05 * (cell.key["batch_size"] == 2000)
+        return {"test/accuracy": 0.93 - lost * (left if cell.key["weight_decay"] else 1)}
+
+    records.fill("table3", accuracy)
+    claim = records.claims()["E11"]
+    assert claim.verdict == verdict, claim
+    assert claim.value == pytest.approx(1 - left)
+    assert f"{100 * (1 - left):.0f} % closed" in claim.effect
+
+
+def test_a_gain_at_large_batches_is_no_loss(tmp_path):
+    records = Records(tmp_path)
+    grows = lambda cell, seed: {"test/accuracy": 0.9 + cell.key["batch_size"] * 2e-5}  # noqa: E731
+    records.fill("table3", grows)
+    assert records.claims()["E11"].verdict == "contradicted"
+
+
+@pytest.mark.parametrize(
+    ("left", "verdict"), [(0.1, "supported"), (0.52, "not enough runs"), (0.9, "contradicted")]
+)
+def test_most_of_a_spread_is_more_than_half_of_it(tmp_path, left, verdict):
+    """E13: SGD is six points below the others without decay, a part `left` of that with it."""
+    records = Records(tmp_path)
+
+    def accuracy(cell, seed):
+        below = 0.06 * (cell.key["optimizer"] == "sgd")
+        return TRAINED | {"test/accuracy": 0.93 - below * (left if cell.key["weight_decay"] else 1)}
+
+    records.fill("table1", accuracy)
+    claim = records.claims()["E13"]
+    assert claim.verdict == verdict, claim
+    assert claim.value == pytest.approx(1 - left)
+
+
 def test_a_missing_run_is_enough_to_withhold_support(tmp_path):
     records = Records(tmp_path)
     last = cells("table1", "full")[-1]
@@ -277,6 +319,18 @@ def test_scopes_of_first_and_second_order(tmp_path):
     turned = first | {"wd-conv": 0.683, "wd-fc": 0.73}
     other.fill("fig2", lambda cell, seed: {"test/accuracy": turned[cell.key["scheme"]]})
     assert other.claims()["E4"].verdict == "contradicted"
+
+
+@pytest.mark.parametrize(("scheme", "accuracy"), [("wd-conv", 0.69), ("wd-fc", 0.73)])
+def test_a_scope_on_the_wrong_side_of_the_middle_contradicts_e4(tmp_path, scheme, accuracy):
+    """wd-conv that closes a sixth of the gap does not do what wd-all does, though wd-fc less."""
+    found = {"baseline": 0.68, "wd-conv": 0.735, "wd-fc": 0.68, "wd-all": 0.74, scheme: accuracy}
+    records = Records(tmp_path)
+    records.fill("fig2", lambda cell, seed: {"test/accuracy": found[cell.key["scheme"]]})
+    claim = records.claims()["E4"]
+    assert claim.verdict == "contradicted", claim
+    share = 100 * (accuracy - 0.68) / 0.06
+    assert any(f"closed by {scheme} {share:.0f} %" in note for note in claim.notes)
 
 
 def test_l2_against_weight_decay_needs_the_searched_runs(tmp_path):

@@ -2,11 +2,13 @@
 
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import replace
 
 from decaylab.paper.evidence import Bench, Comparison, Evidence, Leaning, Sample, named
 
 KFAC, FIRST_ORDER = ("kfac-f", "kfac-g"), ("sgd", "adam")
+Terms = list[tuple[float, Sample | None]]
 CLOSED_BY_TRANSFER, CLOSED_BY_BOTH = 0.7, 0.85  # E6: "almost all", "all"
 
 
@@ -49,20 +51,25 @@ def e3(bench: Bench) -> Evidence:
 
 
 def e4(bench: Bench) -> Evidence:
-    """Under BN, SGD and Adam: wd-conv does what wd-all does, wd-fc what none does (Fig. 2)."""
-    evidence = Evidence()
+    """Under BN, SGD and Adam: wd-conv does what wd-all does, wd-fc what none does (Fig. 2).
+
+    wd-conv closes more than half of the gap between none and wd-all, wd-fc less than half.
+    """
+    evidence = Evidence(every=True)
     for key, schemes in bench.groups("fig2"):
         found = {name: bench.sample(cell) for name, cell in schemes.items()}
-        gap = bench.difference("", (1, found["wd-all"]), (-1, found["baseline"]))
-        conv = bench.difference(named(key), (1, found["wd-conv"]), (-1, found["wd-fc"]))
-        if gap is None or conv is None:
-            evidence.missing += 1
-            continue
-        shares = [_share(found, name, gap) for name in ("wd-conv", "wd-fc")]
-        text = f"{named(key)}: gap {gap.value:+.2f}, closed by wd-conv {_percent(shares[0])}"
-        text += f", by wd-fc {_percent(shares[1])}"
-        evidence.add(_against_gap(gap, replace(conv, text=text)))
-    return _mean(evidence, "wd-conv against wd-fc")
+        both, none = found["wd-all"], found["baseline"]
+        gap = bench.difference("", (1, both), (-1, none))
+        for scheme, sign in (("wd-conv", 1.0), ("wd-fc", -1.0)):
+            half = ((-0.5 * sign, both), (-0.5 * sign, none))
+            nearer = bench.difference("", (sign, found[scheme]), *half)
+            if gap is None or nearer is None:
+                evidence.missing += 1
+                continue
+            share = _percent(_share(found, scheme, gap))
+            text = f"{named(key)}: gap {gap.value:+.2f}, closed by {scheme} {share}"
+            evidence.add(_against_gap(gap, replace(nearer, text=text)))
+    return _mean(evidence, "wd-conv and wd-fc, on their side of the middle between all and none")
 
 
 def e6(bench: Bench) -> Evidence:
@@ -110,40 +117,80 @@ def e9(bench: Bench) -> Evidence:
 
 def e11(bench: Bench) -> Evidence:
     """Large batches lose accuracy without decay; decay closes most of it (Table 3)."""
-    evidence = Evidence()
-    rows: dict[str, dict[object, tuple[Sample | None, Sample | None]]] = {}
-    for key, pair in bench.groups("table3"):
-        both = (bench.sample(pair[0]), bench.sample(pair[1]))
-        row = named(key, "dataset", "network", "optimizer")
-        rows.setdefault(row, {})[key["batch_size"]] = both
-    for row, batches in rows.items():
-        small, large = batches.get(128, (None, None)), batches.get(2000, (None, None))
-        lost = bench.difference(f"{row} lost without decay", (1, small[0]), (-1, large[0]))
-        terms = ((1.0, small[0]), (-1.0, large[0]), (-1.0, small[1]), (1.0, large[1]))
-        regained = bench.difference(f"{row} of that regained by decay", *terms)
-        if lost is None or regained is None:
-            evidence.missing += 1
-            continue
-        evidence.comparisons += [replace(lost, enough=regained.enough), regained]
-    return _mean(evidence, "lost at batch 2000 without decay, and regained by it")
+    losses: dict[str, dict[object, Terms]] = {}
+    for key, batches in _by_batch(bench).items():
+        small, large = batches.get(128, {}), batches.get(2000, {})
+        losses[key] = {d: [(1.0, small.get(d)), (-1.0, large.get(d))] for d in (0, 1)}
+    return _most_closed(bench, Evidence(every=True), "lost at batch 2000", losses)
 
 
 def e13(bench: Bench) -> Evidence:
-    """Weight decay brings the optimizers together: spread within a row, without and with it."""
-    evidence = Evidence()
+    """Weight decay closes most of the gap between optimizers: their spread within a row."""
+    evidence = Evidence(every=True)
     evidence.notes.append(
         "judged on the rows with BN: without it the paper's own numbers move apart, as E3 says"
     )
+    spreads: dict[str, dict[object, Terms]] = {}
     for row, pairs in _rows(bench, evidence, batch_norm=True).items():
-        ends, spreads = [], []
-        for side, sign in ((0, 1.0), (1, -1.0)):
+        for side in (0, 1):
             ordered = sorted((pair[side] for pair in pairs.values()), key=lambda one: one.mean)
-            low, high = ordered[0], ordered[-1]
-            ends += [(sign, high), (-sign, low)]
-            spreads.append(100 * high.mean - 100 * low.mean)
-        text = f"{row}: spread {spreads[0]:.2f} without, {spreads[1]:.2f} with;"
-        evidence.add(bench.difference(text, *ends))
-    return _mean(evidence, "by how much the spread shrinks")
+            spreads.setdefault(row, {})[side] = [(1.0, ordered[-1]), (-1.0, ordered[0])]
+    return _most_closed(bench, evidence, "spread", spreads)
+
+
+def _by_batch(bench: Bench) -> dict[str, dict[object, dict[object, Sample | None]]]:
+    """Table 3: row -> batch size -> decay -> accuracy."""
+    rows: dict[str, dict[object, dict[object, Sample | None]]] = {}
+    for key, pair in bench.groups("table3"):
+        row = named(key, "dataset", "network", "optimizer")
+        found = {decay: bench.sample(cell) for decay, cell in pair.items()}
+        rows.setdefault(row, {})[key["batch_size"]] = found
+    return rows
+
+
+def _most_closed(
+    bench: Bench, evidence: Evidence, what: str, rows: Mapping[str, Mapping[object, Terms]]
+) -> Evidence:
+    """Judge whether decay leaves less than half of what there is without it, all rows together.
+
+    `rows` has what there is without decay (0) and with it (1). Their sum decides, which has to
+    shrink beyond the noise and by more than half, and rows in which nothing was there, or it grew.
+    Until all rows are there, each is shown by itself.
+    """
+    whole, left = Terms(), Terms()
+    for name, terms in rows.items():
+        there, rest = bench.difference("", *terms[0]), bench.difference("", *terms[1])
+        shrinks = bench.difference("", *terms[0], *_times(-1, terms[1]))
+        if there is None or rest is None or shrinks is None:
+            evidence.missing += 1
+            continue
+        text = f"{name} {what}: {there.value:.2f} without decay, {rest.value:.2f} with"
+        evidence.notes.append(text)
+        evidence.comparisons += [replace(there, enough=shrinks.enough, text=text), shrinks]
+        whole, left = whole + terms[0], left + terms[1]
+    if not whole:
+        return evidence
+    gap, rest = bench.difference("", *whole), bench.difference("", *left)
+    shrinks, halved = (
+        bench.difference("", *_times(share, whole), *_times(-1, left)) for share in (1, 0.5)
+    )
+    assert shrinks is not None
+    assert gap is not None
+    assert rest is not None
+    assert halved is not None
+    evidence.value = 1 - rest.value / gap.value if gap.value else float("nan")
+    evidence.effect = (
+        f"{what}, {'rows so far' if evidence.missing else 'all rows'} together: {gap.value:.2f}"
+        f" points without decay, {rest.value:.2f} with it, {_percent(evidence.value)} closed"
+    )
+    if not evidence.missing:
+        against = [row for row in evidence.comparisons if row.leaning == "against"]
+        evidence.comparisons = [*against, shrinks, _against_gap(gap, halved)]
+    return evidence
+
+
+def _times(factor: float, terms: Terms) -> Terms:
+    return [(factor * of_one, sample) for of_one, sample in terms]
 
 
 def _rows(
@@ -202,4 +249,4 @@ def _share(found: dict[object, Sample | None], scheme: str, gap: Comparison) -> 
 
 
 def _percent(share: float) -> str:
-    return "nothing to close" if share != share else f"{100 * share:.0f} %"
+    return "nothing to close" if math.isnan(share) else f"{100 * share:.0f} %"
