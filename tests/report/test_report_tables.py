@@ -1,8 +1,11 @@
 import csv
 import io
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from scipy.stats import ttest_ind
 
 from decaylab.report.tables import (
     Entry,
@@ -67,6 +70,27 @@ def test_the_effect_is_judged_from_two_seeds_on():
     assert tone([93.0, 93.1], [90.0, 90.1]) == "bad"
     assert tone([90.0, 92.0], [90.5, 92.5]) == "near"
     assert tone([], [93.0, 93.1]) == ""
+
+
+def test_the_interval_is_welchs():
+    """By scipy's own t test; of logarithms for ratios."""
+    without, with_decay = (88.4, 88.1, 88.9), (88.7, 89.0, 88.2, 89.3)
+    pair = Pair(("vgg16",), (entry(88.45, *without), entry(88.72, *with_decay, decayed=True)))
+    test = ttest_ind(with_decay, without, equal_var=False).confidence_interval(0.95)
+    assert pair.interval("difference") == pytest.approx((test.low, test.high), rel=1e-9)
+    assert pair.words("difference") == f"+0.33 ({test.low:+.2f} to {test.high:+.2f})"
+    assert pair.tone() == "near"
+    test = ttest_ind(np.log(with_decay), np.log(without), equal_var=False).confidence_interval(0.95)
+    ends = (math.exp(test.low), math.exp(test.high))
+    assert pair.interval("ratio") == pytest.approx(ends, rel=1e-9)
+
+
+def test_an_interval_needs_two_seeds_a_side_and_is_a_point_without_spread():
+    assert Pair((), (entry(90.0, 90.0), entry(92.0, 93.0, 94.0))).interval("difference") is None
+    assert Pair((), (entry(90.0, 90.0, 91.0), None)).interval("difference") is None
+    same = Pair((), (entry(90.0, 90.0, 90.0), entry(92.0, 93.0, 93.0)))
+    assert same.interval("difference") == (3.0, 3.0)
+    assert Pair((), (entry(9.0, 0.0, 1.0), entry(9.0, 1.0, 2.0))).interval("ratio") is None
 
 
 def test_a_cell_without_its_partner_stays():

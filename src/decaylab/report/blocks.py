@@ -85,7 +85,7 @@ def misses(results: Results) -> str:
     columns = filled.table.key_columns
     said += "\n" + "".join(
         f"\nThe order with and without decay is not the paper's: {_named(pair.key, columns)}"
-        f" ({pair.effect('difference', paper=False):+.2f} points, the paper's"
+        f" ({pair.words('difference')} points, the paper's"
         f" {pair.effect('difference', paper=True):+.2f}).\n"
         for pair in wrong
     )

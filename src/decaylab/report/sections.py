@@ -100,7 +100,8 @@ def tables_section(filled: Sequence[Filled], readings: Readings, tier: str) -> S
         "Colour tells how near a number is to the paper's: green within 0.5 points (norms:"
         " a factor of 1.5), yellow within 1.5 points (a factor of 3), red beyond; grey where"
         " they are not comparable. The effect of decay is coloured from two seeds a side on:"
-        " green in the paper's direction, red against it, yellow within the seeds' spread.",
+        " green in the paper's direction, red against it, yellow where its 95 % interval holds"
+        " zero.",
         *_not_run(tables, tier),
     ]
     return Section(f"tables-{tier}", f"Tables, tier {tier}", text, blocks)

@@ -1,13 +1,14 @@
 """Tables: the paper's number beside ours, as data, as a grid to show, and as CSV.
 
 A row without decay and one with it make a pair, and the pair's difference (or, for norms, ratio) is
-the effect of decay. Every number has its spread (sample standard deviation over seeds) and n beside
-it; one seed is called one seed.
+the effect of decay, from two seeds on with its 95 % interval. Every number has its spread (sample
+standard deviation over seeds) and n beside it; one seed is called one seed.
 """
 
 import csv
 import io
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -106,22 +107,50 @@ class Pair:
             return change(without.paper, with_decay.paper, kind)
         return change(without.ours.mean, with_decay.ours.mean, kind)
 
+    def interval(self, kind: Effect) -> tuple[float, float] | None:
+        """Where our effect lies with 95 % confidence; None with fewer than two seeds a side.
+
+        Welch's interval for the difference of two means (of logarithms, where it is a ratio).
+        """
+        values = [side.ours.values for side in self.sides if side is not None and side.ours.n > 1]
+        ratio = kind == "ratio"
+        if len(values) < 2 or (ratio and min(map(min, values)) <= 0):
+            return None
+        sides = [[math.log(v) for v in side] if ratio else side for side in values]
+        middle = statistics.fmean(sides[1]) - statistics.fmean(sides[0])
+        errors = [statistics.variance(side) / len(side) for side in sides]
+        reach = 0.0
+        if sum(errors) > 0:
+            from scipy.special import stdtrit  # slow to import, and seldom needed
+
+            within = sum(e**2 / (len(s) - 1) for e, s in zip(errors, sides, strict=True))
+            reach = stdtrit(sum(errors) ** 2 / within, 0.975) * math.sqrt(sum(errors))
+        low, high = middle - reach, middle + reach
+        return (math.exp(low), math.exp(high)) if ratio else (low, high)
+
     def tone(self) -> Tone:
         """Whether decay acts in the paper's direction: told from two seeds a side on.
 
-        good: the same sign, beyond the seeds' spread; bad: the other; near: within the spread.
+        good: the same sign, and so in the whole interval; bad: the other; near: 0 is in it.
         """
-        without, with_decay = self.sides
         ours = self.effect("difference", paper=False)
         paper = self.effect("difference", paper=True)
-        if without is None or with_decay is None or ours is None or paper is None:
+        if ours is None or paper is None:
             return ""
-        spreads = (without.ours.spread, with_decay.ours.spread)
-        if spreads[0] is None or spreads[1] is None:
+        interval = self.interval("difference")
+        if interval is None:
             return "plain"
-        if abs(ours) <= math.hypot(spreads[0], spreads[1]):
+        if interval[0] <= 0 <= interval[1]:
             return "near"
         return "good" if ours * paper > 0 else "bad"
+
+    def words(self, kind: Effect) -> str:
+        """Our effect as read by people, with its interval where there is one."""
+        said, interval = change_words(self.effect(kind, paper=False), kind), self.interval(kind)
+        if interval is None:
+            return said
+        low, high = (change_words(end, kind) for end in interval)
+        return f"{said} ({low} to {high})"
 
 
 def number(value: float | None) -> str:
@@ -260,8 +289,8 @@ def _pair_row(pair: Pair, effect: Effect) -> list[Cell]:
             distance = f"{distance}, {OWN} {own}"
         row += [Cell(number(entry.paper), "number"), Cell(ours, "number")]
         row.append(Cell(distance, "number", agreement(entry, effect)))
-    effects = [change_words(pair.effect(effect, paper=paper), effect) for paper in (True, False)]
-    row += [Cell(effects[0], "number"), Cell(effects[1], "number", pair.tone())]
+    row.append(Cell(change_words(pair.effect(effect, paper=True), effect), "number"))
+    row.append(Cell(pair.words(effect), "number", pair.tone()))
     counts = dict.fromkeys(entry.ours.n for entry in pair.sides if entry and entry.ours.n)
     return [*row, Cell(" and ".join(map(seeds_words, counts or [0])), "number")]
 
