@@ -84,7 +84,7 @@ def whole_schedules(store: RunStore) -> list[Row]:
             continue
         if manifest.device == "cpu" or manifest.at_once > 1 or manifest.resumes:
             continue
-        spec, rows = RunSpec.from_toml(folder.spec_text()), folder.rows().rows
+        spec, rows = RunSpec.of_run(folder), folder.rows().rows
         if not spec.optimizer.startswith("kfac"):
             continue
         steps = [row.value for row in rows if row.name == "train/seconds"]

@@ -32,7 +32,7 @@ Steps = dict[str, Tensor]
 def load(folder: Path, data_dir: Path | None, device: str) -> TrainingRun:
     """The run as its checkpoint left it, at the beginning of an epoch."""
     found = RunFolder(folder)
-    spec = RunSpec.from_toml(found.spec_text())
+    spec = RunSpec.of_run(found)
     run = TrainingRun(spec, build_data(spec, data_dir).to(device), graphs=False)
     state = checkpoint.load(found.checkpoint)
     state["recorded"] = False

@@ -265,8 +265,23 @@ def test_bad_calls(digits, tmp_path):
         finish(replace(SPEC, data="mnist"), data=digits)
     with RunStore(tmp_path).folder("r").writing(SPEC.to_toml()):
         pass
-    with pytest.raises(DecaylabError, match="has no checkpoint"):
+    with pytest.raises(DecaylabError, match=r"has no checkpoint: train it with `decaylab train "):
         load_run(tmp_path / "r")
+    (tmp_path / "r" / "spec.toml").write_text("learning_rate = 1.0")
+    with pytest.raises(DecaylabError, match=r"r/spec\.toml: unknown key 'learning_rate'"):
+        load_run(tmp_path / "r")
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"), [("diverged", "give another run"), ("finished", "ANOTHER_FOLDER")]
+)
+def test_a_run_that_left_no_checkpoint_says_what_can_be_done(digits, tmp_path, status, remedy):
+    finish(SPEC, data=digits, store=RunStore(tmp_path))
+    folder = RunStore(tmp_path).folder(SPEC.id)
+    folder.checkpoint.unlink()
+    folder.write_manifest(replace(folder.manifest(), status=status))
+    with pytest.raises(DecaylabError, match=f"has no checkpoint: it .*{remedy}"):
+        load_run(folder)
 
 
 def test_a_run_is_not_continued_on_another_kind_of_device(digits, tmp_path):

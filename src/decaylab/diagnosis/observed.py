@@ -234,7 +234,7 @@ def _setting(now: Mapping[str, float]) -> Setting:
 
 
 def _own(folder: RunFolder) -> Observed:
-    spec = RunSpec.from_toml(folder.spec_text()).resolved()
+    spec = RunSpec.of_run(folder).resolved()
     kept, troubles = _finite(folder.rows())
     manifest = folder.manifest()
     status = manifest.status if manifest else "not started"

@@ -62,7 +62,7 @@ class Estimator:
                     continue
                 if manifest.at_once > 1 and manifest.resumes:  # its seconds say nothing
                     continue
-                spec = RunSpec.from_toml(folder.spec_text())
+                spec = RunSpec.of_run(folder)
                 on_cpu = spec.data == "digits" if device is None else device.type == "cpu"
                 if on_cpu != (manifest.device == "cpu"):
                     continue

@@ -183,6 +183,8 @@ class RunStore:
         found = exact or [run for run in runs if run.id.startswith(name) or run.id.endswith(name)]
         if len(found) == 1:
             return found[0]
+        if not runs:
+            raise DecaylabError(f"no run {name!r}: there is none in {self.root}")
         if not found:
             raise DecaylabError(
                 f"no run {name!r} in {self.root}: `decaylab runs list --runs {self.root}` shows"

@@ -60,7 +60,7 @@ def _read(folder: RunFolder) -> tuple[Found | None, list[str]]:
     manifest = folder.manifest()
     if manifest is None:
         return None, [f"{folder.id}: it has no manifest, so it was never begun"]
-    spec = RunSpec.from_file(folder.path / "spec.toml").resolved()  # its errors name the file
+    spec = RunSpec.of_run(folder).resolved()
     rows = folder.rows()
     notes = [f"{folder.id}: {note}" for note in rows.left_out if "damaged" in note]
     last = rows.rows[-1] if rows.rows else None

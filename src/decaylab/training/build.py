@@ -153,13 +153,21 @@ def load_run(
 ) -> tuple[nn.Module, RunSpec, DataSet]:
     """The model of a run at its last checkpoint, its spec and its data, on `device`."""
     run = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder))
-    spec = RunSpec.from_toml(run.spec_text())
+    spec = RunSpec.of_run(run)
     if not run.checkpoint.exists():
-        raise DecaylabError(
-            f"{run.path} has no checkpoint yet: train it with `decaylab train --config"
-            f" {run.path / 'spec.toml'} --runs {run.path.parent}`"
-        )
+        raise DecaylabError(f"{run.path} has no checkpoint: {_remedy(run)}")
     data = build_data(spec, data_dir).to(device)
     model = build_model(spec, data)
     model.load_state_dict(checkpoint.load(run.checkpoint, device, only="model")["model"])
     return model, spec, data
+
+
+def _remedy(run: RunFolder) -> str:
+    manifest, spec = run.manifest(), run.path / "spec.toml"
+    status = manifest.status if manifest else None
+    if status == "diverged":
+        return "it diverged; give another run"
+    if status == "finished":
+        again = f"`decaylab train --config {spec} --runs ANOTHER_FOLDER` trains it again"
+        return f"it was not kept; {again} (`reproduce --keep-checkpoints` keeps it)"
+    return f"train it with `decaylab train --config {spec} --runs {run.path.parent}`"

@@ -20,6 +20,7 @@ from decaylab.errors import DecaylabError
 from decaylab.networks import NETWORKS
 from decaylab.networks.mlp import ACTIVATIONS
 from decaylab.optim.decay import DECAYS, OPTIMIZERS, SCOPES
+from decaylab.records import RunFolder
 
 CHOICES: dict[str, Collection[str]] = {
     "data": tuple(DATA_SETS),
@@ -214,6 +215,17 @@ class RunSpec:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
             raise DecaylabError(f"cannot read {path}: {reason}; give a TOML file") from error
+        return cls._from_text_of(path, text, overrides)
+
+    @classmethod
+    def of_run(cls, folder: RunFolder) -> "RunSpec":
+        """The spec of a run; an error names its file."""
+        return cls._from_text_of(folder.path / "spec.toml", folder.spec_text())
+
+    @classmethod
+    def _from_text_of(
+        cls, path: str | Path, text: str, overrides: Mapping[str, Any] | None = None
+    ) -> "RunSpec":
         try:
             return cls.from_toml(text, overrides)
         except DecaylabError as error:
