@@ -5,6 +5,7 @@ import pytest
 
 from decaylab.paper import Readings, cells
 from decaylab.paper.claims import CLAIMS, judge
+from decaylab.paper.evidence import Comparison, Evidence
 from decaylab.paper.mechanism_claims import _ranks
 from decaylab.records import Manifest, Row, RunStore
 
@@ -198,6 +199,15 @@ def test_what_is_within_the_noise_asks_for_more_seeds(tmp_path):
     claim = records.claims()["E1"]
     assert claim.verdict == "not enough runs"
     assert any("more seeds" in note for note in claim.notes)
+
+
+def test_asking_for_the_verdict_changes_nothing():
+    open_still = Comparison("by", "unclear", True, (), value=-0.1, noise=1.0)
+    evidence = Evidence([open_still])
+    assert [evidence.verdict(), evidence.verdict()] == ["not enough runs"] * 2
+    assert evidence == Evidence([open_still])
+    assert evidence.doubt.startswith("1 of 1 differences are negative, within the noise")
+    assert not Evidence([open_still], missing=1).doubt
 
 
 @pytest.mark.parametrize(

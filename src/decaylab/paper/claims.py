@@ -123,20 +123,19 @@ def judge(
 def _judged(bench: Bench, name: str) -> Claim:
     where, text, weigh = CLAIMS[name]
     evidence = weigh(bench)
-    verdict = evidence.verdict()
     runs = evidence.runs
     return Claim(
         id=name,
         where=where,
         claim=text,
-        verdict=verdict,
+        verdict=evidence.verdict(),
         effect=evidence.effect,
         value=evidence.value,
         spread=evidence.spread,
         n=len(runs),
         tier=bench.tier.name,
         data=" and ".join(sorted({run.spec.data for run in runs.values()})),
-        notes=(*_context(bench, evidence), *evidence.notes),
+        notes=(*_context(bench, evidence), *evidence.notes, *filter(None, [evidence.doubt])),
     )
 
 

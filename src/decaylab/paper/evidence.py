@@ -111,9 +111,16 @@ class Evidence:
         turned = [comparison for comparison in judged if comparison.value <= 0]
         if leaning_of(mean, noise) == "for" and not (self.every and turned):
             return "supported"
-        those = f"{len(turned)} of {len(judged)} differences are negative," if turned else "it is"
-        self.notes.append(f"{those} within the noise: more seeds would tell")
         return "not enough runs"
+
+    @property
+    def doubt(self) -> str:
+        """What more seeds would tell, where all runs are there and do not; else empty."""
+        if self.verdict() != "not enough runs" or self.missing or not self.comparisons:
+            return ""
+        turned, of = sum(c.value <= 0 for c in self.comparisons), len(self.comparisons)
+        those = f"{turned} of {of} differences are negative," if turned else "it is"
+        return f"{those} within the noise: more seeds would tell"
 
     @property
     def spread(self) -> float | None:
