@@ -253,3 +253,36 @@ def test_a_loaded_optimizer_has_seen_its_layers():
     other.load_state_dict(opt.state_dict())
     with pytest.warns(UserWarning, match="no forward pass in train mode was observed"):
         other.step()
+
+
+@pytest.mark.parametrize("python", [True, False])
+def test_what_the_first_step_inverts_is_not_inverted_again_behind_it(python):
+    """A damping that follows the weights tells: the first inverses stay until the next are due.
+
+    Where steps are replayed graphs, from the second on, the Python of `device_step` does not run.
+    """
+    model, (x, y) = net(), data()
+    options = KFACOptions(inversion_lag=2, invariant=("0",))
+    opt = KFAC(
+        model, 0.5, refresh_every=100, invert_every=4, damping_scaling="scale-free", options=options
+    )
+
+    def layer() -> dict[str, torch.Tensor]:
+        return opt.state_dict()["kfac"]["layers"]["0"]
+
+    inverses, pending = [], []
+    for step in range(7):
+        opt.before_step()
+        if step == 0 or python:
+            opt.zero_grad()
+            cross_entropy(model(x), y).backward()
+            opt.device_step()
+        else:
+            model[0].weight.data *= 1.1
+        inverses.append(layer()["A_inverse"])
+        opt.after_step()
+        pending.append("A_pending" in layer())
+    assert pending == [False, False, False, False, True, True, False]
+    for later in inverses[1:6]:
+        assert torch.equal(later, inverses[0])
+    assert not torch.equal(inverses[6], inverses[0])  # begun behind the fifth step

@@ -161,6 +161,7 @@ class KFAC(torch.optim.Optimizer):
         self._initializing = False
         self._inversion_lag, self._inverted = options.inversion_lag, False
         self._begun: int | None = None  # the step at which the pending inversion began
+        self._begins = False  # whether one begins behind the step that `before_step` opened
         self._coverage = planned.coverage
         defaults = {"lr": lr, "weight_decay": weight_decay, "decay": decay, "momentum": momentum}
         self._frozen_groups = False
@@ -211,6 +212,8 @@ class KFAC(torch.optim.Optimizer):
         if self._begun is not None and self.steps - self._begun >= self._inversion_lag:
             self._blocks.end_inversion()
             self._begun = None
+        # asked before the step's own inversion, which a replayed graph makes without this object
+        self._begins = self._inversion_due and not self.inverts_now
 
     @torch.no_grad()
     def device_step(self) -> None:
@@ -232,7 +235,7 @@ class KFAC(torch.optim.Optimizer):
     @torch.no_grad()
     def after_step(self) -> None:
         """The part of `step` that follows: an inversion that is due begins or goes on."""
-        if self._inversion_due and not self.inverts_now:
+        if self._begins:
             self._blocks.begin_inversion(self.damping, self.scale_free.ratios())
             self._begun = self.steps
         if self._begun is not None:
