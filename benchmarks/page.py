@@ -1,4 +1,4 @@
-"""Write what the speed benchmarks measured into docs/speed.md, beside what was to be reached.
+"""Write what the speed benchmarks measured into docs/speed.md, beside the targets.
 
     python benchmarks/page.py results/speed/*.json [--runs results] [--page docs/speed.md]
 
@@ -22,8 +22,8 @@ from decaylab.training import RunSpec
 BEGIN, END = "<!-- measured -->", "<!-- end -->"
 PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
 RUNS = Path(__file__).parents[1] / "results"
-SCHEDULES = {"vgg16": 130, "resnet32": 330}  # seconds that were to be enough for 100 epochs
-LARGEST_ERROR = 0.02  # of a layer's step, relative, that was to be allowed
+SCHEDULES = {"vgg16": 130, "resnet32": 330}  # the target for 100 epochs, in seconds
+LARGEST_ERROR = 0.02  # the target for the relative error of a layer's step
 NETWORKS = {"vgg16": "VGG16 (BN)", "resnet32": "ResNet32 x4 (BN)"}
 GRAPHS = ("captured", "compiled-captured")
 Row = dict[str, Any]
@@ -138,7 +138,7 @@ def throughput(measured: Measured, network: str) -> float | None:
 
 @dataclass(frozen=True)
 class Goal:
-    """What was to be reached: a limit for each network, above or below."""
+    """A target: a limit for each network, above or below."""
 
     what: str
     limits: tuple[float, float]
@@ -195,7 +195,7 @@ def goals(measured: Measured) -> str:
                 goal.form.format(value) + ("" if reached else " (missed)"),
             ]
         rows.append(cells)
-    head = [word for name in NETWORKS.values() for word in (f"{name}: to reach", "measured")]
+    head = [word for name in NETWORKS.values() for word in (f"{name}: target", "measured")]
     return table(["", *head], rows)
 
 
@@ -247,8 +247,9 @@ def schedules(measured: Measured) -> str:
         words = [f"`{row['run']}`", "yes" if row["compiled"] else "no"]
         times = [shown(row[key], "{:.1f}") for key in columns]
         rows.append([*words, *times, shown(limit, "<= {:g}"), reached])
-    head = ["run", "compiled", "first epoch's steps", "all steps", "to the last epoch", "in all"]
-    return table([*head, "to the last epoch: to reach", "reached"], rows)
+    head = ["run (times in seconds)", "compiled", "first epoch's steps", "all steps"]
+    head += ["to the last epoch", "total"]
+    return table([*head, "to the last epoch: target", "reached"], rows)
 
 
 def precision(measured: Measured) -> str:
@@ -281,7 +282,7 @@ def measured_section(measured: Measured) -> str:
             commit += ", compiled" if about.get("compiled") else ""
         places.append(f"- {said}{commit}")
     sections = {
-        "What was to be reached": goals(measured),
+        "Targets": goals(measured),
         "Steps": steps(measured) if measured.steps else "",
         "Parts of K-FAC steps": parts(measured) if measured.parts else "",
         "Epochs": epochs(measured) if measured.epochs else "",

@@ -141,9 +141,9 @@ def rest(results: Results) -> str:
                 rows.append([command, str(len(new)), minutes, str(unsearched or "")])
     header = [
         "command",
-        "runs that no line above makes",
+        "runs not in a line above",
         "GPU-minutes",
-        "cells to be searched first",
+        "cells that need a search first",
     ]
     return text_grid(header, rows) if rows else "Nothing: everything has been run at both tiers.\n"
 
@@ -183,7 +183,7 @@ def independent(results: Results) -> str:
     """What the independently written script got (`benchmarks/independent.py --json`)."""
     rows = [_independent_row(run) for run in results.independent]
     header = ["network", "optimizer", "lr", "decay", "tested on", "precision", "seed", "epochs"]
-    header += ["last epoch", "best epoch", "BN statistics anew", "training accuracy"]
+    header += ["last epoch", "best epoch", "BN statistics re-estimated", "training accuracy"]
     return text_grid(header, rows) if rows else "*It has not been run yet.*\n"
 
 
