@@ -100,8 +100,8 @@ def test_a_search_by_lines_chooses_among_both(store):
     assert found.interior
 
 
-def search(tmp_path, *more, lr="0.001"):
-    words = [*CELL, "--scheme", "wd", "--tier", "smoke", "--lr", lr, "--runs", tmp_path]
+def search(tmp_path, *more, lr="0.001", cell=CELL):
+    words = [*cell, "--scheme", "wd", "--tier", "smoke", "--lr", lr, "--runs", tmp_path]
     done = CliRunner().invoke(app, ["search", *map(str, [*words, "--runs-only", *more])])
     assert done.exit_code == 0, done.output
     return done.stdout
@@ -120,6 +120,14 @@ def test_the_command_makes_the_grid_chooses_and_writes_what_reproduce_reads(tmp_
     assert f"winner: lr 0.001, weight_decay {spec.weight_decay:g}" in said
     again = search(tmp_path, "--weight-decay", "0.01,0.1,1", "--no-widen")
     assert "3 of 3 runs made" in again
+
+
+def test_the_command_says_what_reproduce_makes_of_the_winner(tmp_path):
+    used = search(tmp_path, "--weight-decay", "0.01", "--no-widen")
+    assert "at tier smoke, `reproduce` uses it in table1" in used
+    cell = [*CELL[:-1], "optimizer=sgd"]  # whose L2 is its weight decay
+    unused = search(tmp_path, "--scheme", "l2", "--weight-decay", "0.01", "--no-widen", cell=cell)
+    assert "`reproduce` does not use it: no table or figure has this cell with scheme l2" in unused
 
 
 def test_the_command_searches_by_lines(tmp_path):

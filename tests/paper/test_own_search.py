@@ -8,7 +8,7 @@ from decaylab.paper.evidence import Bench
 from decaylab.paper.plan import plan
 from decaylab.records import RunStore
 from decaylab.report.sections import fill, tables_section
-from decaylab.report.tables import to_grid
+from decaylab.report.tables import legend, to_grid
 
 CONDITIONS = ["dataset=cifar10", "network=vgg16", "batch_norm=1", "augment=0", "optimizer=sgd"]
 
@@ -40,13 +40,36 @@ def test_a_winner_that_is_the_published_one_needs_no_second_value(tmp_path):
     assert decayed.own == ()
 
 
-@pytest.mark.parametrize("tier", ["short", "smoke"])
-def test_only_tables_of_accuracies_have_it(tmp_path, tier):
-    folder = write_searched(tmp_path, tier=tier)
+@pytest.mark.parametrize(
+    ("tier", "dataset", "having"),
+    [
+        ("short", "cifar10", {"table1"}),
+        ("quick", "digits", {"table1", "table3"}),
+        ("smoke", "cifar10", set()),
+    ],
+)
+def test_only_tables_of_accuracies_have_it(tmp_path, tier, dataset, having):
+    folder = write_searched(tmp_path, tier=tier, dataset=dataset)
     found = {
         name for name in artefacts() for c in cells(name, tier, searched_folder=folder) if c.own
     }
-    assert found == ({"table1"} if tier == "short" else set())
+    assert found == having
+
+
+def test_on_digits_all_that_are_one_run_have_it_and_the_legend_says_whose_settings(tmp_path):
+    folder = write_searched(tmp_path, tier="quick", dataset="digits")
+    store, found = RunStore(tmp_path), cells("table1", "quick", searched_folder=folder)
+    having = [cell for cell in found if cell.own]
+    assert {cell.key["dataset"] for cell in having} == {"cifar10", "cifar100"}
+    assert {cell.key["augment"] for cell in having} == {0, 1}
+    assert len({cell.own[0].id for cell in having}) == 1
+    for spec, accuracy in ((having[0].runs[0], 0.86), (having[0].own[0], 0.89)):
+        write_run(store, spec, {"test/accuracy": accuracy}, tier="quick")
+    table = fill(artefact_of("table1"), "quick", Readings(store), 1).table
+    texts = [cell.text for row in to_grid(table).rows for cell in row]
+    assert texts.count("86.00, ‡ 89.00") == len(having)
+    assert "differ from those chosen for digits" in legend(table)
+    assert legend(table).count("VGG16 BN SGD with decay: lr 0.03 instead of") == 1
 
 
 def test_reproduce_makes_both(tmp_path):

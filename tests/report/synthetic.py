@@ -7,7 +7,7 @@ from decaylab.records import Manifest, Row, RunStore
 
 CLOCK = 1_700_000_000.0
 SEARCHED = """[cell]
-dataset = "cifar10"
+dataset = "{dataset}"
 network = "vgg16"
 batch_norm = 1
 augment = 0
@@ -49,11 +49,11 @@ def write_run(store, spec, values, *, tier, status="finished", device="cpu", epo
     return folder
 
 
-def write_searched(root, *, lr=0.03, weight_decay=3e-4, tier="short"):
+def write_searched(root, *, lr=0.03, weight_decay=3e-4, tier="short", dataset="cifar10"):
     """What a search found for VGG16 with batch norm under SGD with decay; its folder."""
     folder = root / "searched"
     folder.mkdir(exist_ok=True)
-    text = SEARCHED.format(lr=lr, weight_decay=weight_decay, tier=tier)
+    text = SEARCHED.format(lr=lr, weight_decay=weight_decay, tier=tier, dataset=dataset)
     (folder / "found.toml").write_text(text)
     return folder
 

@@ -14,7 +14,7 @@ from decaylab.cli import options
 from decaylab.cli.reproduce import follow
 from decaylab.data import load
 from decaylab.errors import DecaylabError
-from decaylab.paper import tier_of
+from decaylab.paper import artefacts, cells, tier_of
 from decaylab.paper.grid import first_line, points, second_line, winner
 from decaylab.paper.plan import PlannedRun
 from decaylab.paper.reproduce import How, Reproduction
@@ -189,6 +189,20 @@ def _make_grid(grid: SearchPlan, store: RunStore, how: How) -> bool:
 def _say_winner(plan: SearchPlan, folder: Path, values: Mapping[str, float]) -> None:
     said = ", ".join(f"{name} {value:g}" for name, value in values.items())
     print(f"winner: {said}\nas a spec: {folder / plan.name / 'winner.toml'}")
+    if plan.cell is not None:
+        print(_use(plan, plan.cell["scheme"], folder, on_all_images(plan, values)))
+
+
+def _use(plan: SearchPlan, scheme: str, folder: Path, best: RunSpec) -> str:
+    """What `reproduce` makes of a cell's winner: the tables and figures that have it as a run."""
+    used = []
+    for name in artefacts():
+        found = cells(name, plan.tier, searched_folder=folder)
+        if best.id in {spec.id for cell in found for spec in (*cell.runs, *cell.own)}:
+            used.append(name)
+    if used:
+        return f"at tier {plan.tier}, `reproduce` uses it in {', '.join(used)}"
+    return f"`reproduce` does not use it: no table or figure has this cell with scheme {scheme}"
 
 
 def _of_cell(

@@ -85,7 +85,7 @@ class Cell:
         missing: why there is no run: a search that has not been made.
         note: where the settings come from, if not from the published ones.
         own: tables of accuracies: one spec per seed at the settings that our own search on held-out
-            images found, where there is one and it differs from the published ones. A second
+            images found, where there is one and it differs from those of `runs`. A second
             value, shown beside that of `runs` and marked; no claim is judged by it.
     """
 
@@ -270,12 +270,12 @@ def _runs(key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None) -
 def _own(
     artefact: Artefact, key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None
 ) -> tuple[RunSpec, ...]:
-    """The runs at our own search's settings, for a cell whose `runs` are at the published ones."""
+    """The runs at our own search's settings, for a cell whose `runs` are not of a search."""
     of_accuracies = artefact.kind == "table" and artefact.percent and artefact.reference
-    if tier.on_digits or not of_accuracies or key.get("batch_size", 128) != 128:
+    if not of_accuracies or key.get("batch_size", 128) != 128:
         return ()
     scheme = _scheme(key)
-    found = searched(key, scheme, tier.name, folder)
+    found = searched(searched_cell(key, tier), scheme, tier.name, folder)
     if found is None:
         return ()
     ours = tuple(_spec(key, scheme, tier, found, seed) for seed in range(seeds))

@@ -64,7 +64,7 @@ class Entry:
     """One cell: its key without the decay, the paper's number, ours, and where ours comes from.
 
     `comparable`: data and network are the paper's; else the difference says nothing. `own` is the
-    number at the settings of our own search, `setting`, where they differ from the published ones.
+    number at the settings of our own search, `setting`, where they differ from those of `ours`.
     """
 
     key: tuple[str, ...]
@@ -319,7 +319,8 @@ def legend(table: Table) -> str:
         cell = " ".join(key_words(key, [column for column in key if column != "dataset"]))
         decay = "with" if entry.decayed else "without"
         said.append(f"{cell} {decay} decay: {entry.setting} ({entry.own.words()})")
+    others = "the published ones" if found[0].comparable else "those chosen for digits"
     return (
         f"{OWN}: at the settings that our own search on held-out training images found, where they"
-        f" differ from the published ones. {'; '.join(said)}."
+        f" differ from {others}. {'; '.join(dict.fromkeys(said))}."
     )
