@@ -9,6 +9,7 @@ from torch import nn
 
 from decaylab import probes
 from decaylab.curvature import products
+from decaylab.curvature.untouched import as_function, untouched
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 
@@ -222,3 +223,71 @@ def test_kfac_without_factors():
         for factors in ({}, KFAC(model, lr=1.0).factors()):
             with pytest.raises(DecaylabError, match="no K-FAC factors"):
                 probe(factors)
+
+
+@pytest.mark.parametrize("batch_norm", ["eval", "train"])
+def test_what_is_done_to_the_model_inside_is_undone(batch_norm):
+    """Whatever a model's own code does in a forward pass: gradients, modes, random numbers."""
+    model, inputs, labels = tiny_net("residual")
+    model.register_buffer("calls", torch.zeros(()))
+    model.register_buffer("last", torch.zeros(2))
+    model.register_buffer("nothing", None)
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    before = everything(model)
+    with untouched(model, batch_norm=batch_norm) as inside:
+        nn.functional.cross_entropy(inside(inputs), labels).backward()
+        inside.calls += 1
+        inside.last = torch.ones(2)
+        torch.rand(1)
+        inside.train()
+        inside(inputs)
+        inside.zero_grad()
+    assert same(before, everything(model))
+    assert model.nothing is None
+
+
+def test_running_statistics_that_a_model_updates_in_eval_mode_too():
+    """Torch's kernel writes to them without raising their version."""
+
+    class AlwaysTraining(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.register_buffer("mean", torch.zeros(2))
+            self.register_buffer("variance", torch.ones(2))
+
+        def forward(self, x):
+            z = self.layer(x)
+            return nn.functional.batch_norm(z, self.mean, self.variance, training=True)
+
+    model, x = AlwaysTraining(), torch.randn(6, 3)
+    probes.gauss_newton_norm(model, x)
+    assert torch.equal(model.mean, torch.zeros(2))
+    assert torch.equal(model.variance, torch.ones(2))
+
+
+def test_inside_autocast_is_off_grad_is_on_and_attention_is_plain():
+    model = nn.Linear(3, 2)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    want = model(x)
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), untouched(model) as inside:
+        found = inside(x)
+        kernels = [torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()]
+    assert found.dtype == torch.float32
+    assert torch.equal(found, want)
+    assert found.requires_grad
+    assert not found.is_inference()
+    assert kernels == [False, True]
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_parameters_that_are_not_named_are_constants():
+    """Of a function of some parameters, the others have no graph."""
+    model = nn.Linear(3, 2)
+    x = torch.ones(4, 3)
+    function = as_function(model, x)
+    assert not function({}).requires_grad
+    bias = torch.ones(2, requires_grad=True)
+    logits = function({"bias": bias})
+    torch.testing.assert_close(logits, x @ model.weight.detach().mT + 1)
+    assert torch.autograd.grad(logits.sum(), model.weight, allow_unused=True) == (None,)

@@ -51,7 +51,7 @@ def untouched(model: nn.Module, *, batch_norm: BatchNormMode = "eval") -> Iterat
     tracking = [(m, m.track_running_stats) for m in modules if isinstance(m, _NormBase)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
-        (module, name, buffer, buffer._version, buffer.clone())
+        (module, name, buffer, buffer.clone())
         for module in modules
         for name, buffer in module._buffers.items()
         if buffer is not None
@@ -67,6 +67,8 @@ def untouched(model: nn.Module, *, batch_norm: BatchNormMode = "eval") -> Iterat
             stack.enter_context(torch.autocast(kind, enabled=False))
         try:
             model.eval()
+            for parameter, _ in gradients:
+                parameter.grad = None  # put aside: a backward pass in here would add to it in place
             if batch_norm == "train":
                 for norm, _ in tracking:
                     # without tracking it neither reads nor writes its running statistics
@@ -79,12 +81,10 @@ def untouched(model: nn.Module, *, batch_norm: BatchNormMode = "eval") -> Iterat
                 norm.track_running_stats = was
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            with torch.no_grad():
-                for module, name, buffer, version, kept in buffers:
-                    module._buffers[name] = buffer
-                    # only where it changed: a graph that waits for its backward may have saved it
-                    if buffer._version != version:
-                        buffer.copy_(kept)
+            for module, name, buffer, kept in buffers:
+                module._buffers[name] = buffer
+                # unseen by autograd: a graph that waits for its backward may have saved it
+                buffer.data.copy_(kept)
 
 
 def _pauses(modules: list[nn.Module]) -> list[Callable[[], Any]]:
