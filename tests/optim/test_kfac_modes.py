@@ -218,3 +218,77 @@ def test_small_layers_are_preconditioned_in_full_precision_whatever_the_caller_a
         assert matmul.fp32_precision == "tf32"
     assert seen.pop((4, 701)) == {"tf32"}
     assert seen.pop((3, 5)) == {"ieee"}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_only_refreshes_leave_the_compiled_code(in_place):
+    """Counted by a compiler of our own; an evaluation runs compiled, too, when a refresh is due."""
+    calls = []
+
+    def compiler(graph, inputs):
+        def run(*args):
+            calls.append(len(graph.graph.nodes))
+            return graph.forward(*args)
+
+        return run
+
+    model = seeded(net)
+    compiled = model if in_place else torch.compile(model, backend=compiler)
+    if in_place:
+        model.compile(backend=compiler)
+    opt = KFAC(compiled, 0.1, refresh_every=3)
+    ran = []
+    for step in range(6):
+        calls.clear()
+        train_step(opt, compiled, *data(step))
+        ran.append(bool(calls))
+    assert ran == [False, True, True, False, True, True]
+    assert opt.refresh_due
+    calls.clear()
+    with torch.no_grad():
+        compiled(data()[0])
+    assert calls
+
+
+class Teacher(nn.Module):
+    """A covered layer that is also run without a graph, and a path through the graph that forks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        with torch.no_grad():
+            target = self.layer(x)
+        hidden = torch.tanh(self.layer(x) - target)
+        for _ in range(60):  # 2^60 paths lead back from here
+            hidden = (hidden + hidden) / 2
+        return self.head(hidden)
+
+
+def test_a_layer_that_also_runs_without_grad_is_no_reentrant_checkpoint():
+    model = seeded(Teacher)
+    opt = KFAC(model, 0.1)
+    train_step(opt, model, random(6, 4), labels_for(6, classes=CLASSES))
+    assert set(opt.factors()) == {"layer", "head"}
+
+
+def test_a_reentrant_checkpoint_far_behind_forks_is_found():
+    model = seeded(lambda: nn.Sequential(Checkpointed(True), Teacher()))
+    model[1].layer = nn.Linear(CLASSES, 4).double()
+    opt = KFAC(model, 0.1)
+    with pytest.raises(DecaylabError, match="use_reentrant=False"):
+        train_step(opt, model, *data())
+
+
+def test_initialize_leaves_the_modes_of_all_modules():
+    model = seeded(lambda: net(norm=True))
+    model[1].eval()
+    opt = KFAC(model, 0.1)
+    before = [module.training for module in model.modules()]
+    opt.initialize([data()[0]])
+    assert [module.training for module in model.modules()] == before
+    assert len(set(before)) == 2
+    model.eval()
+    opt.initialize([data()[0]])
+    assert not any(module.training for module in model.modules())
