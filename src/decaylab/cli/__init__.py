@@ -47,7 +47,7 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    help="What weight decay does to a network.",
+    help="Measure what weight decay does to a network.",
     no_args_is_help=True,
     rich_markup_mode="markdown",  # else help keeps the line breaks of a docstring
     add_completion=False,
@@ -64,13 +64,19 @@ def _print_version(value: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
     ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show errors with their traceback.")
     ] = False,
 ) -> None:
-    """What weight decay does to a network."""
+    """Measure what weight decay does to a network."""
 
 
 app.command("demo")(demo.demo_command)

@@ -16,13 +16,13 @@ from decaylab.diagnosis import Stepping, Suggestion, convert_decay, equivalent_s
 from decaylab.diagnosis.observed import observe
 from decaylab.optim.decay import OPTIMIZERS
 
-app = typer.Typer(help="What to do about weight decay.", no_args_is_help=True)
+app = typer.Typer(help="Choose, convert or replace weight decay.", no_args_is_help=True)
 
 Rotation = Annotated[
-    float | None, typer.Option("--rotation", help="Radians a step that weights should turn.")
+    float | None, typer.Option("--rotation", help="Turn the weights by this many radians per step.")
 ]
 NormAt = Annotated[
-    int | None, typer.Option("--norm-at", help="Hold the norms of this step; else the first.")
+    int | None, typer.Option("--norm-at", help="Keep the norms of this step instead of the first.")
 ]
 OPTIMIZER_HELP = f"{', '.join(OPTIMIZERS)}."
 
@@ -35,10 +35,10 @@ def suggest_command(
     runs: options.Runs = options.RUNS,
     json_output: options.Json = False,
 ) -> None:
-    """Suggest a weight decay for a run's scale-invariant layers, from how their norms moved.
+    """Suggest a weight decay for a run's scale-invariant layers, from how their norms changed.
 
-    The suggested one holds each layer at the norm it began with, so that its effective learning
-    rate stays what it was; --norm-at and --rotation ask for something else.
+    The suggested decay keeps each layer at the norm it started with, so its effective learning
+    rate stays the same. Use --norm-at or --rotation to ask for something else.
     """
     found = suggest(found_records(run, runs), rotation=rotation, norm_at=norm_at)
     if json_output:
@@ -58,19 +58,20 @@ def suggest_command(
 def convert_command(
     weight_decay: Annotated[float, typer.Argument(help="The weight decay to convert.")],
     source: Annotated[str, typer.Option("--from", help=OPTIMIZER_HELP)],
-    source_lr: Annotated[float, typer.Option("--from-lr", help="Its learning rate.")],
+    source_lr: Annotated[float, typer.Option("--from-lr", help="Learning rate of --from.")],
     target: Annotated[str, typer.Option("--to", help=OPTIMIZER_HELP)],
-    target_lr: Annotated[float, typer.Option("--to-lr", help="Its learning rate.")],
-    source_decay: Annotated[str, typer.Option("--from-decay", help="Its kind.")] = "",
-    target_decay: Annotated[str, typer.Option("--to-decay", help="Its kind.")] = "",
+    target_lr: Annotated[float, typer.Option("--to-lr", help="Learning rate of --to.")],
+    source_decay: Annotated[str, typer.Option("--from-decay", help="Kind of decay.")] = "",
+    target_decay: Annotated[str, typer.Option("--to-decay", help="Kind of decay.")] = "",
     source_momentum: Annotated[float, typer.Option("--from-momentum", help="Adam: beta1.")] = 0.9,
     target_momentum: Annotated[float, typer.Option("--to-momentum", help="Adam: beta1.")] = 0.9,
     json_output: options.Json = False,
 ) -> None:
     """Convert a weight decay to another optimizer or kind, keeping the effective learning rate.
 
-    Kinds: l2 (in the gradient; SGD's own), decoupled (times lr, beside the step), independent.
-    Left out, it is what torch's class does: l2 for sgd, decoupled for the others (AdamW).
+    The kinds are l2 (added to the gradient, as in torch's SGD), decoupled (beside the step, times
+    lr, as in AdamW) and independent (beside the step, whatever the lr). The default is l2 for sgd
+    and decoupled for the others.
     """
     first = Stepping(source, source_lr, source_decay or _usual(source), source_momentum)
     second = Stepping(target, target_lr, target_decay or _usual(target), target_momentum)
@@ -96,10 +97,11 @@ def schedule_command(
     runs: options.Runs = options.RUNS,
     json_output: options.Json = False,
 ) -> None:
-    """Write the learning rates that do without decay what a decayed run did with it.
+    """Write a learning-rate schedule that replaces a run's weight decay.
 
-    By step: lr for the scale-invariant layers, lr_others for all else, for K-FAC the damping too.
-    In Python: decaylab.diagnosis.EquivalentSchedule.from_csv(...).lambdas() for torch's LambdaLR.
+    The file has, for each step, lr for the scale-invariant layers, lr_others for all other
+    parameters and, for K-FAC, the damping. In Python, pass
+    decaylab.diagnosis.EquivalentSchedule.from_csv(...).lambdas() to torch's LambdaLR.
     """
     source = found_records(run, runs)
     observed = observe(source)

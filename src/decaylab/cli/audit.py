@@ -16,19 +16,22 @@ from decaylab.diagnosis.audit import Audit, audit
 from decaylab.errors import DecaylabError
 
 Optimizer = Annotated[
-    str, typer.Argument(metavar="MODULE:NAME", help="A function of the model that builds it.")
+    str, typer.Argument(metavar="MODULE:NAME", help="A function that builds the optimizer.")
 ]
 Curvature = Annotated[
     str | None,
-    typer.Option("--curvature", help="What it must be: fisher, gauss-newton, empirical-fisher."),
+    typer.Option("--curvature", help="Require fisher, gauss-newton or empirical-fisher."),
 ]
 Damping = Annotated[
-    float | None, typer.Option("--damping", help="Its lambda, where the optimizer does not tell.")
+    float | None,
+    typer.Option("--damping", help="Damping lambda, if the optimizer does not have it."),
 ]
 Scale = Annotated[
-    float, typer.Option("--curvature-scale", help="A factor the curvature has on purpose.")
+    float, typer.Option("--curvature-scale", help="A factor that the curvature has on purpose.")
 ]
-Steps = Annotated[int, typer.Option("--steps", help="Steps from one place until one counts.")]
+Steps = Annotated[
+    int, typer.Option("--steps", help="Steps from the same weights; the last one counts.")
+]
 MARKS = {True: "[green]ok[/green]", False: "[bold red]WRONG[/bold red]", None: "[dim]-[/dim]"}
 
 
@@ -40,10 +43,12 @@ def audit_command(
     steps: Steps = 20,
     json_output: options.Json = False,
 ) -> None:
-    """Check a K-FAC-like optimizer's steps against the exact block, and name the wrong powers.
+    """Compare a K-FAC-like optimizer's steps with the exact curvature block.
 
-    MODULE:NAME is a function that takes a model and returns the optimizer, without weight decay
-    and clipping; modules are looked for here too. Seconds on a CPU. Exits with 1 if it is wrong.
+    MODULE:NAME is a function that takes a model and returns the optimizer, built without weight
+    decay and clipping. The module may be in the current folder. If the scale is wrong, the audit
+    names the power of the batch size or of the positions that is off. Takes seconds on a CPU. Exits
+    with 1 if a check fails.
     """
     factory = imported(optimizer)
     threads = torch.get_num_threads()

@@ -15,7 +15,8 @@ from decaylab.report.provenance import seeds_of, survey, tiers_of
 from decaylab.report.sections import judged
 
 TierOption = Annotated[
-    str | None, typer.Option("--tier", help="smoke, quick, short or full; else those with runs.")
+    str | None,
+    typer.Option("--tier", help="smoke, quick, short or full; without it, all with runs."),
 ]
 
 
@@ -26,7 +27,8 @@ def claims_command(
 ) -> None:
     """Judge the paper's claims E1-E15 from the records alone.
 
-    Each is supported, contradicted, or lacks runs or schedule; never supported without its runs.
+    Each claim is supported or contradicted, or it has not enough runs or not enough schedule. A
+    claim is never supported without its runs.
     """
     if tier is not None:
         tier_of(tier)

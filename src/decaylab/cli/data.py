@@ -21,7 +21,7 @@ from decaylab.cli.output import console, print_json
 from decaylab.data import DATA_SETS, Facts, fetch, find, load
 from decaylab.errors import DecaylabError
 
-data_app = typer.Typer(help="Data sets: which are here, and getting them.", no_args_is_help=True)
+data_app = typer.Typer(help="List and download data sets.", no_args_is_help=True)
 
 
 @data_app.command("list")

@@ -17,13 +17,16 @@ from decaylab.training.spec import PUBLISHED
 Network = Annotated[str, typer.Argument(help="mlp, vgg11/13/16/19 or resnet20/32/44/56.")]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, adam, kfac-f or kfac-g.")]
 Decay = Annotated[str, typer.Option("--decay", help="none, l2, decoupled or independent.")]
-WeightDecay = Annotated[float, typer.Option("--weight-decay", help="Its strength.")]
+WeightDecay = Annotated[float, typer.Option("--weight-decay", help="Strength of the decay.")]
 Scope = Annotated[str, typer.Option("--scope", help="What is decayed: all, conv or fc.")]
 LearningRate = Annotated[
-    float | None, typer.Option("--lr", help="Learning rate; else the paper's for the optimizer.")
+    float | None,
+    typer.Option("--lr", help="Learning rate; without it, the paper's for the optimizer."),
 ]
-Momentum = Annotated[float, typer.Option("--momentum", help="Of SGD and K-FAC; Adam has its own.")]
-BatchNorm = Annotated[bool, typer.Option("--batch-norm/--no-batch-norm")]
+Momentum = Annotated[float, typer.Option("--momentum", help="Momentum of SGD and K-FAC.")]
+BatchNorm = Annotated[
+    bool, typer.Option("--batch-norm/--no-batch-norm", help="Batch normalisation.")
+]
 Width = Annotated[float, typer.Option("--width", help="Factor on the number of channels.")]
 
 
@@ -39,11 +42,11 @@ def decay_table_command(
     width: Width = 1.0,
     json_output: options.Json = False,
 ) -> None:
-    """Print who is decayed, how, and by which factor a step.
+    """Show which parameters are decayed, how, and by which factor per step.
 
-    For a network on CIFAR-10. "a step" is what the decay term alone multiplies a weight by in the
-    first step, "long run" once the momentum has settled. L2 in Adam and K-FAC passes through their
-    preconditioner, so it has no fixed factor.
+    The network is built for CIFAR-10. "a step" is the factor by which decay alone multiplies a
+    weight in the first step; "long run" is that factor once the momentum has settled. L2 in Adam
+    and K-FAC passes through the preconditioner, so it has no fixed factor.
     """
     if optimizer not in OPTIMIZERS:
         raise DecaylabError(

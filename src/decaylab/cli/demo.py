@@ -41,10 +41,10 @@ from decaylab.report.sections import theory_checks
 from decaylab.report.write import write_report
 from decaylab.training import Execution, RunSpec, TrainingRun, train_to_end
 
-Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random.")]
-Seeds = Annotated[int, typer.Option("--seeds", help="Runs of each setting.")]
+Seed = Annotated[int, typer.Option("--seed", help="First seed; it sets everything random.")]
+Seeds = Annotated[int, typer.Option("--seeds", help="Number of runs (seeds) per setting.")]
 Epochs = Annotated[int | None, typer.Option("--epochs", help="Passes over the training data.")]
-WithReport = Annotated[bool, typer.Option("--report/--no-report", help="Write the report.")]
+WithReport = Annotated[bool, typer.Option("--report/--no-report", help="Write a report.")]
 
 # Per optimizer: learning rate, L2 and decoupled weight decay. Decoupled decay is multiplied by lr
 # and not by the preconditioner, so that equal numbers would not be equal decays (recipe line 15).
@@ -120,11 +120,11 @@ def demo_command(
     report: WithReport = True,
     json_output: options.Json = False,
 ) -> None:
-    """The whole of it in small, in minutes: what does weight decay do to a network?
+    """Show what weight decay does, on small networks, in minutes.
 
-    Trains small networks on digits under SGD, Adam, K-FAC-F and K-FAC-G with no decay, L2 and
-    weight decay, with and without batch normalisation; measures the three mechanisms; checks the
-    theory; writes a report. A second start reads what is there.
+    Trains small networks on digits with SGD, Adam, K-FAC-F and K-FAC-G: without decay, with L2 and
+    with weight decay, with and without batch normalisation. Then measures the three mechanisms,
+    checks the theory and writes a report. Running it again reuses the finished runs.
     """
     for name, value in (("epochs", epochs), ("seeds", seeds)):
         if value is not None and value < 1:
@@ -155,7 +155,7 @@ def demo_command(
         return
     _show(demo, seeds)
     print(f"\nTheory: {held} of {stated} statements of the paper hold (`decaylab theory`).")
-    print(f"Records: `decaylab runs list --runs {runs}`. A second start reads them.")
+    print(f"Records: `decaylab runs list --runs {runs}`. Running the demo again reuses them.")
     if page is not None:
         print(f"\nReport: open {page} in a browser.")
 

@@ -18,10 +18,12 @@ from decaylab.records import RunFolder
 from decaylab.report.diagnoses import write_diagnosis
 
 Baseline = Annotated[str | None, typer.Argument(help="The same run without decay.")]
-Markdown = Annotated[bool, typer.Option("--markdown", help="The result as Markdown on stdout.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print the result as Markdown.")]
 ReportFile = Annotated[
     Path | None,
-    typer.Option("--report", metavar="FILE.html", help="Also a page with figures, one file."),
+    typer.Option(
+        "--report", metavar="FILE.html", help="Also write a page with figures, as one file."
+    ),
 ]
 COLOURS = {"acts": "green", "does not act": "dim", "cannot tell": "yellow"}
 
@@ -41,10 +43,11 @@ def diagnose_command(
     markdown: Markdown = False,
     report: ReportFile = None,
 ) -> None:
-    """Say which of the three mechanisms weight decay acts through, from a run's records.
+    """Find out which of the three mechanisms weight decay acts through in a run.
 
-    RUN and BASELINE are runs of ours or folders that watch(folder=...) wrote. Nothing is measured;
-    what is not recorded is named, with the command that records it.
+    RUN and BASELINE are runs of decaylab or folders written by watch(folder=...). The verdict is
+    made from the records alone. If something was not recorded, it says what, and which command
+    records it.
     """
     other = found_records(baseline, runs) if baseline is not None else None
     mine = found_records(run, runs)

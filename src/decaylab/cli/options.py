@@ -9,20 +9,20 @@ import typer
 from decaylab.errors import DecaylabError
 from decaylab.records import RunFolder, RunStore
 
-Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Where run folders live.")]
+Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder that holds the runs.")]
 DataDir = Annotated[
     Path | None,
     typer.Option(
         "--data-dir",
         metavar="DIR",
-        help="Where data sets lie; else $DECAYLAB_DATA, else the user's cache.",
+        help="Folder of the data sets; without it, $DECAYLAB_DATA and the user's cache.",
     ),
 ]
-Run = Annotated[str, typer.Argument(help="A run's id (or how it starts or ends), or a folder.")]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto: cuda where there is.")]
+Run = Annotated[str, typer.Argument(help="A run's id, the start or end of it, or a folder.")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto (cuda if there is one).")]
 Compiled = Annotated[
     bool,
-    typer.Option("--compiled", help="Compile networks: for long runs on CUDA."),
+    typer.Option("--compiled", help="Compile the network; pays off in long runs on CUDA."),
 ]
 
 
@@ -37,7 +37,7 @@ CheckpointEvery = Annotated[
     typer.Option(
         "--checkpoint-every",
         callback=_not_negative,
-        help="Seconds between checkpoints, at least.",
+        help="Least number of seconds between checkpoints.",
     ),
 ]
 Processes = Annotated[
@@ -45,16 +45,16 @@ Processes = Annotated[
     typer.Option(
         "--processes",
         min=1,
-        help="How often you start this command on the device, to run side by side.",
+        help="How many copies of this command you run side by side on the device.",
     ),
 ]
 WholeRuns = Annotated[
     bool,
     typer.Option(
-        "--whole-runs", help="With --max-minutes: begin only runs that should end in time."
+        "--whole-runs", help="With --max-minutes: start only runs that should end in time."
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 RUNS = Path("runs")
 

@@ -22,10 +22,10 @@ from decaylab.training import RunSpec, checkpoint
 from decaylab.training.build import build_optimizer, load_run
 
 Example = Annotated[
-    int, typer.Option("--examples", min=2, help="How many images of each split are used.")
+    int, typer.Option("--examples", min=2, help="Number of images to use from each split.")
 ]
 Record = Annotated[
-    bool, typer.Option("--record", help="Add to the run's rows what they lack at that step.")
+    bool, typer.Option("--record", help="Add the values that the run's rows lack at that step.")
 ]
 
 
@@ -38,11 +38,11 @@ def probe_command(
     record: Record = False,
     json_output: options.Json = False,
 ) -> None:
-    """Print the probes of a run's last checkpoint: the whole model's, then layer by layer.
+    """Measure a run's last checkpoint: the whole model, then layer by layer.
 
-    Everything is measured on the first images of the training split, but for the Jacobian norm on
-    those of the test split (as Table 2) and the generalization gap on both; BN in eval mode, K-FAC
-    norms with batch statistics, as K-FAC sees them.
+    Everything is measured on the first images of the training split, except the Jacobian norm (on
+    the test split, as in Table 2) and the generalization gap (on both). Batch norm is in eval mode;
+    K-FAC norms use batch statistics, as K-FAC does.
     """
     folder = options.found_run(run, runs)
     where = options.chosen_device(device)

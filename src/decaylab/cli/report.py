@@ -14,14 +14,14 @@ from decaylab.report.write import Written, write_report
 
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="DIR", help="Where the report goes; else RUNS/report."),
+    typer.Option("--out", metavar="DIR", help="Folder of the report; without it, RUNS/report."),
 ]
 Pages = Annotated[
     list[Path] | None,
     typer.Option(
         "--page",
         metavar="FILE",
-        help="Instead: write the blocks `<!-- results: NAME -->` of this Markdown file anew.",
+        help="Instead, update the blocks `<!-- results: NAME -->` of this Markdown file.",
     ),
 ]
 
@@ -34,8 +34,9 @@ def report_command(
 ) -> None:
     """Write a report of the runs in a folder: one offline HTML page, Markdown, CSV and figures.
 
-    Each table and figure of the paper with its number, ours and the difference; the claims, the
-    theory, and where every number comes from. What there is no run for is shown as missing.
+    The report has each table and figure of the paper with the paper's numbers, ours and the
+    difference, the claims, the theory, and where every number comes from. Numbers without a run
+    are shown as missing.
     """
     if runs.exists() and not runs.is_dir():
         raise DecaylabError(f"{runs} is no folder: give the folder of the runs with --runs")

@@ -24,20 +24,24 @@ Name = Annotated[
     str, typer.Argument(metavar="ARTEFACT", help="table1-3, fig1-9, decay-alone, or all.")
 ]
 TierOption = Annotated[str, typer.Option("--tier", help="smoke, quick, short or full.")]
-Seeds = Annotated[int, typer.Option("--seeds", help="Runs per cell: seeds 0, 1, ...")]
+Seeds = Annotated[
+    int, typer.Option("--seeds", help="Number of runs per cell, with seeds 0, 1, ...")
+]
 Only = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="KEY=VALUE", help="Only these cells; may be repeated."),
+    typer.Option("--only", metavar="KEY=VALUE", help="Run only these cells; may be repeated."),
 ]
 MaxMinutes = Annotated[
     float | None,
     typer.Option(
         "--max-minutes",
         callback=options.positive_minutes,
-        help="Stop cleanly after so many minutes.",
+        help="Stop cleanly after this many minutes.",
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and how long it takes.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Only print the plan and an estimate of the time.")
+]
 Keep = Annotated[
     bool,
     typer.Option(
@@ -58,10 +62,14 @@ def reproduce_command(
     runs: options.Runs = options.RUNS,
     data_dir: options.DataDir = None,
     device: Annotated[
-        str | None, typer.Option("--device", help="cpu, cuda or auto; digits: cpu.")
+        str | None,
+        typer.Option("--device", help="cpu, cuda or auto; the tier decides the default."),
     ] = None,
     at_once: Annotated[
-        int, typer.Option("--at-once", min=1, help="Runs that take turns; a GPU gains by 2 to 4.")
+        int,
+        typer.Option(
+            "--at-once", min=1, help="Runs that take turns on the device; 2 to 4 suit a GPU."
+        ),
     ] = 1,
     processes: options.Processes = 1,
     compiled: options.Compiled = False,
@@ -69,10 +77,11 @@ def reproduce_command(
     keep_checkpoints: Keep = False,
     json_output: options.Json = False,
 ) -> None:
-    """Run what a table or figure of the paper lacks; the same command again goes on.
+    """Make the runs behind a table or figure of the paper.
 
-    What is finished is skipped, what was stopped continues, what failed is tried once more and
-    listed. Cells whose settings need a search first are listed too.
+    Giving the same command again continues: finished runs are skipped, stopped ones continue,
+    failed ones are tried once more and listed. Cells that need a search for their settings first
+    are listed too.
     """
     store = RunStore(runs)
     chosen = chosen_cells(artefact, tier, seeds, only or [], runs)
@@ -256,14 +265,14 @@ def _summarise(reproduction: Reproduction, chosen: list[Cell], json_output: bool
         f" {len(outcome.before)} done before, {len(outcome.left)} left"
     )
     if outcome.out_of_time:
-        print("the minutes are up: the same command goes on from here")
+        print("the time is up: give the same command again to continue")
     if outcome.late:
         print(
             f"{len(outcome.late)} of those left were not begun, since they should not have ended in"
             " time (--whole-runs): give more --max-minutes if that stays so"
         )
     for run_id in outcome.elsewhere:
-        print(f"another process makes {run_id}")
+        print(f"another process is working on {run_id}")
     for run_id, reason in outcome.failed.items():
         print(f"failed: {run_id}: {reason}", file=sys.stderr)
     for run_id, probes in lacking.items():

@@ -14,7 +14,7 @@ from decaylab.cli.output import console, print_json
 from decaylab.errors import DecaylabError
 from decaylab.records import RunFolder, RunStore
 
-app = typer.Typer(help="What is recorded.", no_args_is_help=True)
+app = typer.Typer(help="List and show recorded runs.", no_args_is_help=True)
 
 # Prefixes of names that say something of the whole run; behind any other stands a layer.
 OF_THE_WHOLE = ("train", "test", "kfac", "exposure")
@@ -46,7 +46,7 @@ def summary(folder: RunFolder) -> dict[str, Any]:
 
 @app.command("list")
 def list_runs(runs: options.Runs = options.RUNS, json_output: options.Json = False) -> None:
-    """List the runs in a folder, with status and last accuracy."""
+    """List the runs in a folder, with their status and latest accuracy."""
     found, unreadable = [], []
     for folder in RunStore(runs).runs():
         try:
@@ -90,7 +90,7 @@ def show_run(
     runs: options.Runs = options.RUNS,
     json_output: options.Json = False,
 ) -> None:
-    """Show one run: its spec, how it went, its numbers, and what could not be read."""
+    """Show one run: its spec, its status, its latest numbers, and what could not be read."""
     folder = options.found_run(run, runs)
     entry = summary(folder)
     if json_output:

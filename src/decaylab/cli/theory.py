@@ -11,9 +11,10 @@ from decaylab.theory import Check
 
 
 def theory_command(json_output: options.Json = False) -> None:
-    """Check statements T1-T7 of the paper on random nets, and what becomes of broken ones.
+    """Check statements T1-T7 of the paper on random networks, and show what breaks them.
 
-    Exits with 0 only if every statement holds, else with 1. Seconds on a CPU.
+    Computes both sides of each statement. Takes seconds on a CPU; exits with 1 if one does not
+    hold.
     """
     checks = theory_checks()
     stated = [check for check in checks if check.kind == "statement"]

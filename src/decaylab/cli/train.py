@@ -21,12 +21,14 @@ from decaylab.training import Execution, RunSpec, train
 
 Config = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="A spec as TOML; options given here win."),
+    typer.Option(
+        "--config", metavar="FILE", help="A spec in TOML; options on the command line override it."
+    ),
 ]
 TrainSet = Annotated[
-    bool, typer.Option("--train-set", help="Evaluate the training set after each epoch too.")
+    bool, typer.Option("--train-set", help="Also evaluate the training set after each epoch.")
 ]
-Tier = Annotated[str, typer.Option("--tier", help="A label kept with the results.")]
+Tier = Annotated[str, typer.Option("--tier", help="A label stored with the results.")]
 
 # Else a newcomer takes 10 % accuracy beside a training loss of 0.01 for a bug.
 LAGGING = (
@@ -148,9 +150,9 @@ def _command() -> Callable[..., None]:
     train_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     train_command.__annotations__ = {p.name: p.annotation for p in parameters}
     train_command.__doc__ = (
-        "Train a network.\n\n"
-        "What is left out takes the paper's published setting for the optimizer. The same command"
-        " again continues a run that was stopped, and does nothing for one that is finished."
+        "Train a network and record the run.\n\n"
+        "Options you leave out take the paper's published settings for the optimizer. Giving the"
+        " same command again continues a run that was stopped, and does nothing for a finished one."
     )
     return train_command
 

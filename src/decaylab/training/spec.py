@@ -86,10 +86,10 @@ class RunSpec:
 
     data: str = _option("digits", "Data set: digits, mnist, cifar10 or cifar100.", "Data")
     augment: bool = _option(False, "Pad-4 crop and horizontal flip.", "Data")
-    held_out: bool = _option(False, "Train on 9/10, test on the held-out rest: for search.", "Data")
+    held_out: bool = _option(False, "Train on 9/10, test on the rest (for searches).", "Data")
     network: str = _option("mlp", "mlp, vgg11/13/16/19 or resnet20/32/44/56.", "Network")
     width: float = _option(1.0, "Factor on the number of channels.", "Network")
-    hidden: tuple[int, ...] | None = _option(None, "MLP only: sizes, as 128,128.", "Network")
+    hidden: tuple[int, ...] | None = _option(None, "MLP only: sizes, e.g. 128,128.", "Network")
     activation: str = _option("relu", "MLP only: relu or linear.", "Network")
     bias: bool = _option(True, "Biases in linear and conv layers.", "Network")
     batch_norm: bool = _option(False, "Batch normalisation.", "Network")
@@ -97,32 +97,32 @@ class RunSpec:
     optimizer: str = _option("sgd", "sgd, adam, kfac-f (Fisher) or kfac-g (GN).", "Optimizer")
     lr: float | None = _option(None, "Learning rate.", "Optimizer")
     momentum: float | None = _option(None, "SGD and K-FAC: momentum.", "Optimizer")
-    betas: tuple[float, float] | None = _option(None, "Adam: as 0.9,0.999.", "Optimizer")
+    betas: tuple[float, float] | None = _option(None, "Adam: betas, e.g. 0.9,0.999.", "Optimizer")
     eps: float | None = _option(None, "Adam: eps.", "Optimizer")
     decay: str = _option("none", "none, l2, decoupled or independent.", "Decay")
-    weight_decay: float = _option(0.0, "Its strength.", "Decay")
+    weight_decay: float = _option(0.0, "Strength of the decay.", "Decay")
     decay_scope: str = _option("all", "What is decayed: all, conv or fc.", "Decay")
     norm_source: str = _option(
-        "", "A run without decay takes over that run's layer norms after each epoch.", "Decay"
+        "", "Id of a run whose layer norms this one takes over after each epoch.", "Decay"
     )
     damping: float | None = _option(None, "Damping lambda.", "K-FAC")
     damping_scaling: str | None = _option(None, "fixed or scale-free.", "K-FAC")
-    kl_clip: float | None = _option(None, "KL clip; 0 is none.", "K-FAC")
+    kl_clip: float | None = _option(None, "KL clip; 0 for none.", "K-FAC")
     curvature_scale: float | None = _option(None, "Factor on the curvature.", "K-FAC")
     refresh_every: int | None = _option(None, "Steps between factor refreshes.", "K-FAC")
     invert_every: int | None = _option(None, "Steps between inversions.", "K-FAC")
     inversion_lag: int | None = _option(None, "Steps from an inversion to its use.", "K-FAC")
-    factor_decay: float | None = _option(None, "Running-average coefficient.", "K-FAC")
+    factor_decay: float | None = _option(None, "Coefficient of the running average.", "K-FAC")
     initialize_batches: int | None = _option(
-        None, "Batches that initialise the factors, at most one pass; 0 is none.", "K-FAC"
+        None, "Batches that initialise the factors, at most one pass; 0 for none.", "K-FAC"
     )
     batch_size: int = _option(128, "Images per step.", "Schedule")
     epochs: int | None = _option(None, "Passes over the training data.", "Schedule")
     lr_drop_every: int | None = _option(None, "Epochs between drops of lr.", "Schedule")
-    lr_drop_factor: float = _option(10.0, "What a drop divides lr by.", "Schedule")
+    lr_drop_factor: float = _option(10.0, "A drop divides lr by this.", "Schedule")
     precision: str = _option("fp32", "fp32, tf32 or bf16 (autocast).", "Schedule")
-    deterministic: bool = _option(False, "The same bits each time; slower on a GPU.", "Schedule")
-    seed: int = _option(0, "Seed of weights, batches and sampling.", "Schedule")
+    deterministic: bool = _option(False, "Bit-for-bit reproducible; slower on a GPU.", "Schedule")
+    seed: int = _option(0, "Seed for weights, batches and sampling.", "Schedule")
 
     def __post_init__(self) -> None:
         hints = _hints()
