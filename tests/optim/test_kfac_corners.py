@@ -286,3 +286,27 @@ def test_what_the_first_step_inverts_is_not_inverted_again_behind_it(python):
     for later in inverses[1:6]:
         assert torch.equal(later, inverses[0])
     assert not torch.equal(inverses[6], inverses[0])  # begun behind the fifth step
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_empirical_fisher_leaves_out_passes_that_were_not_observed(first):
+    """A pass of another loss, whose logits are not handed over, before or behind ours."""
+    x, y = data()
+
+    def measured(other: bool) -> dict:
+        model = net()
+        opt = KFAC(model, 0.1, curvature="empirical-fisher", logits="observed")
+        if other and first:
+            model(2 * x).square().sum().backward()
+        logits = model(x)
+        opt.observe(logits)
+        cross_entropy(logits, y).backward()
+        if other and not first:
+            model(2 * x).square().sum().backward()
+        opt.step()
+        return opt.factors()
+
+    expected, found = measured(False), measured(True)
+    for name, factors in expected.items():
+        for key in ("A", "S", "T"):
+            assert torch.equal(getattr(found[name], key), getattr(factors, key))

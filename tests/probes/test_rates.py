@@ -100,3 +100,29 @@ def test_a_method_of_another_library_does_not_decide_the_law():
     model = normalised_net()
     optimizer = torch.optim.SGD([{"params": model.parameters(), "method": "theirs"}], lr=0.1)
     assert probes.effective_learning_rate(model, optimizer).rule == "sgd"
+
+
+def test_exposure_follows_every_setting_that_it_depends_on():
+    """Each changed in the middle of a run; the sum is that of `exposure_rate` at each step."""
+    model = normalised_net()
+    kfac = KFAC(model, 0.5, weight_decay=0.1, momentum=0.5)
+    torchs = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1, momentum=0.5)
+    adam = torch.optim.Adam(model.parameters(), lr=0.5, weight_decay=0.1)
+    changes = [
+        (kfac, {"decay": "independent"}, 0.5 * 0.1, 0.1),
+        (kfac, {"decay": "none"}, 0.1, 0.0),
+        (kfac, {"decay": "l2"}, 0.0, 0.5 * 0.1 / 0.5),
+        (torchs, {"momentum": 0.0}, 0.5 * 0.1 / 0.5, 0.5 * 0.1),
+        (torchs, {"momentum": 0.75, "dampening": 0.5}, 0.5 * 0.1, 0.5 * 0.1 * 0.5 / 0.25),
+        (torchs, {"dampening": 0.0}, 0.1, 0.5 * 0.1 / 0.25),
+        (torchs, {"weight_decay": 0.2}, 0.5 * 0.1 / 0.25, 0.5 * 0.2 / 0.25),
+        (adam, {"lr": 0.25}, 0.5 * 0.1, 0.25 * 0.1),
+    ]
+    for optimizer, change, before, after in changes:
+        exposure = Exposure(optimizer)
+        exposure.add()
+        for group in optimizer.param_groups:
+            group |= change
+        exposure.add()
+        found = exposure.by_layer(probes.layers_of(model))
+        assert found == pytest.approx({"0": before + after, "2": before + after}, rel=1e-12)

@@ -9,7 +9,7 @@ from torch import nn
 
 from decaylab import probes
 from decaylab.curvature import products
-from decaylab.curvature.untouched import as_function, untouched
+from decaylab.curvature.untouched import as_function, bare, untouched
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 
@@ -291,3 +291,19 @@ def test_parameters_that_are_not_named_are_constants():
     logits = function({"bias": bias})
     torch.testing.assert_close(logits, x @ model.weight.detach().mT + 1)
     assert torch.autograd.grad(logits.sum(), model.weight, allow_unused=True) == (None,)
+
+
+def test_bare_is_the_module_behind_every_wrapper(tmp_path):
+    model = nn.Linear(2, 2)
+    assert bare(model) is model
+    processes = torch.distributed
+    processes.init_process_group(
+        "gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/meeting"
+    )
+    try:
+        for wrap in (nn.DataParallel, nn.parallel.DistributedDataParallel):
+            assert bare(wrap(model)) is model
+            assert bare(torch.compile(wrap(model), backend="eager")) is model
+            assert bare(wrap(torch.compile(model, backend="eager"))) is model
+    finally:
+        processes.destroy_process_group()

@@ -23,7 +23,7 @@ class Exposure:
             get = group.get
             settings = (
                 *(get("lr"), get("weight_decay"), get(OUTSIDE)),
-                *(get("momentum"), get("dampening")),
+                *(get("decay"), get("decoupled_weight_decay"), get("momentum"), get("dampening")),
             )
             # a learning rate on the device stays there: comparing it would wait for it
             known = self._known.get(i)
