@@ -130,6 +130,18 @@ def test_the_command_says_what_reproduce_makes_of_the_winner(tmp_path):
     assert "`reproduce` does not use it: no table or figure has this cell with scheme l2" in unused
 
 
+def test_the_command_says_what_lies_on_the_edge(tmp_path):
+    said = search(tmp_path, "--weight-decay", "0.01,0.1", "--no-widen")
+    assert "on the edge of what was tried: weight_decay (give --weight-decay beyond it)" in said
+
+
+@pytest.mark.parametrize("scheme", ["wn-conv", "wd-fc", "undecayed", "L2"])
+def test_a_scheme_that_cannot_be_searched_is_refused(scheme):
+    done = CliRunner().invoke(app, ["search", *CELL, "--scheme", scheme, "--lr", "0.1"])
+    assert done.exit_code == 2
+    assert f"scheme '{scheme}' cannot be searched: choose l2, wd or none" in done.stderr
+
+
 def test_the_command_searches_by_lines(tmp_path):
     decays = ("--weight-decay", "0.01,0.1,1", "--no-widen")
     said = search(tmp_path, *decays, "--method", "lines", lr="0.001,0.003,0.01")

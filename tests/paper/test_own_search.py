@@ -72,6 +72,18 @@ def test_on_digits_all_that_are_one_run_have_it_and_the_legend_says_whose_settin
     assert legend(table).count("VGG16 BN SGD with decay: lr 0.03 instead of") == 1
 
 
+@pytest.mark.parametrize(("tried", "on_edge"), [((1e-9, 1e9), False), ((1e-3, 1e-2), True)])
+def test_the_legend_says_where_a_search_ended_on_the_edge(tmp_path, tried, on_edge):
+    _, decayed = of("table1", write_searched(tmp_path, tried=tried))
+    store = RunStore(tmp_path)
+    for spec in (*decayed.runs, *decayed.own):
+        write_run(store, spec, {"test/accuracy": 0.9}, tier="short")
+    said = legend(fill(artefact_of("table1"), "short", Readings(store), 1).table)
+    assert "decay 0.0003 instead of 0.001" in said
+    assert ("on the edge of what was tried: decay (" in said) is on_edge
+    assert ("edge" in said) is on_edge
+
+
 def test_reproduce_makes_both(tmp_path):
     chosen = of("table1", write_searched(tmp_path))
     assert len(plan(chosen)) == 3

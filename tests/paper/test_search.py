@@ -2,7 +2,9 @@ import tomllib
 from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
+from decaylab.cli import app
 from decaylab.data import load
 from decaylab.errors import DecaylabError
 from decaylab.paper import cells, select
@@ -111,6 +113,15 @@ def test_a_search_of_more_fields_begins_anew(tmp_path, digits, monkeypatch):
     more = replace(chosen, space={"lr": [0.01, 0.1], "damping": [1e-3, 1e-2]})
     assert len(list(Search(more, tmp_path, digits).run())) == 4
     assert Search(more, tmp_path, digits).winner().damping == 1e-2
+
+
+def test_the_command_says_what_lies_on_the_edge_by_optuna(tmp_path, monkeypatch):
+    fake_accuracy(monkeypatch, lambda spec: spec.weight_decay)
+    words = [f"{name}={value}" for name, value in (CELL | {"dataset": "cifar10"}).items()][:-1]
+    words += ["--tier", "smoke", "--lr", "0.1", "--weight-decay", "0.1,1", "--runs", str(tmp_path)]
+    done = CliRunner().invoke(app, ["search", *words])
+    assert done.exit_code == 0, done.output
+    assert "on the edge of what was tried: weight_decay (give --weight-decay" in done.stdout
 
 
 def test_a_winner_that_stays_on_the_edge_is_said_to_be_so(tmp_path, digits, monkeypatch):

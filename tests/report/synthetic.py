@@ -19,6 +19,8 @@ lr = {lr}
 weight_decay = {weight_decay}
 [search]
 tier = "{tier}"
+lr_tried = {lr_tried}
+weight_decay_tried = {weight_decay_tried}
 """
 
 
@@ -49,11 +51,16 @@ def write_run(store, spec, values, *, tier, status="finished", device="cpu", epo
     return folder
 
 
-def write_searched(root, *, lr=0.03, weight_decay=3e-4, tier="short", dataset="cifar10"):
+def write_searched(
+    root, *, lr=0.03, weight_decay=3e-4, tier="short", dataset="cifar10", tried=(1e-9, 1e9)
+):
     """What a search found for VGG16 with batch norm under SGD with decay; its folder."""
     folder = root / "searched"
     folder.mkdir(exist_ok=True)
-    text = SEARCHED.format(lr=lr, weight_decay=weight_decay, tier=tier, dataset=dataset)
+    text = SEARCHED.format(
+        lr=lr, weight_decay=weight_decay, tier=tier, dataset=dataset,
+        lr_tried=[1e-9, lr, 1e9], weight_decay_tried=[*tried, weight_decay],
+    )  # fmt: skip
     (folder / "found.toml").write_text(text)
     return folder
 

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,13 +22,14 @@ from decaylab.paper.search import (
     Search,
     SearchPlan,
     Trial,
+    Winner,
     default_space,
     grid_specs,
     on_all_images,
     widened,
     write_winner,
 )
-from decaylab.paper.settings import ROW, SCHEMES
+from decaylab.paper.settings import ROW, on_edge
 from decaylab.paper.suite import searched_cell, spec_for
 from decaylab.records import RunStore
 from decaylab.training import Execution, RunSpec, train_to_end
@@ -131,8 +131,7 @@ def search_command(
         search = Search(plan, folder, load(plan.base.data, data_dir).to(where), where)
         for trial in search.run():
             print(_line(trial), flush=True)
-        best = search.winner()
-        _say_winner(plan, folder, {name: getattr(best, name) for name in plan.space})
+        best = _say_winner(plan, folder, search.found())
     if retrain and best is not None:
         data = load(plan.base.data, data_dir).to(where)
         execution = Execution(tier=plan.tier, compiled=compiled)
@@ -167,10 +166,7 @@ def _make_runs(plan: SearchPlan, folder: Path, how: How, *, widen: bool) -> RunS
         found = winner(grids, store)
     devices = [point.device for grid in grids for point in points(grid, store)]
     write_winner(plan, folder, found, ", ".join(dict.fromkeys(devices)))
-    _say_winner(plan, folder, found.values)
-    if not found.interior:
-        print("its weight decay lies on the edge of the grid: give more --weight-decay values")
-    return on_all_images(plan, found.values)
+    return _say_winner(plan, folder, found)
 
 
 def _make_grid(grid: SearchPlan, store: RunStore, how: How) -> bool:
@@ -186,11 +182,18 @@ def _make_grid(grid: SearchPlan, store: RunStore, how: How) -> bool:
     return len(ended) == len(planned)
 
 
-def _say_winner(plan: SearchPlan, folder: Path, values: Mapping[str, float]) -> None:
-    said = ", ".join(f"{name} {value:g}" for name, value in values.items())
+def _say_winner(plan: SearchPlan, folder: Path, found: Winner) -> RunSpec:
+    """Say what was found, and what to know of it; the winner as a spec."""
+    said = ", ".join(f"{name} {found.values[name]:g}" for name in plan.space)
     print(f"winner: {said}\nas a spec: {folder / plan.name / 'winner.toml'}")
+    best = on_all_images(plan, found.values)
     if plan.cell is not None:
-        print(_use(plan, plan.cell["scheme"], folder, on_all_images(plan, values)))
+        print(_use(plan, plan.cell["scheme"], folder, best))
+    edges = on_edge(found.values, found.tried)
+    if edges:
+        options_of = ", ".join(f"--{name.replace('_', '-')}" for name in edges)
+        print(f"on the edge of what was tried: {', '.join(edges)} (give {options_of} beyond it)")
+    return best
 
 
 def _use(plan: SearchPlan, scheme: str, folder: Path, best: RunSpec) -> str:
@@ -208,8 +211,11 @@ def _use(plan: SearchPlan, scheme: str, folder: Path, best: RunSpec) -> str:
 def _of_cell(
     conditions: list[str], scheme: str, tier: str, space: dict[str, Any], limits: dict[str, Any]
 ) -> SearchPlan:
-    if scheme not in SCHEMES:
-        raise DecaylabError(f"unknown scheme {scheme!r}: choose l2, wd or none")
+    if scheme not in ("l2", "wd", "none"):
+        raise DecaylabError(
+            f"scheme {scheme!r} cannot be searched: choose l2, wd or none, or give a spec with"
+            " its decay by --config"
+        )
     size = tier_of(tier)
     key: dict[str, Any] = {}
     for condition in conditions:

@@ -244,9 +244,13 @@ class Search:
         tried = {field: sorted({trial.params[field] for trial in ended}) for field in best.params}
         return Winner(dict(best.params), best.value, tried, len(ended))
 
+    def found(self) -> "Winner":
+        """The best settings so far, and what was tried."""
+        return self._found(self._study())
+
     def winner(self) -> RunSpec:
         """The best settings found, on all training images."""
-        return on_all_images(self.plan, self._found(self._study()).values)
+        return on_all_images(self.plan, self.found().values)
 
 
 @dataclass(frozen=True)

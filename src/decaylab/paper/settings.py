@@ -9,7 +9,7 @@
 import csv
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -83,12 +83,16 @@ def full_schedule(key: Mapping[str, Any], row: Mapping[str, str]) -> dict[str, A
 
 @dataclass(frozen=True)
 class Searched:
-    """A setting found by `decaylab search`: the cell it is for, its values, and where it lies."""
+    """A setting found by `decaylab search`: the cell it is for, its values, and where it lies.
+
+    `edges` are the fields whose value is the smallest or the largest of those tried.
+    """
 
     cell: Mapping[str, Any]
     values: Mapping[str, float]
     tier: str
     path: str
+    edges: tuple[str, ...] = ()
 
 
 def searched(
@@ -108,6 +112,19 @@ def searched(
             ):
                 return found
     return None
+
+
+def on_edge(chosen: Mapping[str, float], tried: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
+    """The fields whose value is the smallest or the largest of several that were tried.
+
+    >>> on_edge({"lr": 0.1, "weight_decay": 0.01}, {"lr": [0.1, 1], "weight_decay": [0.01]})
+    ('lr',)
+    """
+    return tuple(
+        field
+        for field, values in tried.items()
+        if min(values) < max(values) and chosen[field] in (min(values), max(values))
+    )
 
 
 def _all_searched(folder: Path | None) -> list[Searched]:
@@ -132,7 +149,9 @@ def _read(path: str, text: str) -> Searched:
     try:
         entry = tomllib.loads(text)
         values = {name: float(value) for name, value in entry["winner"].items()}
-        return Searched(entry["cell"], values, entry["search"]["tier"], path)
+        search = entry["search"]
+        tried = {name: search[f"{name}_tried"] for name in values if f"{name}_tried" in search}
+        return Searched(entry["cell"], values, search["tier"], path, on_edge(values, tried))
     except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise DecaylabError(
             f"{path} is no result of `decaylab search` ({error!r}): remove it, and search again"

@@ -87,6 +87,7 @@ class Cell:
         own: tables of accuracies: one spec per seed at the settings that our own search on held-out
             images found, where there is one and it differs from those of `runs`. A second
             value, shown beside that of `runs` and marked; no claim is judged by it.
+        own_edges: of `own`, the fields that lie on the edge of what the search tried.
     """
 
     artefact: str
@@ -98,6 +99,7 @@ class Cell:
     missing: str = ""
     note: str = ""
     own: tuple[RunSpec, ...] = ()
+    own_edges: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -172,7 +174,7 @@ def cells(
                     paper=_paper_number(artefact, key),
                     probes=artefact.probes,
                     **_runs(full_key, size, seeds, searched_folder),
-                    own=_own(artefact, full_key, size, seeds, searched_folder),
+                    **_own(artefact, full_key, size, seeds, searched_folder),
                 )
             )
     return found
@@ -269,17 +271,18 @@ def _runs(key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None) -
 
 def _own(
     artefact: Artefact, key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None
-) -> tuple[RunSpec, ...]:
+) -> dict[str, Any]:
     """The runs at our own search's settings, for a cell whose `runs` are not of a search."""
     of_accuracies = artefact.kind == "table" and artefact.percent and artefact.reference
     if not of_accuracies or key.get("batch_size", 128) != 128:
-        return ()
+        return {}
     scheme = _scheme(key)
     found = searched(searched_cell(key, tier), scheme, tier.name, folder)
     if found is None:
-        return ()
+        return {}
     ours = tuple(_spec(key, scheme, tier, found, seed) for seed in range(seeds))
-    return () if ours[0] == _spec(key, scheme, tier, None, 0) else ours
+    same = ours[0] == _spec(key, scheme, tier, None, 0)
+    return {} if same else {"own": ours, "own_edges": found.edges}
 
 
 def spec_for(key: Mapping[str, Any], scheme: str, tier: str) -> RunSpec:

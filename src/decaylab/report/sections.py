@@ -84,12 +84,14 @@ def _setting(cell: PaperCell) -> str:
     if not cell.own:
         return ""
     ours, theirs = cell.own[0], cell.runs[0]
+    words = {"lr": "lr", "weight_decay": "decay", "damping": "damping"}
     values = [
         f"{word} {getattr(ours, name):g} instead of {getattr(theirs, name):g}"
-        for name, word in (("lr", "lr"), ("weight_decay", "decay"), ("damping", "damping"))
+        for name, word in words.items()
         if getattr(ours, name) != getattr(theirs, name)
     ]
-    return ", ".join(values)
+    edges = " and ".join(words[name] for name in cell.own_edges)
+    return ", ".join(values) + (f", on the edge of what was tried: {edges}" if edges else "")
 
 
 def tables_section(filled: Sequence[Filled], readings: Readings, tier: str) -> Section:
