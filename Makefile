@@ -1,13 +1,16 @@
 # Two commands: `make demo` and `make test`. Both set up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# What the demo needs, and all there is.
+DEMO := .venv/demo
 INSTALLED := .venv/installed
 # An independent library that the tests compare with; its own requirements would pull in torchvision.
 ORACLES := curvlinops-for-pytorch einconv linear-operator backpack-for-pytorch
 
 .PHONY: demo test test-browser check docs results-pages fix clean
 
-demo: $(INSTALLED)
+demo: $(DEMO)
 	$(BIN)/decaylab demo
 
 test: $(INSTALLED) check
@@ -34,11 +37,15 @@ fix: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(INSTALLED): pyproject.toml constraints.txt Makefile
+$(DEMO): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(ORACLES)
+	$(PIP) torch
+	$(PIP) -e '.[report]'
+	touch $(DEMO)
+
+$(INSTALLED): $(DEMO)
+	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps $(ORACLES)
 	touch $(INSTALLED)
 
 clean:

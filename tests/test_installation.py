@@ -1,9 +1,14 @@
 """A CPU machine gets a CPU torch, and none of what would replace it or needs CUDA."""
 
+import shutil
+import subprocess
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
@@ -12,3 +17,19 @@ def test_no_cuda_package_came_along():
     assert "torch" in names
     unwanted = {"torchvision", "torchaudio", "triton", "pytorch-triton"}
     assert not {n for n in names if n in unwanted or n.startswith("nvidia-")}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+@pytest.mark.parametrize(
+    ("command", "extra", "others"), [("demo", "report", False), ("test", "dev", True)]
+)
+def test_make_installs_what_a_command_needs(command, extra, others):
+    """In a fresh checkout: torch first, always by the constraints; the rest for the tests only."""
+    words = ["make", "--dry-run", "--always-make", command]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    pips = [line for line in done.stdout.splitlines() if " pip install " in line]
+    assert all("-c constraints.txt" in line for line in pips)
+    assert pips[0].endswith(" torch")
+    assert any(line.endswith(f"'.[{extra}]'") for line in pips)
+    assert any("'.[dev]'" in line for line in pips) is others
+    assert any("curvlinops" in line for line in pips) is others
