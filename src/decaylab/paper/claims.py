@@ -11,6 +11,7 @@ from decaylab.paper import accuracy_claims as accuracy
 from decaylab.paper import mechanism_claims as mechanism
 from decaylab.paper.evidence import Bench, Evidence, Verdict
 from decaylab.paper.readings import Readings
+from decaylab.paper.tiers import stand_ins
 
 CLAIMS: dict[str, tuple[str, str, Callable[[Bench], Evidence]]] = {
     "E1": ("Table 1", "weight decay raises test accuracy in all 32 pairs", accuracy.e1),
@@ -150,6 +151,7 @@ def _context(bench: Bench, evidence: Evidence) -> list[str]:
         notes.append(f"{short} of {len(evidence.comparisons)} comparisons lack schedule")
     if runs and bench.tier.on_digits:
         notes.append("on digits with small stand-in nets, not on the paper's data")
+        notes.append(f"names are the paper's; the nets: {stand_ins(run.spec for run in runs)}")
     elif runs and bench.tier.name != "full":
         notes.append("at one fifth of the paper's schedule")
     seeds = {run.spec.seed for run in runs}

@@ -16,12 +16,13 @@ first-stage exposure (sum of lr*wd, SGD: / (1 - momentum)) of 1.2 to 2 at tier q
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from decaylab.errors import DecaylabError
 from decaylab.paper.settings import table
+from decaylab.training import RunSpec
 
 STAND_INS: dict[str, dict[str, Any]] = {
     "resnet32": {"network": "resnet20"},
@@ -30,6 +31,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
     "vgg16": {"network": "mlp", "hidden": (256,) * 4},
     "vgg19": {"network": "mlp", "hidden": (256,) * 5},
 }
+STAND_IN_WIDTH = 0.125
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,25 @@ def sized(values: Mapping[str, Any], tier: Tier) -> dict[str, Any]:
     return {**values, "epochs": epochs, "lr_drop_every": every, "precision": "bf16"}
 
 
+def stand_ins(specs: Iterable[RunSpec], named: Callable[[str], str] = str) -> str:
+    """Which networks some runs on digits are really of, and for which of the paper's they stand.
+
+    >>> from decaylab.paper import cells
+    >>> stand_ins(cell.runs[0] for cell in cells("table1", "quick"))
+    'mlp 256x256x256x256 for vgg16, resnet20 for resnet32, at width 0.125'
+    """
+    found: dict[str, None] = {}
+    for spec in specs:
+        words = [named(spec.network)]
+        if spec.hidden is not None:
+            words.append("x".join(map(str, spec.hidden)))
+        for theirs, ours in STAND_INS.items():
+            if all(getattr(spec, field) == value for field, value in ours.items()):
+                words += ["for", named(theirs)]
+        found[" ".join(words)] = None
+    return f"{', '.join(found)}, at width {STAND_IN_WIDTH:g}"
+
+
 def _on_digits(values: Mapping[str, Any], tier: Tier) -> dict[str, Any]:
     assert tier.epochs is not None
     assert tier.batches is not None
@@ -127,7 +148,7 @@ def _on_digits(values: Mapping[str, Any], tier: Tier) -> dict[str, Any]:
     ours: dict[str, Any] = {
         "data": "digits",
         "augment": False,
-        "width": 0.125,
+        "width": STAND_IN_WIDTH,
         "batch_size": batch_size,
         "epochs": epochs,
         "lr_drop_every": epochs if values["lr_drop_every"] >= values["epochs"] else every,

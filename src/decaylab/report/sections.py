@@ -9,6 +9,7 @@ import torch
 from decaylab.paper import TIERS, Artefact, Readings, artefacts, cells
 from decaylab.paper import Cell as PaperCell
 from decaylab.paper.claims import Claim, judge
+from decaylab.paper.tiers import stand_ins
 from decaylab.report.drawing import Panel, draw
 from decaylab.report.figures import panels
 from decaylab.report.names import counted_seeds, named
@@ -191,12 +192,14 @@ def _note(filled: Filled, readings: Readings) -> str:
     """Coverage, tier, device and data of what is shown; what its runs lack."""
     runs = [run for cell in filled.cells for run in readings.finished(cell)]
     devices = ", ".join(dict.fromkeys(run.manifest.device for run in runs))
-    nets = dict.fromkeys(_net(run.spec.data, run.spec.network, run.spec.width) for run in runs)
     seeds = {len(readings.finished(cell)) for cell in filled.cells} - {0}
     parts = [f"{filled.coverage}, tier {filled.tier}" + (f", on {devices}" if devices else "")]
-    if nets:
-        stand = " standing in for the paper's" if TIERS[filled.tier].on_digits else ""
-        parts.append(", ".join(nets) + stand)
+    if runs and TIERS[filled.tier].on_digits:
+        nets = stand_ins((run.spec for run in runs), named)
+        parts.append(f"names are the paper's, the numbers those of stand-ins on digits: {nets}")
+    elif runs:
+        shown = dict.fromkeys(f"{run.spec.data} ({named(run.spec.network)})" for run in runs)
+        parts.append(", ".join(shown))
     if seeds:
         least, most = min(seeds), max(seeds)
         parts.append(counted_seeds(most) if least == most else f"{least} to {most} seeds")
@@ -208,10 +211,6 @@ def _note(filled: Filled, readings: Readings) -> str:
         named_probes = dict.fromkeys(probe for _, probes in lacking for probe in probes)
         parts.append(f"{len(lacking)} runs lack {', '.join(named_probes)}")
     return "; ".join(parts) + "."
-
-
-def _net(data: str, network: str, width: float) -> str:
-    return f"{data} ({named(network)}" + (f" at width {width:g})" if width != 1 else ")")
 
 
 def _without_setting(filled: Filled) -> str:
