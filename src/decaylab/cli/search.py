@@ -37,24 +37,27 @@ from decaylab.training import Execution, RunSpec, train_to_end
 Cell = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="KEY=VALUE", help="A cell of Table 1: dataset, network, batch_norm, ..."
+        metavar="KEY=VALUE", help="The cell of Table 1: dataset, network, batch_norm, ..."
     ),
 ]
 Config = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="A spec of your own instead.")
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Search around your own spec instead."),
 ]
-Values = Annotated[str | None, typer.Option(metavar="A,B,...", help="Values, or TPE's range.")]
+Values = Annotated[
+    str | None, typer.Option(metavar="A,B,...", help="Values to try; for tpe, the range.")
+]
 
 
 def search_command(
     cell: Cell = None,
     config: Config = None,
-    scheme: Annotated[str, typer.Option("--scheme", help="l2, wd or none.")] = "l2",
+    scheme: Annotated[str, typer.Option("--scheme", help="Kind of decay: l2, wd or none.")] = "l2",
     tier: Annotated[str, typer.Option("--tier", help="smoke, quick, short or full.")] = "quick",
     method: Annotated[
         str, typer.Option("--method", help="grid, lines (--runs-only) or tpe.")
     ] = "grid",
-    trials: Annotated[int, typer.Option("--trials", min=1, help="How many, for tpe.")] = 30,
+    trials: Annotated[int, typer.Option("--trials", min=1, help="Number of trials, for tpe.")] = 30,
     lr: Values = None,
     weight_decay: Values = None,
     damping: Values = None,
@@ -62,35 +65,40 @@ def search_command(
         bool,
         typer.Option(
             "--runs-only",
-            help="A grid without Optuna: no pruning, and the winner is read from its runs.",
+            help="Search without Optuna: no pruning, and the winner is read from the runs.",
         ),
     ] = False,
     widen: Annotated[
         bool,
-        typer.Option(help="With --runs-only: more weight decays while the best is on the edge."),
+        typer.Option(
+            help="With --runs-only: try more weight decays while the best is at the edge."
+        ),
     ] = True,
-    at_once: Annotated[int, typer.Option(min=1, help="With --runs-only: so many take turns.")] = 1,
+    at_once: Annotated[
+        int, typer.Option(min=1, help="With --runs-only: this many take turns.")
+    ] = 1,
     processes: options.Processes = 1,
     compiled: options.Compiled = False,
     max_minutes: Annotated[
         float | None,
         typer.Option(
             callback=options.positive_minutes,
-            help="With --runs-only: stop cleanly after so long.",
+            help="With --runs-only: stop cleanly after this many minutes.",
         ),
     ] = None,
     whole_runs: options.WholeRuns = False,
     retrain: Annotated[
-        bool, typer.Option("--retrain", help="Then train the winner on all training images.")
+        bool, typer.Option("--retrain", help="Finally train the winner on all training images.")
     ] = False,
     runs: options.Runs = options.RUNS,
     data_dir: options.DataDir = None,
     device: options.Device = "auto",
 ) -> None:
-    """Search a cell's (or a spec's) settings on held-out training images, by Optuna or without.
+    """Search for the best settings of a cell or a spec, on held-out training images.
 
-    The same command again goes on with what was stopped. The winner lies in RUNS/searched, where
-    `reproduce` finds it, and as a spec for `train`.
+    Uses Optuna unless --runs-only is given. Giving the same command again continues a search that
+    was stopped. The winner is stored in RUNS/searched, where `reproduce` finds it, and as a spec
+    for `train`.
     """
     if (config is None) == (not cell):
         raise DecaylabError(
