@@ -350,7 +350,9 @@ def test_l2_against_weight_decay_needs_the_searched_runs(tmp_path):
     claim = records.claims()["E2"]
     assert claim.verdict == "supported", claim
     assert "on digits with small stand-in nets, not on the paper's data" in claim.notes
-    (nets,) = [note for note in claim.notes if note.startswith("names are the paper's; the nets: ")]
+    (nets,) = [
+        note for note in claim.notes if note.startswith("names are the paper's, the nets are ")
+    ]
     assert "mlp 256x256x256x256 for vgg16" in nets
     assert "resnet20 for resnet32" in nets
     assert claim.data == "digits"

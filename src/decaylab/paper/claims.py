@@ -151,7 +151,7 @@ def _context(bench: Bench, evidence: Evidence) -> list[str]:
         notes.append(f"{short} of {len(evidence.comparisons)} comparisons lack schedule")
     if runs and bench.tier.on_digits:
         notes.append("on digits with small stand-in nets, not on the paper's data")
-        notes.append(f"names are the paper's; the nets: {stand_ins(run.spec for run in runs)}")
+        notes.append(f"names are the paper's, the nets are {stand_ins(run.spec for run in runs)}")
     elif runs and bench.tier.name != "full":
         notes.append("at one fifth of the paper's schedule")
     seeds = {run.spec.seed for run in runs}
