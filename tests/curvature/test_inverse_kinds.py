@@ -52,3 +52,15 @@ def test_a_dead_side_gets_the_root_of_the_damping(dead):
     pi = (A[1].trace() / 5 / (G[1].trace() / 3)).sqrt()
     torch.testing.assert_close(extra_A, torch.stack([torch.tensor(0.2).double(), 0.3 * pi]))
     torch.testing.assert_close(extra_G, torch.stack([torch.tensor(0.2).double(), 0.3 / pi]))
+
+
+@pytest.mark.parametrize("largest_batched", [1200, 1])
+def test_a_matrix_is_sound_where_its_inverse_is_finite(monkeypatch, largest_batched):
+    """Positive definite, indefinite, not finite, and one whose Cholesky factor exists alone."""
+    monkeypatch.setattr(inverses, "LARGEST_BATCHED", largest_batched)
+    diagonals = [[1.0, 2.0], [1.0, -1.0], [1.0, torch.nan], [1.0, 1e-310], [4.0, 0.5]]
+    sides = torch.stack([torch.tensor(d, dtype=torch.float64).diag() for d in diagonals])
+    assert inverses.invert_(sides).tolist() == [True, False, False, False, True]
+    for i, diagonal in ((0, [1.0, 0.5]), (4, [0.25, 2.0])):
+        wanted = torch.tensor(diagonal, dtype=torch.float64).diag()
+        torch.testing.assert_close(sides[i], wanted, rtol=1e-14, atol=0)

@@ -310,3 +310,55 @@ def test_the_empirical_fisher_leaves_out_passes_that_were_not_observed(first):
     for name, factors in expected.items():
         for key in ("A", "S", "T"):
             assert torch.equal(getattr(found[name], key), getattr(factors, key))
+
+
+@pytest.mark.parametrize("decay", ["decoupled", "independent", "l2", "none"])
+def test_matrices_and_scalars_outside_the_blocks_decay_as_they_should(decay):
+    """An excluded layer and a scalar, by SGD: W - lr (g + [l2] wd W) - ([lr] wd W)."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.5))
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.last(torch.tanh(self.scale * self.first(x)))
+
+    torch.manual_seed(0)
+    model, (x, y) = Scaled().double(), data()
+    first, last = model.first, model.last
+    opt = KFAC(
+        model,
+        0.5,
+        weight_decay=0.125,
+        decay=decay,
+        momentum=0.0,
+        others="sgd",
+        others_lr=0.25,
+        params=[
+            {"params": p} for p in ([model.scale], [*first.parameters()], [*last.parameters()])
+        ],
+        options=KFACOptions(exclude=("first",)),
+    )
+    cross_entropy(model(x), y).backward()
+    wanted = {}
+    for p in (model.scale, model.first.weight, model.first.bias):
+        kept = 1 - {"decoupled": 0.25 * 0.125, "independent": 0.125, "l2": 0.25 * 0.125}.get(
+            decay, 0
+        )
+        wanted[p] = kept * p.detach() - 0.25 * p.grad
+    opt.step()
+    for p, value in wanted.items():
+        torch.testing.assert_close(p.detach(), value, rtol=1e-12, atol=1e-14)
+
+
+def test_a_group_is_split_only_where_it_has_both_kinds():
+    """So that a scheduler's list of learning rates fits the groups that were given."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    given = [[model[0].weight], list(model[1].parameters()), [model[2].weight, model[2].bias]]
+    opt = KFAC(model, 0.1, params=[{"params": group} for group in given])
+    assert [group["params"] for group in opt.param_groups] == given
+    assert [group["method"] for group in opt.param_groups] == ["kfac", "adam", "kfac"]
+    whole = KFAC(model, 0.1)
+    assert [group["method"] for group in whole.param_groups] == ["kfac", "adam"]

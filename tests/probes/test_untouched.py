@@ -9,7 +9,7 @@ from torch import nn
 
 from decaylab import probes
 from decaylab.curvature import products
-from decaylab.curvature.untouched import as_function, bare, untouched
+from decaylab.curvature.untouched import as_function, bare, tied, untouched
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 
@@ -266,11 +266,12 @@ def test_running_statistics_that_a_model_updates_in_eval_mode_too():
     assert torch.equal(model.variance, torch.ones(2))
 
 
-def test_inside_autocast_is_off_grad_is_on_and_attention_is_plain():
+@pytest.mark.parametrize("outside", [torch.no_grad, torch.inference_mode])
+def test_inside_autocast_is_off_grad_is_on_and_attention_is_plain(outside):
     model = nn.Linear(3, 2)
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     want = model(x)
-    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), untouched(model) as inside:
+    with torch.autocast("cpu", torch.bfloat16), outside(), untouched(model) as inside:
         found = inside(x)
         kernels = [torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()]
     assert found.dtype == torch.float32
@@ -307,3 +308,19 @@ def test_bare_is_the_module_behind_every_wrapper(tmp_path):
             assert bare(wrap(torch.compile(model, backend="eager"))) is model
     finally:
         processes.destroy_process_group()
+
+
+def test_examples_are_tied_where_the_batch_normalises_them():
+    plain, own = nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False)
+    assert [tied(nn.Sequential(norm), "eval") for norm in (plain, own)] == [False, True]
+    assert [tied(nn.Sequential(norm), "train") for norm in (plain, own)] == [True, True]
+    assert not tied(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), "train")
+
+
+def test_chunks_do_not_change_a_net_whose_batch_norm_has_no_running_statistics():
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    model = nn.Sequential(nn.Linear(3, 4), norm, nn.Tanh(), nn.Linear(4, 2)).double()
+    inputs = torch.randn(6, 3, dtype=torch.float64)
+    whole = probes.jacobian_norm(model, inputs).total
+    assert probes.jacobian_norm(model, inputs, chunk=2).total == whole
