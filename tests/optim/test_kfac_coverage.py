@@ -1,0 +1,83 @@
+"""Who steps which parameter, and the reason that is given for it; what `params` may be."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from decaylab.optim.kfac import KFAC, KFACOptions
+
+
+class Noisy(nn.Conv1d):
+    """A layer with a forward of its own."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.noisy = nn.Linear(3, 3), Noisy(3, 3, 1)
+        self.extra, self.frozen = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+        self.extra.gain = nn.Parameter(torch.ones(3))
+        self.frozen.weight.requires_grad_(False)
+        self.computed = parametrizations.weight_norm(nn.Linear(3, 3))
+        self.norm, self.out = nn.LayerNorm(3), nn.Linear(3, 2)
+
+
+REASONS = {
+    "plain.weight": "Linear",
+    "plain.bias": "Linear",
+    "noisy.weight": "Noisy is a Conv1d with code of its own",
+    "noisy.bias": "Noisy is a Conv1d with code of its own",
+    "extra.weight": "Linear",
+    "extra.bias": "Linear",
+    "extra.gain": "'gain' is no weight or bias of a Linear",
+    "frozen.weight": "frozen when the optimizer was built",
+    "norm.weight": "LayerNorm has no Kronecker-factored block",
+    "norm.bias": "LayerNorm has no Kronecker-factored block",
+    "out.weight": "excluded by name",
+    "out.bias": "excluded by name",
+}
+
+
+@pytest.mark.parametrize("others", ["adam", "sgd"])
+def test_reasons(others):
+    model = Net()
+    opt = KFAC(model, 0.1, others=others, options=KFACOptions(exclude=("out",)))
+    found = opt.coverage()
+    assert {name: found[name].reason for name in REASONS} == REASONS
+    computed = {name for name in found if name.startswith("computed.")}
+    assert found.keys() == REASONS.keys() | computed
+    assert len(computed) == 3  # a bias, and what the weight is computed from
+    inside = {name for name, entry in found.items() if entry.method == "kfac"}
+    assert inside == {"plain.weight", "plain.bias", "extra.weight", "extra.bias"}
+    assert {found[name].block for name in inside} == {"plain", "extra"}
+    for name in found.keys() - inside:
+        assert (found[name].block, found[name].method) == (None, others)
+
+
+def test_parameters_are_given_in_every_way_that_torch_takes():
+    """Bare, with names, in groups, and a group of a single tensor."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    some = {"0.weight", "0.bias", "2.weight"}
+    named = [(name, p) for name, p in model.named_parameters() if name in some]
+    bare = [p for _, p in named]
+    ways = [
+        iter(bare),
+        iter(named),
+        [{"params": iter(bare)}],
+        [{"params": named}],
+        [{"params": bare[0]}, {"params": bare[1:]}],
+        [{"params": [bare[0]]}, {"params": named[1:]}],
+    ]
+    for way in ways:
+        opt = KFAC(model, 0.1, params=way)
+        assert opt.coverage().keys() == some
+        held = [p for group in opt.param_groups for p in group["params"]]
+        assert len(held) == 3
+        assert all(p is q for p, q in zip(held, bare, strict=True))
+        assert opt.factors()["2"].A.shape == (3, 3)  # its bias is not among them
+        assert opt.factors()["0"].A.shape == (4, 4)
+        opt.detach()
