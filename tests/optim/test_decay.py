@@ -337,3 +337,17 @@ def test_what_torch_decouples_is_known(kind):
     decoupled = torch.allclose(weight.detach(), shrunk, rtol=1e-12, atol=0)
     expected = ("decoupled" if decoupled else "l2", strength)
     assert decay_of(optimizer.param_groups[0], optimizer) == expected
+
+
+def test_scope_conv_leaves_out_parameters_that_no_layer_owns():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    groups = parameter_groups(Scaled(), weight_decay=0.1, scope="conv")
+    assert [group["names"] for group in groups] == [
+        ["body.weight", "body.bias"],
+        ["scale", "head.weight", "head.bias"],
+    ]

@@ -81,3 +81,11 @@ def test_parameters_are_given_in_every_way_that_torch_takes():
         assert opt.factors()["2"].A.shape == (3, 3)  # its bias is not among them
         assert opt.factors()["0"].A.shape == (4, 4)
         opt.detach()
+
+
+def test_the_bias_of_a_layer_whose_weight_a_hook_computes_is_in_no_block():
+    """As torch's older spectral norm does it: the weight is no parameter, the class is Linear."""
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3)), nn.Linear(3, 2))
+    found = KFAC(model, 0.1).coverage()
+    assert found["0.bias"].reason == "its weight is computed (parametrized)"
+    assert {name for name, entry in found.items() if entry.block} == {"1.weight", "1.bias"}

@@ -1,11 +1,14 @@
 """Which forward passes and layers count in a refresh, and which steps a GradScaler leaves out."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from oracle.kfac_runs import cross_entropy, labels_for, random, seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC, KFACOptions
 
 X, Y = random(6, 3), labels_for(6, classes=2)
@@ -168,3 +171,22 @@ def test_a_group_without_any_gradient_does_not_decay():
     opt.step()
     moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
     assert moved == [False, False, True, True]
+
+
+def test_a_field_named_logits_that_is_no_tensor_is_not_taken_for_them():
+    """It may hold anything; who means heads hands them to `observe`."""
+
+    class Answer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            z = self.layer(x)
+            return SimpleNamespace(logits=(z, 2 * z))
+
+    model = seeded(Answer)
+    opt = KFAC(model, 0.1)
+    cross_entropy(model(X).logits[0], Y).backward()
+    with pytest.raises(DecaylabError, match=r"opt\.observe"):
+        opt.step()
