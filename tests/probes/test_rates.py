@@ -126,3 +126,11 @@ def test_exposure_follows_every_setting_that_it_depends_on():
         exposure.add()
         found = exposure.by_layer(probes.layers_of(model))
         assert found == pytest.approx({"0": before + after, "2": before + after}, rel=1e-12)
+
+
+def test_dampening_counts_only_with_a_momentum():
+    """Torch's SGD reads it nowhere else."""
+    model = normalised_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1, dampening=0.5)
+    rate = probes.exposure_rate(optimizer, optimizer.param_groups[0])
+    assert rate == pytest.approx(0.05, rel=1e-12)
