@@ -120,7 +120,7 @@ def test_a_law_that_is_not_known_and_a_layer_that_is_not_held():
     found = settings(optimizer, layers_of(model))
     assert of_layer(found, "3") == {"moved": 0.0, "invariant": 0.0}
     first = of_layer(found, "0")
-    assert (first["lr"], first["invariant"]) == (0.5, 1.0)
+    assert (first["lr"], first["momentum"], first["invariant"]) == (0.5, 0.0, 1.0)
     assert not {"power", "moved", "damping"} & first.keys()
 
 
