@@ -162,6 +162,10 @@ def test_dampening_is_part_of_the_decay():
     plain = Rows(tuple(r for r in rows.rows if not r.name.startswith("setting_dampening")))
     taken, summed = (suggest(of).layers[0] for of in (rows, plain))
     assert taken.suggested == pytest.approx(summed.suggested / 0.2)
+    damped = [replace(r, value=1.0) if "dampening" in r.name else r for r in rows.rows]
+    kept_out = suggest(Rows(tuple(damped))).layers[0]
+    assert kept_out.suggested is None
+    assert "dampening of 1" in kept_out.reason
 
 
 def test_what_differs_is_said_in_the_order_of_the_settings():

@@ -135,6 +135,10 @@ def test_a_missing_run_is_enough_to_withhold_support(tmp_path):
     records.fill("table1", lambda cell, seed: None if cell == last else papers(cell))
     assert records.claims()["E1"].verdict == "not enough runs"
     assert "1 of 32 comparisons lack runs" in records.claims()["E1"].notes
+    row_by_row = records.claims()["E13"]
+    assert row_by_row.verdict == "not enough runs"
+    assert row_by_row.notes[0] == "1 of 6 comparisons lack runs"
+    assert "rows so far together" in row_by_row.effect
     (spec,) = last.runs
     records.write(spec, papers(last), status="interrupted")
     assert records.claims()["E1"].verdict == "not enough runs"

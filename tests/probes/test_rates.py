@@ -134,3 +134,14 @@ def test_dampening_counts_only_with_a_momentum():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1, dampening=0.5)
     rate = probes.exposure_rate(optimizer, optimizer.param_groups[0])
     assert rate == pytest.approx(0.05, rel=1e-12)
+
+
+def test_a_group_without_a_step_has_no_exposure_yet():
+    model = normalised_net()
+    first, last = (list(model[i].parameters()) for i in (0, 2))
+    optimizer = torch.optim.SGD(first, lr=0.5, weight_decay=0.1)
+    exposure = Exposure(optimizer)
+    assert exposure.by_layer(probes.layers_of(model)) == {}
+    exposure.add()
+    optimizer.add_param_group({"params": last})
+    assert exposure.by_layer(probes.layers_of(model)) == pytest.approx({"0": 0.05}, rel=1e-12)

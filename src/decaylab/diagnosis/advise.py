@@ -210,6 +210,8 @@ def _why_none(layer: LayerRecord) -> str:
         return "the law of its optimizer is not known"
     if layer.setting.preconditioned:
         return "L2 inside the preconditioner: what decay takes a step is not known"
+    if layer.setting.intake == 0:
+        return "its dampening of 1 keeps gradients and L2 out of the momentum"
     return ""
 
 

@@ -166,7 +166,9 @@ def _most_closed(
             continue
         text = f"{name} {what}: {there.value:.2f} without decay, {rest.value:.2f} with"
         evidence.notes.append(text)
-        evidence.comparisons += [replace(there, enough=shrinks.enough, text=text), shrinks]
+        evidence.add(replace(shrinks, text=text))
+        if there.leaning == "against":
+            evidence.add(replace(there, enough=shrinks.enough, text=text))
         whole, left = whole + terms[0], left + terms[1]
     if not whole:
         return evidence

@@ -34,5 +34,5 @@ class Exposure:
     def by_layer(self, layers: Layers) -> dict[str, float]:
         """The total of the group that each layer's weight is in; the others are left out."""
         places = {id(group): i for i, group in enumerate(self._optimizer.param_groups)}
-        groups = groups_of(layers, self._optimizer)
-        return {layer: float(self._totals[places[id(of)]]) for layer, of in groups.items()}
+        found = {layer: places[id(of)] for layer, of in groups_of(layers, self._optimizer).items()}
+        return {layer: float(self._totals[i]) for layer, i in found.items() if i in self._totals}
