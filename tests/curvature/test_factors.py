@@ -288,10 +288,11 @@ def test_curvature_scale_multiplies_the_block(curvature):
         torch.testing.assert_close(left, right, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_a_layer_with_one_trainable_part(frozen):
+def test_a_layer_with_one_trainable_part(frozen, memory):
     """Bias only: A = [[1]]; weight only: no homogeneous coordinate."""
-    model = seeded(small_conv_net)
+    model = seeded(small_conv_net).to(memory_format=memory)
     getattr(model[0], frozen).requires_grad_(False)
     getattr(model[6], frozen).requires_grad_(False)
     x = random(3, 2, 6, 5)

@@ -275,6 +275,30 @@ def test_a_batch_with_nan_leaves_the_factors_clean(curvature):
     assert equal(weights, snapshot(opt, model))
 
 
+@pytest.mark.parametrize("side", ["inputs", "gradients"])
+def test_a_layer_with_one_side_that_overflows_keeps_both(side):
+    """The logits are finite, and the squares of 1e200 are not; the other layer goes on."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    opt = KFAC(model, 0.0, **EXACT)
+    x, y = random(6, 2), labels_for(6, classes=2)
+    train_step(opt, model, x, y)
+    before = opt.factors()
+    with torch.no_grad():
+        model[0].weight[:, 0] = 0.0
+        if side == "inputs":
+            x[:, 0] = 1e200
+        else:
+            model[0].weight.zero_()
+            model[0].bias.zero_()
+            model[1].weight.mul_(1e200)
+    train_step(opt, model, x, y)
+    after = opt.factors()
+    assert torch.equal(after["0"].A, before["0"].A)
+    assert torch.equal(after["0"].S, before["0"].S)
+    assert after["1"].A.isfinite().all()
+    assert not torch.equal(after["1"].A, before["1"].A)
+
+
 def test_nan_in_the_very_first_batch():
     """Nothing is known yet, so nothing moves; the next batch starts as if it were the first."""
     model, fresh = seeded(net), seeded(net)
