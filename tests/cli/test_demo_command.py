@@ -35,7 +35,7 @@ def test_it_ends_with_a_report_and_trains_nothing_the_second_time(tmp_path, monk
     assert sum(line.startswith(("with BN", "without BN")) for line in lines) == 8
     for mechanism in MECHANISMS:
         assert mechanism.title in lines
-    assert "1 of 1 statements of the paper hold" in first.stdout
+    assert "1 of 1 checks of the paper's statements hold" in first.stdout
     page = tmp_path / "report" / "index.html"
     assert lines[-1] == f"Report: open {page} in a browser."
     text = page.read_text(encoding="utf-8")

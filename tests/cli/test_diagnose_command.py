@@ -73,11 +73,11 @@ def test_recorded_probes_decide_the_jacobian(runs, tmp_path):
 def test_what_is_wrong_is_said_first(runs, tmp_path):
     of = names(runs)
     swapped = run("diagnose", of["none", 0.1], of["l2", 0.1], "--runs", runs, "--markdown").stdout
-    assert "are they the wrong way round?" in swapped
+    assert "did you swap the two?" in swapped
     other = json.loads(
         run("diagnose", of["l2", 0.1], of["l2", 0.05], "--runs", runs, "--json").stdout
     )
-    assert "decays too" in other["first"][0]
+    assert "has weight decay too" in other["first"][0]
     unlike = json.loads(
         run("diagnose", of["l2", 0.05], of["none", 0.1], "--runs", runs, "--json").stdout
     )

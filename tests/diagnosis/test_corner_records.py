@@ -187,7 +187,7 @@ def test_kfac_beside_adam_is_not_said_to_be_scale_free():
     )
     finding = diagnose(run)["effective d"]
     assert finding.verdict == "does not act"
-    assert finding.reason == "K-FAC steps no scale-invariant layer that decays."
+    assert finding.reason == "K-FAC preconditions no scale-invariant layer that has decay."
 
 
 def test_a_mechanism_that_there_is_not():
@@ -237,7 +237,7 @@ def test_the_damping_is_judged_of_kfac_s_layers_alone():
         for layers in ({"conv": conv}, {"conv": conv, "embedding": embedding})
     )
     assert beside.effect == alone.effect
-    assert beside.layers[1].reason == "not stepped by K-FAC"
+    assert beside.layers[1].reason == "not preconditioned by K-FAC"
     assert beside.layers[1].verdict is None
 
 
@@ -263,11 +263,12 @@ def test_the_exposure_is_that_of_the_layers_that_are_judged():
     slow = diagnose(records({"conv": replace(DECAYED, lr=1e-3), "head": head}))
     finding = slow["effective l"]
     assert finding.verdict == "does not act"
-    assert finding.reason.startswith("Over the whole run decay took 3 % of the weights")
+    words = "Over the 1000 steps of the run, decay removed 3 % of the weights: too little to act."
+    assert finding.reason == words
     faster = {"conv": replace(DECAYED, lr=3e-3, growth=0.01), "head": head}
     finding = diagnose(records(faster))["effective l"]
     assert finding.verdict == "does not act"
-    assert "The decay exposure is 0.09;" in finding.reason
+    assert "Decay has removed 8.6 % of the initial weights" in finding.reason  # 1 - exp(-0.09)
 
 
 def test_a_warm_up_does_not_hide_what_kfac_remembers():

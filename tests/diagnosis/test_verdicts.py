@@ -67,7 +67,7 @@ def test_effective_learning_rate_does_not_act():
     head = records({"conv": sgd(), "head": sgd(weight_decay=STRONG, invariant=False)})
     finding = diagnose(head)["effective l"]
     assert finding.verdict == "does not act"
-    assert "No scale-invariant layer decays" in finding.reason
+    assert "No scale-invariant layer has decay" in finding.reason
     plain = diagnose(records({"fc": sgd(weight_decay=STRONG, invariant=False)}))
     assert plain["effective l"].verdict == "does not act"
     assert "No trained layer is scale-invariant" in plain["effective l"].reason
@@ -111,12 +111,29 @@ def test_jacobian_against_a_baseline(smaller, verdict):
     assert finding.effect.probes == ("jacobian_norm",)
 
 
+@pytest.mark.parametrize(
+    ("layer", "mechanism"), [(sgd, "effective learning rate"), (kfac, "effective damping")]
+)
+def test_jacobian_beside_scale_invariant_layers_names_their_own_mechanism(layer, mechanism):
+    """K-FAC's effective learning rate does not change: what it may come through is the damping."""
+    run, baseline = (
+        records({"conv": layer(weight_decay=wd), "fc": layer(weight_decay=wd, invariant=False)}, of)
+        for wd, of in ((STRONG, {"jacobian_norm": 1.0}), (0.0, {"jacobian_norm": 3.0}))
+    )
+    reason = diagnose(run, baseline)["Jacobian"].reason
+    words = f"Part of it may come through the {mechanism} of the scale-invariant layers."
+    assert reason.endswith(words)
+
+
 def test_jacobian_that_grows_is_said_to():
     run = records({"fc": sgd(weight_decay=STRONG, invariant=False)}, {"gn_norm": 4.0})
     baseline = records({"fc": sgd(invariant=False)}, {"gn_norm": 1.0})
     finding = diagnose(run, baseline)["Jacobian"]
     assert finding.verdict == "does not act"
-    assert "goes the other way" in finding.reason
+    assert finding.reason == (
+        "Decay raises the Gauss-Newton norm by a factor of 4 (4 to 4). The mechanism predicts the"
+        " opposite."
+    )
     assert finding.quantity.startswith("Gauss-Newton norm")
 
 
@@ -125,6 +142,9 @@ def test_jacobian_needs_records_and_a_baseline():
     alone = diagnose(records(net, {"jacobian_norm": 1.0}))["Jacobian"]
     assert alone.verdict == "cannot tell"
     assert "give a baseline" in alone.would_decide
+    assert "Record it in the same way" in alone.would_decide  # what this run has recorded
+    nothing = diagnose(records(net))["Jacobian"]
+    assert 'Record both runs with watch(..., probes="diagnosis"' in nothing.would_decide
     unmeasured = diagnose(records(net), records({"fc": sgd(invariant=False)}))["Jacobian"]
     assert unmeasured.verdict == "cannot tell"
     assert 'probes="diagnosis", inputs=batch' in unmeasured.would_decide
@@ -171,7 +191,7 @@ def test_without_decay_nothing_acts():
     for layer in (sgd(), kfac(), sgd(invariant=False)):
         result = diagnose(records({"layer": layer}))
         assert {finding.verdict for finding in result.findings} == {"does not act"}
-        assert result.first == ("no layer of this run decays",)
+        assert result.first == ("no layer of the records has weight decay",)
 
 
 def test_skipped_layers_are_rows_with_a_reason():
@@ -194,11 +214,15 @@ def test_runs_that_cannot_be_compared_are_judged_alone():
         (records({"stem": sgd()}), "different layers"),
         (records({"conv": sgd(power=1)}), "another optimizer"),
         (records({"conv": sgd(lr=0.2)}), "lr 0.1 and 0.2 at step 1"),
-        (records({"conv": sgd(weight_decay=0.01)}), "decays too"),
+        (
+            records({"conv": sgd(settings={"setting_momentum": 0.9})}),
+            "momentum or beta1 0.0 and 0.9",
+        ),
+        (records({"conv": sgd(weight_decay=0.01)}), "has weight decay too"),
     ):
         result = diagnose(run, other)
         assert said in result.first[0]
-        assert "alone" in result.first[0]
+        assert result.first[0].endswith(": judged without the baseline")
         assert result.baseline is None
         assert result["effective l"].effect.source == "this run"
 
@@ -321,9 +345,9 @@ def test_without_norms_that_is_said_first():
     whole = records({"0": Layer(weight_decay=0.1)})
     rows = [row for row in whole.rows if not row.name.startswith("weight_norm")]
     result = diagnose(Rows(tuple(rows)))
-    assert "less than two records of the norms" in result.first[0]
+    assert "fewer than two records of the norms" in result.first[0]
     assert [f.verdict for f in result.findings] == ["cannot tell", "cannot tell", "does not act"]
-    assert result.consequences == ("Nothing yet: no layer that decays could be judged.",)
+    assert result.consequences == ("Nothing yet: no layer with decay could be judged.",)
 
 
 def test_everything_frozen():

@@ -74,7 +74,7 @@ def test_runs_are_paired_with_the_same_run_without_decay(tmp_path):
         "no decay, 2 seeds",
     ]
     assert [cell.tone for cell in rows[0][1:4]] == ["good", "good", "plain"]
-    assert rows[1][4].text == "itself, one seed"
+    assert rows[1][4].text == "judged alone, one seed"
     (layers,) = [g for g in section.blocks[1].grids if g.caption.startswith("Effective learning")]
     assert [row[0].text for row in layers.rows] == ["features.0", "features.3", "head"]
     assert len(layers.rows[0]) == 3  # a column per seed
@@ -168,8 +168,8 @@ def test_what_is_wrong_stands_first_on_the_page(watched, tmp_path):
     swapped = [str(watched / name) for name in ("plain", "decayed")]
     assert runner.invoke(app, ["diagnose", *swapped, "--report", str(out)]).exit_code == 0
     text = out.read_text(encoding="utf-8")
-    assert text.index("To know first") < text.index("are they the wrong way round?")
-    assert text.index("are they the wrong way round?") < text.index("Verdicts")
+    assert text.index("Know this first") < text.index("did you swap the two?")
+    assert text.index("did you swap the two?") < text.index("Verdicts")
 
 
 def test_a_page_is_html(watched, tmp_path):

@@ -29,6 +29,7 @@ from decaylab.report.drawing import check_extra
 from decaylab.report.mechanisms import (
     DECAYS,
     MECHANISMS,
+    RATIO_NOTE,
     TIER,
     Demo,
     demo_runs,
@@ -154,7 +155,9 @@ def demo_command(
         print_json(_plain(demo, held, stated, page))
         return
     _show(demo, seeds)
-    print(f"\nTheory: {held} of {stated} statements of the paper hold (`decaylab theory`).")
+    print(
+        f"\nTheory: {held} of {stated} checks of the paper's statements hold (`decaylab theory`)."
+    )
     print(f"Records: `decaylab runs list --runs {runs}`. Running the demo again reuses them.")
     if page is not None:
         print(f"\nReport: open {page} in a browser.")
@@ -191,8 +194,10 @@ def _followed(specs: list[RunSpec]) -> Iterator[RunSpec]:
 def _show(demo: Demo, seeds: int) -> None:
     out = console(110)
     spread = "one seed" if seeds == 1 else f"mean ± standard deviation of {seeds} seeds"
-    out.print(f"\n[bold]Test accuracy in %[/bold] ({spread}; one image is 0.28)")
+    out.print(f"\n[bold]Test accuracy in %[/bold] ({spread}; one test image is 0.28)")
     out.print(_table(short_accuracy_grid(demo)))
+    if seeds > 1:
+        out.print(f"In the tables below, {RATIO_NOTE}")
     for mechanism in MECHANISMS:
         out.print(f"\n[bold]{escape(mechanism.title)}[/bold]")
         out.print(mechanism.says, markup=False, width=min(out.width, 100))

@@ -76,7 +76,7 @@ def card(diagnosis: Diagnosis) -> Panel:
         if finding.effect is not None:
             parts.append(Text(records_words(finding), "dim"))
         if finding.would_decide:
-            parts.append(Text(f"what would decide it: {finding.would_decide}", "yellow"))
+            parts.append(Text(f"To decide it: {finding.would_decide}.", "yellow"))
         if any(row.effect for row in finding.layers):
             parts.append(_layers(finding))
     parts.append(Text("\nwhat follows", "bold"))

@@ -23,6 +23,13 @@ REMEMBERED_TOO_MUCH = 0.7
 # What may differ between a run and its baseline: the decay, and what leaves the same training.
 FREE_TO_DIFFER = {"decay", "weight_decay", "decay_scope", "norm_source"}
 NOTED = {"seed", "precision", "deterministic", "epochs"}
+# What must be the same of a layer in two watched runs, beside the learning rate.
+SAME_SETTINGS = {
+    "momentum or beta1": "memory",
+    "dampening": "dampening",
+    "beta2": "beta2",
+    "damping": "damping",
+}
 
 LR_PROBES = ("weight_norm", "lr")
 
@@ -51,6 +58,11 @@ class Effect:
         if self.low is None or self.high is None:
             return f"{self.value:.3g}"
         return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+    def inverse(self) -> "Effect":
+        """The same change, as a factor the other way."""
+        low, high = (None if end is None else 1 / end for end in (self.high, self.low))
+        return replace(self, value=1 / self.value, low=low, high=high)
 
 
 def effect_of(ratios: Series, probes: Sequence[str], source: str) -> Effect | None:
@@ -199,7 +211,7 @@ def share_without_decay(layer: LayerRecord) -> float | None:
 def comparable(run: Observed, baseline: Observed) -> tuple[str, list[str]]:
     """Why the two cannot be compared ("" if they can), and what differs without harm."""
     if baseline.decays:
-        return f"the baseline {baseline.name} decays too, so that it shows no training without", []
+        return f"the baseline ({baseline.name}) has weight decay too", []
     if run.spec is not None and baseline.spec is not None:
         pairs = {
             item.name: (getattr(run.spec, item.name), getattr(baseline.spec, item.name))
@@ -224,9 +236,13 @@ def _same_training(run: Observed, baseline: Observed) -> str:
         mine, other = layer.setting, baseline.layers[name].setting
         if mine is None or other is None:
             continue
-        kinds = [(s.power, s.memory, s.dampening, s.beta2, s.damping) for s in (mine, other)]
-        if kinds[0] != kinds[1]:
-            return f"the runs are not comparable (layer {name} is stepped by another optimizer)"
+        if mine.power != other.power:
+            return f"the runs are not comparable (layer {name} has another optimizer)"
+        for word, field in SAME_SETTINGS.items():
+            values = getattr(mine, field), getattr(other, field)
+            if values[0] != values[1]:
+                said = f"{word} {values[0]} and {values[1]}"
+                return f"the runs are not comparable (layer {name}: {said})"
         common = dict(baseline.layers[name].norms).keys()
         for step in (step for step, _ in layer.norms if step in common):
             lr, its = (of.setting_at(step).lr for of in (layer, baseline.layers[name]))

@@ -28,10 +28,10 @@ SENSITIVITY = {
 }
 
 Rows = tuple[LayerEvidence, ...]
-SMALLER = ", smaller by"
+LARGER, SMALLER = ", larger by", ", smaller by"
 NO_COMMON_STEP = "no records at a common step"
 SAME_STEPS = "record both runs at the same steps (the same every=)"
-GIVE_BASELINE = "give a baseline: the same run without decay (diagnose RUN BASELINE)"
+GIVE_BASELINE = "give a baseline, the same run without decay (`decaylab diagnose RUN BASELINE`)"
 
 
 def judged(effect: Effect | None, acts: float = ACTS, nothing: float = NOTHING) -> Verdict:
@@ -63,10 +63,10 @@ def no_decay(run: Observed, name: str, quantity: str) -> Finding | None:
     decayed = decayed_layers(run)
     skipped = [layer.skipped for layer in run.layers.values()]
     if skipped and all(reason.startswith("frozen") for reason in skipped):
-        reason = "Every layer is frozen: decay moves none."
+        reason = "Every layer is frozen, so decay changes none."
         return Finding(name, quantity, "does not act", reason)
     if all(skipped):
-        would = "train inside `with watch(model, optimizer, every=...)`, with several records"
+        would = "train inside `with watch(model, optimizer, every=...)`, for several records"
         if run.own:
             would = "train it for some epochs, with a learning rate at which it does not diverge"
         return Finding(
@@ -75,7 +75,7 @@ def no_decay(run: Observed, name: str, quantity: str) -> Finding | None:
             would_decide=would,
         )
     if not decayed:
-        return Finding(name, quantity, "does not act", "No layer decays.")
+        return Finding(name, quantity, "does not act", "No layer has weight decay.")
     return _too_little(run, name, quantity, decayed)
 
 
@@ -87,8 +87,8 @@ def _too_little(
     if len(exposures) < len(layers) or max(exposures) >= TOO_LITTLE_EXPOSURE:
         return None
     reason = (
-        f"Over the whole run decay took {100 * max(exposures):.2g} % of the weights (exposure"
-        f" {max(exposures):.2g}): too little to act in these {run.steps} steps."
+        f"Over the {run.steps} steps of the run, decay removed {100 * max(exposures):.2g} % of the"
+        " weights: too little to act."
     )
     return Finding(name, quantity, "does not act", reason)
 
@@ -101,9 +101,12 @@ def at_once(run: Observed, name: str, quantity: str) -> Finding | None:
     if of := judgeable(run):
         return _too_little(run, name, quantity, of)
     if any(layer.invariant for layer in run.layers.values()):
-        reason = "No scale-invariant layer decays: only those have an effective learning rate."
+        reason = "No scale-invariant layer has decay, and this mechanism acts on no others."
     else:
-        reason = "No trained layer is scale-invariant (with a normalisation behind it)."
+        reason = (
+            "No trained layer is scale-invariant (before a normalisation), and this mechanism acts"
+            " on no others."
+        )
     rows = layer_rows(run, None, lambda layer, other: None)
     return Finding(name, quantity, "does not act", reason, layers=rows)
 
@@ -123,7 +126,7 @@ def layer_rows(
     for layer in run.layers.values():
         apart = layer.skipped or _why_apart(layer)
         if not apart and kfac_only and not by_kfac(layer):
-            apart = "not stepped by K-FAC"
+            apart = "not preconditioned by K-FAC"
         if apart:
             rows.append(LayerEvidence(layer.name, None, None, apart))
             continue
@@ -144,11 +147,13 @@ def _why_apart(layer: LayerRecord) -> str:
 def _no_effect(layer: LayerRecord) -> str:
     """Why one run shows no effect on a layer that the mechanism can act on."""
     if layer.setting is not None and layer.setting.preconditioned:
-        return "L2 inside the preconditioner takes no fixed part: needs a baseline"
+        return (
+            "the optimizer rescales L2, so one run does not show what it removes: needs a baseline"
+        )
     if by_kfac(layer) and "second_order_share" not in layer.series:
         return "its second-order share is not recorded"
     if remembers_too_much(layer):
-        return "K-FAC's factors remember norms that decay has changed much since: needs a baseline"
+        return "K-FAC's factors remember norms that decay has since changed much: needs a baseline"
     return "how its step depends on its norm is not known: needs a baseline"
 
 
@@ -157,7 +162,7 @@ def function_row(layer: LayerRecord, baseline: Observed | None) -> LayerEvidence
     if layer.skipped or not layer.decayed:
         return LayerEvidence(layer.name, None, None, layer.skipped or "not decayed")
     if layer.invariant:
-        reason = "scale-invariant: its decay is without effect on the function"
+        reason = "scale-invariant: its norm does not change the function"
         return LayerEvidence(layer.name, None, None, reason)
     other = same(layer, baseline)
     if other is None:
@@ -166,7 +171,7 @@ def function_row(layer: LayerRecord, baseline: Observed | None) -> LayerEvidence
     probe = "kfac_gn_norm" if ratio(others, own) else "weight_norm"
     ratios = ratio(others, own) or ratio(other.norms, layer.norms)
     effect = effect_of(ratios, (probe,), "baseline")
-    return LayerEvidence(layer.name, None, effect, "" if effect else "no common step")
+    return LayerEvidence(layer.name, None, effect, "" if effect else NO_COMMON_STEP)
 
 
 def same(layer: LayerRecord, baseline: Observed | None) -> LayerRecord | None:
@@ -191,7 +196,7 @@ def found_by(
     thresholds: tuple[float, float] = (ACTS, NOTHING),
 ) -> Finding:
     """The finding on a measured factor, with its words."""
-    words = quantity.removesuffix(SMALLER)
+    words = quantity.removesuffix(LARGER).removesuffix(SMALLER)
     verdict = judged(effect, *thresholds)
     if effect is None:
         reasons = list(dict.fromkeys(row.reason for row in rows if row.verdict))
@@ -206,26 +211,37 @@ def found_by(
     if reached is not None and reached < TOO_LITTLE_EXPOSURE:
         return Finding(
             *(name, quantity, "cannot tell"),
-            f"Both runs are recorded up to step {effect.steps[1]} only, where decay had taken"
-            f" {100 * reached:.2g} % of the weights.",
+            f"Both runs are recorded only up to step {effect.steps[1]}, when decay had removed"
+            f" {100 * reached:.2g} % of the weights: too early to tell.",
             *(effect, rows),
-            would_decide="records of both runs further into training",
+            would_decide="record both runs further into training",
         )
-    change = "raises" if quantity == words else "lowers"
-    against = "" if effect.source == "baseline" else ", by reconstruction from this run alone"
-    changed = f"The {words} is changed by a factor of {effect.words()}{against}"
+    change = "raises" if quantity.endswith(LARGER) else "lowers"
+    against = ""
+    if effect.source != "baseline":
+        against = ", compared with a reconstruction of this run without decay"
+    changed = f"The {words} changes by a factor of {effect.words()}{against}."
     said = f"Decay {change} the {words} by a factor of {effect.words()}{against}."
     if effect.value < 1 / thresholds[0]:
-        said = f"The {words} goes the other way, by a factor of {effect.words()}{against}."
+        opposite = "lowers" if change == "raises" else "raises"
+        said = (
+            f"Decay {opposite} the {words} by a factor of {effect.inverse().words()}{against}. The"
+            " mechanism predicts the opposite."
+        )
     elif verdict != "acts":
-        said = f"{changed}: too little to matter."
+        said = f"{changed} That is too little to matter."
         if reached is not None and reached < 1:
-            said += f" The decay exposure is {reached:.2g}; at 1 the start counts for 1/e."
+            part = 100 * -math.expm1(-reached)
+            said += f" Decay has removed {part:.2g} % of the initial weights; a longer run may"
+            said += " show more."
     would = ""
     if verdict == "cannot tell":
-        said = f"{changed}: neither nothing nor enough."
-        would = "more seeds, or a longer run; " + (
-            GIVE_BASELINE if effect.source != "baseline" else "a second baseline of another seed"
+        nothing, acts = thresholds[1], thresholds[0]
+        said = f'{changed} "Does not act" ends at {nothing:g}, and "acts" begins at {acts:g}.'
+        would = "train more seeds, or longer; or " + (
+            GIVE_BASELINE
+            if effect.source != "baseline"
+            else "give a second baseline of another seed"
         )
     return Finding(name, quantity, verdict, said, effect, rows, would)
 
@@ -239,7 +255,7 @@ def _exposure_at(layers: Iterable[LayerRecord], step: int) -> float | None:
 def record(run: Observed, *, both: bool = False) -> str:
     """How to have what is lacking recorded, in the run's own way."""
     if run.own:
-        return f"record it with `decaylab probe RUN --record`{', of both runs' if both else ''}"
+        return f"record it{' in both runs' if both else ''} with `decaylab probe RUN --record`"
     of = "both runs" if both else "it"
     return f'record {of} with watch(..., probes="diagnosis", inputs=batch)'
 
@@ -253,38 +269,41 @@ def what_follows(run: Observed, findings: tuple[Finding, ...]) -> list[str]:
     if invariant:
         names = _names([layer.name for layer in invariant])
         said.append(
-            f"Decay of the scale-invariant layers ({names}) does not change the function by itself:"
-            " it only sets how far steps turn them."
+            f"Decay of the scale-invariant layers ({names}) does not change the function by itself."
+            " It only sets how far each step turns their weights."
         )
         if "acts" in (lr.verdict, damping.verdict):
-            said.append("There decay matters: it " + _through(lr, damping) + ".")
+            said.append("In this run that matters: decay " + _through(lr, damping) + ".")
         if lr.verdict == damping.verdict == "does not act":
-            said.append("There decay is without effect in this run: it could be left out.")
+            said.append("In this run decay of these layers has no effect: it could be left out.")
         else:
             said += _schedule_words(invariant)
     if others:
-        verb = {"acts": "matters: it shrinks the Jacobian", "does not act": "has little effect"}
-        words = verb.get(jacobian.verdict, "acts on the function; how much, is not decided here")
-        said.append(f"Decay of the layers whose norm counts ({_names(others)}) {words}.")
+        verb = {
+            "acts": "matters: it makes the Jacobian smaller",
+            "does not act": "has little effect on the Jacobian",
+        }
+        words = verb.get(jacobian.verdict, "changes the function. The records do not show how much")
+        said.append(f"Decay of the layers that are not scale-invariant ({_names(others)}) {words}.")
     if not said:
         said.append(
-            "Nothing yet: no layer that decays could be judged."
+            "Nothing yet: no layer with decay could be judged."
             if run.decays or not run.layers
-            else "There is no decay to keep or to drop."
+            else "This run has no weight decay to keep or to drop."
         )
     share = last_share(x for x in run.layers.values() if x.invariant and by_kfac(x))
     if share is not None and share < DAMPING_DOMINATES:
         said.append(
-            f"Damping has come to dominate K-FAC: {100 * share:.0f} % of the scale-invariant"
-            " layers' directions are still second-order, in the others it steps as SGD does. Lower"
-            ' the damping, or use damping_scaling="scale-free".'
+            "Damping has come to dominate K-FAC: the second-order share of the scale-invariant"
+            f" layers is {100 * share:.0f} % at the end. In the remaining directions K-FAC steps"
+            ' like SGD. Lower the damping, or use damping_scaling="scale-free".'
         )
     return said
 
 
 def _through(lr: Finding, damping: Finding) -> str:
-    ways = ["keeps the effective learning rate up"] * (lr.verdict == "acts")
-    ways += ["keeps the damping from taking over"] * (damping.verdict == "acts")
+    ways = ["keeps the effective learning rate high"] * (lr.verdict == "acts")
+    ways += ["keeps the effective damping low"] * (damping.verdict == "acts")
     return " and ".join(ways)
 
 
@@ -301,9 +320,11 @@ def _schedule_words(layers: list[LayerRecord]) -> list[str]:
     # Adam's law is SGD's as long as it remembers the norms of the start (`memory`)
     least = "at least " if power == 1 else ""
     return [
-        f"Without decay the same motion needs a learning rate that grows by {least}exp({power} x"
-        f" exposure) = {math.exp(min(power * exposure, 700)):.3g} over the run, on these layers"
-        " only: `decaylab advise schedule RUN --out schedule.csv`."
+        "Without decay, the same motion needs a learning rate that grows by a factor of"
+        f" {least}exp({power} x exposure) = {math.exp(min(power * exposure, 700)):.3g} over the"
+        " run, for these layers only. (The exposure is the fraction of the weights that decay"
+        f" removes per step, summed over the steps: {exposure:.3g}.)"
+        " `decaylab advise schedule RUN --out schedule.csv` writes such a schedule."
     ]
 
 

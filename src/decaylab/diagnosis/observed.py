@@ -93,7 +93,7 @@ def _finite(rows: Rows) -> tuple[list[Row], list[str]]:
     fatal = min((row.step for row in bad if row.name.startswith(ends)), default=None)
     kept = [row for row in rows.rows if math.isfinite(row.value)]
     if fatal is not None:
-        troubles.insert(0, f"it diverged at step {fatal}: only what was before is judged")
+        troubles.insert(0, f"it diverged at step {fatal}: only the steps before are judged")
         kept = [row for row in kept if row.step < fatal]
     elif bad:
         names = ", ".join(sorted({row.name for row in bad})[:3])
@@ -154,10 +154,10 @@ def _watched(name: str, rows: Rows) -> Observed:
     )
     layers = {layer: _watched_layer(series, layer) for layer in named}
     if kept and not any(name.startswith("setting_") for name in series):
-        troubles.append("how the layers were stepped is not in these records: record them again")
+        troubles.append("the optimizer's settings are not in these records: record them again")
     elif layers and all("less than twice" in layer.skipped for layer in layers.values()):
         troubles.append(
-            "it has less than two records of the norms, so that no layer can be judged: leave"
+            "it has fewer than two records of the norms, so no layer can be judged: keep"
             " `weight_norm` among the probes, and lower `every`"
         )
     steps = max((row.step for row in kept), default=0)
@@ -201,9 +201,9 @@ def _why_skipped(now: Mapping[str, float], recorded: Series, updates: Series) ->
     if now.get("moved") == 0.0:
         return "the watched optimizer does not hold it"
     if not now.keys() >= SETTINGS:
-        return "how it is stepped is not in the records"
+        return "its optimizer's settings are not in the records"
     if len(recorded) < 2:
-        return "its norm was recorded less than twice: record weight_norm, more often"
+        return "its norm was recorded less than twice: record weight_norm more often"
     if len(_norms(recorded)) < 2:
         return ZEROS
     if updates and not any(length for _, length in updates):

@@ -80,12 +80,12 @@ class Diagnosis:
         lines += [f"- **{sentence}**" for sentence in self.first] + [""] * bool(self.first)
         lines += ["| mechanism | verdict | effect | records |", "| --- | --- | --- | --- |"]
         for f in self.findings:
-            words = f"{f.quantity} {f.effect.words()}" if f.effect else ""
-            lines.append(f"| {f.mechanism} | **{f.verdict}** | {words} | {records_words(f)} |")
+            cells = (f.mechanism, f"**{f.verdict}**", effect_words(f), records_words(f))
+            lines.append(f"| {' | '.join(cells)} |")
         for f in self.findings:
             lines += ["", f"## {f.mechanism.capitalize()}: {f.verdict}", "", f.reason]
             if f.would_decide:
-                lines += ["", f"What would decide it: {f.would_decide}"]
+                lines += ["", f"To decide it: {f.would_decide}."]
             if f.layers:
                 lines += ["", f"| layer | verdict | {f.layer_heading} |", "| --- | --- | --- |"]
                 lines += [f"| {' | '.join(row)} |" for row in layer_table(f)]
@@ -109,14 +109,21 @@ def layer_table(finding: Finding) -> list[tuple[str, str, str]]:
     return found
 
 
+def effect_words(finding: Finding) -> str:
+    """What changed, which way and by which factor; "" where nothing was compared."""
+    return f"{finding.quantity} {finding.effect.words()}" if finding.effect else ""
+
+
 def records_words(finding: Finding) -> str:
     """Which rows, how many, over which steps."""
     effect = finding.effect
     if effect is None:
         return ""
-    how = "against the baseline" if effect.source == "baseline" else "reconstructed from this run"
+    how = "compared with the baseline"
+    if effect.source != "baseline":
+        how = "compared with a reconstruction"
     counted = "1 record" if effect.records == 1 else f"{effect.records} records"
     steps = f"steps {effect.steps[0]} to {effect.steps[1]}"
     if effect.steps[0] == effect.steps[1]:
         steps = f"step {effect.steps[0]}"
-    return f"{', '.join(effect.probes)}; {counted}, {steps}, {how}"
+    return f"from {', '.join(effect.probes)}: {counted}, {steps}, {how}"

@@ -17,6 +17,7 @@ from decaylab.diagnosis.findings import (
     GIVE_BASELINE,
     JACOBIAN_ACTS,
     JACOBIAN_NOTHING,
+    LARGER,
     SENSITIVITY,
     SMALLER,
     at_once,
@@ -55,18 +56,15 @@ def diagnose(run: Source, baseline: Source | None = None) -> Diagnosis:
         why_not, differs = comparable(mine, other)
         first += differs
         if why_not:
-            first.append(f"{why_not}: judged from {mine.name} alone")
+            first.append(f"{why_not}: judged without the baseline")
             other = None
     if not mine.decays and mine.layers:
         swapped = given is not None and given.decays
-        hint = ", and the baseline has: are they the wrong way round?" if swapped else ""
-        first.append(f"no layer of this run decays{hint}")
+        hint = ", but the baseline has it: did you swap the two?" if swapped else ""
+        first.append(f"no layer of {mine.name} has weight decay{hint}")
     findings = (
-        replace(
-            _effective_learning_rate(mine, other),
-            layer_quantity="effective learning rate, larger by",
-        ),
-        replace(_jacobian(mine, other), layer_quantity="the layer's own norm, smaller by"),
+        _effective_learning_rate(mine, other),
+        replace(_jacobian(mine, other), layer_quantity=f"the layer's own norm{SMALLER}"),
         _damping(mine, other),
     )
     return Diagnosis(
@@ -80,7 +78,7 @@ def diagnose(run: Source, baseline: Source | None = None) -> Diagnosis:
 
 
 def _effective_learning_rate(run: Observed, baseline: Observed | None) -> Finding:
-    name, quantity = MECHANISMS[0], "effective learning rate"
+    name, quantity = MECHANISMS[0], f"effective learning rate{LARGER}"
     early = at_once(run, name, quantity)
     if early is not None:
         return early
@@ -90,13 +88,14 @@ def _effective_learning_rate(run: Observed, baseline: Observed | None) -> Findin
         return Finding(
             *(name, quantity, "cannot tell"),
             "How this optimizer's step depends on the norm of the weights is not known.",
-            would_decide="train with SGD, Adam or K-FAC, whose laws are known",
+            would_decide='name its law in its param groups, as group["method"] (docs/extend.md), or'
+            " train with SGD, Adam or K-FAC",
         )
     if powers == {0}:
         return Finding(
             *(name, quantity, "does not act"),
-            "K-FAC's undamped step turns a weight by the learning rate whatever its norm (Eq. 13);"
-            " what the norm does goes through the damping.",
+            "Without damping, K-FAC's step turns the weights by lr, whatever their norm (Eq. 13)."
+            " The norm acts through the damping, see below.",
         )
     rows = layer_rows(run, baseline, effective_lr_effect)
     effect = over_layers(row.effect for row in rows if row.effect)
@@ -106,18 +105,18 @@ def _effective_learning_rate(run: Observed, baseline: Observed | None) -> Findin
 def _damping(run: Observed, baseline: Observed | None) -> Finding:
     name, quantity = MECHANISMS[2], f"effective damping{SMALLER}"
     if run.layers and not any(map(by_kfac, run.layers.values())):
-        reason = "The optimizer is no K-FAC: there is no damping beside a curvature."
+        reason = "Only K-FAC has a damping, and this optimizer is not K-FAC."
         return Finding(name, quantity, "does not act", reason)
     early = at_once(run, name, quantity)
     if early is not None:
         return early
     of = [layer for layer in judgeable(run) if by_kfac(layer)]
     if not of:
-        reason = "K-FAC steps no scale-invariant layer that decays."
+        reason = "K-FAC preconditions no scale-invariant layer that has decay."
         return Finding(name, quantity, "does not act", reason)
     if all(layer.setting and layer.setting.scale_free for layer in of):
         reason = (
-            "The damping is scale-free: it follows the norms, so that decay does not change it."
+            "The damping is scale-free: it follows the norms, so decay does not change its effect."
         )
         return Finding(name, quantity, "does not act", reason)
     rows = layer_rows(run, baseline, damping_effect, kfac_only=True)
@@ -130,12 +129,12 @@ def _damping(run: Observed, baseline: Observed | None) -> Finding:
         shares["without"] = last_share(others)
     else:
         estimates = [s for layer in of if (s := share_without_decay(layer)) is not None]
-        shares["without (estimated)"] = fmean(estimates) if estimates else None
+        shares["without (a rough estimate)"] = fmean(estimates) if estimates else None
     known = {key: value for key, value in shares.items() if value is not None}
     if len(known) < len(shares):
         return Finding(
             *(name, quantity, "cannot tell"),
-            "How much of the curvature is left beside the damping is not recorded.",
+            "The second-order share is not recorded, so it is not known whether damping matters.",
             effect,
             rows,
             would_decide=record(run),
@@ -146,12 +145,12 @@ def _damping(run: Observed, baseline: Observed | None) -> Finding:
         rows = tuple(replace(x, verdict="does not act") if x.verdict else x for x in rows)
         return Finding(
             *(name, quantity, "does not act"),
-            f"Damping hardly matters: second-order directions {said}.",
+            f"Damping hardly matters: the second-order share is {said}.",
             effect,
             rows,
         )
     found = found_by(name, quantity, effect, rows, run)
-    return replace(found, reason=f"{found.reason} Second-order directions: {said}.")
+    return replace(found, reason=f"{found.reason} The second-order share is {said}.")
 
 
 def _jacobian(run: Observed, baseline: Observed | None) -> Finding:
@@ -162,8 +161,8 @@ def _jacobian(run: Observed, baseline: Observed | None) -> Finding:
     rows = tuple(function_row(layer, baseline) for layer in run.layers.values())
     if all(layer.invariant for layer in decayed_layers(run)):
         reason = (
-            "Every decayed layer is scale-invariant: decay leaves the function as it is, and what"
-            " becomes of the Jacobian comes through the other two mechanisms."
+            "Every decayed layer is scale-invariant, so decay does not change the function by"
+            " itself. A change of the Jacobian comes through the other two mechanisms."
         )
         return Finding(name, quantity, "does not act", reason, layers=rows)
     if baseline is None:
@@ -171,7 +170,7 @@ def _jacobian(run: Observed, baseline: Observed | None) -> Finding:
             *(name, quantity, "cannot tell"),
             "One run does not show what the Jacobian would be without decay.",
             layers=rows,
-            would_decide=GIVE_BASELINE + "; " + record(run, both=True),
+            would_decide=f"{GIVE_BASELINE}. {_recorded_too(run)}",
         )
     effects = {
         row: effect_of(
@@ -183,15 +182,23 @@ def _jacobian(run: Observed, baseline: Observed | None) -> Finding:
     if row is None:
         return Finding(
             *(name, quantity, "cannot tell"),
-            "Neither a Jacobian nor a Gauss-Newton norm is recorded in both runs at one step.",
+            "Neither a Jacobian nor a Gauss-Newton norm is recorded in both runs at a common step.",
             layers=rows,
             would_decide=record(run, both=True),
         )
     quantity, thresholds = f"{SENSITIVITY[row]}{SMALLER}", (JACOBIAN_ACTS, JACOBIAN_NOTHING)
     found = found_by(name, quantity, effects[row], rows, run, thresholds)
     if found.verdict == "acts" and judgeable(run):
-        note = (
-            "Part of it may come through the effective learning rate of the scale-invariant layers."
-        )
+        kinds = dict.fromkeys(MECHANISMS[2 if by_kfac(x) else 0] for x in judgeable(run))
+        through = " and the ".join(kinds)
+        note = f"Part of it may come through the {through} of the scale-invariant layers."
         found = replace(found, reason=f"{found.reason} {note}")
     return found
+
+
+def _recorded_too(run: Observed) -> str:
+    """What a baseline must have recorded for the Jacobian, and this run where it has not."""
+    if any(row in run.totals for row in SENSITIVITY):
+        return "Record it in the same way"
+    said = record(run, both=True)
+    return said[0].upper() + said[1:]

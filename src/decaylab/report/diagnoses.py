@@ -9,9 +9,10 @@ import decaylab
 from decaylab.diagnosis import Diagnosis, Finding, diagnose
 from decaylab.diagnosis.dynamics import Series
 from decaylab.diagnosis.evidence import FREE_TO_DIFFER
+from decaylab.diagnosis.findings import SENSITIVITY
 from decaylab.diagnosis.layers import LayerRecord
 from decaylab.diagnosis.observed import Observed, Source, observe
-from decaylab.diagnosis.result import MECHANISMS, layer_table, records_words
+from decaylab.diagnosis.result import MECHANISMS, effect_words, layer_table, records_words
 from decaylab.errors import DecaylabError
 from decaylab.records.files import disk_errors, replace_text
 from decaylab.report.drawing import Line, Panel, check_extra, draw, line
@@ -22,13 +23,14 @@ from decaylab.training import RunSpec
 
 TONES: dict[str, Tone] = {"acts": "good", "does not act": "plain", "cannot tell": "near"}
 SAYS = {
-    MECHANISMS[0]: "Where a layer is normalised, the scale of its weights W changes nothing that"
-    " the network computes; it only sets how far a step turns them. Decay keeps |W| small, and so"
+    MECHANISMS[0]: "If a layer is normalised, the scale of its weights W does not change what the"
+    " network computes. It only sets how far a step turns them. Decay keeps |W| small, and so keeps"
     " this effective learning rate high.",
-    MECHANISMS[1]: "Where a layer's norm is part of the function, decay makes the outputs react"
-    " less to a change of the inputs.",
-    MECHANISMS[2]: "K-FAC adds a damping λ to the curvature. Beside that of the normalised weights"
-    " it counts as λ|W|², so that growing weights turn K-FAC into SGD; decay keeps them small.",
+    MECHANISMS[1]: "If a layer's norm is part of the function, decay makes the outputs react less"
+    " to a change of the inputs.",
+    MECHANISMS[2]: "K-FAC adds a damping λ to the curvature. Compared with the curvature of the"
+    " normalised weights it counts as λ|W|²: as the weights grow, K-FAC turns into SGD. Decay keeps"
+    " them small.",
 }
 WITH, WITHOUT = "weight decay", "baseline"
 LAYERS = "Scale-invariant layers"
@@ -96,11 +98,11 @@ def diagnoses_section(cases: Sequence[Case]) -> Section:
     rows = [[Cell(_words(case), "words"), *_verdicts(case), _compared(case)] for case in cases]
     text = [
         "Which of the three mechanisms decay acts through, for every run with decay, judged from"
-        " the records (`decaylab diagnose RUN BASELINE`). Factors are of the effective learning"
-        " rate (raised), the squared Jacobian norm or a Gauss-Newton norm, and the effective"
-        " damping (both lowered); with several seeds, their smallest and largest. A run is compared"
-        " with itself (what one run tells) where no run without decay is otherwise the same: the"
-        " paper's settings mostly have another learning rate there."
+        " the records (`decaylab diagnose RUN BASELINE`). The factor in brackets says by how much"
+        " decay raises the effective learning rate, or lowers the squared Jacobian norm (or a"
+        " Gauss-Newton norm) or the effective damping. With several seeds, it is the smallest and"
+        " the largest. A run is judged alone if no run without decay is otherwise the same. This is"
+        " often so at the paper's settings, which have another learning rate without decay."
     ]
     overview = Block("diagnoses", "Verdicts", grids=[Grid(header, rows)])
     details = [_details(number, case) for number, case in enumerate(cases, start=1)]
@@ -143,7 +145,7 @@ def _compared(case: Case) -> Cell:
     if with_baseline == len(case.diagnoses):
         return Cell(f"no decay, {seeds}")
     if not with_baseline:
-        return Cell(f"itself, {seeds}")
+        return Cell(f"judged alone, {seeds}")
     return Cell(f"no decay in {with_baseline} of {seeds}")
 
 
@@ -191,7 +193,7 @@ def _reasons(findings: Sequence[Sequence[Finding]], seeds: Sequence[str]) -> Gri
 
 def _why(finding: Finding) -> str:
     if finding.would_decide:
-        return f"{finding.reason} What would decide it: {finding.would_decide}."
+        return f"{finding.reason} To decide it: {finding.would_decide}."
     return finding.reason
 
 
@@ -233,12 +235,12 @@ def write_diagnosis(path: Path, run: Source, baseline: Source | None = None) -> 
 def diagnosis_report(result: Diagnosis, run: Observed, baseline: Observed | None) -> Report:
     """One diagnosis as a page: verdicts, what follows, and each mechanism with its evidence."""
     against = f"against {result.baseline}" if result.baseline else "from this run alone"
-    header = [Cell(name) for name in ("mechanism", "verdict", "factor")]
+    header = [Cell(name) for name in ("mechanism", "verdict", "effect")]
     rows = [
         [
             Cell(finding.mechanism, "key"),
             Cell(finding.verdict, tone=TONES[finding.verdict]),
-            Cell(finding.effect.words() if finding.effect else "—"),
+            Cell(effect_words(finding) or "—"),
         ]
         for finding in result.findings
     ]
@@ -263,10 +265,11 @@ def diagnosis_report(result: Diagnosis, run: Observed, baseline: Observed | None
             Section("evidence", "Evidence", blocks=evidence),
         ],
         result.first,
-        "Every number is from a record. Factors are means over the second half of the records, with"
-        " their range. Mechanisms: Zhang, Wang, Xu, Grosse, Three Mechanisms of Weight Decay"
-        " Regularization, ICLR 2019.",
-        notices_title="To know first",
+        "Every number is from a record. Factors are means over the second half of the records. The"
+        " range is over these records, or over layers for a factor of several layers. In figures,"
+        " every line is one layer of one run. Mechanisms: Zhang, Wang, Xu, Grosse, Three Mechanisms"
+        " of Weight Decay Regularization, ICLR 2019.",
+        notices_title="Know this first",
     )
 
 
@@ -297,7 +300,7 @@ def _panels(finding: Finding, run: Observed, baseline: Observed | None) -> list[
     if place == 1:
         row = next(iter(finding.effect.probes if finding.effect else ()), "")
         lines = [line(label, of.totals.get(row, ())) for label, of in runs]
-        found = [Panel("Whole model", "step", row.replace("_", " "), lines, log_y=True)]
+        found = [Panel("Whole model", "step", SENSITIVITY.get(row, row), lines, log_y=True)]
     elif place == 0:
         kfac = all(x.setting and x.setting.power == 0 for x in run.layers.values())
         effective = [] if kfac else _of_layers(runs, lambda layer: layer.effective)

@@ -15,6 +15,8 @@ TIER = "demo"
 OPTIMIZERS = ("sgd", "adam", "kfac-f", "kfac-g")
 DECAYS = ("none", "l2", "decoupled")
 LEAST = 1.05  # a ratio nearer to one than this is no change
+RATIO = "weight decay / none"
+RATIO_NOTE = f'"{RATIO}" is the mean of the seeds\' ratios.'
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,10 @@ MECHANISMS = (
     Mechanism(
         "mechanism1",
         "1. A larger effective learning rate (SGD and Adam, batch normalisation)",
-        "Under batch normalisation the scale of a layer's weights W changes nothing that the"
-        " network computes; it only sets how far a step turns them: lr / |W|² under SGD, lr / |W|"
-        " under Adam. Weight decay keeps |W| small, and so this effective learning rate high.",
+        "Under batch normalisation, the scale of a layer's weights W does not change what the"
+        " network computes. It only sets how far a step turns them: lr / |W|² under SGD, lr / |W|"
+        " under Adam. Weight decay keeps |W| small, and so keeps this effective learning rate"
+        " high.",
         True,
         ("sgd", "adam"),
         (Quantity("effective_lr", "effective learning rate, first layer", up=True),),
@@ -67,11 +70,11 @@ MECHANISMS = (
     Mechanism(
         "mechanism3",
         "3. A smaller effective damping (K-FAC, batch normalisation)",
-        "K-FAC adds a damping λ to the curvature. Beside the curvature of the normalised weights it"
-        " counts as λ|W|², so that growing weights turn K-FAC into SGD step by step; decay keeps"
-        " them small. The share of second-order directions is 1 where damping does not matter and"
-        " 0 where the step is SGD's. The paper expects more of it for K-FAC-F, whose curvature"
-        " vanishes as the training data is fitted.",
+        "K-FAC adds a damping λ to the curvature. Compared with the curvature of the normalised"
+        " weights it counts as λ|W|²: as the weights grow, K-FAC turns into SGD. Decay keeps them"
+        " small. The second-order share is 1 if damping does not matter, and 0 if the step is"
+        " SGD's. The paper expects a larger effect for K-FAC-F, whose curvature vanishes as the"
+        " network fits the training data.",
         True,
         ("kfac-f", "kfac-g"),
         (
@@ -118,7 +121,7 @@ def demo_section(runs: Demo) -> Section:
             "Test accuracy in % with no decay, L2 and weight decay",
             text=[
                 "L2 adds to the gradient, before the optimizer's own scaling; weight decay"
-                " shrinks the weights directly. For SGD they are one, apart from momentum."
+                " shrinks the weights directly. For SGD the two are the same, apart from momentum."
             ],
             note="One seed; one test image is 0.28."
             if len(seeds) == 1
@@ -165,7 +168,7 @@ def short_accuracy_grid(runs: Demo) -> Grid:
 def mechanism_grid(mechanism: Mechanism, quantity: Quantity, runs: Demo) -> Grid:
     """A quantity at the end of training by kind of decay, and whether it moved as expected."""
     header = [Cell("optimizer"), *(Cell(named(decay), "number") for decay in DECAYS)]
-    header += [Cell("ratio to none", "number"), Cell("as the paper says")]
+    header += [Cell(RATIO, "number"), Cell("as the paper says")]
     rows = []
     for optimizer in mechanism.optimizers:
         ends = [
@@ -184,7 +187,7 @@ def _block(mechanism: Mechanism, runs: Demo) -> Block:
         mechanism.anchor,
         mechanism.title,
         text=[mechanism.says],
-        note="Every line is one run." if images else "",
+        note=f"Every line is one run. {RATIO_NOTE}" if images else "",
         images=images,
         grids=[mechanism_grid(mechanism, quantity, runs) for quantity in mechanism.quantities],
         missing="" if images else "No runs yet.",

@@ -265,8 +265,8 @@ def overview(filled: Iterable[Filled]) -> Block:
     for one in filled:
         found.setdefault(one.artefact.name, {})[one.tier] = one
     tiers = dict.fromkeys(tier for at in found.values() for tier in at)
-    header = [Cell("artefact"), *(Cell(f"tier {tier}") for tier in tiers)]
-    header.append(Cell("what the paper's shows"))
+    header = [Cell("table or figure"), *(Cell(f"tier {tier}") for tier in tiers)]
+    header.append(Cell("what the paper shows"))
     rows = []
     for at in found.values():
         artefact = next(iter(at.values())).artefact
