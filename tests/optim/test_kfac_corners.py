@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from decaylab.curvature.factors import Sums
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import sgd
@@ -362,3 +363,40 @@ def test_a_group_is_split_only_where_it_has_both_kinds():
     assert [group["method"] for group in opt.param_groups] == ["kfac", "adam", "kfac"]
     whole = KFAC(model, 0.1)
     assert [group["method"] for group in whole.param_groups] == ["kfac", "adam"]
+
+
+def test_factors_are_copies_and_zero_before_a_layer_was_seen():
+    model, (x, y) = net(), data()
+    opt = KFAC(model, 0.1)
+    before = opt.factors()
+    cross_entropy(model(x), y).backward()
+    opt.step()
+    for factors in before.values():
+        assert not any(tensor.any() for tensor in (factors.A, factors.S, factors.T))
+
+
+@pytest.mark.parametrize("curvature", ["gauss-newton", "empirical-fisher"])
+def test_a_measurement_that_an_error_cut_short_counts_for_nothing(curvature, monkeypatch):
+    """Out of memory, say, and the loop goes on with the next batch."""
+    model, (x, y) = net(), data()
+    whole = Sums.add_inputs
+
+    def fails(*arguments):
+        monkeypatch.setattr(Sums, "add_inputs", whole)
+        raise torch.OutOfMemoryError
+
+    def train(opt):
+        opt.zero_grad()
+        cross_entropy(model(x), y).backward()
+        opt.step()
+
+    fresh = KFAC(model, 0.0, curvature=curvature, outputs="exact")
+    train(fresh)
+    fresh.detach()
+    opt = KFAC(model, 0.0, curvature=curvature, outputs="exact")
+    monkeypatch.setattr(Sums, "add_inputs", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(opt)
+    train(opt)
+    for name, factors in fresh.factors().items():
+        torch.testing.assert_close(opt.factors()[name].S, factors.S, rtol=1e-12, atol=0)

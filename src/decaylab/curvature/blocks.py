@@ -71,21 +71,20 @@ class Blocks:
 
         A layer that was not seen, or whose mean is not finite, is left out, on the device.
         """
-        whole = {name: layer for name, layer in sums.items() if layer.whole}
-        if not whole:
+        if not sums:
             return
-        unseen = self._ready.double() * torch.nan if len(whole) < len(self._home) else self._ready
+        unseen = self._ready.double() * torch.nan if len(sums) < len(self._home) else self._ready
         shown = [
-            whole[name].traces() if name in whole else nothing[here]
+            sums[name].traces() if name in sums else nothing[here]
             for bank, nothing in zip(self._banks, self._by_bank(unseen), strict=True)
             for name, here in bank.slices.items()
         ]
         sound = torch.cat(shown).isfinite()
         keep = torch.where(sound, self._ready.double() * factor_decay, 1.0)
         for bank, kept in zip(self._banks, self._by_bank(keep), strict=True):
-            bank.fold({name: whole[name] for name in bank.slices if name in whole}, kept)
+            bank.fold({name: sums[name] for name in bank.slices if name in sums}, kept)
         self._ready |= sound
-        self.seen |= whole.keys()
+        self.seen |= sums.keys()
 
     def forget(self) -> None:
         """Let the next `update` set the factors instead of averaging into them."""

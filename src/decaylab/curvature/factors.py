@@ -137,11 +137,6 @@ class Sums:
     positions: Tensor | float = 0.0
     rows: Tensor | float = 0.0
 
-    @property
-    def whole(self) -> bool:
-        """Whether both sides have been shown."""
-        return self.A is not None and self.G is not None
-
     def traces(self) -> Tensor:
         """The traces of the means, added, [groups]: finite where all of both is, and rows count."""
         assert self.A is not None

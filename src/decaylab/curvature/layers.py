@@ -34,9 +34,7 @@ LAYER_TYPES: tuple[type[nn.Module], ...] = (
 def is_channels_last(layer: Layer) -> bool:
     """Whether a convolution's weight lies in memory as (out, kernel axes, in)."""
     weight = layer.weight
-    if isinstance(layer, nn.Linear) or weight.is_contiguous():
-        return False
-    return weight.movedim(1, -1).is_contiguous()
+    return not weight.is_contiguous() and weight.movedim(1, -1).is_contiguous()
 
 
 def groups_of(layer: Layer) -> int:

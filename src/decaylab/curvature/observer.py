@@ -140,9 +140,16 @@ class Observer:
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        """Without grad, and without the forward pass's autocast, which would round the factors."""
-        with torch.no_grad(), torch.autocast(self.generator.device.type, enabled=False):
-            yield
+        """Without grad, and without the forward pass's autocast, which would round the factors.
+
+        An error in here (out of memory, say) leaves no half of a pass in the sums.
+        """
+        try:
+            with torch.no_grad(), torch.autocast(self.generator.device.type, enabled=False):
+                yield
+        except BaseException:
+            self.sums = {}
+            raise
 
     def _model_returned(self, output: Any, kwargs: Mapping[str, Any]) -> None:
         logits = logits_of(output)
