@@ -113,6 +113,8 @@ def test_what_is_wrong_is_said_first(runs, tmp_path):
         (["advise", "suggest", "DECAYED", "--rotation", "3"], "between 0 and 1 radian"),
         (["advise", "suggest", "DECAYED", "--norm-at", "-1"], "up to step -1"),
         (["advise", "convert", "0.1", "--from", "lion", *LEARNING_RATES], "unknown optimizer"),
+        (["advise", "convert", "1e3", "--from", "sgd", *LEARNING_RATES], "too strong"),
+        (["advise", "convert", "1e3", "--from", "adam", *LEARNING_RATES], "too strong"),
         (
             ["advise", "convert", "0.1", "--from", "adam", "--from-decay", "l2", *LEARNING_RATES],
             "L2",
@@ -167,4 +169,4 @@ def test_a_schedule_in_place_of_kfac_f_is_said_to_be_rough(tmp_path):
         out = ["--runs", tmp_path / kind, "--out", tmp_path / "schedule.csv"]
         done = run("advise", "schedule", trained["id"], *out)
         assert done.exit_code == 0, done.output
-        assert ("only roughly" in done.stderr) == rough
+        assert ("not reliable for K-FAC-F" in done.stderr) == rough

@@ -116,10 +116,11 @@ def test_options_win_over_the_config_and_the_recorded_spec_is_one(tmp_path):
 
 
 BAD = {
-    "unknown network": (["--network", "vgg17"], "choose from mlp, vgg11"),
-    "unknown optimizer": (["--optimizer", "rmsprop"], "choose from sgd, adam, kfac-f, kfac-g"),
-    "unknown data set": (["--data", "imagenet"], "choose from"),
-    "unknown decay": (["--decay", "l1"], "choose from none, l2, decoupled, independent"),
+    "unknown network": (["--network", "vgg17"], "choose one of mlp, vgg11"),
+    "AdamW": (["--optimizer", "adamw"], "AdamW is adam with decoupled decay"),
+    "unknown optimizer": (["--optimizer", "rmsprop"], "choose one of sgd, adam, kfac-f, kfac-g"),
+    "unknown data set": (["--data", "imagenet"], "choose one of"),
+    "unknown decay": (["--decay", "l1"], "choose one of none, l2, decoupled, independent"),
     "negative lr": (["--lr", "-0.1"], "lr must be positive"),
     "batch larger than the data": (["--batch-size", "5000"], "5000"),
     "missing data folder": (["--data", "mnist", "--data-dir", "/nonexistent"], "/nonexistent"),
@@ -127,7 +128,7 @@ BAD = {
     "unknown device": (["--device", "abacus"], "use cpu, cuda"),
     "other device": (["--device", "mps"], "cpu and cuda"),
     "negative interval": (["--checkpoint-every", "-1"], "must not be negative"),
-    "decay without a kind": (["--weight-decay", "0.1"], "choose decay"),
+    "decay without a kind": (["--weight-decay", "0.1"], "set decay (--decay) to l2"),
     "decay without a strength": (["--decay", "l2"], "add --weight-decay"),
     "missing config": (["--config", "/nonexistent.toml"], "cannot read"),
 }

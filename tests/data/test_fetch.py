@@ -191,7 +191,7 @@ def test_a_full_disk_is_not_taken_for_a_broken_connection(offer, monkeypatch, ow
 
 
 def test_digits_and_unknown_names(own_cache):
-    with pytest.raises(DecaylabError, match="No data set 'svhn'"):
+    with pytest.raises(DecaylabError, match="unknown data set 'svhn'"):
         fetch("svhn")
     assert set(downloads.DOWNLOADS) == {"mnist", "cifar10", "cifar100"}
 

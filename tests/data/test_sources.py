@@ -111,7 +111,7 @@ def test_digits_is_always_there(tmp_path):
 
 class TestNotFound:
     def test_unknown_name(self):
-        with pytest.raises(DecaylabError, match=r"No data set 'svhn'.*digits, mnist, cifar10"):
+        with pytest.raises(DecaylabError, match=r"unknown data set 'svhn'.*digits, mnist, cifar10"):
             load("svhn")
 
     def test_missing_folder(self, tmp_path):

@@ -120,12 +120,12 @@ def test_undamped_kfac_and_layers_without_a_push():
     kfac = Layer(growth=0.002, power=0, damping=1e-3)
     (row,) = suggest(records({"conv": kfac})).layers
     assert row.rotation is None
-    assert "turns by lr whatever the norm" in row.reason
+    assert "the weights turn by lr, whatever their norm" in row.reason
     held = Layer(growth=0.002, power=0, weight_decay=row.suggested)
     assert held.norms(2000)[-1] == pytest.approx(1.0, rel=0.03)
     still = suggest(records({"conv": Layer(growth=0.0)}))
     assert still.weight_decay is None
-    assert "no push" in still.layers[0].reason
+    assert "its norm does not grow" in still.layers[0].reason
     assert "no scale-invariant layer" in still.notes[-1]
 
 
@@ -160,7 +160,8 @@ def test_conversion_there_and_back():
     ("settings", "said"),
     [
         (("lion", 0.1), "unknown optimizer 'lion'"),
-        (("adam", 0.1, "l2"), "L2 inside adam"),
+        (("AdamW", 0.1), "AdamW is adam with decoupled decay"),
+        (("adam", 0.1, "l2"), "adam rescales L2"),
         (("sgd", 0.0), "must be above zero"),
         (("sgd", 0.1, "none"), "decay none"),
         (("sgd", 0.1, "l2", 1.0), "below 1"),

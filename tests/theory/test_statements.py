@@ -61,7 +61,7 @@ def test_the_table_names_every_statement(run):
     assert result.exit_code == 0
     for number in theory.STATEMENTS:
         assert f"{number}  " in result.stdout
-    assert "statements hold" in result.stdout
+    assert "checks of the statements hold" in result.stdout
     assert "FAILS" not in result.stdout
 
 

@@ -24,6 +24,10 @@ Rotation = Annotated[
 NormAt = Annotated[
     int | None, typer.Option("--norm-at", help="Keep the norms of this step instead of the first.")
 ]
+LEGEND = """\
+norm: in the records used; target: the norm that the suggested decay holds; balance: the norm to
+which the present decay leads; rotation: radians per step at the target; steps: until it is reached
+"""
 OPTIMIZER_HELP = f"{', '.join(OPTIMIZERS)}."
 
 
@@ -40,17 +44,26 @@ def suggest_command(
     The suggested decay keeps each layer at the norm it started with, so its effective learning
     rate stays the same. Use --norm-at or --rotation to ask for something else.
     """
-    found = suggest(found_records(run, runs), rotation=rotation, norm_at=norm_at)
+    source = found_records(run, runs)
+    found = suggest(source, rotation=rotation, norm_at=norm_at)
     if json_output:
         print_json(found.as_dict())
         return
     for note in found.notes:
         print(note)
     console(140).print(_table(found))
-    if found.weight_decay is not None:
+    if found.weight_decay is None:
+        return
+    print(LEGEND)
+    print(
+        f"suggested for the scale-invariant layers: {found.decay} weight decay of"
+        f" {found.weight_decay:.3g} at lr {found.lr:g}"
+    )
+    waits, steps = [row.steps for row in found.layers if row.steps], observe(source).steps
+    if waits and min(waits) > steps:
         print(
-            f"suggested for the scale-invariant layers: {found.decay} weight decay of"
-            f" {found.weight_decay:.3g} at lr {found.lr:g}"
+            f"note: this decay needs {min(waits):.3g} steps or more to take effect, and the run"
+            f" had {steps}"
         )
 
 
@@ -61,10 +74,18 @@ def convert_command(
     source_lr: Annotated[float, typer.Option("--from-lr", help="Learning rate of --from.")],
     target: Annotated[str, typer.Option("--to", help=OPTIMIZER_HELP)],
     target_lr: Annotated[float, typer.Option("--to-lr", help="Learning rate of --to.")],
-    source_decay: Annotated[str, typer.Option("--from-decay", help="Kind of decay.")] = "",
-    target_decay: Annotated[str, typer.Option("--to-decay", help="Kind of decay.")] = "",
-    source_momentum: Annotated[float, typer.Option("--from-momentum", help="Adam: beta1.")] = 0.9,
-    target_momentum: Annotated[float, typer.Option("--to-momentum", help="Adam: beta1.")] = 0.9,
+    source_decay: Annotated[
+        str, typer.Option("--from-decay", help="Its kind: l2, decoupled or independent.")
+    ] = "",
+    target_decay: Annotated[
+        str, typer.Option("--to-decay", help="Its kind: l2, decoupled or independent.")
+    ] = "",
+    source_momentum: Annotated[
+        float, typer.Option("--from-momentum", help="Momentum of --from (Adam: beta1).")
+    ] = 0.9,
+    target_momentum: Annotated[
+        float, typer.Option("--to-momentum", help="Momentum of --to (Adam: beta1).")
+    ] = 0.9,
     json_output: options.Json = False,
 ) -> None:
     """Convert a weight decay to another optimizer or kind, keeping the effective learning rate.
@@ -84,9 +105,12 @@ def convert_command(
         f" {second.decay} weight decay {found.weight_decay:.6g} of {target} at lr {target_lr:g}"
     )
     print(
-        f"both take {found.shrink:.3g} of the weights a step, so act over {found.steps:.4g} steps;"
-        f" at equilibrium weights turn by {found.rotations[0]:.3g} and {found.rotations[1]:.3g}"
-        " radians a step"
+        f"both remove the fraction {found.shrink:.3g} of the weights per step, so decay needs about"
+        f" {found.steps:.4g} steps to take effect"
+    )
+    print(
+        f"at equilibrium the weights turn by {found.rotations[0]:.3g} radians per step under"
+        f" {source} and by {found.rotations[1]:.3g} under {target}"
     )
 
 
@@ -109,8 +133,8 @@ def schedule_command(
         print(f"{run}: {trouble}", file=sys.stderr)
     if observed.spec is not None and observed.spec.optimizer == "kfac-f":
         print(
-            f"{run}: the Fisher matrix shrinks as the data is fitted, so that this schedule keeps"
-            " the rotation of K-FAC-F's layers only roughly (docs/diagnosis.md)",
+            f"{run}: the Fisher matrix shrinks as the network fits the data, so this schedule is"
+            " not reliable for K-FAC-F (docs/diagnosis.md)",
             file=sys.stderr,
         )
     schedule = equivalent_schedule(source)
@@ -126,10 +150,12 @@ def schedule_command(
     if json_output:
         print_json(facts)
         return
+    count = len(schedule.layers)
+    layers = f"{count} scale-invariant layer{'s' * (count != 1)}"
     print(
-        f"{out}: {len(schedule.lr)} steps for {len(schedule.layers)} scale-invariant layers, lr"
-        f" {schedule.lr[0]:.3g} to {schedule.lr[-1]:.3g} without decay (with it"
-        f" {schedule.others[0]:.3g} to {schedule.others[-1]:.3g})"
+        f"{out}: {len(schedule.lr)} steps. Without decay, lr goes from {schedule.lr[0]:.3g} to"
+        f" {schedule.lr[-1]:.3g} for {layers}; for all other parameters it stays"
+        f" ({schedule.others[0]:.3g} to {schedule.others[-1]:.3g})"
     )
 
 
@@ -140,7 +166,7 @@ def _usual(optimizer: str) -> str:
 def _table(found: Suggestion) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("layer", no_wrap=True)
-    headings = ("decay now", "suggested", "norm", "to hold", "balance now", "turn a step", "steps")
+    headings = ("decay", "suggested", "norm", "target", "balance", "rotation", "steps")
     for heading in headings:
         table.add_column(heading, justify="right")
     table.add_column("")

@@ -11,7 +11,7 @@ from decaylab.cli import options
 from decaylab.cli.output import console, print_json
 from decaylab.errors import DecaylabError
 from decaylab.networks import build
-from decaylab.optim.decay import OPTIMIZERS, DecayRow, decay_table, parameter_groups
+from decaylab.optim.decay import DecayRow, check_optimizer, decay_table, parameter_groups
 from decaylab.training.spec import PUBLISHED
 
 Network = Annotated[str, typer.Argument(help="mlp, vgg11/13/16/19 or resnet20/32/44/56.")]
@@ -48,10 +48,7 @@ def decay_table_command(
     weight in the first step; "long run" is that factor once the momentum has settled. L2 in Adam
     and K-FAC passes through the preconditioner, so it has no fixed factor.
     """
-    if optimizer not in OPTIMIZERS:
-        raise DecaylabError(
-            f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}"
-        )
+    check_optimizer(optimizer)
     rate = PUBLISHED[optimizer]["lr"] if lr is None else lr
     if not (math.isfinite(rate) and rate >= 0):
         raise DecaylabError(f"the learning rate must be zero or more, and it is {rate}")

@@ -23,7 +23,8 @@ def theory_command(json_output: options.Json = False) -> None:
         print_json([check.as_dict() for check in checks])
     else:
         console(120).print(_table(checks))
-        print(f"{held} of {len(stated)} statements hold")
+        print(f"{held} of {len(stated)} checks of the statements hold")
+        print("broken: a condition of the statement was violated on purpose, so it need not hold")
     if held < len(stated):
         raise typer.Exit(1)
 

@@ -123,7 +123,7 @@ DATA_SETS: dict[str, Facts] = {
 def facts_of(name: str) -> Facts:
     """The facts of the data set `name`; an error that lists the names if there is none."""
     if name not in DATA_SETS:
-        raise DecaylabError(f"No data set {name!r}: choose one of {', '.join(DATA_SETS)}.")
+        raise DecaylabError(f"unknown data set {name!r}: choose one of {', '.join(DATA_SETS)}")
     return DATA_SETS[name]
 
 

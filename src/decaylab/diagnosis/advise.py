@@ -18,7 +18,7 @@ from decaylab.diagnosis.dynamics import (
 from decaylab.diagnosis.layers import LayerRecord, Setting
 from decaylab.diagnosis.observed import Source, observe
 from decaylab.errors import DecaylabError
-from decaylab.optim.decay import OPTIMIZERS, check_decay, convert, steady_shrink
+from decaylab.optim.decay import OPTIMIZERS, check_decay, check_optimizer, convert, steady_shrink
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,7 @@ class Stepping:
 
     def __post_init__(self) -> None:
         check_decay(self.decay, 0.0)
-        if self.optimizer not in OPTIMIZERS:
-            raise DecaylabError(
-                f"unknown optimizer {self.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}"
-            )
+        check_optimizer(self.optimizer)
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise DecaylabError(f"the learning rate must be above zero, and it is {self.lr}")
         if not 0 <= self.momentum < 1:
@@ -46,8 +43,8 @@ class Stepping:
             raise DecaylabError("decay none has no value: choose l2, decoupled or independent")
         if self.decay == "l2" and OPTIMIZERS[self.optimizer] != "sgd":
             raise DecaylabError(
-                f"L2 inside {self.optimizer} takes no fixed part of the weights a step, so no value"
-                " corresponds to it: choose decoupled or independent"
+                f"{self.optimizer} rescales L2, so it removes no fixed fraction of the weights per"
+                " step and no value corresponds to it: choose decoupled or independent"
             )
 
 
@@ -82,6 +79,11 @@ def convert_decay(weight_decay: float, source: Stepping, target: Stepping) -> Co
     shrink = 0.0
     if weight_decay:
         shrink = steady_shrink(weight_decay, source.decay, lr=source.lr, momentum=source.momentum)
+        if not 0 < shrink < 1:
+            raise DecaylabError(
+                f"a weight decay of {weight_decay:g} at lr {source.lr:g} is too strong: each step"
+                " removes more than the weights themselves"
+            )
     found = convert(shrink, "independent", target.decay, lr=target.lr, momentum=target.momentum)
     turns = tuple(rotation_per_step(shrink, of.momentum) for of in (source, target))
     steps = 1 / shrink if shrink else math.inf
@@ -147,7 +149,7 @@ def suggest(
     if found:  # the learning rate that the suggestion is for
         setting = _at_longest_stretch(observed.layers[next(iter(found))])
     else:
-        notes.append("no scale-invariant layer was recorded well enough for a suggestion")
+        notes.append("no suggestion: no scale-invariant layer is recorded well enough")
     return Suggestion(
         observed.name,
         _kind(setting) if setting else "decoupled",
@@ -174,7 +176,12 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
     e = elasticity(setting.power, shares[-1][1] if shares else None)
     growth, norm = _growth(layer, _longest_stretch(layer), e)
     if growth <= 0:
-        return LayerAdvice(layer.name, now, norm=norm, reason="its norm does not grow: no push")
+        return LayerAdvice(
+            layer.name,
+            now,
+            norm=norm,
+            reason="its norm does not grow, so no decay is needed to hold it",
+        )
     target = _norm_at(layer, norm_at)
     shrink = shrink_for_norm(growth, norm, target, e=e)
     if rotation is not None:
@@ -196,7 +203,7 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
         present.norm if present else None,
         balance.rotation if balance else None,
         balance.steps if balance else None,
-        "" if balance else "undamped K-FAC: the direction turns by lr whatever the norm",
+        "" if balance else "undamped K-FAC: the weights turn by lr, whatever their norm",
     )
 
 
@@ -205,11 +212,11 @@ def _why_none(layer: LayerRecord) -> str:
     if layer.skipped:
         return layer.skipped
     if not layer.invariant:
-        return "its norm is part of the function: decay acts on the Jacobian, search for it"
+        return "not scale-invariant: its norm is part of the function. Search for its decay"
     if layer.setting is None or layer.setting.power is None:
-        return "the law of its optimizer is not known"
+        return "how its step depends on its norm is not known"
     if layer.setting.preconditioned:
-        return "L2 inside the preconditioner: what decay takes a step is not known"
+        return "the optimizer rescales L2: what decay removes per step is not known"
     if layer.setting.intake == 0:
         return "its dampening of 1 keeps gradients and L2 out of the momentum"
     return ""

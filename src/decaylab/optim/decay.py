@@ -17,7 +17,7 @@ The paper's SGD cells decay inside the momentum: that is kind `l2` here (recipe 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
@@ -61,6 +61,16 @@ def check_decay(decay: str, weight_decay: float) -> None:
         raise DecaylabError(f"unknown decay {decay!r}: choose one of {', '.join(DECAYS)}")
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise DecaylabError(f"weight decay must be zero or more, and it is {weight_decay}")
+
+
+def check_optimizer(optimizer: str, known: Iterable[str] | None = None) -> None:
+    """Refuse a name that is none of `known` (without it, of `OPTIMIZERS`)."""
+    names = tuple(OPTIMIZERS if known is None else known)
+    if optimizer not in names:
+        hint = " (AdamW is adam with decoupled decay)" if optimizer.lower() == "adamw" else ""
+        raise DecaylabError(
+            f"unknown optimizer {optimizer!r}: choose one of {', '.join(names)}{hint}"
+        )
 
 
 def _in_scope(found: dict[str, ParameterRole], scope: Scope) -> set[str]:
@@ -218,10 +228,7 @@ def decay_rate(
     L2 in Adam and K-FAC it is the rate before the preconditioner: compare it only with its like.
     """
     check_decay(decay, weight_decay)
-    if optimizer not in OPTIMIZERS:
-        raise DecaylabError(
-            f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}"
-        )
+    check_optimizer(optimizer)
     if decay == "none":
         return 0.0
     if decay == "independent":
@@ -338,10 +345,7 @@ def decay_table(
     step multiplies W by through the decay term alone, from rest; long_run: once the momentum has
     settled (`steady_shrink`). Both are None for L2 behind a preconditioner (Adam, K-FAC).
     """
-    if optimizer not in OPTIMIZERS:
-        raise DecaylabError(
-            f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}"
-        )
+    check_optimizer(optimizer)
     group_of = {id(p): group for group in groups for p in group["params"]}
     found = roles(model)
     return [

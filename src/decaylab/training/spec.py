@@ -19,7 +19,7 @@ from decaylab.data import DATA_SETS
 from decaylab.errors import DecaylabError
 from decaylab.networks import NETWORKS
 from decaylab.networks.mlp import ACTIVATIONS
-from decaylab.optim.decay import DECAYS, OPTIMIZERS, SCOPES
+from decaylab.optim.decay import DECAYS, OPTIMIZERS, SCOPES, check_optimizer
 from decaylab.records import RunFolder
 
 CHOICES: dict[str, Collection[str]] = {
@@ -142,7 +142,7 @@ class RunSpec:
                 )
         if self.weight_decay and self.decay == "none":
             raise DecaylabError(
-                f"weight_decay is {self.weight_decay} but decay is none: choose decay = l2,"
+                f"weight_decay is {self.weight_decay} but decay is none: set decay (--decay) to l2,"
                 " decoupled or independent"
             )
         if self.norm_source and not self.batch_norm:
@@ -246,8 +246,10 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     converted = _converted(value, kind)
     if converted is None:
         raise DecaylabError(f"{name} must be {_words(kind)}, not {value!r}")
+    if name == "optimizer":
+        check_optimizer(converted, CHOICES[name])
     if name in CHOICES and converted not in CHOICES[name]:
-        raise DecaylabError(f"unknown {name} {value!r}: choose from {', '.join(CHOICES[name])}")
+        raise DecaylabError(f"unknown {name} {value!r}: choose one of {', '.join(CHOICES[name])}")
     if name == "seed" and converted >= 2**63:
         raise DecaylabError(f"seed must be below 2**63, not {value!r}")
     for part in converted if isinstance(converted, tuple) else (converted,):
