@@ -319,3 +319,23 @@ def test_a_layer_used_twice_has_twice_the_positions(sharing):
     check(model, x, sharing=sharing)
     if sharing == "expand":
         assert float(library_factors(model, x)["shared"].T) == 2
+
+
+def test_a_grouped_convolution_used_twice():
+    class TwiceGrouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = nn.Conv1d(4, 4, 3, padding=1, groups=2)
+            self.head = nn.Linear(4, CLASSES)
+
+        def forward(self, x):
+            return self.head(self.shared(self.shared(x).tanh()).mean(2))
+
+    check(seeded(TwiceGrouped), random(3, 4, 5))
+
+
+def test_a_bias_behind_one_input_whose_weight_is_frozen():
+    """The input side is as long as with the weight alone, and holds the 1 of the bias."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(1, 2), nn.Tanh(), nn.Linear(2, CLASSES)))
+    model[0].weight.requires_grad_(False)
+    check(model, random(3, 1))

@@ -88,12 +88,12 @@ def test_the_fisher_sample_is_a_label():
 
 def test_the_generator_alone_decides_the_sample():
     z = logits_of((7, 3))
-    for curvature in ("fisher", "gauss-newton"):
+    for curvature, likelihood in KINDS:
         torch.manual_seed(1)
-        first = outputs.sampled(z, curvature, "categorical", torch.Generator().manual_seed(9))
+        first = outputs.sampled(z, curvature, likelihood, torch.Generator().manual_seed(9))
         state = torch.get_rng_state()
         torch.manual_seed(2)
-        again = outputs.sampled(z, curvature, "categorical", torch.Generator().manual_seed(9))
+        again = outputs.sampled(z, curvature, likelihood, torch.Generator().manual_seed(9))
         assert torch.equal(first, again)
         torch.manual_seed(1)
         assert torch.equal(state, torch.get_rng_state())  # the global generator was not used
@@ -114,6 +114,38 @@ def test_half_precision_logits_keep_their_dtype():
         v = outputs.sampled(z, curvature, likelihood, torch.Generator().manual_seed(0))
         assert v.dtype == torch.bfloat16
         assert next(outputs.exact(z, curvature, likelihood)).dtype == torch.bfloat16
+
+
+def test_half_precision_logits_have_the_hessian_of_their_values():
+    """Up to the rounding of the result: 1 - p of a p that bfloat16 would round to 1 is not lost."""
+    z = torch.tensor([[7.0, 0.0]])
+    for curvature, likelihood in KINDS:
+        for half, full in zip(
+            outputs.exact(z.bfloat16(), curvature, likelihood),
+            outputs.exact(z.double(), curvature, likelihood),
+            strict=True,
+        ):
+            torch.testing.assert_close(half.double(), full, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
+def test_rare_labels_are_drawn_as_often_from_half_precision_logits(likelihood):
+    """p = 1e-3, which is less than a random number in bfloat16 can tell from 0."""
+    z = torch.tensor([0.0, 6.907]).bfloat16().repeat(200_000, 1)
+    z = z if likelihood == "categorical" else -z
+    v = outputs.sampled(z, "fisher", likelihood, torch.Generator().manual_seed(0))
+    rare = 0 if likelihood == "categorical" else 1
+    assert (v[:, rare] < -0.5).double().mean() == pytest.approx(1e-3, rel=0.3)
+
+
+def test_vectors_are_constants():
+    z = logits_of((2, 3)).requires_grad_()
+    for curvature, likelihood in KINDS:
+        vectors = [
+            outputs.sampled(z, curvature, likelihood),
+            *outputs.exact(z, curvature, likelihood),
+        ]
+        assert not any(v.requires_grad for v in vectors)
 
 
 def test_unknown_names_are_refused_with_the_known_ones():

@@ -153,7 +153,10 @@ def test_observing_twice_is_an_error_where_the_loop_hands_logits_over():
     with pytest.raises(DecaylabError, match="found nothing to observe"):
         opt.observe(logits)
     seen = KFAC(net(), 0.1)
-    seen.observe(seen.model(x))  # the model's own output, observed already: nothing to do
+    logits = seen.model(x)
+    seen.observe(logits)  # the model's own output, observed already: nothing to do
+    with pytest.raises(DecaylabError, match="found nothing to observe"):
+        seen.observe(logits, mask=torch.ones(6, dtype=torch.bool))  # it was, with all rows
 
 
 def test_counters_go_with_the_state():
