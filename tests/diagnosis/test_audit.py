@@ -1,5 +1,7 @@
 """The audit finds each mistake, names it with its power, and passes what is right."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from diagnosis.wrong_kfac import HookedKFAC
@@ -156,6 +158,7 @@ def test_plain_gradients():
     ("factory", "said"),
     [
         (lambda model: KFAC(model), "building the optimizer failed"),
+        (lambda model: import_module("no_such_kfac"), "install what it imports"),
         (lambda model: "nothing", "str is no optimizer"),
         (lambda model: KFAC(model, lr=0.1, weight_decay=0.1), "weight decay 0"),
         (lambda model: KFAC(model, lr=0.1, kl_clip=0.1), "kl_clip=None"),

@@ -94,8 +94,10 @@ def imported(name: str) -> Any:
 
 
 def _table(found: Audit) -> Table:
-    how = "sampled" if found.sampled else "not sampled"
-    title = f"{found.optimizer}: {found.curvature}, {found.sharing}, {how}"
+    title = f"{found.optimizer}: no known curvature block"
+    if found.curvature != "none":
+        how = "estimated from samples" if found.sampled else "not sampled"
+        title = f"{found.optimizer}: {found.curvature} block, {found.sharing}, {how}"
     table = Table(box=None, pad_edge=False, title=escape(title), title_justify="left")
     for heading in ("", "what", "found"):
         table.add_column(heading)

@@ -138,6 +138,10 @@ def _stepped(optimizer: Any, case: Case) -> None:
 def _built(factory: Factory, model: nn.Module) -> Any:
     try:
         optimizer = factory(model)
+    except ImportError as error:
+        raise DecaylabError(
+            f"building the optimizer failed ({error}): install what it imports"
+        ) from error
     except Exception as error:
         raise DecaylabError(
             f"building the optimizer failed ({type(error).__name__}: {error}): an audit needs a"

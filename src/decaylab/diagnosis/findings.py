@@ -255,7 +255,8 @@ def _exposure_at(layers: Iterable[LayerRecord], step: int) -> float | None:
 def record(run: Observed, *, both: bool = False) -> str:
     """How to have what is lacking recorded, in the run's own way."""
     if run.own:
-        return f"record it{' in both runs' if both else ''} with `decaylab probe RUN --record`"
+        what = "the Jacobian norm of both runs" if both else "it"
+        return f"record {what} with `decaylab probe RUN --record`"
     of = "both runs" if both else "it"
     return f'record {of} with watch(..., probes="diagnosis", inputs=batch)'
 
@@ -318,10 +319,10 @@ def _schedule_words(layers: list[LayerRecord]) -> list[str]:
         return []
     power, exposure = known[0]
     # Adam's law is SGD's as long as it remembers the norms of the start (`memory`)
-    least = "at least " if power == 1 else ""
+    least, growth = ("at least ", "exposure") if power == 1 else ("", f"{power} x exposure")
     return [
         "Without decay, the same motion needs a learning rate that grows by a factor of"
-        f" {least}exp({power} x exposure) = {math.exp(min(power * exposure, 700)):.3g} over the"
+        f" {least}exp({growth}) = {math.exp(min(power * exposure, 700)):.3g} over the"
         " run, for these layers only. (The exposure is the fraction of the weights that decay"
         f" removes per step, summed over the steps: {exposure:.3g}.)"
         " `decaylab advise schedule RUN --out schedule.csv` writes such a schedule."
