@@ -88,7 +88,7 @@ def test_an_unused_layer_of_zeros_is_no_divergence():
     turns = [Row(step, 0, 0.0, "rotation/unused", math.nan) for step in (1, 500, 1000)]
     result = diagnose(Rows((*records({"conv": DECAYED}).rows, *turns)))
     assert result.first == (
-        "the records: 3 values were not finite (rotation/unused) and are left out",
+        "the watched run: 3 values were not finite (rotation/unused) and are left out",
     )
 
 

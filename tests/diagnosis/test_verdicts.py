@@ -191,7 +191,7 @@ def test_without_decay_nothing_acts():
     for layer in (sgd(), kfac(), sgd(invariant=False)):
         result = diagnose(records({"layer": layer}))
         assert {finding.verdict for finding in result.findings} == {"does not act"}
-        assert result.first == ("no layer of the records has weight decay",)
+        assert result.first == ("no layer of the watched run has weight decay",)
 
 
 def test_skipped_layers_are_rows_with_a_reason():
@@ -338,7 +338,7 @@ def test_records_cut_off_anywhere_do_not_crash(tmp_path):
         result = diagnose(Rows(whole.rows[:length]))
         assert len(result.findings) == 3
         if length < 9:
-            assert result.first[0].startswith("the records: ")
+            assert result.first[0].startswith("the watched run: ")
 
 
 def test_without_norms_that_is_said_first():
@@ -363,3 +363,10 @@ def test_a_layer_of_zeros_has_no_direction():
     rows = [replace(r, value=0.0) if r.name == "weight_norm/0" else r for r in whole.rows]
     result = diagnose(Rows(tuple(rows)))
     assert result["effective l"].verdict == "cannot tell"
+
+
+def test_records_without_a_name_are_told_apart():
+    run = records({"0": Layer(weight_decay=0.1)})
+    result = diagnose(run, records({"0": Layer()}))
+    assert (result.run, result.baseline) == ("the watched run", "the baseline")
+    assert diagnose(run, Rows(())).first[0].startswith("the baseline: nothing was recorded")

@@ -284,7 +284,9 @@ def what_follows(run: Observed, findings: tuple[Finding, ...]) -> list[str]:
             "acts": "matters: it makes the Jacobian smaller",
             "does not act": "has little effect on the Jacobian",
         }
-        words = verb.get(jacobian.verdict, "changes the function. The records do not show how much")
+        words = verb.get(
+            jacobian.verdict, "changes the function. Whether that matters is not decided"
+        )
         said.append(f"Decay of the layers that are not scale-invariant ({_names(others)}) {words}.")
     if not said:
         said.append(

@@ -60,12 +60,15 @@ class Observed:
         return self.spec is not None
 
 
-def observe(source: Source) -> Observed:
-    """Read a run folder, a folder that `watch(folder=...)` wrote, a `Watch` or its records."""
+def observe(source: Source, name: str = "the watched run") -> Observed:
+    """Read a run folder, a folder that `watch(folder=...)` wrote, a `Watch` or its records.
+
+    `name`: what a `Watch` or its records, which have no name of their own, are called.
+    """
     if isinstance(source, Watch):
-        return _watched("the watched run", source.records)
+        return _watched(name, source.records)
     if isinstance(source, Rows):
-        return _watched("the records", source)
+        return _watched(name, source)
     if isinstance(source, RunFolder):
         return _own(source)
     if not isinstance(source, (str, Path)):

@@ -49,10 +49,11 @@ def diagnose(run: Source, baseline: Source | None = None) -> Diagnosis:
     constants of `findings`.
     """
     mine = observe(run)
-    given = other = observe(baseline) if baseline is not None else None
+    given = other = observe(baseline, "the baseline") if baseline is not None else None
     first = [f"{mine.name}: {trouble}" for trouble in mine.troubles]
     if other is not None:
-        first += [f"baseline {other.name}: {trouble}" for trouble in other.troubles]
+        called = other.name if other.name == "the baseline" else f"the baseline ({other.name})"
+        first += [f"{called}: {trouble}" for trouble in other.troubles]
         why_not, differs = comparable(mine, other)
         first += differs
         if why_not:
