@@ -148,9 +148,9 @@ class Goal:
 
 
 GOALS = [
-    Goal("SGD step, ms", (2.2, 6.6), best_ms("sgd")),
-    Goal("K-FAC-F step, ms", (3.0, 7.6), best_ms("kfac-f")),
-    Goal("K-FAC-G step, ms", (3.0, 7.6), best_ms("kfac-g")),
+    Goal("SGD step, ms", (2.2, 6.6), best_ms("sgd"), "{:.3f}"),
+    Goal("K-FAC-F step, ms", (3.0, 7.6), best_ms("kfac-f"), "{:.3f}"),
+    Goal("K-FAC-G step, ms", (3.0, 7.6), best_ms("kfac-g"), "{:.3f}"),
     Goal("K-FAC-F step over our SGD", (1.35, 1.15), best_ratio("kfac-f")),
     Goal("K-FAC-G step over our SGD", (1.35, 1.15), best_ratio("kfac-g")),
     Goal(

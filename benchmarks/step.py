@@ -1,14 +1,16 @@
 """What a training step costs: stock SGD, our SGD, Adam, K-FAC-F and K-FAC-G, and public K-FACs.
 
     python benchmarks/step.py [--networks vgg16 resnet32] [--optimizers sgd adam kfac-f kfac-g]
-                              [--modes eager captured compiled compiled-captured] [--steps 200]
+                              [--modes eager captured compiled compiled-captured deterministic]
+                              [--steps 200]
                               [--precision bf16] [--inversion-lag 0] [--no-peers] [--no-parts]
                               [--width 1] [--batch-size 128] [--json]
 
 All in one run, on CUDA where there is one; CIFAR-10-sized random images, batch norm, augmentation.
 *stock* is the loop of a tutorial: torch.optim.SGD, TF32, no graph, a ready batch; the peers have
 the same loop. Ours are the steps that `decaylab train` takes, data and augmentation included: as
-they are (eager), as replayed graphs (captured), and both with a compiled network.
+they are (eager), as replayed graphs (captured), and both with a compiled network. `deterministic`:
+captured, with deterministic algorithms alone; it fixes cuBLAS's workspace, for the other modes too.
 
 Milliseconds a step, averaged over so many steps that K-FAC's refreshes (every 10) and inversions
 (every 100) come in at their share; plain, refresh and invert are the medians of such steps. `x SGD`
@@ -48,7 +50,7 @@ from torch.nn import functional as F
 from decaylab.data import DataSet
 from decaylab.optim.kfac import KFAC
 from decaylab.training import RunSpec, TrainingRun
-from decaylab.training.arithmetic import arithmetic
+from decaylab.training.arithmetic import arithmetic, prepare_deterministic
 from decaylab.training.build import build_model
 from decaylab.training.graphs import EAGER_RUNS
 
@@ -56,6 +58,7 @@ IMAGES = 2560
 # By then graphs are captured and lazily made state is there.
 WARM_UP = 40
 MODES = ("eager", "captured", "compiled", "compiled-captured")
+DETERMINISTIC = "deterministic"
 Row = dict[str, Any]
 
 
@@ -186,9 +189,10 @@ def benchmark(network: str, options: argparse.Namespace) -> dict[str, list[Row]]
     rows += [timed(n, "peer", partial(plain_loop, plain, data, PEERS[n][1])) for n in peers]
     found_parts = []
     for mode in options.modes:
-        how = {"graphs": "captured" in mode, "compiled": mode.startswith("compiled")}
+        fixed = mode == DETERMINISTIC
+        how = {"graphs": fixed or "captured" in mode, "compiled": mode.startswith("compiled")}
         for name in options.optimizers:
-            spec = spec_for(network, name, options)
+            spec = spec_for(network, name, options, deterministic=fixed)
             rows.append(timed(name, mode, partial(ours, spec, data, **how)))
             if name.startswith("kfac") and not options.no_parts:
                 row = {"network": network, "step": name, "mode": mode}
@@ -234,7 +238,9 @@ def main(given: list[str] | None = None) -> None:
     options_parser.add_argument(
         "--optimizers", nargs="+", default=["sgd", "adam", "kfac-f", "kfac-g"]
     )
-    options_parser.add_argument("--modes", nargs="+", choices=MODES, help="on a CPU: eager")
+    modes = (*MODES, DETERMINISTIC)
+    told = "default: all but the last; on a CPU: eager"
+    options_parser.add_argument("--modes", nargs="+", choices=modes, help=told)
     options_parser.add_argument("--steps", type=int, default=200)
     options_parser.add_argument(
         "--part-steps", type=int, default=102, help="steps with clocks inside"
@@ -244,6 +250,8 @@ def main(given: list[str] | None = None) -> None:
     options = options_parser.parse_args(given)
     if options.modes is None:
         options.modes = MODES if options.device == "cuda" else ("eager",)
+    if DETERMINISTIC in options.modes:
+        prepare_deterministic(torch.device(options.device))
     missing = [] if options.no_peers else [name for name in PEERS if not installed(name)]
     result: dict[str, Any] = {
         "about": about(options),
