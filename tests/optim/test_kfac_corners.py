@@ -403,3 +403,26 @@ def test_a_measurement_that_an_error_cut_short_counts_for_nothing(curvature, mon
     train(opt)
     for name, factors in fresh.factors().items():
         torch.testing.assert_close(opt.factors()[name].S, factors.S, rtol=1e-12, atol=0)
+
+
+def test_sides_above_8192_are_diagonal_if_nothing_is_said():
+    assert KFAC(nn.Sequential(nn.Linear(8192, 2)), 0.1).factors()["0"].A.shape == (8193,)
+    assert KFAC(net(), 0.1, max_factor_dim=1).factors()["0"].A.shape == (4,)
+
+
+def test_a_saved_state_stays_as_it_was_saved():
+    """While steps are skipped, and while another state is loaded."""
+    model, larger = net(), net()
+    with torch.no_grad():
+        larger[0].weight.mul_(2)
+    options = {"damping_scaling": "scale-free", "options": KFACOptions(invariant=("0",))}
+    opt, other = KFAC(model, 0.1, **options), KFAC(larger, 0.1, **options)
+    saved = opt.state_dict()["kfac"]
+    x, y = data()
+    cross_entropy(model(x), y).backward()
+    model[0].weight.grad.fill_(math.nan)
+    opt.step()
+    assert opt.check().skipped == 1
+    assert saved["skips"].tolist() == [0, 0]
+    opt.load_state_dict(other.state_dict())
+    torch.testing.assert_close(saved["initial_norms"]["0"], net()[0].weight.norm().detach())

@@ -113,3 +113,33 @@ def test_afterwards_refreshes_come_at_their_interval_again():
         opt.step()
     assert refreshes == list(range(0, 201, 10))
     assert inversions == [0, 100, 200]
+
+
+class Partly(nn.Module):
+    """A layer that is not used, and a frozen bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4, bias=False), nn.Linear(4, 4)
+        self.spare = nn.Linear(3, 4)
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())
+
+
+def test_the_empirical_fisher_of_a_part_of_the_model():
+    torch.manual_seed(0)
+    net, (x, y) = Partly().double(), examples()
+    plain = copy.deepcopy(net)
+    opt, expected = (KFAC(n, 0.0, curvature="empirical-fisher") for n in (net, plain))
+    opt.initialize(in_batches(), loss=cross_entropy)
+    cross_entropy(plain(x), y).backward()
+    expected.step()
+    assert_same(opt.factors(), expected.factors())
+
+
+def test_a_loss_is_called_for_the_empirical_fisher_alone():
+    opt = KFAC(model(), 0.1, outputs="exact")
+    opt.initialize([x for x, _ in in_batches()], loss=pytest.fail)
+    assert_same(opt.factors(), of_one_step(outputs="exact"))

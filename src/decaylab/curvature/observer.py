@@ -198,8 +198,7 @@ class Observer:
             if mask is not None:
                 return vector * mask.to(vector.dtype)[..., None]
             # each head's loss is averaged over its own rows, G over those of the first
-            own = _rows(head, None)
-            return vector if head is heads[0] else vector * (observed.rows / own) ** 0.5
+            return vector * (observed.rows / _rows(head, None)) ** 0.5
 
         if self.measure.outputs == "sampled":
             yield [weighted(head, sampled(head, *kind, self.generator)) for head in heads]

@@ -170,7 +170,7 @@ class KFAC(torch.optim.Optimizer):
         check_groups(self.param_groups)
         self.device = one_device(self.param_groups)
         seed = torch.initial_seed() if options.seed is None else options.seed
-        generator = torch.Generator(self.device).manual_seed(seed % 2**63)
+        generator = torch.Generator(self.device).manual_seed(seed)
         self._blocks = Blocks(planned.blocks, self.device)
         self._updater = Updater(self._blocks, self._first_order)
         layers = []
@@ -359,7 +359,7 @@ class KFAC(torch.optim.Optimizer):
         if mine is None:
             raise DecaylabError("this state dict holds no K-FAC factors: it is another optimizer's")
         self._blocks.load_state_dict(mine["layers"])
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
+        super().load_state_dict(state_dict)
         lay_out_state(self)
         self.steps, self.damping = int(mine["steps"]), float(mine["damping"])
         self._begun, self._inverted = mine["begun"], bool(mine["inverted"])
