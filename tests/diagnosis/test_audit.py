@@ -44,6 +44,9 @@ def test_ours_passes_sampled(curvature):
     )
     assert report.passed, str(report)
     assert report.sampled
+    assert "estimated from samples" in report.title
+    # the noise is larger than what tells the two apart
+    assert all(kind in report["damping"].words for kind in ("factored", "added"))
 
 
 def test_an_independent_right_one_passes():

@@ -33,6 +33,8 @@ def test_what_is_recorded_and_when():
     with probes.watch(model, optimizer, every=3, steps_per_epoch=4) as watched:
         train(model, optimizer, inputs, labels, 8)
     rows = watched.records
+    said = f"<Watch of Sequential, SGD, every=3: 8 steps, {len(rows.rows)} rows>"
+    assert repr(watched) == said
     series = rows.series("weight_norm/0")
     assert [row.step for row in series] == [1, 3, 6]
     assert [row.epoch for row in series] == [0, 0, 1]
@@ -204,6 +206,8 @@ def test_bad_arguments():
         probes.watch(model, optimizer, every=0)
     with pytest.raises(DecaylabError, match="str is no torch optimizer"):
         probes.watch(model, "sgd")
+    with pytest.raises(DecaylabError, match="generator is no model"):
+        probes.watch(model.parameters(), optimizer)
     with pytest.raises(DecaylabError, match="holds no parameter of this model"):
         probes.watch(tiny_net("mlp")[0], optimizer)
     with pytest.raises(DecaylabError, match="inputs are torch"):

@@ -94,11 +94,7 @@ def imported(name: str) -> Any:
 
 
 def _table(found: Audit) -> Table:
-    title = f"{found.optimizer}: no known curvature block"
-    if found.curvature != "none":
-        how = "estimated from samples" if found.sampled else "not sampled"
-        title = f"{found.optimizer}: {found.curvature} block, {found.sharing}, {how}"
-    table = Table(box=None, pad_edge=False, title=escape(title), title_justify="left")
+    table = Table(box=None, pad_edge=False, title=escape(found.title), title_justify="left")
     for heading in ("", "what", "found"):
         table.add_column(heading)
     for check in found.checks:

@@ -62,6 +62,14 @@ class Audit:
         """Whether no check failed."""
         return all(check.passed is not False for check in self.checks)
 
+    @property
+    def title(self) -> str:
+        """The optimizer and its block, in words."""
+        if self.curvature == "none":
+            return f"{self.optimizer}: no known curvature block"
+        how = "estimated from samples" if self.sampled else "not sampled"
+        return f"{self.optimizer}: {self.curvature} block, {self.sharing}, {how}"
+
     def __getitem__(self, name: str) -> AuditCheck:
         return next(check for check in self.checks if check.name == name)
 
@@ -71,10 +79,8 @@ class Audit:
 
     def __str__(self) -> str:
         marks = {True: "ok", False: "WRONG", None: "not checked"}
-        how = "sampled" if self.sampled else "not sampled"
-        head = f"{self.optimizer}: {self.curvature}, {self.sharing}, {how}"
         return "\n".join(
-            [head, *(f"  {marks[c.passed]:11} {c.name}: {c.words}" for c in self.checks)]
+            [self.title, *(f"  {marks[c.passed]:11} {c.name}: {c.words}" for c in self.checks)]
         )
 
 
@@ -257,10 +263,14 @@ def _damped_checks(
         return checks + [AuditCheck(name, None, None, words) for name in names[1:]]
     lam = damping / curvature_scale
     plain = measure(options, Case("Linear", larger * 16, scale=1.0), lam)
-    kind = min(DAMPINGS, key=lambda kind: _error(plain, (key[0], key[1], kind), curvature_scale))
-    error = _error(plain, (key[0], key[1], kind), curvature_scale)
+    errors = {kind: _error(plain, (key[0], key[1], kind), curvature_scale) for kind in DAMPINGS}
+    kind = min(errors, key=errors.__getitem__)
+    error = errors[kind]
     fair = error <= tolerance["damping"]
     words = f"nearest to {kind}, lambda {damping:g}: the step is off by {error:.2g} of its length"
+    others = [of for of in errors if of != kind and errors[of] <= tolerance["damping"]]
+    if fair and others:
+        words += f" ({', '.join(others)} would pass, too)"
     damped = AuditCheck("damping", fair, error, words)
     if not fair:
         words = "not looked at: first mend the damping, which is part of it"

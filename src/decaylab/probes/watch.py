@@ -186,6 +186,10 @@ class Watch:
                 handle.remove()
         self._before_step = self._after_step = None
 
+    def __repr__(self) -> str:
+        of = f"{type(self.model).__name__}, {type(self.optimizer).__name__}, every={self.every}"
+        return f"<Watch of {of}: {self.steps} steps, {len(self._rows)} rows>"
+
     def __enter__(self) -> "Watch":
         return self
 
@@ -317,12 +321,16 @@ def watch(
         raise DecaylabError(f"every={every}: record at every step with every=1, or less often")
     while not isinstance(optimizer, torch.optim.Optimizer) or _is_wrapper(optimizer):
         if not hasattr(optimizer, "optimizer"):
-            raise DecaylabError(f"{type(optimizer).__name__} is no torch optimizer")
+            raise DecaylabError(
+                f"{type(optimizer).__name__} is no torch optimizer: give watch(model, optimizer)"
+            )
         optimizer = optimizer.optimizer
     if isinstance(probes, str):
         probes = _named_set(probes, optimizer, inputs)
     chosen = [_probe(probe) for probe in probes]
     model = bare(model)
+    if not isinstance(model, nn.Module):
+        raise DecaylabError(f"{type(model).__name__} is no model: give watch(model, optimizer)")
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if stepped.isdisjoint(map(id, model.parameters())):
         raise DecaylabError(
