@@ -16,7 +16,7 @@ class Records:
     """Finished runs written by hand, so that a test knows every number in them."""
 
     def __init__(self, root, tier="full"):
-        self.store, self.tier = RunStore(root), tier
+        self.store, self.tier, self.searched = RunStore(root), tier, root / "searched"
 
     def write(self, spec, finals, curves=None, exposure=5.0, status="finished", **manifest):
         spec = spec.resolved()
@@ -41,7 +41,8 @@ class Records:
                     self.write(spec, finals, **rest)
 
     def claims(self):
-        return {claim.id: claim for claim in judge(Readings(self.store), self.tier, seeds=3)}
+        found = judge(Readings(self.store), self.tier, seeds=3, searched_folder=self.searched)
+        return {claim.id: claim for claim in found}
 
 
 def papers(cell, seed=0, metric="test/accuracy"):
@@ -281,17 +282,46 @@ def test_correlation_over_nets_that_were_trained_to_the_end(tmp_path):
         assert "mnist: 1 below 99.9% left out" in claim.notes
 
 
-def test_convergence_in_epochs_and_in_time(tmp_path):
-    for epochs, verdict in ((8, "supported"), (30, "contradicted")):
-        records = Records(tmp_path / str(epochs))
-        for cell in cells("fig9", "full"):
-            (spec,) = cell.runs
-            kfac = cell.key["optimizer"] == "kfac-g"
-            reached = epochs if kfac else 50
-            losses = [1e-5 if epoch >= reached else 1.0 for epoch in range(60)]
-            seconds = [float(epoch) for epoch in range(60)]
-            records.write(spec, {}, {"train/running_loss": losses, "train/seconds": seconds})
-        assert records.claims()["E12"].verdict == verdict
+SEARCHED_LR = """
+[cell]
+dataset = "cifar10"
+network = "{network}"
+batch_norm = 1
+augment = 0
+optimizer = "kfac-g"
+batch_size = 640
+constant_lr = 1
+scheme = "none"
+[winner]
+lr = 0.03
+[search]
+tier = "full"
+"""
+
+
+@pytest.mark.parametrize(
+    ("epochs", "searched", "verdict"),
+    [(8, False, "supported"), (30, True, "contradicted"), (30, False, "not enough runs")],
+)
+def test_convergence_in_epochs_and_in_time(tmp_path, epochs, searched, verdict):
+    folder = tmp_path / "searched"
+    folder.mkdir()
+    for network in ("vgg16", "resnet32") if searched else ():
+        (folder / f"{network}.toml").write_text(SEARCHED_LR.format(network=network))
+    records = Records(tmp_path)
+    for cell in cells("fig9", "full", searched_folder=folder):
+        (spec,) = cell.runs
+        kfac = cell.key["optimizer"] == "kfac-g"
+        assert not (kfac and searched) or spec.lr == 0.03
+        reached = epochs if kfac else 50
+        losses = [1e-5 if epoch >= reached else 1.0 for epoch in range(60)]
+        seconds = [float(epoch) for epoch in range(60)]
+        records.write(spec, {}, {"train/running_loss": losses, "train/seconds": seconds})
+    claim = records.claims()["E12"]
+    assert claim.verdict == verdict
+    assert claim.said == verdict
+    asks = "decaylab search dataset=cifar10 network=vgg16" in " ".join(claim.notes)
+    assert asks == (verdict == "not enough runs") == ("neither published nor" in claim.effect)
 
 
 def test_times_of_runs_that_shared_a_device_or_had_others_are_not_compared(tmp_path):

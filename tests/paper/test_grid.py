@@ -1,5 +1,6 @@
 """A grid search that is read from records, without Optuna."""
 
+import math
 import sys
 import tomllib
 from dataclasses import replace
@@ -46,10 +47,21 @@ def test_the_winner_has_the_highest_last_accuracy_and_of_equals_the_lower_loss(s
     record(store, lambda spec: 0.9 - abs(spec.weight_decay - 1e-3), loss=lambda spec: spec.lr)
     found = winner([PLAN], store)
     assert found.values == {"lr": 0.01, "weight_decay": 1e-3}
-    assert found.accuracy == pytest.approx(0.9, rel=1e-12)
+    assert found.score == pytest.approx(0.9, rel=1e-12)
     assert found.tried == {"lr": [0.01, 0.1], "weight_decay": [1e-4, 1e-3, 1e-2]}
     assert found.interior
     assert found.trials == 6
+
+
+def test_the_winner_by_training_loss(store):
+    plan = replace(PLAN, by="train/running_loss")
+    for spec in grid_specs(plan):
+        loss = spec.lr + abs(spec.weight_decay - 1e-3)
+        values = {"test/accuracy": loss, "test/loss": -loss, "train/running_loss": loss}
+        write_run(store, spec, values, tier="quick")
+    found = winner([plan], store)
+    assert found.values == {"lr": 0.01, "weight_decay": 1e-3}
+    assert found.score == pytest.approx(-0.01)
 
 
 def test_a_run_that_diverged_does_not_win(store):
@@ -133,6 +145,25 @@ def test_the_command_says_what_reproduce_makes_of_the_winner(tmp_path):
 def test_the_command_says_what_lies_on_the_edge(tmp_path):
     said = search(tmp_path, "--weight-decay", "0.01,0.1", "--no-widen")
     assert "on the edge of what was tried: weight_decay (give --weight-decay beyond it)" in said
+
+
+def test_a_constant_lr_is_searched_by_training_loss_and_taken_by_fig9_alone(tmp_path):
+    cell = ["dataset=cifar10", "network=vgg16", "batch_norm=1", "augment=0", "optimizer=kfac-g",
+            "batch_size=640", "constant_lr=1"]  # fmt: skip
+    said = search(tmp_path, "--scheme", "none", cell=cell, lr="0.0001,0.01,1")
+    assert "at tier smoke, `reproduce` uses it in fig9\n" in said
+    name = "smoke-digits-vgg16-batch_norm-kfac-g-none-640-constant_lr.toml"
+    found = tomllib.loads((tmp_path / "searched" / name).read_text())
+    assert found["search"]["by"] == "train/running_loss"
+    losses = {}
+    for folder in RunStore(tmp_path / "searched" / "runs").runs():
+        spec, last = RunSpec.of_run(folder), folder.rows().last("train/running_loss")
+        assert spec.lr_drop_every == spec.epochs
+        losses[spec.lr] = math.inf if last is None else last
+    assert found["winner"]["lr"] == min(losses, key=losses.get)
+    assert found["search"]["value"] == min(losses.values())
+    done = CliRunner().invoke(app, ["search", *cell[:-1], "constant_lr=yes", "--scheme", "none"])
+    assert "constant_lr must be 0 or 1, not 'yes'" in done.stderr
 
 
 @pytest.mark.parametrize("scheme", ["wn-conv", "wd-fc", "undecayed", "L2"])

@@ -18,6 +18,7 @@ from decaylab.paper.grid import first_line, points, second_line, winner
 from decaylab.paper.plan import PlannedRun
 from decaylab.paper.reproduce import How, Reproduction
 from decaylab.paper.search import (
+    ACCURACY,
     MOST_WIDENINGS,
     Search,
     SearchPlan,
@@ -94,7 +95,9 @@ def search_command(
     data_dir: options.DataDir = None,
     device: options.Device = "auto",
 ) -> None:
-    """Search for the best settings of a cell or a spec, on held-out training images.
+    """Search for the best settings of a cell or a spec, by accuracy on held-out training images.
+
+    Cells with constant_lr=1 (Fig. 9) are searched by their training loss.
 
     Uses Optuna unless --runs-only is given. Giving the same command again continues a search that
     was stopped. The winner is stored in RUNS/searched, where `reproduce` finds it, and as a spec
@@ -228,28 +231,34 @@ def _of_cell(
     key: dict[str, Any] = {}
     for condition in conditions:
         name, equals, value = condition.partition("=")
-        if not equals or name not in (*ROW, "batch_size"):
+        known = (*ROW, "batch_size", "constant_lr")
+        if not equals or name not in known:
             raise DecaylabError(
-                f"{condition!r} is not key=value with a known key: {', '.join(ROW)}, batch_size"
+                f"{condition!r} is not key=value with a known key: {', '.join(known)}"
             )
         key[name] = int(value) if value.isdecimal() else value
     if not isinstance(key.get("batch_size", 128), int):
         raise DecaylabError(f"batch_size must be a whole number, not {key['batch_size']!r}")
+    if key.get("constant_lr", 0) not in (0, 1):
+        raise DecaylabError(f"constant_lr must be 0 or 1, not {key['constant_lr']!r}")
     if missing := [name for name in ROW if name not in key]:
         raise DecaylabError(f"the cell lacks {', '.join(missing)}: give {missing[0]}=...")
     spec = spec_for(key, scheme, tier)
     where = searched_cell(key, size)
     where = {**{name: where[name] for name in ROW}, "batch_size": key.get("batch_size", 128)}
+    constant = bool(key.get("constant_lr"))  # Fig. 9, which is about training loss
     words = [tier, where["dataset"], where["network"]]
     words += [name for name in ("batch_norm", "augment") if int(where[name])]
     words += [where["optimizer"], scheme]
     words += [str(key["batch_size"])] if "batch_size" in key else []
+    words += ["constant_lr"] if constant else []
     return SearchPlan(
         name="-".join(words),
         base=spec,
         space=default_space(spec, scheme, size.on_digits) | space,
-        cell={**where, "scheme": scheme},
+        cell={**where, "scheme": scheme} | ({"constant_lr": 1} if constant else {}),
         tier=tier,
+        by="train/running_loss" if constant else ACCURACY,
         **limits,
     )
 

@@ -110,7 +110,7 @@ class Claim:
     @property
     def said(self) -> str:
         """The verdict; `not run` where there is not a single run."""
-        return self.verdict if self.n else "not run"
+        return self.verdict if self.n or self.effect else "not run"
 
 
 def judge(

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from decaylab.errors import DecaylabError
-from decaylab.paper.search import SearchPlan, Winner, grid_specs
+from decaylab.paper.search import LOSS, SearchPlan, Winner, grid_specs
 from decaylab.records import RunStore
 from decaylab.training import RunSpec
 
 
 @dataclass(frozen=True)
 class Point:
-    """A run of the grid that ended; accuracy and loss, on held-out images, None if it diverged."""
+    """A run of the grid that ended; its score and held-out loss, None if it diverged."""
 
     spec: RunSpec
     device: str
-    accuracy: float | None
+    score: float | None
     loss: float | None
 
 
@@ -32,14 +32,14 @@ def points(plan: SearchPlan, store: RunStore) -> list[Point]:
         if manifest is None or manifest.status not in ("finished", "diverged"):
             continue
         rows = folder.rows()
-        finished = manifest.status == "finished"
-        last = (rows.last("test/accuracy"), rows.last("test/loss")) if finished else (None, None)
-        found.append(Point(spec, manifest.device, *last))
+        value = rows.last(plan.by) if manifest.status == "finished" else None
+        score = None if value is None else plan.score({plan.by: value})
+        found.append(Point(spec, manifest.device, score, rows.last(LOSS)))
     return found
 
 
 def winner(plans: Sequence[SearchPlan], store: RunStore) -> Winner:
-    """The highest last accuracy on held-out images; of equals the one with the lower loss.
+    """The highest last score; of equals the one with the lower loss on held-out images.
 
     Among the runs of one grid, or of the lines of a search. An error while some are missing: a
     choice among the others is another search.
@@ -49,13 +49,13 @@ def winner(plans: Sequence[SearchPlan], store: RunStore) -> Winner:
     missing = len({spec.id for plan in plans for spec in grid_specs(plan)}) - len(ended)
     if missing:
         raise DecaylabError(f"{missing} runs of {first.name} are missing: make them first")
-    complete = [(p.accuracy, p.loss, p.spec) for p in ended.values() if p.accuracy is not None]
+    complete = [(p.score, p.loss, p.spec) for p in ended.values() if p.score is not None]
     if not complete:
         raise DecaylabError(f"no run of {first.name} came to its end: lower the learning rates")
-    accuracy, _, spec = max(complete, key=lambda entry: (entry[0], -(entry[1] or 0.0)))
+    score, _, spec = max(complete, key=lambda entry: (entry[0], -(entry[1] or 0.0)))
     values = {field: getattr(spec, field) for field in first.space}
     tried = {field: sorted({v for plan in plans for v in plan.space[field]}) for field in values}
-    return Winner(values, accuracy, tried, len(ended))
+    return Winner(values, score, tried, len(ended))
 
 
 def first_line(plan: SearchPlan) -> SearchPlan:

@@ -32,6 +32,7 @@ from decaylab.training.loop import device_name
 Space = Mapping[str, Sequence[float]]
 """Field of the spec -> the values of the grid, or (their ends) the range of TPE; log scale."""
 SEARCHED = ("lr", "weight_decay", "damping")
+ACCURACY, LOSS = "test/accuracy", "test/loss"  # of a trial: on held-out images
 FACTOR = math.sqrt(10)
 MOST_WIDENINGS = 4
 
@@ -46,6 +47,7 @@ class SearchPlan:
         method: `grid` (widened while the best weight decay lies on its edge), `lines` (a grid of
             weight decays at the base's lr, then the others at the best of them) or `tpe`.
         trials: TPE only: how many.
+        by: the row whose last value decides: the highest accuracy, or the lowest loss.
     """
 
     name: str
@@ -55,6 +57,11 @@ class SearchPlan:
     trials: int = 30
     cell: Mapping[str, Any] | None = None
     tier: str = "custom"
+    by: str = ACCURACY
+
+    def score(self, values: Mapping[str, float]) -> float:
+        """What the search maximises, from the last values of a run."""
+        return values[ACCURACY] if self.by == ACCURACY else -values[self.by]
 
     def __post_init__(self) -> None:
         for field, values in self.space.items():
@@ -169,19 +176,20 @@ class Search:
         try:
             with closing(self._epochs(spec, folder)) as epochs:
                 for epoch, values in epochs:
-                    accuracy = values["test/accuracy"]
-                    trial.report(accuracy, epoch)
+                    accuracy = values[ACCURACY]
+                    trial.report(self.plan.score(values), epoch)
                     if epoch < (spec.epochs or 0) and trial.should_prune():
                         state = "pruned"
                         break
-            trial.set_user_attr("test_loss", values["test/loss"])
+            trial.set_user_attr("test_loss", values[LOSS])
         except Diverged:
             state = "diverged"
             trial.set_user_attr("diverged", True)
         folder.checkpoint.unlink(missing_ok=True)
         states = {"complete": self._states.COMPLETE, "pruned": self._states.PRUNED}
         told = states.get(state, self._states.FAIL)
-        study.tell(trial, accuracy if state == "complete" else None, state=told)
+        score = self.plan.score(values) if state == "complete" else None
+        study.tell(trial, score, state=told)
         return Trial(trial.number, dict(trial.params), state, accuracy)
 
     def _epochs(
@@ -189,10 +197,11 @@ class Search:
     ) -> Generator[tuple[int, dict[str, float]], None, None]:
         """(epoch, its values), of the records where the run is finished."""
         if is_finished(folder):
-            rows = folder.rows()
-            losses = {row.epoch: row.value for row in rows.series("test/loss")}
-            for row in rows.series("test/accuracy"):
-                yield row.epoch, {"test/accuracy": row.value, "test/loss": losses[row.epoch]}
+            by_epoch: dict[int, dict[str, float]] = {}
+            for name in {ACCURACY, LOSS, self.plan.by}:
+                for row in folder.rows().series(name):
+                    by_epoch.setdefault(row.epoch, {})[name] = row.value
+            yield from sorted(by_epoch.items())
             return
         execution = Execution(tier=self.plan.tier)
         training = train(
@@ -233,7 +242,7 @@ class Search:
         ]
 
     def _found(self, study: Any) -> "Winner":
-        """The highest last accuracy; of equals the one with the lower loss."""
+        """The highest last score; of equals the one with the lower loss."""
         ended = self._ended(study)
         complete = [trial for trial in ended if trial.state == self._states.COMPLETE]
         if not complete:
@@ -255,10 +264,10 @@ class Search:
 
 @dataclass(frozen=True)
 class Winner:
-    """The best settings of a search, their held-out accuracy, and what was tried."""
+    """The best settings of a search, their score, and what was tried."""
 
     values: Mapping[str, float]
-    accuracy: float
+    score: float
     tried: Mapping[str, Sequence[float]]
     trials: int
 
@@ -304,7 +313,11 @@ def write_winner(plan: SearchPlan, folder: Path, found: Winner, device: str) -> 
             "method": plan.method,
             "trials": found.trials,
             **{f"{field}_tried": list(values) for field, values in found.tried.items()},
-            "held_out_accuracy": found.accuracy,
+            **(
+                {"held_out_accuracy": found.score}
+                if plan.by == ACCURACY
+                else {"by": plan.by, "value": -found.score}
+            ),
             "interior": found.interior,
             "device": device,
             "version": decaylab.__version__,

@@ -100,15 +100,16 @@ def searched(
 ) -> Searched | None:
     """What a search found for a cell, or None; smoke takes quick's, and full short's, if need be.
 
-    A search at batch 128 is not one for other batches.
+    A search at batch 128 is not one for other batches, one with drops of lr not one without.
     """
     wanted = {name: key[name] for name in ROW} | {"scheme": scheme}
     wanted["batch_size"] = key.get("batch_size", 128)
+    wanted["constant_lr"] = int(bool(key.get("constant_lr")))
     tiers = {"smoke": ("smoke", "quick"), "full": ("full", "short")}.get(tier, (tier,))
     for name in tiers:
         for found in _all_searched(folder):
             if found.tier == name and all(
-                str(found.cell.get(part)) == str(value) for part, value in wanted.items()
+                str(found.cell.get(part, 0)) == str(value) for part, value in wanted.items()
             ):
                 return found
     return None

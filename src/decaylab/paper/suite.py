@@ -37,6 +37,7 @@ PROBES: dict[str, str] = {
 }
 """What an artefact can ask for beyond what every run records -> how its rows begin."""
 KINDS = ("table", "bars", "curves", "scatter")
+SCALED_LR = "lr scaled by the square root of the batch, not searched"
 COLUMNS = (*ROW, "hidden", "batch_size", "constant_lr", "weight_decay", "scheme")
 """What decides the runs of a cell."""
 
@@ -258,7 +259,7 @@ def _runs(key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None) -
             return {"missing": f"needs search: decaylab search {cell} --tier {tier.name}"}
     elif key.get("batch_size", 128) != 128:
         found = searched(where, scheme, tier.name, folder)
-        note = "" if found else "lr scaled by the square root of the batch, not searched"
+        note = "" if found else SCALED_LR
     if found is not None:
         note = f"searched: {Path(found.path).name}"
     runs = tuple(_spec(key, scheme, tier, found, seed) for seed in range(seeds))
