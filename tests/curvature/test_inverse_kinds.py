@@ -15,7 +15,7 @@ def positive_definite(count: int, size: int) -> torch.Tensor:
 def test_a_diagonal_is_sound_where_every_entry_has_an_inverse():
     tiny = 1e-320  # above zero, and its reciprocal is not finite
     sides = torch.tensor(
-        [[2.0, 4.0], [2.0, -4.0], [0.0, 4.0], [2.0, float("nan")], [2.0, tiny], [-2.0, -4.0]],
+        [[2.0, 4.0], [2.0, -0.5], [0.0, 4.0], [2.0, float("nan")], [2.0, tiny], [-2.0, -0.5]],
         dtype=torch.float64,
     )
     assert inverses.invert_(sides).tolist() == [True, False, False, False, False, False]

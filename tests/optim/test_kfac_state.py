@@ -426,30 +426,6 @@ def test_the_order_of_weights_in_memory_does_not_matter():
         torch.testing.assert_close(stepped(model, reload), wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("lag", [0, 1, 3])
-def test_inverting_part_by_part_is_inverting_at_once(monkeypatch, lag):
-    """Large factors go one by one, spread over the lag; a state dict in between changes nothing."""
-
-    def stepped(reload_at=None):
-        model = seeded(net)
-        options = KFACOptions(inversion_lag=lag)
-        arguments = {"outputs": "exact", "refresh_every": 1, "invert_every": 4, "damping": 0.1}
-        opt = KFAC(model, 0.1, options=options, **arguments)
-        for step in range(11):
-            if step == reload_at:
-                state = copy.deepcopy(opt.state_dict())
-                opt.detach()
-                opt = KFAC(model, 0.1, options=options, **arguments)
-                opt.load_state_dict(state)
-            train_step(opt, model, *data(step))
-        return flat(model)
-
-    wanted = stepped()
-    monkeypatch.setattr("decaylab.curvature.factors.INVERTED_AT_ONCE", 1)
-    for reload_at in (None, 5, 6, 7, 8):
-        torch.testing.assert_close(stepped(reload_at), wanted, rtol=1e-12, atol=1e-12)
-
-
 def test_initializing_again_drops_an_inversion_that_was_begun():
     model = seeded(net)
     opt = KFAC(model, 0.1, outputs="exact", invert_every=4, options=KFACOptions(inversion_lag=3))

@@ -71,8 +71,6 @@ class Blocks:
 
         A layer that was not seen, or whose mean is not finite, is left out, on the device.
         """
-        if not sums:
-            return
         unseen = self._ready.double() * torch.nan if len(sums) < len(self._home) else self._ready
         shown = [
             sums[name].traces() if name in sums else nothing[here]

@@ -253,7 +253,7 @@ class Bank:
         """The entries that are inverted together: as many as need no more than INVERTED_AT_ONCE."""
         entry = self.A[0].nbytes + self.G[0].nbytes
         length = max(1, INVERTED_AT_ONCE // entry)
-        return [slice(i, min(i + length, self.count)) for i in range(0, self.count, length)]
+        return [slice(i, i + length) for i in range(0, self.count, length)]
 
     def begin_inversion(self, part: slice, damping: Tensor) -> Inversion:
         """Take a damped copy of the factors: `damping` [n] times each block's boost."""

@@ -1,0 +1,81 @@
+"""Layers of one shape are stacked, and inverted in parts of a stack: each keeps its own place."""
+
+import copy
+
+import pytest
+import torch
+from oracle.kfac_runs import labels_for, random, seeded, train_step
+from torch import nn
+
+from decaylab.optim.kfac import KFAC
+from decaylab.optim.kfac_options import KFACOptions
+
+ENTRY = (4 * 4 + 3 * 3) * 8  # bytes of the factors of one layer of the stack of three
+
+
+def net() -> nn.Module:
+    equal = [layer for _ in range(3) for layer in (nn.Linear(3, 3), nn.Tanh())]
+    return nn.Sequential(nn.Linear(2, 3, bias=False), *equal, nn.Linear(3, 3, bias=False))
+
+
+def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return random(4, 2, seed=seed), labels_for(4, classes=3, seed=seed)
+
+
+def in_parts(monkeypatch, entries: int) -> None:
+    monkeypatch.setattr("decaylab.curvature.factors.INVERTED_AT_ONCE", entries * ENTRY)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_inverting_part_by_part_is_inverting_at_once(monkeypatch, lag):
+    """One by one or by two, spread over the lag; a state dict in between changes nothing."""
+
+    def stepped(reload_at=None):
+        model = seeded(net)
+        options = KFACOptions(inversion_lag=lag)
+        arguments = {"outputs": "exact", "refresh_every": 1, "invert_every": 4, "damping": 0.1}
+        opt = KFAC(model, 0.1, options=options, **arguments)
+        for step in range(11):
+            if step == reload_at:
+                state = copy.deepcopy(opt.state_dict())
+                opt.detach()
+                opt = KFAC(model, 0.1, options=options, **arguments)
+                opt.load_state_dict(state)
+            train_step(opt, model, *data(step))
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    wanted = stepped()
+    for entries in (0, 1, 2):
+        in_parts(monkeypatch, entries)
+        for reload_at in (None, 5, 6, 7, 8):
+            torch.testing.assert_close(stepped(reload_at), wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("entries", [1, 2, 3])
+@pytest.mark.parametrize("layer", ["0", "1", "3", "5", "7"])
+def test_a_failed_factorisation_is_that_of_one_layer(monkeypatch, layer, entries):
+    in_parts(monkeypatch, entries)
+    model = seeded(net)
+    opt = KFAC(model, 0.1, damping=0.5, refresh_every=1000, invert_every=1)
+    train_step(opt, model, *data(0))
+    state = opt.state_dict()
+    values = state["kfac"]["layers"][layer]["A"]
+    values[..., 0, 0] -= 10 * values.abs().max()
+    opt.load_state_dict(state)
+    train_step(opt, model, *data(1))
+    assert opt.check().failed_inversions == {layer: 1}
+    want = {name: 1.0 if name == layer else 0.5 for name in ("0", "1", "3", "5", "7")}
+    assert {name: float(value) for name, value in opt.dampings().items()} == want
+
+
+def test_the_norms_of_all_layers_go_with_the_state():
+    options = {"damping": 0.5, "damping_scaling": "scale-free"}
+    options["options"] = KFACOptions(invariant=("1", "5", "7"))
+    model, doubled = seeded(net), seeded(net)
+    with torch.no_grad():
+        for p in doubled.parameters():
+            p.mul_(2)
+    opt = KFAC(doubled, 0.1, **options)
+    opt.load_state_dict(KFAC(model, 0.1, **options).state_dict())
+    want = {name: 0.5 / 4 if name in "157" else 0.5 for name in ("0", "1", "3", "5", "7")}
+    assert {name: float(value) for name, value in opt.dampings().items()} == pytest.approx(want)
