@@ -93,6 +93,7 @@ class Evidence:
     effect: str = ""
     value: float | None = None
     notes: list[str] = field(default_factory=list)
+    unjudged: list[str] = field(default_factory=list)  # what was seen, but decides nothing
     every: bool = False  # whether the claim is about every single case
 
     def verdict(self) -> Verdict:
@@ -141,10 +142,10 @@ class Evidence:
             self.comparisons.append(comparison)
 
     def told(self) -> "Evidence":
-        """Itself, its effect being what each comparison found, its value their mean."""
+        """Itself, its effect telling what each comparison found, its value being their mean."""
         values = [c.value for c in self.comparisons if math.isfinite(c.value)]
         self.value = statistics.fmean(values) if values else None
-        self.effect = "; ".join(c.text for c in self.comparisons)
+        self.effect = "; ".join([*(c.text for c in self.comparisons), *self.unjudged])
         return self
 
 

@@ -147,7 +147,9 @@ def e12(bench: Bench) -> Evidence:
         won: Leaning = "for" if reached and times["kfac-g"] < others else "against"
         if won == "against" and network in guessed and not bench.tier.on_digits:
             evidence.missing += 1
-            evidence.effect = f"{text} (at a learning rate that was neither published nor searched)"
+            evidence.unjudged.append(
+                f"{text} (at a learning rate that was neither published nor searched)"
+            )
             evidence.notes.append(
                 f"{network}: find K-FAC-G's learning rate first: decaylab search dataset=cifar10"
                 f" network={network} batch_norm=1 augment=0 optimizer=kfac-g batch_size=640"
