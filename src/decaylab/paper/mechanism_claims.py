@@ -140,7 +140,8 @@ def e12(bench: Bench) -> Evidence:
             continue
         epochs = _first_below(found["kfac-g"].curve(name))
         times = {o: _first_below(run.timed_curve(name)) for o, run in found.items()}
-        text = f"{network}: K-FAC-G reaches 1e-4 in {_words(epochs)} epochs; seconds: "
+        when = f"in {epochs:g} epochs" if math.isfinite(epochs) else "never"
+        text = f"{network}: K-FAC-G reaches 1e-4 {when}; seconds: "
         text += ", ".join(f"{o} {_words(seconds)}" for o, seconds in times.items())
         others = min(times[o] for o in ("sgd", "adam"))
         reached = epochs <= KFAC_EPOCHS
