@@ -32,9 +32,9 @@ Tier = Annotated[str, typer.Option("--tier", help="A label stored with the resul
 
 # Else a newcomer takes 10 % accuracy beside a training loss of 0.01 for a bug.
 LAGGING = (
-    "with the statistics of each batch {:.0%} of the last epoch were right: batch norm's running"
-    " averages (over some 100 steps a layer, as the paper's), which evaluation takes, lag behind"
-    " after {} steps; train for longer, or drop the learning rate earlier"
+    "with the statistics of each batch, {:.0%} of the last epoch was right. Evaluation uses batch"
+    " norm's running averages, which are slow (about 100 steps, as in the paper) and lag behind"
+    " after {} steps: train for longer, or drop the learning rate earlier"
 )
 
 
@@ -119,7 +119,7 @@ def _option(item: "Field[Any]", hint: Any) -> inspect.Parameter:
     arguments: dict[str, Any] = {
         "help": item.metadata["help"],
         "rich_help_panel": item.metadata["panel"],
-        "show_default": False,
+        "show_default": _shown(item.default),
     }
     annotation: Any
     if get_origin(kinds[0]) is tuple:
@@ -133,6 +133,13 @@ def _option(item: "Field[Any]", hint: Any) -> inspect.Parameter:
         annotation = Annotated[kinds[0] | None, typer.Option(flag, **arguments)]
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(item.name, keyword, default=None, annotation=annotation)
+
+
+def _shown(default: Any) -> str | bool:
+    """A default as help shows it; not where the optimizer decides it (None), nor "off"."""
+    if isinstance(default, bool):
+        return "yes" if default else False
+    return f"{default:g}" if isinstance(default, float) else str(default) if default else False
 
 
 def _command() -> Callable[..., None]:
@@ -151,7 +158,7 @@ def _command() -> Callable[..., None]:
     train_command.__annotations__ = {p.name: p.annotation for p in parameters}
     train_command.__doc__ = (
         "Train a network and record the run.\n\n"
-        "Options you leave out take the paper's published settings for the optimizer. Giving the"
+        "Options without a default here take the optimizer's settings in the paper. Giving the"
         " same command again continues a run that was stopped, and does nothing for a finished one."
     )
     return train_command

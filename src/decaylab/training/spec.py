@@ -85,7 +85,7 @@ class RunSpec:
     """
 
     data: str = _option("digits", "Data set: digits, mnist, cifar10 or cifar100.", "Data")
-    augment: bool = _option(False, "Pad-4 crop and horizontal flip.", "Data")
+    augment: bool = _option(False, "Random crop (padding 4) and flip.", "Data")
     held_out: bool = _option(False, "Train on 9/10, test on the rest (for searches).", "Data")
     network: str = _option("mlp", "mlp, vgg11/13/16/19 or resnet20/32/44/56.", "Network")
     width: float = _option(1.0, "Factor on the number of channels.", "Network")
@@ -94,7 +94,9 @@ class RunSpec:
     bias: bool = _option(True, "Biases in linear and conv layers.", "Network")
     batch_norm: bool = _option(False, "Batch normalisation.", "Network")
     batch_norm_eps: float = _option(1e-3, "The eps of batch normalisation.", "Network")
-    optimizer: str = _option("sgd", "sgd, adam, kfac-f (Fisher) or kfac-g (GN).", "Optimizer")
+    optimizer: str = _option(
+        "sgd", "sgd, adam, kfac-f (Fisher) or kfac-g (Gauss-Newton).", "Optimizer"
+    )
     lr: float | None = _option(None, "Learning rate.", "Optimizer")
     momentum: float | None = _option(None, "SGD and K-FAC: momentum.", "Optimizer")
     betas: tuple[float, float] | None = _option(None, "Adam: betas, e.g. 0.9,0.999.", "Optimizer")
@@ -107,12 +109,16 @@ class RunSpec:
     )
     damping: float | None = _option(None, "Damping lambda.", "K-FAC")
     damping_scaling: str | None = _option(None, "fixed or scale-free.", "K-FAC")
-    kl_clip: float | None = _option(None, "KL clip; 0 for none.", "K-FAC")
+    kl_clip: float | None = _option(
+        None, "Limit on the size of a step (KL clip); 0 for none.", "K-FAC"
+    )
     curvature_scale: float | None = _option(None, "Factor on the curvature.", "K-FAC")
     refresh_every: int | None = _option(None, "Steps between factor refreshes.", "K-FAC")
     invert_every: int | None = _option(None, "Steps between inversions.", "K-FAC")
     inversion_lag: int | None = _option(None, "Steps from an inversion to its use.", "K-FAC")
-    factor_decay: float | None = _option(None, "Coefficient of the running average.", "K-FAC")
+    factor_decay: float | None = _option(
+        None, "Coefficient of the factors' running average.", "K-FAC"
+    )
     initialize_batches: int | None = _option(
         None, "Batches that initialise the factors, at most one pass; 0 for none.", "K-FAC"
     )
