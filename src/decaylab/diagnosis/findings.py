@@ -101,11 +101,11 @@ def at_once(run: Observed, name: str, quantity: str) -> Finding | None:
     if of := judgeable(run):
         return _too_little(run, name, quantity, of)
     if any(layer.invariant for layer in run.layers.values()):
-        reason = "No scale-invariant layer has decay, and this mechanism acts on no others."
+        reason = "No scale-invariant layer has decay. This mechanism acts on such layers only."
     else:
         reason = (
-            "No trained layer is scale-invariant (before a normalisation), and this mechanism acts"
-            " on no others."
+            "No trained layer is scale-invariant: rescaling its weights changes the output. This"
+            " mechanism acts on scale-invariant layers only."
         )
     rows = layer_rows(run, None, lambda layer, other: None)
     return Finding(name, quantity, "does not act", reason, layers=rows)

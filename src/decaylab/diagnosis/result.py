@@ -86,7 +86,7 @@ class Diagnosis:
             lines += ["", f"## {f.mechanism.capitalize()}: {f.verdict}", "", f.reason]
             if f.would_decide:
                 lines += ["", f"To decide it: {f.would_decide}."]
-            if f.layers:
+            if any(row.effect for row in f.layers):
                 lines += ["", f"| layer | verdict | {f.layer_heading} |", "| --- | --- | --- |"]
                 lines += [f"| {' | '.join(row)} |" for row in layer_table(f)]
         if self.skipped:

@@ -285,7 +285,7 @@ def _evidence(number: int, finding: Finding, run: Observed, baseline: Observed |
         images=[
             Image(draw(panel), f"{panel.title}: {panel.y_label} over steps") for panel in panels
         ],
-        grids=[Grid(header, table)] if table else (),
+        grids=[Grid(header, table)] if any(row.effect for row in finding.layers) else (),
     )
 
 
