@@ -4,12 +4,23 @@ import struct
 import sys
 
 import pytest
+from matplotlib.figure import Figure
 from report.synthetic import fill_artefacts
 
 from decaylab.errors import DecaylabError
 from decaylab.paper import Readings, artefact_of, artefacts, cells
 from decaylab.records import RunStore
-from decaylab.report.drawing import DPI, SIZE, Bars, Line, Panel, Points, draw, side_by_side
+from decaylab.report.drawing import (
+    DPI,
+    NOT_FITTED,
+    SIZE,
+    Bars,
+    Line,
+    Panel,
+    Points,
+    draw,
+    side_by_side,
+)
 from decaylab.report.figures import panels, panels_csv
 
 FIGURES = [name for name, artefact in artefacts().items() if artefact.kind != "table"]
@@ -74,6 +85,30 @@ def test_the_correlation_plot_marks_nets_that_do_not_fit(tmp_path):
     }
     assert "not fitted" in labels
     assert "SGD" in labels
+
+
+def test_unframed_points_are_drawn_but_get_no_room(monkeypatch):
+    figures = []
+    made = Figure.add_axes
+    monkeypatch.setattr(
+        Figure, "add_axes", lambda self, *given: figures.append(made(self, *given)) or figures[-1]
+    )
+    fitted, near = Points("SGD", [10.0, 100.0], [1.0, 2.0]), ([20.0], [1.5])
+    for x, y, said in (
+        (*near, "not fitted"),
+        ([1e-3, 20.0], [1.5, 1.5], "not fitted (1 outside)"),
+        ([20.0], [9.0], "not fitted (1 outside)"),
+    ):
+        limits = []
+        for loose in ([], [Points(NOT_FITTED, x, y, framed=False)]):
+            draw(Panel("a", "x", "y", [*loose, fitted], log_x=True))
+            limits.append((figures[-1].get_xlim(), figures[-1].get_ylim()))
+        assert limits[0] == limits[1]
+        assert said in figures[-1].get_legend_handles_labels()[1]
+        assert len(figures[-1].collections) == 2
+    draw(Panel("a", "x", "y", [Points(NOT_FITTED, [5.0], [3.0], framed=False)]))
+    left, right = figures[-1].get_xlim()
+    assert left < 5 < right  # alone, they are framed
 
 
 def test_drawing_gives_images_of_one_size():

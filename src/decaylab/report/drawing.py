@@ -16,6 +16,7 @@ from decaylab.errors import DecaylabError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+NOT_FITTED = "not fitted"
 # After Okabe and Ito: told apart without seeing red from green, and of middle lightness, so that
 # they stay visible when a page inverts the image. One name, one colour.
 COLOURS = {
@@ -34,7 +35,7 @@ COLOURS = {
     "K-FAC-G": "#C0407E",
     "tr F": "#D55E00",
     "tr G": "#0072B2",
-    "not fitted": "#8c8c8c",
+    NOT_FITTED: "#8c8c8c",
 }
 _OTHERS = ("#0072B2", "#D55E00", "#009E73", "#C0407E", "#B87500", "#8548B0", "#555555")
 SIZE = (4.2, 3.0)  # inches
@@ -67,11 +68,12 @@ class Bars:
 
 @dataclass(frozen=True)
 class Points:
-    """One point per run."""
+    """One point per run; if not `framed`, the axes make no room for them beside those that are."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
+    framed: bool = True
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,9 @@ def _marks(axes: "Axes", panel: Panel) -> None:
     colours = _colours(panel)
     bars = [mark for mark in panel.marks if isinstance(mark, Bars)]
     named: set[str] = set()
-    for mark in panel.marks:
+    loose = [mark for mark in panel.marks if isinstance(mark, Points) and not mark.framed]
+    framed = [mark for mark in panel.marks if mark not in loose] or loose
+    for mark in framed:
         colour = colours[mark.label]
         label = "_" if mark.label in named else mark.label
         named.add(mark.label)
@@ -186,6 +190,19 @@ def _marks(axes: "Axes", panel: Panel) -> None:
     if panel.x_label == "epoch":
         ticker = needed("matplotlib.ticker")
         axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=6, integer=True))
+    if loose != framed:
+        for mark in loose:
+            _unframed(axes, mark, colours[mark.label])
+
+
+def _unframed(axes: "Axes", mark: Points, colour: str) -> None:
+    """Points within the limits that the others have set; those outside are counted."""
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    pairs = zip(mark.x, mark.y, strict=True)
+    outside = sum(not (left <= x <= right and low <= y <= high) for x, y in pairs)
+    label = f"{mark.label} ({outside} outside)" if outside else mark.label
+    axes.scatter(mark.x, mark.y, s=16, color=colour, label=label, alpha=0.8, linewidths=0)
+    axes.set(xlim=(left, right), ylim=(low, high))
 
 
 def _log_ticks(axes: "Axes", name: str) -> None:

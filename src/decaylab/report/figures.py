@@ -6,7 +6,7 @@ Every line is one run and every point one net, as recorded; only Fig. 1's bars a
 from collections.abc import Callable, Iterable, Sequence
 
 from decaylab.paper import Artefact, Cell, Readings, RunReading
-from decaylab.report.drawing import Bars, Line, Panel, Points, line
+from decaylab.report.drawing import NOT_FITTED, Bars, Line, Panel, Points, line
 from decaylab.report.names import key_words, named
 from decaylab.report.tables import Measured, csv_text, plain
 
@@ -164,7 +164,7 @@ def _correlation(artefact: Artefact, cells: Sequence[Cell], readings: Readings) 
         gaps: dict[str, list[tuple[float, float]]] = {}
         for cell in group:
             for run in readings.finished(cell):
-                label = named(cell.key["optimizer"]) if run.trained else "not fitted"
+                label = named(cell.key["optimizer"]) if run.trained else NOT_FITTED
                 norm, jacobian = run.final("kfac_gn_norm"), run.final("jacobian_norm")
                 test, train = run.final("test/loss"), run.final("train/loss")
                 if norm is not None and jacobian is not None:
@@ -174,7 +174,7 @@ def _correlation(artefact: Artefact, cells: Sequence[Cell], readings: Readings) 
         sides = (("squared Jacobian norm", jacobians), ("generalization gap", gaps))
         for y_label, points in sides:
             marks = [
-                Points(label, [x for x, _ in of], [y for _, y in of])
+                Points(label, [x for x, _ in of], [y for _, y in of], framed=label != NOT_FITTED)
                 for label, of in sorted(points.items())
             ]
             logarithmic = points is jacobians
