@@ -370,3 +370,11 @@ def test_records_without_a_name_are_told_apart():
     result = diagnose(run, records({"0": Layer()}))
     assert (result.run, result.baseline) == ("the watched run", "the baseline")
     assert diagnose(run, Rows(())).first[0].startswith("the baseline: nothing was recorded")
+
+
+def test_layers_left_out_for_one_reason_share_a_line():
+    rows = records({"0": sgd(weight_decay=STRONG)}).rows
+    rows += tuple(Row(1, 0, 0.0, f"setting_frozen/{name}", 1.0) for name in ("stem", "tail"))
+    result = diagnose(Rows(rows))
+    assert result.left_out() == {"frozen: it is not trained": "stem, tail"}
+    assert "- stem, tail: frozen: it is not trained" in result.to_markdown()

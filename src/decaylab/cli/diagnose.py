@@ -81,7 +81,7 @@ def card(diagnosis: Diagnosis) -> Panel:
             parts.append(_layers(finding))
     parts.append(Text("\nwhat follows", "bold"))
     parts += [Text(f"- {sentence}") for sentence in diagnosis.consequences]
-    parts += [Text(f"- {k} is left out: {why}") for k, why in diagnosis.skipped.items()]
+    parts += [Text(f"- left out: {k} ({why})") for why, k in diagnosis.left_out().items()]
     title = f"weight decay in {diagnosis.run}"
     if diagnosis.baseline:
         title += f" against {diagnosis.baseline}"

@@ -261,7 +261,7 @@ def _own(folder: RunFolder) -> Observed:
         norms = _norms(recorded)
         skipped = ZEROS if len(norms) < 2 else ""
         if len(recorded) < 2:
-            skipped = "its norm was recorded less than twice: train on"
+            skipped = "its norm was recorded less than twice: train longer"
         layers[name] = LayerRecord(
             name,
             invariant=name in invariant,

@@ -69,6 +69,13 @@ class Diagnosis:
     def __str__(self) -> str:
         return self.to_markdown()
 
+    def left_out(self) -> dict[str, str]:
+        """The layers in `skipped` by their reason, as one string each."""
+        found: dict[str, list[str]] = {}
+        for layer, reason in self.skipped.items():
+            found.setdefault(reason, []).append(layer)
+        return {reason: ", ".join(layers) for reason, layers in found.items()}
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
@@ -91,7 +98,7 @@ class Diagnosis:
                 lines += [f"| {' | '.join(row)} |" for row in layer_table(f)]
         if self.skipped:
             lines += ["", "## Layers left out", ""]
-            lines += [f"- {layer}: {reason}" for layer, reason in self.skipped.items()]
+            lines += [f"- {layers}: {reason}" for reason, layers in self.left_out().items()]
         lines += ["", "## What follows", "", *(f"- {sentence}" for sentence in self.consequences)]
         return "\n".join(lines) + "\n"
 

@@ -159,7 +159,7 @@ def _details(number: int, case: Case) -> Block:
         of = [result.findings[place] for result in case.diagnoses]
         if any(row.effect for finding in of for row in finding.layers):
             grids.append(_layers_by_seed(of, seeds))
-    skipped = [f"{layer} is left out: {why}" for layer, why in one.skipped.items()]
+    skipped = [f"Left out: {layers} ({why})." for why, layers in one.left_out().items()]
     return Block(
         f"diagnosis-{number}",
         _words(case),
@@ -249,8 +249,9 @@ def diagnosis_report(result: Diagnosis, run: Observed, baseline: Observed | None
         Block("follows", "What follows", text=result.consequences),
     ]
     if result.skipped:
-        cells = [[Cell(layer, "key"), Cell(why, "words")] for layer, why in result.skipped.items()]
-        grid = Grid([Cell("layer"), Cell("why")], cells)
+        left = result.left_out().items()
+        cells = [[Cell(layers, "words"), Cell(why, "words")] for why, layers in left]
+        grid = Grid([Cell("layers"), Cell("why")], cells)
         verdicts.append(Block("skipped", "Layers left out", grids=[grid]))
     evidence = [
         _evidence(number, finding, run, baseline)
