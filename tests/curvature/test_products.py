@@ -57,8 +57,15 @@ def test_product_and_traces_equal_the_matrix(name, batch_norm, curvature, likeli
         torch.testing.assert_close(traces[n], want, rtol=1e-10, atol=1e-10)
 
 
+def no_forward_mode(*arguments):
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("forward_mode", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_jacobian_product_equals_the_jacobian(name):
+def test_jacobian_product_equals_the_jacobian(name, forward_mode, monkeypatch):
+    if not forward_mode:  # as for operations without a rule for it
+        monkeypatch.setattr(products, "jvp", no_forward_mode)
     model, inputs, _ = tiny_net(name)
     J = oracle.parameter_jacobian(model.eval(), inputs)
     vector = {n: torch.randn_like(p) for n, p in model.named_parameters()}
@@ -66,6 +73,15 @@ def test_jacobian_product_equals_the_jacobian(name):
     logits, tangent = products.jacobian_product(model, inputs, vector)
     torch.testing.assert_close(logits, model(inputs).detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(tangent, J @ flat, rtol=1e-10, atol=1e-10)
+
+
+def test_a_direction_that_does_not_reach_the_logits_does_not_move_them(monkeypatch):
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "spare": nn.Linear(3, 2)}).double()
+    model.forward = lambda x: model["used"](x)
+    monkeypatch.setattr(products, "jvp", no_forward_mode)
+    direction = {"spare.weight": torch.ones(2, 3).double(), "used.bias": torch.ones(2).double()}
+    tangent = products.jacobian_product(model, torch.ones(4, 3).double(), direction)[1]
+    assert torch.equal(tangent, torch.ones(4, 2).double())
 
 
 def test_a_part_of_the_parameters_gives_its_own_block():

@@ -49,6 +49,28 @@ def assert_equal(a, b):
     assert (a - b).norm() <= 1e-12 * b.norm()
 
 
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
+def test_each_group_decays_as_if_it_were_alone(make, decay):
+    def moved(amounts):
+        weights = [nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in amounts]
+        groups = [
+            {"params": [weight], "weight_decay": amount, "decay": decay}
+            for weight, amount in zip(weights, amounts, strict=True)
+        ]
+        optimizer = make(groups, lr=0.1)
+        for step in range(5):
+            for weight in weights:
+                weight.grad = torch.tensor([0.5, step], dtype=torch.float64)
+            optimizer.step()
+        return [weight.detach() for weight in weights]
+
+    amounts = [0.1, 0.2, 0.3]
+    alone = [moved([amount])[0] for amount in amounts]
+    for found, wanted in zip(moved(amounts), alone, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+
+
 def test_sgd_l2_is_decoupled_without_momentum():
     assert_equal(
         ours(sgd, "l2", lr=0.05, momentum=0.0), ours(sgd, "decoupled", lr=0.05, momentum=0.0)

@@ -9,7 +9,6 @@ from torch.nn.functional import cross_entropy
 
 from decaylab.curvature.factors import Sums
 from decaylab.errors import DecaylabError
-from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import sgd
 from decaylab.optim.kfac import KFAC, KFACOptions
 
@@ -130,7 +129,7 @@ def test_a_fused_step_under_a_grad_scaler_keeps_its_velocity():
     """What a GradScaler tells fused steps is set by hand; five of them are five of plain SGD."""
     ours, plain = (nn.Linear(3, 2).double() for _ in range(2))
     plain.load_state_dict(ours.state_dict())
-    made = sgd(parameter_groups(ours, weight_decay=0.0), lr=0.1, momentum=0.9)
+    made = sgd([{"params": [p]} for p in ours.parameters()], lr=0.1, momentum=0.9)
     for group in made.param_groups:
         group["fused"] = True
     made.found_inf, made.grad_scale = torch.zeros(()), None
