@@ -223,6 +223,10 @@ def test_impossible_conversions_get_a_sentence(arguments, words):
         convert(5.0, source, target, lr=lr, momentum=momentum)
 
 
+def test_a_learning_rate_of_zero_decays_nothing():
+    assert convert(0.1, "decoupled", "independent", lr=0.0) == 0.0
+
+
 def exposure_by_loop(decay, optimizer, momentum, base, weight_decay, steps_per_epoch):
     """Per stage: the decay of every step, added up one by one."""
     stages = {}
@@ -256,13 +260,14 @@ def test_exposure_against_a_loop(decay, optimizer):
 
 def test_schedules():
     model = nn.Linear(2, 2)
-    groups = parameter_groups(model, weight_decay=0.0)
+    groups = [{"params": [p]} for p in model.parameters()]
     plain, tensor = sgd(groups, lr=0.1), sgd(groups, lr=torch.tensor(0.1))
     kept = tensor.param_groups[0]["lr"]
     for epoch, expected in ((0, 0.1), (59, 0.1), (60, 0.01), (120, 0.001)):
         for optimizer in (plain, tensor):
             set_learning_rate(optimizer, step(60)(epoch, 0.1))
-            assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(expected, rel=1e-6)
+            for group in optimizer.param_groups:
+                assert float(group["lr"]) == pytest.approx(expected, rel=1e-6)
     assert tensor.param_groups[0]["lr"] is kept
     assert constant(150, 0.1) == 0.1
     with pytest.raises(DecaylabError, match="every"):

@@ -324,3 +324,20 @@ def test_chunks_do_not_change_a_net_whose_batch_norm_has_no_running_statistics()
     inputs = torch.randn(6, 3, dtype=torch.float64)
     whole = probes.jacobian_norm(model, inputs).total
     assert probes.jacobian_norm(model, inputs, chunk=2).total == whole
+
+
+def test_every_normalisation_uses_the_batch_where_it_is_told_to():
+    """As in train mode, but no running statistics change, and all keep track of them again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2), nn.BatchNorm1d(2)
+    ).double()
+    x = torch.randn(6, 3, dtype=torch.float64)
+    wanted = copy.deepcopy(model).train()(x)
+    model.eval()
+    before = copy.deepcopy(model.state_dict())
+    with untouched(model, batch_norm="train") as inside:
+        torch.testing.assert_close(inside(x), wanted, rtol=1e-12, atol=1e-12)
+    assert same(before, model.state_dict())
+    assert model[1].track_running_stats
+    assert model[4].track_running_stats
