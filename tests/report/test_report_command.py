@@ -162,7 +162,16 @@ def test_files(filled):
     assert all((out / path).exists() for path in linked)
 
 
+def test_a_folder_that_is_not_there_is_not_made(tmp_path):
+    result = runner.invoke(app, ["report", "--runs", str(tmp_path / "rusn")])
+    assert result.exit_code == 2
+    assert "there is no folder" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "rusn").exists()
+
+
 def test_no_runs_at_all(tmp_path):
+    (tmp_path / "none").mkdir()
     result, out, page = report(tmp_path / "none")
     assert "table1 0/64" in result.stdout
     assert f"no runs in {tmp_path / 'none'}: " in result.stderr
@@ -211,12 +220,13 @@ def test_tiers_stand_beside_each_other(tmp_path):
 
 
 def test_json_and_out(tmp_path):
+    (tmp_path / "runs").mkdir()
     arguments = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--json"]
     result = runner.invoke(app, ["report", *arguments])
     found = json.loads(result.stdout)
     assert found["page"] == str(tmp_path / "out" / "index.html")
     assert found["coverage"]["full"]["table1"] == [0, 64]
-    assert not (tmp_path / "runs").exists()
+    assert not any((tmp_path / "runs").iterdir())
 
 
 def test_a_file_for_a_folder(tmp_path):

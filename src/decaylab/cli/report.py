@@ -24,6 +24,7 @@ Pages = Annotated[
         help="Instead, update the blocks `<!-- results: NAME -->` of this Markdown file.",
     ),
 ]
+REMEDY = "make runs with `decaylab demo`, or give their folder with --runs"
 
 
 def report_command(
@@ -38,8 +39,10 @@ def report_command(
     difference, the claims, the theory, and where every number comes from. Numbers without a run
     are shown as missing.
     """
-    if runs.exists() and not runs.is_dir():
-        raise DecaylabError(f"{runs} is no folder: give the folder of the runs with --runs")
+    if not runs.exists():  # misspelt, it would be made, or empty the pages
+        raise DecaylabError(f"there is no folder {runs}: {REMEDY}")
+    if not runs.is_dir():
+        raise DecaylabError(f"{runs} is no folder: {REMEDY}")
     if page:
         _refresh(page, runs, json_output)
         return
@@ -50,8 +53,7 @@ def report_command(
     for note in written.left_out:
         print(f"left out: {note}", file=sys.stderr)
     if not written.runs:
-        words = "make some with `decaylab demo`, or give their folder with --runs"
-        print(f"no runs in {runs}: {words}", file=sys.stderr)
+        print(f"no runs in {runs}: {REMEDY}", file=sys.stderr)
     if json_output:
         print_json(_plain(written))
         return
@@ -63,8 +65,6 @@ def report_command(
 
 
 def _refresh(pages: list[Path], runs: Path, json_output: bool) -> None:
-    if not runs.exists():  # misspelt, it would empty the pages
-        raise DecaylabError(f"there is no folder {runs}: give the folder of the runs with --runs")
     changed = refresh(pages, runs)
     if json_output:
         print_json([str(page) for page in changed])
