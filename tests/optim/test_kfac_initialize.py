@@ -77,6 +77,22 @@ def test_a_forward_of_the_callers(given, logits):
     assert_same(opt.factors(), of_one_step(outputs="exact"))
 
 
+def test_a_forward_that_takes_the_logits_out_of_what_the_model_returns():
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model()
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"scores": self.inner(x)}
+
+    net = Wrapped()
+    opt = KFAC(net, 0.1, outputs="exact")
+    opt.initialize([x for x, _ in in_batches()], forward=lambda x: net(x)["scores"])
+    found = {name.removeprefix("inner."): f for name, f in opt.factors().items()}
+    assert_same(found, of_one_step(outputs="exact"))
+
+
 def test_it_leaves_a_running_refresh_of_the_training_alone():
     """Afterwards a step is the step of an optimizer whose factors were those from the start."""
     net, (x, y) = model(), examples()

@@ -62,10 +62,25 @@ def test_a_failed_factorisation_is_that_of_one_layer(monkeypatch, layer, entries
     values = state["kfac"]["layers"][layer]["A"]
     values[..., 0, 0] -= 10 * values.abs().max()
     opt.load_state_dict(state)
-    train_step(opt, model, *data(1))
-    assert opt.check().failed_inversions == {layer: 1}
-    want = {name: 1.0 if name == layer else 0.5 for name in ("0", "1", "3", "5", "7")}
-    assert {name: float(value) for name, value in opt.dampings().items()} == want
+    for failures, raised in ((1, 1.0), (2, 2.0)):
+        train_step(opt, model, *data(1))
+        assert opt.check().failed_inversions == {layer: failures}
+        want = {name: raised if name == layer else 0.5 for name in ("0", "1", "3", "5", "7")}
+        assert {name: float(value) for name, value in opt.dampings().items()} == want
+
+
+def test_a_raised_damping_halves_with_every_factorisation_that_works():
+    model = seeded(net)
+    opt = KFAC(model, 0.1, damping=0.5, refresh_every=1000, invert_every=1)
+    train_step(opt, model, *data(0))
+    state = opt.state_dict()
+    state["kfac"]["layers"]["3"]["boost"].fill_(4)
+    opt.load_state_dict(state)
+    found = []
+    for step in range(4):
+        found.append(float(opt.dampings()["3"]))
+        train_step(opt, model, *data(step))
+    assert found == [2.0, 1.0, 0.5, 0.5]
 
 
 def test_the_norms_of_all_layers_go_with_the_state():
