@@ -109,7 +109,7 @@ def test_numbers_say_where_they_come_from(filled):
     assert f"the numbers those of stand-ins on digits: {stand_ins}" in text
     assert "one seed" in text
     assert "0.1.0 (012345678+)" in text
-    assert "1 of 1 statements hold" in text
+    assert "1 of 1 checks of the statements hold" in text
     assert "ReLU & <no> bias" in text  # escaped, not swallowed
 
 

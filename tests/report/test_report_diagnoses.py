@@ -75,7 +75,8 @@ def test_runs_are_paired_with_the_same_run_without_decay(tmp_path):
     ]
     assert [cell.tone for cell in rows[0][1:4]] == ["good", "good", "plain"]
     assert rows[1][4].text == "judged alone, one seed"
-    (layers,) = [g for g in section.blocks[1].grids if g.caption.startswith("Effective learning")]
+    by_layer = "By layer: effective learning rate, larger by"
+    (layers,) = [grid for grid in section.blocks[1].grids if grid.caption == by_layer]
     assert [row[0].text for row in layers.rows] == ["features.0", "features.3", "head"]
     assert len(layers.rows[0]) == 3  # a column per seed
     assert "not scale-invariant" in layers.rows[2][1].text

@@ -103,7 +103,7 @@ def parameter_groups(
     included: `all`; `conv`, the layers before the last (under batch normalisation those followed by
     it); `fc`, the last layer; or a predicate on `ParameterRole`. gamma and beta of a normalisation
     are in `all` only. `inputs` (a batch, as for `roles`) finds the last layer by running the model
-    instead of by module order. With decay `none`, or a weight decay of 0, nobody decays.
+    instead of by module order. With decay `none`, or a weight decay of 0, no parameter decays.
     """
     check_decay(decay, weight_decay)
     chosen = _in_scope(roles(model, inputs), scope)

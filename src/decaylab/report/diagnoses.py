@@ -210,8 +210,7 @@ def _layers_by_seed(findings: Sequence[Finding], seeds: Sequence[str]) -> Grid:
             rows[-1][0] = Cell(f"{rows[-1][0].text}, {name}", "words")  # layers for one reason
         else:
             rows.append([Cell(name, "key"), *cells])
-    one = findings[0]
-    return Grid(header, rows, f"{one.mechanism.capitalize()}, by layer: {one.layer_heading}")
+    return Grid(header, rows, f"By layer: {findings[0].layer_heading}")
 
 
 # ---------------------------------------------------------------- a page of its own

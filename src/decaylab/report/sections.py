@@ -273,7 +273,8 @@ def overview(filled: Iterable[Filled]) -> Block:
         row = [Cell(titled(artefact), "words")]
         row += [Cell(one.coverage, tone=_fullness(one)) for one in at.values()]
         rows.append([*row, Cell(artefact.shows, "words")])
-    return Block("overview", "How much there is", grids=[Grid(header, rows)])
+    text = ["A cell is one setting of a table or figure, such as a network, optimizer and decay."]
+    return Block("overview", "How much there is", text=text, grids=[Grid(header, rows)])
 
 
 def _fullness(one: Filled) -> Tone:
@@ -321,11 +322,11 @@ def theory_section(checks: Sequence[Check]) -> Section:
             ]
         )
     stated = [check for check in checks if check.kind == "statement"]
-    title = f"{sum(check.holds for check in stated)} of {len(stated)} statements hold"
+    title = f"{sum(check.holds for check in stated)} of {len(stated)} checks of the statements hold"
     text = [
-        "Each numbered statement of the paper on random networks, both sides computed on their"
-        " own in double precision. Where a condition is broken on purpose the sides come"
-        " apart: the check can fail."
+        "Each numbered statement of the paper on random networks. Both sides are computed on"
+        " their own, in double precision. In the rows marked broken, a condition is violated on"
+        " purpose and the sides come apart, which shows that the check can fail."
     ]
     block = Block("theory", title, grids=[Grid(header, rows)])
     return Section("theory-section", "Theory", text, [block])
