@@ -115,6 +115,8 @@ def test_the_quick_start_from_top_to_bottom(here, capsys):
         *("report", "claims"),
     ]
     said = {line[0]: ran([*line, *SHORTER.get(" ".join(line), [])]) for line in words}
+    for verdict in ("effective learning rate: acts", "Jacobian norm: acts"):
+        assert verdict in said["diagnose"]
     assert final_accuracy(said["train"]) > 90
     assert (here / "runs" / "report" / "index.html").exists()
 
