@@ -378,3 +378,10 @@ def test_layers_left_out_for_one_reason_share_a_line():
     result = diagnose(Rows(rows))
     assert result.left_out() == {"frozen: it is not trained": "stem, tail"}
     assert "- stem, tail: frozen: it is not trained" in result.to_markdown()
+
+
+def test_a_baseline_that_is_shorter_is_said_first():
+    run = records({"0": sgd(weight_decay=STRONG)})
+    first = diagnose(run, records({"0": sgd()}, steps=500)).first
+    assert first == ("steps differ: 1000 and 500; only those of both are compared",)
+    assert diagnose(run, records({"0": sgd()}, every=333)).first == ()  # its last record: step 999

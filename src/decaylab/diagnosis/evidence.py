@@ -23,6 +23,8 @@ REMEMBERED_TOO_MUCH = 0.7
 # What may differ between a run and its baseline: the decay, and what leaves the same training.
 FREE_TO_DIFFER = {"decay", "weight_decay", "decay_scope", "norm_source"}
 NOTED = {"seed", "precision", "deterministic", "epochs"}
+# Watched runs whose last records are nearer than this are of one length.
+SAME_LENGTH = 0.9
 # What must be the same of a layer in two watched runs, beside the learning rate.
 SAME_SETTINGS = {
     "momentum or beta1": "memory",
@@ -226,7 +228,10 @@ def comparable(run: Observed, baseline: Observed) -> tuple[str, list[str]]:
             return f"the runs are not comparable ({said})", []
         noted = {name: pair for name, pair in differing.items() if name in NOTED}
         return "", [f"{name} differs: {mine} and {its}" for name, (mine, its) in noted.items()]
-    return _same_training(run, baseline), []
+    longer, shorter = max(run.steps, baseline.steps), min(run.steps, baseline.steps)
+    said = f"steps differ: {run.steps} and {baseline.steps}; only those of both are compared"
+    why_not = _same_training(run, baseline)
+    return why_not, [said] if not why_not and shorter < SAME_LENGTH * longer else []
 
 
 def _same_training(run: Observed, baseline: Observed) -> str:
