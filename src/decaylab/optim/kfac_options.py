@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from decaylab.curvature.observer import CountedRows
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import check_decay
+from decaylab.optim.update import skipped_when_fused
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,18 @@ def check_numbers(**checks: tuple[Any, bool]) -> None:
 
 
 def check_groups(groups: list[dict[str, Any]]) -> None:
-    """Refuse param groups whose numbers or kind of decay make no sense."""
+    """Refuse param groups whose numbers or kind of decay make no sense, or that would not move."""
     for group in groups:
         check_decay(group["decay"], group["weight_decay"])
         check_numbers(
             lr=(group["lr"], isinstance(group["lr"], Tensor) or group["lr"] >= 0),
             momentum=(group["momentum"], 0 <= group["momentum"] < 1),
         )
+        if group["method"] == "sgd" and any(map(skipped_when_fused, group["params"])):
+            raise DecaylabError(
+                "torch's fused SGD leaves half-precision parameters on a CPU where they are: "
+                "use others='adam', or float32 parameters under torch.autocast"
+            )
 
 
 def one_device(groups: list[dict[str, Any]]) -> torch.device:

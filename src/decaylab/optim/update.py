@@ -146,16 +146,17 @@ def _move(group: Group, velocities: list[Tensor], steps: list[Tensor], move: Ten
     W <- (1 - lr wd [decoupled], or - wd [independent]) W - lr velocity
     """
     params, weight_decay = group["params"], group["weight_decay"]
-    if group["decay"] in ("decoupled", "independent") and weight_decay:
-        one = torch.ones((), dtype=velocities[0].dtype, device=velocities[0].device)
-        rate = weight_decay * (group["lr"] if group["decay"] == "decoupled" else 1.0)
-        torch._foreach_mul_(params, torch.where(move, one - rate, one))
     # the fused kernel runs through memory: what lies there in another order is copied first
-    weights = [_laid_out_like(v, p) for p, v in zip(params, velocities, strict=True)]
+    moved = [v.float() if skipped_when_fused(v) else v for v in velocities]
+    weights = [_laid_out_like(v, p) for p, v in zip(params, moved, strict=True)]
+    if group["decay"] in ("decoupled", "independent") and weight_decay:
+        one = torch.ones((), dtype=moved[0].dtype, device=moved[0].device)
+        rate = weight_decay * (group["lr"] if group["decay"] == "decoupled" else 1.0)
+        torch._foreach_mul_(weights, torch.where(move, one - rate, one))
     torch._fused_sgd_(
         weights,
-        [_laid_out_like(v, step) for step, v in zip(steps, velocities, strict=True)],
-        velocities if group["momentum"] else [],
+        [_laid_out_like(v, step) for step, v in zip(steps, moved, strict=True)],
+        moved if group["momentum"] else [],
         weight_decay=0.0,
         momentum=group["momentum"],
         lr=group["lr"],
@@ -165,9 +166,14 @@ def _move(group: Group, velocities: list[Tensor], steps: list[Tensor], move: Ten
         is_first_step=False,
         found_inf=(~move).float(),
     )
-    for p, weight in zip(params, weights, strict=True):
-        if weight is not p:
-            p.copy_(weight)
+    for kept, new in zip([*params, *velocities], [*weights, *moved], strict=True):
+        if new is not kept:
+            kept.copy_(new)
+
+
+def skipped_when_fused(tensor: Tensor) -> bool:
+    """Whether torch's fused SGD leaves most of it where it is: pytorch/pytorch issue 191763."""
+    return not tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def _laid_out_like(like: Tensor, tensor: Tensor) -> Tensor:
