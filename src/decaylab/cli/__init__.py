@@ -39,7 +39,7 @@ class _Commands(TyperGroup):
             if self.debug:
                 raise
             if isinstance(error, Interrupted):
-                print(f"{error}: the same command again goes on from there", file=sys.stderr)
+                print(f"{error}: give the same command again to continue", file=sys.stderr)
             else:
                 print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from None

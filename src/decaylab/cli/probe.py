@@ -42,11 +42,9 @@ def probe_command(
 
     Everything is measured on the first images of the training split, except the Jacobian norm (on
     the test split, as in Table 2) and the generalization gap (on both). Batch norm is in eval mode;
-    K-FAC norms use batch statistics, as K-FAC does.
-
-    In the names, gn is Gauss-Newton and fr is Fisher-Rao; "normalised" is at W/|W|. The invariance
-    defect says how much the output changes if the layer's weights are rescaled. It is near 0 in
-    scale-invariant layers.
+    K-FAC norms use batch statistics, as K-FAC does. In the names, gn is Gauss-Newton and fr is
+    Fisher-Rao; "normalised" is at W/|W|. The invariance defect says how much the output changes if
+    the layer's weights are rescaled. It is near 0 in scale-invariant layers.
     """
     folder = options.found_run(run, runs)
     where = options.chosen_device(device)
