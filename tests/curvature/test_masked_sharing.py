@@ -1,4 +1,4 @@
-"""Padded rows under `sharing="reduce"`: one row per example, of the positions that count."""
+"""Padded rows: of the positions that count one row per example; layers that have no positions."""
 
 import pytest
 import torch
@@ -58,3 +58,28 @@ def test_an_example_is_the_mean_of_its_counted_positions(twice):
     torch.testing.assert_close(found.A, A / examples, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found.T * found.S, G / rows, rtol=1e-12, atol=1e-12)
     assert float(found.T) == pytest.approx(examples / rows, rel=1e-12)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_a_layer_without_positions_sees_every_example(sharing):
+    """Its inputs have no axis of positions that the mask could belong to."""
+
+    class Context(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.context, self.token = nn.Linear(3, 5), nn.Linear(3, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.token(x) + self.context(x[:, 0])[:, None]
+
+    torch.manual_seed(0)
+    model, x = Context().double(), torch.randn(*MASK.shape, 3, dtype=torch.float64)
+    opt = KFAC(model, 0.0, sharing=sharing, logits="observed")
+    logits = model(x)
+    opt.observe(logits, mask=MASK)
+    logits[MASK].square().sum().backward()
+    opt.step()
+    a = torch.cat([x[:, 0], torch.ones(4, 1).double()], 1)
+    found = opt.factors()["context"]
+    torch.testing.assert_close(found.A, a.mT @ a / 4, rtol=1e-12, atol=1e-12)
+    assert float(found.T) == pytest.approx(4 / int(MASK.sum()))

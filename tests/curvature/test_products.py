@@ -120,6 +120,16 @@ def test_sampled_traces_are_unbiased(curvature, batch_norm):
             assert abs(draws[name].mean() - want) < 4 * error
 
 
+class Labels(nn.Linear):
+    """Returns labels instead of logits."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, dtype=torch.float64)
+
+    def forward(self, x):
+        return (x > 0).long()
+
+
 def test_bad_input_gets_one_sentence():
     model, inputs, _ = tiny_net("mlp")
     direction = {"0.weight": torch.zeros_like(model[0].weight)}
@@ -139,5 +149,7 @@ def test_bad_input_gets_one_sentence():
         products.curvature_product(model, inputs, direction, curvature="hessian")
     with pytest.raises(DecaylabError, match="unknown batch_norm mode"):
         products.curvature_product(model, inputs, direction, batch_norm="frozen")
+    with pytest.raises(DecaylabError, match="must be a floating-point matrix"):
+        products.exact_traces(Labels(), inputs)
     with pytest.raises(DecaylabError, match="at least two draws"):
         products.sampled_traces(model, inputs, samples=1, generator=torch.Generator())

@@ -118,6 +118,11 @@ def test_a_model_that_ends_in_a_norm_has_no_fc():
         parameter_groups(model, weight_decay=0.1, scope="fc")
 
 
+def test_a_scope_without_parameters_matters_only_where_something_decays():
+    (group,) = parameter_groups(network(), weight_decay=0.0, scope=lambda role: False)
+    assert (group["decay"], group["weight_decay"]) == ("none", 0.0)
+
+
 def test_the_term():
     directions = [torch.randn(3, 2, dtype=torch.float64), torch.randn(4, dtype=torch.float64)]
     weights = [torch.randn_like(d) for d in directions]

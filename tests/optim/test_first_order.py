@@ -154,6 +154,9 @@ def test_parameters_without_gradient_do_not_decay(make, decay):
     optimizer.step()
     assert torch.equal(unused.detach(), torch.ones(2))
     assert (used < 1).all()
+    before, used.grad = used.detach().clone(), None
+    optimizer.step()
+    assert torch.equal(used.detach(), before)
 
 
 @pytest.mark.parametrize("make", [sgd, adam])
@@ -220,6 +223,8 @@ def test_a_closure_is_the_same_as_backward_and_step(decay, by_name):
         (sgd, {"lr": -0.1}, "learning rate"),
         (adam, {"lr": float("nan")}, "learning rate"),
         (sgd, {"lr": 0.1, "momentum": 1.0}, "momentum"),
+        (sgd, {"lr": 0.1, "momentum": -0.1}, "momentum"),
+        (adam, {"lr": 0.1, "betas": (-0.1, 0.9)}, "beta1"),
         (adam, {"lr": 0.1, "betas": (0.9, 1.0)}, "beta2"),
     ],
 )

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from oracle.kfac_runs import labels_for, random, seeded, train_step
+from oracle.kfac_runs import cross_entropy, labels_for, random, seeded, train_step
 from torch import nn
 
 from decaylab.optim.kfac import KFAC
@@ -94,3 +94,38 @@ def test_the_norms_of_all_layers_go_with_the_state():
     opt.load_state_dict(KFAC(model, 0.1, **options).state_dict())
     want = {name: 0.5 / 4 if name in "157" else 0.5 for name in ("0", "1", "3", "5", "7")}
     assert {name: float(value) for name, value in opt.dampings().items()} == pytest.approx(want)
+
+
+def test_a_gradient_that_is_not_finite_in_one_layer_stops_all():
+    for layer in (0, 1, 3, 5, 7):
+        model = seeded(net)
+        opt = KFAC(model, 0.1)
+        train_step(opt, model, *data(0))
+        before = [p.detach().clone() for p in model.parameters()]
+        cross_entropy(model(data(1)[0]), data(1)[1]).backward()
+        model[layer].weight.grad[0, 0] = float("nan")
+        opt.step()
+        assert opt.check().skipped == 1
+        assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_a_kl_clip_counts_what_is_trained_of_each_layer():
+    """The clipped step is the step times sqrt(c / (lr^2 sum g.v)), frozen halves left out."""
+
+    def moved(kl_clip):
+        model = seeded(net)
+        model[1].bias.requires_grad_(False)
+        model[3].weight.requires_grad_(False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        before = [p.detach().clone() for p in trained]
+        opt = KFAC(model, 0.1, outputs="exact", momentum=0.0, kl_clip=kl_clip)
+        cross_entropy(model(data(0)[0]), data(0)[1]).backward()
+        gradients = [p.grad.clone() for p in trained]
+        opt.step()
+        return gradients, [b - p.detach() for b, p in zip(before, trained, strict=True)]
+
+    gradients, steps = moved(None)
+    total = 0.1 * sum((g * s).sum() for g, s in zip(gradients, steps, strict=True))
+    kl_clip = float(total) / 9
+    for whole, clipped in zip(steps, moved(kl_clip)[1], strict=True):
+        torch.testing.assert_close(clipped, whole / 3, rtol=1e-9, atol=1e-14)
