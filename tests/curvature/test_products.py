@@ -75,9 +75,28 @@ def test_jacobian_product_equals_the_jacobian(name, forward_mode, monkeypatch):
     torch.testing.assert_close(tangent, J @ flat, rtol=1e-10, atol=1e-10)
 
 
-def test_a_direction_that_does_not_reach_the_logits_does_not_move_them(monkeypatch):
+def with_a_spare_layer() -> nn.Module:
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "spare": nn.Linear(3, 2)}).double()
     model.forward = lambda x: model["used"](x)
+    return model
+
+
+def test_traces_of_what_the_logits_ignore_are_zero_and_need_no_grad_mode():
+    model, inputs = with_a_spare_layer(), torch.ones(4, 3).double()
+    with torch.no_grad():
+        traces = products.exact_traces(model, inputs)
+        draws = products.sampled_traces(
+            model, inputs, samples=2, generator=torch.Generator().manual_seed(0)
+        )
+    found = {name: float(trace) for name, trace in traces.items()}
+    want = {"used.weight": 6.0, "used.bias": 2.0, "spare.weight": 0.0, "spare.bias": 0.0}
+    assert found == pytest.approx(want, rel=1e-12)
+    assert not draws["spare.weight"].any()
+    assert draws["used.weight"].all()
+
+
+def test_a_direction_that_does_not_reach_the_logits_does_not_move_them(monkeypatch):
+    model = with_a_spare_layer()
     monkeypatch.setattr(products, "jvp", no_forward_mode)
     direction = {"spare.weight": torch.ones(2, 3).double(), "used.bias": torch.ones(2).double()}
     tangent = products.jacobian_product(model, torch.ones(4, 3).double(), direction)[1]

@@ -71,6 +71,18 @@ def test_each_group_decays_as_if_it_were_alone(make, decay):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_a_group_that_is_added_later_does_not_decay(make):
+    """It says nothing of decay."""
+    first, later = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = make([{"params": [first], "weight_decay": 0.1, "decay": "independent"}], lr=0.1)
+    optimizer.add_param_group({"params": [later]})
+    first.grad = later.grad = torch.zeros(2)
+    optimizer.step()
+    assert torch.equal(later.detach(), torch.ones(2))
+    torch.testing.assert_close(first.detach(), torch.full((2,), 0.9))
+
+
 def test_sgd_l2_is_decoupled_without_momentum():
     assert_equal(
         ours(sgd, "l2", lr=0.05, momentum=0.0), ours(sgd, "decoupled", lr=0.05, momentum=0.0)

@@ -15,6 +15,11 @@ class Noisy(nn.Conv1d):
         return super().forward(x) + 1
 
 
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return super().forward(2 * x)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -24,6 +29,7 @@ class Net(nn.Module):
         self.frozen.weight.requires_grad_(False)
         self.computed = parametrizations.weight_norm(nn.Linear(3, 3))
         self.norm, self.out = nn.LayerNorm(3), nn.Linear(3, 2)
+        self.other = Doubled(3, 2, bias=False)
 
 
 REASONS = {
@@ -37,6 +43,7 @@ REASONS = {
     "frozen.weight": "frozen when the optimizer was built",
     "norm.weight": "LayerNorm has no Kronecker-factored block",
     "norm.bias": "LayerNorm has no Kronecker-factored block",
+    "other.weight": "Doubled is a Linear with code of its own",
     "out.weight": "excluded by name",
     "out.bias": "excluded by name",
 }

@@ -162,10 +162,13 @@ def test_a_step_is_left_out_if_a_grad_scaler_says_so_or_it_is_not_finite(decay, 
     assert moved == [not (told or poison)] * 6
 
 
-def test_a_group_without_any_gradient_does_not_decay():
+@pytest.mark.parametrize("exclude", [(), ("0",)])
+def test_a_group_without_any_gradient_does_not_decay(exclude):
+    """In a block or outside."""
     model = net()
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
-    opt = KFAC(model, 0.1, weight_decay=0.5, params=groups)
+    options = KFACOptions(exclude=exclude)
+    opt = KFAC(model, 0.1, weight_decay=0.5, params=groups, options=options)
     cross_entropy(model(X), Y).backward()
     model[0].weight.grad = model[0].bias.grad = None
     before = [p.detach().clone() for p in model.parameters()]

@@ -118,7 +118,8 @@ def test_a_kl_clip_counts_what_is_trained_of_each_layer():
         model[3].weight.requires_grad_(False)
         trained = [p for p in model.parameters() if p.requires_grad]
         before = [p.detach().clone() for p in trained]
-        opt = KFAC(model, 0.1, outputs="exact", momentum=0.0, kl_clip=kl_clip)
+        groups = [{"params": trained[:1]}, {"params": trained[1:]}]
+        opt = KFAC(model, 0.1, params=groups, outputs="exact", momentum=0.0, kl_clip=kl_clip)
         cross_entropy(model(data(0)[0]), data(0)[1]).backward()
         gradients = [p.grad.clone() for p in trained]
         opt.step()
