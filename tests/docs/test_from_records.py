@@ -3,9 +3,11 @@
 import importlib.util
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from documented import ROOT
+from PIL import Image
 from report.synthetic import everything, write_run
 
 from decaylab.cli.demo import demo_specs
@@ -22,6 +24,7 @@ def loaded(name):
 
 
 pages = loaded("from_records")
+picture = loaded("picture")
 
 
 def accuracy(store, cell, value, seed=0, exposure=2.0, **more):
@@ -143,8 +146,7 @@ def test_docstrings_as_markdown():
 def test_one_run_tells_nearly_what_two_tell():
     """The factors that docs/diagnosis.md shows side by side, from the records that there are.
 
-    An estimate: without decay the gradients would have been others too. A fifth is far from turning
-    a verdict, whose thresholds are 1.1 and 1.25.
+    One run gives an estimate: without decay, the gradients would have been others too.
     """
     text = pages.reconstructed(pages.Records())
     rows = [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
@@ -152,3 +154,12 @@ def test_one_run_tells_nearly_what_two_tell():
     for _, _, alone, against, _ in rows:
         assert float(alone) == pytest.approx(float(against), rel=0.2)
         assert (float(alone) > 1.25) == (float(against) > 1.25)
+
+
+def test_the_picture_in_the_readme_shows_the_records():
+    drawn = picture.panels()
+    with Image.open(picture.PICTURE) as image:
+        assert image.text["numbers"] == picture.fingerprint(drawn), "run `make results-pages`"
+    assert f"(docs/images/{picture.PICTURE.name})" in (ROOT / "README.md").read_text()
+    fewer = [replace(panel, marks=panel.marks[:-1]) for panel in drawn]
+    assert picture.fingerprint(fewer) != picture.fingerprint(drawn)
