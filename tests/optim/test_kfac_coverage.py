@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC, KFACOptions
 
 
@@ -96,3 +97,14 @@ def test_the_bias_of_a_layer_whose_weight_a_hook_computes_is_in_no_block():
     found = KFAC(model, 0.1).coverage()
     assert found["0.bias"].reason == "its weight is computed (parametrized)"
     assert {name for name, entry in found.items() if entry.block} == {"1.weight", "1.bias"}
+
+
+@pytest.mark.parametrize("number", ["lr", "momentum", "weight_decay"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_the_numbers_of_every_group_are_looked_at(bad, number):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    for value in (-0.1, float("nan")):
+        groups = [{"params": list(layer.parameters())} for layer in model]
+        groups[bad][number] = value
+        with pytest.raises(DecaylabError, match=str(value)):
+            KFAC(model, 0.1, params=groups)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from decaylab.errors import DecaylabError
+from decaylab.optim.health import Skips
 from decaylab.optim.kfac import KFAC, KFACOptions
 
 X, Y = random(6, 3), labels_for(6, classes=2)
@@ -194,3 +195,16 @@ def test_a_field_named_logits_that_is_no_tensor_is_not_taken_for_them():
     cross_entropy(model(X).logits[0], Y).backward()
     with pytest.raises(DecaylabError, match=r"opt\.observe"):
         opt.step()
+
+
+def test_ten_skipped_steps_are_told_if_they_are_in_a_row():
+    skips = Skips(torch.device("cpu"))
+    for finite in [False] * 9 + [True] + [False] * 9:
+        skips.count(torch.tensor(finite))
+        skips.look()
+    skips.look()  # warnings are errors here
+    assert skips.read() == (18, 9)
+    skips.count(torch.tensor(False))
+    skips.look()  # takes the news
+    with pytest.warns(UserWarning, match="the last 10 steps"):
+        skips.look()

@@ -1,6 +1,5 @@
 """Rare options of K-FAC, its health report, and who steps the parameters outside its blocks."""
 
-import math
 import warnings
 from dataclasses import dataclass
 from numbers import Real
@@ -85,7 +84,7 @@ def check_arguments(model: Any, lr: Any) -> None:
 def check_numbers(**checks: tuple[Any, bool]) -> None:
     """Refuse values that are out of range; each is given with the result of its test."""
     for name, (value, sound) in checks.items():
-        if not sound or (isinstance(value, float) and math.isnan(value)):
+        if not sound:
             raise DecaylabError(f"{name} is {value}: use a value that is {RANGES[name]}")
 
 
