@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from decaylab.errors import DecaylabError
@@ -108,3 +109,34 @@ def test_the_numbers_of_every_group_are_looked_at(bad, number):
         groups[bad][number] = value
         with pytest.raises(DecaylabError, match=str(value)):
             KFAC(model, 0.1, params=groups)
+
+
+class Aside(nn.Module):
+    """Two layers beside the way to the logits: one that is called, one whose weight is borrowed."""
+
+    def __init__(self):
+        super().__init__()
+        self.out, self.called, self.borrowed = (nn.Linear(3, 2) for _ in range(3))
+
+    def forward(self, x):
+        self.aside = {"called": self.called(x), "borrowed": F.linear(x, self.borrowed.weight)}
+        return self.out(x)
+
+
+@pytest.mark.parametrize("name", ["called", "borrowed"])
+def test_a_layer_with_a_gradient_that_no_pass_measures_is_an_error_with_its_remedy(name):
+    torch.manual_seed(0)
+    x, labels = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+
+    def step(model, options=None):
+        opt = KFAC(model, 0.1, options=options or KFACOptions())
+        loss = F.cross_entropy(model(x), labels) + model.aside[name].square().mean()
+        loss.backward()
+        opt.step()
+
+    with pytest.raises(DecaylabError, match=f"layer '{name}' has a gradient but was never meas"):
+        step(Aside())
+    model = Aside()
+    before = model.get_parameter(f"{name}.weight").detach().clone()
+    step(model, KFACOptions(exclude=(name,)))
+    assert not torch.equal(model.get_parameter(f"{name}.weight"), before)

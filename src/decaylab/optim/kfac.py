@@ -402,8 +402,9 @@ class KFAC(torch.optim.Optimizer):
         for name in self._blocks.blocks.keys() - self._blocks.seen - sums.keys():
             if self._blocks.blocks[name].layer.weight.grad is not None:
                 raise DecaylabError(
-                    f"layer {name!r} has a gradient but its forward was never called (its weight "
-                    "is used directly): leave it to the first-order method with "
+                    f"layer {name!r} has a gradient but was never measured: its weight is used "
+                    "without the layer being called, or its output does not lead to the logits. "
+                    "Leave it to the first-order method with "
                     f"options=KFACOptions(exclude=({name!r},))"
                 )
         self._blocks.update(sums, self.factor_decay)
