@@ -130,3 +130,20 @@ def test_a_kl_clip_counts_what_is_trained_of_each_layer():
     kl_clip = float(total) / 9
     for whole, clipped in zip(steps, moved(kl_clip)[1], strict=True):
         torch.testing.assert_close(clipped, whole / 3, rtol=1e-9, atol=1e-14)
+
+
+def test_scale_free_damping_reaches_every_layer_of_a_stack():
+    """Weights twice as long: the step is that of a quarter of the damping."""
+
+    def moved(**damping):
+        model = seeded(net)
+        opt = KFAC(model, 0.1, outputs="exact", **damping)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)
+        train_step(opt, model, *data(0))
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    named = KFACOptions(invariant=("0", "1", "3", "5", "7"))
+    scaled = moved(damping=0.4, damping_scaling="scale-free", options=named)
+    torch.testing.assert_close(scaled, moved(damping=0.1), rtol=1e-12, atol=1e-12)
