@@ -181,8 +181,8 @@ def e14(bench: Bench) -> Evidence:
     below = [c for c in found if c.leaning == "against"]
     if found:
         evidence.value = min(c.value for c in found)
-        evidence.effect = f"{len(found) - len(below)} of {len(found)} cells end at 100 % training"
-        evidence.effect += f" accuracy, the lowest at {evidence.value:.2f} %"
+        evidence.effect = f"{len(found) - len(below)} of {len(found)} cells end at {TRAINED:.1%} or"
+        evidence.effect += f" more training accuracy, the lowest at {evidence.value:.2f} %"
     evidence.notes += [f"below: {c.text}" for c in below[:8]]
     return evidence
 
