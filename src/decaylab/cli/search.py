@@ -229,9 +229,9 @@ def _of_cell(
         )
     size = tier_of(tier)
     key: dict[str, Any] = {}
+    known = (*ROW, "batch_size", "constant_lr")
     for condition in conditions:
         name, equals, value = condition.partition("=")
-        known = (*ROW, "batch_size", "constant_lr")
         if not equals or name not in known:
             raise DecaylabError(
                 f"{condition!r} is not key=value with a known key: {', '.join(known)}"

@@ -59,10 +59,6 @@ class SearchPlan:
     tier: str = "custom"
     by: str = ACCURACY
 
-    def score(self, values: Mapping[str, float]) -> float:
-        """What the search maximises, from the last values of a run."""
-        return values[ACCURACY] if self.by == ACCURACY else -values[self.by]
-
     def __post_init__(self) -> None:
         for field, values in self.space.items():
             if field not in SEARCHED:
@@ -77,6 +73,10 @@ class SearchPlan:
             raise DecaylabError("a search by lines begins with weight decays: give some")
         if not self.space:
             raise DecaylabError("nothing to search: give values of lr, weight_decay or damping")
+
+    def score(self, values: Mapping[str, float]) -> float:
+        """What the search maximises, from the last values of a run."""
+        return values[ACCURACY] if self.by == ACCURACY else -values[self.by]
 
 
 def default_space(spec: RunSpec, scheme: str, on_digits: bool = False) -> dict[str, list[float]]:
