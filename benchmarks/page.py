@@ -4,11 +4,13 @@
 
 Takes what `step.py --json`, `epoch.py --json` and `precision.py --json` printed, in any number of
 files (where two have the same row, the later one counts), and from the records of runs how long
-whole schedules took. Only what stands between the page's two marks is replaced.
+whole schedules took and how accurate they became. Only what stands between the page's two marks
+is replaced.
 """
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,8 @@ BEGIN, END = "<!-- measured -->", "<!-- end -->"
 PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
 RUNS = Path(__file__).parents[1] / "results"
 SCHEDULES = {"vgg16": 130, "resnet32": 330}  # the target for 100 epochs, in seconds
+ACCURACIES = {"vgg16": 88.3, "resnet32": 89.5}  # the target of K-FAC-G with decay, no BN, short
+REPEATS = "uncompiled"  # the folder, among the runs, of some made once more without --compiled
 LARGEST_ERROR = 0.02  # the target for the relative error of a layer's step
 NETWORKS = {"vgg16": "VGG16 (BN)", "resnet32": "ResNet32 x4 (BN)"}
 GRAPHS = ("captured", "compiled-captured")
@@ -40,16 +44,20 @@ class Measured:
     missing: list[str] = field(default_factory=list)
     precision: dict[tuple[Any, ...], Row] = field(default_factory=dict)
     schedules: list[Row] = field(default_factory=list)
+    accuracies: list[Row] = field(default_factory=list)
+    determinism: dict[tuple[str, str], dict[str, Row]] = field(default_factory=dict)
 
     @staticmethod
     def read(paths: Iterable[Path], runs: Path) -> "Measured":
         """From the files that the benchmarks printed, and the records of runs."""
-        found = Measured(schedules=whole_schedules(RunStore(runs)))
+        found = Measured(
+            schedules=whole_schedules(RunStore(runs)),
+            accuracies=[*accuracies(RunStore(runs)), *accuracies(RunStore(runs / REPEATS))],
+        )
         for path in paths:
             result = json.loads(path.read_text(encoding="utf-8"))
             found.about.append({"file": path.name, **result["about"]})
-            for row in result.get("rows", []):
-                found.steps[row["network"], row["step"], row["mode"]] = row
+            found.add_steps(result.get("rows", []))
             for row in result.get("parts", []):
                 found.parts[row["network"], row["step"], row["mode"]] = row
             for row in result.get("precision", []):
@@ -61,6 +69,15 @@ class Measured:
                     place = tuple(v for _, v in kept if not isinstance(v, float))
                     found.epochs.setdefault(part, {})[place] = row
         return found
+
+    def add_steps(self, rows: list[Row]) -> None:
+        """Those of a file with deterministic steps count for these alone: one run, one lag."""
+        alone = any(row["mode"] == "deterministic" for row in rows)
+        for row in rows:
+            if alone:
+                self.determinism.setdefault((row["network"], row["step"]), {})[row["mode"]] = row
+            else:
+                self.steps[row["network"], row["step"], row["mode"]] = row
 
     def best(self, network: str, step: str) -> Row | None:
         """The fastest of our captured steps."""
@@ -97,6 +114,21 @@ def whole_schedules(store: RunStore) -> list[Row]:
                 "with_probes": manifest.updated - manifest.started,
             }
         )
+    return found
+
+
+def accuracies(store: RunStore) -> list[Row]:
+    """The last test accuracy of K-FAC-G with decay, CIFAR-10 without BN or augmentation, short."""
+    found = []
+    for folder in store.runs():
+        manifest = folder.manifest()
+        if manifest is None or (manifest.status, manifest.tier) != ("finished", "short"):
+            continue
+        spec, last = RunSpec.of_run(folder), folder.rows().last("test/accuracy")
+        of = (spec.data, spec.optimizer, spec.decay, spec.batch_norm, spec.augment)
+        if of == ("cifar10", "kfac-g", "decoupled", False, False) and spec.network in ACCURACIES:
+            seen = {"network": spec.network, "run": folder.id, "seed": manifest.seed}
+            found.append({**seen, "compiled": manifest.compiled, "accuracy": 100 * (last or 0.0)})
     return found
 
 
@@ -159,7 +191,11 @@ GOALS = [
         most("epoch", "ratio"),
         "{:.3f}",
     ),
-    Goal("exact Jacobian norm of the test images, s", (3, 15), most("jacobian", "seconds")),
+    Goal(
+        "exact Jacobian norm of 10,000 images, second pass, s",
+        (3, 15),
+        most("jacobian", "seconds"),
+    ),
     Goal("throughput of K-FAC runs at once over one", (1.4, 1.3), throughput, at_least=True),
     Goal("peak memory of K-FAC over SGD, GB", (2.5, 2.5), more_memory),
 ]
@@ -252,6 +288,32 @@ def schedules(measured: Measured) -> str:
     return table([*head, "to the last epoch: target", "reached"], rows)
 
 
+def determinism(measured: Measured) -> str:
+    """What deterministic steps take longer, from one run."""
+    rows = []
+    for (network, step), modes in measured.determinism.items():
+        usual, fixed = (modes.get(mode, {}).get("ms") for mode in ("captured", "deterministic"))
+        if usual is not None and fixed is not None:
+            times = [shown(usual, "{:.3f}"), shown(fixed, "{:.3f}")]
+            rows.append([f"{network}: {step}", *times, f"{fixed / usual - 1:+.1%}"])
+    return table(["ms a step", "captured", "deterministic", "cost"], rows)
+
+
+def trained(measured: Measured) -> str:
+    """Run by run, and the mean of each network's."""
+    rows = []
+    for network, limit in ACCURACIES.items():
+        runs = [row for row in measured.accuracies if row["network"] == network]
+        for row in runs:
+            words = [f"`{row['run']}`", str(row["seed"]), "yes" if row["compiled"] else "no"]
+            rows.append([*words, f"{row['accuracy']:.2f}", "", ""])
+        if runs:
+            mean = statistics.fmean(row["accuracy"] for row in runs)
+            reached = "yes" if mean >= limit else "missed"
+            rows.append([f"mean of {network}", "", "", f"{mean:.2f}", f">= {limit:g}", reached])
+    return table(["run", "seed", "compiled", "test accuracy", "target", "reached"], rows)
+
+
 def precision(measured: Measured) -> str:
     """The worst layer and the middle one of each run."""
     rows = []
@@ -286,6 +348,8 @@ def measured_section(measured: Measured) -> str:
         "Steps": steps(measured) if measured.steps else "",
         "Parts of K-FAC steps": parts(measured) if measured.parts else "",
         "Epochs": epochs(measured) if measured.epochs else "",
+        "Deterministic steps": determinism(measured) if measured.determinism else "",
+        "Accuracy": trained(measured) if measured.accuracies else "",
         "Whole schedules": schedules(measured) if measured.schedules else "",
         "Precision of a K-FAC step": precision(measured) if measured.precision else "",
     }

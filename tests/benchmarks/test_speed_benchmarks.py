@@ -5,10 +5,12 @@ import itertools
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from report.synthetic import write_run
 from torch import nn
 
 from decaylab.records import Manifest, Row, RunStore
@@ -211,3 +213,31 @@ def test_the_page_has_every_number_beside_its_goal(script, capsys, tmp_path):
     with pytest.raises(SystemExit):
         page.main([*files, "--page", files[0]])
     assert json.loads((tmp_path / "step.json").read_text()) == made["step"]
+
+
+def test_what_deterministic_steps_cost_is_told_apart_from_the_others(script):
+    page = script("page")
+    measured = page.Measured()
+    measured.add_steps(rows_for("vgg16", sgd=("captured", 2.0, 1.0)))
+    both = rows_for("vgg16", sgd=("captured", 4.0, 1.0))
+    measured.add_steps([*both, *rows_for("vgg16", sgd=("deterministic", 5.0, 1.0))])
+    assert measured.best("vgg16", "sgd")["ms"] == 2.0
+    assert "| vgg16: sgd | 4.000 | 5.000 | +25.0% |" in page.determinism(measured)
+
+
+def test_accuracies_are_listed_run_by_run_with_their_mean(script, tmp_path):
+    page = script("page")
+    spec = RunSpec(data="cifar10", network="resnet32", optimizer="kfac-g", decay="decoupled")
+    spec = replace(spec, weight_decay=0.1, epochs=20)
+    for folder, seed, accuracy, compiled in (("", 0, 0.9, True), (page.REPEATS, 1, 0.88, False)):
+        run = replace(spec, seed=seed)
+        store = RunStore(tmp_path / folder)
+        write_run(store, run, {"test/accuracy": accuracy}, tier="short", compiled=compiled)
+        other = replace(run, augment=True)
+        write_run(store, other, {"test/accuracy": 0.5}, tier="short", compiled=compiled)
+    text = page.trained(page.Measured.read([], tmp_path))
+    assert [line.split(" | ")[1:] for line in text.splitlines()[2:]] == [
+        ["0", "yes", "90.00", "", " |"],
+        ["1", "no", "88.00", "", " |"],
+        ["", "", "89.00", ">= 89.5", "missed |"],
+    ]

@@ -49,7 +49,6 @@ def test_the_winner_has_the_highest_last_accuracy_and_of_equals_the_lower_loss(s
     assert found.values == {"lr": 0.01, "weight_decay": 1e-3}
     assert found.score == pytest.approx(0.9, rel=1e-12)
     assert found.tried == {"lr": [0.01, 0.1], "weight_decay": [1e-4, 1e-3, 1e-2]}
-    assert found.interior
     assert found.trials == 6
 
 
@@ -109,7 +108,6 @@ def test_a_search_by_lines_chooses_among_both(store):
     assert found.values == {"lr": 0.01, "weight_decay": 1e-3}
     assert found.tried == {"lr": [0.01, 0.1], "weight_decay": [1e-4, 1e-3, 1e-2]}
     assert found.trials == 4
-    assert found.interior
 
 
 def search(tmp_path, *more, lr="0.001", cell=CELL):

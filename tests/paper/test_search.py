@@ -73,7 +73,7 @@ def test_the_grid_widens_while_the_best_weight_decay_is_on_its_edge(tmp_path, di
     assert search.winner().weight_decay == pytest.approx(0.00316)
     found = tomllib.loads((tmp_path / "a-search.toml").read_text())
     assert found["cell"] == CELL
-    assert found["search"]["interior"]
+    assert found["search"]["on_edge"] == []
     assert max(found["search"]["weight_decay_tried"]) == pytest.approx(0.01, rel=1e-2)
 
 
@@ -92,7 +92,7 @@ def test_a_search_stopped_while_its_grid_widens_goes_on_widening(
         (lr, decay) for lr in (0.01, 0.1) for decay in decays
     ]
     found = tomllib.loads((tmp_path / "a-search.toml").read_text())["search"]
-    assert found["interior"]
+    assert found["on_edge"] == ["lr"]
     assert found["weight_decay_tried"] == decays
 
 
@@ -127,7 +127,8 @@ def test_the_command_says_what_lies_on_the_edge_by_optuna(tmp_path, monkeypatch)
 def test_a_winner_that_stays_on_the_edge_is_said_to_be_so(tmp_path, digits, monkeypatch):
     fake_accuracy(monkeypatch, lambda spec: 1 / (1 + spec.weight_decay))
     list(Search(plan(space={"weight_decay": [0.1, 0.3]}, cell=CELL), tmp_path, digits).run())
-    assert not tomllib.loads((tmp_path / "a-search.toml").read_text())["search"]["interior"]
+    found = tomllib.loads((tmp_path / "a-search.toml").read_text())
+    assert found["search"]["on_edge"] == ["weight_decay"]
 
 
 def test_tpe_makes_as_many_trials_as_asked_inside_the_range(tmp_path, digits, monkeypatch):

@@ -24,7 +24,9 @@ weight_decay_tried = {weight_decay_tried}
 """
 
 
-def write_run(store, spec, values, *, tier, status="finished", device="cpu", epochs=3):
+def write_run(
+    store, spec, values, *, tier, status="finished", device="cpu", epochs=3, compiled=False
+):
     """A run whose rows have each value, an equal step apart, after `epochs` epochs."""
     spec = spec.resolved()
     with store.folder(spec.id).writing(spec.to_toml()) as folder:
@@ -46,6 +48,7 @@ def write_run(store, spec, values, *, tier, status="finished", device="cpu", epo
                 tier=tier,
                 started=CLOCK,
                 updated=CLOCK + 9,
+                compiled=compiled,
             )
         )
     return folder

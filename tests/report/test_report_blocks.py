@@ -146,12 +146,27 @@ def test_searched_settings_by_their_held_out_accuracy(store):
     write(held, replace(spec, lr=30.0), 0.1, tier="short", status="diverged")
     found = rows(block("searches", store))
     assert [row[2:] for row in found] == [
-        ["0.1", "0.0003", "88.00", "88.00"],
-        ["0.1", "0.0001", "87.00", "87.00"],
-        ["30", "0.001", "— (diverged)", "—"],
+        ["0.1", "0.0003", "88.00", "88.00", "—"],
+        ["0.1", "0.0001", "87.00", "87.00", "—"],
+        ["30", "0.001", "— (diverged)", "—", "—"],
     ]
     (line,) = [row for row in rows(block("runs", store)) if "held-out" in row[1]]
     assert line[2:6] == ["1 cells", "a GPU", "3", f"{3 * 7.5 / 60:.1f}"]
+
+
+def test_searches_at_a_constant_lr_by_their_training_loss(store):
+    cell = select(cells("fig9", "short"), ["network=vgg16", "optimizer=kfac-g"])[0]
+    spec = replace(cell.runs[0], held_out=True)
+    held = RunStore(store.root / "searched" / "runs")
+    for lr, accuracy, loss in ((0.03, 0.8, 0.12), (0.01, 0.7, 1e-4), (0.003, 0.75, 5e-4)):
+        values = {"test/accuracy": accuracy, "train/running_loss": loss}
+        write_run(held, replace(spec, lr=lr), values, tier="short")
+    found = rows(block("searches", store))
+    assert {row[0] for row in found} == {
+        "CIFAR-10, VGG16, BN, batch 640, constant lr, K-FAC-G, no decay"
+    }
+    assert [row[2] for row in found] == ["0.01", "0.003", "0.03"]
+    assert [row[6] for row in found] == ["0.0001", "0.0005", "0.12"]
 
 
 def test_the_command_writes_blocks_and_nothing_else(store, tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 from decaylab.diagnosis.dynamics import (
     elasticity,
     equilibrium,
-    push,
+    pushes,
     rotation_per_step,
     shrink_for_norm,
     shrink_for_rotation,
@@ -133,7 +133,7 @@ def suggest(
 ) -> Suggestion:
     """A weight decay for a run's scale-invariant layers, from how their norms moved.
 
-    The growth G of |W|^2 by gradients is read off the records (`dynamics.push`), over the second
+    The growth G of |W|^2 by gradients is read off the records (`dynamics.pushes`), over the second
     half of the longest stretch with one learning rate. The suggested decay holds each layer at the
     norm it had at step `norm_at` (the first record, unless told otherwise), so that its effective
     learning rate stays what it was there: s = G(norm) / (2 norm^2). With `rotation`, it is the
@@ -254,8 +254,8 @@ def _growth(layer: LayerRecord, stretch: Sequence[int], e: float) -> tuple[float
     late = stretch[min(len(stretch) // 2, len(stretch) - 2) :]
     norms, exposure = dict(layer.norms), dict(layer.exposure)
     norm = geometric_mean(norms[step] for step in late)
-    total = 0.0
-    for a, b in pairwise(late):
-        gain = push(norms[a] ** 2, norms[b] ** 2, exposure.get(b, 0.0) - exposure.get(a, 0.0))
-        total += gain * (norm**2 / (norms[a] * norms[b])) ** e
-    return total / (late[-1] - late[0]), norm
+    c = sum(
+        pushes(norms[a] ** 2, norms[b] ** 2, exposure.get(b, 0.0) - exposure.get(a, 0.0), e)
+        for a, b in pairwise(late)
+    )
+    return c * norm ** (2 * e) / (late[-1] - late[0]), norm

@@ -20,6 +20,8 @@ from decaylab.errors import DecaylabError
 Series = tuple[tuple[int, float], ...]
 """(step, value), by step."""
 
+FLAT = 1e-6  # of 1 - e: below it, pushes count as proportional to N
+
 
 def elasticity(power: int, share: float | None = None) -> float:
     """The e of the push G = c N^e, from the law lr/|W|^power and, for K-FAC, its share.
@@ -32,15 +34,25 @@ def elasticity(power: int, share: float | None = None) -> float:
     return -1.0 if power == 2 else 0.0
 
 
-def push(before: float, after: float, exposure: float) -> float:
-    """What the gradients added to N = |W|^2 between two records, decay taken out.
+def pushes(before: float, after: float, exposure: float, e: float) -> float:
+    """The c of G = c N^e, summed over the steps between two records of N = |W|^2.
 
-    dN = (G - 2 s N) dt with G constant in between, exposure = the sum of s: G dt summed is
-    (N1 - N0 exp(-2 exposure)) * 2 exposure / (1 - exp(-2 exposure)). Never below zero.
+    With c and s constant in between, N^(1-e) follows a line: d N^(1-e) = (1 - e) (c - 2 s N^(1-e))
+    dt. With x the decay exposure, the sum of s, and k = exp(-2 (1 - e) x), the sum of c is
+
+        (N1^(1-e) - N0^(1-e) k) 2 x / (1 - k)     (at e = 1: log(N1 / N0) + 2 x)
+
+    Never below zero.
+
+    >>> round(pushes(1.0, 3.0, 0.0, e=-1.0), 12)  # SGD without decay: dN = c / N
+    4.0
     """
-    kept = math.exp(-2 * exposure)
-    weight = 1.0 if exposure < 1e-9 else 2 * exposure / (1 - kept)
-    return max((after - before * kept) * weight, 0.0)
+    p = 1 - e
+    if p < FLAT:
+        return max(math.log(after / before) + 2 * exposure, 0.0)
+    lost = -math.expm1(-2 * p * exposure)
+    weight = 1 / p if lost < 1e-9 else 2 * exposure / lost
+    return max((after**p - before**p * (1 - lost)) * weight, 0.0)
 
 
 def norms_without_decay(
@@ -53,9 +65,9 @@ def norms_without_decay(
 
     `exposures`: the decay exposure at each record, `e` the elasticity there. Between two records
     the pushes are those of the run, for the other norm: with M the squared norm without decay,
-    dM = G (M/N)^e, so M^(1-e) grows by (1 - e) G / N^e (at e = 1: log M by G / N). It is a
-    reconstruction: it takes |grad L(u)| to be what it was in the run. `factors`, at each record,
-    are on G: what a push of Adam's also hangs on (`memory`).
+    dM = c M^e, so M^(1-e) grows by 1 - e times the sum of c (at e = 1: log M by the sum of c). It
+    is a reconstruction: it takes |grad L(u)| to be what it was in the run. `factors`, at each
+    record, are on c: what a push of Adam's also hangs on (`memory`).
     """
     if not norms:
         return ()
@@ -63,21 +75,20 @@ def norms_without_decay(
     found = [(norms[0][0], math.sqrt(m))]
     for i in range(1, len(norms)):
         before, after = norms[i - 1][1] ** 2, norms[i][1] ** 2
-        gain = push(before, after, exposures[i] - exposures[i - 1])
-        if factors is not None:
-            gain *= math.sqrt(factors[i - 1] * factors[i])
-        middle = math.sqrt(before * after)
-        if middle > 0 and m > 0:
-            m = _grown(m, gain, middle, (e[i - 1] + e[i]) / 2)
+        if min(before, after, m) > 0:
+            between = (e[i - 1] + e[i]) / 2
+            c = pushes(before, after, exposures[i] - exposures[i - 1], between)
+            if factors is not None:
+                c *= math.sqrt(factors[i - 1] * factors[i])
+            m = _grown(m, c, between)
         found.append((norms[i][0], math.sqrt(m)))
     return tuple(found)
 
 
-def _grown(m: float, gain: float, norm: float, e: float) -> float:
-    """M after a gain, as `norms_without_decay` says."""
-    if abs(1 - e) < 1e-6:
-        return m * math.exp(min(gain / norm, 50.0))
-    return (m ** (1 - e) + (1 - e) * gain / norm**e) ** (1 / (1 - e))
+def _grown(m: float, c: float, e: float) -> float:
+    """M after pushes of c M^e."""
+    p = 1 - e
+    return m * math.exp(min(c, 50.0)) if p < FLAT else (m**p + p * c) ** (1 / p)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ import decaylab
 from decaylab.data import DataSet
 from decaylab.errors import DecaylabError, Diverged
 from decaylab.paper.plan import is_finished
+from decaylab.paper.settings import on_edge
 from decaylab.records import RunFolder, RunStore
 from decaylab.records.files import replace_text
 from decaylab.training import Execution, RunSpec, train
@@ -271,12 +272,6 @@ class Winner:
     tried: Mapping[str, Sequence[float]]
     trials: int
 
-    @property
-    def interior(self) -> bool:
-        """Whether smaller and larger weight decays were tried too (recipe line 15)."""
-        decays, chosen = self.tried.get("weight_decay", ()), self.values.get("weight_decay")
-        return chosen is None or min(decays) < chosen < max(decays)
-
 
 def widened(plan: SearchPlan, found: Winner) -> SearchPlan | None:
     """The plan with one more weight decay beyond the edge that the winner is on, or past it.
@@ -318,7 +313,7 @@ def write_winner(plan: SearchPlan, folder: Path, found: Winner, device: str) -> 
                 if plan.by == ACCURACY
                 else {"by": plan.by, "value": -found.score}
             ),
-            "interior": found.interior,
+            "on_edge": list(on_edge(found.values, found.tried)),
             "device": device,
             "version": decaylab.__version__,
         },

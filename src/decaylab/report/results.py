@@ -4,6 +4,7 @@ Blocks of Markdown for pages (`report.blocks`).
 """
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -149,7 +150,11 @@ def rest(results: Results) -> str:
 
 
 def searches(results: Results) -> str:
-    """Every setting that was tried on held-out images: its last epoch and its best one."""
+    """Every setting that was tried on held-out images, the best of each cell first.
+
+    That is the highest accuracy on them after the last epoch, or, where the learning rate never
+    drops, the lowest training loss (Fig. 9).
+    """
     rows = []
     for title, found in _searches(results).items():
         tried = []
@@ -157,12 +162,15 @@ def searches(results: Results) -> str:
             reading = results.searched_readings.of(run.spec)
             points = [] if reading is None else [v for _, v in reading.curve("test/accuracy")]
             last, best = (points[-1], max(points)) if points else (None, None)
+            losses = [] if reading is None else [v for _, v in reading.curve("train/running_loss")]
             state = "" if run.manifest.status == "finished" else f" ({run.manifest.status})"
             settings = [f"{run.spec.lr:g}", f"{run.spec.weight_decay:g}"]
             said = [title, run.manifest.tier, *settings, percent(last) + state, percent(best)]
-            tried.append((-(last or 0.0), said))
+            said.append(f"{losses[-1]:.2g}" if losses else "—")
+            by_loss = losses[-1] if losses else math.inf
+            tried.append((by_loss if _constant_lr(run) else -(last or 0.0), said))
         rows += [said for _, said in sorted(tried)]
-    header = ["cell", "tier", "lr", "decay", "last epoch", "best epoch"]
+    header = ["cell", "tier", "lr", "decay", "last epoch", "best epoch", "training loss"]
     return text_grid(header, rows) if rows else "*No search has been made yet.*\n"
 
 
@@ -173,10 +181,17 @@ def _searches(results: Results) -> dict[str, list[Found]]:
         spec = run.spec
         key = {"dataset": spec.data, "network": spec.network, "batch_norm": int(spec.batch_norm)}
         words = key_words({**key, "augment": int(spec.augment)}, list(key))
+        words += [f"batch {spec.batch_size}"] if spec.batch_size != 128 else []
+        words += ["constant lr"] if _constant_lr(run) else []
         kind = named(spec.decay) if spec.decay != "none" else "no decay"
         title = ", ".join([*words, named(spec.optimizer), kind])
         found.setdefault(title, []).append(run)
     return found
+
+
+def _constant_lr(run: Found) -> bool:
+    spec = run.spec.resolved()
+    return (spec.lr_drop_every or 0) >= (spec.epochs or 0)
 
 
 def independent(results: Results) -> str:
