@@ -83,7 +83,7 @@ def steps_of(run: TrainingRun) -> Steps:
     optimizer: Any = run.optimizer
     with run.at_work():
         for group in optimizer.param_groups:
-            if group["method"] == "kfac":
+            if group["law"] == "kfac":
                 slots = optimizer._blocks.slots
                 for p in group["params"]:
                     slots[p].gradient.copy_(torch.zeros_like(p) if p.grad is None else p.grad)

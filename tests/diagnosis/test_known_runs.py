@@ -1,5 +1,7 @@
 """Runs made so that the mechanism is known by construction; digits, three seeds each."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -162,22 +164,46 @@ def test_an_optimizer_for_some_layers_only(digits):
     assert result["effective l"].verdict == "acts"
 
 
-def test_an_unknown_optimizer(digits):
-    class Mine(torch.optim.Optimizer):
-        def __init__(self, parameters):
-            super().__init__(parameters, {"lr": 0.1, "weight_decay": 0.1})
+class Mine(torch.optim.Optimizer):
+    """Plain descent with L2; `tells` is what its constructor asks for besides."""
 
-        @torch.no_grad()
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p -= group["lr"] * (p.grad + group["weight_decay"] * p)
+    def __init__(self, parameters, tells=None):
+        super().__init__(parameters, {"lr": 0.1, "weight_decay": 0.1})
+        if not (tells or len(self.param_groups[0]["params"]) > 1):
+            raise ValueError("too few parameters")
 
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * (p.grad + group["weight_decay"] * p)
+
+
+def test_an_optimizer_that_cannot_be_tried(digits):
     model = net(0)
-    with pytest.warns(UserWarning, match="effective learning rate of Mine is not known"):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
         watched = train(digits, model, Mine(model.parameters()))
+    texts = {str(warning.message) for warning in said}
+    assert any("weight decay of Mine is of no known kind and counts as L2" in t for t in texts)
+    assert any("effective learning rate of Mine is not known" in t for t in texts)
     result = diagnose(watched)
     assert result["effective l"].verdict == "cannot tell"
+
+
+def test_an_optimizer_from_elsewhere_is_tried(digits):
+    """One that steps as torch's SGD does is judged as it is."""
+
+    class Theirs(Mine):
+        def __init__(self, parameters):
+            super().__init__(parameters, tells=True)
+
+    model, same = net(0), net(0)
+    theirs = diagnose(train(digits, model, Theirs(model.parameters())))["effective l"]
+    optimizer = torch.optim.SGD(same.parameters(), lr=0.1, weight_decay=0.1)
+    known = diagnose(train(digits, same, optimizer))["effective l"]
+    assert theirs.verdict == known.verdict == "acts"
+    assert theirs.effect.value == pytest.approx(known.effect.value, rel=1e-5)
 
 
 def test_records_on_disk_say_the_same(digits, tmp_path):

@@ -203,9 +203,11 @@ def test_a_probe_of_ones_own(capsys):
     assert 1 <= ranks[-1].value <= 4
 
 
-def test_an_optimizer_of_ones_own_is_watched_and_diagnosed():
+def test_an_optimizer_of_ones_own_is_watched_and_diagnosed(capsys):
     names = {}
     exec(snippet("extend.md", "optimizer"), names)
+    exec(snippet("extend.md", "try the optimizer"), names)
+    assert capsys.readouterr().out in (ROOT / "docs" / "extend.md").read_text()
     model = small_net()
     optimizer = names["Signum"](model.parameters(), lr=0.01, weight_decay=3.0)
     with watch(model, optimizer, every=5, inputs=torch.randn(8, 4)) as watched:

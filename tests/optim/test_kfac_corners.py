@@ -362,9 +362,9 @@ def test_a_group_is_split_only_where_it_has_both_kinds():
     given = [[model[0].weight], list(model[1].parameters()), [model[2].weight, model[2].bias]]
     opt = KFAC(model, 0.1, params=[{"params": group} for group in given])
     assert [group["params"] for group in opt.param_groups] == given
-    assert [group["method"] for group in opt.param_groups] == ["kfac", "adam", "kfac"]
+    assert [group["law"] for group in opt.param_groups] == ["kfac", "adam", "kfac"]
     whole = KFAC(model, 0.1)
-    assert [group["method"] for group in whole.param_groups] == ["kfac", "adam"]
+    assert [group["law"] for group in whole.param_groups] == ["kfac", "adam"]
 
 
 def test_factors_are_copies_and_zero_before_a_layer_was_seen():

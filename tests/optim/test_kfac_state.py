@@ -164,7 +164,7 @@ def test_learning_rate_schedulers():
             for group in by_hand.param_groups:
                 group["lr"] *= 0.1
     assert torch.equal(flat(model), flat(other))
-    rates = {group["method"]: group["lr"] for group in opt.param_groups}
+    rates = {group["law"]: group["lr"] for group in opt.param_groups}
     assert rates == pytest.approx({"kfac": 1e-4, "adam": 1e-6})
 
 
@@ -190,9 +190,7 @@ def test_a_group_with_both_kinds_is_split_and_keeps_its_options():
         ],
         weight_decay=0.01,
     )
-    found = [
-        (g["method"], g["decay"], g["weight_decay"], len(g["params"])) for g in opt.param_groups
-    ]
+    found = [(g["law"], g["decay"], g["weight_decay"], len(g["params"])) for g in opt.param_groups]
     assert sorted(found) == [
         ("adam", "decoupled", 0.3, 2),
         ("kfac", "decoupled", 0.3, 1),
@@ -229,7 +227,7 @@ def test_others_are_stepped_by_torch(others, decay):
     opt = KFAC(model, 1e-30, others=others, others_lr=0.01, weight_decay=wd, decay=decay, **EXACT)
     with torch.no_grad():
         for group in opt.param_groups:
-            if group["method"] == "kfac":
+            if group["law"] == "kfac":
                 group["weight_decay"] = 0.0
     twin = copy.deepcopy(model)
     l2 = wd if decay == "l2" else 0.0
@@ -256,7 +254,7 @@ def test_others_are_stepped_by_torch(others, decay):
 def test_the_learning_rate_of_others():
     for others, expected in (("adam", 1e-3), ("sgd", 0.1)):
         opt = KFAC(seeded(net), 0.1, others=others)
-        assert [g["lr"] for g in opt.param_groups if g["method"] == others] == [expected]
+        assert [g["lr"] for g in opt.param_groups if g["law"] == others] == [expected]
 
 
 class Language(nn.Module):

@@ -23,7 +23,7 @@ def normalised_net() -> nn.Sequential:
 def test_exposure_of_kfac_under_l2(others, of_others):
     """Momentum sums the term up in K-FAC's and SGD's groups; Adam's average does not."""
     opt = KFAC(normalised_net(), 0.1, weight_decay=0.02, decay="l2", momentum=0.75, others=others)
-    rates = {g["method"]: probes.exposure_rate(opt, g) for g in opt.param_groups}
+    rates = {g["law"]: probes.exposure_rate(opt, g) for g in opt.param_groups}
     assert rates == pytest.approx({"kfac": 0.1 * 0.02 / 0.25, others: of_others}, rel=1e-12)
 
 
@@ -45,7 +45,7 @@ def test_a_layer_that_the_optimizer_does_not_move_has_no_rate():
     got = probes.effective_learning_rate(model, optimizer)
     square = float(model[2].weight.detach().square().sum())
     assert got.layers == pytest.approx({"2": 0.1 / square}, rel=1e-12)
-    assert (got.rule, got.unit) == ("sgd", "lr / weight^2")
+    assert (got.law, got.unit) == ("sgd", "lr / weight^2")
 
 
 def test_rates_of_weights_of_length_one_and_zero():
@@ -98,8 +98,8 @@ def test_the_gap_of_a_single_row_has_no_error():
 
 def test_a_method_of_another_library_does_not_decide_the_law():
     model = normalised_net()
-    optimizer = torch.optim.SGD([{"params": model.parameters(), "method": "theirs"}], lr=0.1)
-    assert probes.effective_learning_rate(model, optimizer).rule == "sgd"
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "law": "theirs"}], lr=0.1)
+    assert probes.effective_learning_rate(model, optimizer).law == "sgd"
 
 
 def test_exposure_follows_every_setting_that_it_depends_on():

@@ -116,7 +116,7 @@ def test_kfac_and_what_it_leaves_to_others(others):
 
 def test_a_law_that_is_not_known_and_a_layer_that_is_not_held():
     model = net()
-    optimizer = torch.optim.Rprop(model[0].parameters(), lr=0.5)
+    optimizer = torch.optim.LBFGS(model[0].parameters(), lr=0.5)  # steps with a closure only
     found = settings(optimizer, layers_of(model))
     assert of_layer(found, "3") == {"moved": 0.0, "invariant": 0.0}
     first = of_layer(found, "0")
@@ -127,7 +127,7 @@ def test_a_law_that_is_not_known_and_a_layer_that_is_not_held():
 def test_a_group_that_says_it_is_kfac_in_another_optimizer():
     """Its law is K-FAC's; a damping is not known."""
     model = net()
-    groups = [{"params": list(model.parameters()), "method": "kfac"}]
+    groups = [{"params": list(model.parameters()), "law": "kfac"}]
     found = of_layer(settings(torch.optim.SGD(groups, lr=0.5), layers_of(model)), "0")
     assert found["power"] == 0.0
     assert not {"damping", "scale_free", "refresh_every"} & found.keys()

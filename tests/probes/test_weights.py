@@ -131,7 +131,7 @@ class TestEffectiveLearningRate:
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.3)
         with pytest.raises(DecaylabError, match="LBFGS is not known: say which law"):
             probes.effective_learning_rate(model, optimizer)
-        got = probes.effective_learning_rate(model, optimizer, rule="kfac")
+        got = probes.effective_learning_rate(model, optimizer, law="kfac")
         assert set(got.layers.values()) == {0.3}
 
     def test_it_predicts_how_far_one_step_turns(self):

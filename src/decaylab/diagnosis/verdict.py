@@ -89,14 +89,17 @@ def _effective_learning_rate(run: Observed, baseline: Observed | None) -> Findin
         return Finding(
             *(name, quantity, "cannot tell"),
             "How this optimizer's step depends on the norm of the weights is not known.",
-            would_decide='name its law in its param groups, as group["method"] (docs/extend.md), or'
+            would_decide='name its law in its param groups, as group["law"] (docs/extend.md), or'
             " train with SGD, Adam or K-FAC",
         )
     if powers == {0}:
+        damped = any(layer.setting.damping is not None for layer in of if layer.setting)
         return Finding(
             *(name, quantity, "does not act"),
             "Without damping, K-FAC's step turns the weights by lr, whatever their norm (Eq. 13)."
-            " The norm acts through the damping, see below.",
+            " The norm acts through the damping, see below."
+            if damped
+            else "This optimizer's step turns the weights as far, whatever their norm.",
         )
     rows = layer_rows(run, baseline, effective_lr_effect)
     effect = over_layers(row.effect for row in rows if row.effect)

@@ -68,8 +68,7 @@ def plan(
         home, attribute = owners[parameter][0]
         reason = _why_not(layers[home], home, attribute, parameter, owners[parameter], exclude)
         if reason is not None:
-            method = others["method"]
-            coverage[names[parameter]] = Coverage(None, method, reason)
+            coverage[names[parameter]] = Coverage(None, others["law"], reason)
             continue
         coverage[names[parameter]] = Coverage(home, "kfac", type(layers[home]).__name__)
     for name in dict.fromkeys(c.block for c in coverage.values() if c.block is not None):
@@ -92,10 +91,10 @@ def plan(
         covered = [p for p in group["params"] if coverage[names[p]].block is not None]
         rest = [p for p in group["params"] if coverage[names[p]].block is None]
         if covered:
-            split.append({**group, "params": covered, "method": "kfac"})
+            split.append({**group, "params": covered, "law": "kfac"})
         if rest:
             lr = group.get("others_lr", others["lr"])
-            split.append({**others, **group, "lr": lr, "method": others["method"], "params": rest})
+            split.append({**others, **group, "lr": lr, "law": others["law"], "params": rest})
     return Plan(blocks, coverage, split)
 
 

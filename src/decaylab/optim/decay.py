@@ -17,6 +17,7 @@ The paper's SGD cells decay inside the momentum: that is kind `l2` here (recipe 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from decaylab.errors import DecaylabError
 from decaylab.networks import ParameterRole, roles
+from decaylab.optim.experiment import behaviour, is_torchs
 
 Decay = Literal["none", "l2", "decoupled", "independent"]
 Law = Literal["sgd", "adam", "kfac"]
@@ -282,10 +284,10 @@ ALWAYS_DECOUPLED = (torch.optim.Adafactor, torch.optim.Muon)
 def decay_of(
     group: dict[str, Any], optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[str, float]:
-    """Kind and weight decay of a param group, ours or one of a plain torch optimizer.
+    """Kind and weight decay of a param group, of our optimizers or others.
 
     A group says its kind itself, as "decay" or "decoupled_weight_decay"; else it is what torch's
-    `optimizer` does, and L2 where that is not known.
+    `optimizer` does. One from elsewhere is tried (`behaviour`). L2 where nothing is known.
 
     >>> decay_of({"weight_decay": 0.1, "decoupled_weight_decay": True})
     ('decoupled', 0.1)
@@ -293,9 +295,20 @@ def decay_of(
     weight_decay = group.get(OUTSIDE, 0.0) or group.get("weight_decay", 0.0)
     if not weight_decay:
         return "none", 0.0
-    always = isinstance(optimizer, ALWAYS_DECOUPLED)
-    plain = "decoupled" if group.get("decoupled_weight_decay", always) else "l2"
-    return group.get("decay", plain), weight_decay
+    if "decay" in group:
+        return group["decay"], weight_decay
+    if "decoupled_weight_decay" in group:
+        return "decoupled" if group["decoupled_weight_decay"] else "l2", weight_decay
+    if optimizer is None or is_torchs(optimizer):
+        return "decoupled" if isinstance(optimizer, ALWAYS_DECOUPLED) else "l2", weight_decay
+    seen = behaviour(optimizer, group).decay
+    if seen is None:
+        warnings.warn(
+            f"the weight decay of {type(optimizer).__name__} is of no known kind and counts as L2;"
+            ' if it is another, say so as "decay" in the param groups (docs/extend.md)',
+            stacklevel=2,
+        )
+    return seen or "l2", weight_decay
 
 
 @dataclass(frozen=True)

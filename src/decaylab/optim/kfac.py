@@ -153,7 +153,7 @@ class KFAC(torch.optim.Optimizer):
             params,
             exclude=options.exclude,
             max_factor_dim=max_factor_dim,
-            others={**self._first_order.defaults, "method": others, "weight_decay": weight_decay},
+            others={**self._first_order.defaults, "law": others, "weight_decay": weight_decay},
         )
         self.damping, self.kl_clip = damping, kl_clip
         self.refresh_every, self.invert_every = refresh_every, invert_every

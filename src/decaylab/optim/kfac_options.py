@@ -96,7 +96,7 @@ def check_groups(groups: list[dict[str, Any]]) -> None:
             lr=(group["lr"], isinstance(group["lr"], Tensor) or group["lr"] >= 0),
             momentum=(group["momentum"], 0 <= group["momentum"] < 1),
         )
-        if group["method"] == "sgd" and any(map(skipped_when_fused, group["params"])):
+        if group["law"] == "sgd" and any(map(skipped_when_fused, group["params"])):
             raise DecaylabError(
                 "torch's fused SGD leaves half-precision parameters on a CPU where they are: "
                 "use others='adam', or float32 parameters under torch.autocast"

@@ -46,10 +46,10 @@ class Updater:
 
         (l2: gradient += wd W) -> precondition -> KL clip -> momentum -> (decoupled: + wd W).
         """
-        covered = [_with_gradient(g) for g in groups if g["method"] == "kfac"]
-        others = [_with_gradient(g) for g in groups if g["method"] != "kfac"]
+        covered = [_with_gradient(g) for g in groups if g["law"] == "kfac"]
+        others = [_with_gradient(g) for g in groups if g["law"] != "kfac"]
         for group in groups:
-            if group["method"] == "kfac":
+            if group["law"] == "kfac":
                 self._gather(group, loss_scale)
         self.blocks.precondition()
         other_gradients = [p.grad for group in others for p in group["params"]]
@@ -103,7 +103,7 @@ class Updater:
         served = []
         for group in groups:
             params, weight_decay = group["params"], group["weight_decay"]
-            if group.get("momentum") and group["method"] == "sgd":
+            if group.get("momentum") and group["law"] == "sgd":
                 # torch would make velocities, and leave them unwritten where nothing may move
                 for p in params:
                     _velocity(self.first_order.state[p], p)

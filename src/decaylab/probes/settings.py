@@ -12,9 +12,10 @@ from decaylab.curvature.untouched import bare
 from decaylab.errors import DecaylabError
 from decaylab.networks import roles
 from decaylab.optim.decay import DECAYS, decay_of
+from decaylab.optim.experiment import behaviour, is_torchs
 from decaylab.optim.kfac import KFAC
 from decaylab.probes.reading import row_name
-from decaylab.probes.weights import POWERS, Layers, groups_of, rule_of
+from decaylab.probes.weights import POWERS, Layers, groups_of, law_of
 
 
 def settings(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str, float]:
@@ -48,18 +49,20 @@ def _of_group(
         "decay": float(DECAYS.index(decay)),
         "weight_decay": float(weight_decay),
     }
-    if "betas" in group and group.get("method") != "kfac":
-        values |= {"beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}
+    if "betas" in group and group.get("law") != "kfac":
+        values["beta1"] = float(group["betas"][0])
+        if is_torchs(optimizer) or "law" in group or behaviour(optimizer, group).second_moment:
+            values["beta2"] = float(group["betas"][1])
     else:
         values["momentum"] = float(group.get("momentum", 0.0))
         if values["momentum"] and group.get("dampening"):
             values["dampening"] = float(group["dampening"])
     try:
-        rule = rule_of(optimizer, group)
+        law = law_of(optimizer, group)
     except DecaylabError:  # an optimizer whose law is not known: the diagnosis says so
         return values
-    values["power"] = float(POWERS[rule])
-    if rule == "kfac" and isinstance(optimizer, KFAC):
+    values["power"] = float(POWERS[law])
+    if law == "kfac" and isinstance(optimizer, KFAC):
         values["damping"] = float(optimizer.damping)
         values["scale_free"] = float(layer in optimizer.scale_free.norms)
         memory = ("factor_decay", "refresh_every", "invert_every")

@@ -18,6 +18,7 @@ from decaylab.errors import DecaylabError
 from decaylab.networks import invariance, roles
 from decaylab.networks.roles import INVARIANCE_THRESHOLD
 from decaylab.optim.decay import OPTIMIZERS, Law, decay_of, decay_rate
+from decaylab.optim.experiment import behaviour
 from decaylab.probes.reading import Reading, row_name
 
 POWERS: dict[Law, int] = {"sgd": 2, "adam": 1, "kfac": 0}
@@ -130,7 +131,7 @@ def movement(model: nn.Module | Layers, before: Snapshot) -> tuple[Reading, Read
 class EffectiveLearningRate(Reading):
     """By scale-invariant layer; `defects`: how far from invariant each is (nan: not measured)."""
 
-    rule: str = ""
+    law: str = ""
     defects: Mapping[str, float] = field(default_factory=dict)
 
     def rows(self) -> dict[str, float]:
@@ -144,7 +145,7 @@ def effective_learning_rate(
     optimizer: torch.optim.Optimizer,
     inputs: Tensor | None = None,
     *,
-    rule: Law | None = None,
+    law: Law | None = None,
 ) -> EffectiveLearningRate:
     """How fast each scale-invariant layer's direction turns, per unit of what drives it (Eq. 9).
 
@@ -166,7 +167,7 @@ def effective_learning_rate(
 
     With `inputs`, invariant is what `invariance(model, inputs)` finds (LayerNorm, GroupNorm and
     weight-normalised nets included), with the defect beside it: one forward pass per layer.
-    Without, it is read off the order of the modules and costs nothing. `rule` overrides the
+    Without, it is read off the order of the modules and costs nothing. `law` overrides the
     optimizer's kind.
     """
     layers = layers_of(model, inputs)
@@ -178,7 +179,7 @@ def effective_learning_rate(
     }
     values, used = {}, set()
     for layer, norm in _norms(weights).items():
-        kind = rule or rule_of(optimizer, groups[layer])
+        kind = law or law_of(optimizer, groups[layer])
         used.add(kind)
         values[layer] = _effective(kind, float(groups[layer]["lr"]), norm)
     unit = {"sgd": "lr / weight^2", "adam": "lr / weight", "kfac": "lr"}
@@ -187,7 +188,7 @@ def effective_learning_rate(
         "effective_lr",
         " or ".join(unit[kind] for kind in kinds),
         values,
-        rule=" and ".join(kinds),
+        law=" and ".join(kinds),
         defects={layer: layers.defects[layer] for layer in values},
     )
 
@@ -205,19 +206,25 @@ def groups_of(layers: Layers, optimizer: torch.optim.Optimizer) -> dict[str, dic
     return {layer: group for layer, group in found.items() if group is not None}
 
 
-def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Law:
-    """Which law of `effective_learning_rate` a param group follows; its `"method"` says so."""
-    method = group.get("method")
-    if method is not None and method in OPTIMIZERS.values():
-        return method
+def law_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Law:
+    """Which law of `effective_learning_rate` a param group follows.
+
+    Its `"law"` says so; else torch's SGD and Adam are known, and others are tried (`behaviour`).
+    """
+    named = group.get("law")
+    if named is not None and named in OPTIMIZERS.values():
+        return named
     if isinstance(optimizer, torch.optim.SGD):
         return "sgd"
     if isinstance(optimizer, GRADIENT_SCALE_FREE):
         return "adam"
+    power = behaviour(optimizer, group).power
+    for law, known in POWERS.items():
+        if power == known:
+            return law
     raise DecaylabError(
         f"the effective learning rate of {type(optimizer).__name__} is not known: "
-        "say which law it follows with rule='sgd', 'adam' or 'kfac', or as 'method' in its"
-        " param groups"
+        "say which law it follows with law='sgd', 'adam' or 'kfac', or as 'law' in its param groups"
     )
 
 
@@ -232,12 +239,11 @@ def exposure_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     decay, strength = decay_of(dict(group), optimizer)
     if decay == "none":
         return 0.0
-    if group.get("method") == "kfac":
-        kind = "kfac-f"
-    elif isinstance(optimizer, torch.optim.SGD) or group.get("method") == "sgd":
-        kind = "sgd"
-    else:
-        kind = "adam"
+    try:
+        law = law_of(optimizer, group)
+    except DecaylabError:  # the rate of L2 before whatever changes it
+        law = "adam"
+    kind = {"kfac": "kfac-f"}.get(law, law)
     momentum = float(group.get("momentum", 0.0))
     if decay == "l2" and momentum:
         strength *= 1 - group.get("dampening", 0.0)
