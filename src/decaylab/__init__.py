@@ -7,6 +7,7 @@ from decaylab.networks import invariance, roles
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.table import decay_table
 from decaylab.probes.watch import watch
 
 __version__ = "0.1.0"
@@ -17,6 +18,7 @@ __all__ = [
     "KFACOptions",
     "__version__",
     "audit",
+    "decay_table",
     "diagnose",
     "invariance",
     "parameter_groups",

@@ -183,6 +183,14 @@ def test_scopes(capsys):
     assert "'0.weight': 'invariant'" in capsys.readouterr().out
 
 
+def test_what_weight_decay_means_in_ones_optimizer(capsys):
+    model = small_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.25)
+    exec(snippet("choose.md", "decay table"), {"model": model, "optimizer": optimizer})
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first == "0.weight decoupled beside the step, times lr 0.875 0.875"
+
+
 def test_probes(capsys):
     names = {"model": small_net(), "train": train, "batch": torch.randn(8, 4)}
     exec(snippet("three-mechanisms.md", "probes"), names)

@@ -15,11 +15,11 @@ from decaylab.optim.decay import (
     decay_exposure,
     decay_of,
     decay_rate,
-    decay_table,
     parameter_groups,
     steady_shrink,
 )
 from decaylab.optim.first_order import sgd
+from decaylab.optim.table import decay_table
 
 LR, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 2e-3
 
@@ -73,8 +73,8 @@ def test_the_table_is_what_sgd_does(decay):
     """Rows of `decay_table` against SGD's own steps on weights without a gradient of the loss."""
     model = nn.Linear(2, 1, bias=False).double()
     groups = parameter_groups(model, weight_decay=WEIGHT_DECAY, decay=decay)
-    (row,) = decay_table(model, groups, optimizer="sgd", lr=LR, momentum=MOMENTUM)
     optimizer = sgd(groups, lr=LR, momentum=MOMENTUM)
+    (row,) = decay_table(model, optimizer)
     ratios = []
     for _ in range(600):
         before = model.weight.detach().clone()
@@ -111,7 +111,7 @@ def test_decay_so_strong_that_the_weight_flips_its_sign():
 def test_without_a_word_there_is_no_momentum():
     model = nn.Linear(2, 1, bias=False)
     groups = parameter_groups(model, weight_decay=0.02, decay="l2")
-    (row,) = decay_table(model, groups, optimizer="sgd", lr=0.1)
+    (row,) = decay_table(model, torch.optim.SGD(groups, lr=0.1))
     assert row.factor == row.long_run == pytest.approx(1 - 0.002, rel=1e-12)
     assert decay_rate(0.02, "l2", optimizer="sgd", lr=0.1) == pytest.approx(0.002, rel=1e-12)
     assert steady_shrink(0.02, "l2", lr=0.1) == pytest.approx(0.002, rel=1e-12)

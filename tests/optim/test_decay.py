@@ -19,12 +19,13 @@ from decaylab.optim.decay import (
     convert,
     decay_exposure,
     decay_of,
-    decay_table,
     parameter_groups,
     steady_shrink,
 )
 from decaylab.optim.first_order import adam, sgd
+from decaylab.optim.kfac import KFAC
 from decaylab.optim.schedules import constant, set_learning_rate, step
+from decaylab.optim.table import decay_table
 
 
 def network():
@@ -281,12 +282,18 @@ def test_schedules():
         step(10, factor=0.0)
 
 
+def built(name, model, groups):
+    if name == "sgd":
+        return sgd(groups, lr=0.1, momentum=0.9)
+    return adam(groups, lr=0.1) if name == "adam" else KFAC(model, 0.1, params=groups)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_the_table_says_what_each_parameter_gets(optimizer, decay):
     model = network()
     groups = parameter_groups(model, weight_decay=0.02, decay=decay, scope="conv")
-    rows = decay_table(model, groups, optimizer=optimizer, lr=0.1, momentum=0.9)
+    rows = decay_table(model, built(optimizer, model, groups))
     assert [row.parameter for row in rows] == [name for name, _ in model.named_parameters()]
     for row in rows:
         if row.parameter.startswith("head") or decay == "none":
@@ -310,20 +317,34 @@ def test_the_table_says_what_each_parameter_gets(optimizer, decay):
 def test_the_table_reads_optimizers_of_any_make():
     model = network()
     groups = parameter_groups(model, weight_decay=0.02, decay="decoupled")
-    ours = decay_table(model, groups, optimizer="adam", lr=0.1)
-    made = [
-        adam(groups, lr=0.1),
-        torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.02),
-    ]
-    for optimizer in made:
-        assert decay_table(model, optimizer.param_groups, optimizer="adam", lr=0.1) == ours
+    ours = decay_table(model, adam(groups, lr=0.1))
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.02)
+    assert decay_table(model, theirs) == ours
     assert decay_of(sgd(groups, lr=0.1).param_groups[0]) == ("decoupled", 0.02)
     assert decay_of(torch.optim.SGD(model.parameters(), weight_decay=0.5).param_groups[0]) == (
         "l2",
         0.5,
     )
-    with pytest.raises(DecaylabError, match="sgd, adam"):
-        decay_table(model, groups, optimizer="lion", lr=0.1)
+    part = torch.optim.AdamW(list(model.parameters())[1:], lr=0.1, weight_decay=0.02)
+    first, *others = decay_table(model, part)
+    assert (first.decay, first.how, first.factor) == ("none", "not in this optimizer", 1.0)
+    assert others == ours[1:]
+
+
+@pytest.mark.parametrize("more", [{"dampening": 0.25}, {"nesterov": True}])
+def test_the_table_is_what_torchs_sgd_does(more):
+    model = nn.Linear(2, 1, bias=False).double()
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.02, **more}
+    optimizer = torch.optim.SGD(model.parameters(), **settings)
+    (row,) = decay_table(model, optimizer)
+    ratios = []
+    for _ in range(700):
+        before = model.weight.detach().clone()
+        model.weight.grad = torch.zeros_like(model.weight)
+        optimizer.step()
+        ratios.append((model.weight.detach() / before).mean().item())
+    assert row.factor == pytest.approx(ratios[0], rel=1e-12)
+    assert row.long_run == pytest.approx(ratios[-1], rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import torch
 from decaylab.optim import experiment
 from decaylab.optim.decay import decay_of
 from decaylab.optim.experiment import Behaviour, behaviour
+from decaylab.optim.laws import GRADIENT_SCALE_FREE, exposure_rate, law_of
 from decaylab.probes import layers_of
 from decaylab.probes.settings import settings
-from decaylab.probes.weights import GRADIENT_SCALE_FREE, exposure_rate, law_of
 
 
 class Formula(torch.optim.Optimizer):

@@ -8,6 +8,7 @@ from torch import nn
 
 from decaylab import probes
 from decaylab.optim.kfac import KFAC
+from decaylab.optim.laws import exposure_rate
 from decaylab.probes import NonFiniteWarning
 from decaylab.probes.exposure import Exposure
 
@@ -23,7 +24,7 @@ def normalised_net() -> nn.Sequential:
 def test_exposure_of_kfac_under_l2(others, of_others):
     """Momentum sums the term up in K-FAC's and SGD's groups; Adam's average does not."""
     opt = KFAC(normalised_net(), 0.1, weight_decay=0.02, decay="l2", momentum=0.75, others=others)
-    rates = {g["law"]: probes.exposure_rate(opt, g) for g in opt.param_groups}
+    rates = {g["law"]: exposure_rate(opt, g) for g in opt.param_groups}
     assert rates == pytest.approx({"kfac": 0.1 * 0.02 / 0.25, others: of_others}, rel=1e-12)
 
 
@@ -132,7 +133,7 @@ def test_dampening_counts_only_with_a_momentum():
     """Torch's SGD reads it nowhere else."""
     model = normalised_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1, dampening=0.5)
-    rate = probes.exposure_rate(optimizer, optimizer.param_groups[0])
+    rate = exposure_rate(optimizer, optimizer.param_groups[0])
     assert rate == pytest.approx(0.05, rel=1e-12)
 
 

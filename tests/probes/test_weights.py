@@ -13,6 +13,7 @@ from decaylab.networks import build
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam, sgd
 from decaylab.optim.kfac import KFAC
+from decaylab.optim.laws import exposure_rate
 
 
 def test_weight_norms_leave_out_biases():
@@ -162,7 +163,7 @@ class TestEffectiveLearningRate:
 )
 def test_exposure_rate_of_torch_optimizers(make, want):
     optimizer = make(nn.Linear(2, 2).parameters())
-    rate = probes.exposure_rate(optimizer, optimizer.param_groups[0])
+    rate = exposure_rate(optimizer, optimizer.param_groups[0])
     assert rate == pytest.approx(want, rel=1e-12)
 
 
@@ -180,5 +181,5 @@ def test_exposure_rate_is_what_a_step_without_gradient_takes(kind):
         old = model[0].weight.detach().clone()
         (0 * model(torch.ones(4, 3).double())).sum().backward()
         optimizer.step()
-        rate = probes.exposure_rate(optimizer, optimizer.param_groups[0])
+        rate = exposure_rate(optimizer, optimizer.param_groups[0])
         torch.testing.assert_close(model[0].weight, (1 - rate) * old, rtol=1e-12, atol=0)

@@ -2,16 +2,21 @@
 
 import math
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich.table import Table
+from torch import nn
 
 from decaylab.cli import options
 from decaylab.cli.output import console, print_json
 from decaylab.errors import DecaylabError
 from decaylab.networks import build
-from decaylab.optim.decay import DecayRow, check_optimizer, decay_table, parameter_groups
+from decaylab.optim.decay import check_optimizer, parameter_groups
+from decaylab.optim.first_order import adam, sgd
+from decaylab.optim.kfac import KFAC
+from decaylab.optim.table import DecayRow, decay_table
 from decaylab.training.spec import PUBLISHED
 
 Network = Annotated[str, typer.Argument(help="mlp, vgg11/13/16/19 or resnet20/32/44/56.")]
@@ -56,7 +61,7 @@ def decay_table_command(
         raise DecaylabError(f"momentum must be at least 0 and below 1, and it is {momentum}")
     model = build(network, classes=10, batch_norm=batch_norm, width=width)
     groups = parameter_groups(model, weight_decay=weight_decay, decay=decay, scope=scope)
-    rows = decay_table(model, groups, optimizer=optimizer, lr=rate, momentum=momentum)
+    rows = decay_table(model, _built(optimizer, model, groups, rate, momentum))
     if json_output:
         print_json([asdict(row) for row in rows])
         return
@@ -64,6 +69,16 @@ def decay_table_command(
     console(200, markup=False).print(_table(rows))
     decayed = sum(row.decay != "none" for row in rows)
     print(f"{decayed} of {len(rows)} parameters decay")
+
+
+def _built(
+    name: str, model: nn.Module, groups: list[dict[str, Any]], lr: float, momentum: float
+) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return sgd(groups, lr=lr, momentum=momentum)
+    if name == "adam":
+        return adam(groups, lr=lr)
+    return KFAC(model, lr, params=groups, momentum=momentum)
 
 
 def _table(rows: list[DecayRow]) -> Table:

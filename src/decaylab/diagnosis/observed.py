@@ -20,8 +20,8 @@ from decaylab.diagnosis.layers import LayerRecord, Setting
 from decaylab.errors import DecaylabError
 from decaylab.optim import schedules
 from decaylab.optim.decay import DECAYS, OPTIMIZERS
+from decaylab.optim.laws import POWERS
 from decaylab.probes.watch import Watch
-from decaylab.probes.weights import POWERS
 from decaylab.records import Row, Rows, RunFolder
 from decaylab.records.rows import read_rows
 from decaylab.training import RunSpec

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from decaylab.optim.decay import OUTSIDE
-from decaylab.probes.weights import Layers, exposure_rate, groups_of
+from decaylab.optim.laws import exposure_rate
+from decaylab.probes.weights import Layers, groups_of
 
 
 class Exposure:

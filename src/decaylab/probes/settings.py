@@ -14,8 +14,9 @@ from decaylab.networks import roles
 from decaylab.optim.decay import DECAYS, decay_of
 from decaylab.optim.experiment import behaviour, is_torchs
 from decaylab.optim.kfac import KFAC
+from decaylab.optim.laws import POWERS, law_of
 from decaylab.probes.reading import row_name
-from decaylab.probes.weights import POWERS, Layers, groups_of, law_of
+from decaylab.probes.weights import Layers, groups_of
 
 
 def settings(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str, float]:

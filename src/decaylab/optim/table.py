@@ -1,0 +1,89 @@
+"""A table of who is decayed, how, and by which factor a step."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from decaylab.errors import DecaylabError
+from decaylab.networks import ParameterRole, roles
+from decaylab.optim.decay import decay_of, steady_shrink
+from decaylab.optim.laws import law_of
+
+HOW = {
+    "none": "not decayed",
+    "l2": "in the gradient, inside the momentum",
+    "decoupled": "beside the step, times lr",
+    "independent": "beside the step, whatever the lr",
+}
+
+
+@dataclass(frozen=True)
+class DecayRow:
+    """How one parameter decays; `factor` and `long_run` multiply it per step, None: not fixed."""
+
+    parameter: str
+    role: str
+    decay: str
+    weight_decay: float
+    how: str
+    factor: float | None
+    long_run: float | None
+
+
+def decay_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[DecayRow]:
+    """Who is decayed, how, and by which factor a step: one row per parameter, in model order.
+
+    Of any torch optimizer: one from elsewhere is tried (`behaviour`). factor: what one step
+    multiplies W by through the decay term alone, from rest; long_run: once the momentum has settled
+    (`steady_shrink`). Both are None for L2 behind a preconditioner (Adam, K-FAC).
+    """
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    found = roles(model)
+    return [
+        _row(found[name], optimizer, group_of.get(id(p))) for name, p in model.named_parameters()
+    ]
+
+
+def _row(
+    role: ParameterRole, optimizer: torch.optim.Optimizer, group: Mapping[str, Any] | None
+) -> DecayRow:
+    who = (role.parameter, role.role)
+    if group is None:
+        return DecayRow(*who, "none", 0.0, "not in this optimizer", 1.0, 1.0)
+    decay, weight_decay = decay_of(dict(group), optimizer)
+    if decay == "none":
+        return DecayRow(*who, decay, 0.0, HOW[decay], 1.0, 1.0)
+    lr, momentum = float(group["lr"]), float(group.get("momentum", 0.0))
+    if decay != "l2":
+        factor = 1 - steady_shrink(weight_decay, decay, lr=lr)
+        return DecayRow(*who, decay, weight_decay, HOW[decay], factor, factor)
+    if not _as_sgd(optimizer, group):
+        how = "in the gradient, then preconditioned"
+        return DecayRow(*who, decay, weight_decay, how, None, None)
+    if group.get("nesterov"):
+        amount = lr * weight_decay
+        factor, long_run = 1 - amount * (1 + momentum), _nesterov(amount, momentum)
+    else:
+        later = weight_decay * (1 - group.get("dampening", 0.0) if momentum else 1)
+        factor = 1 - steady_shrink(weight_decay, decay, lr=lr)
+        long_run = 1 - steady_shrink(later, decay, lr=lr, momentum=momentum)
+    return DecayRow(*who, decay, weight_decay, HOW[decay], factor, long_run)
+
+
+def _nesterov(amount: float, momentum: float) -> float:
+    """The larger |r| of v' = m v + a W, W' = W - a W - m v': r^2 - (1 + m)(1 - a) r + m (1 - a)."""
+    half, product = (1 + momentum) * (1 - amount) / 2, momentum * (1 - amount)
+    inside = half * half - product
+    return math.sqrt(abs(product)) if inside <= 0 else abs(half) + math.sqrt(inside)
+
+
+def _as_sgd(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether what stands in the gradient arrives in the step in proportion."""
+    try:
+        return law_of(optimizer, group) == "sgd"
+    except DecaylabError:
+        return False
