@@ -165,10 +165,10 @@ def _label(last: object) -> str:
 
 
 def _gain(compared: Comparison | None) -> str:
-    """Points ± one standard error, bold beyond twice that."""
+    """Points ± one standard error, bold where they are beyond the noise."""
     if compared is None:
         return "not run yet"
-    text = f"{compared.value:+.2f} ± {compared.noise:.2f}"
+    text = f"{compared.value:+.2f} ± {compared.noise.error:.2f}"
     text = text if compared.leaning == "unclear" else f"**{text}**"
     return text if compared.enough else f"{text} †"
 

@@ -5,7 +5,7 @@ import pytest
 
 from decaylab.paper import Readings, cells
 from decaylab.paper.claims import CLAIMS, judge
-from decaylab.paper.evidence import Comparison, Evidence
+from decaylab.paper.evidence import Comparison, Evidence, Noise
 from decaylab.paper.mechanism_claims import _ranks
 from decaylab.records import Manifest, Row, RunStore
 
@@ -198,6 +198,23 @@ def test_with_three_seeds_the_noise_is_theirs(tmp_path):
     assert claim.verdict == "supported"  # 0.3 with an error of 0.8 / sqrt(3) / sqrt(32)
 
 
+@pytest.mark.parametrize(("seeds", "reach"), [(3, 4.527), (5, 2.869), (30, 2.089)])
+def test_few_seeds_must_be_further_from_zero(seeds, reach):
+    """Two standard errors where they are known; Student's t at the same certainty, by tables."""
+    noise = Noise(0.5, seeds - 1)
+    assert noise.reach == pytest.approx(0.5 * reach, rel=1e-3)
+    assert noise.leaning(0.49 * reach) == "unclear"
+    assert (noise.leaning(0.51 * reach), noise.leaning(-0.51 * reach)) == ("for", "against")
+    assert Noise(0.5).reach == 1.0
+
+
+def test_the_noise_of_a_mean_has_the_degrees_of_its_parts():
+    mean = Noise.of_mean([Noise(0.6, 2), Noise(0.6, 2), Noise(0.6, 2), Noise(0.6, 2)])
+    assert (mean.error, mean.degrees) == (pytest.approx(0.3), pytest.approx(8))
+    assert Noise.of_mean([Noise(0.6), Noise(0.8)]) == Noise(pytest.approx(0.5))
+    assert Noise.of_mean([Noise(), Noise(0.8, 2)]).reach == math.inf
+
+
 def test_what_is_within_the_noise_asks_for_more_seeds(tmp_path):
     records = Records(tmp_path)
     records.fill("table1", lambda cell, seed: {**TRAINED, "test/accuracy": 0.9})
@@ -207,7 +224,7 @@ def test_what_is_within_the_noise_asks_for_more_seeds(tmp_path):
 
 
 def test_asking_for_the_verdict_changes_nothing():
-    open_still = Comparison("by", "unclear", True, (), value=-0.1, noise=1.0)
+    open_still = Comparison("by", "unclear", True, (), value=-0.1, noise=Noise(1.0))
     evidence = Evidence([open_still])
     assert [evidence.verdict(), evidence.verdict()] == ["not enough runs"] * 2
     assert evidence == Evidence([open_still])

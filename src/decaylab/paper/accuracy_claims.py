@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 
-from decaylab.paper.evidence import Bench, Comparison, Evidence, Leaning, Sample, named
+from decaylab.paper.evidence import Bench, Comparison, Evidence, Leaning, Noise, Sample, named
 
 KFAC, FIRST_ORDER = ("kfac-f", "kfac-g"), ("sgd", "adam")
 Terms = list[tuple[float, Sample | None]]
@@ -238,7 +238,7 @@ def _against_gap(gap: Comparison, comparison: Comparison) -> Comparison:
     """A comparison of shares of a gap: unclear unless the gap itself is there."""
     enough, runs = gap.enough and comparison.enough, (*gap.runs, *comparison.runs)
     kept = replace(comparison, enough=enough, runs=runs)
-    return kept if gap.leaning == "for" else replace(kept, leaning="unclear", noise=math.inf)
+    return kept if gap.leaning == "for" else replace(kept, leaning="unclear", noise=Noise())
 
 
 def _share(found: dict[object, Sample | None], scheme: str, gap: Comparison) -> float:

@@ -3,8 +3,9 @@
 The rules (the same for every claim):
 
 - A comparison is *for* or *against* a claim when it is at least twice its noise away from zero, and
-  *unclear* between. From three seeds on, the noise is the standard error over the seeds; with fewer
-  it is the sampling error of the test set, sqrt(p (1 - p) / images) per accuracy.
+  *unclear* between. From three seeds on, the noise is the standard error over the seeds, and twice
+  is what it is for Student's t (3 seeds: 4.5 times); with fewer it is the sampling error of the
+  test set, sqrt(p (1 - p) / images) per accuracy.
 - One comparison against it contradicts a claim. It is supported when every run it needs is there,
   none is against, and the mean over its comparisons is for it (where it is about every case: each
   of them positive too); else there are not enough runs.
@@ -49,23 +50,49 @@ class Sample:
         return math.sqrt(max(self.mean * (1 - self.mean), 0.5 / images) / images)
 
 
-def _noise_and_spread(terms: Sequence[tuple[float, Sample]]) -> tuple[float, float | None]:
-    """Of a sum of factor * accuracy: one standard error, and the spread over seeds.
+@dataclass(frozen=True)
+class Noise:
+    """One standard error, and on how many degrees of freedom it was estimated."""
+
+    error: float = math.inf
+    degrees: float = math.inf
+
+    @property
+    def reach(self) -> float:
+        """As far from zero as a value must be; as certain as two standard errors that are known."""
+        if not math.isfinite(self.degrees):
+            return 2 * self.error
+        from scipy.special import stdtrit  # slow to import, and seldom needed
+
+        return float(stdtrit(self.degrees, statistics.NormalDist().cdf(2.0))) * self.error
+
+    def leaning(self, value: float) -> Leaning:
+        """For, against or unclear."""
+        unclear = abs(value) < self.reach or value == 0
+        return "unclear" if unclear else "for" if value > 0 else "against"
+
+    @staticmethod
+    def of_mean(noises: Sequence["Noise"]) -> "Noise":
+        """Of the mean of values with these; the degrees by Welch and Satterthwaite."""
+        squares = [noise.error**2 for noise in noises]
+        total = sum(squares)
+        parts = sum(sq**2 / noise.degrees for sq, noise in zip(squares, noises, strict=True))
+        degrees = total**2 / parts if 0 < parts < math.inf else math.inf
+        return Noise(math.sqrt(total) / len(noises), degrees)
+
+
+def _noise_and_spread(terms: Sequence[tuple[float, Sample]]) -> tuple[Noise, float | None]:
+    """Of a sum of factor * accuracy, and the spread over seeds, in points.
 
     Seeds that all samples have are taken together.
     """
     seeds = set.intersection(*(set(sample.values) for _, sample in terms))
-    by_seed = [sum(f * sample.values[seed] for f, sample in terms) for seed in sorted(seeds)]
+    by_seed = [sum(100 * f * sample.values[seed] for f, sample in terms) for seed in sorted(seeds)]
     spread = statistics.stdev(by_seed) if len(by_seed) > 1 else None
     if spread is not None and len(by_seed) >= SEEDS_FOR_SPREAD:
-        return spread / math.sqrt(len(by_seed)), spread
-    sampling = math.sqrt(sum((factor * sample.sampling_error) ** 2 for factor, sample in terms))
-    return sampling, spread
-
-
-def leaning_of(value: float, noise: float) -> Leaning:
-    """For, against or unclear, at two standard errors."""
-    return "unclear" if abs(value) < 2 * noise or value == 0 else "for" if value > 0 else "against"
+        return Noise(spread / math.sqrt(len(by_seed)), len(by_seed) - 1), spread
+    sampling = [factor * 100 * sample.sampling_error for factor, sample in terms]
+    return Noise(math.hypot(*sampling)), spread
 
 
 @dataclass(frozen=True)
@@ -80,7 +107,7 @@ class Comparison:
     enough: bool
     runs: tuple[RunReading, ...]
     value: float = 0.0
-    noise: float = math.inf
+    noise: Noise = Noise()
     spread: float | None = None
 
 
@@ -108,9 +135,9 @@ class Evidence:
         if all(comparison.leaning == "for" for comparison in judged):
             return "supported"
         mean = statistics.fmean(comparison.value for comparison in judged)
-        noise = math.sqrt(sum(comparison.noise**2 for comparison in judged)) / len(judged)
+        noise = Noise.of_mean([comparison.noise for comparison in judged])
         turned = [comparison for comparison in judged if comparison.value <= 0]
-        if leaning_of(mean, noise) == "for" and not (self.every and turned):
+        if noise.leaning(mean) == "for" and not (self.every and turned):
             return "supported"
         return "not enough runs"
 
@@ -212,18 +239,11 @@ class Bench:
         known = [(factor, sample) for factor, sample in terms if sample is not None]
         if len(known) < len(terms):
             return None
-        value = sum(factor * sample.mean for factor, sample in known)
+        value = sum(100 * factor * sample.mean for factor, sample in known)
         noise, spread = _noise_and_spread(known)
         runs = tuple(run for _, sample in known for run in sample.runs)
-        return Comparison(
-            f"{text} {100 * value:+.2f}",
-            leaning_of(value, noise),
-            self.enough(runs),
-            runs,
-            value=100 * value,
-            noise=100 * noise,
-            spread=None if spread is None else 100 * spread,
-        )
+        said, leaning = f"{text} {value:+.2f}", noise.leaning(value)
+        return Comparison(said, leaning, self.enough(runs), runs, value, noise, spread)
 
 
 def named(key: dict[str, object], *columns: str) -> str:
