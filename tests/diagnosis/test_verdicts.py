@@ -166,6 +166,32 @@ def test_damping_acts():
     assert not any("dominate" in c for c in high.consequences)
 
 
+def test_a_damping_whose_share_stays_is_not_said_to_matter():
+    """The effective damping falls, and the curvature as much: K-FAC is as second-order."""
+    layers = [kfac(weight_decay=wd) for wd in (STRONG, 0.0)]
+    lasts = [layer.norms(1000)[-1] for layer in layers]
+    layers[1] = replace(layers[1], share=1 / (1 + 7 / 3 * (lasts[0] / lasts[1]) ** 2))
+    result = diagnose(*(records({"conv": layer}) for layer in layers))
+    assert result["effective d"].verdict == "acts"
+    assert "It is the same" in result["effective d"].reason
+    assert any("no more second-order" in said for said in result.consequences)
+    assert not any("that matters" in said for said in result.consequences)
+    raised = diagnose(*(records({"conv": kfac(weight_decay=wd)}) for wd in (STRONG, 0.0)))
+    assert any("that matters" in said for said in raised.consequences)
+
+
+def test_the_damping_is_compared_where_it_is_recorded_most():
+    """Layers whose damping was measured at the end alone are judged over the same steps."""
+    pair = [records({"a": kfac(weight_decay=wd), "b": kfac(weight_decay=wd)}) for wd in (STRONG, 0)]
+    sparse = [
+        Rows(tuple(row for row in of.rows if row.name != "effective_damping/a" or row.step == 1000))
+        for of in pair
+    ]
+    dense, found = (diagnose(*of)["effective d"] for of in (pair, sparse))
+    assert found.effect.records == dense.effect.records > 1
+    assert found.effect.value == pytest.approx(dense.effect.value, rel=1e-12)
+
+
 def test_damping_does_not_act():
     assert verdicts(records({"conv": sgd(weight_decay=STRONG)}))[2] == "does not act"
     share = {"share": 0.999}

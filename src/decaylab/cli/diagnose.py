@@ -82,10 +82,10 @@ def card(diagnosis: Diagnosis) -> Panel:
     parts.append(Text("\nwhat follows", "bold"))
     parts += [Text(f"- {sentence}") for sentence in diagnosis.consequences]
     parts += [Text(f"- left out: {k} ({why})") for why, k in diagnosis.left_out().items()]
-    title = f"weight decay in {diagnosis.run}"
-    if diagnosis.baseline:
-        title += f" against {diagnosis.baseline}"
-    return Panel(Group(*parts), title=escape(title), title_align="left")
+    if diagnosis.baseline:  # below the title, which is cut where it is too long
+        parts.insert(0, Text(f"against {diagnosis.baseline}", "dim"))
+    title = escape(f"weight decay in {diagnosis.run}")
+    return Panel(Group(*parts), title=title, title_align="left")
 
 
 def _layers(finding: Finding) -> Table:

@@ -135,12 +135,19 @@ def _without_moments(layer: LayerRecord) -> LayerRecord:
 
 
 def damping_effect(layer: LayerRecord, baseline: LayerRecord | None) -> Effect | None:
-    """The factor by which decay lowers lambda |W|^2 (Eq. 14)."""
+    """The factor by which decay lowers lambda |W|^2 (Eq. 14).
+
+    Two runs with one lambda: their norms tell it too, and are often recorded more densely.
+    """
     if baseline is not None:
         mine, other = (of.series.get("effective_damping", ()) for of in (layer, baseline))
-        if ratios := ratio(other, mine):
-            return effect_of(ratios, ("effective_damping",), "baseline")
-        return effect_of(squared(ratio(baseline.norms, layer.norms)), ("weight_norm",), "baseline")
+        measured = effect_of(ratio(other, mine), ("effective_damping",), "baseline")
+        if measured is not None and layer.setting is not None and layer.setting.scale_free:
+            return measured
+        norms = squared(ratio(baseline.norms, layer.norms))
+        by_norm = effect_of(norms, ("weight_norm",), "baseline")
+        known = [effect for effect in (measured, by_norm) if effect is not None]
+        return max(known, key=lambda effect: effect.records, default=None)
     ratios = squared(ratio(reconstructed(layer), layer.norms))
     return effect_of(ratios, ("weight_norm", "decay_exposure", "second_order_share"), "this run")
 

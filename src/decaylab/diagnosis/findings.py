@@ -1,7 +1,7 @@
 """The parts that verdicts are made of: thresholds, rows by layer, and the words."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
 
 from decaylab.diagnosis.evidence import Effect, effect_of, ratio, remembers_too_much
@@ -18,6 +18,8 @@ JACOBIAN_ACTS, JACOBIAN_NOTHING = 1.5, 1.2
 TOO_LITTLE_EXPOSURE = 0.05
 # Nine tenths of the directions are second-order: what damping does to the rest changes little.
 DAMPING_NEGLIGIBLE = 0.9
+# Second-order shares of two seeds differ by so much (results/demo): decay has not raised it.
+SAME_SHARE = 0.02
 # Less than half of the directions are second-order: K-FAC steps as SGD does in most of them.
 DAMPING_DOMINATES = 0.5
 # Which row stands for the function's sensitivity, best first (Sec. 4.2, Table 2, Fig. 5).
@@ -261,7 +263,15 @@ def record(run: Observed, *, both: bool = False) -> str:
     return f'record {of} with watch(..., probes="diagnosis", inputs=batch)'
 
 
-def what_follows(run: Observed, findings: tuple[Finding, ...]) -> list[str]:
+def same_share(shares: Mapping[str, float | None]) -> bool:
+    """Whether two measured runs are as much second-order with decay as without."""
+    mine, other = shares.get("with decay"), shares.get("without")
+    return mine is not None and other is not None and abs(mine - other) < SAME_SHARE
+
+
+def what_follows(
+    run: Observed, findings: tuple[Finding, ...], shares: Mapping[str, float | None]
+) -> list[str]:
     """Plain words on which decay matters, and what would replace it."""
     lr, jacobian, damping = findings
     invariant = judgeable(run)
@@ -273,7 +283,12 @@ def what_follows(run: Observed, findings: tuple[Finding, ...]) -> list[str]:
             f"Decay of the scale-invariant layers ({names}) does not change the function by itself."
             " It only sets how far each step turns their weights."
         )
-        if "acts" in (lr.verdict, damping.verdict):
+        if lr.verdict != "acts" and damping.verdict == "acts" and same_share(shares):
+            said.append(
+                "In this run decay keeps the effective damping low, but K-FAC's steps are no more"
+                " second-order for it."
+            )
+        elif "acts" in (lr.verdict, damping.verdict):
             said.append("In this run that matters: decay " + _through(lr, damping) + ".")
         if lr.verdict == damping.verdict == "does not act":
             said.append("In this run decay of these layers has no effect: it could be left out.")

@@ -31,8 +31,10 @@ from decaylab.diagnosis.findings import (
     no_decay,
     record,
     same,
+    same_share,
     what_follows,
 )
+from decaylab.diagnosis.layers import LayerRecord
 from decaylab.diagnosis.observed import Observed, Source, observe
 from decaylab.diagnosis.result import MECHANISMS, Diagnosis, Finding
 
@@ -73,7 +75,7 @@ def diagnose(run: Source, baseline: Source | None = None) -> Diagnosis:
         other.name if other is not None else None,
         tuple(first),
         findings,
-        tuple(what_follows(mine, findings)),
+        tuple(what_follows(mine, findings, _shares(mine, other))),
         {name: layer.skipped for name, layer in mine.layers.items() if layer.skipped},
     )
 
@@ -114,7 +116,7 @@ def _damping(run: Observed, baseline: Observed | None) -> Finding:
     early = at_once(run, name, quantity)
     if early is not None:
         return early
-    of = [layer for layer in judgeable(run) if by_kfac(layer)]
+    of = _damped(run)
     if not of:
         reason = "K-FAC preconditions no scale-invariant layer that has decay."
         return Finding(name, quantity, "does not act", reason)
@@ -125,15 +127,9 @@ def _damping(run: Observed, baseline: Observed | None) -> Finding:
         return Finding(name, quantity, "does not act", reason)
     rows = layer_rows(run, baseline, damping_effect, kfac_only=True)
     effect = over_layers(row.effect for row in rows if row.effect)
-    shares = {"with decay": last_share(of)}
+    shares = _shares(run, baseline)
     if effect is None and shares["with decay"] is not None:
         return found_by(name, quantity, effect, rows, run)
-    if baseline is not None:
-        others = [other for x in of if (other := same(x, baseline)) is not None]
-        shares["without"] = last_share(others)
-    else:
-        estimates = [s for layer in of if (s := share_without_decay(layer)) is not None]
-        shares["without (a rough estimate)"] = fmean(estimates) if estimates else None
     known = {key: value for key, value in shares.items() if value is not None}
     if len(known) < len(shares):
         return Finding(
@@ -154,7 +150,25 @@ def _damping(run: Observed, baseline: Observed | None) -> Finding:
             rows,
         )
     found = found_by(name, quantity, effect, rows, run)
-    return replace(found, reason=f"{found.reason} The second-order share is {said}.")
+    reason = f"{found.reason} The second-order share is {said}."
+    if found.verdict == "acts" and same_share(shares):
+        reason += " It is the same: the curvature of the normalised weights is lower, too."
+    return replace(found, reason=reason)
+
+
+def _damped(run: Observed) -> list[LayerRecord]:
+    return [layer for layer in judgeable(run) if by_kfac(layer)]
+
+
+def _shares(run: Observed, baseline: Observed | None) -> dict[str, float | None]:
+    """The second-order share at the end, with decay and without; None where not recorded."""
+    of = _damped(run)
+    shares = {"with decay": last_share(of)}
+    if baseline is not None:
+        others = [other for x in of if (other := same(x, baseline)) is not None]
+        return {**shares, "without": last_share(others)}
+    estimates = [s for layer in of if (s := share_without_decay(layer)) is not None]
+    return {**shares, "without (a rough estimate)": fmean(estimates) if estimates else None}
 
 
 def _jacobian(run: Observed, baseline: Observed | None) -> Finding:
