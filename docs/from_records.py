@@ -21,6 +21,7 @@ from decaylab.paper import Readings, artefact_of
 from decaylab.paper.claims import Claim
 from decaylab.paper.evidence import Bench, Comparison, Sample
 from decaylab.records import RunFolder, RunStore
+from decaylab.report.diagnoses import baseline_of
 from decaylab.report.drawing import Panel, draw
 from decaylab.report.mechanisms import (
     MECHANISMS,
@@ -33,7 +34,7 @@ from decaylab.report.mechanisms import (
 )
 from decaylab.report.names import key_words, named
 from decaylab.report.page import Cell, Grid, grid_markdown
-from decaylab.report.provenance import survey
+from decaylab.report.provenance import seeds_of, survey
 from decaylab.report.sections import fill, judged
 from decaylab.report.tables import Measured, number, seeds_words, to_grid, with_runs
 
@@ -72,8 +73,8 @@ class Records:
         self.readings = Readings(RunStore(root))
         self.demo_readings = Readings(RunStore(root / "demo"))
         self.root = root
-        found = [folder.manifest() for folder in self.readings.store.runs()]
-        self.seeds = 1 + max((manifest.seed for manifest in found if manifest), default=0)
+        self.found, _ = survey(self.readings.store)
+        self.seeds = seeds_of(self.found)
 
     def tiers(self, artefact: str) -> list[str]:
         """The tiers at which a cell of an artefact has a finished run."""
@@ -147,7 +148,9 @@ def _gains_at(records: Records, artefact: str, tier: str) -> str:
         return ""
     header = ["network", "optimizer", _label(baseline)]
     header += [_label(last) for last in others] + ["lr, decay", "seeds"]
-    said = f"Test accuracy in % and what decay adds, in points; {_tier_words(tier, used)};"
+    data = dict.fromkeys(named(run.spec.data) for sample in used for run in sample.runs)
+    on = f" on {', '.join(data)}" if "dataset" not in columns else ""
+    said = f"Test accuracy in %{on} and what decay adds, in points; {_tier_words(tier, used)};"
     said += f" {len(rows)} of {len(groups)} rows have been run."
     if marked:
         said += " †: the schedule is too short for this decay to take full effect (exposure"
@@ -160,7 +163,7 @@ def _count(sample: Sample | None) -> int:
 
 
 def _label(last: object) -> str:
-    words = {"0": "no decay", "1": "with decay", "none": "no decay", "baseline": "no decay"}
+    words = {"0": "no decay", "1": "with decay", "baseline": "no decay"}
     return words.get(str(last), named(last))
 
 
@@ -182,22 +185,24 @@ def _strengths(samples: Sequence[Sample]) -> str:
 
 
 def claimed(records: Records, names: Sequence[str]) -> str:
-    """What the paper claims, and what our records say to it, at the fullest tier with runs."""
+    """What the paper claims, and what our records say to it, at every tier with runs."""
     rows = []
     for name in names:
         found = [claim for tier in TIERS if (claim := records.claims(tier)[name]).n]
-        claim = found[0] if found else records.claims(TIERS[-1])[name]
-        seen = claim.effect or "not run yet"
-        verdict = f"{claim.verdict}, tier {claim.tier}" if found else "not run yet"
-        rows.append([Cell(f"{claim.claim} ({claim.where})"), Cell(seen), Cell(verdict)])
+        claim = records.claims(TIERS[-1])[name]
+        said = [(one.effect, f"{one.verdict}, tier {one.tier}") for one in found]
+        rows += [
+            [Cell(f"{claim.claim} ({claim.where})"), Cell(seen), Cell(verdict)]
+            for seen, verdict in said or [("not run yet", "not run yet")]
+        ]
     header = [Cell("the paper's claim"), Cell("our records"), Cell("verdict")]
     return grid_markdown(Grid(header, rows))
 
 
 def verdicts(records: Records) -> str:
-    """What `diagnose` says of each pair of Table 1: which mechanism decay acts through."""
+    """What `diagnose` says of the runs of Table 1 with decay: which mechanism it acts through."""
     rows = []
-    for tier, words, folders in _decayed_pairs(records):
+    for tier, words, folders in _decayed(records):
         result = diagnose(*folders)
         judged_from = "both runs" if result.baseline else "the run alone"
         cells = [*words, *map(_finding, result.findings), Cell(judged_from), Cell(tier)]
@@ -210,7 +215,7 @@ def verdicts(records: Records) -> str:
 def reconstructed(records: Records) -> str:
     """The first mechanism's factor as one run tells it, beside that of both runs."""
     rows = []
-    for tier, words, folders in _decayed_pairs(records):
+    for tier, words, folders in _decayed(records):
         both, alone = (diagnose(*of) for of in (folders, folders[:1]))
         effects = [result.findings[0].effect for result in (alone, both)]
         if both.baseline and all(effects):
@@ -220,14 +225,18 @@ def reconstructed(records: Records) -> str:
     return table if rows else _commands("table1")
 
 
-def _decayed_pairs(records: Records) -> Iterator[tuple[str, list[Cell], list[RunFolder]]]:
-    """The rows of Table 1 that have both runs: tier, words, the folders with and without decay."""
+def _decayed(records: Records) -> Iterator[tuple[str, list[Cell], list[RunFolder]]]:
+    """The runs of Table 1 with decay: tier, words, the run's folder and that of its baseline.
+
+    A baseline differs by the decay alone. At other learning rates, as often in Table 1, it is none.
+    """
     for tier in records.tiers("table1"):
         for key, cells in records.bench(tier).groups("table1"):
-            runs = [one for on in (1, 0) for one in records.readings.finished(cells[on])[:1]]
-            if len(runs) == 2:
+            for run in records.readings.finished(cells[1])[:1]:
                 net = ", ".join(key_words(key, ["dataset", "network", "batch_norm", "augment"]))
-                folders = [records.readings.store.folder(one.spec.id) for one in runs]
+                baseline = baseline_of(run.spec.resolved(), records.found)
+                folders = [records.readings.store.folder(run.spec.id)]
+                folders += [baseline.folder] if baseline is not None else []
                 yield tier, [Cell(net), Cell(named(key["optimizer"]))], folders
 
 

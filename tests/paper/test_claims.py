@@ -358,7 +358,9 @@ def test_nets_that_do_not_fit_contradict_e14_only_at_the_full_schedule(tmp_path)
         records = Records(tmp_path / tier, tier)
         short = lambda cell, seed: papers(cell) | {"train/accuracy": 0.97}  # noqa: E731
         records.fill("table1", short)
-        assert records.claims()["E14"].verdict == verdict
+        claim = records.claims()["E14"]
+        assert claim.verdict == verdict
+        assert "and 56 more" in claim.notes  # of 64, eight are named
 
 
 def test_scopes_of_first_and_second_order(tmp_path):

@@ -63,6 +63,26 @@ def test_a_row_is_shown_at_the_fullest_tier_it_was_run_at(store):
     assert [row[6] for row in both if row[1] == "SGD"] == ["86.00", "85.00"]
 
 
+def test_what_was_seen_is_said_of_every_tier(store):
+    for tier, gain in (("short", 0.02), ("full", 0.03)):
+        without, decayed = select(cells("table1", tier), SGD)
+        write(store, without.runs[0], 0.9, tier=tier)
+        write(store, decayed.runs[0], 0.9 + gain, tier=tier)
+    seen = rows(block("claims", store))[0][-1]
+    assert "tier full: with decay against without: +3.00 points" in seen
+    assert "tier short: with decay against without: +2.00 points" in seen
+
+
+def test_decay_alone_shows_runs_without_decay_as_such(store):
+    chosen = ["batch_norm=1", "optimizer=sgd"]
+    without, decayed = select(cells("decay-alone", "short"), chosen)
+    write(store, without.runs[0], 0.8, tier="short")
+    write(store, decayed.runs[0], 0.85, tier="short")
+    table = Results(store.root).filled("decay-alone", "short").table
+    found = {entry.decayed: entry.ours.mean for entry in table.entries if entry.ours.n}
+    assert found == {False: 80.0, True: 85.0}
+
+
 def test_misses_are_what_is_over_a_point_off_and_own_settings_count_when_marked(store):
     searched = write_searched(store.root)
     plain, decayed = select(cells("table1", "full", searched_folder=searched), SGD)
@@ -167,6 +187,10 @@ def test_searches_at_a_constant_lr_by_their_training_loss(store):
     }
     assert [row[2] for row in found] == ["0.01", "0.003", "0.03"]
     assert [row[6] for row in found] == ["0.0001", "0.0005", "0.12"]
+    assert "on the edge" not in block("searches", store)
+    values = {"test/accuracy": 0.7, "train/running_loss": 1e-5}
+    write_run(held, replace(spec, lr=0.001), values, tier="short")
+    assert f"may lie beyond it: {found[0][0]} (lr 0.001)." in block("searches", store)
 
 
 def test_the_command_writes_blocks_and_nothing_else(store, tmp_path):

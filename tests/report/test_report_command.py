@@ -139,7 +139,9 @@ def test_only_what_has_runs_is_shown_and_the_rest_is_counted(tmp_path):
 def test_what_needs_a_search_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(settings, "_all_searched", lambda folder: [])
     fill_artefacts(tmp_path, ["fig1"])
-    assert "cells have no setting yet: needs search" in report(tmp_path)[2].text
+    assert (
+        "cells have no setting yet and need a search: decaylab search " in report(tmp_path)[2].text
+    )
 
 
 def test_files(filled):

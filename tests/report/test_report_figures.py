@@ -111,6 +111,12 @@ def test_unframed_points_are_drawn_but_get_no_room(monkeypatch):
     assert left < 5 < right  # alone, they are framed
 
 
+def test_one_line_alone_has_its_name_too():
+    """Else nobody could tell whether it is with decay or without."""
+    named = [draw(Panel("a", "x", "y", [Line(n, [0, 1], [1.0, 2.0])])) for n in ("one", "two")]
+    assert named[0] != named[1]
+
+
 def test_drawing_gives_images_of_one_size():
     pixels = tuple(round(DPI * side) for side in SIZE)
     bars = Bars("none", [90.0, None], [0.1, None])

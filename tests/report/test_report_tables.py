@@ -60,6 +60,15 @@ def test_one_seed_is_called_one_seed_everywhere():
     assert row[8:] == ["+2.00", "+2.50", "one seed and 2"]
 
 
+def test_a_table_that_is_not_the_papers_has_our_numbers_alone():
+    grid = to_grid(table(entry(None, 91.0), entry(None, 93.0, decayed=True)))
+    names = [cell.text for cell in grid.header]
+    assert names == ["network", "optimizer", "no decay", "decay", "effect of decay", "seeds"]
+    assert [[cell.text for cell in row] for row in grid.rows] == [
+        ["VGG16", "SGD", "91.00", "93.00", "+2.00", "one seed"]
+    ]
+
+
 def test_the_effect_is_judged_from_two_seeds_on():
     def tone(without, with_decay):
         sides = (entry(90.0, *without), entry(92.0, *with_decay, decayed=True))

@@ -184,6 +184,7 @@ def e14(bench: Bench) -> Evidence:
         evidence.effect = f"{len(found) - len(below)} of {len(found)} cells end at {TRAINED:.1%} or"
         evidence.effect += f" more training accuracy, the lowest at {evidence.value:.2f} %"
     evidence.notes += [f"below: {c.text}" for c in below[:8]]
+    evidence.notes += [f"and {len(below) - 8} more"] if len(below) > 8 else []
     return evidence
 
 

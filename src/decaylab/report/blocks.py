@@ -155,14 +155,14 @@ def _last_and_best(
 
 
 def claims(results: Results) -> str:
-    """E1-E15: the verdict at each tier, and what was seen at the fullest with runs."""
+    """E1-E15: the verdict at each tier, and what was seen there."""
     judgements = {tier: _judged(results, tier) for tier in results.tiers}
     if not judgements:
         return "*No runs yet.*\n"
     rows = []
     for name, claim in next(iter(judgements.values())).items():
         at = {tier: found[name] for tier, found in judgements.items()}
-        seen = next((f"{one.effect} (tier {t})" for t, one in at.items() if one.effect), "—")
+        seen = "; ".join(f"tier {t}: {one.effect}" for t, one in at.items() if one.effect) or "—"
         verdicts = [one.said for one in at.values()]
         rows.append([name, claim.where, claim.claim, *verdicts, seen])
     header = ["", "where", "claim", *(f"tier {tier}" for tier in judgements), "what was seen"]

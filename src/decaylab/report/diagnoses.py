@@ -46,23 +46,13 @@ class Case:
 
 
 def diagnosed(found: Sequence[Found]) -> tuple[list[Case], list[str]]:
-    """Every run with decay against its baseline, by setting; and what could not be, in sentences.
-
-    A baseline has no decay and is otherwise the same run, of the same seed if there is one.
-    """
-    plain = [
-        run
-        for run in found
-        if run.manifest.status == "finished"
-        and run.spec.decay == "none"
-        and not run.spec.norm_source
-    ]
+    """Every run with decay against its baseline, by setting; and what could not be, in words."""
     cases: dict[tuple[object, ...], dict[int, tuple[RunSpec, Diagnosis]]] = {}
     left_out = []
     for run in found:
         if run.spec.decay == "none":
             continue
-        baseline = _baseline(run.spec, plain)
+        baseline = baseline_of(run.spec, found)
         try:
             result = diagnose(run.folder, baseline.folder if baseline is not None else None)
         except DecaylabError as error:
@@ -78,10 +68,18 @@ def _case(of: dict[int, tuple[RunSpec, Diagnosis]]) -> Case:
     return Case(of[seeds[0]][0], tuple(seeds), tuple(of[seed][1] for seed in seeds))
 
 
-def _baseline(spec: RunSpec, plain: Iterable[Found]) -> Found | None:
+def baseline_of(spec: RunSpec, found: Iterable[Found]) -> Found | None:
+    """The finished run without decay that is otherwise the same; of the same seed if possible."""
     free = {*FREE_TO_DIFFER, "seed"}
     ours = _setting(spec, free)
-    alike = [run for run in plain if _setting(run.spec, free) == ours]
+    alike = [
+        run
+        for run in found
+        if run.spec.decay == "none"
+        and not run.spec.norm_source
+        and run.manifest.status == "finished"
+        and _setting(run.spec, free) == ours
+    ]
     return min(alike, key=lambda r: (r.spec.seed != spec.seed, r.spec.seed), default=None)
 
 
@@ -111,7 +109,9 @@ def diagnoses_section(cases: Sequence[Case]) -> Section:
 
 def _words(case: Case) -> str:
     spec = case.spec
-    net = [named(spec.data), named(spec.network), "BN" if spec.batch_norm else "no BN"]
+    hidden = "x".join(map(str, spec.hidden or ()))
+    network = f"{named(spec.network)} {hidden}".strip()
+    net = [named(spec.data), network, "BN" if spec.batch_norm else "no BN"]
     net += ["Aug"] if spec.augment else []
     net += [f"batch {spec.batch_size}", f"{spec.epochs} epochs"]
     scope = "" if spec.decay_scope == "all" else f" of {spec.decay_scope}"

@@ -20,7 +20,7 @@ NOT_FITTED = "not fitted"
 # After Okabe and Ito: told apart without seeing red from green, and of middle lightness, so that
 # they stay visible when a page inverts the image. One name, one colour.
 COLOURS = {
-    "none": "#D55E00",
+    "no decay": "#D55E00",
     "L2": "#0072B2",
     "weight decay": "#009E73",
     "baseline": "#D55E00",
@@ -243,8 +243,8 @@ def _room_for(axes: "Axes", bars: Sequence[Bars], *, from_zero: bool) -> None:
 
 
 def _legend(axes: "Axes", panel: Panel) -> None:
-    labels = list(dict.fromkeys(mark.label for mark in panel.marks))
-    if len(labels) > 1:
+    labels = list(dict.fromkeys(mark.label for mark in panel.marks if mark.label))
+    if labels:
         axes.legend(
             loc="upper center",
             bbox_to_anchor=(0.45, -0.2),

@@ -43,7 +43,7 @@ def label_of(cell: Cell) -> str:
     """What is done about decay in a cell: the scheme, or whether there is weight decay."""
     if "scheme" in cell.key:
         return named(cell.key["scheme"])
-    return "weight decay" if cell.key.get("weight_decay") else "none"
+    return "weight decay" if cell.key.get("weight_decay") else "no decay"
 
 
 def title_of(cell: Cell, columns: Sequence[str]) -> str:

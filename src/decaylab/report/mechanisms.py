@@ -15,7 +15,7 @@ TIER = "demo"
 OPTIMIZERS = ("sgd", "adam", "kfac-f", "kfac-g")
 DECAYS = ("none", "l2", "decoupled")
 LEAST = 1.05  # a ratio nearer to one than this is no change
-RATIO = "weight decay / none"
+RATIO = "weight decay / no decay"
 RATIO_NOTE = f'"{RATIO}" is the mean of the seeds\' ratios.'
 
 

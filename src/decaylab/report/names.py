@@ -8,7 +8,8 @@ NAMES = {
     **{"resnet20": "ResNet20", "resnet32": "ResNet32", "resnet44": "ResNet44"},
     **{"resnet56": "ResNet56", "sgd": "SGD", "adam": "Adam"},
     **{"kfac-f": "K-FAC-F", "kfac-g": "K-FAC-G", "l2": "L2", "wd": "weight decay"},
-    **{"decoupled": "weight decay", "batch_size": "batch"},
+    **{"decoupled": "weight decay", "none": "no decay", "undecayed": "no decay"},
+    **{"batch_size": "batch"},
 }
 
 

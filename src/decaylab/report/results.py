@@ -153,9 +153,9 @@ def searches(results: Results) -> str:
     """Every setting that was tried on held-out images, the best of each cell first.
 
     That is the highest accuracy on them after the last epoch, or, where the learning rate never
-    drops, the lowest training loss (Fig. 9).
+    drops, the lowest training loss (Fig. 9). A best one at the end of what was tried is named.
     """
-    rows = []
+    rows, edges = [], []
     for title, found in _searches(results).items():
         tried = []
         for run in found:
@@ -169,9 +169,17 @@ def searches(results: Results) -> str:
             said.append(f"{losses[-1]:.2g}" if losses else "—")
             by_loss = losses[-1] if losses else math.inf
             tried.append((by_loss if _constant_lr(run) else -(last or 0.0), said))
-        rows += [said for _, said in sorted(tried)]
+        ordered = [said for _, said in sorted(tried)]
+        rows += ordered
+        for place, word in ((2, "lr"), (3, "decay")):
+            values = sorted({float(said[place]) for said in ordered})
+            if len(values) > 1 and float(ordered[0][place]) in (values[0], values[-1]):
+                edges.append(f"{title} ({word} {ordered[0][place]})")
     header = ["cell", "tier", "lr", "decay", "last epoch", "best epoch", "training loss"]
-    return text_grid(header, rows) if rows else "*No search has been made yet.*\n"
+    if not rows:
+        return "*No search has been made yet.*\n"
+    on_edge = "The best is on the edge of what was tried, and may lie beyond it: "
+    return text_grid(header, rows) + (f"\n{on_edge}{'; '.join(edges)}.\n" if edges else "")
 
 
 def _searches(results: Results) -> dict[str, list[Found]]:
@@ -183,8 +191,7 @@ def _searches(results: Results) -> dict[str, list[Found]]:
         words = key_words({**key, "augment": int(spec.augment)}, list(key))
         words += [f"batch {spec.batch_size}"] if spec.batch_size != 128 else []
         words += ["constant lr"] if _constant_lr(run) else []
-        kind = named(spec.decay) if spec.decay != "none" else "no decay"
-        title = ", ".join([*words, named(spec.optimizer), kind])
+        title = ", ".join([*words, named(spec.optimizer), named(spec.decay)])
         found.setdefault(title, []).append(run)
     return found
 

@@ -27,7 +27,7 @@ from decaylab.report.tables import (
 from decaylab.theory import STATEMENTS, Check
 
 VERDICTS: dict[str, Tone] = {"supported": "good", "contradicted": "bad"}
-DECAY = ("no decay", "weight decay")
+UNDECAYED = ("none", "undecayed")  # schemes
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _table(artefact: Artefact, tier: str, found: Sequence[PaperCell], readings: 
         entries.append(
             Entry(
                 key=tuple(key),
-                decayed=decayed == "1",
+                decayed=decayed not in ("0", *UNDECAYED),
                 paper=cell.paper,
                 ours=Measured(values),
                 tier=tier,
@@ -198,8 +198,10 @@ def _note(filled: Filled, readings: Readings) -> str:
         nets = stand_ins((run.spec for run in runs), named)
         parts.append(f"names are the paper's, the numbers those of stand-ins on digits: {nets}")
     elif runs:
-        shown = dict.fromkeys(f"{run.spec.data} ({named(run.spec.network)})" for run in runs)
-        parts.append(", ".join(shown))
+        on: dict[str, dict[str, None]] = {}
+        for run in runs:
+            on.setdefault(named(run.spec.data), {})[named(run.spec.network)] = None
+        parts.append(", ".join(f"{data} ({', '.join(of)})" for data, of in on.items()))
     if seeds:
         least, most = min(seeds), max(seeds)
         parts.append(counted_seeds(most) if least == most else f"{least} to {most} seeds")
@@ -209,14 +211,16 @@ def _note(filled: Filled, readings: Readings) -> str:
     lacking = list(readings.lacking(filled.cells))
     if lacking:
         named_probes = dict.fromkeys(probe for _, probes in lacking for probe in probes)
-        parts.append(f"{len(lacking)} runs lack {', '.join(named_probes)}")
+        counted = "1 run" if len(lacking) == 1 else f"{len(lacking)} runs"
+        parts.append(f"{' or '.join(named_probes)} not recorded in {counted}")
     return "; ".join(parts) + "."
 
 
 def _without_setting(filled: Filled) -> str:
     needs = [cell.missing for cell in filled.cells if cell.missing]
-    first = _first(list(dict.fromkeys(needs)), "; ", most=1)
-    return f"{len(needs)} cells have no setting yet: {first}" if needs else ""
+    commands = [f"`{need.removeprefix('needs search: ')}`" for need in dict.fromkeys(needs)]
+    first = _first(commands, "; ", most=1)
+    return f"{len(needs)} cells have no setting yet and need a search: {first}" if needs else ""
 
 
 def _first(names: Sequence[str], between: str, most: int = 4) -> str:

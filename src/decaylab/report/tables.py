@@ -218,17 +218,22 @@ def with_runs(table: Table) -> list[Pair]:
 def to_grid(table: Table, shown: Sequence[Pair] | None = None) -> Grid:
     """The pairs side by side: paper, ours, distance without and with decay, and decay's effect.
 
-    All of them, or those of `shown`.
+    All of them, or those of `shown`. A table that is not the paper's has our numbers alone.
     """
     distance = "ours − paper" if table.effect == "difference" else "ours / paper"
-    numbers = []
+    header = [Cell("network"), *(Cell(named(column)) for column in _apart(table))]
+    first, numbers = len(header), list[str]()
     for side in ("no decay", "decay"):
         numbers += [f"{side}: paper", "ours", distance]
     numbers += ["effect of decay: paper", "ours"]
-    header = [Cell("network"), *(Cell(named(column)) for column in _apart(table))]
     header += [*(Cell(name, "number") for name in numbers), Cell("seeds", "number")]
     shown = pairs(table) if shown is None else shown
     rows = [[*_key_cells(pair, table), *_pair_row(pair, table.effect)] for pair in shown]
+    if all(entry.paper is None for entry in table.entries):
+        ours = {first + 1: "no decay", first + 4: "decay", first + 7: "effect of decay"}
+        kept = [*range(first), *ours, len(header) - 1]
+        header = [Cell(ours[i], "number") if i in ours else header[i] for i in kept]
+        rows = [[row[i] for i in kept] for row in rows]
     return Grid(header, rows)
 
 
