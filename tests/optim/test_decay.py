@@ -370,6 +370,44 @@ def test_what_torch_decouples_is_known(kind):
     assert decay_of(optimizer.param_groups[0], optimizer) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("sgd", {"momentum": 0.9}),
+        ("sgd", {"momentum": 0.9, "nesterov": True}),
+        ("sgdw", {"momentum": 0.9}),
+        ("accsgd", {}),  # L2 that no "momentum" describes
+        ("aggmo", {}),
+        ("lars", {"momentum": 0.9}),  # vectors do not decay
+        ("mars", {}),
+        ("adamp", {}),  # vectors decay at another rate
+        ("lion", {}),
+        ("adan", {}),
+        ("schedulefreesgd", {}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the weight decay of")
+def test_the_table_is_what_optimizers_from_elsewhere_do(name, more):
+    library = pytest.importorskip("pytorch_optimizer")
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8)).double()
+    nn.init.normal_(model[1].bias)
+    optimizer = library.load_optimizer(name)(
+        model.parameters(), **{"lr": 0.01, "weight_decay": 0.2, **more}
+    )
+    rows, ratios = decay_table(model, optimizer), []
+    for _ in range(500):
+        before = [p.detach().clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        ratios.append([p.detach() / b for p, b in zip(model.parameters(), before, strict=True)])
+    assert (name in ("sgd", "sgdw", "lion", "adan")) == all(row.factor for row in rows)
+    for row, first, last in zip(rows, ratios[0], ratios[-1], strict=True):
+        if row.factor is not None:
+            assert 1 - first.mean().item() == pytest.approx(1 - row.factor, rel=5e-3)
+            assert 1 - last.mean().item() == pytest.approx(1 - row.long_run, rel=5e-3)
+
+
 def test_scope_conv_leaves_out_parameters_that_no_layer_owns():
     class Scaled(nn.Module):
         def __init__(self) -> None:

@@ -2,88 +2,43 @@
 
 import copy
 import gc
+import math
+import random
+import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
+from oracle.formulas import (
+    Algorithm1,
+    Cautious,
+    Clipped,
+    Corrected,
+    Formula,
+    HeavyBall,
+    Lamb,
+    Lion,
+    MatricesOnly,
+    Noisy,
+    Proximal,
+    RunningMean,
+    Stable,
+    TrustIfDecayed,
+    Warming,
+)
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from decaylab.optim import experiment
 from decaylab.optim.decay import decay_of
 from decaylab.optim.experiment import Behaviour, behaviour
 from decaylab.optim.laws import GRADIENT_SCALE_FREE, exposure_rate, law_of
+from decaylab.optim.table import decay_table
 from decaylab.probes import layers_of
 from decaylab.probes.settings import settings
-
-
-class Formula(torch.optim.Optimizer):
-    """W <- W + step(group, state, W, gradient); its settings are `own`."""
-
-    own: dict = {}
-
-    def __init__(self, params, lr=1e-3, weight_decay=0.0, **more):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **self.own, **more})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(self.move(group, self.state[p], p, p.grad))
-
-
-class Lion(Formula):
-    own = {"betas": (0.9, 0.99)}
-
-    def move(self, group, state, p, grad):
-        m = state.setdefault("exp_avg", torch.zeros_like(p))
-        fast, slow = group["betas"]
-        sign = (fast * m + (1 - fast) * grad).sign()
-        m.lerp_(grad, 1 - slow)
-        return -group["lr"] * (sign + group["weight_decay"] * p)
-
-
-class Lamb(Formula):
-    """The trust ratio makes its decay depend on the gradients: no known kind."""
-
-    def move(self, group, state, p, grad):
-        direction = grad / (grad.abs() + 1e-8) + group["weight_decay"] * p
-        return -group["lr"] * p.norm() / direction.norm() * direction
-
-
-class HeavyBall(Formula):
-    """Decay within a momentum that is a running mean: L2."""
-
-    def move(self, group, state, p, grad):
-        m = state.setdefault("m", torch.zeros_like(p))
-        m.lerp_(grad + group["weight_decay"] * p, 0.1)
-        return -group["lr"] * m
-
-
-class Algorithm1(Formula):
-    """Decay as the paper's Algorithm 1 prints it, without lr."""
-
-    def move(self, group, state, p, grad):
-        return -group["lr"] * grad - group["weight_decay"] * p
-
-
-class Proximal(Formula):
-    def move(self, group, state, p, grad):
-        return (p - group["lr"] * grad.sign()) / (1 + group["lr"] * group["weight_decay"]) - p
-
-
-class Cautious(Formula):
-    """Decays only where the gradient pulls the same way: without gradients, nothing is seen."""
-
-    def move(self, group, state, p, grad):
-        pulled = (grad * p > 0).to(p.dtype)
-        return -group["lr"] * (grad.sign() + group["weight_decay"] * p * pulled)
-
-
-class Warming(Formula):
-    """Its steps grow without end: no momentum does that."""
-
-    def move(self, group, state, p, grad):
-        state["step"] = state.get("step", 0) + 1
-        return -group["lr"] * state["step"] * (grad + group["weight_decay"] * p)
 
 
 def tried(kind, **settings):
@@ -97,10 +52,17 @@ def tried(kind, **settings):
         (Lion, Behaviour("decoupled", 1)),
         (Lamb, Behaviour(None, 0)),
         (HeavyBall, Behaviour("l2", 2)),
+        (RunningMean, Behaviour("l2", 2)),
         (Algorithm1, Behaviour("independent", 2)),
         (Proximal, Behaviour("decoupled", 1)),
         (Cautious, Behaviour(None, 1)),
-        (Warming, Behaviour(None, 2)),
+        (Warming, Behaviour("l2", 2)),
+        (Clipped, Behaviour("decoupled", None)),
+        (Stable, Behaviour(None, 1)),
+        (Corrected, Behaviour(None, 1)),
+        (TrustIfDecayed, Behaviour("decoupled", 0)),
+        (Noisy, Behaviour(None, 1)),
+        (MatricesOnly, Behaviour("decoupled", 1)),
     ],
 )
 def test_formulas(kind, expected):
@@ -123,11 +85,11 @@ def test_torchs_flag_for_decoupled_decay_is_seen(name):
 @pytest.mark.parametrize("momentum", [0.5, 0.9, 0.99])
 @pytest.mark.parametrize("more", [{}, {"nesterov": True}, {"dampening": 0.25}])
 def test_sgds_decay_is_inside_its_momentum(momentum, more):
-    assert tried(torch.optim.SGD, momentum=momentum, **more) == Behaviour("l2", 2)
+    assert tried(torch.optim.SGD, momentum=momentum, **more) == Behaviour("l2", 2, as_sgd=True)
 
 
 def test_sgd_without_momentum_has_one_kind_of_decay():
-    assert tried(torch.optim.SGD) == Behaviour("decoupled", 2)
+    assert tried(torch.optim.SGD) == Behaviour("decoupled", 2, as_sgd=True)
 
 
 def test_one_that_cannot_be_tried_is_not_known():
@@ -142,11 +104,15 @@ def test_an_independent_librarys_flags():
         for decoupled in (True, False):
             seen = tried(kind, weight_decay=0.2, weight_decouple=decoupled)
             assert seen.decay == ("decoupled" if decoupled else "l2"), name
-            assert seen.power == 1, name
+            # Yogi adds 1e-3 to the root of its second moment, no little to many gradients
+            assert seen.power == (None if name == "yogi" else 1), name
         fixed = {"weight_decouple": True, "fixed_decay": True}
         assert tried(kind, weight_decay=0.2, **fixed).decay == "independent", name
     galore = library.load_optimizer("galore")
     assert tried(galore, weight_decay=0.2, weight_decouple=False).decay == "decoupled"
+    assert tried(library.load_optimizer("adai"), weight_decay=0.2).decay == "l2"
+    assert tried(library.load_optimizer("gravity"), weight_decay=0.2).decay is None  # it has none
+    assert tried(library.load_optimizer("stableadamw"), weight_decay=0.2).decay is None
 
 
 def test_settings_follow_from_what_was_seen():
@@ -176,6 +142,14 @@ def test_l2_inside_a_momentum_decays_at_the_rate_of_the_long_run():
 
     optimizer = Plain([torch.nn.Parameter(torch.randn(4, 3))], lr=0.5, weight_decay=0.25)
     assert exposure_rate(optimizer, optimizer.param_groups[0]) == pytest.approx(0.25)
+    assert behaviour(optimizer, optimizer.param_groups[0]).as_sgd
+
+
+def test_a_momentum_that_is_a_mean_does_not_add_up_the_decay():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
+    optimizer = RunningMean(model.parameters(), lr=0.5, weight_decay=0.25)
+    assert exposure_rate(optimizer, optimizer.param_groups[0]) == 0.125
+    assert "setting_power/0" not in settings(optimizer, layers_of(model))
 
 
 def test_nothing_of_the_users_is_touched_and_it_is_tried_once(monkeypatch):
@@ -199,10 +173,10 @@ def test_nothing_of_the_users_is_touched_and_it_is_tried_once(monkeypatch):
     with torch.no_grad():
         first = behaviour(optimizer, optimizer.param_groups[0])
     count = len(made)
-    optimizer.param_groups[0]["lr"] = 0.1  # a schedule
+    optimizer.param_groups[0].update(lr=0.1, betas=(0.5, 0.5))  # OneCycleLR changes both
     assert behaviour(optimizer, optimizer.param_groups[0]) == first
     assert len(made) == count
-    optimizer.param_groups[0]["betas"] = (0.5, 0.5)
+    optimizer.param_groups[0]["flag"] = True
     behaviour(optimizer, optimizer.param_groups[0])
     assert len(made) > count
     assert not steps
@@ -236,3 +210,146 @@ def test_one_that_only_takes_single_precision_is_tried_in_it():
             return super().move(group, state, p, grad)
 
     assert tried(Single) == Behaviour("decoupled", 1)
+
+
+def test_groups_of_vectors_are_tried_with_a_vector():
+    assert tried(MatricesOnly, weight_decay=0.2).decay == "decoupled"
+    bias = MatricesOnly([torch.nn.Parameter(torch.randn(5))], weight_decay=0.2)
+    assert behaviour(bias, bias.param_groups[0]).decay is None
+
+
+def test_flags_of_a_group_that_are_no_defaults():
+    """As in Muons that step some groups with Adam, and keep all settings in the groups."""
+
+    class Mixed(torch.optim.Optimizer):
+        def __init__(self, params):
+            assert all("kind" in group for group in params)
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    direction = p.grad.sign() if group["kind"] == "sign" else p.grad
+                    p.sub_(group["lr"] * (direction + group["weight_decay"] * p))
+
+    optimizer = Mixed(
+        [
+            {"params": [torch.nn.Parameter(torch.randn(3, 2))], "kind": kind} | setting
+            for kind in ("sign", "plain")
+            for setting in [{"lr": 0.1, "weight_decay": 0.3}]
+        ]
+    )
+    sign, plain = (behaviour(optimizer, group) for group in optimizer.param_groups)
+    assert (sign.decay, sign.power) == ("decoupled", 1)
+    assert (plain.decay, plain.power) == ("decoupled", 2)
+
+
+@pytest.mark.parametrize(
+    ("kept_as", "expected"), [("fixed", "independent"), ("is_fixed", None), (None, "decoupled")]
+)
+def test_flags_that_an_optimizer_keeps_for_itself(kept_as, expected):
+    """Under the name of the argument they are asked for again; under another nothing is tried."""
+
+    class Keeps(Formula):
+        def __init__(self, params, lr=1e-3, weight_decay=0.0, fixed=False):
+            super().__init__(params, lr, weight_decay)
+            if kept_as:
+                setattr(self, kept_as, fixed)
+
+        def move(self, group, state, p, grad):
+            rate = 1.0 if kept_as and getattr(self, kept_as) else group["lr"]
+            return -group["lr"] * grad.sign() - rate * group["weight_decay"] * p
+
+    assert tried(Keeps, weight_decay=0.2, fixed=True).decay == expected
+
+
+def test_a_step_of_ones_own_is_tried_whatever_it_is_derived_from():
+    class Own(torch.optim.Adam):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(group["lr"] * (p.grad + group["weight_decay"] * p))
+
+    own = Own([torch.nn.Parameter(torch.randn(4, 3))], weight_decay=0.2)
+    assert decay_of(own.param_groups[0], own) == ("decoupled", 0.2)
+    assert law_of(own, own.param_groups[0]) == "sgd"
+
+
+def test_wrappers_are_looked_through_if_they_change_nothing():
+    accelerate = pytest.importorskip("accelerate")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.2)
+    wrapped = accelerate.Accelerator(cpu=True).prepare(sgd)
+    assert wrapped is not sgd
+    assert law_of(wrapped, wrapped.param_groups[0]) == "sgd"
+    assert decay_table(model, wrapped) == decay_table(model, sgd)
+    lightning = pytest.importorskip("pytorch_lightning.core.optimizer")
+    assert decay_table(model, lightning.LightningOptimizer(sgd)) == decay_table(model, sgd)
+
+
+def test_a_trial_is_not_noticed(capsys, recwarn):
+    class Loud(Lion):
+        def __init__(self, *given, **more):
+            print("loud")
+            warnings.warn("loud", stacklevel=2)
+            torch.manual_seed(5)
+            super().__init__(*given, **more)
+
+        def move(self, group, state, p, grad):
+            group["counted"].add_(1)
+            return super().move(group, state, p, grad) + 0 * (random.random() + np.random.random())
+
+    counted = torch.zeros(())
+    parameter = torch.nn.Parameter(torch.randn(4, 3))
+    optimizer = Loud([parameter], weight_decay=0.2, counted=counted)
+    capsys.readouterr()
+    recwarn.clear()
+    before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    hooked = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda *_: hooked.append("before")),
+        register_optimizer_step_post_hook(lambda *_: hooked.append("after")),
+    ]
+    with torch.inference_mode():
+        assert behaviour(optimizer, optimizer.param_groups[0]).decay == "decoupled"
+    assert not capsys.readouterr().out
+    assert not recwarn.list
+    assert not hooked
+    assert counted == 0
+    now = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    assert torch.equal(before[0], now[0])
+    assert before[1:] == now[1:]
+    parameter.grad = torch.randn(4, 3)
+    optimizer.step()
+    assert hooked == ["before", "after"]
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_whatever_the_default_dtype_and_device(default):
+    optimizer = Lion([torch.nn.Parameter(torch.randn(4, 3))], weight_decay=0.2)
+    torch.set_default_dtype(default)
+    torch.set_default_device("meta")
+    try:
+        assert behaviour(optimizer, optimizer.param_groups[0]) == Behaviour("decoupled", 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+def test_a_number_called_decay_is_no_kind_of_decay():
+    optimizer = Lion([torch.nn.Parameter(torch.randn(4, 3))], weight_decay=0.2, decay=0.9)
+    assert decay_of(optimizer.param_groups[0], optimizer) == ("decoupled", 0.2)
+
+
+def test_an_optimizer_that_finds_its_own_learning_rate_is_watched():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
+    optimizer = Lion(model.parameters(), lr=0.1, weight_decay=0.2)
+    optimizer.param_groups[0]["lr"] = None
+    assert math.isnan(exposure_rate(optimizer, optimizer.param_groups[0]))
+    assert "setting_lr/0" not in settings(optimizer, layers_of(model))
+    row, *_ = decay_table(model, optimizer)
+    assert (row.decay, row.factor, row.long_run) == ("decoupled", None, None)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from decaylab.errors import DecaylabError
 from decaylab.networks import ParameterRole, roles
-from decaylab.optim.experiment import behaviour, is_torchs
+from decaylab.optim.experiment import behaviour, is_torchs, unwrapped
 
 Decay = Literal["none", "l2", "decoupled", "independent"]
 Law = Literal["sgd", "adam", "kfac"]
@@ -286,8 +286,9 @@ def decay_of(
 ) -> tuple[str, float]:
     """Kind and weight decay of a param group, of our optimizers or others.
 
-    A group says its kind itself, as "decay" or "decoupled_weight_decay"; else it is what torch's
-    `optimizer` does. One from elsewhere is tried (`behaviour`). L2 where nothing is known.
+    A group says its kind itself, as "decay" or, in torch's own, "decoupled_weight_decay"; else it
+    is what torch's `optimizer` does. One from elsewhere is tried (`behaviour`). L2 where nothing is
+    known.
 
     >>> decay_of({"weight_decay": 0.1, "decoupled_weight_decay": True})
     ('decoupled', 0.1)
@@ -295,11 +296,12 @@ def decay_of(
     weight_decay = group.get(OUTSIDE, 0.0) or group.get("weight_decay", 0.0)
     if not weight_decay:
         return "none", 0.0
-    if "decay" in group:
+    if group.get("decay") in DECAYS:
         return group["decay"], weight_decay
-    if "decoupled_weight_decay" in group:
-        return "decoupled" if group["decoupled_weight_decay"] else "l2", weight_decay
+    optimizer = optimizer and unwrapped(optimizer)
     if optimizer is None or is_torchs(optimizer):
+        if "decoupled_weight_decay" in group:
+            return "decoupled" if group["decoupled_weight_decay"] else "l2", weight_decay
         return "decoupled" if isinstance(optimizer, ALWAYS_DECOUPLED) else "l2", weight_decay
     seen = behaviour(optimizer, group).decay
     if seen is None:

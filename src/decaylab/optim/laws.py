@@ -1,5 +1,6 @@
 """The laws of optimizers: how far a step turns a weight, and how much decay takes from it."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import OPTIMIZERS, Law, decay_of, decay_rate
-from decaylab.optim.experiment import behaviour
+from decaylab.optim.experiment import behaviour, is_torchs, unwrapped
 
 POWERS: dict[Law, int] = {"sgd": 2, "adam": 1, "kfac": 0}
 """The effective learning rate of an invariant layer is lr / |W|^power (Eq. 9)."""
@@ -27,9 +28,10 @@ def law_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Law:
     named = group.get("law")
     if named is not None and named in OPTIMIZERS.values():
         return named
-    if isinstance(optimizer, torch.optim.SGD):
+    optimizer = unwrapped(optimizer)
+    if is_torchs(optimizer) and isinstance(optimizer, torch.optim.SGD):
         return "sgd"
-    if isinstance(optimizer, GRADIENT_SCALE_FREE):
+    if is_torchs(optimizer) and isinstance(optimizer, GRADIENT_SCALE_FREE):
         return "adam"
     power = behaviour(optimizer, group).power
     for law, known in POWERS.items():
@@ -41,13 +43,24 @@ def law_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Law:
     )
 
 
+def sums_up(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether what stands in the gradient arrives in the step by torch's momentum, and as it is.
+
+    So it is in torch's SGD, and in another that was seen to step as it does (`behaviour`).
+    """
+    optimizer = unwrapped(optimizer)
+    if is_torchs(optimizer):
+        return isinstance(optimizer, torch.optim.SGD)
+    return behaviour(optimizer, group).as_sgd
+
+
 def exposure_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float | Tensor:
     """The decay that one step adds to this group's exposure: `decaylab.optim.decay.decay_rate`.
 
     The sum over steps is the decay exposure (recipe): 1 means that the weights of the start count
     for 1/e by decay alone. Decoupled: lr * wd; independent: wd; L2 under SGD: lr * wd / (1 -
     momentum), times 1 - dampening. For L2 under Adam or K-FAC it is the rate before the
-    preconditioner.
+    preconditioner, and before a momentum of which not more is known than its name.
     """
     decay, strength = decay_of(dict(group), optimizer)
     if decay == "none":
@@ -57,7 +70,9 @@ def exposure_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     except DecaylabError:  # the rate of L2 before whatever changes it
         law = "adam"
     kind = {"kfac": "kfac-f"}.get(law, law)
-    momentum = float(group.get("momentum", 0.0))
+    summed = "law" in group or sums_up(optimizer, group)
+    momentum = float(group.get("momentum", 0.0)) if summed else 0.0
     if decay == "l2" and momentum:
         strength *= 1 - group.get("dampening", 0.0)
-    return decay_rate(strength, decay, optimizer=kind, lr=group["lr"], momentum=momentum)
+    lr = math.nan if group.get("lr") is None else group["lr"]  # some find theirs themselves
+    return decay_rate(strength, decay, optimizer=kind, lr=lr, momentum=momentum)

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from decaylab.errors import DecaylabError
 from decaylab.networks import ParameterRole, roles
 from decaylab.optim.decay import decay_of, steady_shrink
-from decaylab.optim.laws import law_of
+from decaylab.optim.laws import sums_up
 
 HOW = {
     "none": "not decayed",
@@ -39,9 +38,12 @@ def decay_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Deca
 
     Of any torch optimizer: one from elsewhere is tried (`behaviour`). factor: what one step
     multiplies W by through the decay term alone, from rest; long_run: once the momentum has settled
-    (`steady_shrink`). Both are None for L2 behind a preconditioner (Adam, K-FAC).
+    (`steady_shrink`). Both are None for L2 behind a preconditioner (Adam, K-FAC), and for L2 in an
+    optimizer from elsewhere that does not step as torch's SGD does.
     """
-    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    group_of = {
+        id(p): {**group, "params": [p]} for group in optimizer.param_groups for p in group["params"]
+    }
     found = roles(model)
     return [
         _row(found[name], optimizer, group_of.get(id(p))) for name, p in model.named_parameters()
@@ -54,14 +56,17 @@ def _row(
     who = (role.parameter, role.role)
     if group is None:
         return DecayRow(*who, "none", 0.0, "not in this optimizer", 1.0, 1.0)
-    decay, weight_decay = decay_of(dict(group), optimizer)
+    decay, strength = decay_of(dict(group), optimizer)
     if decay == "none":
         return DecayRow(*who, decay, 0.0, HOW[decay], 1.0, 1.0)
-    lr, momentum = float(group["lr"]), float(group.get("momentum", 0.0))
+    weight_decay = float(strength)
+    if group.get("lr") is None and decay != "independent":  # some find theirs themselves
+        return DecayRow(*who, decay, weight_decay, HOW[decay], None, None)
+    lr, momentum = float(group.get("lr") or 0.0), float(group.get("momentum", 0.0))
     if decay != "l2":
         factor = 1 - steady_shrink(weight_decay, decay, lr=lr)
         return DecayRow(*who, decay, weight_decay, HOW[decay], factor, factor)
-    if not _as_sgd(optimizer, group):
+    if not sums_up(optimizer, group):
         how = "in the gradient, then preconditioned"
         return DecayRow(*who, decay, weight_decay, how, None, None)
     if group.get("nesterov"):
@@ -79,11 +84,3 @@ def _nesterov(amount: float, momentum: float) -> float:
     half, product = (1 + momentum) * (1 - amount) / 2, momentum * (1 - amount)
     inside = half * half - product
     return math.sqrt(abs(product)) if inside <= 0 else abs(half) + math.sqrt(inside)
-
-
-def _as_sgd(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether what stands in the gradient arrives in the step in proportion."""
-    try:
-        return law_of(optimizer, group) == "sgd"
-    except DecaylabError:
-        return False

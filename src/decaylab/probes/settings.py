@@ -14,7 +14,7 @@ from decaylab.networks import roles
 from decaylab.optim.decay import DECAYS, decay_of
 from decaylab.optim.experiment import behaviour, is_torchs
 from decaylab.optim.kfac import KFAC
-from decaylab.optim.laws import POWERS, law_of
+from decaylab.optim.laws import POWERS, law_of, sums_up
 from decaylab.probes.reading import row_name
 from decaylab.probes.weights import Layers, groups_of
 
@@ -22,10 +22,10 @@ from decaylab.probes.weights import Layers, groups_of
 def settings(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str, float]:
     """By row name, how the optimizer steps each layer's weight now. No pass through the model.
 
-    `setting_lr`, `setting_decay` (its place in `DECAYS`), `setting_weight_decay`,
-    `setting_momentum` (SGD, K-FAC; `setting_dampening` where its momentum has one) or
-    `setting_beta1` and `setting_beta2` (Adam), `setting_power`
-    (absent where the optimizer's law is not known), `setting_invariant` (1 or 0),
+    `setting_lr` (if its group has one), `setting_decay` (its place in `DECAYS`),
+    `setting_weight_decay`, `setting_momentum` (SGD, K-FAC; `setting_dampening` where its momentum
+    has one) or `setting_beta1` and `setting_beta2` (Adam), `setting_power` (absent where the
+    optimizer's law, or the momentum of its L2, is not known), `setting_invariant` (1 or 0),
     `setting_damping` (K-FAC's lambda as asked for), `setting_scale_free`, `setting_factor_decay`,
     `setting_refresh_every` and `setting_invert_every`. A layer that this optimizer does not hold
     has `setting_moved` 0.
@@ -45,11 +45,9 @@ def _of_group(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], layer: str
 ) -> dict[str, float]:
     decay, weight_decay = decay_of(dict(group), optimizer)
-    values = {
-        "lr": float(group["lr"]),
-        "decay": float(DECAYS.index(decay)),
-        "weight_decay": float(weight_decay),
-    }
+    values = {"decay": float(DECAYS.index(decay)), "weight_decay": float(weight_decay)}
+    if group.get("lr") is not None:  # some find theirs themselves
+        values["lr"] = float(group["lr"])
     if "betas" in group and group.get("law") != "kfac":
         values["beta1"] = float(group["betas"][0])
         if is_torchs(optimizer) or "law" in group or behaviour(optimizer, group).second_moment:
@@ -62,6 +60,8 @@ def _of_group(
         law = law_of(optimizer, group)
     except DecaylabError:  # an optimizer whose law is not known: the diagnosis says so
         return values
+    if (decay, law) == ("l2", "sgd") and not ("law" in group or sums_up(optimizer, group)):
+        return values  # how its momentum gathers the decay is not known either
     values["power"] = float(POWERS[law])
     if law == "kfac" and isinstance(optimizer, KFAC):
         values["damping"] = float(optimizer.damping)
