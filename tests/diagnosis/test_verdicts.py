@@ -192,6 +192,18 @@ def test_the_damping_is_compared_where_it_is_recorded_most():
     assert found.effect.value == pytest.approx(dense.effect.value, rel=1e-12)
 
 
+def test_one_run_with_few_shares_asks_for_a_baseline():
+    """How a norm would have grown hangs on the share all along, not at the two ends."""
+    dense = records({"conv": kfac(weight_decay=STRONG)})
+    few = [row for row in dense.rows if "order_share" not in row.name or row.step in (1, 1000)]
+    finding = diagnose(Rows(tuple(few)))["effective d"]
+    assert diagnose(dense)["effective d"].verdict == "acts"
+    assert finding.verdict == "cannot tell"
+    assert "recorded too seldom" in finding.reason
+    assert "baseline" in finding.would_decide
+    assert diagnose(Rows(tuple(few)), records({"conv": kfac()}))["effective d"].verdict == "acts"
+
+
 def test_damping_does_not_act():
     assert verdicts(records({"conv": sgd(weight_decay=STRONG)}))[2] == "does not act"
     share = {"share": 0.999}

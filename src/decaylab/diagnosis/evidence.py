@@ -19,6 +19,10 @@ REMEMBERED_ROUNDS = 4
 # How far a reconstruction is off below it and above it, and on what it was chosen:
 # benchmarks/schedules.py, part one-run.
 REMEMBERED_TOO_MUCH = 0.7
+# How K-FAC's pushes depend on the norm hangs on its second-order share, which falls from one to a
+# few per cent. From its two ends alone, reconstructions were up to 160 times off: as many of the
+# records of a norm must have it.
+SHARES_NEEDED = 0.5
 
 # What may differ between a run and its baseline: the decay, and what leaves the same training.
 FREE_TO_DIFFER = {"decay", "weight_decay", "decay_scope", "norm_source"}
@@ -58,13 +62,23 @@ class Effect:
     def words(self) -> str:
         """The factor and its range: 1.85 (1.80 to 1.91)."""
         if self.low is None or self.high is None:
-            return f"{self.value:.3g}"
-        return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
+            return three_digits(self.value)
+        return f"{three_digits(self.value)} ({three_digits(self.low)} to {three_digits(self.high)})"
 
     def inverse(self) -> "Effect":
         """The same change, as a factor the other way."""
         low, high = (None if end is None else 1 / end for end in (self.high, self.low))
         return replace(self, value=1 / self.value, low=low, high=high)
+
+
+def three_digits(value: float) -> str:
+    """Three digits that count, without an exponent below a million.
+
+    >>> [three_digits(x) for x in (1.854, 0.012345, 1574.2, 2.3e7)]
+    ['1.85', '0.0123', '1570', '2.3e+07']
+    """
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:.0f}" if 1000 <= rounded < 1e6 else f"{rounded:.3g}"
 
 
 def effect_of(ratios: Series, probes: Sequence[str], source: str) -> Effect | None:
@@ -158,8 +172,8 @@ def reconstructed(layer: LayerRecord) -> Series:
     if setting is None or setting.power is None or setting.preconditioned:
         return ()
     shares = dict(layer.series.get("second_order_share", ()))
-    if setting.power == 0 and (not shares or remembers_too_much(layer)):
-        return ()  # how K-FAC's pushes depend on the norm hangs on its share
+    if setting.power == 0 and (too_few_shares(layer) or remembers_too_much(layer)):
+        return ()
     known, e = next(iter(shares.values()), None), []
     for step, _ in layer.norms:
         known = shares.get(step, known)
@@ -171,6 +185,13 @@ def reconstructed(layer: LayerRecord) -> Series:
             factors = _push_factors(layer, found)
             found = norms_without_decay(layer.norms, exposures, e, factors)
     return found
+
+
+def too_few_shares(layer: LayerRecord) -> bool:
+    """Whether the second-order share is not recorded, or too seldom to go by."""
+    steps = {step for step, _ in layer.norms}
+    known = steps & {step for step, _ in layer.series.get("second_order_share", ())}
+    return len(known) < max(1.0, SHARES_NEEDED * len(steps))
 
 
 def remembers_too_much(layer: LayerRecord) -> bool:

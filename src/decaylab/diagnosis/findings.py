@@ -4,7 +4,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
 
-from decaylab.diagnosis.evidence import Effect, effect_of, ratio, remembers_too_much
+from decaylab.diagnosis.evidence import (
+    Effect,
+    effect_of,
+    ratio,
+    remembers_too_much,
+    three_digits,
+    too_few_shares,
+)
 from decaylab.diagnosis.layers import LayerRecord
 from decaylab.diagnosis.observed import Observed
 from decaylab.diagnosis.result import Finding, LayerEvidence, Verdict
@@ -154,6 +161,8 @@ def _no_effect(layer: LayerRecord) -> str:
         )
     if by_kfac(layer) and "second_order_share" not in layer.series:
         return "its second-order share is not recorded"
+    if by_kfac(layer) and too_few_shares(layer):
+        return "its second-order share is recorded too seldom: needs a baseline"
     if remembers_too_much(layer):
         return "K-FAC's factors remember norms that decay has since changed much: needs a baseline"
     return "how its step depends on its norm is not known: needs a baseline"
@@ -339,7 +348,7 @@ def _schedule_words(layers: list[LayerRecord]) -> list[str]:
     least, growth = ("at least ", "exposure") if power == 1 else ("", f"{power} x exposure")
     return [
         "Without decay, the same motion needs a learning rate that grows by a factor of"
-        f" {least}exp({growth}) = {math.exp(min(power * exposure, 700)):.3g} over the"
+        f" {least}exp({growth}) = {three_digits(math.exp(min(power * exposure, 700)))} over the"
         " run, for these layers only. (The exposure is the fraction of the weights that decay"
         f" removes per step, summed over the steps: {exposure:.3g}.)"
         " `decaylab advise schedule RUN --out schedule.csv` writes such a schedule."
