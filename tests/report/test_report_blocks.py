@@ -139,6 +139,17 @@ def test_minutes_are_time_at_work_and_of_a_shared_device_a_share(store):
     assert f"In all 2 runs; GPU-minutes: {expected}." in text
 
 
+def test_runs_that_no_table_shows_are_counted_too(store):
+    spec = select(cells("table1", "full"), SGD)[0].runs[0]
+    write(store, spec, 0.86)
+    write(store, replace(spec, lr=0.7), 0.1)
+    write(RunStore(store.root / "uncompiled"), spec, 0.86)
+    text = block("runs", store)
+    found = {row[1]: row[4] for row in rows(text)}
+    assert found["in no table or figure"] == found["made again without `--compiled`"] == "1"
+    assert "In all 3 runs;" in text
+
+
 def test_minutes_on_a_cpu_are_no_gpu_minutes(store):
     first, second = (cell.runs[0] for cell in select(cells("table1", "full"), SGD))
     write(store, first, 0.85)

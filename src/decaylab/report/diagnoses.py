@@ -8,7 +8,7 @@ from pathlib import Path
 import decaylab
 from decaylab.diagnosis import Diagnosis, Finding, diagnose
 from decaylab.diagnosis.dynamics import Series
-from decaylab.diagnosis.evidence import FREE_TO_DIFFER
+from decaylab.diagnosis.evidence import FREE_TO_DIFFER, three_digits
 from decaylab.diagnosis.findings import SENSITIVITY
 from decaylab.diagnosis.layers import LayerRecord
 from decaylab.diagnosis.observed import Observed, Source, observe
@@ -130,7 +130,7 @@ def _verdicts(case: Case) -> Iterable[Cell]:
         verdict = kinds[0] if len(kinds) == 1 else "; ".join(_counted(kinds, of))
         factors = [finding.effect.value for finding in of if finding.effect]
         if factors:
-            low, high = f"{min(factors):.3g}", f"{max(factors):.3g}"
+            low, high = three_digits(min(factors)), three_digits(max(factors))
             verdict += f" ({low})" if low == high else f" ({low} to {high})"
         yield Cell(verdict, tone=TONES[kinds[0]] if len(kinds) == 1 else "near")
 
@@ -275,7 +275,10 @@ def diagnosis_report(result: Diagnosis, run: Observed, baseline: Observed | None
 
 def _evidence(number: int, finding: Finding, run: Observed, baseline: Observed | None) -> Block:
     panels = _panels(finding, run, baseline)
-    table = [[Cell(a, "key"), _verdict(b), Cell(c, "words")] for a, b, c in layer_table(finding)]
+    table = [  # a name is not broken, a list of them is
+        [Cell(names, "words" if "," in names else "key"), _verdict(verdict), Cell(words, "words")]
+        for names, verdict, words in layer_table(finding)
+    ]
     header = [Cell("layer"), Cell("verdict"), Cell(finding.layer_heading)]
     return Block(
         f"mechanism-{number}",

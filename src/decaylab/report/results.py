@@ -88,7 +88,15 @@ def runs(results: Results) -> str:
                     *(str(len(found)), _minutes(times[name] for name in found)),
                 ]
             )
+    unused = [name for name in times if name not in counted]
+    again, _ = survey(RunStore(results.root / "uncompiled"))
     others = [
+        ("in no table or figure", "", [times[name] for name in unused]),
+        (
+            "made again without `--compiled`",
+            "",
+            [(run.manifest.device, run.device_seconds / 60) for run in again],
+        ),
         (
             "searches on held-out images",
             f"{len(_searches(results))} cells",
