@@ -87,12 +87,35 @@ def test_the_correlation_plot_marks_nets_that_do_not_fit(tmp_path):
     assert "SGD" in labels
 
 
-def test_unframed_points_are_drawn_but_get_no_room(monkeypatch):
-    figures = []
-    made = Figure.add_axes
+@pytest.fixture
+def figures(monkeypatch):
+    """The axes that are drawn, in their order."""
+    found, made = [], Figure.add_axes
     monkeypatch.setattr(
-        Figure, "add_axes", lambda self, *given: figures.append(made(self, *given)) or figures[-1]
+        Figure, "add_axes", lambda self, *given: found.append(made(self, *given)) or found[-1]
     )
+    return found
+
+
+def test_where_ends_count_the_axis_is_cut_below_them_and_says_so(figures):
+    falling = Line("b", [1, 2, 3, 4], [5.0, 71.0, 66.0, 65.0])
+    draw(
+        Panel(
+            "a", "x", "y", [Line("a", [1, 2, 3, 4], [10.0, 30.0, 60.0, 64.0]), falling], late=True
+        )
+    )
+    low, high = figures[-1].get_ylim()
+    assert low == 60 - (71 - 60)
+    assert 71 < high < 75
+    assert figures[-1].get_ylabel() == "y, axis cut"
+    for late in (False, True):
+        draw(Panel("a", "x", "y", [Line("a", [1, 2], [63.0, 64.0])], late=late))
+        assert figures[-1].get_ylabel() == "y"  # nothing is far below
+    draw(Panel("a", "x", "y", [Line("a", [1, 2], [10.0, 64.0])]))
+    assert figures[-1].get_ylim()[0] < 10
+
+
+def test_unframed_points_are_drawn_but_get_no_room(figures):
     fitted, near = Points("SGD", [10.0, 100.0], [1.0, 2.0]), ([20.0], [1.5])
     for x, y, said in (
         (*near, "not fitted"),

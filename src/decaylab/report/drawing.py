@@ -78,7 +78,10 @@ class Points:
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes: lines, points, or bars over named groups. An empty one says so."""
+    """One set of axes: lines, points, or bars over named groups. An empty one says so.
+
+    `late`: the ends of the lines are what counts; where they begin far below, the axis is cut.
+    """
 
     title: str
     x_label: str
@@ -87,6 +90,7 @@ class Panel:
     groups: Sequence[str] = ()
     log_x: bool = False
     log_y: bool = False
+    late: bool = False
 
     @property
     def empty(self) -> bool:
@@ -183,6 +187,8 @@ def _marks(axes: "Axes", panel: Panel) -> None:
         axes.set_xlim(-0.5, len(panel.groups) - 0.5)  # groups without a bar have room too
         axes.grid(visible=False, axis="x")
         _room_for(axes, bars, from_zero=not panel.log_y)
+    if panel.late:
+        _room_for_ends(axes, [mark for mark in panel.marks if isinstance(mark, Line)])
     for axis, logarithmic in (("x", panel.log_x), ("y", panel.log_y)):
         if logarithmic and _any_positive(panel, axis):
             getattr(axes, f"set_{axis}scale")("log", nonpositive="clip" if bars else "mask")
@@ -239,6 +245,19 @@ def _room_for(axes: "Axes", bars: Sequence[Bars], *, from_zero: bool) -> None:
     if from_zero and high > low > 0.7 * high:
         edge = 0.35 * (high - low)
         axes.set_ylim(low - edge, high + edge)
+        axes.set_ylabel(f"{axes.get_ylabel()}, axis cut")
+
+
+def _room_for_ends(axes: "Axes", lines: Sequence[Line]) -> None:
+    """Half of the room for the range of the lines' second halves, half for what is below."""
+    ends = [value for line in lines for value in line.y[len(line.y) // 2 :]]
+    values = [value for line in lines for value in line.y]
+    if not values:
+        return
+    low, high = min(ends), max(values)
+    cut = low - (high - low)
+    if high > low and min(values) < cut:
+        axes.set_ylim(cut, high + 0.1 * (high - low))
         axes.set_ylabel(f"{axes.get_ylabel()}, axis cut")
 
 

@@ -72,6 +72,7 @@ def _accuracy_curves(artefact: Artefact, cells: Sequence[Cell], readings: Readin
                 for cell in group
                 for run in readings.finished(cell)
             ],
+            late=True,
         )
         for title, group in _groups(cells, artefact.keys[:-1])
     ]
