@@ -113,6 +113,11 @@ def test_an_independent_librarys_flags():
     assert tried(library.load_optimizer("adai"), weight_decay=0.2).decay == "l2"
     assert tried(library.load_optimizer("gravity"), weight_decay=0.2).decay is None  # it has none
     assert tried(library.load_optimizer("stableadamw"), weight_decay=0.2).decay is None
+    for maximize in (True, False):
+        seen = tried(library.load_optimizer("adamp"), weight_decay=0.2, maximize=maximize)
+        assert seen.decay is None  # a tenth of it where gradients stand across the weights
+    # and this one's tenth is, by its momentum, just the decoupled rate
+    assert tried(library.load_optimizer("sgdp"), weight_decay=0.2, momentum=0.9).decay is None
 
 
 def test_settings_follow_from_what_was_seen():
@@ -215,7 +220,14 @@ def test_one_that_only_takes_single_precision_is_tried_in_it():
 def test_groups_of_vectors_are_tried_with_a_vector():
     assert tried(MatricesOnly, weight_decay=0.2).decay == "decoupled"
     bias = MatricesOnly([torch.nn.Parameter(torch.randn(5))], weight_decay=0.2)
-    assert behaviour(bias, bias.param_groups[0]).decay is None
+    assert behaviour(bias, bias.param_groups[0]).decay is None  # another setting may decay them
+
+
+def test_the_table_of_one_that_is_not_known_says_so():
+    model = torch.nn.Linear(4, 3, bias=False)
+    with pytest.warns(UserWarning, match="no known kind"):
+        (row,) = decay_table(model, Lamb(model.parameters(), lr=0.1, weight_decay=0.2))
+    assert (row.how, row.factor, row.long_run) == ("of no known kind", None, None)
 
 
 def test_flags_of_a_group_that_are_no_defaults():

@@ -38,7 +38,10 @@ NEARLY_NONE = 1e-12  # LAMB and LARS have their trust ratio only where there is 
 LARGER = 4.0  # the a above
 STEPS = 12  # some begin otherwise (RAdam as SGD): the second half is what counts
 RATES = [LR] * 9 + [LR / 2] * 3  # decay that follows lr follows a schedule
-SIZES = ((1.0, 0.1), (0.3, 1.0))  # of matrix and gradients: what a clip or an eps does is no law
+SIZES = ((1.0, 0.1, 0.0), (0.3, 1.0, 0.3))
+"""Of the matrix, of gradients, and how much of the matrix is in these (0: an invariant loss).
+
+What depends on them, as a clip, an eps or AdamP's projection does, is neither law nor kind."""
 SETTING = bool | str | float | tuple  # of a group; whole numbers may count steps
 TOLERANCE = 0.02  # relative; of the power: 0.05
 WRAPPERS = ("accelerate", "lightning", "pytorch_lightning")
@@ -208,7 +211,7 @@ def _flags(optimizer: torch.optim.Optimizer) -> dict[str, bool | str]:
 
 def _experiment(trial: _Trial) -> Behaviour:
     """What is the same at matrices and gradients of two sizes."""
-    first, second = (_at(trial, matrix, gradients) for matrix, gradients in SIZES)
+    first, second = (_at(trial, *sizes) for sizes in SIZES)
     return Behaviour(
         decay=first.decay if first.decay == second.decay else None,
         power=first.power if first.power == second.power else None,
@@ -217,9 +220,10 @@ def _experiment(trial: _Trial) -> Behaviour:
     )
 
 
-def _at(trial: _Trial, matrix: float, size: float) -> Behaviour:
+def _at(trial: _Trial, matrix: float, size: float, along: float) -> Behaviour:
     start = matrix * trial.matrix()
-    gradients = [size * trial.drawn(seed) for seed in range(1, STEPS + 1)]
+    drawn = [size * trial.drawn(seed) for seed in range(1, STEPS + 1)]
+    gradients = [g + (along - (g * start).sum() / start.square().sum()) * start for g in drawn]
     plain, remembers = trial.path(start, gradients)
     larger, _ = trial.path(LARGER * start, [gradient / LARGER for gradient in gradients])
     decayed, _ = trial.path(start, gradients, weight_decay=WEIGHT_DECAY)

@@ -10,6 +10,7 @@ from torch import nn
 
 from decaylab.networks import ParameterRole, roles
 from decaylab.optim.decay import decay_of, steady_shrink
+from decaylab.optim.experiment import behaviour, is_torchs, unwrapped
 from decaylab.optim.laws import sums_up
 
 HOW = {
@@ -41,6 +42,7 @@ def decay_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Deca
     (`steady_shrink`). Both are None for L2 behind a preconditioner (Adam, K-FAC), and for L2 in an
     optimizer from elsewhere that does not step as torch's SGD does.
     """
+    optimizer = unwrapped(optimizer)
     group_of = {
         id(p): {**group, "params": [p]} for group in optimizer.param_groups for p in group["params"]
     }
@@ -60,14 +62,15 @@ def _row(
     if decay == "none":
         return DecayRow(*who, decay, 0.0, HOW[decay], 1.0, 1.0)
     weight_decay = float(strength)
-    if group.get("lr") is None and decay != "independent":  # some find theirs themselves
-        return DecayRow(*who, decay, weight_decay, HOW[decay], None, None)
     lr, momentum = float(group.get("lr") or 0.0), float(group.get("momentum", 0.0))
+    if decay == "decoupled" and group.get("lr") is None:  # some find theirs themselves
+        return DecayRow(*who, decay, weight_decay, HOW[decay], None, None)
     if decay != "l2":
         factor = 1 - steady_shrink(weight_decay, decay, lr=lr)
         return DecayRow(*who, decay, weight_decay, HOW[decay], factor, factor)
     if not sums_up(optimizer, group):
-        how = "in the gradient, then preconditioned"
+        known = "decay" in group or is_torchs(optimizer) or behaviour(optimizer, group).decay
+        how = "in the gradient, then preconditioned" if known else "of no known kind"
         return DecayRow(*who, decay, weight_decay, how, None, None)
     if group.get("nesterov"):
         amount = lr * weight_decay
