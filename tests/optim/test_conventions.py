@@ -68,15 +68,31 @@ def test_the_long_run_of_each_convention(name):
     )
 
 
-@pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
-def test_the_table_is_what_sgd_does(decay):
+def ours(model, decay):
+    groups = parameter_groups(model, weight_decay=WEIGHT_DECAY, decay=decay)
+    return sgd(groups, lr=LR, momentum=MOMENTUM)
+
+
+def torchs(model, **more):
+    settings = {"lr": LR, "momentum": MOMENTUM, "weight_decay": 0.02, **more}
+    return torch.optim.SGD(model.parameters(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        *((ours, {"decay": decay}) for decay in ("l2", "decoupled", "independent")),
+        (torchs, {"dampening": 0.25}),
+        (torchs, {"nesterov": True}),
+    ],
+)
+def test_the_table_is_what_sgd_does(make, settings):
     """Rows of `decay_table` against SGD's own steps on weights without a gradient of the loss."""
     model = nn.Linear(2, 1, bias=False).double()
-    groups = parameter_groups(model, weight_decay=WEIGHT_DECAY, decay=decay)
-    optimizer = sgd(groups, lr=LR, momentum=MOMENTUM)
+    optimizer = make(model, **settings)
     (row,) = decay_table(model, optimizer)
     ratios = []
-    for _ in range(600):
+    for _ in range(700):
         before = model.weight.detach().clone()
         model.weight.grad = torch.zeros_like(model.weight)
         optimizer.step()

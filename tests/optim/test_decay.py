@@ -331,22 +331,6 @@ def test_the_table_reads_optimizers_of_any_make():
     assert others == ours[1:]
 
 
-@pytest.mark.parametrize("more", [{"dampening": 0.25}, {"nesterov": True}])
-def test_the_table_is_what_torchs_sgd_does(more):
-    model = nn.Linear(2, 1, bias=False).double()
-    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.02, **more}
-    optimizer = torch.optim.SGD(model.parameters(), **settings)
-    (row,) = decay_table(model, optimizer)
-    ratios = []
-    for _ in range(700):
-        before = model.weight.detach().clone()
-        model.weight.grad = torch.zeros_like(model.weight)
-        optimizer.step()
-        ratios.append((model.weight.detach() / before).mean().item())
-    assert row.factor == pytest.approx(ratios[0], rel=1e-12)
-    assert row.long_run == pytest.approx(ratios[-1], rel=1e-12)
-
-
 @pytest.mark.parametrize(
     "kind",
     [
