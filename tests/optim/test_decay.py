@@ -325,6 +325,12 @@ def test_the_table_reads_optimizers_of_any_make():
         "l2",
         0.5,
     )
+    mixed = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+    others = KFAC(mixed, 0.1, weight_decay=0.02, decay="l2", others="sgd", others_lr=0.5)
+    weight, _, gamma, _ = decay_table(mixed, others)
+    assert (weight.factor, weight.long_run) == (None, None)
+    assert gamma.factor == pytest.approx(1 - 0.5 * 0.02, rel=1e-12)
+    assert gamma.long_run < gamma.factor  # its momentum gathers it
     part = torch.optim.AdamW(list(model.parameters())[1:], lr=0.1, weight_decay=0.02)
     first, *others = decay_table(model, part)
     assert (first.decay, first.how, first.factor) == ("none", "not in this optimizer", 1.0)

@@ -44,10 +44,13 @@ def law_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Law:
 
 
 def sums_up(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether what stands in the gradient arrives in the step by torch's momentum, and as it is.
+    """Whether what stands in the gradient arrives in the step by torch's momentum.
 
-    So it is in torch's SGD, and in another that was seen to step as it does (`behaviour`).
+    So it is in torch's SGD, in groups that name its law or K-FAC's (which preconditions it first),
+    and in another optimizer that was seen to step as SGD does (`behaviour`).
     """
+    if "law" in group:
+        return group["law"] != "adam"
     optimizer = unwrapped(optimizer)
     if is_torchs(optimizer):
         return isinstance(optimizer, torch.optim.SGD)
@@ -70,8 +73,7 @@ def exposure_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     except DecaylabError:  # the rate of L2 before whatever changes it
         law = "adam"
     kind = {"kfac": "kfac-f"}.get(law, law)
-    summed = "law" in group or sums_up(optimizer, group)
-    momentum = float(group.get("momentum", 0.0)) if summed else 0.0
+    momentum = float(group.get("momentum", 0.0)) if sums_up(optimizer, group) else 0.0
     if decay == "l2" and momentum:
         strength *= 1 - group.get("dampening", 0.0)
     lr = math.nan if group.get("lr") is None else group["lr"]  # some find theirs themselves

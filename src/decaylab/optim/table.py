@@ -68,7 +68,7 @@ def _row(
     if decay != "l2":
         factor = 1 - steady_shrink(weight_decay, decay, lr=lr)
         return DecayRow(*who, decay, weight_decay, HOW[decay], factor, factor)
-    if not sums_up(optimizer, group):
+    if group.get("law") == "kfac" or not sums_up(optimizer, group):
         known = "decay" in group or is_torchs(optimizer) or behaviour(optimizer, group).decay
         how = "in the gradient, then preconditioned" if known else "of no known kind"
         return DecayRow(*who, decay, weight_decay, how, None, None)

@@ -60,7 +60,7 @@ def _of_group(
         law = law_of(optimizer, group)
     except DecaylabError:  # an optimizer whose law is not known: the diagnosis says so
         return values
-    if (decay, law) == ("l2", "sgd") and not ("law" in group or sums_up(optimizer, group)):
+    if (decay, law) == ("l2", "sgd") and not sums_up(optimizer, group):
         return values  # how its momentum gathers the decay is not known either
     values["power"] = float(POWERS[law])
     if law == "kfac" and isinstance(optimizer, KFAC):
