@@ -11,14 +11,14 @@ is replaced.
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from measuring import PARTS_OF
 
-from decaylab.records import RunStore
+from decaylab.records import Manifest, RunFolder, RunStore
 from decaylab.training import RunSpec
 
 BEGIN, END = "<!-- measured -->", "<!-- end -->"
@@ -92,18 +92,22 @@ class Measured:
         return [row[key] for row in chosen if key in row]
 
 
+def finished(store: RunStore, tier: str) -> Iterator[tuple[RunFolder, Manifest, RunSpec]]:
+    for folder in store.runs():
+        manifest = folder.manifest()
+        if manifest is not None and (manifest.status, manifest.tier) == ("finished", tier):
+            yield folder, manifest, RunSpec.of_run(folder)
+
+
 def whole_schedules(store: RunStore) -> list[Row]:
     """Seconds of K-FAC runs at the paper's schedule that had a GPU to themselves."""
     found = []
-    for folder in store.runs():
-        manifest = folder.manifest()
-        if manifest is None or (manifest.status, manifest.tier) != ("finished", "full"):
-            continue
+    for folder, manifest, spec in finished(store, "full"):
         if manifest.device == "cpu" or manifest.at_once > 1 or manifest.resumes:
             continue
-        spec, rows = RunSpec.of_run(folder), folder.rows().rows
         if not spec.optimizer.startswith("kfac"):
             continue
+        rows = folder.rows().rows
         steps = [row.value for row in rows if row.name == "train/seconds"]
         found.append(
             {
@@ -120,13 +124,10 @@ def whole_schedules(store: RunStore) -> list[Row]:
 def accuracies(store: RunStore) -> list[Row]:
     """The last test accuracy of K-FAC-G with decay, CIFAR-10 without BN or augmentation, short."""
     found = []
-    for folder in store.runs():
-        manifest = folder.manifest()
-        if manifest is None or (manifest.status, manifest.tier) != ("finished", "short"):
-            continue
-        spec, last = RunSpec.of_run(folder), folder.rows().last("test/accuracy")
+    for folder, manifest, spec in finished(store, "short"):
         of = (spec.data, spec.optimizer, spec.decay, spec.batch_norm, spec.augment)
         if of == ("cifar10", "kfac-g", "decoupled", False, False) and spec.network in ACCURACIES:
+            last = folder.rows().last("test/accuracy")
             seen = {"network": spec.network, "run": folder.id, "seed": manifest.seed}
             found.append({**seen, "compiled": manifest.compiled, "accuracy": 100 * (last or 0.0)})
     return found
