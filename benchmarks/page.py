@@ -11,6 +11,7 @@ is replaced.
 import argparse
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
 RUNS = Path(__file__).parents[1] / "results"
 SCHEDULES = {"vgg16": 130, "resnet32": 330}  # the target for 100 epochs, in seconds
 ACCURACIES = {"vgg16": 88.3, "resnet32": 89.5}  # the target of K-FAC-G with decay, no BN, short
-REPEATS = "uncompiled"  # the folder, among the runs, of some made once more without --compiled
+REPEATS = "repeats"  # the folder, among the runs, of some made once more: not compiled, or in TF32
 LARGEST_ERROR = 0.02  # the target for the relative error of a layer's step
 NETWORKS = {"vgg16": "VGG16 (BN)", "resnet32": "ResNet32 x4 (BN)"}
 GRAPHS = ("captured", "compiled-captured")
@@ -129,7 +130,8 @@ def accuracies(store: RunStore) -> list[Row]:
         if of == ("cifar10", "kfac-g", "decoupled", False, False) and spec.network in ACCURACIES:
             last = folder.rows().last("test/accuracy")
             seen = {"network": spec.network, "run": folder.id, "seed": manifest.seed}
-            found.append({**seen, "compiled": manifest.compiled, "accuracy": 100 * (last or 0.0)})
+            seen |= {"precision": spec.precision, "compiled": manifest.compiled}
+            found.append({**seen, "accuracy": 100 * (last or 0.0)})
     return found
 
 
@@ -301,18 +303,23 @@ def determinism(measured: Measured) -> str:
 
 
 def trained(measured: Measured) -> str:
-    """Run by run, and the mean of each network's."""
-    rows = []
-    for network, limit in ACCURACIES.items():
-        runs = [row for row in measured.accuracies if row["network"] == network]
+    """Run by run, and mean and standard deviation of each network's in each precision."""
+    rows, of = [], defaultdict[tuple[str, str], list[Row]](list)
+    for row in measured.accuracies:
+        of[row["network"], row["precision"]].append(row)
+    for (network, precision), runs in of.items():
         for row in runs:
-            words = [f"`{row['run']}`", str(row["seed"]), "yes" if row["compiled"] else "no"]
-            rows.append([*words, f"{row['accuracy']:.2f}", "", ""])
-        if runs:
-            mean = statistics.fmean(row["accuracy"] for row in runs)
-            reached = "yes" if mean >= limit else "missed"
-            rows.append([f"mean of {network}", "", "", f"{mean:.2f}", f">= {limit:g}", reached])
-    return table(["run", "seed", "compiled", "test accuracy", "target", "reached"], rows)
+            words = [f"`{row['run']}`", str(row["seed"]), precision]
+            compiled = "yes" if row["compiled"] else "no"
+            rows.append([*words, compiled, f"{row['accuracy']:.2f}", "", ""])
+        values, limit = [row["accuracy"] for row in runs], ACCURACIES[network]
+        mean = statistics.fmean(values)
+        spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+        reached = "yes" if mean >= limit else "missed"
+        line = [f"mean of {network}", "", precision, "", f"{mean:.2f}{spread}"]
+        rows.append([*line, f">= {limit:g}", reached])
+    head = ["run", "seed", "precision", "compiled", "test accuracy", "target", "reached"]
+    return table(head, rows)
 
 
 def precision(measured: Measured) -> str:

@@ -225,19 +225,23 @@ def test_what_deterministic_steps_cost_is_told_apart_from_the_others(script):
     assert "| vgg16: sgd | 4.000 | 5.000 | +25.0% |" in page.determinism(measured)
 
 
-def test_accuracies_are_listed_run_by_run_with_their_mean(script, tmp_path):
+def test_accuracies_are_listed_run_by_run_with_their_mean_by_precision(script, tmp_path):
     page = script("page")
     spec = RunSpec(data="cifar10", network="resnet32", optimizer="kfac-g", decay="decoupled")
     spec = replace(spec, weight_decay=0.1, epochs=20)
-    for folder, seed, accuracy, compiled in (("", 0, 0.9, True), (page.REPEATS, 1, 0.88, False)):
-        run = replace(spec, seed=seed)
+    made = [("", "bf16", 0, 0.9, True), (page.REPEATS, "bf16", 1, 0.88, False)]
+    made.append((page.REPEATS, "tf32", 0, 0.91, True))
+    for folder, precision, seed, accuracy, compiled in made:
+        run = replace(spec, seed=seed, precision=precision)
         store = RunStore(tmp_path / folder)
         write_run(store, run, {"test/accuracy": accuracy}, tier="short", compiled=compiled)
         other = replace(run, augment=True)
         write_run(store, other, {"test/accuracy": 0.5}, tier="short", compiled=compiled)
     text = page.trained(page.Measured.read([], tmp_path))
     assert [line.split(" | ")[1:] for line in text.splitlines()[2:]] == [
-        ["0", "yes", "90.00", "", " |"],
-        ["1", "no", "88.00", "", " |"],
-        ["", "", "89.00", ">= 89.5", "missed |"],
+        ["0", "bf16", "yes", "90.00", "", " |"],
+        ["1", "bf16", "no", "88.00", "", " |"],
+        ["", "bf16", "", "89.00 ± 1.41", ">= 89.5", "missed |"],
+        ["0", "tf32", "yes", "91.00", "", " |"],
+        ["", "tf32", "", "91.00", ">= 89.5", "yes |"],
     ]

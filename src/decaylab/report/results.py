@@ -89,11 +89,11 @@ def runs(results: Results) -> str:
                 ]
             )
     unused = [name for name in times if name not in counted]
-    again, _ = survey(RunStore(results.root / "uncompiled"))
+    again, _ = survey(RunStore(results.root / "repeats"))
     others = [
         ("in no table or figure", "", [times[name] for name in unused]),
         (
-            "made again without `--compiled`",
+            "made again, without `--compiled` or in TF32",
             "",
             [(run.manifest.device, run.device_seconds / 60) for run in again],
         ),
