@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bounds import EVERY, least_ms, per_step
 from measuring import PARTS_OF
 
 from decaylab.records import Manifest, RunFolder, RunStore
@@ -264,6 +265,29 @@ def parts(measured: Measured) -> str:
     return table(["ms in a step of that kind", *head], rows)
 
 
+def against_bounds(measured: Measured) -> str:
+    """Each part of K-FAC-G's fastest steps beside the least that the device's data sheet allows."""
+    devices = {row["device"] for row in measured.about if row["file"].startswith("step")}
+    rows = []
+    for network in NETWORKS:
+        best, sgd = measured.best(network, "kfac-g"), measured.best(network, "sgd")
+        parts = measured.parts.get((network, "kfac-g", best["mode"])) if best else None
+        least = least_ms(network, *devices, batch_size=128) if len(devices) == 1 else None
+        if parts is None or sgd is None or least is None:
+            continue
+        taken = {part: ms for kind in PARTS_OF for part, ms in parts[kind].items() if part in EVERY}
+        for part, every in EVERY.items():
+            times = [f"{taken[part]:.2f}", f"{least[part]:.2f}", f"{taken[part] / least[part]:.1f}"]
+            rows.append([f"{network}: {part}", str(every), *times])
+        both = [per_step(found.__getitem__) for found in (taken, least)]
+        added = [f"{both[0]:.2f}", f"{both[1]:.2f}", f"{both[0] / both[1]:.1f}"]
+        rows.append([f"{network}: all, on average over steps", "1", *added])
+        ratios = [f"{1 + ms / sgd['ms']:.2f}" for ms in both]
+        rows.append([f"{network}: a step with them over our SGD", "", *ratios, ""])
+    head = ["", "every ... steps", "ms", "least ms", "x the least"]
+    return table(head, rows) if rows else ""
+
+
 def epochs(measured: Measured) -> str:
     """A table for each part of the epoch benchmark, with the columns that its rows have."""
     blocks = []
@@ -355,6 +379,7 @@ def measured_section(measured: Measured) -> str:
         "Targets": goals(measured),
         "Steps": steps(measured) if measured.steps else "",
         "Parts of K-FAC steps": parts(measured) if measured.parts else "",
+        "Parts against their bounds": against_bounds(measured),
         "Epochs": epochs(measured) if measured.epochs else "",
         "Deterministic steps": determinism(measured) if measured.determinism else "",
         "Accuracy": trained(measured) if measured.accuracies else "",

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+import math
 import sys
 import time
 from dataclasses import replace
@@ -12,7 +13,10 @@ import pytest
 import torch
 from report.synthetic import write_run
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from decaylab import KFAC
+from decaylab.networks import build
 from decaylab.records import Manifest, Row, RunStore
 from decaylab.training import RunSpec
 
@@ -25,7 +29,7 @@ def script(monkeypatch):
     """Imports one of the benchmarks as running it does."""
     monkeypatch.syspath_prepend(FOLDER)
     yield importlib.import_module
-    for name in ("measuring", "peers", "step", "epoch", "page"):
+    for name in ("measuring", "peers", "step", "epoch", "bounds", "page"):
         sys.modules.pop(name, None)
 
 
@@ -245,3 +249,35 @@ def test_accuracies_are_listed_run_by_run_with_their_mean_by_precision(script, t
         ["0", "tf32", "yes", "91.00", "", " |"],
         ["", "tf32", "", "91.00", ">= 89.5", "yes |"],
     ]
+
+
+def test_bounds_count_the_operations_of_a_real_step(script, monkeypatch):
+    """Against torch's own count of the products, one part at a time: no memory, one rate."""
+    bounds = script("bounds")
+    model = build("vgg11", classes=10, width=0.05, batch_norm=True)
+    rates = bounds.Rates(bf16=1.0, tf32=1.0, fp32=1.0, memory=math.inf)
+    optimizer = KFAC(model, lr=0.1, damping=1e-3, curvature="gauss-newton")
+    counted: dict[str, int] = {}
+
+    def count(owner, name, part):
+        original = getattr(owner, name)
+
+        def inside(*args, **kwargs):
+            with FlopCounterMode(display=False) as counter:
+                result = original(*args, **kwargs)
+            counted[part] = counted.get(part, 0) + counter.get_total_flops()
+            return result
+
+        monkeypatch.setattr(owner, name, inside)
+
+    for part in ("preconditioning", "factor products", "sampled backward"):
+        for owner, name in script("measuring").PARTS[part]:
+            count(owner, name, part)
+    logits = model(torch.randn(4, 3, 32, 32))
+    optimizer.observe(logits)
+    logits.square().mean().backward()
+    optimizer.step()
+    layers = [bounds.seconds(layer, rates) for layer in bounds.sides(model, batch_size=4)]
+    assert counted == {part: sum(layer[part] for layer in layers) for part in counted}
+    assert len(counted) == 3
+    assert min(counted.values()) > 0
