@@ -50,8 +50,11 @@ class Blocks:
         for bank, ready in zip(self._banks, self._by_bank(self._ready), strict=True):
             bank.allocate(ready)
         self.slots: dict[Tensor, Slot] = {}
+        self._parameters: dict[str, tuple[Tensor, Tensor | None]] = {}
         for name, block in blocks.items():
-            bank, (weight, bias) = self._home[name], (block.layer.weight, block.layer.bias)
+            # kept: pruning, say, may put something else in their place
+            self._parameters[name] = weight, bias = block.layer.weight, block.layer.bias
+            bank = self._home[name]
             here, width = bank.slices[name], block.shape.width
             if block.weight:
                 stacks = bank.gradient[here, :, :width], bank.weight_step[here]
@@ -179,11 +182,11 @@ class Blocks:
             if bank.shape.bias:
                 biases = (bank.gradient[..., width] * bank.bias_step).sum(1, dtype=torch.float64)
             for name, here in bank.slices.items():
-                block = self.blocks[name]
+                block, (weight, bias) = self.blocks[name], self._parameters[name]
                 if block.weight:
-                    found[block.layer.weight] = _total(weights[here])
-                if block.bias and block.layer.bias is not None:
-                    found[block.layer.bias] = _total(biases[here])
+                    found[weight] = _total(weights[here])
+                if block.bias and bias is not None:
+                    found[bias] = _total(biases[here])
         return found
 
     def factors(self) -> dict[str, KroneckerFactors]:

@@ -27,12 +27,29 @@ class Pass:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a covered layer: its input, its output's edge, and the pass it was part of."""
+    """One call of a covered layer: its input, its output's edge, and the pass it was part of.
+
+    There is no edge where the loss's own gradients are listened to: the hook that does so would
+    hold the graph, which holds the hook, and neither would ever be freed.
+    """
 
     name: str
     inputs: Tensor
-    edge: GradientEdge
+    edge: GradientEdge | None
     observed: Pass | None = None
+
+    def __post_init__(self) -> None:
+        self._version = _version(self.inputs)
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether the input was changed in place since."""
+        return _version(self.inputs) != self._version
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was changed in place; those from inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Hook:
@@ -79,6 +96,7 @@ class Capture:
     ) -> None:
         self.model = eager_module(model)
         self.calls: list[Call] = []
+        self._layers = layers
         self.without_grad: set[str] = set()
         self._due, self._on_output, self._on_gradient = due, on_output, on_gradient
         self._pauses = 0
@@ -86,17 +104,21 @@ class Capture:
         self._handles = [
             self.model.register_forward_pre_hook(_Hook(self, "_begin")),
             *(
-                layer.register_forward_hook(_Hook(self, "_layer", name), with_kwargs=True)
+                # before hooks of others, which may replace the output
+                layer.register_forward_hook(
+                    _Hook(self, "_layer", name), prepend=True, with_kwargs=True
+                )
                 for name, layer in layers.items()
             ),
             self.model.register_forward_hook(_Hook(self, "_end"), with_kwargs=True),
         ]
-        self._undo_dispatch = _run_eagerly_when(model, self.acts)
+        self._undo_dispatch = [_run_eagerly_when(module, self.acts) for module in model.modules()]
 
     def acts(self) -> bool:
         """Whether a forward pass is observed now.
 
-        It is in train mode, with grad, when a refresh is due, outside torch.func and backward.
+        It is in train mode, with grad, when a refresh is due, outside torch.func, torch.jit.trace
+        and backward.
 
         Inside a backward pass a forward is activation checkpointing's recomputation, which has
         been observed before.
@@ -108,6 +130,7 @@ class Capture:
             and self.model.training
             and self._due()
             and not torch._C._are_functorch_transforms_active()
+            and not torch.jit.is_tracing()
             and torch._C._current_graph_task_id() == -1
         )
 
@@ -132,7 +155,8 @@ class Capture:
         self._detached = True
         for handle in self._handles:
             handle.remove()
-        self._undo_dispatch()
+        for undo in self._undo_dispatch:
+            undo()
         self.calls.clear()
 
     def _begin(self, _: str, *event: Any) -> None:
@@ -144,10 +168,12 @@ class Capture:
     def _layer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._inside and not torch.is_grad_enabled() and self._pauses == 0:
             self.without_grad.add(name)
-        if not self.acts() or not output.requires_grad:
+        trained = any(p.requires_grad for p in self._layers[name].parameters())
+        if not self.acts() or not output.requires_grad or not trained:
             return
         inputs = args[0] if args else kwargs["input"]
-        call = Call(name, inputs.detach(), get_gradient_edge(output))
+        edge = get_gradient_edge(output) if self._on_gradient is None else None
+        call = Call(name, inputs.detach(), edge)
         self.calls.append(call)
         if self._on_gradient is not None:
             output.register_hook(_Gradient(self._on_gradient, call))
@@ -182,7 +208,7 @@ def back_propagate(
     logits: list[Tensor], vectors: list[Tensor], calls: list[Call]
 ) -> list[Tensor | None]:
     """Gradients of sum(vector * logits) at each call's output; None where the logits ignore it."""
-    edges = [call.edge for call in calls]
+    edges = [call.edge for call in calls if call.edge is not None]
     return list(torch.autograd.grad(logits, edges, vectors, retain_graph=True, allow_unused=True))
 
 

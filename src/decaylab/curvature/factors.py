@@ -148,7 +148,8 @@ class Sums:
     ) -> None:
         """Add the sum of a a' over the rows of the layer's calls in one pass."""
         ready = [_product_ready(x, block.shape.dtype) for x in inputs]
-        columns = Columns(block.weight, block.bias, block.shape.wide(inputs[0].device))
+        wide = block.shape.wide(inputs[0].device)
+        columns = Columns(block.weight, block.bias, wide, block.channels_last)
         rows, count = input_rows(block.layer, ready, columns, sharing, mask)
         total = _moment(rows, block.shape.dtype, diagonal=block.shape.input_diagonal)
         self.A = total if self.A is None else self.A.add_(total)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from decaylab.errors import DecaylabError
 from decaylab.networks.layers import NormalisedConv2d, NormalisedLinear
 
 Sharing = Literal["expand", "reduce"]
@@ -44,11 +45,15 @@ def groups_of(layer: Layer) -> int:
 
 @dataclass(frozen=True)
 class Columns:
-    """What a row of inputs holds: a if a weight is trained, 1 if a bias is, zeros up to `wide`."""
+    """What a row of inputs holds: a if a weight is trained, 1 if a bias is, zeros up to `wide`.
+
+    `channels_last`: a patch runs over (kernel axes, channel), not over (channel, kernel axes).
+    """
 
     weight: bool
     bias: bool
     wide: int
+    channels_last: bool
 
 
 def input_rows(
@@ -92,13 +97,15 @@ def gradient_rows(layer: Layer, gradients: list[Tensor], sharing: Sharing) -> Te
     return _shared(_joined(vectors, sharing), sharing, torch.sum)
 
 
-def patches(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor) -> Tensor:
+def patches(
+    layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor, *, channels_last: bool
+) -> Tensor:
     """The patch under each output position: a view [groups, examples, *positions, *patch].
 
     Of the padded input, without a copy; any number of axes, stride, padding (numbers, 'same',
     'valid', and every padding mode), dilation, groups and memory format. `patch` runs over
-    (channel, kernel axes), or over (kernel axes, channel) where the weight is in channels-last
-    format, which is then the order in memory.
+    (channel, kernel axes), or with `channels_last` over (kernel axes, channel), which is the order
+    in memory if the inputs are in that format.
     """
     axes = len(layer.kernel_size)
     if inputs.dim() == axes + 1:
@@ -122,7 +129,7 @@ def patches(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor) -> Tensor:
             *(by_axis[i] * dilation[i] for i in range(axes)),
         ),
     )
-    return view.movedim(2 + axes, -1) if is_channels_last(layer) else view
+    return view.movedim(2 + axes, -1) if channels_last else view
 
 
 def second_moment(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,7 +156,7 @@ def _patch_rows(
 ) -> Tensor:
     """[groups, examples, positions, wide] of a convolution's inputs: its patches, copied once."""
     axes = len(layer.kernel_size)
-    view = patches(layer, inputs)
+    view = patches(layer, inputs, channels_last=columns.channels_last)
     outputs, patch = view.shape[2 : 2 + axes], view.shape[2 + axes :]
     shape = (view.shape[0], view.shape[1], outputs.numel())
     rows = _rows_like(view, shape, patch.numel(), columns)
@@ -195,6 +202,11 @@ def _joined(calls: list[Tensor], sharing: Sharing) -> Tensor:
         return calls[0]
     if sharing == "expand":  # the number of examples may differ from call to call
         calls = [vectors.flatten(1, 2)[:, None] for vectors in calls]
+    elif len({vectors.shape[1] for vectors in calls}) > 1:
+        raise DecaylabError(
+            "a layer was called with different numbers of examples in one forward pass: "
+            "build KFAC with sharing='expand'"
+        )
     return torch.cat(calls, 2)
 
 
@@ -202,7 +214,7 @@ def _by_example(tensor: Tensor) -> Tensor:
     """[examples, ..., width] as [examples, positions, width]; a single vector is one example."""
     if tensor.dim() == 1:
         return tensor[None, None]
-    return tensor.reshape(tensor.shape[0], -1, tensor.shape[-1])
+    return tensor.reshape(tensor.shape[0], tensor.shape[1:-1].numel(), tensor.shape[-1])
 
 
 def _padding(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[tuple[int, int]]:

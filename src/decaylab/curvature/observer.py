@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from decaylab.curvature.capture import (
     Call,
@@ -89,7 +90,7 @@ class Observer:
         self.sums: dict[str, Sums] = {}
         self.generator = generator
         self._blocks = blocks
-        self._loss_gradients: list[tuple[Call, Tensor]] = []
+        self._loss_gradients: dict[Call, Tensor] = {}
         self._classes: tuple[int, ...] | None = None
         empirical = measure.curvature == "empirical-fisher"
         self.capture = Capture(
@@ -121,7 +122,6 @@ class Observer:
         if not self.capture.acts():
             return
         heads = [logits] if isinstance(logits, Tensor) else list(logits)
-        self._check(heads, mask)
         calls = self.capture.take()
         if not calls:
             if mask is None and self.measure.logits == "output":
@@ -130,7 +130,10 @@ class Observer:
                 "opt.observe(logits) found nothing to observe: call it once, right after the "
                 "forward pass, and build KFAC with logits='observed' if the model returns a tensor"
             )
+        self._check(heads, mask, calls)
         self._refuse_reentrant_checkpoints(heads[0])
+        if not heads[0].numel():
+            return  # a batch without rows
         observed = Pass(_rows(heads[0], mask), mask)
         for call in calls:
             call.observed = observed
@@ -183,6 +186,11 @@ class Observer:
     def _add_inputs(self, calls: list[Call], observed: Pass) -> None:
         by_layer: dict[str, list[Tensor]] = {}
         for call in calls:
+            if call.overwritten and self._blocks[call.name].weight:
+                raise DecaylabError(
+                    f"the input of layer {call.name!r} was changed in place after the layer saw "
+                    "it: write x = x + y instead of x += y, and give each batch a new tensor"
+                )
             by_layer.setdefault(call.name, []).append(call.inputs)
         for name, inputs in by_layer.items():
             sums = self.sums.setdefault(name, Sums())
@@ -219,7 +227,9 @@ class Observer:
 
     def _loss_gradient(self, call: Call, gradient: Tensor) -> None:
         if call.observed is not None:
-            self._loss_gradients.append((call, gradient.detach()))
+            before = self._loss_gradients.get(call)  # of a loss that went back earlier
+            new = gradient.detach()
+            self._loss_gradients[call] = new if before is None else before + new
 
     def add_loss_gradients(self) -> None:
         """Empirical Fisher: a mean loss has divided each row's gradient by the number of rows.
@@ -228,10 +238,10 @@ class Observer:
         accumulation.
         """
         by_pass: dict[Pass, list[tuple[Call, Tensor]]] = {}
-        for call, gradient in self._loss_gradients:
+        for call, gradient in self._loss_gradients.items():
             assert call.observed is not None
             by_pass.setdefault(call.observed, []).append((call, gradient))
-        self._loss_gradients = []
+        self._loss_gradients = {}
         total = sum((observed.rows for observed in by_pass), start=0.0)
         per_row = total**2 if self.measure.reduction == "mean" else 1.0
         with self._measuring():
@@ -239,13 +249,14 @@ class Observer:
                 self._add_gradients(pairs, per_row * self.measure.scale)
                 self._add_inputs([call for call, _ in pairs], observed)
 
-    def _check(self, heads: list[Tensor], mask: Tensor | None) -> None:
+    def _check(self, heads: list[Tensor], mask: Tensor | None, calls: list[Call]) -> None:
         for head in heads:
             if not isinstance(head, Tensor) or head.dim() < 2 or not head.is_floating_point():
                 what = list(head.shape) if isinstance(head, Tensor) else type(head).__name__
                 raise DecaylabError(
                     f"K-FAC needs logits of shape [..., C] and got {what}: "
-                    "pass them with opt.observe(logits) and logits='observed'"
+                    "pass them with opt.observe(logits) and logits='observed' (a single output "
+                    "per row as logits[..., None])"
                 )
             if not head.requires_grad:
                 raise DecaylabError(
@@ -259,15 +270,32 @@ class Observer:
             )
         self._classes = classes
         measure = self.measure
-        if (measure.curvature, measure.likelihood) == ("fisher", "categorical") and 1 in classes:
+        if (measure.curvature, measure.likelihood) == ("fisher", "categorical"):
+            if 1 in classes:
+                raise DecaylabError(
+                    "a categorical likelihood over one class has no curvature: "
+                    "use likelihood='bernoulli' or 'gaussian'"
+                )
+            self._refuse_channels(heads, calls)
+        for head in heads:
+            if mask is not None and mask.shape != head.shape[:-1]:
+                raise DecaylabError(
+                    f"the mask has shape {list(mask.shape)} and the rows of the logits "
+                    f"{list(head.shape[:-1])}: give one entry per row"
+                )
+
+    def _refuse_channels(self, heads: list[Tensor], calls: list[Call]) -> None:
+        """A convolution's output has its classes in axis 1."""
+        last = {get_gradient_edge(head).node for head in heads}
+        if any(
+            call.edge is not None
+            and call.edge.node in last
+            and not isinstance(self._blocks[call.name].layer, nn.Linear)
+            for call in calls
+        ):
             raise DecaylabError(
-                "a categorical likelihood over one class has no curvature: "
-                "use likelihood='bernoulli' or 'gaussian'"
-            )
-        if mask is not None and mask.shape != heads[0].shape[:-1]:
-            raise DecaylabError(
-                f"the mask has shape {list(mask.shape)} and the rows of the logits "
-                f"{list(heads[0].shape[:-1])}: give one entry per row"
+                "the logits are a convolution's output, whose classes are not the last axis: build "
+                "KFAC with logits='observed' and call opt.observe(logits.movedim(1, -1))"
             )
 
     def _refuse_reentrant_checkpoints(self, logits: Tensor) -> None:

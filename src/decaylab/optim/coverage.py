@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from decaylab.curvature.factors import Block
 from decaylab.curvature.layers import LAYER_TYPES
@@ -50,7 +51,7 @@ def plan(
     first-order steps serve.
     """
     groups = _as_groups(model.parameters() if params is None else params)
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     chosen = [p for group in groups for p in group["params"]]
     strangers = sum(p not in names for p in chosen)
     if strangers:
@@ -58,6 +59,12 @@ def plan(
             f"{strangers} of the given parameters do not belong to the model: "
             "give KFAC the model that owns them, or step them with an optimizer of their own"
         )
+    for parameter in chosen:
+        if isinstance(parameter, UninitializedParameter):
+            raise DecaylabError(
+                f"parameter {names[parameter]!r} has no shape yet: "
+                "run one batch through the model before building KFAC"
+            )
     layers = dict(model.named_modules())
     unknown = sorted(set(exclude) - set(layers))
     if unknown:

@@ -36,7 +36,8 @@ class Skips:
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
-        self._seen = torch.zeros(2, dtype=torch.int64, pin_memory=cuda)  # some steps ago
+        # of some steps ago; not on the default device, which may be CUDA, where nothing is pinned
+        self._seen = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=cuda)
         self._copied = torch.cuda.Event() if cuda else None
         self._said = False
 

@@ -27,6 +27,7 @@ from decaylab.optim.kfac_options import (
     check_arguments,
     check_groups,
     check_numbers,
+    check_order,
     first_order,
     one_device,
 )
@@ -88,7 +89,7 @@ class KFAC(torch.optim.Optimizer):
         invert_every: steps between two inversions.
         factor_decay: coefficient of the factors' running average.
         reduction: "mean" or "sum", what the loss does with rows.
-        sharing: "expand" or "reduce", for layers that meet several positions per example.
+        sharing: "expand" or "reduce", for layers that meet several positions per example (axis 0).
         logits: "output" if the model returns them, bare or as `.logits`; "observed" if the loop
             calls `observe`.
         others: "adam" or "sgd", for parameters outside the blocks.
@@ -343,6 +344,7 @@ class KFAC(torch.optim.Optimizer):
         state = super().state_dict()
         state["kfac"] = {
             "steps": self.steps,
+            "parameters": list(self._coverage),
             "begun": self._begun,
             "inverted": self._inverted,
             "damping": self.damping,
@@ -358,6 +360,7 @@ class KFAC(torch.optim.Optimizer):
         mine = state_dict.get("kfac")
         if mine is None:
             raise DecaylabError("this state dict holds no K-FAC factors: it is another optimizer's")
+        check_order(mine.get("parameters", []), list(self._coverage))
         self._blocks.load_state_dict(mine["layers"])
         super().load_state_dict(state_dict)
         lay_out_state(self)
@@ -403,9 +406,9 @@ class KFAC(torch.optim.Optimizer):
             if self._blocks.blocks[name].layer.weight.grad is not None:
                 raise DecaylabError(
                     f"layer {name!r} has a gradient but was never measured: its weight is used "
-                    "without the layer being called, or its output does not lead to the logits. "
-                    "Leave it to the first-order method with "
-                    f"options=KFACOptions(exclude=({name!r},))"
+                    "without the layer being called, a compiled function calls it (compile modules "
+                    "instead), or its output does not lead to the logits. Leave it to the "
+                    f"first-order method with options=KFACOptions(exclude=({name!r},))"
                 )
         self._blocks.update(sums, self.factor_decay)
 

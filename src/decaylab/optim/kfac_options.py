@@ -96,11 +96,31 @@ def check_groups(groups: list[dict[str, Any]]) -> None:
             lr=(group["lr"], isinstance(group["lr"], Tensor) or group["lr"] >= 0),
             momentum=(group["momentum"], 0 <= group["momentum"] < 1),
         )
+        for p in group["params"]:
+            if group["law"] != "kfac" and p.requires_grad and has_gaps(p):
+                raise DecaylabError(
+                    f"a parameter of shape {list(p.shape)} has gaps in memory, over which torch's "
+                    "fused steps stumble: build it as nn.Parameter(part.clone())"
+                )
         if group["law"] == "sgd" and any(map(skipped_when_fused, group["params"])):
             raise DecaylabError(
                 "torch's fused SGD leaves half-precision parameters on a CPU where they are: "
                 "use others='adam', or float32 parameters under torch.autocast"
             )
+
+
+def has_gaps(tensor: Tensor) -> bool:
+    """Whether it is a part of a larger tensor that does not lie there in one piece."""
+    return tensor.stride() != torch.empty_like(tensor, device="meta").stride()
+
+
+def check_order(saved: list[str], mine: list[str]) -> None:
+    """Refuse a state dict that lists the parameters in another order: torch goes by place."""
+    if saved != mine and sorted(saved) == sorted(mine):
+        raise DecaylabError(
+            "this state dict lists the parameters in another order: "
+            "build KFAC with the param groups it was saved with"
+        )
 
 
 def one_device(groups: list[dict[str, Any]]) -> torch.device:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from decaylab.curvature.blocks import Blocks
+from decaylab.errors import DecaylabError
 from decaylab.optim.decay import add_decay
 
 Group = dict[str, Any]
@@ -52,7 +53,12 @@ class Updater:
             if group["law"] == "kfac":
                 self._gather(group, loss_scale)
         self.blocks.precondition()
-        other_gradients = [p.grad for group in others for p in group["params"]]
+        other_gradients: list[Tensor] = [p.grad for group in others for p in group["params"]]
+        if any(gradient.is_sparse for gradient in other_gradients):
+            raise DecaylabError(
+                "a parameter has a sparse gradient, which the first-order step does not take: "
+                "build its nn.Embedding with sparse=False"
+            )
         finite = _all_finite([*self.blocks.steps, *other_gradients])
         move = finite if loss_scale.skip is None else finite & (loss_scale.skip == 0)
         if kl_clip is not None:
@@ -103,6 +109,9 @@ class Updater:
         served = []
         for group in groups:
             params, weight_decay = group["params"], group["weight_decay"]
+            for p in params:
+                if not _same_order(p, p.grad):  # the fused kernels run through memory
+                    p.grad = _laid_out_like(p, p.grad)
             if group.get("momentum") and group["law"] == "sgd":
                 # torch would make velocities, and leave them unwritten where nothing may move
                 for p in params:
@@ -110,7 +119,7 @@ class Updater:
             l2 = weight_decay if group["decay"] == "l2" else 0.0
             served.append({**group, "weight_decay": l2})
             if group["decay"] in ("decoupled", "independent") and weight_decay:
-                one = torch.ones_like(params[0].flatten()[0])
+                one = params[0].new_ones(())
                 rate = one * (group["lr"] if group["decay"] == "decoupled" else 1.0)
                 amount = torch.where(move, -weight_decay * rate, 0 * one)
                 torch._foreach_copy_(params, add_decay(params, params, amount))
@@ -135,7 +144,7 @@ def _with_gradient(group: Group) -> Group:
 
 def _all_finite(tensors: list[Tensor]) -> Tensor:
     """Whether every entry of every tensor is finite: a scalar bool on the device."""
-    largest = torch._foreach_norm(tensors, float("inf"))
+    largest = torch._foreach_norm([t for t in tensors if t.numel()], float("inf"))
     return torch.stack([norm.double() for norm in largest]).isfinite().all()
 
 
@@ -174,6 +183,12 @@ def _move(group: Group, velocities: list[Tensor], steps: list[Tensor], move: Ten
 def skipped_when_fused(tensor: Tensor) -> bool:
     """Whether torch's fused SGD leaves most of it where it is: pytorch/pytorch issue 191763."""
     return not tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def _same_order(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape lie in memory in the same order."""
+    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return all(a == b for length, a, b in strides if length > 1)
 
 
 def _laid_out_like(like: Tensor, tensor: Tensor) -> Tensor:

@@ -1,0 +1,335 @@
+"""K-FAC in code that was not written for it: what others do to a model, its layers and tensors."""
+
+import copy
+import gc
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded
+from oracle.kfac_runs import train_step as step
+from torch import nn
+from torch.nn.utils import prune
+
+from decaylab.curvature.capture import Call
+from decaylab.errors import DecaylabError
+from decaylab.optim.kfac import KFAC
+
+CLASSES = 3
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+def images():
+    return nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(27, CLASSES))
+
+
+def data(size: int = 8, seed: int = 0):
+    return random(size, 4, seed=seed), labels_for(size, classes=CLASSES, seed=seed)
+
+
+def same(one: nn.Module, other: nn.Module) -> None:
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+FORMATS = torch.contiguous_format, torch.channels_last
+
+
+@pytest.mark.parametrize(("before", "after"), [FORMATS, FORMATS[::-1]])
+def test_a_model_that_changes_its_memory_format_later_takes_the_same_steps(before, after):
+    x, y = random(6, 2, 4, 4), labels_for(6, classes=CLASSES)
+    plain, moved = seeded(images), seeded(images).to(memory_format=before)
+    opt, other = KFAC(plain, 0.1, **EXACT), KFAC(moved, 0.1, **EXACT)
+    moved.to(memory_format=after)
+    for _ in range(2):
+        step(opt, plain, x, y)
+        step(other, moved, x, y)
+    same(moved, plain)
+
+
+# -- tensors that change after a layer saw them --
+
+
+class Residual(nn.Module):
+    """Adds to a layer's input in place, which autograd allows where autocast copied it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        hidden = self.first(x).float()
+        hidden += self.inner(hidden)
+        return self.last(hidden)
+
+
+def test_an_input_that_is_overwritten_under_autocast_is_an_error_with_its_remedy():
+    model = Residual()
+    opt = KFAC(model, 0.1)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(DecaylabError, match=r"'inner' was changed in place.*x = x \+ y"),
+    ):
+        model(torch.randn(8, 4))
+    opt.detach()
+
+
+def test_a_buffer_that_is_filled_again_before_an_empirical_fisher_was_read():
+    model = seeded(net)
+    opt = KFAC(model, 0.1, curvature="empirical-fisher")
+    buffer = torch.empty(8, 4, dtype=torch.float64)
+    for seed in range(2):
+        x, y = data(seed=seed)
+        (cross_entropy(model(buffer.copy_(x)), y) / 2).backward()
+    with pytest.raises(DecaylabError, match=r"'0' was changed in place.*new tensor"):
+        opt.step()
+
+
+def test_inputs_from_inference_mode_under_autocast():
+    model = net()
+    opt = KFAC(model, 0.1)
+    with torch.inference_mode():
+        features = torch.randn(8, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = cross_entropy(model(features), data()[1])
+    loss.backward()
+    opt.step()
+    torch.testing.assert_close(opt.factors()["0"].A[:4, :4], features.T @ features / 8)
+
+
+# -- hooks and wrappers of others --
+
+
+class Bent(nn.Module):
+    def forward(self, x):
+        return 3 * x.sin()
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "empirical-fisher"])
+def test_a_hook_that_changes_a_layers_output_is_what_follows_the_layer(curvature):
+    hooked, written = seeded(net), seeded(net)
+    hooked[0].register_forward_hook(lambda module, args, output: Bent()(output))
+    written.insert(1, Bent())
+    for model in (hooked, written):
+        opt = KFAC(model, 0.1, curvature=curvature, **EXACT)
+        step(opt, model, *data())
+    same(hooked, written)
+
+
+class Block(nn.Module):
+    """Not torch's own Sequential, which `compile()` leaves as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 5), nn.Linear(5, 4)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh())
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_parts_of_the_model_that_are_compiled_on_their_own(in_place):
+    plain = seeded(lambda: nn.Sequential(Block(), nn.Linear(4, CLASSES)))
+    model = copy.deepcopy(plain)
+    if in_place:
+        model[0].compile(backend="eager")
+    else:
+        model[0] = torch.compile(model[0], backend="eager")
+    opt, other = (KFAC(m, 0.1, outputs="exact", refresh_every=2) for m in (plain, model))
+    for seed in range(4):
+        step(opt, plain, *data(seed=seed))
+        step(other, model, *data(seed=seed))
+    same(model, plain)
+
+
+def test_code_that_is_compiled_inside_the_forward_pass_is_named_as_a_cause():
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+            self.compiled = torch.compile(lambda x: self.first(x), backend="eager")
+
+        def forward(self, x):
+            return self.last(self.compiled(x))
+
+    model = seeded(Inside)
+    opt = KFAC(model, 0.1)
+    with pytest.raises(DecaylabError, match=r"'first'.*compile"):
+        step(opt, model, *data())
+
+
+def test_a_traced_pass_is_not_observed():
+    model = seeded(net)
+    opt = KFAC(model, 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, in newer versions
+        torch.jit.trace(model, data()[0])
+    assert not opt._observer.sums
+
+
+def test_pruning_a_layer_later():
+    model = seeded(net)
+    opt = KFAC(model, 0.1, kl_clip=1e-3, **EXACT)
+    step(opt, model, *data())
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    before = model[0].weight_orig.detach().clone()
+    step(opt, model, *data())
+    assert not torch.equal(model[0].weight_orig, before)
+    assert int((model[0].weight == 0).sum()) == 10
+
+
+# -- passes that are not the training of these layers --
+
+
+@pytest.mark.parametrize("through", [True, False])
+def test_a_pass_through_a_model_frozen_for_the_moment_is_not_observed(through):
+    """As through a discriminator in the generator's turn."""
+    model, other = seeded(net), seeded(net)
+    opt, alone = KFAC(model, 0.1, **EXACT), KFAC(other, 0.1, **EXACT)
+    model.requires_grad_(False)
+    model(random(8, 4, seed=7).requires_grad_(through))
+    model.requires_grad_(True)
+    step(opt, model, *data())
+    step(alone, other, *data())
+    same(model, other)
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "empirical-fisher"])
+def test_a_batch_without_rows_changes_no_factor(curvature):
+    model = seeded(net)
+    opt = KFAC(model, 0.1, curvature=curvature, **EXACT)
+    step(opt, model, *data())
+    before = opt.factors()
+    model(data()[0][:0]).sum().backward()
+    with pytest.warns(UserWarning, match="factors stay"):
+        opt.step()
+    for name, factors in opt.factors().items():
+        assert torch.equal(factors.A, before[name].A)
+        assert torch.equal(factors.S, before[name].S)
+
+
+class Experts(nn.Module):
+    """Each example goes to one expert; nothing goes to the last."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.experts, self.head = nn.ModuleList(layers), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        chosen = (x[:, 0, 0] > 0).long()
+        hidden = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mine = (chosen == i).nonzero()[:, 0]
+            hidden = hidden.index_add(0, mine, expert(x[mine]))
+        return self.head(hidden.mean(2))
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_an_expert_without_examples_is_left_out(kind, sharing):
+    made = {"linear": lambda: nn.Linear(4, 4), "convolution": lambda: nn.Conv1d(4, 4, 1)}[kind]
+    model = seeded(lambda: Experts([made() for _ in range(3)]))
+    idle = model.experts[2].weight.detach().clone()
+    opt = KFAC(model, 0.1, sharing=sharing, **EXACT)
+    x, y = random(8, 4, 4), labels_for(8, classes=CLASSES)
+    step(opt, model, x, y)
+    factors = opt.factors()
+    assert torch.equal(model.experts[2].weight, idle)
+    assert not factors["experts.2"].A.any()
+    here = x[x[:, 0, 0] <= 0]
+    rows = here.flatten(0, 1) if kind == "linear" else here.mT.flatten(0, 1)
+    if sharing == "reduce":
+        rows = here.mean(1 if kind == "linear" else 2)
+    expected = rows.T @ rows / len(rows)
+    torch.testing.assert_close(factors["experts.0"].A[:4, :4], expected, rtol=1e-10, atol=1e-12)
+
+
+# -- the empirical Fisher listens to the loss --
+
+
+def test_losses_that_go_back_one_after_the_other_are_their_sum():
+    factors = []
+    for together in (True, False):
+        model = seeded(net)
+        opt = KFAC(model, 0.1, curvature="empirical-fisher")
+        x, y = data()
+        logits = model(x)
+        losses = cross_entropy(logits, y), logits.square().sum(-1).mean()
+        if together:
+            sum(losses).backward()
+        else:
+            losses[0].backward(retain_graph=True)
+            losses[1].backward()
+        opt.step()
+        factors.append(opt.factors())
+    for one, other in zip(*(f.values() for f in factors), strict=True):
+        for side in ("A", "S", "T"):
+            torch.testing.assert_close(
+                getattr(one, side), getattr(other, side), rtol=1e-10, atol=1e-12
+            )
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "empirical-fisher"])
+@pytest.mark.parametrize("backward", [True, False])
+def test_what_was_kept_of_a_pass_is_freed(curvature, backward):
+    """By reference counts: the collector does not see a cycle through autograd's graph."""
+    model = seeded(net)
+    opt = KFAC(model, 0.1, curvature=curvature, refresh_every=1)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            if backward:
+                step(opt, model, *data())
+            else:
+                model(data()[0])
+        assert not any(type(kept) is Call for kept in gc.get_objects())
+    finally:
+        gc.enable()
+
+
+# -- several calls, heads and axes --
+
+
+def test_reduce_with_calls_of_different_numbers_of_examples_is_refused():
+    class Anchored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+        def forward(self, x):
+            return self.head(self.body(x) - self.body(x[:1]))
+
+    model = seeded(Anchored)
+    opt = KFAC(model, 0.1, sharing="reduce")
+    with pytest.raises(DecaylabError, match="sharing='expand'"):
+        model(data()[0])
+    opt.detach()
+
+
+def test_a_mask_is_compared_with_the_rows_of_every_head():
+    model = seeded(net)
+    opt = KFAC(model, 0.1, logits="observed")
+    logits = model(data()[0])
+    heads = [logits, logits[:, None].expand(8, 8, CLASSES)]
+    with pytest.raises(DecaylabError, match=r"mask has shape \[8\].*\[8, 8\]"):
+        opt.observe(heads, mask=torch.ones(8, dtype=torch.bool))
+
+
+def test_logits_with_the_classes_where_a_convolution_puts_them():
+    model = seeded(lambda: nn.Sequential(nn.Conv2d(2, 4, 1), nn.Tanh(), nn.Conv2d(4, CLASSES, 1)))
+    x, y = random(2, 2, 5, 5), labels_for(2, 5, 5, classes=CLASSES)
+    opt = KFAC(model, 0.1)
+    with pytest.raises(DecaylabError, match=r"movedim\(1, -1\)"):
+        model(x)
+    opt.detach()
+    opt = KFAC(model, 0.1, logits="observed")
+    logits = model(x)
+    opt.observe(logits.movedim(1, -1))
+    F.cross_entropy(logits, y).backward()
+    opt.step()
+    assert float(opt.factors()["2"].T) == 1
