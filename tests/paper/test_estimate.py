@@ -22,14 +22,32 @@ def recorded(tmp_path, **changes):
     return store, folder.manifest()
 
 
-@pytest.mark.parametrize(
-    ("changes", "seconds"),
-    [({}, 7.5), ({"at_once": 4, "resumes": 1}, 7.5), ({"at_once": 4}, None)],
-)
-def test_a_run_had_the_device_while_at_work_or_for_its_share(tmp_path, changes, seconds):
+@pytest.mark.parametrize("changes", [{}, {"at_once": 4, "resumes": 1}])
+def test_a_run_had_the_device_while_at_work(tmp_path, changes):
     _, manifest = recorded(tmp_path, **changes)
-    expected = (manifest.updated - CLOCK) / 4 if seconds is None else seconds
-    assert device_seconds(manifest, 7.5) == expected
+    assert device_seconds([(manifest, 7.5)]) == [7.5]
+
+
+def test_of_a_shared_device_a_run_has_its_part_of_each_moment(tmp_path):
+    """Two from 0 to 40 s and one from 30 to 60 s; one on another device, and one that is alone."""
+    _, manifest = recorded(tmp_path)
+
+    def run(start, end, **changes):
+        times = {"started": CLOCK + start, "updated": CLOCK + end, "at_once": 3}
+        return (replace(manifest, **{**times, **changes}), 7.5)
+
+    other = run(0, 60, device="another GPU")
+    runs = [run(0, 40), run(0, 40), run(30, 60), other, run(0, 60, at_once=1)]
+    expected = [15 + 10 / 3, 15 + 10 / 3, 10 / 3 + 20, 60, 7.5]
+    assert device_seconds(runs) == pytest.approx(expected)
+    assert sum(device_seconds(runs[:3])) == pytest.approx(60)  # all the time there is
+
+
+def test_two_devices_of_a_kind_are_not_taken_for_one(tmp_path):
+    """Four runs at the same time, two each: at_once says that two shared a device."""
+    _, manifest = recorded(tmp_path)
+    run = replace(manifest, at_once=2, started=CLOCK, updated=CLOCK + 10)
+    assert device_seconds([(run, 7.5)] * 4) == [5.0] * 4
 
 
 def test_a_like_run_is_estimated_by_its_steps(tmp_path):
@@ -48,7 +66,18 @@ def test_a_gpu_is_not_estimated_by_a_cpu(tmp_path):
 
 def test_of_runs_that_took_turns_the_share_counts_and_nothing_if_they_were_stopped(tmp_path):
     store, manifest = recorded(tmp_path, at_once=4)
-    share = (manifest.updated - CLOCK) / 4
-    assert Estimator(store).of(SPEC).seconds == pytest.approx(3 * 390 * share / 30)
+    alone = manifest.updated - manifest.started
+    assert Estimator(store).of(SPEC).seconds == pytest.approx(3 * 390 * alone / 30)
     stopped, _ = recorded(tmp_path / "stopped", at_once=4, resumes=1)
     assert not Estimator(stopped).of(SPEC).recorded
+
+
+def test_like_runs_count_alike(tmp_path):
+    """One that was 7.5 s at work, and one that shared the device with none: their mean."""
+    store, _ = recorded(tmp_path)
+    like = replace(SPEC, seed=1)
+    folder = write_run(store, like, {"test/accuracy": 0.5}, tier="full", device="a GPU")
+    with folder.writing(like.to_toml()):
+        folder.write_manifest(replace(folder.manifest(), at_once=4))
+    whole = folder.manifest().updated - folder.manifest().started
+    assert Estimator(store).of(SPEC).seconds == pytest.approx(3 * 390 * (7.5 + whole) / 2 / 30)

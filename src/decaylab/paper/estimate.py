@@ -1,7 +1,10 @@
 """How long runs will take, from step times that were measured."""
 
-from collections.abc import Iterable
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress, pairwise
 
 import torch
 
@@ -34,27 +37,50 @@ class Estimate:
     recorded: bool
 
 
-def device_seconds(manifest: Manifest, at_work: float) -> float:
-    """How long a run had the device: its time at work, or of a shared device its share.
+def device_seconds(runs: Sequence[tuple[Manifest, float]]) -> list[float]:
+    """How long each run had the device: its time at work, or of a shared device its share.
 
     Runs that take turns wait for each other's work, so that the time at work of one says little
-    (only their sum does): its share is the time from its start to its end over their number, as
-    long as it was not stopped in between.
+    (only their sum does). From its start to its end such a run has the n-th part of each moment,
+    where n of those given are under way on the same device; no more than its `at_once`, since there
+    may be several such devices. One that was stopped in between keeps its time at work.
     """
-    if manifest.at_once == 1 or manifest.resumes:
-        return at_work
-    return (manifest.updated - manifest.started) / manifest.at_once
+    took_turns = [run.at_once > 1 and not run.resumes for run, _ in runs]
+    shared = [run for run, _ in compress(runs, took_turns)]
+    return [
+        _share(run, shared) if turns else at_work
+        for (run, at_work), turns in zip(runs, took_turns, strict=True)
+    ]
+
+
+def _share(run: Manifest, shared: list[Manifest]) -> float:
+    """The integral over a run's time of 1 / the number of runs under way."""
+    beside = [
+        other
+        for other in shared
+        if other.device == run.device
+        and other.started < run.updated
+        and run.started < other.updated
+    ]
+    changes = {run.started, run.updated}
+    changes |= {time for other in beside for time in (other.started, other.updated)}
+    moments = sorted(time for time in changes if run.started <= time <= run.updated)
+    return sum(
+        (end - begin)
+        / min(run.at_once, sum(other.started <= begin < other.updated for other in beside))
+        for begin, end in pairwise(moments)
+    )
 
 
 class Estimator:
-    """Estimates from finished runs of a store where there are like ones, else from `MEASURED`.
+    """The mean of like finished runs of a store where there are some, else from `MEASURED`.
 
     For a CPU or a GPU; without a device digits are estimated for a CPU, everything else for a GPU.
     Estimates from runs that took turns are for as many at once.
     """
 
     def __init__(self, store: RunStore, device: torch.device | None = None) -> None:
-        self._per_step: dict[tuple[object, ...], float] = {}
+        specs, steps, runs = [], [], []
         for folder in store.runs():
             try:
                 manifest = folder.manifest()
@@ -71,8 +97,13 @@ class Estimator:
                 continue
             last = max(rows, key=lambda row: row.step, default=None)
             if last is not None and last.step:
-                seconds = device_seconds(manifest, last.seconds)
-                self._per_step[_kind(spec)] = seconds / last.step
+                specs.append(spec)
+                steps.append(last.step)
+                runs.append((manifest, last.seconds))
+        found = defaultdict[tuple[object, ...], list[float]](list)
+        for spec, count, seconds in zip(specs, steps, device_seconds(runs), strict=True):
+            found[_kind(spec)].append(seconds / count)
+        self._per_step = {kind: statistics.fmean(like) for kind, like in found.items()}
 
     def of(self, spec: RunSpec) -> Estimate:
         """What one run should take from its start to its end."""

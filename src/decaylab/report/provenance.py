@@ -1,7 +1,7 @@
 """Where the numbers come from: every run folder with its status, versions, device and time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decaylab.errors import DecaylabError
 from decaylab.paper import TIERS
@@ -16,18 +16,16 @@ TONES: dict[str, Tone] = {"finished": "good", "diverged": "bad", "failed": "bad"
 
 @dataclass(frozen=True)
 class Found:
-    """A run folder that could be read, its spec resolved; `seconds` at work, over all resumes."""
+    """A run folder that could be read, its spec resolved.
+
+    `device_seconds`: how long it had the device, over all resumes; of a shared one, its share.
+    """
 
     folder: RunFolder
     spec: RunSpec
     manifest: Manifest
     epochs: int
-    seconds: float
-
-    @property
-    def device_seconds(self) -> float:
-        """How long it had the device: of one that is shared, its share."""
-        return device_seconds(self.manifest, self.seconds)
+    device_seconds: float
 
 
 def survey(store: RunStore) -> tuple[list[Found], list[str]]:
@@ -42,7 +40,9 @@ def survey(store: RunStore) -> tuple[list[Found], list[str]]:
         left_out += notes
         if run is not None:
             found.append(run)
-    return found, left_out
+    shares = device_seconds([(run.manifest, run.device_seconds) for run in found])
+    shared = [replace(run, device_seconds=share) for run, share in zip(found, shares, strict=True)]
+    return shared, left_out
 
 
 def seeds_of(found: Sequence[Found]) -> int:
