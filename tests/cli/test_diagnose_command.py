@@ -143,7 +143,7 @@ def test_advice(runs, tmp_path):
     assert facts["last_lr"] > 2 * facts["last_lr_with_decay"]
     suggested = run("advise", "suggest", of["none", 0.1], "--runs", runs)
     assert suggested.exit_code == 0
-    assert "suggested for the scale-invariant layers: decoupled weight decay of" in suggested.stdout
+    assert "suggested for the scale-invariant layers: l2 weight decay of" in suggested.stdout
     plain = json.loads(run("advise", "suggest", of["l2", 0.1], "--runs", runs, "--json").stdout)
     assert plain["decay"] == "l2"
     assert [row["layer"] for row in plain["layers"]] == ["features.0", "features.3", "head"]

@@ -131,7 +131,7 @@ def test_what_has_no_schedule():
         equivalent_schedule(watched)
     model = net()
     watched = run(model, torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=0.1))
-    with pytest.raises(DecaylabError, match="L2 inside Adam"):
+    with pytest.raises(DecaylabError, match="rescales L2"):
         equivalent_schedule(watched)
     model = net()
     groups = [{"params": [model[0].weight], "weight_decay": 0.1}]

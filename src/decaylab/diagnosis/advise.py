@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from statistics import geometric_mean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 from decaylab.diagnosis.dynamics import (
@@ -19,6 +19,11 @@ from decaylab.diagnosis.layers import LayerRecord, Setting
 from decaylab.diagnosis.observed import Source, observe
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import OPTIMIZERS, check_decay, check_optimizer, convert, steady_shrink
+
+# Learning rates within such a factor of the first count as one: those around the top of a cosine.
+ONE_RATE = 1.5
+# From such a factor on it is said that a suggestion may be off.
+ROUGH = 2.0
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ def convert_decay(weight_decay: float, source: Stepping, target: Stepping) -> Co
 
 @dataclass(frozen=True)
 class LayerAdvice:
-    """What the dynamics of one layer say; without numbers, `reason` says why.
+    """What the dynamics of one layer say; `reason`: why there are no numbers, or rough ones.
 
     Attributes:
         weight_decay: now. suggested: the one asked for, in the run's own kind (decoupled if none).
@@ -134,25 +139,26 @@ def suggest(
     """A weight decay for a run's scale-invariant layers, from how their norms moved.
 
     The growth G of |W|^2 by gradients is read off the records (`dynamics.pushes`), over the second
-    half of the longest stretch with one learning rate. The suggested decay holds each layer at the
-    norm it had at step `norm_at` (the first record, unless told otherwise), so that its effective
-    learning rate stays what it was there: s = G(norm) / (2 norm^2). With `rotation`, it is the
-    decay whose equilibrium turns weights by that many radians a step. Layers whose norm is part of
-    the function get a reason instead: their decay acts on the Jacobian, and is a matter of search.
+    half of the longest stretch with nearly one learning rate (`ONE_RATE`). The suggested decay
+    holds each layer at the norm it had at step `norm_at` (the first record, unless told otherwise),
+    so that its effective learning rate stays what it was there: s = G(norm) / (2 norm^2). With
+    `rotation`, it is the decay whose equilibrium turns weights by that many radians a step. Layers
+    whose norm is part of the function get a reason instead: their decay acts on the Jacobian, and
+    is a matter of search.
     """
     observed = observe(run)
     advice = [_advice(layer, rotation, norm_at) for layer in observed.layers.values()]
     found = {row.layer: row.suggested for row in advice if row.suggested is not None}
     notes = list(observed.troubles)
     invariant = [layer.setting for layer in observed.layers.values() if layer.invariant]
-    setting = next((of for of in invariant if of is not None), None)
+    setting = next((_in_kind(of) for of in invariant if of is not None), None)
     if found:  # the learning rate that the suggestion is for
         setting = _at_longest_stretch(observed.layers[next(iter(found))])
     else:
         notes.append("no suggestion: no scale-invariant layer is recorded well enough")
     return Suggestion(
         observed.name,
-        _kind(setting) if setting else "decoupled",
+        setting.decay if setting else "decoupled",
         setting.lr if setting else math.nan,
         geometric_mean(found.values()) if found else None,
         tuple(advice),
@@ -160,8 +166,11 @@ def suggest(
     )
 
 
-def _kind(setting: Setting) -> str:
-    return setting.decay if setting.decays and not setting.preconditioned else "decoupled"
+def _in_kind(setting: Setting) -> Setting:
+    """With the run's own kind of decay; without decay the usual one: torch's SGD has L2."""
+    if setting.decays and not setting.unknown:
+        return setting
+    return replace(setting, decay="l2" if setting.power == 2 else "decoupled")
 
 
 def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> LayerAdvice:
@@ -190,10 +199,13 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
     if rotation is not None:
         target = balance.norm if balance else norm
     try:
-        suggested = convert(shrink, "independent", _kind(at), lr=at.lr, momentum=at.memory)
+        suggested = convert(shrink, "independent", at.decay, lr=at.lr, momentum=at.memory)
     except DecaylabError as error:  # of this layer: the others have theirs
         return LayerAdvice(layer.name, now, norm=norm, target=target, reason=str(error))
     present = equilibrium(growth, norm, at.shrink, e=e)
+    reason = "" if balance else "undamped K-FAC: the weights turn by lr, whatever their norm"
+    if rotation is None:
+        reason = reason or _rough(norm, target, e)
     return LayerAdvice(
         layer.name,
         now,
@@ -203,8 +215,21 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
         present.norm if present else None,
         balance.rotation if balance else None,
         balance.steps if balance else None,
-        "" if balance else "undamped K-FAC: the weights turn by lr, whatever their norm",
+        reason,
     )
+
+
+def _rough(norm: float, target: float, e: float) -> str:
+    """How far a decay may be off that holds another norm than the recorded one; "" if not far.
+
+    G = c N^e takes |grad L(u)| to be the same at both norms. Under SGD it was seen to fall with the
+    norm, so that G hardly depended on it: e = 0 at the other end.
+    """
+    doubt = max(norm / target, target / norm) ** (-2 * min(e, 0.0))
+    if doubt < ROUGH:
+        return ""
+    way = "strong" if norm > target else "weak"
+    return f"rough: up to {doubt:.2g} times too {way}; suggest from a run nearer to the target"
 
 
 def _why_none(layer: LayerRecord) -> str:
@@ -215,9 +240,9 @@ def _why_none(layer: LayerRecord) -> str:
         return "not scale-invariant: its norm is part of the function. Search for its decay"
     if layer.setting is None or layer.setting.power is None:
         return "how its step depends on its norm is not known"
-    if layer.setting.preconditioned:
-        return "the optimizer rescales L2: what decay removes per step is not known"
-    if layer.setting.intake == 0:
+    if layer.unknown:
+        return f"{layer.unknown}: what it removes per step is not known"
+    if _in_kind(layer.setting).intake == 0:
         return "its dampening of 1 keeps gradients and L2 out of the momentum"
     return ""
 
@@ -233,25 +258,33 @@ def _norm_at(layer: LayerRecord, step: int | None) -> float:
 
 
 def _longest_stretch(layer: LayerRecord) -> Sequence[int]:
-    """The recorded steps of the longest time with one learning rate, at least two."""
+    """The recorded steps of the longest time with nearly one learning rate, at least two."""
     stretches: list[list[int]] = []
-    rate = None
+    rate = math.nan
     for (before, _), (step, _) in pairwise(layer.norms):
         lr = layer.setting_at(step).lr
-        if lr != rate:
+        if not rate / ONE_RATE <= lr <= rate * ONE_RATE:
             stretches.append([before])
+            rate = lr
         stretches[-1].append(step)
-        rate = lr
-    return max(stretches, key=lambda of: of[-1] - of[0])
+    return max(stretches, key=lambda of: (layer.setting_at(of[-1]).lr > 0, of[-1] - of[0]))
+
+
+def _late(stretch: Sequence[int]) -> Sequence[int]:
+    """Its second half."""
+    return stretch[min(len(stretch) // 2, len(stretch) - 2) :]
 
 
 def _at_longest_stretch(layer: LayerRecord) -> Setting:
-    return layer.setting_at(_longest_stretch(layer)[-1])
+    """The setting in its second half, with the mean learning rate there."""
+    steps = _late(_longest_stretch(layer))
+    lr = fmean(layer.setting_at(step).lr for step in steps[1:])
+    return _in_kind(replace(layer.setting_at(steps[-1]), lr=lr))
 
 
 def _growth(layer: LayerRecord, stretch: Sequence[int], e: float) -> tuple[float, float]:
     """G per step over the second half of a stretch, brought to one norm (the mean) by G = c N^e."""
-    late = stretch[min(len(stretch) // 2, len(stretch) - 2) :]
+    late = _late(stretch)
     norms, exposure = dict(layer.norms), dict(layer.exposure)
     norm = geometric_mean(norms[step] for step in late)
     c = sum(

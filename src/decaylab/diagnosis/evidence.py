@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from decaylab.diagnosis.dynamics import Series, elasticity, norms_without_decay
-from decaylab.diagnosis.layers import LayerRecord
+from decaylab.diagnosis.layers import TOO_LITTLE_EXPOSURE, LayerRecord
 from decaylab.diagnosis.memory import moments_at
 from decaylab.diagnosis.observed import Observed
 
@@ -36,6 +36,8 @@ SAME_SETTINGS = {
     "beta2": "beta2",
     "damping": "damping",
 }
+# Two seeds of one layer begin with norms that are nearer than this.
+SAME_START = 1.25
 
 LR_PROBES = ("weight_norm", "lr")
 
@@ -169,7 +171,7 @@ def damping_effect(layer: LayerRecord, baseline: LayerRecord | None) -> Effect |
 def reconstructed(layer: LayerRecord) -> Series:
     """`norms_without_decay` of a layer, nothing where its decay per step is not known."""
     setting = layer.setting
-    if setting is None or setting.power is None or setting.preconditioned:
+    if setting is None or setting.power is None or layer.unknown:
         return ()
     shares = dict(layer.series.get("second_order_share", ()))
     if setting.power == 0 and (too_few_shares(layer) or remembers_too_much(layer)):
@@ -276,9 +278,23 @@ def _same_training(run: Observed, baseline: Observed) -> str:
             if values[0] != values[1]:
                 said = f"{word} {values[0]} and {values[1]}"
                 return f"the runs are not comparable (layer {name}: {said})"
-        common = dict(baseline.layers[name].norms).keys()
-        for step in (step for step, _ in layer.norms if step in common):
+        norms = ratio(layer.norms, baseline.layers[name].norms)
+        if norms and (differs := _starts_otherwise(layer, baseline.layers[name], norms[0])):
+            return f"the runs are not comparable (layer {name}: {differs})"
+        for step, _ in norms:
             lr, its = (of.setting_at(step).lr for of in (layer, baseline.layers[name]))
             if not math.isclose(lr, its, rel_tol=1e-3):
                 return f"the runs are not comparable (lr {lr:g} and {its:g} at step {step})"
     return ""
+
+
+def _starts_otherwise(layer: LayerRecord, other: LayerRecord, first: tuple[int, float]) -> str:
+    """What differs before decay can act; `first`: the first common step, the ratio of the norms."""
+    if layer.size != other.size and layer.size and other.size:
+        return f"{layer.size} and {other.size} weights"
+    step, apart = first
+    late = dict(layer.exposure).get(step, 0.0) >= TOO_LITTLE_EXPOSURE
+    if late or not layer.invariant or 1 / SAME_START < apart < SAME_START:
+        return ""
+    both = [dict(of.norms)[step] for of in (layer, other)]
+    return f"norms {both[0]:.3g} and {both[1]:.3g} at step {step}, before decay can act"

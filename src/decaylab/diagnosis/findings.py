@@ -12,17 +12,17 @@ from decaylab.diagnosis.evidence import (
     three_digits,
     too_few_shares,
 )
-from decaylab.diagnosis.layers import LayerRecord
+from decaylab.diagnosis.layers import TOO_LITTLE_EXPOSURE, LayerRecord
 from decaylab.diagnosis.observed import Observed
-from decaylab.diagnosis.result import Finding, LayerEvidence, Verdict
+from decaylab.diagnosis.result import MECHANISMS, Finding, LayerEvidence, Verdict
 
 # A learning rate is searched by factors of about three and a factor of 1.25 in it is the least that
 # anybody would notice; two seeds of one run differ by a few per cent, so 1.1 is none.
 ACTS, NOTHING = 1.25, 1.1
 # |J|^2 of two seeds differs by tens of per cent, and the paper's effects are 3 to 30 (Table 2).
 JACOBIAN_ACTS, JACOBIAN_NOTHING = 1.5, 1.2
-# Over the whole run decay has taken less than a twentieth of the weights: it cannot have done much.
-TOO_LITTLE_EXPOSURE = 0.05
+# Where so little is left of a norm, decay has won over the gradients.
+COLLAPSED = 1e-3
 # Nine tenths of the directions are second-order: what damping does to the rest changes little.
 DAMPING_NEGLIGIBLE = 0.9
 # Second-order shares of two seeds differ by so much (results/demo): decay has not raised it.
@@ -62,13 +62,22 @@ def judgeable(run: Observed) -> list[LayerRecord]:
     return [layer for layer in decayed_layers(run) if layer.invariant]
 
 
+def collapsed(run: Observed) -> str:
+    """The decayed layers of whose norm hardly anything is left, by name."""
+    small = [x for x in decayed_layers(run) if x.norms[-1][1] < COLLAPSED * x.norms[0][1]]
+    return _names([layer.name for layer in small]) if small else ""
+
+
 def by_kfac(layer: LayerRecord) -> bool:
     """Whether K-FAC steps it: its law is lr/|W|^0."""
     return layer.setting is not None and layer.setting.power == 0
 
 
-def no_decay(run: Observed, name: str, quantity: str) -> Finding | None:
-    """Where the records show nothing, where nothing decays, or too little."""
+def no_decay(run: Observed, name: str, quantity: str, *, joint: bool = False) -> Finding | None:
+    """Where the records show nothing, where nothing decays, or too little.
+
+    `joint`: what decay takes of each layer adds up, as in the Jacobian, a product over layers.
+    """
     decayed = decayed_layers(run)
     skipped = [layer.skipped for layer in run.layers.values()]
     if skipped and all(reason.startswith("frozen") for reason in skipped):
@@ -85,15 +94,19 @@ def no_decay(run: Observed, name: str, quantity: str) -> Finding | None:
         )
     if not decayed:
         return Finding(name, quantity, "does not act", "No layer has weight decay.")
-    return _too_little(run, name, quantity, decayed)
+    return _too_little(run, name, quantity, decayed, sum if joint else max)
 
 
 def _too_little(
-    run: Observed, name: str, quantity: str, layers: list[LayerRecord]
+    run: Observed,
+    name: str,
+    quantity: str,
+    layers: list[LayerRecord],
+    together: Callable[[list[float]], float] = max,
 ) -> Finding | None:
-    """Where decay took next to nothing of any of these layers."""
+    """Where decay took next to nothing of any of these layers, or of all of them together."""
     exposures = [layer.total_exposure for layer in layers if layer.total_exposure is not None]
-    if len(exposures) < len(layers) or max(exposures) >= TOO_LITTLE_EXPOSURE:
+    if len(exposures) < len(layers) or together(exposures) >= TOO_LITTLE_EXPOSURE:
         return None
     reason = (
         f"Over the {run.steps} steps of the run, decay removed {100 * max(exposures):.2g} % of the"
@@ -155,10 +168,8 @@ def _why_apart(layer: LayerRecord) -> str:
 
 def _no_effect(layer: LayerRecord) -> str:
     """Why one run shows no effect on a layer that the mechanism can act on."""
-    if layer.setting is not None and layer.setting.preconditioned:
-        return (
-            "the optimizer rescales L2, so one run does not show what it removes: needs a baseline"
-        )
+    if layer.unknown:
+        return f"{layer.unknown}, so one run does not show what it removes: needs a baseline"
     if by_kfac(layer) and "second_order_share" not in layer.series:
         return "its second-order share is not recorded"
     if by_kfac(layer) and too_few_shares(layer):
@@ -205,8 +216,10 @@ def found_by(
     rows: Rows,
     run: Observed,
     thresholds: tuple[float, float] = (ACTS, NOTHING),
+    *,
+    joint: bool = False,
 ) -> Finding:
-    """The finding on a measured factor, with its words."""
+    """The finding on a measured factor, with its words; `joint`: as in `no_decay`."""
     words = quantity.removesuffix(LARGER).removesuffix(SMALLER)
     verdict = judged(effect, *thresholds)
     if effect is None:
@@ -218,8 +231,9 @@ def found_by(
             would_decide=SAME_STEPS if NO_COMMON_STEP in reasons else GIVE_BASELINE,
         )
     compared = [run.layers[row.layer] for row in rows if row.effect]
-    reached = _exposure_at(compared or run.layers.values(), effect.steps[1])
-    if reached is not None and reached < TOO_LITTLE_EXPOSURE:
+    exposures = _exposures_at(compared or run.layers.values(), effect.steps[1])
+    reached = max(exposures, default=None)
+    if reached is not None and (sum(exposures) if joint else reached) < TOO_LITTLE_EXPOSURE:
         return Finding(
             *(name, quantity, "cannot tell"),
             f"Both runs are recorded only up to step {effect.steps[1]}, when decay had removed"
@@ -257,10 +271,11 @@ def found_by(
     return Finding(name, quantity, verdict, said, effect, rows, would)
 
 
-def _exposure_at(layers: Iterable[LayerRecord], step: int) -> float | None:
-    """The largest decay exposure of a layer at a step; None where none is recorded."""
+def _exposures_at(layers: Iterable[LayerRecord], step: int) -> list[float]:
+    """The decay exposure of each layer at a step, where it is recorded."""
     known = [layer for layer in layers if layer.total_exposure is not None]
-    return max((value for x in known for s, value in x.exposure if s <= step), default=None)
+    reached = [[value for s, value in layer.exposure if s <= step] for layer in known]
+    return [values[-1] for values in reached if values]
 
 
 def record(run: Observed, *, both: bool = False) -> str:
@@ -285,6 +300,7 @@ def what_follows(
     lr, jacobian, damping = findings
     invariant = judgeable(run)
     others = [layer.name for layer in decayed_layers(run) if not layer.invariant]
+    others += ["the gains of normalisations"] * run.decayed_gains
     said = []
     if invariant:
         names = _names([layer.name for layer in invariant])
@@ -300,7 +316,10 @@ def what_follows(
         elif "acts" in (lr.verdict, damping.verdict):
             said.append("In this run that matters: decay " + _through(lr, damping) + ".")
         if lr.verdict == damping.verdict == "does not act":
-            said.append("In this run decay of these layers has no effect: it could be left out.")
+            if not (_opposite(lr) or _opposite(damping)):
+                said.append(
+                    "In this run decay of these layers has no effect: it could be left out."
+                )
         else:
             said += _schedule_words(invariant)
     if others:
@@ -311,7 +330,9 @@ def what_follows(
         words = verb.get(
             jacobian.verdict, "changes the function. Whether that matters is not decided"
         )
-        said.append(f"Decay of the layers that are not scale-invariant ({_names(others)}) {words}.")
+        if _opposite(jacobian):
+            words = "goes with a larger Jacobian"
+        said.append(f"Decay of what is not scale-invariant ({_names(others)}) {words}.")
     if not said:
         said.append(
             "Nothing yet: no layer with decay could be judged."
@@ -328,6 +349,12 @@ def what_follows(
     return said
 
 
+def _opposite(finding: Finding) -> bool:
+    """Whether the change is as large as that of a mechanism that acts, but the other way."""
+    acts = JACOBIAN_ACTS if finding.mechanism == MECHANISMS[1] else ACTS
+    return finding.effect is not None and finding.effect.value < 1 / acts
+
+
 def _through(lr: Finding, damping: Finding) -> str:
     ways = ["keeps the effective learning rate high"] * (lr.verdict == "acts")
     ways += ["keeps the effective damping low"] * (damping.verdict == "acts")
@@ -339,7 +366,7 @@ def _schedule_words(layers: list[LayerRecord]) -> list[str]:
     known = [
         (x.setting.power, x.total_exposure)
         for x in layers
-        if x.setting and x.setting.power and x.total_exposure and not x.setting.preconditioned
+        if x.setting and x.setting.power and x.total_exposure
     ]
     if not known:
         return []

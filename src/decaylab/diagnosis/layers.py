@@ -1,11 +1,15 @@
 """One layer in the records of a run: how it was stepped, and what was measured of it."""
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from decaylab.diagnosis.dynamics import Series
 from decaylab.diagnosis.memory import by_step, effective_adam
 from decaylab.optim.decay import decay_rate, steady_shrink
+
+# While decay has taken less than a twentieth of the weights, it cannot have done much.
+TOO_LITTLE_EXPOSURE = 0.05
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,7 @@ class Setting:
         power: the effective learning rate is lr/|W|^power; None where the law is not known.
         damping: K-FAC's lambda, else None. scale_free: whether it follows the norm.
         factor_decay, refresh_every, invert_every: what K-FAC's factors remember.
+        rounding: how far apart its numbers are, relative, if they have fewer than 32 bits; else 0.
     """
 
     lr: float
@@ -32,6 +37,7 @@ class Setting:
     factor_decay: float = 0.0
     refresh_every: int = 1
     invert_every: int = 1
+    rounding: float = 0.0
 
     @property
     def decays(self) -> bool:
@@ -39,9 +45,13 @@ class Setting:
         return self.decay != "none" and self.weight_decay > 0
 
     @property
-    def preconditioned(self) -> bool:
-        """L2 inside Adam or K-FAC: no fixed part of W is taken a step."""
-        return self.decays and self.decay == "l2" and self.power != 2
+    def unknown(self) -> str:
+        """Why it is not known which part of W decay takes a step; "" where it is."""
+        if self.decays and self.decay == "l2" and self.power != 2:
+            return "the optimizer rescales L2"
+        if 0 < self._rate < self.rounding:
+            return "the weights have 16 bits, in which rounding may undo the decay"
+        return ""
 
     @property
     def intake(self) -> float:
@@ -50,16 +60,20 @@ class Setting:
 
     @property
     def shrink(self) -> float:
-        """The part of W that decay takes a step in the long run; 0 for preconditioned L2."""
-        if not self.decays or self.preconditioned:
+        """The part of W that decay takes a step in the long run; 0 where it is `unknown`."""
+        if not self.decays or self.unknown:
             return 0.0
         strength = self.weight_decay * self.intake
         return steady_shrink(strength, self.decay, lr=self.lr, momentum=self.memory)
 
     @property
     def rate(self) -> float:
-        """What a step adds to the decay exposure (`decay_rate`); 0 for preconditioned L2."""
-        if not self.decays or self.preconditioned:
+        """What a step adds to the decay exposure (`decay_rate`); 0 where it is `unknown`."""
+        return 0.0 if self.unknown else self._rate
+
+    @property
+    def _rate(self) -> float:
+        if not self.decays:
             return 0.0
         strength = self.weight_decay * self.intake
         return decay_rate(strength, self.decay, optimizer="sgd", lr=self.lr, momentum=self.memory)
@@ -70,7 +84,7 @@ class LayerRecord:
     """One layer in the records. `skipped` says why it cannot be judged, "" where it can.
 
     `settings`: (from step, Setting); `norms`: above zero; `exposure`: decay exposure at the steps
-    of `norms`.
+    of `norms`; `size`: how many numbers the weight has, 0 where that is not recorded.
     """
 
     name: str
@@ -80,11 +94,17 @@ class LayerRecord:
     exposure: Series = ()
     series: Mapping[str, Series] = field(default_factory=dict)
     skipped: str = ""
+    size: int = 0
 
     @property
     def setting(self) -> Setting | None:
         """The first one: kind of decay, law and momentum, which do not change in a run."""
         return self.settings[0][1] if self.settings else None
+
+    @property
+    def unknown(self) -> str:
+        """Why it is not known what decay took of it (`Setting.unknown`); "" where it is."""
+        return next((setting.unknown for _, setting in self.settings if setting.unknown), "")
 
     @property
     def decayed(self) -> bool:
@@ -93,7 +113,8 @@ class LayerRecord:
 
     def setting_at(self, step: int) -> Setting:
         """The setting that step `step` (from 1) was taken with."""
-        return [s for start, s in self.settings if start <= max(step, self.settings[0][0])][-1]
+        after = bisect_right(self.settings, step, key=lambda of: of[0])
+        return self.settings[max(after - 1, 0)][1]
 
     @property
     def moments(self) -> Series:
@@ -126,7 +147,5 @@ class LayerRecord:
 
     @property
     def total_exposure(self) -> float | None:
-        """The decay exposure at the end; None where it is not known (L2 inside Adam or K-FAC)."""
-        if self.setting is not None and self.setting.preconditioned:
-            return None
-        return self.exposure[-1][1] if self.exposure else None
+        """The decay exposure at the end; None where it is not known."""
+        return self.exposure[-1][1] if self.exposure and not self.unknown else None

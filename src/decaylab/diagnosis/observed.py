@@ -5,10 +5,12 @@ watched one from the `setting_*` rows.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ import torch
 from decaylab import networks
 from decaylab.data import DATA_SETS
 from decaylab.diagnosis.dynamics import Series
-from decaylab.diagnosis.layers import LayerRecord, Setting
+from decaylab.diagnosis.layers import TOO_LITTLE_EXPOSURE, LayerRecord, Setting
 from decaylab.errors import DecaylabError
 from decaylab.optim import schedules
 from decaylab.optim.decay import DECAYS, OPTIMIZERS
@@ -35,12 +37,18 @@ QUANTITIES = (
 )
 SETTINGS = {"lr", "decay", "weight_decay"}
 TOTALS = ("jacobian_norm", "kfac_gn_norm", "gn_norm")
+# What radial_gradient is below before decay acts, if a layer is scale-invariant. Rounding gives up
+# to 0.02 (16 bits); of a layer that is not, it is about 1.
+ALONG = 0.1
 ZEROS = "its weights are zero: it has no direction"
 
 
 @dataclass(frozen=True)
 class Observed:
-    """A run as the records have it. `troubles` are sentences that any answer must begin with."""
+    """A run as the records have it. `troubles` are sentences that any answer must begin with.
+
+    `decayed_gains`: whether gains of normalisations, which are part of the function, decay too.
+    """
 
     name: str
     layers: Mapping[str, LayerRecord]
@@ -48,6 +56,7 @@ class Observed:
     steps: int
     troubles: tuple[str, ...] = ()
     spec: RunSpec | None = None
+    decayed_gains: bool = False
 
     @property
     def decays(self) -> bool:
@@ -132,12 +141,16 @@ def _totals(series: Mapping[str, Series]) -> dict[str, Series]:
 
 def _exposure(settings: tuple[tuple[int, Setting], ...], norms: Series) -> Series:
     """The decay exposure at each record: `Setting.rate` summed over the steps up to it."""
+    before = [0.0]  # each of the settings
+    for (start, setting), (end, _) in pairwise(settings):
+        before.append(before[-1] + setting.rate * (end - start))
     found = []
     for step, _ in norms:
+        last = bisect_right(settings, step, key=lambda of: of[0]) - 1
         total = 0.0
-        for i, (start, setting) in enumerate(settings):
-            end = settings[i + 1][0] if i + 1 < len(settings) else math.inf
-            total += setting.rate * max(min(step + 1, end) - start, 0)
+        if last >= 0:
+            start, setting = settings[last]
+            total = before[last] + setting.rate * (step + 1 - start)
         found.append((step, total))
     return tuple(found)
 
@@ -163,8 +176,15 @@ def _watched(name: str, rows: Rows) -> Observed:
             "it has fewer than two records of the norms, so no layer can be judged: keep"
             " `weight_norm` among the probes, and lower `every`"
         )
+    if along := [k for k in layers if not layers[k].invariant and f"radial_gradient/{k}" in series]:
+        troubles.append(
+            f"{', '.join(along[:4])}{' and others' * (len(along) > 4)}: a normalisation comes next"
+            " in the model, but the gradients point along the weights, so they do not count as"
+            " scale-invariant. To measure it, give watch(..., inputs=batch)"
+        )
     steps = max((row.step for row in kept), default=0)
-    return Observed(name, layers, _totals(series), steps, tuple(troubles))
+    gains = any(count for _, count in series.get("decayed_gains", ()))
+    return Observed(name, layers, _totals(series), steps, tuple(troubles), decayed_gains=gains)
 
 
 def _watched_layer(series: Mapping[str, Series], layer: str) -> LayerRecord:
@@ -187,14 +207,22 @@ def _watched_layer(series: Mapping[str, Series], layer: str) -> LayerRecord:
     resumed = any(after < before for (_, before), (_, after) in pairwise(exposure))
     if len(exposure) < len(norms) or resumed:  # a resumed watch counts from zero again
         exposure = _exposure(tuple(settings), norms)
+    known = dict(exposure)
+    early = [
+        value
+        for step, value in series.get(f"radial_gradient/{layer}", ())
+        if known.get(step, 0.0) < TOO_LITTLE_EXPOSURE
+    ]
+    along = bool(early) and math.sqrt(fmean(value**2 for value in early)) > ALONG
     return LayerRecord(
         layer,
-        invariant=now.get("invariant", 0.0) == 1.0,
+        invariant=now.get("invariant", 0.0) == 1.0 and not along,
         settings=tuple(settings),
         norms=norms,
         exposure=exposure,
         series=_by_layer(series, layer),
         skipped=_why_skipped(now, recorded, series.get(f"update_norm/{layer}", ())),
+        size=int(now.get("size", 0)),
     )
 
 
@@ -230,6 +258,7 @@ def _setting(now: Mapping[str, float]) -> Setting:
         factor_decay=now.get("factor_decay", 0.0),
         refresh_every=int(now.get("refresh_every", 1)),
         invert_every=int(now.get("invert_every", 1)),
+        rounding=now.get("rounding", 0.0),
     )
 
 

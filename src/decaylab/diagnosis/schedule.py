@@ -151,10 +151,10 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
     first = layers[0]
     setting = first.setting
     assert setting is not None
-    if setting.preconditioned:
+    if first.unknown:
         raise DecaylabError(
-            "L2 inside Adam or K-FAC takes no fixed part of the weights a step: only decoupled and"
-            " independent decay have a schedule"
+            f"{first.unknown}: no fixed part of the weights is taken per step, so no schedule can"
+            " replace it. Decoupled decay of 32-bit weights has one"
         )
     if setting.power is None:
         raise DecaylabError("the law of this optimizer is not known: SGD, Adam or K-FAC are")

@@ -22,6 +22,7 @@ from decaylab.diagnosis.findings import (
     SMALLER,
     at_once,
     by_kfac,
+    collapsed,
     decayed_layers,
     found_by,
     function_row,
@@ -61,6 +62,11 @@ def diagnose(run: Source, baseline: Source | None = None) -> Diagnosis:
         if why_not:
             first.append(f"{why_not}: judged without the baseline")
             other = None
+    if lost := collapsed(mine):
+        first.append(
+            f"{mine.name}: decay has taken nearly all of {lost}: it is too strong. Weights as small"
+            " as that are no more scale-invariant, and the factors below mean little"
+        )
     if not mine.decays and mine.layers:
         swapped = given is not None and given.decays
         hint = ", but the baseline has it: did you swap the two?" if swapped else ""
@@ -173,11 +179,11 @@ def _shares(run: Observed, baseline: Observed | None) -> dict[str, float | None]
 
 def _jacobian(run: Observed, baseline: Observed | None) -> Finding:
     name, quantity = MECHANISMS[1], f"squared Jacobian norm{SMALLER}"
-    early = no_decay(run, name, quantity)
+    early = no_decay(run, name, quantity, joint=True)
     if early is not None:
         return early
     rows = tuple(function_row(layer, baseline) for layer in run.layers.values())
-    if all(layer.invariant for layer in decayed_layers(run)):
+    if all(layer.invariant for layer in decayed_layers(run)) and not run.decayed_gains:
         reason = (
             "Every decayed layer is scale-invariant, so decay does not change the function by"
             " itself. A change of the Jacobian comes through the other two mechanisms."
@@ -205,7 +211,7 @@ def _jacobian(run: Observed, baseline: Observed | None) -> Finding:
             would_decide=record(run, both=True),
         )
     quantity, thresholds = f"{SENSITIVITY[row]}{SMALLER}", (JACOBIAN_ACTS, JACOBIAN_NOTHING)
-    found = found_by(name, quantity, effects[row], rows, run, thresholds)
+    found = found_by(name, quantity, effects[row], rows, run, thresholds, joint=True)
     if found.verdict == "acts" and judgeable(run):
         kinds = dict.fromkeys(MECHANISMS[2 if by_kfac(x) else 0] for x in judgeable(run))
         through = " and the ".join(kinds)

@@ -123,6 +123,11 @@ def _layers(model: nn.Module) -> dict[str, Layer]:
     return {name: layer for name, layer in found if layer is not None}
 
 
+def scaled_parameters(model: nn.Module) -> dict[str, list[Tensor]]:
+    """By layer, what Eq. 8 multiplies: weight and bias, or what a weight is computed from."""
+    return {name: layer.scaled for name, layer in _layers(model).items()}
+
+
 def _tensors(output: Any) -> list[Tensor]:
     """All floating-point tensors in a model's output, in order."""
     if isinstance(output, Tensor):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from decaylab.curvature.untouched import bare
 from decaylab.errors import DecaylabError
@@ -69,6 +69,35 @@ def _of_group(
         memory = ("factor_decay", "refresh_every", "invert_every")
         values |= {name: float(getattr(optimizer, name)) for name in memory}
     return values
+
+
+def stored(layers: Layers) -> dict[str, float]:
+    """`setting_size/layer`, how many numbers its weight has; of 16 bits, `setting_rounding` too.
+
+    The second is how far apart such numbers are, relative to their size.
+    """
+    found: dict[str, float] = {}
+    for layer, weights in layers.weights.items():
+        found[row_name("setting_size", layer)] = float(sum(w.numel() for w in weights.values()))
+        rounding = max(torch.finfo(weight.dtype).eps for weight in weights.values())
+        if rounding > torch.finfo(torch.float32).eps:
+            found[row_name("setting_rounding", layer)] = rounding
+    return found
+
+
+def gains_of(model: nn.Module) -> list[Tensor]:
+    """The trained gains and shifts of normalisations, and the gains of normalised weights."""
+    found = roles(bare(model))
+    named = bare(model).named_parameters()
+    return [p for name, p in named if found[name].role == "norm" and p.requires_grad]
+
+
+def decayed_gains(optimizer: torch.optim.Optimizer, gains: list[Tensor]) -> dict[str, float]:
+    """`decayed_gains`: how many of these decay. They are part of the function, as layers are."""
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    held = [groups[id(p)] for p in gains if id(p) in groups]
+    decays = {id(group): decay_of(dict(group), optimizer)[0] != "none" for group in held}
+    return {"decayed_gains": float(sum(decays[id(group)] for group in held))}
 
 
 def frozen_layers(model: nn.Module) -> dict[str, float]:

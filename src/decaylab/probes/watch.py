@@ -31,8 +31,9 @@ from decaylab.probes.gauss_newton import (
 )
 from decaylab.probes.jacobian import jacobian_norm
 from decaylab.probes.moments import second_moments
+from decaylab.probes.radial import radial_gradients
 from decaylab.probes.reading import NonFiniteWarning, Reading
-from decaylab.probes.settings import frozen_layers, settings
+from decaylab.probes.settings import decayed_gains, frozen_layers, gains_of, settings, stored
 from decaylab.probes.traces import curvature_traces
 from decaylab.probes.weights import (
     Layers,
@@ -152,8 +153,10 @@ class Watch:
         self._trackers = list(trackers)
         self._began = time.perf_counter()
         self._layers = layers_of(model, inputs)
-        self._frozen = frozen_layers(model)
+        self._fixed = frozen_layers(model) | stored(self._layers)
+        self._gains = gains_of(model)
         self._before: Snapshot | None = None
+        self._radial: dict[str, float] = {}
         self._warned: set[str] = set()
         self._settings: dict[str, float] = {}
         self._exposure = Exposure(optimizer)
@@ -213,6 +216,7 @@ class Watch:
     def _step_begins(self, *_: Any) -> None:
         try:
             self._before = snapshot(self._layers)
+            self._radial = radial_gradients(self._layers)  # a step may change gradients
         except Exception as error:  # the training must not stop for a probe
             self._warn_once("snapshot", error)
 
@@ -247,7 +251,7 @@ class Watch:
                     found |= reading.rows()
                     if reading.non_finite:
                         trouble[probe.name] = reading.not_finite_sentence()
-        found |= self._changed_settings()
+        found |= self._radial | self._changed_settings()
         seconds = time.perf_counter() - self._began
         epoch = 0 if self._steps_per_epoch is None else (self.steps - 1) // self._steps_per_epoch
         rows = [Row(self.steps, epoch, seconds, name, value) for name, value in found.items()]
@@ -262,7 +266,8 @@ class Watch:
 
     def _changed_settings(self) -> dict[str, float]:
         """How layers are stepped (`probes.settings`), as far as it is not what it was."""
-        now = settings(self.optimizer, self._layers) | self._frozen
+        now = settings(self.optimizer, self._layers) | self._fixed
+        now |= decayed_gains(self.optimizer, self._gains)
         changed = {name: value for name, value in now.items() if value != self._settings.get(name)}
         self._settings = now
         return changed

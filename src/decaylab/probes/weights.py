@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from decaylab.curvature.untouched import bare, check_inputs, trainable, untouched
 from decaylab.errors import DecaylabError
 from decaylab.networks import invariance, roles
-from decaylab.networks.roles import INVARIANCE_THRESHOLD
+from decaylab.networks.roles import INVARIANCE_THRESHOLD, scaled_parameters
 from decaylab.optim.decay import Law
 from decaylab.optim.laws import POWERS, law_of
 from decaylab.probes.reading import Reading, row_name
@@ -29,10 +29,12 @@ class Layers:
     Attributes:
         weights: layer name -> parameter name -> parameter (not a copy).
         defects: invariant layer -> how far from invariant it is; nan where it was not measured.
+        scaled: invariant layer that was not measured -> what Eq. 8 multiplies, weight and bias.
     """
 
     weights: Mapping[str, Mapping[str, Tensor]]
     defects: Mapping[str, float]
+    scaled: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
 
 def layers_of(model: nn.Module | Layers, inputs: Tensor | None = None) -> Layers:
@@ -52,7 +54,9 @@ def layers_of(model: nn.Module | Layers, inputs: Tensor | None = None) -> Layers
             weights.setdefault(known[name].module, {})[name] = parameter
     if inputs is None:
         chosen = {role.module for role in known.values() if role.role == "invariant"}
-        return Layers(weights, {layer: math.nan for layer in weights if layer in chosen})
+        found = {layer: math.nan for layer in weights if layer in chosen}
+        scaled = scaled_parameters(model)
+        return Layers(weights, found, {layer: scaled[layer] for layer in found})
     check_inputs(model, inputs)
     with untouched(model):
         defects = invariance(model, inputs)

@@ -1,0 +1,32 @@
+"""How far gradients point along the weights: not at all where a layer is scale-invariant."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from decaylab.probes.reading import numbers, row_name
+from decaylab.probes.weights import Layers
+
+
+def radial_gradients(layers: Layers) -> dict[str, float]:
+    """By row name, |<g, W>| sqrt(n) / (|g| |W|) of the layers that module order calls invariant.
+
+    g is the gradient and W what Eq. 8 multiplies (weight and bias), n numbers in all. <g, W> is the
+    derivative of the loss as W is scaled: 0 where the layer is invariant, whatever the batch. A
+    random direction gives about 1. No pass through the model; a layer without a gradient has none,
+    nor has one whose invariance was measured.
+    """
+    found: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for layer, parameters in layers.scaled.items():
+            pairs = [(p.grad, p) for p in parameters if p.grad is not None]
+            if len(pairs) < len(parameters) or any(g.layout != torch.strided for g, _ in pairs):
+                continue
+            g, w = (
+                torch.cat([t.detach().flatten().double() for t in of])
+                for of in zip(*pairs, strict=True)
+            )
+            found[layer] = torch.dot(g, w).abs() / (g.norm() * w.norm()) * math.sqrt(len(w))
+    values = numbers(found)
+    return {row_name("radial_gradient", k): v for k, v in values.items() if math.isfinite(v)}

@@ -1,0 +1,209 @@
+"""What decay does is known by construction, and the diagnosis once said something else."""
+
+import math
+
+import pytest
+import torch
+from diagnosis.recorded import Layer, records
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.optim.lr_scheduler import LambdaLR
+
+from decaylab import diagnose, watch
+from decaylab.diagnosis import suggest
+from decaylab.records import Row, Rows
+
+INPUTS = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
+LABELS = (INPUTS[:, 0] > 0).long() + (INPUTS[:, 1] > 0).long()
+
+
+def train(model, optimizer, steps=40, scheduler=None, batch=INPUTS, **watching):
+    with watch(model, optimizer, **{"every": 4} | watching) as watched:
+        for _ in range(steps):
+            nn.functional.cross_entropy(model(batch), LABELS).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduler is not None:
+                scheduler.step()
+    return watched
+
+
+def batch_norm_net(width=8):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
+
+
+@pytest.mark.parametrize("decayed", [True, False])
+def test_gains_are_part_of_the_function(decayed):
+    """Weight normalisation everywhere: the weights are scale-invariant, but their gains are not."""
+
+    def run(weight_decay):
+        torch.manual_seed(0)
+        model = nn.Sequential(weight_norm(nn.Linear(6, 8)), nn.ReLU(), weight_norm(nn.Linear(8, 3)))
+        gains = [p for name, p in model.named_parameters() if name.endswith("original0")]
+        rest = [p for p in model.parameters() if all(p is not gain for gain in gains)]
+        groups = [{"params": rest, "weight_decay": weight_decay}]
+        groups.append({"params": gains, "weight_decay": weight_decay if decayed else 0.0})
+        optimizer = torch.optim.SGD(groups, lr=0.05)
+        return train(model, optimizer, inputs=INPUTS, probes=["weight_norm", "jacobian_norm"])
+
+    found = diagnose(run(0.5), run(0.0))
+    assert all(row.reason.startswith("scale-invariant") for row in found["Jacobian"].layers)
+    assert found["Jacobian"].verdict == ("acts" if decayed else "does not act")
+    assert ("gains of normalisations" in " ".join(found.consequences)) is decayed
+
+
+class Residual(nn.Module):
+    """A sum stands before the normalisation, so the layer before it is not scale-invariant."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(x + self.second(torch.relu(self.first(x)))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_order_of_modules_is_checked_by_the_gradients(dtype):
+    for model, name, invariant in ((Residual(), "second", False), (batch_norm_net(), "0", True)):
+        model = model.to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.5)
+        watched = train(model, optimizer, batch=INPUTS.to(dtype))
+        said = {row.layer: row.reason for row in diagnose(watched)["Jacobian"].layers}
+        assert said[name].startswith("scale-invariant") is invariant
+        first = " ".join(diagnose(watched).first)
+        assert ("give watch(..., inputs=batch)" in first) is not invariant
+
+
+def test_the_jacobian_is_a_product_over_layers():
+    """4 % of each of sixteen layers is a factor of 3.6 in |J|^2; of one layer, 1.08."""
+    for depth, verdict in ((16, "acts"), (1, "does not act")):
+        layers = [
+            {str(i): Layer(invariant=False, weight_decay=weight_decay) for i in range(depth)}
+            for weight_decay in (4e-4, 0.0)
+        ]
+        smaller = math.exp(-2 * 0.04 * depth)
+        run, baseline = (
+            records(of, {"jacobian_norm": value})
+            for of, value in zip(layers, (smaller, 1.0), strict=True)
+        )
+        assert diagnose(run, baseline)["Jacobian"].verdict == verdict
+
+
+def test_runs_that_begin_otherwise_are_not_compared():
+    decayed, plain = Layer(weight_decay=0.01, growth=1e-3), Layer(growth=1e-3)
+    run, baseline = records({"a": decayed}), records({"a": plain})
+    assert diagnose(run, baseline).baseline is not None
+    larger = Rows(
+        tuple(
+            Row(*(row.step, row.epoch, row.seconds, row.name), row.value * 2)
+            if row.name.startswith("weight_norm")
+            else row
+            for row in baseline.rows
+        )
+    )
+    found = diagnose(run, larger)
+    assert found.baseline is None
+    assert "before decay can act" in found.first[0]
+    runs = [
+        train(model, torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=weight_decay))
+        for model, weight_decay in ((batch_norm_net(8), 0.1), (batch_norm_net(10), 0.0))
+    ]
+    assert "48 and 60 weights" in diagnose(*runs).first[0]
+
+
+def test_a_decay_that_rounding_undoes():
+    """bfloat16 has eight bits: W (1 - 1e-3) is W, and the two runs are the same, bit for bit."""
+    runs = []
+    for weight_decay in (0.1, 0.0):
+        model = batch_norm_net().bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=weight_decay)
+        runs.append(train(model, optimizer, 600, batch=INPUTS.bfloat16(), every=100))
+    assert runs[0].records.series("weight_norm/0")[-1].value == pytest.approx(
+        runs[1].records.series("weight_norm/0")[-1].value, rel=1e-12
+    )
+    alone = diagnose(runs[0])["effective l"]
+    assert alone.verdict == "cannot tell"
+    assert "rounding may undo the decay" in alone.reason
+    against = diagnose(*runs)["effective l"]
+    assert against.verdict == "does not act"
+    assert "removed" not in against.reason
+    assert suggest(runs[0]).weight_decay is None
+
+
+def test_an_opposite_change_is_not_called_none():
+    run = records({"a": Layer(invariant=False, weight_decay=0.05)}, {"jacobian_norm": 30.0})
+    baseline = records({"a": Layer(invariant=False)}, {"jacobian_norm": 10.0})
+    assert "(a) goes with a larger Jacobian." in " ".join(diagnose(run, baseline).consequences)
+    run, baseline = (
+        records({"a": Layer(weight_decay=weight_decay, growth=growth)})
+        for weight_decay, growth in ((0.01, 0.02), (0.0, 1e-4))
+    )
+    found = diagnose(run, baseline)
+    assert "predicts the opposite" in found["effective l"].reason
+    assert "no effect" not in " ".join(found.consequences)
+
+
+def test_weights_that_decay_takes_all_of():
+    run = records({"a": Layer(weight_decay=0.1), "b": Layer(weight_decay=0.01)})
+    (first,) = diagnose(run).first
+    assert "nearly all of a: it is too strong" in first
+
+
+def test_a_suggestion_for_sgd_is_what_torchs_sgd_calls_weight_decay():
+    """Held within 5 % when run, where the norm is that of the records; momentum sums it up."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(400, dtype=torch.float64))
+    steps = 3000
+
+    def norms(weight_decay):
+        generator = torch.Generator().manual_seed(1)
+        now = nn.Parameter(weight.detach().clone())
+        optimizer = torch.optim.SGD([now], lr=0.1, momentum=0.9, weight_decay=weight_decay)
+        found = []
+        for _ in range(steps):
+            noise = torch.randn(400, generator=generator, dtype=torch.float64)
+            unit = now.detach() / now.detach().norm()
+            now.grad = (noise - (noise @ unit) * unit) / now.detach().norm()
+            optimizer.step()
+            found.append(float(now.detach().norm()))
+        return found
+
+    grown = norms(0.0)
+    rows = [Row(s, 0, 0.0, "weight_norm/a", grown[s - 1]) for s in range(1, steps + 1, 100)]
+    settings = {"lr": 0.1, "decay": 0, "weight_decay": 0, "momentum": 0.9, "power": 2}
+    settings["invariant"] = 1
+    rows += [Row(1, 0, 0.0, f"setting_{k}/a", float(v)) for k, v in settings.items()]
+    found = suggest(Rows(tuple(rows)), norm_at=1501)
+    assert found.decay == "l2"
+    held = norms(found.weight_decay)
+    assert sum(held[-500:]) / 500 == pytest.approx(grown[1500], rel=0.05)
+
+
+def test_a_suggestion_for_a_far_norm_is_called_rough():
+    found = suggest(records({"a": Layer(growth=0.05)}))
+    (row,) = found.layers
+    assert row.norm > 2 * row.target
+    assert f"rough: up to {(row.norm / row.target) ** 2:.2g} times too strong" in row.reason
+    assert suggest(records({"a": Layer(growth=1e-4)})).layers[0].reason == ""
+
+
+def test_a_suggestion_does_not_hang_on_how_often_a_schedule_is_recorded():
+    """Cosine with warmup: no two records have one learning rate."""
+
+    def suggested(every):
+        model = batch_norm_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+
+        def factor(step):
+            return min(1, (step + 1) / 40) * (1 + math.cos(math.pi * step / 400)) / 2
+
+        return suggest(train(model, optimizer, 400, LambdaLR(optimizer, factor), every=every))
+
+    often, seldom = suggested(4), suggested(20)
+    assert often.lr > 0.1
+    assert seldom.lr > 0.1
+    assert often.weight_decay == pytest.approx(seldom.weight_decay, rel=0.5)
