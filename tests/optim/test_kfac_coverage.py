@@ -67,6 +67,14 @@ def test_reasons(others):
         assert (found[name].block, found[name].method) == (None, others)
 
 
+def test_what_contains_layers_is_excluded_by_their_names():
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 2))
+    with pytest.raises(DecaylabError, match=r"'0' is not a layer.*'0\.0'"):
+        KFAC(model, 0.1, options=KFACOptions(exclude=("0",)))
+    norm = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2))
+    KFAC(norm, 0.1, options=KFACOptions(exclude=("0",)))  # says what is so anyway
+
+
 def test_parameters_are_given_in_every_way_that_torch_takes():
     """Bare, with names, in groups, and a group of a single tensor."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))

@@ -51,6 +51,51 @@ def test_layers_that_are_not_built_yet_are_refused():
     assert KFAC(model, 0.1).coverage()["0.weight"].block == "0"
 
 
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        return x.to(self.dtype)
+
+
+def test_layers_of_several_dtypes_move_apart(monkeypatch):
+    """The fused step on CUDA takes one dtype at a time; on a CPU it would take all."""
+
+    def net():
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Identity(), nn.Linear(5, CLASSES))
+
+    fused, seen = torch._fused_sgd_, []
+
+    def watched(params, *rest, **options):
+        seen.append({p.dtype for p in params})
+        return fused(params, *rest, **options)
+
+    monkeypatch.setattr(torch, "_fused_sgd_", watched)
+    plain, mixed = seeded(net), seeded(net)
+    mixed[2] = Cast(torch.float32)
+    mixed[3].float()
+    for model in (plain, mixed):
+        opt = KFAC(model, 0.1, weight_decay=0.1, outputs="exact", refresh_every=1)
+        for _ in range(2):
+            train_step(opt, model, *data())
+    assert seen[2:] == 2 * [{torch.float64}, {torch.float32}]
+    for p, q in zip(plain.parameters(), mixed.parameters(), strict=True):
+        torch.testing.assert_close(p, q.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_complex_parameters_are_refused():
+    class Complex(nn.Sequential):
+        def forward(self, x):
+            return self[1](self[0](x.to(torch.complex64)).abs())
+
+    model = Complex(nn.Linear(4, 5, dtype=torch.complex64), nn.Linear(5, CLASSES))
+    with pytest.raises(DecaylabError, match=r"complex.*optimizer of their own"):
+        KFAC(model, 0.1)
+    KFAC(model, 0.1, params=model[1].parameters())
+
+
 def test_sparse_gradients_are_refused():
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, CLASSES))
     opt = KFAC(model, 0.1)
@@ -115,3 +160,12 @@ def test_a_state_of_the_same_parameters_in_another_order_is_refused():
     again = KFAC(copy.deepcopy(model), 0.1)
     again.load_state_dict(state)
     assert len(again.state) == 4
+
+
+@pytest.mark.parametrize("methods", [("adam", "sgd"), ("sgd", "adam")])
+def test_a_state_of_another_first_order_method_is_refused(methods):
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)))
+    saved, other = (KFAC(model, 0.1, others=method) for method in methods)
+    with pytest.raises(DecaylabError, match=f"others='{methods[0]}'"):
+        other.load_state_dict(saved.state_dict())
+    KFAC(model, 0.1, others=methods[0]).load_state_dict(saved.state_dict())

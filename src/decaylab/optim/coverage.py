@@ -69,6 +69,16 @@ def plan(
     unknown = sorted(set(exclude) - set(layers))
     if unknown:
         raise DecaylabError(f"exclude names no layer of the model: {', '.join(unknown)}")
+    for name in exclude:
+        inside = [
+            f"{name}.{child}".removeprefix(".")
+            for child, module in layers[name].named_modules()
+            if child and type(module) in LAYER_TYPES
+        ]
+        if inside:
+            raise DecaylabError(
+                f"exclude: {name!r} is not a layer, it has some in it: name these, as {inside[0]!r}"
+            )
     owners = _owners(model)
     blocks, coverage = {}, {}
     for parameter in chosen:

@@ -27,7 +27,7 @@ from decaylab.optim.kfac_options import (
     check_arguments,
     check_groups,
     check_numbers,
-    check_order,
+    check_saved,
     first_order,
     one_device,
 )
@@ -360,7 +360,7 @@ class KFAC(torch.optim.Optimizer):
         mine = state_dict.get("kfac")
         if mine is None:
             raise DecaylabError("this state dict holds no K-FAC factors: it is another optimizer's")
-        check_order(mine.get("parameters", []), list(self._coverage))
+        check_saved(state_dict, self.param_groups, list(self._coverage))
         self._blocks.load_state_dict(mine["layers"])
         super().load_state_dict(state_dict)
         lay_out_state(self)

@@ -97,6 +97,11 @@ def check_groups(groups: list[dict[str, Any]]) -> None:
             momentum=(group["momentum"], 0 <= group["momentum"] < 1),
         )
         for p in group["params"]:
+            if p.is_complex():
+                raise DecaylabError(
+                    f"a parameter of shape {list(p.shape)} is complex, which K-FAC's steps are "
+                    "not: step such parameters with an optimizer of their own"
+                )
             if group["law"] != "kfac" and p.requires_grad and has_gaps(p):
                 raise DecaylabError(
                     f"a parameter of shape {list(p.shape)} has gaps in memory, over which torch's "
@@ -114,13 +119,20 @@ def has_gaps(tensor: Tensor) -> bool:
     return tensor.stride() != torch.empty_like(tensor, device="meta").stride()
 
 
-def check_order(saved: list[str], mine: list[str]) -> None:
-    """Refuse a state dict that lists the parameters in another order: torch goes by place."""
-    if saved != mine and sorted(saved) == sorted(mine):
+def check_saved(state: dict[str, Any], groups: list[dict[str, Any]], names: list[str]) -> None:
+    """Refuse what torch, which goes by place alone, would load into the wrong one."""
+    saved = state["kfac"].get("parameters", names)
+    if saved != names and sorted(saved) == sorted(names):
         raise DecaylabError(
             "this state dict lists the parameters in another order: "
             "build KFAC with the param groups it was saved with"
         )
+    for group, other in zip(groups, state["param_groups"], strict=False):  # torch counts them
+        if group["law"] != other["law"] and "kfac" not in (group["law"], other["law"]):
+            raise DecaylabError(
+                f"this state dict has a state of {other['law']} for parameters outside the "
+                f"blocks: build KFAC with others={other['law']!r}"
+            )
 
 
 def one_device(groups: list[dict[str, Any]]) -> torch.device:

@@ -66,10 +66,11 @@ class Updater:
             for step in self.blocks.steps:
                 step.mul_(scale.to(step.dtype))
         for group in covered:
-            if group["params"]:
-                steps = [self.blocks.slots[p].step for p in group["params"]]
-                velocities = [_velocity(self.first_order.state[p], p) for p in group["params"]]
-                _move(group, velocities, steps, move)
+            for dtype in dict.fromkeys(p.dtype for p in group["params"]):  # one at a time, on CUDA
+                params = [p for p in group["params"] if p.dtype == dtype]
+                steps = [self.blocks.slots[p].step for p in params]
+                velocities = [_velocity(self.first_order.state[p], p) for p in params]
+                _move({**group, "params": params}, velocities, steps, move)
         self._step_others([group for group in others if group["params"]], move, loss_scale)
         return finite
 
