@@ -218,7 +218,7 @@ def test_tiers_stand_beside_each_other(tmp_path):
     _, out, page = report(tmp_path)
     assert {"table2-smoke", "table2-quick"} <= set(page.ids)
     rows = table_of(out, "table2")
-    assert [row["tier"] for row in rows] == ["smoke"] * 8 + ["quick"] * 8
+    assert [row["tier"] for row in rows] == ["quick"] * 8 + ["smoke"] * 8
 
 
 def test_json_and_out(tmp_path):

@@ -51,9 +51,9 @@ def seeds_of(found: Sequence[Found]) -> int:
 
 
 def tiers_of(found: Sequence[Found]) -> list[str]:
-    """The paper's tiers that there are runs of, the smallest first."""
+    """The tiers that there are runs of, the longest schedule first."""
     labels = {run.manifest.tier for run in found}
-    return [tier for tier in TIERS if tier in labels]
+    return [tier for tier in reversed(TIERS) if tier in labels]
 
 
 def _read(folder: RunFolder) -> tuple[Found | None, list[str]]:

@@ -17,7 +17,7 @@ from decaylab.paper.estimate import Estimator
 from decaylab.records import RunStore
 from decaylab.report.names import key_words, named
 from decaylab.report.page import Cell, Grid, grid_markdown
-from decaylab.report.provenance import Found, seeds_of, survey
+from decaylab.report.provenance import Found, seeds_of, survey, tiers_of
 from decaylab.report.sections import Filled, fill, titled
 
 SCHEDULES = {"full": "the paper's schedule", "short": "one fifth of the paper's schedule"}
@@ -39,7 +39,7 @@ class Results:
     @cached_property
     def tiers(self) -> list[str]:
         """The paper's own tiers there are runs of, the full one first."""
-        return [tier for tier in SCHEDULES if any(r.manifest.tier == tier for r in self.found)]
+        return [tier for tier in tiers_of(self.found) if tier in SCHEDULES]
 
     def filled(self, name: str, tier: str) -> Filled:
         """An artefact with what there is of it."""
