@@ -17,10 +17,12 @@ INPUTS = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
 LABELS = (INPUTS[:, 0] > 0).long() + (INPUTS[:, 1] > 0).long()
 
 
-def train(model, optimizer, steps=40, scheduler=None, batch=INPUTS, **watching):
+def train(model, optimizer, steps=40, scheduler=None, batch=INPUTS, clip=None, **watching):
     with watch(model, optimizer, **{"every": 4} | watching) as watched:
         for _ in range(steps):
             nn.functional.cross_entropy(model(batch), LABELS).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
             if scheduler is not None:
@@ -132,6 +134,21 @@ def test_a_decay_that_rounding_undoes():
     assert against.verdict == "does not act"
     assert "removed" not in against.reason
     assert suggest(runs[0]).weight_decay is None
+
+
+@pytest.mark.parametrize("clips", [(1e-3, 1e-3), (1e-3, None), (None, 1e-3), (None, None)])
+def test_clipped_gradients_do_not_follow_sgds_law(clips):
+    """Where each step has one length, a weight turns by lr/|W|, not by lr/|W|^2."""
+    runs = []
+    for weight_decay, clip in zip((0.1, 0.0), clips, strict=True):
+        model = batch_norm_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, weight_decay=weight_decay)
+        runs.append(train(model, optimizer, 100, clip=clip))
+    found = diagnose(*runs)["effective l"]
+    clipped = clips != (None, None)
+    assert found.verdict == ("cannot tell" if clipped else "acts")
+    assert ("clipped at 100 % of the records" in found.reason) is clipped
+    assert diagnose(runs[0])["effective l"].verdict == ("cannot tell" if clips[0] else "acts")
 
 
 def test_an_opposite_change_is_not_called_none():

@@ -271,7 +271,7 @@ def _same_training(run: Observed, baseline: Observed) -> str:
         mine, other = layer.setting, baseline.layers[name].setting
         if mine is None or other is None:
             continue
-        if mine.power != other.power:
+        if None not in (mine.power, other.power) and mine.power != other.power:
             return f"the runs are not comparable (layer {name} has another optimizer)"
         for word, field in SAME_SETTINGS.items():
             values = getattr(mine, field), getattr(other, field)

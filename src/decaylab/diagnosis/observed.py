@@ -7,7 +7,7 @@ watched one from the `setting_*` rows.
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -40,6 +40,10 @@ TOTALS = ("jacobian_norm", "kfac_gn_norm", "gn_norm")
 # What radial_gradient is below before decay acts, if a layer is scale-invariant. Rounding gives up
 # to 0.02 (16 bits); of a layer that is not, it is about 1.
 ALONG = 0.1
+# Norms of gradients as near as this, at so many records, are at the bound of a clip.
+SAME_GRADIENT, CLIPPED_RECORDS = 1e-4, 3
+# Clipping at fewer of the records changes little.
+SELDOM = 0.1
 ZEROS = "its weights are zero: it has no direction"
 
 
@@ -48,6 +52,7 @@ class Observed:
     """A run as the records have it. `troubles` are sentences that any answer must begin with.
 
     `decayed_gains`: whether gains of normalisations, which are part of the function, decay too.
+    `clipped`: at which part of the records the gradients are clipped.
     """
 
     name: str
@@ -57,6 +62,7 @@ class Observed:
     troubles: tuple[str, ...] = ()
     spec: RunSpec | None = None
     decayed_gains: bool = False
+    clipped: float = 0.0
 
     @property
     def decays(self) -> bool:
@@ -168,7 +174,8 @@ def _watched(name: str, rows: Rows) -> Observed:
         for row in kept
         if row.name.startswith(("weight_norm/", "setting_", "norm/")) and "/" in row.name
     )
-    layers = {layer: _watched_layer(series, layer) for layer in named}
+    clipped = _clipped(series.get("gradient_norm", ()))
+    layers = {layer: _watched_layer(series, layer, clipped) for layer in named}
     if kept and not any(name.startswith("setting_") for name in series):
         troubles.append("the optimizer's settings are not in these records: record them again")
     elif layers and all("less than twice" in layer.skipped for layer in layers.values()):
@@ -184,10 +191,17 @@ def _watched(name: str, rows: Rows) -> Observed:
         )
     steps = max((row.step for row in kept), default=0)
     gains = any(count for _, count in series.get("decayed_gains", ()))
-    return Observed(name, layers, _totals(series), steps, tuple(troubles), decayed_gains=gains)
+    return Observed(name, layers, _totals(series), steps, tuple(troubles), None, gains, clipped)
 
 
-def _watched_layer(series: Mapping[str, Series], layer: str) -> LayerRecord:
+def _clipped(norms: Series) -> float:
+    """At which part of the records the gradients are clipped: their norm is the largest one."""
+    bound = max((norm for _, norm in norms), default=0.0)
+    at = [norm for _, norm in norms if norm > bound * (1 - SAME_GRADIENT)]
+    return len(at) / len(norms) if len(at) >= CLIPPED_RECORDS else 0.0
+
+
+def _watched_layer(series: Mapping[str, Series], layer: str, clipped: float) -> LayerRecord:
     values: dict[int, dict[str, float]] = {}
     for name, rows in series.items():
         if name.startswith("setting_") and name.split("/", 1)[1] == layer:
@@ -199,7 +213,7 @@ def _watched_layer(series: Mapping[str, Series], layer: str) -> LayerRecord:
     for step in sorted(values):
         now = now | values[step]
         if now.keys() >= SETTINGS:  # records may be cut off between two of them
-            settings.append((step, _setting(now)))
+            settings.append((step, _of_clipped(_setting(now), clipped)))
     recorded = series.get(f"weight_norm/{layer}", series.get(f"norm/{layer}", ()))
     norms = _norms(recorded)
     exposures = dict(series.get(f"decay_exposure/{layer}", ()))
@@ -224,6 +238,11 @@ def _watched_layer(series: Mapping[str, Series], layer: str) -> LayerRecord:
         skipped=_why_skipped(now, recorded, series.get(f"update_norm/{layer}", ())),
         size=int(now.get("size", 0)),
     )
+
+
+def _of_clipped(setting: Setting, clipped: float) -> Setting:
+    """Without a law, if it is SGD's: between lr/|W|^2 and, where every step is clipped, lr/|W|."""
+    return replace(setting, power=None) if setting.power == 2 and clipped > SELDOM else setting
 
 
 def _why_skipped(now: Mapping[str, float], recorded: Series, updates: Series) -> str:

@@ -92,7 +92,16 @@ def _effective_learning_rate(run: Observed, baseline: Observed | None) -> Findin
     if early is not None:
         return early
     of = judgeable(run)
-    powers = {layer.setting.power for layer in of if layer.setting}
+    others = [other for layer in of if (other := same(layer, baseline)) is not None]
+    powers = {layer.setting.power for layer in [*of, *others] if layer.setting}
+    clipped = max(run.clipped, baseline.clipped if baseline is not None else 0.0)
+    if None in powers and clipped:
+        return Finding(
+            *(name, quantity, "cannot tell"),
+            f"The gradients are clipped at {100 * clipped:.0f} % of the records. How far such"
+            " steps turn weights of another norm is not known.",
+            would_decide="train without clipping, or with Adam",
+        )
     if None in powers:
         return Finding(
             *(name, quantity, "cannot tell"),

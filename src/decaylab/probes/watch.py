@@ -29,9 +29,9 @@ from decaylab.probes.gauss_newton import (
     gauss_newton_norm,
     kfac_gauss_newton_norm,
 )
+from decaylab.probes.gradients import gradient_norm, radial_gradients
 from decaylab.probes.jacobian import jacobian_norm
 from decaylab.probes.moments import second_moments
-from decaylab.probes.radial import radial_gradients
 from decaylab.probes.reading import NonFiniteWarning, Reading
 from decaylab.probes.settings import decayed_gains, frozen_layers, gains_of, settings, stored
 from decaylab.probes.traces import curvature_traces
@@ -156,7 +156,7 @@ class Watch:
         self._fixed = frozen_layers(model) | stored(self._layers)
         self._gains = gains_of(model)
         self._before: Snapshot | None = None
-        self._radial: dict[str, float] = {}
+        self._gradients: dict[str, float] = {}
         self._warned: set[str] = set()
         self._settings: dict[str, float] = {}
         self._exposure = Exposure(optimizer)
@@ -216,7 +216,8 @@ class Watch:
     def _step_begins(self, *_: Any) -> None:
         try:
             self._before = snapshot(self._layers)
-            self._radial = radial_gradients(self._layers)  # a step may change gradients
+            # before the step, which may change the gradients
+            self._gradients = radial_gradients(self._layers) | gradient_norm(self.optimizer)
         except Exception as error:  # the training must not stop for a probe
             self._warn_once("snapshot", error)
 
@@ -251,7 +252,7 @@ class Watch:
                     found |= reading.rows()
                     if reading.non_finite:
                         trouble[probe.name] = reading.not_finite_sentence()
-        found |= self._radial | self._changed_settings()
+        found |= self._gradients | self._changed_settings()
         seconds = time.perf_counter() - self._began
         epoch = 0 if self._steps_per_epoch is None else (self.steps - 1) // self._steps_per_epoch
         rows = [Row(self.steps, epoch, seconds, name, value) for name, value in found.items()]

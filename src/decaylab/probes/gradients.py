@@ -1,4 +1,4 @@
-"""How far gradients point along the weights: not at all where a layer is scale-invariant."""
+"""Of a step's gradients: whether they point along the weights, and whether they are clipped."""
 
 import math
 
@@ -7,6 +7,20 @@ from torch import Tensor
 
 from decaylab.probes.reading import numbers, row_name
 from decaylab.probes.weights import Layers
+
+
+def gradient_norm(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """`gradient_norm`: Euclidean norm of all the gradients of this optimizer together, if any.
+
+    Where it is the same number at many steps, somebody clips it.
+    """
+    held = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    found = [g.detach() for g in held if g is not None and g.layout == torch.strided]
+    if not found:
+        return {}
+    norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in found])
+    total = float(torch.linalg.vector_norm(norms))
+    return {"gradient_norm": total} if math.isfinite(total) else {}
 
 
 def radial_gradients(layers: Layers) -> dict[str, float]:
