@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from decaylab.cli import app
 from decaylab.errors import DecaylabError
-from decaylab.paper.grid import first_line, points, second_line, winner
+from decaylab.paper.grid import Point, first_line, points, second_line, winner
 from decaylab.paper.search import SearchPlan, Winner, grid_specs, widened
 from decaylab.records import RunStore
 from decaylab.training import RunSpec
@@ -76,19 +76,36 @@ def test_nothing_is_chosen_before_all_runs_are_there(store):
         winner([PLAN], store)
 
 
-@pytest.mark.parametrize(("best", "added"), [(1e-4, 3.16e-5), (1e-2, 3.16e-2), (1e-3, None)])
-def test_the_grid_grows_beyond_the_edge_that_won(store, best, added):
-    record(store, lambda spec: 0.9 - abs(spec.weight_decay - best))
-    wider = widened(PLAN, winner([PLAN], store))
+@pytest.mark.parametrize(
+    ("lr", "decay", "added"),
+    [
+        (0.03, 1e-4, {"weight_decay": 3.16e-5}),
+        (0.03, 1e-2, {"weight_decay": 3.16e-2}),
+        (0.01, 1e-3, {"lr": 3.16e-3}),
+        (0.1, 1e-4, {"lr": 0.316, "weight_decay": 3.16e-5}),
+        (0.03, 1e-3, None),
+    ],
+)
+def test_the_grid_grows_beyond_the_edges_that_won(store, lr, decay, added):
+    plan = replace(PLAN, space={**SPACE, "lr": [0.01, 0.03, 0.1]})
+    distance = lambda spec: abs(spec.lr - lr) + abs(spec.weight_decay - decay)  # noqa: E731
+    record(store, lambda spec: 0.9 - distance(spec), plan=plan)
+    wider = widened(plan, winner([plan], store))
     if added is None:
         assert wider is None
     else:
-        assert set(wider.space["weight_decay"]) - set(SPACE["weight_decay"]) == {added}
-        assert wider.space["lr"] == SPACE["lr"]
+        for field, values in plan.space.items():
+            new = set(wider.space[field]) - set(values)
+            assert new == ({added[field]} if field in added else set())
+
+
+def test_a_field_with_one_value_does_not_grow():
+    plan = replace(PLAN, space={"lr": [0.1], "weight_decay": [1e-4, 1e-3, 1e-2]})
+    assert widened(plan, Winner({"lr": 0.1, "weight_decay": 1e-3}, 0.9, plan.space, 3)) is None
 
 
 def test_a_grid_that_grows_twice_is_back_at_a_power_of_ten():
-    plan = PLAN
+    plan = replace(PLAN, space={"weight_decay": SPACE["weight_decay"]})
     for best in (1e-4, 3.16e-5, 1e-5):
         plan = widened(plan, Winner({"weight_decay": best}, 0.9, plan.space, 6))
     assert plan.space["weight_decay"][:3] == [3.16e-6, 1e-5, 3.16e-5]
@@ -183,6 +200,29 @@ def test_the_command_searches_by_lines(tmp_path):
     assert found["search"]["trials"] == 5
     assert len(list((tmp_path / "searched" / "runs").iterdir())) == 5
     assert found["search"]["lr_tried"] == [0.001, 0.003, 0.01]
+
+
+def test_both_lines_grow(tmp_path, monkeypatch):
+    """Up to the best, which lies beyond both of their first edges."""
+    best = {"weight_decay": 0.0316, "lr": 0.01}
+
+    def accuracies(plan, store):
+        return [
+            Point(
+                spec, "cpu", -sum(abs(math.log(getattr(spec, f) / v)) for f, v in best.items()), 0
+            )
+            for spec in grid_specs(plan)
+        ]
+
+    for module in ("decaylab.paper.grid", "decaylab.cli.search"):
+        monkeypatch.setattr(f"{module}.points", accuracies)
+    monkeypatch.setattr("decaylab.cli.search.follow", lambda *_: None)
+    words = ("--weight-decay", "0.1,0.316", "--method", "lines")
+    assert "winner: lr 0.01, weight_decay 0.0316" in search(tmp_path, *words, lr="0.001,0.00316")
+    found = tomllib.loads((tmp_path / "searched" / "smoke-digits-vgg16-adam-wd.toml").read_text())
+    assert found["search"]["weight_decay_tried"] == [0.01, 0.0316, 0.1, 0.316]
+    assert found["search"]["lr_tried"] == [0.001, 0.00316, 0.01, 0.0316]
+    assert found["search"]["on_edge"] == []
 
 
 def test_lines_need_runs_only_and_weight_decays():

@@ -71,9 +71,7 @@ def search_command(
     ] = False,
     widen: Annotated[
         bool,
-        typer.Option(
-            help="With --runs-only: try more weight decays while the best is at the edge."
-        ),
+        typer.Option(help="With --runs-only: try more values while the best is at the edge."),
     ] = True,
     at_once: Annotated[
         int, typer.Option(min=1, help="With --runs-only: this many take turns.")
@@ -161,20 +159,28 @@ def _make_runs(plan: SearchPlan, folder: Path, how: How, *, widen: bool) -> RunS
         left = None if until is None else max(until - time.monotonic(), 1e-3)
         return _make_grid(grid, store, replace(how, seconds=left))
 
-    grids = [first_line(plan) if plan.method == "lines" else plan]
-    for widenings in range(MOST_WIDENINGS + 1):
-        if not made(grids[0]):
-            return None
-        found = winner(grids, store)
-        wider = widened(grids[0], found) if widen and widenings < MOST_WIDENINGS else None
-        if wider is None:
-            break
-        grids[0] = wider
+    grids: list[SearchPlan] = []
+
+    def searched(grid: SearchPlan) -> bool:
+        grids.append(grid)
+        for widenings in range(MOST_WIDENINGS + 1):
+            if not made(grids[-1]):
+                return False
+            if not widen or widenings == MOST_WIDENINGS:
+                break
+            wider = widened(grids[-1], winner(grids, store))
+            if wider is None:
+                break
+            grids[-1] = wider
+        return True
+
+    if not searched(first_line(plan) if plan.method == "lines" else plan):
+        return None
     if plan.method == "lines":
-        grids.append(second_line(plan, found.values["weight_decay"]))
-        if not made(grids[1]):
+        decay = winner(grids, store).values["weight_decay"]
+        if not searched(second_line(plan, decay)):
             return None
-        found = winner(grids, store)
+    found = winner(grids, store)
     devices = [point.device for grid in grids for point in points(grid, store)]
     write_winner(plan, folder, found, ", ".join(dict.fromkeys(devices)))
     return _say_winner(plan, folder, found)

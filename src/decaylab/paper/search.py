@@ -45,8 +45,8 @@ class SearchPlan:
     Attributes:
         name: of its files.
         cell: the cell of an artefact it is for; empty for a spec of one's own.
-        method: `grid` (widened while the best weight decay lies on its edge), `lines` (a grid of
-            weight decays at the base's lr, then the others at the best of them) or `tpe`.
+        method: `grid` (widened while the best lies on an edge), `lines` (the same, of weight decays
+            at the base's lr, then of the others at the best of them) or `tpe`.
         trials: TPE only: how many.
         by: the row whose last value decides: the highest accuracy, or the lowest loss.
     """
@@ -274,23 +274,22 @@ class Winner:
 
 
 def widened(plan: SearchPlan, found: Winner) -> SearchPlan | None:
-    """The plan with one more weight decay beyond the edge that the winner is on, or past it.
+    """The plan with one more value beyond each edge that the winner is on, or past it.
 
-    None where it lies inside.
+    None where it lies inside. Fields with one value are not searched.
 
     >>> base = RunSpec(decay="l2", weight_decay=0.1)
-    >>> plan = SearchPlan("a", base, {"weight_decay": [0.1, 1.0]})
-    >>> widened(plan, Winner({"weight_decay": 0.1}, 0.9, plan.space, 2)).space
-    {'weight_decay': [0.0316, 0.1, 1.0]}
+    >>> plan = SearchPlan("a", base, {"lr": [0.1, 1.0, 10.0], "weight_decay": [0.1, 1.0]})
+    >>> widened(plan, Winner({"lr": 1.0, "weight_decay": 0.1}, 0.9, plan.space, 2)).space
+    {'lr': [0.1, 1.0, 10.0], 'weight_decay': [0.0316, 0.1, 1.0]}
     """
-    decays = sorted(plan.space.get("weight_decay", ()))
-    if len(decays) < 2:
-        return None
-    low, best, high = decays[0], found.values["weight_decay"], decays[-1]
-    if low < best < high:
-        return None
-    outside = rounded(low / FACTOR if best <= low else high * FACTOR)
-    return replace(plan, space={**plan.space, "weight_decay": sorted([*decays, outside])})
+    wider: dict[str, Sequence[float]] = {}
+    for field, values in plan.space.items():
+        low, best, high = min(values), found.values[field], max(values)
+        if low < high and not low < best < high:
+            outside = rounded(low / FACTOR if best <= low else high * FACTOR)
+            wider[field] = sorted([*values, outside])
+    return replace(plan, space={**plan.space, **wider}) if wider else None
 
 
 def on_all_images(plan: SearchPlan, values: Mapping[str, Any]) -> RunSpec:
