@@ -11,6 +11,7 @@ from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded
 from oracle.kfac_runs import train_step as step
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 from decaylab.curvature.capture import Call
 from decaylab.errors import DecaylabError
@@ -87,6 +88,65 @@ def test_a_buffer_that_is_filled_again_before_an_empirical_fisher_was_read():
         (cross_entropy(model(buffer.copy_(x)), y) / 2).backward()
     with pytest.raises(DecaylabError, match=r"'0' was changed in place.*new tensor"):
         opt.step()
+
+
+class Apply(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def zero_first(x):
+    x[..., 0] = 0
+    return x
+
+
+IN_PLACE = {
+    "relu": (F.relu_, F.relu),
+    "a part": (zero_first, lambda x: zero_first(x.clone())),
+    "through a view": (lambda x: x.view(-1).mul_(2).view_as(x), lambda x: 2 * x),
+}
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "empirical-fisher"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(6, 4), (2, 3, 4), (2, 3, 2, 4)])
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_an_output_that_is_overwritten(kind, shape, bias, curvature):
+    """Torch's Linear returns a view where its input has more than two axes."""
+    models = []
+    for function in IN_PLACE[kind]:
+        model = seeded(
+            lambda f=function: nn.Sequential(nn.Linear(4, 5, bias), Apply(f), nn.Linear(5, CLASSES))
+        )
+        opt = KFAC(model, 0.1, curvature=curvature, **EXACT)
+        for seed in range(2):
+            step(opt, model, random(*shape, seed=seed), labels_for(*shape[:-1], classes=CLASSES))
+        models.append(model)
+    same(*models)
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "empirical-fisher"])
+def test_an_output_of_one_example_that_is_overwritten(curvature):
+    """Without a batch axis a convolution's output is a view, too."""
+    models = []
+    for function in (F.relu_, F.relu):
+        model = seeded(
+            lambda f=function: nn.Sequential(
+                nn.Conv1d(2, 3, 2),
+                Apply(f),
+                nn.Flatten(0),
+                nn.Linear(9, 3),
+                nn.Unflatten(0, (1, 3)),
+            )
+        )
+        opt = KFAC(model, 0.1, curvature=curvature, **EXACT)
+        step(opt, model, random(2, 4), labels_for(1, classes=CLASSES))
+        models.append(model)
+    same(*models)
 
 
 def test_inputs_from_inference_mode_under_autocast():
@@ -333,3 +393,48 @@ def test_logits_with_the_classes_where_a_convolution_puts_them():
     F.cross_entropy(logits, y).backward()
     opt.step()
     assert float(opt.factors()["2"].T) == 1
+
+
+# -- what is handed to `observe` --
+
+
+@pytest.mark.parametrize("shape", ["other classes", "several heads"])
+def test_logits_handed_over_behind_a_model_that_returned_another_tensor(shape):
+    model, head = seeded(net), seeded(lambda: nn.Linear(CLASSES, 2))
+    opt = KFAC(model, 0.1)
+    features = model(data()[0])
+    logits = head(features) if shape == "other classes" else [features, features * 2]
+    with pytest.raises(DecaylabError, match="logits='observed'"):
+        opt.observe(logits)
+
+
+def test_logits_of_several_passes_are_handed_over_one_by_one():
+    model = seeded(net)
+    opt = KFAC(model, 0.1, logits="observed")
+    heads = [model(data(seed=seed)[0]) for seed in range(2)]
+    with pytest.raises(DecaylabError, match="do not depend on the last forward pass"):
+        opt.observe(heads)
+
+
+def test_a_model_that_moved_to_another_device():
+    model = seeded(net)
+    opt = KFAC(model, 0.1, logits="observed")
+    logits = model(data()[0])
+    with pytest.raises(DecaylabError, match=r"on meta.*built on cpu.*before building"):
+        opt.observe(logits.to("meta"))
+
+
+@pytest.mark.parametrize("logits", ["output", "observed"])
+def test_a_model_all_of_which_is_in_a_reentrant_checkpoint(logits):
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = net()
+
+        def forward(self, x):
+            return checkpoint(self.body, x, use_reentrant=True)
+
+    model = seeded(Checkpointed)
+    opt = KFAC(model, 0.1, logits=logits)
+    with pytest.raises(DecaylabError, match="use_reentrant=False"):
+        opt.observe(model(data()[0].requires_grad_()))

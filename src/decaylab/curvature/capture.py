@@ -27,7 +27,7 @@ class Pass:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a covered layer: its input, its output's edge, and the pass it was part of.
+    """One call of a covered layer: its input, its output's shape and edge, and its pass.
 
     There is no edge where the loss's own gradients are listened to: the hook that does so would
     hold the graph, which holds the hook, and neither would ever be freed.
@@ -35,6 +35,7 @@ class Call:
 
     name: str
     inputs: Tensor
+    shape: torch.Size
     edge: GradientEdge | None
     observed: Pass | None = None
 
@@ -172,11 +173,12 @@ class Capture:
         if not self.acts() or not output.requires_grad or not trained:
             return
         inputs = args[0] if args else kwargs["input"]
-        edge = get_gradient_edge(output) if self._on_gradient is None else None
-        call = Call(name, inputs.detach(), edge)
+        made = _in_the_graph(output)
+        edge = get_gradient_edge(made) if self._on_gradient is None else None
+        call = Call(name, inputs.detach(), output.shape, edge)
         self.calls.append(call)
         if self._on_gradient is not None:
-            output.register_hook(_Gradient(self._on_gradient, call))
+            made.register_hook(_Gradient(self._on_gradient, call))
 
     def _end(self, _: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         inside, self._inside = self._inside, False
@@ -192,7 +194,18 @@ class _Gradient:
     call: Call
 
     def __call__(self, gradient: Tensor) -> None:
-        self.report(self.call, gradient)
+        self.report(self.call, gradient.reshape(self.call.shape))
+
+
+def _in_the_graph(output: Tensor) -> Tensor:
+    """A layer's output, or what it is a reshaped view of, as that of a Linear of three axes is.
+
+    Where a view is changed in place (a ReLU behind the layer), the graph is made anew without it.
+    """
+    base = output._base
+    if base is None or base.numel() != output.numel():
+        return output
+    return base if base.is_contiguous() and output.is_contiguous() else output
 
 
 def logits_of(output: Any) -> Tensor | None:
@@ -209,22 +222,21 @@ def back_propagate(
 ) -> list[Tensor | None]:
     """Gradients of sum(vector * logits) at each call's output; None where the logits ignore it."""
     edges = [call.edge for call in calls if call.edge is not None]
-    return list(torch.autograd.grad(logits, edges, vectors, retain_graph=True, allow_unused=True))
+    found = torch.autograd.grad(logits, edges, vectors, retain_graph=True, allow_unused=True)
+    shapes = [call.shape for call in calls]
+    return [None if g is None else g.reshape(s) for g, s in zip(found, shapes, strict=True)]
 
 
-def reentrant_checkpoint_behind(tensor: Tensor) -> bool:
-    """Whether a reentrant activation checkpoint, which hides its layers, is in the graph."""
+def nodes_behind(tensor: Tensor) -> Iterator[Node]:
+    """Every node of the graph that made a tensor, once, beginning with its own."""
     seen: set[Node] = set()
     nodes = [tensor.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if "CheckpointFunction" in node.name():
-            return True
-        seen.add(node)
-        nodes.extend(parent for parent, _ in node.next_functions)
-    return False
+        if node is not None and node not in seen:
+            yield node
+            seen.add(node)
+            nodes.extend(parent for parent, _ in node.next_functions)
 
 
 def eager_module(model: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from decaylab.curvature.capture import (
     back_propagate,
     frozen_batch_norm,
     logits_of,
-    reentrant_checkpoint_behind,
+    nodes_behind,
 )
 from decaylab.curvature.factors import Block, Sums
 from decaylab.curvature.layers import Sharing
@@ -122,16 +122,17 @@ class Observer:
         if not self.capture.acts():
             return
         heads = [logits] if isinstance(logits, Tensor) else list(logits)
+        self._check(heads, mask)
+        self._refuse_reentrant_checkpoints(heads[0])
         calls = self.capture.take()
         if not calls:
-            if mask is None and self.measure.logits == "output":
+            if mask is None and len(heads) == 1 and self.measure.logits == "output":
                 return  # the model's own output, seen already
             raise DecaylabError(
                 "opt.observe(logits) found nothing to observe: call it once, right after the "
                 "forward pass, and build KFAC with logits='observed' if the model returns a tensor"
             )
-        self._check(heads, mask, calls)
-        self._refuse_reentrant_checkpoints(heads[0])
+        self._check_graph(heads, calls)
         if not heads[0].numel():
             return  # a batch without rows
         observed = Pass(_rows(heads[0], mask), mask)
@@ -156,9 +157,13 @@ class Observer:
 
     def _model_returned(self, output: Any, kwargs: Mapping[str, Any]) -> None:
         logits = logits_of(output)
-        if self.measure.logits == "output" and logits is not None:
-            count = self._counted_rows
-            self.observe(logits, None if count is None else count(kwargs, logits))
+        if self.measure.logits != "output" or logits is None:
+            return
+        if not self.capture.calls:  # none of the covered layers is trained now, or they are hidden
+            self._refuse_reentrant_checkpoints(logits)
+            return
+        count = self._counted_rows
+        self.observe(logits, None if count is None else count(kwargs, logits))
 
     def _back_propagate(self, heads: list[Tensor], calls: list[Call], observed: Pass) -> None:
         reached: dict[Call, None] = {}
@@ -249,7 +254,7 @@ class Observer:
                 self._add_gradients(pairs, per_row * self.measure.scale)
                 self._add_inputs([call for call, _ in pairs], observed)
 
-    def _check(self, heads: list[Tensor], mask: Tensor | None, calls: list[Call]) -> None:
+    def _check(self, heads: list[Tensor], mask: Tensor | None) -> None:
         for head in heads:
             if not isinstance(head, Tensor) or head.dim() < 2 or not head.is_floating_point():
                 what = list(head.shape) if isinstance(head, Tensor) else type(head).__name__
@@ -262,21 +267,25 @@ class Observer:
                 raise DecaylabError(
                     "the logits have no graph: call opt.observe before detaching them"
                 )
+            if head.device.type != self.generator.device.type:
+                raise DecaylabError(
+                    f"the logits are on {head.device} and KFAC was built on "
+                    f"{self.generator.device}: move the model before building KFAC"
+                )
         classes = tuple(head.shape[-1] for head in heads)
         if self._classes is not None and classes != self._classes:
             raise DecaylabError(
                 f"the class axis of the logits was {self._classes} long and is now {classes}: "
-                "put the classes last, and keep their number"
+                "put the classes last and keep their number, and build KFAC with logits='observed' "
+                "if what the model returns is not the logits"
             )
         self._classes = classes
         measure = self.measure
-        if (measure.curvature, measure.likelihood) == ("fisher", "categorical"):
-            if 1 in classes:
-                raise DecaylabError(
-                    "a categorical likelihood over one class has no curvature: "
-                    "use likelihood='bernoulli' or 'gaussian'"
-                )
-            self._refuse_channels(heads, calls)
+        if (measure.curvature, measure.likelihood) == ("fisher", "categorical") and 1 in classes:
+            raise DecaylabError(
+                "a categorical likelihood over one class has no curvature: "
+                "use likelihood='bernoulli' or 'gaussian'"
+            )
         for head in heads:
             if mask is not None and mask.shape != head.shape[:-1]:
                 raise DecaylabError(
@@ -284,23 +293,28 @@ class Observer:
                     f"{list(head.shape[:-1])}: give one entry per row"
                 )
 
-    def _refuse_channels(self, heads: list[Tensor], calls: list[Call]) -> None:
-        """A convolution's output has its classes in axis 1."""
-        last = {get_gradient_edge(head).node for head in heads}
-        if any(
-            call.edge is not None
-            and call.edge.node in last
-            and not isinstance(self._blocks[call.name].layer, nn.Linear)
-            for call in calls
-        ):
-            raise DecaylabError(
-                "the logits are a convolution's output, whose classes are not the last axis: build "
-                "KFAC with logits='observed' and call opt.observe(logits.movedim(1, -1))"
-            )
+    def _check_graph(self, heads: list[Tensor], calls: list[Call]) -> None:
+        """Refuse logits with the classes in axis 1, and heads that are of an earlier pass."""
+        outputs = {c.edge.node: self._blocks[c.name].layer for c in calls if c.edge is not None}
+        categorical = self.measure.likelihood == "categorical"
+        for head in heads:
+            last = outputs.get(get_gradient_edge(head).node)
+            convolved = last is not None and not isinstance(last, nn.Linear)
+            if convolved and categorical and self.measure.curvature == "fisher":
+                raise DecaylabError(
+                    "the logits are a convolution's output, whose classes are not the last axis: "
+                    "build KFAC with logits='observed' and call "
+                    "opt.observe(logits.movedim(1, -1))"
+                )
+            if outputs and len(heads) > 1 and outputs.keys().isdisjoint(nodes_behind(head)):
+                raise DecaylabError(
+                    "some of the logits do not depend on the last forward pass of any covered "
+                    "layer: call opt.observe after each forward pass, with its logits"
+                )
 
     def _refuse_reentrant_checkpoints(self, logits: Tensor) -> None:
         hidden = self.capture.without_grad
-        if hidden and reentrant_checkpoint_behind(logits):
+        if hidden and any("CheckpointFunction" in node.name() for node in nodes_behind(logits)):
             raise DecaylabError(
                 f"layer {min(hidden)!r} runs under reentrant activation checkpointing, which hides "
                 "it from K-FAC: "
