@@ -136,6 +136,30 @@ def test_a_decay_that_rounding_undoes():
     assert suggest(runs[0]).weight_decay is None
 
 
+def test_more_than_decay_can_do_is_not_put_down_to_it():
+    """The baseline has the larger gradients of a smaller batch: exp(2 x 0.1) is all of decay's."""
+    run = records({"a": Layer(weight_decay=1e-3, growth=1e-3)})
+    baseline = records({"a": Layer(growth=1e-1)})
+    found = diagnose(run, baseline)["effective l"]
+    assert found.verdict == "cannot tell"
+    assert "removed 9.5 % of the initial weights, which makes 1.22 at most" in found.reason
+    assert "batch size" in found.would_decide
+
+
+def test_records_of_others_are_not_said_to_have_no_decay(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(9)))
+    assert (
+        diagnose(tmp_path)
+        .first[0]
+        .endswith("9 lines are damaged and left out, the first: line 1 of rows.jsonl is damaged")
+    )
+    found = diagnose(Rows(tuple(Row(s, 0, 0.0, "weight_norm/a", 1.0 + s) for s in range(1, 9))))
+    assert {finding.verdict for finding in found.findings} == {"cannot tell"}
+    assert "no layer" not in found.first[-1]
+    assert found.consequences == ("Nothing yet: no layer with decay could be judged.",)
+
+
 @pytest.mark.parametrize("clips", [(1e-3, 1e-3), (1e-3, None), (None, 1e-3), (None, None)])
 def test_clipped_gradients_do_not_follow_sgds_law(clips):
     """Where each step has one length, a weight turns by lr/|W|, not by lr/|W|^2."""

@@ -21,7 +21,7 @@ from decaylab.training import RunSpec
 
 runner = CliRunner()
 BASE = RunSpec(hidden=(8, 8), batch_norm=True, lr=0.1, epochs=10)
-DECAYED = replace(BASE, decay="l2", weight_decay=0.005)
+DECAYED = replace(BASE, decay="l2", weight_decay=0.01)  # takes 10 % an epoch
 
 
 def write_run(store, spec, *, decayed, seed=0, status="finished", jacobian=None):

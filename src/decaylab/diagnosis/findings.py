@@ -232,15 +232,9 @@ def found_by(
         )
     compared = [run.layers[row.layer] for row in rows if row.effect]
     exposures = _exposures_at(compared or run.layers.values(), effect.steps[1])
+    if (early := _implausible(name, quantity, effect, rows, exposures, joint=joint)) is not None:
+        return early
     reached = max(exposures, default=None)
-    if reached is not None and (sum(exposures) if joint else reached) < TOO_LITTLE_EXPOSURE:
-        return Finding(
-            *(name, quantity, "cannot tell"),
-            f"Both runs are recorded only up to step {effect.steps[1]}, when decay had removed"
-            f" {100 * reached:.2g} % of the weights: too early to tell.",
-            *(effect, rows),
-            would_decide="record both runs further into training",
-        )
     change = "raises" if quantity.endswith(LARGER) else "lowers"
     against = ""
     if effect.source != "baseline":
@@ -269,6 +263,35 @@ def found_by(
             else "give a second baseline of another seed"
         )
     return Finding(name, quantity, verdict, said, effect, rows, would)
+
+
+def _implausible(
+    name: str, quantity: str, effect: Effect, rows: Rows, exposures: list[float], *, joint: bool
+) -> Finding | None:
+    """Where decay cannot have changed so much by then: 1/|W|^2 by exp(2 x exposure) at most."""
+    if not exposures:
+        return None
+    reached = max(exposures)
+    if (sum(exposures) if joint else reached) < TOO_LITTLE_EXPOSURE:
+        return Finding(
+            *(name, quantity, "cannot tell"),
+            f"Both runs are recorded only up to step {effect.steps[1]}, when decay had removed"
+            f" {100 * reached:.2g} % of the weights: too early to tell.",
+            *(effect, rows),
+            would_decide="record both runs further into training",
+        )
+    most = math.exp(min(2 * reached, 700))
+    if joint or effect.source != "baseline" or effect.value <= ACTS * most:
+        return None
+    words = quantity.removesuffix(LARGER).removesuffix(SMALLER)
+    return Finding(
+        *(name, quantity, "cannot tell"),
+        f"The {words} changes by a factor of {effect.words()}. Decay has removed"
+        f" {100 * -math.expm1(-reached):.2g} % of the initial weights, which makes"
+        f" {three_digits(most)} at most: the two runs differ in something else too.",
+        *(effect, rows),
+        would_decide="give a baseline with the same data, batch size and seed",
+    )
 
 
 def _exposures_at(layers: Iterable[LayerRecord], step: int) -> list[float]:
@@ -300,7 +323,7 @@ def what_follows(
     lr, jacobian, damping = findings
     invariant = judgeable(run)
     others = [layer.name for layer in decayed_layers(run) if not layer.invariant]
-    others += ["the gains of normalisations"] * run.decayed_gains
+    others += ["the gains of normalisations"] * (run.decayed_gains and bool(decayed_layers(run)))
     said = []
     if invariant:
         names = _names([layer.name for layer in invariant])
@@ -336,7 +359,7 @@ def what_follows(
     if not said:
         said.append(
             "Nothing yet: no layer with decay could be judged."
-            if run.decays or not run.layers
+            if run.decays or not run.settled
             else "This run has no weight decay to keep or to drop."
         )
     share = last_share(x for x in run.layers.values() if x.invariant and by_kfac(x))

@@ -70,6 +70,11 @@ class Observed:
         return any(layer.decayed for layer in self.layers.values())
 
     @property
+    def settled(self) -> bool:
+        """Whether it is known how any layer is stepped."""
+        return any(layer.settings for layer in self.layers.values())
+
+    @property
     def own(self) -> bool:
         """Whether it is a run folder of ours."""
         return self.spec is not None
@@ -105,6 +110,8 @@ def observe(source: Source, name: str = "the watched run") -> Observed:
 def _finite(rows: Rows) -> tuple[list[Row], list[str]]:
     """The rows before the first that is not finite, and what is to be said of the others."""
     troubles = [note for note in rows.left_out if "damaged" in note]
+    if len(troubles) > 1:
+        troubles = [f"{len(troubles)} lines are damaged and left out, the first: {troubles[0]}"]
     bad = [row for row in rows.rows if not math.isfinite(row.value)]
     # A Jacobian or a trace may overflow on its own; weights and losses that do end the run.
     ends = ("norm", "weight_norm", "train/", "test/loss", "update_norm")

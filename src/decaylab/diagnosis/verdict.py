@@ -67,7 +67,7 @@ def diagnose(run: Source, baseline: Source | None = None) -> Diagnosis:
             f"{mine.name}: decay has taken nearly all of {lost}: it is too strong. Weights as small"
             " as that are no more scale-invariant, and the factors below mean little"
         )
-    if not mine.decays and mine.layers:
+    if not mine.decays and mine.settled:
         swapped = given is not None and given.decays
         hint = ", but the baseline has it: did you swap the two?" if swapped else ""
         first.append(f"no layer of {mine.name} has weight decay{hint}")
@@ -125,7 +125,7 @@ def _effective_learning_rate(run: Observed, baseline: Observed | None) -> Findin
 
 def _damping(run: Observed, baseline: Observed | None) -> Finding:
     name, quantity = MECHANISMS[2], f"effective damping{SMALLER}"
-    if run.layers and not any(map(by_kfac, run.layers.values())):
+    if run.settled and not any(map(by_kfac, run.layers.values())):
         reason = "Only K-FAC has a damping, and this optimizer is not K-FAC."
         return Finding(name, quantity, "does not act", reason)
     early = at_once(run, name, quantity)
