@@ -114,7 +114,7 @@ def test_the_report_has_it(tmp_path, monkeypatch):
     assert 'id="diagnosis-1"' in text
     markdown = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert "## Diagnosis" in markdown
-    assert "SGD, lr 0.1, L2 0.005; digits, MLP 8x8, BN" in markdown
+    assert "SGD, lr 0.1, L2 0.01; digits, MLP 8x8, BN" in markdown
 
 
 def test_a_report_without_decay_has_none(tmp_path, monkeypatch):
