@@ -52,6 +52,44 @@ def test_a_layer_that_shows_itself_later_begins_with_what_it_shows():
     torch.testing.assert_close(opt.factors()["first"].A, A.mT @ A / 6, rtol=1e-12, atol=1e-12)
 
 
+class Routed(Branches):
+    """The second branch is always called, if only with no example."""
+
+    def forward(self, x):
+        return self.first(x) + self.second(x[: len(x) * self.both]).sum(0)
+
+
+@pytest.mark.parametrize("build", [Branches, Routed])
+def test_a_layer_that_shows_itself_later_moves_from_then_on(build):
+    """It does not wait for the next inversion: an expert, say, that the first batch left out."""
+    after = []
+    for invert_every in (2, 50):
+        model = seeded(build)
+        opt = KFAC(model, 0.1, outputs="exact", refresh_every=2, invert_every=invert_every)
+        start = model.second.weight.detach().clone()
+        for model.both in (False, True, True):
+            still = torch.equal(model.second.weight, start)
+            opt.zero_grad()
+            cross_entropy(model(X), Y).backward()
+            opt.step()
+        assert still
+        assert not torch.equal(model.second.weight, start)
+        after.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*after)
+
+
+def test_an_inversion_for_a_layer_that_shows_itself_is_not_made_twice(monkeypatch):
+    model = seeded(Branches)
+    opt = KFAC(model, 0.1, refresh_every=1, invert_every=2)
+    made, invert = [], opt._blocks.invert
+    monkeypatch.setattr(opt._blocks, "invert", lambda *a: made.append(opt.steps) or invert(*a))
+    for model.both in (False, False, True, True, True):
+        opt.zero_grad()
+        cross_entropy(model(X), Y).backward()
+        opt.step()
+    assert made == [0, 2, 4]
+
+
 def test_a_layer_that_was_seen_once_may_rest():
     """With gradients that are zero, not gone: it is not taken for one whose forward is hidden."""
     model = seeded(Branches)

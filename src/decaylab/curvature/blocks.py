@@ -85,7 +85,8 @@ class Blocks:
         for bank, kept in zip(self._banks, self._by_bank(keep), strict=True):
             bank.fold({name: sums[name] for name in bank.slices if name in sums}, kept)
         self._ready |= sound
-        self.seen |= sums.keys()
+        # not yet, if it was called with no example
+        self.seen |= {n for n, s in sums.items() if isinstance(s.positions, Tensor) or s.positions}
 
     def forget(self) -> None:
         """Let the next `update` set the factors instead of averaging into them."""

@@ -26,6 +26,7 @@ from decaylab.optim.kfac_options import (
     check_alone,
     check_arguments,
     check_groups,
+    check_measured,
     check_numbers,
     check_saved,
     first_order,
@@ -402,15 +403,11 @@ class KFAC(torch.optim.Optimizer):
                 "the factors stay as they are",
                 stacklevel=4,
             )
-        for name in self._blocks.blocks.keys() - self._blocks.seen - sums.keys():
-            if self._blocks.blocks[name].layer.weight.grad is not None:
-                raise DecaylabError(
-                    f"layer {name!r} has a gradient but was never measured: its weight is used "
-                    "without the layer being called, a compiled function calls it (compile modules "
-                    "instead), or its output does not lead to the logits. Leave it to the "
-                    f"first-order method with options=KFACOptions(exclude=({name!r},))"
-                )
+        check_measured(self._blocks.blocks, self._blocks.seen | sums.keys())
+        before = len(self._blocks.seen)
         self._blocks.update(sums, self.factor_decay)
+        if len(self._blocks.seen) > before and self._inverted and not self._inversion_due:
+            self._invert()  # for layers that show themselves late: they would not move until then
 
     @property
     def _inversion_due(self) -> bool:

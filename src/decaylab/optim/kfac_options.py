@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from decaylab.curvature.factors import Block
 from decaylab.curvature.observer import CountedRows
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import check_decay
@@ -114,6 +115,18 @@ def check_groups(groups: list[dict[str, Any]]) -> None:
             )
 
 
+def check_measured(blocks: dict[str, Block], measured: set[str]) -> None:
+    """Refuse a layer that learns but does not show itself."""
+    for name in sorted(blocks.keys() - measured):
+        if blocks[name].layer.weight.grad is not None:
+            raise DecaylabError(
+                f"layer {name!r} has a gradient but was never measured: its weight is used "
+                "without the layer being called, a compiled function calls it (compile modules "
+                "instead), or its output does not lead to the logits. Leave it to the "
+                f"first-order method with options=KFACOptions(exclude=({name!r},))"
+            )
+
+
 def has_gaps(tensor: Tensor) -> bool:
     """Whether it is a part of a larger tensor that does not lie there in one piece."""
     return tensor.stride() != torch.empty_like(tensor, device="meta").stride()
@@ -156,4 +169,4 @@ def check_alone(model: nn.Module) -> None:
     said = "KFAC does not average its factors over processes, and data-parallel ranks drift apart"
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise DecaylabError(f"{said}: train in one process")
-    warnings.warn(f"{said}: let each process train a model of its own", stacklevel=4)
+    warnings.warn(f"{said}: let each process train a model of its own", stacklevel=3)
