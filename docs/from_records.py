@@ -7,8 +7,9 @@ command makes them. `mkdocs build` loads this file as a hook.
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -112,22 +113,33 @@ def _tier_words(tier: str, runs: Sequence[Sample]) -> str:
 
 
 def gains(records: Records, artefact: str) -> str:
-    """Test accuracy of each net with its first scheme, and what every other scheme adds to it."""
-    found = (_gains_at(records, artefact, tier) for tier in records.tiers(artefact))
+    """Test accuracy of each net with its first scheme, and what every other scheme adds to it.
+
+    A row at the longest schedule it has been run at, and again where a shorter one has more of it.
+    """
+    shown = defaultdict[tuple[object, ...], set[object]](set)
+    found = (_gains_at(records, artefact, tier, shown) for tier in records.tiers(artefact))
     return "\n".join(filter(None, found)) or _commands(artefact)
 
 
-def _gains_at(records: Records, artefact: str, tier: str) -> str:
+def _gains_at(
+    records: Records, artefact: str, tier: str, shown: dict[tuple[object, ...], set[object]]
+) -> str:
     bench = records.bench(tier)
     groups = bench.groups(artefact)
     baseline, *others = dict.fromkeys(last for _, cells in groups for last in cells)
     columns = [name for name in artefact_of(artefact).keys[:-1] if name != "optimizer"]
-    rows, used, marked = [], [], False
+    rows, used, run, marked = [], [], 0, False
     for key, cells in groups:
         base = bench.sample(cells.get(baseline))
         samples = {last: bench.sample(cells.get(last)) for last in others}
         if base is None or not any(samples.values()):
             continue
+        run += 1
+        before, here = shown[tuple(key.values())], {last for last, s in samples.items() if s}
+        if here <= before:
+            continue
+        before |= here
         compared = {
             last: None if sample is None else bench.difference("", (1, sample), (-1, base))
             for last, sample in samples.items()
@@ -151,7 +163,8 @@ def _gains_at(records: Records, artefact: str, tier: str) -> str:
     data = dict.fromkeys(named(run.spec.data) for sample in used for run in sample.runs)
     on = f" on {', '.join(data)}" if "dataset" not in columns else ""
     said = f"Test accuracy in %{on} and what decay adds, in points; {_tier_words(tier, used)};"
-    said += f" {len(rows)} of {len(groups)} rows have been run."
+    said += f" {run} of {len(groups)} rows have been run"
+    said += ", of which the others are above." if run > len(rows) else "."
     if marked:
         said += " †: the schedule is too short for this decay to take full effect (exposure"
         said += " below 1)."
@@ -200,9 +213,14 @@ def claimed(records: Records, names: Sequence[str]) -> str:
 
 
 def verdicts(records: Records) -> str:
-    """What `diagnose` says of the runs of Table 1 with decay: which mechanism it acts through."""
-    rows = []
+    """What `diagnose` says of the runs of Table 1 with decay: which mechanism it acts through.
+
+    Of each, at the longest schedule it has been run at.
+    """
+    rows: list[list[Cell]] = []
     for tier, words, folders in _decayed(records):
+        if words in (row[: len(words)] for row in rows):
+            continue
         result = diagnose(*folders)
         judged_from = "both runs" if result.baseline else "the run alone"
         cells = [*words, *map(_finding, result.findings), Cell(judged_from), Cell(tier)]
@@ -286,8 +304,8 @@ def demo_numbers(records: Records, mechanism: Mechanism) -> str:
 
 
 def effective_lr_figure(records: Records) -> Figure:
-    """The first mechanism in the nets of Table 1: every net with BN that has been run."""
-    panels: list[Panel] = []
+    """The first mechanism in the nets of Table 1 with BN, at the schedules that `gains` shows."""
+    panels: dict[str, list[Panel]] = {}
     for tier in records.tiers("table1"):
         nets: dict[str, Demo] = {}
         for cell in records.run_cells("table1", tier):
@@ -296,14 +314,12 @@ def effective_lr_figure(records: Records) -> Figure:
                 place = (run.spec.batch_norm, run.spec.optimizer, run.spec.decay)
                 nets.setdefault(title, {}).setdefault(place, []).append(run)
         for title, runs in nets.items():
-            found = [p for p in mechanism_panels(MECHANISMS[0], runs) if not p.empty]
-            panels += [_retitled(panel, f"{title} ({tier})") for panel in found]
-    return Figure("effective-lr", panels)
-
-
-def _retitled(panel: Panel, title: str) -> Panel:
-    optimizer = panel.title.split(",")[0]
-    return Panel(f"{optimizer}: {title}", panel.x_label, panel.y_label, panel.marks, log_y=True)
+            for panel in mechanism_panels(MECHANISMS[0], runs):
+                name = f"{panel.title.split(',')[0]}: {title}"  # the optimizer comes first
+                shown = panels.setdefault(name, [])
+                if len(panel.marks) > max((len(longer.marks) for longer in shown), default=0):
+                    shown.append(replace(panel, title=f"{name} ({tier})", log_y=True))
+    return Figure("effective-lr", [panel for shown in panels.values() for panel in shown])
 
 
 def paper_table(records: Records, artefact: str) -> str:

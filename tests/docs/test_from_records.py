@@ -31,9 +31,9 @@ pages = loaded("from_records")
 picture = loaded("picture")
 
 
-def accuracy(store, cell, value, seed=0, exposure=2.0, **more):
+def accuracy(store, cell, value, seed=0, exposure=2.0, tier="short", **more):
     tests = {**everything(seed), "test/accuracy": value, "exposure/stage": exposure, **more}
-    write_run(store, cell.runs[seed], tests, tier="short", device="test device")
+    write_run(store, cell.runs[seed], tests, tier=tier, device="test device")
 
 
 def asked_for():
@@ -75,6 +75,34 @@ def test_gains_are_differences_of_recorded_accuracies(tmp_path):
     assert everywhere.key["scheme"] == "wd-all"
     assert "test device" in text
     assert "1 of 4 rows" in text
+
+
+@pytest.mark.parametrize("also", [False, True])
+def test_a_row_is_shown_at_its_longest_schedule_and_where_a_shorter_one_has_more(tmp_path, also):
+    store = RunStore(tmp_path)
+    for tier, values in {"full": (0.6, 0.62), "short": (0.5, 0.56, 0.57)[: 2 + also]}.items():
+        for cell, value in zip(cells("fig2", tier), values, strict=False):
+            accuracy(store, cell, value, tier=tier)
+    text = pages.gains(pages.Records(tmp_path), "fig2")
+    assert [row.split(" | ")[2] for row in text.splitlines() if row.startswith("| VGG16")] == (
+        ["60.00", "50.00"] if also else ["60.00"]
+    )
+
+
+@pytest.mark.parametrize("also", [False, True])
+def test_so_are_its_curves_and_its_verdict(tmp_path, also):
+    store = RunStore(tmp_path)
+    for tier in ("full", "short"):
+        row = [c for c in cells("table1", tier) if c.key["batch_norm"]][:2]
+        accuracy(store, row[1], 0.9, tier=tier)
+        if tier == "short" and also:
+            accuracy(store, row[0], 0.9, tier=tier)
+    records = pages.Records(tmp_path)
+    name = "SGD: CIFAR-10, VGG16, BN"
+    titles = [panel.title for panel in pages.effective_lr_figure(records).panels]
+    assert titles == [f"{name} (full)", f"{name} (short)"][: 1 + also]
+    (verdict,) = [line for line in pages.verdicts(records).splitlines() if "VGG16" in line]
+    assert verdict.endswith("| full |")
 
 
 def test_seeds_are_found_however_many_there_are(tmp_path):
