@@ -175,6 +175,19 @@ def test_clipped_gradients_do_not_follow_sgds_law(clips):
     assert diagnose(runs[0])["effective l"].verdict == ("cannot tell" if clips[0] else "acts")
 
 
+def test_one_layer_of_many_is_not_lost_in_the_mean():
+    layers = {str(i): Layer(weight_decay=2e-4, growth=1e-4) for i in range(12)}
+    layers["strong"] = Layer(weight_decay=5e-3, growth=1e-4)
+    run, baseline = records(layers), records(dict.fromkeys(layers, Layer(growth=1e-4)))
+    for given in ((run, baseline), (run,)):
+        found = diagnose(*given)
+        assert found["effective l"].effect.value < 1.1
+        assert found["effective l"].verdict == "cannot tell"
+        assert "by more: strong" in found["effective l"].reason
+        # layers that are stepped differently have no schedule in common
+        assert "advise schedule" not in " ".join(found.consequences)
+
+
 def test_an_opposite_change_is_not_called_none():
     run = records({"a": Layer(invariant=False, weight_decay=0.05)}, {"jacobian_norm": 30.0})
     baseline = records({"a": Layer(invariant=False)}, {"jacobian_norm": 10.0})

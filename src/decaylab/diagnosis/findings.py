@@ -254,6 +254,11 @@ def found_by(
             said += f" Decay has removed {part:.2g} % of the initial weights; a longer run may"
             said += " show more."
     would = ""
+    acting = [row.layer for row in rows if row.verdict == "acts"]
+    if verdict == "does not act" and acting and not joint:
+        said = f"{changed} But in single layers it changes by more: {_names(acting)}."
+        would = "train more seeds, and see whether it is the same layers again"
+        return Finding(name, quantity, "cannot tell", said, effect, rows, would)
     if verdict == "cannot tell":
         nothing, acts = thresholds[1], thresholds[0]
         said = f'{changed} "Does not act" ends at {nothing:g}, and "acts" begins at {acts:g}.'
@@ -386,14 +391,10 @@ def _through(lr: Finding, damping: Finding) -> str:
 
 def _schedule_words(layers: list[LayerRecord]) -> list[str]:
     """By how much lr would have to grow without decay (`advise schedule` writes it out)."""
-    known = [
-        (x.setting.power, x.total_exposure)
-        for x in layers
-        if x.setting and x.setting.power and x.total_exposure
-    ]
-    if not known:
-        return []
-    power, exposure = known[0]
+    first = layers[0]
+    exposure, power = first.total_exposure, first.setting.power if first.setting else None
+    if not (exposure and power) or any(layer.settings != first.settings for layer in layers):
+        return []  # one schedule is for layers that are stepped alike
     # Adam's law is SGD's as long as it remembers the norms of the start (`memory`)
     least, growth = ("at least ", "exposure") if power == 1 else ("", f"{power} x exposure")
     return [
