@@ -124,8 +124,9 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
     has the same direction as W if
 
     - SGD: lr'_t = lr_t / (r_t r_{t+1}), since grad L(W) = grad L(W') / r. Exact for L2 (inside the
-      momentum, any lr) and without momentum; close for L2 in Nesterov's. For decay beside a momentum m the buffer's gradients
-      have seen other r: r_t becomes their mean with the weights m^k.
+      momentum, any lr) and without momentum; close for L2 in Nesterov's. For decay beside a
+      momentum m the buffer's gradients have seen other r: r_t becomes their mean with the weights
+      m^k.
     - Adam: lr'_t = lr_t / r_{t+1}, times sqrt(b) / a for what its averages remember: a is the
       mean of r with weights beta1^k, b that of r^2 with beta2^k |g|^2. The second matters: with s =
       3e-4 and beta2 = 0.999 it is a factor of 1.6. |g|^2 is read off the probe `second_moment`, a
