@@ -3,7 +3,7 @@
 import pytest
 
 from decaylab import probes
-from decaylab.data import load
+from decaylab.data import evaluation_batches, load
 from decaylab.paper import observe
 from decaylab.training import Execution, RunSpec, train
 
@@ -43,3 +43,17 @@ def test_damping_at_the_start_and_at_the_end_of_kfac_runs(monkeypatch):
 def test_there_is_no_damping_without_kfac():
     _, seen = rows_of("sgd", ["damping"])
     assert seen == [{}] * 4
+
+
+def test_the_jacobian_at_the_end_on_all_test_images(monkeypatch):
+    monkeypatch.setattr(observe, "CHUNK", 7)  # more than one batch, and a last one that is smaller
+    last, seen = rows_of("sgd", ["jacobian"])
+    assert seen[:-1] == [{}] * 3
+    data = load("digits")
+    pixels = {"batch_size": len(data.test), "mean": data.mean, "std": data.std}
+    ((images, _),) = evaluation_batches(data.test, **pixels)
+    norms = probes.jacobian_norms(last.model, images)
+    assert seen[-1] == {
+        "jacobian_norm": pytest.approx(float(norms.mean()), rel=1e-5),
+        "jacobian_norm_median": pytest.approx(float(norms.median()), rel=1e-5),
+    }

@@ -129,14 +129,21 @@ def test_sequences_tied_and_parametrised_weights(make, shape):
         traces = probes.curvature_traces(model, inputs, curvature=curvature)
         assert traces.total == pytest.approx(float(C.trace()), **CLOSE)
         assert traces.total == pytest.approx(sum(traces.layers.values()), **CLOSE)
-    squares = 0.0
+    squares = []
     for row in inputs:
         J = torch.autograd.functional.jacobian(lambda x: model(x[None])[0], row)
-        squares += float(J.square().sum())
+        squares.append(float(J.square().sum()))
     got = probes.jacobian_norm(model, inputs, chunk=2)
-    assert got.total == pytest.approx(squares / len(inputs), **CLOSE)
+    assert got.total == pytest.approx(sum(squares) / len(inputs), **CLOSE)
+    assert probes.jacobian_norms(model, inputs, chunk=2).tolist() == pytest.approx(squares, **CLOSE)
     if make is weight_normalised:
         assert set(probes.gauss_newton_norm(model, inputs).layers) == {"0", "1", "3"}
+
+
+def test_examples_that_share_statistics_have_no_jacobian_of_their_own():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False))
+    with pytest.raises(DecaylabError, match="share batch statistics"):
+        probes.jacobian_norms(model, torch.randn(5, 4))
 
 
 def test_one_hundred_classes():

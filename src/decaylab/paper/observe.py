@@ -7,6 +7,7 @@ no part of a run's id.
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
+import torch
 from torch import Tensor
 
 from decaylab import probes
@@ -30,7 +31,8 @@ def observer(wanted: Iterable[str]) -> Observer | None:
     - `effective_lr`: at the start and after each epoch, by layer (Eq. 9). No pass.
     - `traces`: at the start and after each epoch, tr F and tr G of the first layer's normalised
       weights (Fig. 7), sampled, on the first training images, BN in eval mode.
-    - `jacobian`: at the end, exact, on the whole test set (Table 2). A backward pass per class.
+    - `jacobian`: at the end, exact, on the whole test set (Table 2): the mean, and the median. A
+      backward pass per class.
     - `kfac_gn`: at the end, exact outputs, on the first 1,280 training images (Fig. 5). A backward
       pass per class.
     - `damping`: under K-FAC, at the start and at the end, effective damping (Eq. 14) and the share
@@ -74,12 +76,10 @@ def _traces(run: TrainingRun) -> dict[str, float]:
 def _jacobian(run: TrainingRun) -> dict[str, float]:
     if not _at_end(run):
         return {}
-    parts = [
-        (len(inputs), probes.jacobian_norm(run.model, inputs, chunk=CHUNK).total or 0.0)
-        for inputs in _inputs(run, run.data.test, 8 * CHUNK)
-    ]
-    count = sum(size for size, _ in parts)
-    return {"jacobian_norm": sum(size * value for size, value in parts) / count}
+    batches = _inputs(run, run.data.test, 8 * CHUNK)
+    norms = torch.cat([probes.jacobian_norms(run.model, part, chunk=CHUNK) for part in batches])
+    median = float(norms.median())
+    return {"jacobian_norm": float(norms.mean()), "jacobian_norm_median": median}
 
 
 def _kfac_gn(run: TrainingRun) -> dict[str, float]:

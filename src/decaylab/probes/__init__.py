@@ -9,7 +9,7 @@ from decaylab.probes.gauss_newton import (
     kfac_gauss_newton_norm,
     kfac_norm,
 )
-from decaylab.probes.jacobian import jacobian_norm
+from decaylab.probes.jacobian import jacobian_norm, jacobian_norms
 from decaylab.probes.kronecker import measured_factors
 from decaylab.probes.moments import second_moments
 from decaylab.probes.reading import NonFiniteWarning, Reading, row_name
@@ -46,6 +46,7 @@ __all__ = [
     "gauss_newton_norm",
     "generalization_gap",
     "jacobian_norm",
+    "jacobian_norms",
     "kfac_gauss_newton_norm",
     "kfac_norm",
     "kfac_traces",

@@ -44,6 +44,38 @@ def jacobian_norm(
     """
     if samples is not None and samples < 2:
         raise DecaylabError(f"samples={samples}: a standard error needs at least two draws")
+    draws = _draws(model, inputs, samples, chunk, batch_norm, seed) / len(inputs)
+    total = float(draws.mean(0).sum())
+    if samples is None:
+        return Reading("jacobian_norm", UNIT, total=total)
+    error = float((draws.var(0) / samples).sum().sqrt())
+    return Reading("jacobian_norm", UNIT, total=total, total_error=error)
+
+
+def jacobian_norms(model: nn.Module, inputs: Tensor, *, chunk: int | None = 128) -> Tensor:
+    """|J_x|_F^2 of each input on its own, [B] in float64: `jacobian_norm` is their mean.
+
+    Exact, in eval mode. Of use where a few inputs make up most of the mean, which happens: compare
+    it with the median.
+    """
+    found = _draws(model, inputs, None, chunk, "eval", 0)[0]
+    if len(found) < len(inputs):
+        raise DecaylabError(
+            "the examples share batch statistics, so none has a Jacobian of its own: "
+            "use jacobian_norm, or build the norms with track_running_stats=True"
+        )
+    return found
+
+
+def _draws(
+    model: nn.Module,
+    inputs: Tensor,
+    samples: int | None,
+    chunk: int | None,
+    batch_norm: BatchNormMode,
+    seed: int,
+) -> Tensor:
+    """The squared norm, or estimates of it: [draws, examples]; tied examples are one column."""
     check_inputs(model, inputs)
     if not inputs.is_floating_point():
         raise DecaylabError(
@@ -58,12 +90,7 @@ def jacobian_norm(
             else _sampled(_pull_back(bare_model, part), samples, together, generator)
             for part in chunks(bare_model, inputs, chunk, batch_norm)
         ]
-    draws = torch.cat(parts, 1) / len(inputs)  # [draws, examples]; tied examples are one column
-    total = float(draws.mean(0).sum())
-    if samples is None:
-        return Reading("jacobian_norm", UNIT, total=total)
-    error = float((draws.var(0) / samples).sum().sqrt())
-    return Reading("jacobian_norm", UNIT, total=total, total_error=error)
+    return torch.cat(parts, 1)
 
 
 def _pull_back(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
