@@ -113,16 +113,20 @@ class Capture:
             ),
             self.model.register_forward_hook(_Hook(self, "_end"), with_kwargs=True),
         ]
-        self._undo_dispatch = [_run_eagerly_when(module, self.acts) for module in model.modules()]
+        self._undo_dispatch = [_run_eagerly_when(m, self._runs_eagerly) for m in model.modules()]
 
     def acts(self) -> bool:
         """Whether a forward pass is observed now.
 
-        It is in train mode, with grad, when a refresh is due, outside torch.func, torch.jit.trace
-        and backward.
+        Not inside a backward pass, where it is activation checkpointing's recomputation of one
+        that has been observed before.
+        """
+        return self._runs_eagerly() and torch._C._current_graph_task_id() == -1
 
-        Inside a backward pass a forward is activation checkpointing's recomputation, which has
-        been observed before.
+    def _runs_eagerly(self) -> bool:
+        """Whether compiled code is left out: in what is observed, and in its recomputation.
+
+        In train mode, with grad, when a refresh is due, outside torch.func and torch.jit.trace.
         """
         return (
             self._pauses == 0
@@ -132,7 +136,6 @@ class Capture:
             and self._due()
             and not torch._C._are_functorch_transforms_active()
             and not torch.jit.is_tracing()
-            and torch._C._current_graph_task_id() == -1
         )
 
     @contextmanager
@@ -169,9 +172,10 @@ class Capture:
     def _layer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._inside and not torch.is_grad_enabled() and self._pauses == 0:
             self.without_grad.add(name)
-        trained = any(p.requires_grad for p in self._layers[name].parameters())
-        if not self.acts() or not output.requires_grad or not trained:
+        if not self.acts() or not output.requires_grad:
             return
+        if not any(p.requires_grad for p in self._layers[name].parameters()):
+            return  # frozen for the moment
         inputs = args[0] if args else kwargs["input"]
         made = _in_the_graph(output)
         edge = get_gradient_edge(made) if self._on_gradient is None else None
