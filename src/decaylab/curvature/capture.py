@@ -138,6 +138,11 @@ class Capture:
             and not torch.jit.is_tracing()
         )
 
+    def trained(self, *names: str) -> bool:
+        """Whether any of these layers, or of all, is not frozen now."""
+        layers = [self._layers[name] for name in names or self._layers]
+        return any(p.requires_grad for layer in layers for p in layer.parameters())
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Silence the hooks."""
@@ -174,7 +179,7 @@ class Capture:
             self.without_grad.add(name)
         if not self.acts() or not output.requires_grad:
             return
-        if not any(p.requires_grad for p in self._layers[name].parameters()):
+        if not self.trained(name):
             return  # frozen for the moment
         inputs = args[0] if args else kwargs["input"]
         made = _in_the_graph(output)

@@ -128,6 +128,8 @@ class Observer:
         if not calls:
             if mask is None and len(heads) == 1 and self.measure.logits == "output":
                 return  # the model's own output, seen already
+            if not self.capture.trained():
+                return
             raise DecaylabError(
                 "opt.observe(logits) found nothing to observe: call it once, right after the "
                 "forward pass, and build KFAC with logits='observed' if the model returns a tensor"
@@ -159,7 +161,7 @@ class Observer:
         logits = logits_of(output)
         if self.measure.logits != "output" or logits is None:
             return
-        if not self.capture.calls:  # none of the covered layers is trained now, or they are hidden
+        if not self.capture.calls:  # no covered layer is trained now, or they are hidden
             self._refuse_reentrant_checkpoints(logits)
             return
         count = self._counted_rows

@@ -391,7 +391,7 @@ class KFAC(torch.optim.Optimizer):
 
     def _refresh(self, sums: dict[str, Sums]) -> None:
         """Fold what was observed into the factors; say so if nothing was, or if a layer hides."""
-        if not sums:
+        if not sums and any(p.requires_grad for p in self._blocks.slots):
             if not self._blocks.seen:
                 raise DecaylabError(
                     "no forward pass was observed before the first step: run the model that KFAC "
