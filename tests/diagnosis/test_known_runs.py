@@ -91,8 +91,8 @@ def test_bias_free_linear_net_with_kfac_g(digits, seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_batch_norm_with_kfac_f_at_a_damping_that_dominates(digits, seed):
     def kfac(model, weight_decay):
-        settings = {"damping": 1e-2, "invert_every": 20, "weight_decay": weight_decay}
-        return KFAC(model, lr=0.01, **settings)
+        settings = {"damping": 1e-2, "refresh_every": 2, "invert_every": 20}
+        return KFAC(model, lr=0.01, weight_decay=weight_decay, **settings)
 
     run, baseline = pair(digits, seed, kfac, 0.7, ["second_order_share"])
     against, alone = diagnose(run, baseline), diagnose(run)

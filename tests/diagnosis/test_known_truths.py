@@ -175,6 +175,25 @@ def test_clipped_gradients_do_not_follow_sgds_law(clips):
     assert diagnose(runs[0])["effective l"].verdict == ("cannot tell" if clips[0] else "acts")
 
 
+@pytest.mark.parametrize(("refresh", "invert"), [(10, 100), (1, 1)])
+def test_a_curvature_of_longer_weights_makes_kfacs_steps_longer(refresh, invert):
+    """Decay takes 0.2 % a step: the factors are of weights half as long again, if 200 steps old."""
+    memory = {"factor_decay": 0.95, "refresh_every": refresh, "invert_every": invert}
+    layers = [
+        Layer(
+            **{"power": 0, "damping": 1e-9, "share": 0.99, "lr": 0.02, "growth": 1e-3},
+            weight_decay=weight_decay,
+            settings={f"setting_{name}": float(value) for name, value in memory.items()},
+        )
+        for weight_decay in (0.1, 0.0)
+    ]
+    found = diagnose(*(records({"a": layer}) for layer in layers))
+    assert found["effective d"].verdict == "does not act"
+    old = refresh > 1
+    assert found["effective l"].verdict == ("cannot tell" if old else "does not act")
+    assert ("could be left out" in " ".join(found.consequences)) is not old
+
+
 def test_one_layer_of_many_is_not_lost_in_the_mean():
     layers = {str(i): Layer(weight_decay=2e-4, growth=1e-4) for i in range(12)}
     layers["strong"] = Layer(weight_decay=5e-3, growth=1e-4)

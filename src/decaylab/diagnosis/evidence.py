@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from decaylab.diagnosis.dynamics import Series, elasticity, norms_without_decay
-from decaylab.diagnosis.layers import TOO_LITTLE_EXPOSURE, LayerRecord
-from decaylab.diagnosis.memory import moments_at
+from decaylab.diagnosis.layers import TOO_LITTLE_EXPOSURE, LayerRecord, Setting
+from decaylab.diagnosis.memory import interpolated, moments_at
 from decaylab.diagnosis.observed import Observed
 
 # Decay works over 1/(lr wd) steps and the early records show the start, not the decay: the second
@@ -202,9 +202,35 @@ def remembers_too_much(layer: LayerRecord) -> bool:
     setting = layer.setting
     if setting is None or setting.power != 0 or not shares:
         return False
-    steps = setting.refresh_every / (1 - setting.factor_decay) + setting.invert_every / 2
     shrink = max(of.shrink for _, of in layer.settings)  # of the highest learning rate
-    return shrink * steps * statistics.fmean(shares) > REMEMBERED_TOO_MUCH
+    return shrink * _remembered_steps(setting) * statistics.fmean(shares) > REMEMBERED_TOO_MUCH
+
+
+def longer_by_memory(layer: LayerRecord, baseline: LayerRecord | None) -> float:
+    """By which factor decay makes K-FAC's steps longer, since it divides by old curvature.
+
+    Curvature goes with 1/|W|^2, so a step is (old norm / norm)^2 times as long in the directions
+    that are second-order; all are taken to be, if their share is not recorded. Over the second
+    half of the records; against the baseline's, or against norms that stand still.
+    """
+    other = _longer(baseline) if baseline is not None else 1.0
+    return _longer(layer) / other
+
+
+def _longer(layer: LayerRecord) -> float:
+    late = layer.norms[int(len(layer.norms) * JUDGED_SHARE) :]
+    if layer.setting is None or layer.setting.power != 0 or not late:
+        return 1.0
+    known = layer.series.get("second_order_share", ())
+    shares = [share for step, share in known if step >= late[0][0]] or [1.0]
+    age = _remembered_steps(layer.setting)
+    grown = [interpolated(layer.norms, step - round(age)) / norm for step, norm in late]
+    return statistics.geometric_mean(grown) ** (2 * statistics.fmean(shares))
+
+
+def _remembered_steps(setting: Setting) -> float:
+    """How old the curvature is that K-FAC divides by."""
+    return setting.refresh_every / (1 - setting.factor_decay) + setting.invert_every / 2
 
 
 def _push_factors(layer: LayerRecord, others: Series) -> list[float]:

@@ -1,18 +1,21 @@
 """Verdicts: which of the three mechanisms decay acts through, from records alone."""
 
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, geometric_mean
 
 from decaylab.diagnosis.evidence import (
     comparable,
     damping_effect,
     effect_of,
     effective_lr_effect,
+    longer_by_memory,
     over_layers,
     ratio,
     share_without_decay,
+    three_digits,
 )
 from decaylab.diagnosis.findings import (
+    ACTS,
     DAMPING_NEGLIGIBLE,
     GIVE_BASELINE,
     JACOBIAN_ACTS,
@@ -111,6 +114,15 @@ def _effective_learning_rate(run: Observed, baseline: Observed | None) -> Findin
         )
     if powers == {0}:
         damped = any(layer.setting.damping is not None for layer in of if layer.setting)
+        longer = geometric_mean(longer_by_memory(layer, same(layer, baseline)) for layer in of)
+        if damped and longer >= ACTS:
+            return Finding(
+                *(name, quantity, "cannot tell"),
+                "Without damping, K-FAC's step turns the weights by lr, whatever their norm (Eq."
+                " 13). But here it divides by the curvature of earlier weights, and decay has"
+                f" shortened these since: steps are {three_digits(longer)} times longer.",
+                would_decide="renew the curvature more often (KFAC's refresh_every, invert_every)",
+            )
         return Finding(
             *(name, quantity, "does not act"),
             "Without damping, K-FAC's step turns the weights by lr, whatever their norm (Eq. 13)."
