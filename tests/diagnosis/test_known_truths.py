@@ -68,6 +68,24 @@ class Residual(nn.Module):
         return self.head(self.norm(x + self.second(torch.relu(self.first(x)))))
 
 
+def test_gradients_that_a_closure_takes_are_those_of_the_step():
+    """As Lightning does it: before the step there are those of the last one, at other weights."""
+    for model, name, invariant in ((Residual(), "second", False), (batch_norm_net(64), "0", True)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=1e-3)
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(INPUTS), LABELS)
+            loss.backward()
+            return loss
+
+        with watch(model, optimizer, every=2) as watched:
+            for step in range(20):
+                optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
+        parts = [row.value for row in watched.records.series(f"radial_gradient/{name}")]
+        assert (max(parts) < 1e-3) is invariant
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_order_of_modules_is_checked_by_the_gradients(dtype):
     for model, name, invariant in ((Residual(), "second", False), (batch_norm_net(), "0", True)):

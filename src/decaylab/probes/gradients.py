@@ -1,6 +1,7 @@
 """Of a step's gradients: whether they point along the weights, and whether they are clipped."""
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,18 +24,23 @@ def gradient_norm(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return {"gradient_norm": total} if math.isfinite(total) else {}
 
 
-def radial_gradients(layers: Layers) -> dict[str, float]:
+Scaled = Mapping[str, Sequence[Tensor]]
+"""Of each layer, what Eq. 8 multiplies, as it was at one moment."""
+
+
+def radial_gradients(layers: Layers, before: Scaled) -> dict[str, float]:
     """By row name, |<g, W>| sqrt(n) / (|g| |W|) of the layers that module order calls invariant.
 
-    g is the gradient and W what Eq. 8 multiplies (weight and bias), n numbers in all. <g, W> is the
-    derivative of the loss as W is scaled: 0 where the layer is invariant, whatever the batch. A
-    random direction gives about 1. No pass through the model; a layer without a gradient has none,
-    nor has one whose invariance was measured.
+    g is the gradient and W what Eq. 8 multiplies (weight and bias), n numbers in all; `before` is W
+    where the gradient was taken. <g, W> is the derivative of the loss as W is scaled: 0 where the
+    layer is invariant, whatever the batch. A random direction gives about 1. No pass through the
+    model; a layer without a gradient has none, nor has one whose invariance was measured.
     """
     found: dict[str, Tensor] = {}
     with torch.no_grad():
         for layer, parameters in layers.scaled.items():
-            pairs = [(p.grad, p) for p in parameters if p.grad is not None]
+            own = zip(parameters, before[layer], strict=True)
+            pairs = [(p.grad, w) for p, w in own if p.grad is not None]
             if len(pairs) < len(parameters) or any(g.layout != torch.strided for g, _ in pairs):
                 continue
             g, w = (

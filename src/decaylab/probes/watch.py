@@ -29,7 +29,7 @@ from decaylab.probes.gauss_newton import (
     gauss_newton_norm,
     kfac_gauss_newton_norm,
 )
-from decaylab.probes.gradients import gradient_norm, radial_gradients
+from decaylab.probes.gradients import Scaled, gradient_norm, radial_gradients
 from decaylab.probes.jacobian import jacobian_norm
 from decaylab.probes.moments import second_moments
 from decaylab.probes.reading import NonFiniteWarning, Reading
@@ -157,6 +157,7 @@ class Watch:
         self._gains = gains_of(model)
         self._before: Snapshot | None = None
         self._gradients: dict[str, float] = {}
+        self._scaled: Scaled = {}
         self._warned: set[str] = set()
         self._settings: dict[str, float] = {}
         self._exposure = Exposure(optimizer)
@@ -213,11 +214,16 @@ class Watch:
             hooks: Any = self.optimizer._optimizer_step_pre_hooks
             hooks.move_to_end(self._before_step.id, last=False)
 
-    def _step_begins(self, *_: Any) -> None:
+    def _step_begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            self._before = snapshot(self._layers)
-            # before the step, which may change the gradients
-            self._gradients = radial_gradients(self._layers) | gradient_norm(self.optimizer)
+            self._before, scaled = snapshot(self._layers), self._layers.scaled
+            self._scaled = {}
+            if len(args) > 1 or kwargs:  # a closure: the gradients are taken in the step
+                copied = {k: [p.detach().clone() for p in of] for k, of in scaled.items()}
+                self._scaled, self._gradients = copied, {}
+            else:  # before the step, which may change the gradients
+                self._gradients = radial_gradients(self._layers, scaled)
+            self._gradients |= gradient_norm(self.optimizer)
         except Exception as error:  # the training must not stop for a probe
             self._warn_once("snapshot", error)
 
@@ -226,6 +232,8 @@ class Watch:
         self._exposure.add()
         if self._due(self.steps):
             try:
+                if self._scaled:
+                    self._gradients |= radial_gradients(self._layers, self._scaled)
                 self._record()
             except Exception as error:
                 self._warn_once("records", error)
