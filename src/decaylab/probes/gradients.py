@@ -19,8 +19,8 @@ def gradient_norm(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     found = [g.detach() for g in held if g is not None and g.layout == torch.strided]
     if not found:
         return {}
-    norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in found])
-    total = float(torch.linalg.vector_norm(norms))
+    norms = [norm.double() for norm in torch._foreach_norm(found)]
+    total = float(torch.linalg.vector_norm(torch.stack(norms)))
     return {"gradient_norm": total} if math.isfinite(total) else {}
 
 
@@ -43,10 +43,18 @@ def radial_gradients(layers: Layers, before: Scaled) -> dict[str, float]:
             pairs = [(p.grad, w) for p, w in own if p.grad is not None]
             if len(pairs) < len(parameters) or any(g.layout != torch.strided for g, _ in pairs):
                 continue
-            g, w = (
-                torch.cat([t.detach().flatten().double() for t in of])
-                for of in zip(*pairs, strict=True)
+            flat = [(_precise(g), _precise(w)) for g, w in pairs]
+            dot, g2, w2 = (
+                torch.stack([torch.dot(*of).double() for of in products]).sum()
+                for products in (flat, [(g, g) for g, _ in flat], [(w, w) for _, w in flat])
             )
-            found[layer] = torch.dot(g, w).abs() / (g.norm() * w.norm()) * math.sqrt(len(w))
+            size = sum(w.numel() for _, w in flat)
+            found[layer] = dot.abs() * math.sqrt(size) / (g2 * w2).sqrt()
     values = numbers(found)
     return {row_name("radial_gradient", k): v for k, v in values.items() if math.isfinite(v)}
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    """Flat, in at least 32 bits."""
+    flat = tensor.detach().flatten()
+    return flat.float() if flat.element_size() < 4 else flat
