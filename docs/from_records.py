@@ -8,7 +8,7 @@ command makes them. `mkdocs build` loads this file as a hook.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,9 +17,8 @@ from typing import Any
 from decaylab.diagnosis import Finding, diagnose
 from decaylab.diagnosis.result import MECHANISMS as DIAGNOSED
 from decaylab.errors import DecaylabError
-from decaylab.paper import Cell as PaperCell
-from decaylab.paper import Readings, artefact_of
-from decaylab.paper.claims import Claim
+from decaylab.paper import Readings, RunReading, artefact_of
+from decaylab.paper.claims import CLAIMS
 from decaylab.paper.evidence import Bench, Comparison, Sample
 from decaylab.records import RunFolder, RunStore
 from decaylab.report.diagnoses import baseline_of
@@ -34,13 +33,13 @@ from decaylab.report.mechanisms import (
     short_accuracy_grid,
 )
 from decaylab.report.names import key_words, named
-from decaylab.report.page import Cell, Grid, grid_markdown
-from decaylab.report.provenance import seeds_of, survey
-from decaylab.report.sections import fill, judged
+from decaylab.report.page import grid_markdown
+from decaylab.report.provenance import survey
+from decaylab.report.results import SCHEDULES, Results, text_grid
 from decaylab.report.tables import Measured, number, seeds_words, to_grid, with_runs
 
 RESULTS = Path(__file__).parents[1] / "results"
-TIERS = ("full", "short")  # the paper's data and nets, the paper's schedule first
+NET = ("dataset", "network", "batch_norm", "augment")  # Table 1's columns that tell a net
 BLOCK = re.compile(r"^<!-- records: ([\w-]+) -->$", re.MULTILINE)
 # A link from a page to a file of the repository that is not a page.
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)\s]+)\)")
@@ -67,49 +66,35 @@ class Figure:
         return [(f"figures/{self.name}-{i}.png", panel) for i, panel in enumerate(self.panels)]
 
 
-class Records:
-    """The records of a results folder, and the blocks that are made of them."""
+class Records(Results):
+    """The records of a results folder, and the demo's in it."""
 
     def __init__(self, root: Path = RESULTS) -> None:
-        self.readings = Readings(RunStore(root))
-        self.demo_readings = Readings(RunStore(root / "demo"))
-        self.root = root
-        self.found, _ = survey(self.readings.store)
-        self.seeds = seeds_of(self.found)
+        super().__init__(root)
 
-    def tiers(self, artefact: str) -> list[str]:
-        """The tiers at which a cell of an artefact has a finished run."""
-        return [tier for tier in TIERS if any(self.run_cells(artefact, tier))]
-
-    def run_cells(self, artefact: str, tier: str) -> list[PaperCell]:
-        """The cells of an artefact that have a finished run at a tier."""
-        found = fill(artefact_of(artefact), tier, self.readings, self.seeds).cells
-        return [cell for cell in found if self.readings.finished(cell)]
+    def tiers_of(self, artefact: str) -> list[str]:
+        """The paper's own tiers at which an artefact has a finished run, the full one first."""
+        return [tier for tier in SCHEDULES if self.filled(artefact, tier).done]
 
     def bench(self, tier: str) -> Bench:
         """The records at a tier, to be compared."""
         return Bench(self.readings, tier, self.seeds, self.root / "searched")
 
     @cache  # noqa: B019 - one object a build
-    def claims(self, tier: str) -> dict[str, Claim]:
-        """The paper's claims, judged at a tier."""
-        return {claim.id: claim for claim in judged(self.readings, tier, self.seeds)}
-
-    @cache  # noqa: B019
     def demo(self) -> Demo:
         """The demo's runs."""
-        found, _ = survey(self.demo_readings.store)
-        return demo_runs(found, self.demo_readings)
+        readings = Readings(RunStore(self.root / "demo"))
+        found, _ = survey(readings.store)
+        return demo_runs(found, readings)
 
 
 def _commands(artefact: str) -> str:
     return f"*Not run yet.* `decaylab reproduce {artefact} --tier short` makes these runs.\n"
 
 
-def _tier_words(tier: str, runs: Sequence[Sample]) -> str:
-    devices = dict.fromkeys(run.manifest.device for sample in runs for run in sample.runs)
-    sized = {"full": "the paper's schedule", "short": "one fifth of the paper's schedule"}[tier]
-    return f"{sized}, on {', '.join(devices)}"
+def _tier_words(tier: str, runs: Iterable[RunReading]) -> str:
+    devices = dict.fromkeys(run.manifest.device for run in runs)
+    return f"{SCHEDULES[tier]}, on {', '.join(devices)}"
 
 
 def gains(records: Records, artefact: str) -> str:
@@ -118,7 +103,7 @@ def gains(records: Records, artefact: str) -> str:
     A row at the longest schedule it has been run at, and again where a shorter one has more of it.
     """
     shown = defaultdict[tuple[object, ...], set[object]](set)
-    found = (_gains_at(records, artefact, tier, shown) for tier in records.tiers(artefact))
+    found = (_gains_at(records, artefact, tier, shown) for tier in records.tiers_of(artefact))
     return "\n".join(filter(None, found)) or _commands(artefact)
 
 
@@ -129,50 +114,44 @@ def _gains_at(
     groups = bench.groups(artefact)
     baseline, *others = dict.fromkeys(last for _, cells in groups for last in cells)
     columns = [name for name in artefact_of(artefact).keys[:-1] if name != "optimizer"]
-    rows, used, run, marked = [], [], 0, False
+    rows, used, complete = [], list[RunReading](), 0
     for key, cells in groups:
         base = bench.sample(cells.get(baseline))
         samples = {last: bench.sample(cells.get(last)) for last in others}
-        if base is None or not any(samples.values()):
+        decayed = {last: sample for last, sample in samples.items() if sample is not None}
+        if base is None or not decayed:
             continue
-        run += 1
-        before, here = shown[tuple(key.values())], {last for last, s in samples.items() if s}
-        if here <= before:
+        complete += 1
+        before = shown[tuple(key.values())]
+        if decayed.keys() <= before:
             continue
-        before |= here
-        compared = {
-            last: None if sample is None else bench.difference("", (1, sample), (-1, base))
-            for last, sample in samples.items()
-        }
-        marked = marked or any(one is not None and not one.enough for one in compared.values())
-        used += [base, *(sample for sample in samples.values() if sample is not None)]
+        before.update(decayed)
+        used += [run for sample in (base, *decayed.values()) for run in sample.runs]
+        gained = (bench.difference("", (1, sample), (-1, base)) for sample in samples.values())
         rows.append(
             [
-                Cell(", ".join(key_words(key, columns))),
-                Cell(named(key["optimizer"])),
-                Cell(Measured(tuple(100 * v for v in base.values.values())).short()),
-                *(Cell(_gain(one)) for one in compared.values()),
-                Cell(_strengths([s for s in samples.values() if s is not None])),
-                Cell(seeds_words(max(len(base.values), *(_count(s) for s in samples.values())))),
+                ", ".join(key_words(key, columns)),
+                named(key["optimizer"]),
+                Measured(tuple(100 * v for v in base.values.values())).short(),
+                *map(_gain, gained),
+                _strengths(decayed.values()),
+                seeds_words(max(len(sample.values) for sample in (base, *decayed.values()))),
             ]
         )
     if not rows:  # each needs a run without decay and one with it
         return ""
     header = ["network", "optimizer", _label(baseline)]
     header += [_label(last) for last in others] + ["lr, decay", "seeds"]
-    data = dict.fromkeys(named(run.spec.data) for sample in used for run in sample.runs)
+    table = text_grid(header, rows)
+    data = dict.fromkeys(named(run.spec.data) for run in used)
     on = f" on {', '.join(data)}" if "dataset" not in columns else ""
     said = f"Test accuracy in %{on} and what decay adds, in points; {_tier_words(tier, used)};"
-    said += f" {run} of {len(groups)} rows have been run"
-    said += ", of which the others are above." if run > len(rows) else "."
-    if marked:
+    said += f" {complete} of {len(groups)} rows have been run"
+    said += ", of which the others are above." if complete > len(rows) else "."
+    if "†" in table:
         said += " †: the schedule is too short for this decay to take full effect (exposure"
         said += " below 1)."
-    return f"{grid_markdown(Grid([Cell(name) for name in header], rows))}\n<small>{said}</small>\n"
-
-
-def _count(sample: Sample | None) -> int:
-    return 0 if sample is None else len(sample.values)
+    return f"{table}\n<small>{said}</small>\n"
 
 
 def _label(last: object) -> str:
@@ -189,7 +168,7 @@ def _gain(compared: Comparison | None) -> str:
     return text if compared.enough else f"{text} †"
 
 
-def _strengths(samples: Sequence[Sample]) -> str:
+def _strengths(samples: Iterable[Sample]) -> str:
     specs = [sample.runs[0].spec.resolved() for sample in samples]
     found = dict.fromkeys(
         f"{spec.lr:g}, {named(spec.decay)} {spec.weight_decay:g}" for spec in specs
@@ -201,15 +180,11 @@ def claimed(records: Records, names: Sequence[str]) -> str:
     """What the paper claims, and what our records say to it, at every tier with runs."""
     rows = []
     for name in names:
-        found = [claim for tier in TIERS if (claim := records.claims(tier)[name]).n]
-        claim = records.claims(TIERS[-1])[name]
-        said = [(one.effect, f"{one.verdict}, tier {one.tier}") for one in found]
-        rows += [
-            [Cell(f"{claim.claim} ({claim.where})"), Cell(seen), Cell(verdict)]
-            for seen, verdict in said or [("not run yet", "not run yet")]
-        ]
-    header = [Cell("the paper's claim"), Cell("our records"), Cell("verdict")]
-    return grid_markdown(Grid(header, rows))
+        where, claim, _ = CLAIMS[name]
+        found = [records.claims(tier)[name] for tier in SCHEDULES]
+        said = [[one.effect, f"{one.verdict}, tier {one.tier}"] for one in found if one.n]
+        rows += [[f"{claim} ({where})", *one] for one in said or [["not run yet", "not run yet"]]]
+    return text_grid(["the paper's claim", "our records", "verdict"], rows)
 
 
 def verdicts(records: Records) -> str:
@@ -217,17 +192,15 @@ def verdicts(records: Records) -> str:
 
     Of each, at the longest schedule it has been run at.
     """
-    rows: list[list[Cell]] = []
+    rows: list[list[str]] = []
     for tier, words, folders in _decayed(records):
         if words in (row[: len(words)] for row in rows):
             continue
         result = diagnose(*folders)
         judged_from = "both runs" if result.baseline else "the run alone"
-        cells = [*words, *map(_finding, result.findings), Cell(judged_from), Cell(tier)]
-        rows.append(cells)
+        rows.append([*words, *map(_finding, result.findings), judged_from, tier])
     header = ["network", "optimizer", *DIAGNOSED, "judged from", "tier"]
-    table = grid_markdown(Grid([Cell(name) for name in header], rows))
-    return table if rows else _commands("table1")
+    return text_grid(header, rows) if rows else _commands("table1")
 
 
 def reconstructed(records: Records) -> str:
@@ -237,25 +210,24 @@ def reconstructed(records: Records) -> str:
         both, alone = (diagnose(*of) for of in (folders, folders[:1]))
         effects = [result.findings[0].effect for result in (alone, both)]
         if both.baseline and all(effects):
-            rows.append([*words, *(Cell(number(e.value)) for e in effects if e), Cell(tier)])
+            rows.append([*words, *(number(e.value) for e in effects if e), tier])
     header = ["network", "optimizer", "from the run alone", "against its baseline", "tier"]
-    table = grid_markdown(Grid([Cell(name) for name in header], rows))
-    return table if rows else _commands("table1")
+    return text_grid(header, rows) if rows else _commands("table1")
 
 
-def _decayed(records: Records) -> Iterator[tuple[str, list[Cell], list[RunFolder]]]:
+def _decayed(records: Records) -> Iterator[tuple[str, list[str], list[RunFolder]]]:
     """The runs of Table 1 with decay: tier, words, the run's folder and that of its baseline.
 
     A baseline differs by the decay alone. At other learning rates, as often in Table 1, it is none.
     """
-    for tier in records.tiers("table1"):
+    for tier in records.tiers_of("table1"):
         for key, cells in records.bench(tier).groups("table1"):
             for run in records.readings.finished(cells[1])[:1]:
-                net = ", ".join(key_words(key, ["dataset", "network", "batch_norm", "augment"]))
+                net = ", ".join(key_words(key, NET))
                 baseline = baseline_of(run.spec.resolved(), records.found)
                 folders = [records.readings.store.folder(run.spec.id)]
                 folders += [baseline.folder] if baseline is not None else []
-                yield tier, [Cell(net), Cell(named(key["optimizer"]))], folders
+                yield tier, [net, named(key["optimizer"])], folders
 
 
 def schedules(records: Records, part: str) -> str:
@@ -264,19 +236,18 @@ def schedules(records: Records, part: str) -> str:
     if not path.exists():
         return f"*Not run yet.* `python benchmarks/schedules.py --json > results/{path.name}`\n"
     found = json.loads(path.read_text(encoding="utf-8"))
-    header, rows = map(Cell, found[part][0]), (map(_range, row.values()) for row in found[part])
-    table = grid_markdown(Grid(list(header), [list(row) for row in rows]))
+    table = text_grid([*found[part][0]], [[*map(_range, row.values())] for row in found[part]])
     said = "{seeds} seeds, {steps} steps; {device}, {date}, torch {torch}, decaylab {version}"
     return f"{table}\n<small>{said.format(**found['about'])}: `benchmarks/schedules.py`</small>\n"
 
 
-def _range(value: Any) -> Cell:
-    return Cell(" to ".join(f"{x:.2f}" for x in value) if isinstance(value, list) else str(value))
+def _range(value: Any) -> str:
+    return " to ".join(f"{x:.2f}" for x in value) if isinstance(value, list) else str(value)
 
 
-def _finding(finding: Finding) -> Cell:
+def _finding(finding: Finding) -> str:
     effect = "" if finding.effect is None else f" (× {number(finding.effect.value)})"
-    return Cell(f"{finding.verdict}{effect}")
+    return f"{finding.verdict}{effect}"
 
 
 def demo_accuracy(records: Records) -> str:
@@ -306,10 +277,10 @@ def demo_numbers(records: Records, mechanism: Mechanism) -> str:
 def effective_lr_figure(records: Records) -> Figure:
     """The first mechanism in the nets of Table 1 with BN, at the schedules that `gains` shows."""
     panels: dict[str, list[Panel]] = {}
-    for tier in records.tiers("table1"):
+    for tier in records.tiers_of("table1"):
         nets: dict[str, Demo] = {}
-        for cell in records.run_cells("table1", tier):
-            title = ", ".join(key_words(cell.key, ["dataset", "network", "batch_norm", "augment"]))
+        for cell in records.filled("table1", tier).cells:
+            title = ", ".join(key_words(cell.key, NET))
             for run in records.readings.finished(cell):
                 place = (run.spec.batch_norm, run.spec.optimizer, run.spec.decay)
                 nets.setdefault(title, {}).setdefault(place, []).append(run)
@@ -325,11 +296,11 @@ def effective_lr_figure(records: Records) -> Figure:
 def paper_table(records: Records, artefact: str) -> str:
     """A table of the paper beside ours, the rows that have runs."""
     parts = []
-    for tier in records.tiers(artefact):
-        filled = fill(artefact_of(artefact), tier, records.readings, records.seeds)
+    for tier in records.tiers_of(artefact):
+        filled = records.filled(artefact, tier)
         assert filled.table is not None
         grid = to_grid(filled.table, with_runs(filled.table))
-        runs = [Sample({}, tuple(records.readings.finished(cell))) for cell in filled.cells]
+        runs = (run for cell in filled.cells for run in records.readings.finished(cell))
         said = f"{_tier_words(tier, runs)}; {filled.coverage} have been run."
         parts.append(f"{grid_markdown(grid)}\n<small>{said}</small>\n")
     return "\n".join(parts) or _commands(artefact)
@@ -339,8 +310,8 @@ def paper_figure(records: Records, artefact: str) -> Figure:
     """A figure of the paper: the panels that have runs, at every tier."""
     panels = [
         panel
-        for tier in records.tiers(artefact)
-        for panel in fill(artefact_of(artefact), tier, records.readings, records.seeds).panels
+        for tier in records.tiers_of(artefact)
+        for panel in records.filled(artefact, tier).panels
         if not panel.empty
     ]
     return Figure(artefact, panels)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from decaylab.errors import DecaylabError
 from decaylab.paper import Cell as PaperCell
-from decaylab.paper.claims import Claim
 from decaylab.records.files import replace_text
 from decaylab.report.names import key_words
 from decaylab.report.page import grid_markdown
@@ -24,7 +23,6 @@ from decaylab.report.results import (
     searches,
     text_grid,
 )
-from decaylab.report.sections import judged
 from decaylab.report.tables import (
     Entry,
     Pair,
@@ -156,7 +154,7 @@ def _last_and_best(
 
 def claims(results: Results) -> str:
     """E1-E15: the verdict at each tier, and what was seen there."""
-    judgements = {tier: _judged(results, tier) for tier in results.tiers}
+    judgements = {tier: results.claims(tier) for tier in results.tiers}
     if not judgements:
         return "*No runs yet.*\n"
     rows = []
@@ -173,7 +171,7 @@ def verdicts(results: Results) -> str:
     """How many of the claims are supported, contradicted and open, in a sentence per tier."""
     said = []
     for tier in results.tiers:
-        found = _judged(results, tier)
+        found = results.claims(tier)
         counts: dict[str, list[str]] = {}
         for claim in found.values():
             counts.setdefault(claim.said, []).append(claim.id)
@@ -182,10 +180,6 @@ def verdicts(results: Results) -> str:
         told = f" {effect[:1].upper()}{effect[1:]}." if effect else ""
         said.append(f"- Tier {tier}: {'; '.join(parts)}.{told}\n")
     return "".join(said) or "*No runs yet.*\n"
-
-
-def _judged(results: Results, tier: str) -> dict[str, Claim]:
-    return {claim.id: claim for claim in judged(results.readings, tier, results.seeds)}
 
 
 def _named(key: tuple[str, ...], columns: Sequence[str]) -> str:

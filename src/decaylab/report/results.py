@@ -6,19 +6,20 @@ Blocks of Markdown for pages (`report.blocks`).
 import json
 import math
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from decaylab.errors import DecaylabError
 from decaylab.paper import Cell as PaperCell
 from decaylab.paper import Readings, RunReading, artefact_of, artefacts
+from decaylab.paper.claims import Claim
 from decaylab.paper.estimate import Estimator
 from decaylab.records import RunStore
 from decaylab.report.names import key_words, named
 from decaylab.report.page import Cell, Grid, grid_markdown
 from decaylab.report.provenance import Found, seeds_of, survey, tiers_of
-from decaylab.report.sections import Filled, fill, titled
+from decaylab.report.sections import Filled, fill, judged, titled
 
 SCHEDULES = {"full": "the paper's schedule", "short": "one fifth of the paper's schedule"}
 
@@ -41,9 +42,15 @@ class Results:
         """The paper's own tiers there are runs of, the full one first."""
         return [tier for tier in tiers_of(self.found) if tier in SCHEDULES]
 
+    @cache  # noqa: B019 - one object a command
     def filled(self, name: str, tier: str) -> Filled:
         """An artefact with what there is of it."""
         return fill(artefact_of(name), tier, self.readings, self.seeds)
+
+    @cache  # noqa: B019
+    def claims(self, tier: str) -> dict[str, Claim]:
+        """The paper's claims by id, judged at a tier."""
+        return {claim.id: claim for claim in judged(self.readings, tier, self.seeds)}
 
     def runs_of(self, cells: Sequence[PaperCell]) -> dict[str, RunReading]:
         """The finished runs of some cells, each once, those at our own settings too."""
@@ -69,9 +76,7 @@ def runs(results: Results) -> str:
     and its minutes in `all its runs` of each.
     """
     rows, counted = [], set[str]()
-    times = {
-        run.manifest.id: (run.manifest.device, run.device_seconds / 60) for run in results.found
-    }
+    times = {run.manifest.id: _time(run) for run in results.found}
     for tier in results.tiers:
         for artefact in artefacts().values():
             filled = results.filled(artefact.name, tier)
@@ -92,15 +97,11 @@ def runs(results: Results) -> str:
     again, _ = survey(RunStore(results.root / "repeats"))
     others = [
         ("in no table or figure", "", [times[name] for name in unused]),
-        (
-            "made again, without `--compiled` or in TF32",
-            "",
-            [(run.manifest.device, run.device_seconds / 60) for run in again],
-        ),
+        ("made again, without `--compiled` or in TF32", "", [*map(_time, again)]),
         (
             "searches on held-out images",
             f"{len(_searches(results))} cells",
-            [(run.manifest.device, run.device_seconds / 60) for run in results.searched],
+            [*map(_time, results.searched)],
         ),
         (
             "the independent script",
@@ -119,6 +120,11 @@ def runs(results: Results) -> str:
     everything += [run for _, _, made in others for run in made]
     total = f"{len(everything)} runs; GPU-minutes: {_minutes(everything)}"
     return text_grid(header, rows) + f"\nIn all {total}.\n"
+
+
+def _time(run: Found) -> tuple[str, float]:
+    """The device of a run, and for how many minutes it had it."""
+    return run.manifest.device, run.device_seconds / 60
 
 
 def _minutes(runs: Iterable[tuple[str, float]]) -> str:
