@@ -200,7 +200,8 @@ def test_a_grid_made_without_optuna_is_found_by_the_search(tmp_path, monkeypatch
     monkeypatch.setattr("decaylab.paper.search.train", no_training)
     found = decaylab(*search)
     assert found.exit_code == 0, found.output
-    assert found.stdout.count("complete") == 2
+    runs = len(list((tmp_path / "searched" / "runs").iterdir()))  # those beyond the edge too
+    assert found.stdout.count("complete") == runs >= 2
 
 
 @pytest.mark.parametrize(
