@@ -52,9 +52,14 @@ def e7(bench: Bench) -> Evidence:
         trained = [run for run in found if run.trained]
         if left_out := len(found) - len(trained):
             evidence.notes.append(f"{dataset}: {left_out} below {TRAINED:.1%} left out")
-        for what in ("jacobian", "gap"):
-            points = [(x, y, run) for run in trained if (x := run.final("kfac_gn_norm")) is not None
-                      and (y := _other(run, what)) is not None]  # fmt: skip
+        jacobians = [(run, run.final("jacobian_norm")) for run in trained]
+        gaps = [(run, run.generalization_gap) for run in trained]
+        for what, values in (("jacobian", jacobians), ("gap", gaps)):
+            points = [
+                (norm, value, run)
+                for run, value in values
+                if value is not None and (norm := run.final("kfac_gn_norm")) is not None
+            ]
             evidence.add(_correlation(f"{dataset} {what}", points))
     return evidence.told()
 
@@ -214,8 +219,7 @@ def _values(run: RunReading, quantity: str, last: float = math.inf) -> list[floa
     Not from epoch 0: the traces are measured with BN's running statistics, which are only made in
     the first epoch.
     """
-    name = run.first_layer(quantity)
-    return [value for epoch, value in run.curve(name or "") if 1 <= epoch <= last]
+    return [value for epoch, value in run.first_layer_curve(quantity) if 1 <= epoch <= last]
 
 
 def _stage_ratio(run: RunReading) -> float | None:
@@ -247,13 +251,6 @@ def _first_below(curve: list[tuple[int, float]] | list[tuple[float, float]]) -> 
 
 def _words(number: float) -> str:
     return f"{number:.3g}" if math.isfinite(number) else "never"
-
-
-def _other(run: RunReading, what: str) -> float | None:
-    if what == "jacobian":
-        return run.final("jacobian_norm")
-    test, train = run.final("test/loss"), run.final("train/loss")
-    return None if test is None or train is None else test - train
 
 
 def _correlation(name: str, points: list[tuple[float, float, RunReading]]) -> Comparison | None:

@@ -49,6 +49,16 @@ class RunReading:
         """The row name of a quantity of the first layer, e.g. `effective_lr/features.0`."""
         return next((n for n in self.rows.names() if n.startswith(f"{quantity}/")), None)
 
+    def first_layer_curve(self, quantity: str) -> list[tuple[int, float]]:
+        """(epoch, value) of a quantity of the first layer; empty where it was not recorded."""
+        return self.curve(self.first_layer(quantity) or "")
+
+    @property
+    def generalization_gap(self) -> float | None:
+        """Test loss - training loss at the end."""
+        test, train = self.final("test/loss"), self.final("train/loss")
+        return None if test is None or train is None else test - train
+
     def lacking(self, probes: Sequence[str]) -> list[str]:
         """The probes it should have recorded and has not.
 

@@ -6,7 +6,7 @@ Every line is one run and every point one net, as recorded; only Fig. 1's bars a
 from collections.abc import Callable, Iterable, Sequence
 
 from decaylab.paper import Artefact, Cell, Readings, RunReading
-from decaylab.report.drawing import NOT_FITTED, Bars, Line, Panel, Points, line
+from decaylab.report.drawing import NOT_FITTED, Bars, Panel, Points, line
 from decaylab.report.names import key_words, named
 from decaylab.report.tables import Measured, csv_text, plain
 
@@ -101,21 +101,16 @@ def _bars(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list
     return found
 
 
-def _first_layer_lines(label: str, run: RunReading, quantity: str) -> list[Line]:
-    name = run.first_layer(quantity)
-    return [] if name is None else [line(label, run.curve(name))]
-
-
 def _effective_lr(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list[Panel]:
     """Fig. 3: the first layer's effective learning rate over epochs."""
     laws = {"SGD": "lr / |W|²", "Adam": "lr / |W|"}
     found = []
     for title, group in _groups(cells, artefact.keys[:-1]):
         lines = [
-            curve
+            line(label_of(cell), curve)
             for cell in group
             for run in readings.finished(cell)
-            for curve in _first_layer_lines(label_of(cell), run, "effective_lr")
+            if (curve := run.first_layer_curve("effective_lr"))
         ]
         law = laws.get(named(group[0].key["optimizer"]), "")
         found.append(Panel(title, "epoch", f"effective lr, {law}", lines, log_y=True))
@@ -131,10 +126,10 @@ def _traces(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> li
             "epoch",
             "trace, first layer",
             [
-                curve
+                line(label, curve)
                 for run in readings.finished(cell)
                 for label, quantity in quantities.items()
-                for curve in _first_layer_lines(label, run, quantity)
+                if (curve := run.first_layer_curve(quantity))
             ],
             log_y=True,
         )
@@ -161,26 +156,21 @@ def _correlation(artefact: Artefact, cells: Sequence[Cell], readings: Readings) 
     """Fig. 5: K-FAC GN norm against Jacobian norm and against test loss - train loss."""
     found = []
     for title, group in _groups(cells, ["dataset"]):
-        jacobians: dict[str, list[tuple[float, float]]] = {}
-        gaps: dict[str, list[tuple[float, float]]] = {}
-        for cell in group:
-            for run in readings.finished(cell):
-                label = named(cell.key["optimizer"]) if run.trained else NOT_FITTED
-                norm, jacobian = run.final("kfac_gn_norm"), run.final("jacobian_norm")
-                test, train = run.final("test/loss"), run.final("train/loss")
-                if norm is not None and jacobian is not None:
-                    jacobians.setdefault(label, []).append((norm, jacobian))
-                if norm is not None and test is not None and train is not None:
-                    gaps.setdefault(label, []).append((norm, test - train))
-        sides = (("squared Jacobian norm", jacobians), ("generalization gap", gaps))
-        for y_label, points in sides:
+        runs = [(named(c.key["optimizer"]), run) for c in group for run in readings.finished(c)]
+        jacobians = [run.final("jacobian_norm") for _, run in runs]
+        gaps = [run.generalization_gap for _, run in runs]
+        sides = (("squared Jacobian norm", jacobians, True), ("generalization gap", gaps, False))
+        for y_label, values, log_y in sides:
+            points: dict[str, list[tuple[float, float]]] = {}
+            for (optimizer, run), value in zip(runs, values, strict=True):
+                norm, label = run.final("kfac_gn_norm"), optimizer if run.trained else NOT_FITTED
+                if norm is not None and value is not None:
+                    points.setdefault(label, []).append((norm, value))
             marks = [
                 Points(label, [x for x, _ in of], [y for _, y in of], framed=label != NOT_FITTED)
                 for label, of in sorted(points.items())
             ]
-            logarithmic = points is jacobians
-            panel = Panel(title, "K-FAC GN norm", y_label, marks, log_x=True, log_y=logarithmic)
-            found.append(panel)
+            found.append(Panel(title, "K-FAC GN norm", y_label, marks, log_x=True, log_y=log_y))
     return found
 
 
