@@ -13,7 +13,6 @@ from torch import Tensor
 from decaylab import probes
 from decaylab.data import Split, evaluation_batches
 from decaylab.optim.kfac import KFAC
-from decaylab.paper.suite import PROBES
 from decaylab.training import TrainingRun
 
 Observer = Callable[[TrainingRun], dict[str, float]]
@@ -38,8 +37,8 @@ def observer(wanted: Iterable[str]) -> Observer | None:
     - `damping`: under K-FAC, at the start and at the end, effective damping (Eq. 14) and the share
       of second-order directions of layers whose factors are not long. No pass.
     """
-    chosen = tuple(probe for probe in PROBES if probe in set(wanted))
-    measures = [MEASURES[probe] for probe in chosen]
+    wanted = set(wanted)
+    measures = [measure for probe, measure in MEASURES.items() if probe in wanted]
     if not measures:
         return None
 
@@ -62,12 +61,7 @@ def _traces(run: TrainingRun) -> dict[str, float]:
     first = next(iter(probes.layers_of(run.model).weights))
     values = {}
     for curvature in ("fisher", "gauss-newton"):
-        reading = probes.curvature_traces(
-            run.model,
-            inputs,
-            curvature=curvature,
-            samples=draws,
-        )
+        reading = probes.curvature_traces(run.model, inputs, curvature=curvature, samples=draws)
         name = f"{reading.name}_normalised"
         values[probes.row_name(name, first)] = reading.normalised[first]
     return values
@@ -120,9 +114,5 @@ def _at_end(run: TrainingRun) -> bool:
 
 def _inputs(run: TrainingRun, split: Split, batch_size: int) -> Iterator[Tensor]:
     data = run.data
-    return (
-        images
-        for images, _ in evaluation_batches(
-            split, batch_size=batch_size, mean=data.mean, std=data.std
-        )
-    )
+    batches = evaluation_batches(split, batch_size=batch_size, mean=data.mean, std=data.std)
+    return (images for images, _ in batches)
