@@ -33,7 +33,7 @@ def points(plan: SearchPlan, store: RunStore) -> list[Point]:
             continue
         rows = folder.rows()
         value = rows.last(plan.by) if manifest.status == "finished" else None
-        score = None if value is None else plan.score({plan.by: value})
+        score = None if value is None else plan.score(value)
         found.append(Point(spec, manifest.device, score, rows.last(LOSS)))
     return found
 

@@ -75,9 +75,9 @@ class SearchPlan:
         if not self.space:
             raise DecaylabError("nothing to search: give values of lr, weight_decay or damping")
 
-    def score(self, values: Mapping[str, float]) -> float:
-        """What the search maximises, from the last values of a run."""
-        return values[ACCURACY] if self.by == ACCURACY else -values[self.by]
+    def score(self, value: float) -> float:
+        """What the search maximises, from a value of the row `by`."""
+        return value if self.by == ACCURACY else -value
 
 
 def default_space(spec: RunSpec, scheme: str, on_digits: bool = False) -> dict[str, list[float]]:
@@ -178,7 +178,7 @@ class Search:
             with closing(self._epochs(spec, folder)) as epochs:
                 for epoch, values in epochs:
                     accuracy = values[ACCURACY]
-                    trial.report(self.plan.score(values), epoch)
+                    trial.report(self.plan.score(values[self.plan.by]), epoch)
                     if epoch < (spec.epochs or 0) and trial.should_prune():
                         state = "pruned"
                         break
@@ -189,7 +189,7 @@ class Search:
         folder.checkpoint.unlink(missing_ok=True)
         states = {"complete": self._states.COMPLETE, "pruned": self._states.PRUNED}
         told = states.get(state, self._states.FAIL)
-        score = self.plan.score(values) if state == "complete" else None
+        score = self.plan.score(values[self.plan.by]) if state == "complete" else None
         study.tell(trial, score, state=told)
         return Trial(trial.number, dict(trial.params), state, accuracy)
 
