@@ -32,11 +32,11 @@ from decaylab.report.mechanisms import (
     mechanism_panels,
     short_accuracy_grid,
 )
-from decaylab.report.names import key_words, named
+from decaylab.report.names import key_title, named
 from decaylab.report.page import grid_markdown
 from decaylab.report.provenance import survey
 from decaylab.report.results import SCHEDULES, Results, text_grid
-from decaylab.report.tables import Measured, number, seeds_words, to_grid, with_runs
+from decaylab.report.tables import Measured, number, seeds_words, to_grid
 
 RESULTS = Path(__file__).parents[1] / "results"
 NET = ("dataset", "network", "batch_norm", "augment")  # Table 1's columns that tell a net
@@ -130,7 +130,7 @@ def _gains_at(
         gained = (bench.difference("", (1, sample), (-1, base)) for sample in samples.values())
         rows.append(
             [
-                ", ".join(key_words(key, columns)),
+                key_title(key, columns),
                 named(key["optimizer"]),
                 Measured(tuple(100 * v for v in base.values.values())).short(),
                 *map(_gain, gained),
@@ -223,7 +223,7 @@ def _decayed(records: Records) -> Iterator[tuple[str, list[str], list[RunFolder]
     for tier in records.tiers_of("table1"):
         for key, cells in records.bench(tier).groups("table1"):
             for run in records.readings.finished(cells[1])[:1]:
-                net = ", ".join(key_words(key, NET))
+                net = key_title(key, NET)
                 baseline = baseline_of(run.spec.resolved(), records.found)
                 folders = [records.readings.store.folder(run.spec.id)]
                 folders += [baseline.folder] if baseline is not None else []
@@ -280,7 +280,7 @@ def effective_lr_figure(records: Records) -> Figure:
     for tier in records.tiers_of("table1"):
         nets: dict[str, Demo] = {}
         for cell in records.filled("table1", tier).cells:
-            title = ", ".join(key_words(cell.key, NET))
+            title = key_title(cell.key, NET)
             for run in records.readings.finished(cell):
                 place = (run.spec.batch_norm, run.spec.optimizer, run.spec.decay)
                 nets.setdefault(title, {}).setdefault(place, []).append(run)
@@ -299,10 +299,9 @@ def paper_table(records: Records, artefact: str) -> str:
     for tier in records.tiers_of(artefact):
         filled = records.filled(artefact, tier)
         assert filled.table is not None
-        grid = to_grid(filled.table, with_runs(filled.table))
         runs = (run for cell in filled.cells for run in records.readings.finished(cell))
         said = f"{_tier_words(tier, runs)}; {filled.coverage} have been run."
-        parts.append(f"{grid_markdown(grid)}\n<small>{said}</small>\n")
+        parts.append(f"{grid_markdown(to_grid(filled.table))}\n<small>{said}</small>\n")
     return "\n".join(parts) or _commands(artefact)
 
 

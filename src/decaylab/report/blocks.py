@@ -11,7 +11,7 @@ from pathlib import Path
 from decaylab.errors import DecaylabError
 from decaylab.paper import Cell as PaperCell
 from decaylab.records.files import replace_text
-from decaylab.report.names import key_words
+from decaylab.report.names import key_title
 from decaylab.report.page import grid_markdown
 from decaylab.report.results import (
     SCHEDULES,
@@ -80,9 +80,9 @@ def misses(results: Results) -> str:
     said += f" {WITHIN:g} point of the paper at the published settings"
     said += f", {len(marked)} more at those of our own search (‡)." if marked else "."
     wrong = [pair for pair in pairs(filled.table) if _other_order(pair)]
-    columns = filled.table.key_columns
+    by_column = filled.table.by_column
     said += "\n" + "".join(
-        f"\nThe order with and without decay is not the paper's: {_named(pair.key, columns)}"
+        f"\nThe order with and without decay is not the paper's: {key_title(by_column(pair.key))}"
         f" ({pair.words('difference')} points, the paper's"
         f" {pair.effect('difference', paper=True):+.2f}).\n"
         for pair in wrong
@@ -90,7 +90,8 @@ def misses(results: Results) -> str:
     header = ["cell", "decay", "paper", "ours", "ours − paper", "‡", "‡ − paper", "seeds"]
     rows = [
         [
-            *(_named(entry.key, columns), "yes" if entry.decayed else "no", number(entry.paper)),
+            *(key_title(by_column(entry.key)), "yes" if entry.decayed else "no"),
+            number(entry.paper),
             *(entry.ours.short(), _signed(entry.paper, entry.ours.mean)),
             *(entry.own.short(), _signed(entry.paper, entry.own.mean), str(entry.ours.n)),
         ]
@@ -120,12 +121,10 @@ def first_order(results: Results) -> str:
     rows = []
     for tier in results.tiers:
         for cell in results.filled("table1", tier).cells:
-            key = cell.key
-            wanted = key["optimizer"] in ("sgd", "adam") and key["batch_norm"]
-            if not (wanted and key["weight_decay"]):
-                continue
-            for specs, whose in ((cell.runs, "published"), (cell.own, "our search")):
-                rows += _last_and_best(results, cell, specs, (tier, whose))
+            first = cell.key["optimizer"] in ("sgd", "adam")
+            if first and cell.key["batch_norm"] and cell.key["weight_decay"]:
+                rows += _last_and_best(results, cell, cell.runs, (tier, "published"))
+                rows += _last_and_best(results, cell, cell.own, (tier, "our search"))
     header = ["cell", "tier", "settings", "seed", "lr", "decay", "paper", "last epoch"]
     header += ["best epoch", "at epoch", "training accuracy"]
     return text_grid(header, rows) if rows else "*No such cell has been run yet.*\n"
@@ -143,7 +142,7 @@ def _last_and_best(
         last, fitted = run.final("test/accuracy"), run.final("train/accuracy")
         rows.append(
             [
-                _named(tuple(map(str, cell.key.values())), tuple(cell.key)[:-1]),
+                key_title(cell.key, list(cell.key)[:-1]),
                 *(*said, str(run.spec.seed), f"{run.spec.lr:g}", f"{run.spec.weight_decay:g}"),
                 *(number(cell.paper), percent(last), percent(best), str(epoch)),
                 percent(fitted),
@@ -180,11 +179,6 @@ def verdicts(results: Results) -> str:
         told = f" {effect[:1].upper()}{effect[1:]}." if effect else ""
         said.append(f"- Tier {tier}: {'; '.join(parts)}.{told}\n")
     return "".join(said) or "*No runs yet.*\n"
-
-
-def _named(key: tuple[str, ...], columns: Sequence[str]) -> str:
-    values = dict(zip(columns, key, strict=False))
-    return ", ".join(key_words(values, list(values)))
 
 
 def _joined(parts: Iterable[str]) -> str:

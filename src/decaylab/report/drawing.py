@@ -152,11 +152,11 @@ def draw(panel: Panel) -> bytes:
         return _png(image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()))
 
 
-def side_by_side(images: Sequence[bytes], columns: int = 2) -> bytes:
-    """Panels of one size as one PNG, `columns` in a row."""
+def side_by_side(images: Sequence[bytes]) -> bytes:
+    """Panels of one size as one PNG, two in a row."""
     image = needed("PIL.Image")
     opened = [image.open(io.BytesIO(data)).convert("RGB") for data in images]
-    columns = min(columns, len(opened))
+    columns = min(2, len(opened))
     width, height = opened[0].size
     rows = -(-len(opened) // columns)
     sheet = image.new("RGB", (columns * width, rows * height), "white")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from decaylab.paper import Artefact, Cell, Readings, RunReading
 from decaylab.report.drawing import NOT_FITTED, Bars, Panel, Points, line
-from decaylab.report.names import key_words, named
+from decaylab.report.names import key_title, named
 from decaylab.report.tables import Measured, csv_text, plain
 
 
@@ -46,17 +46,12 @@ def label_of(cell: Cell) -> str:
     return "weight decay" if cell.key.get("weight_decay") else "no decay"
 
 
-def title_of(cell: Cell, columns: Sequence[str]) -> str:
-    """The values of some key columns in words, e.g. `CIFAR-10, VGG16, BN + Aug`."""
-    return ", ".join(key_words(cell.key, columns))
-
-
 def _groups(cells: Sequence[Cell], columns: Sequence[str]) -> list[tuple[str, list[Cell]]]:
     """The cells by the values of some key columns, with a title."""
     found: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
         found.setdefault(tuple(cell.key[name] for name in columns), []).append(cell)
-    return [(title_of(group[0], columns), group) for group in found.values()]
+    return [(key_title(group[0].key, columns), group) for group in found.values()]
 
 
 def _accuracy_curves(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list[Panel]:
@@ -122,7 +117,7 @@ def _traces(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> li
     quantities = {"tr F": "fisher_trace_normalised", "tr G": "gn_trace_normalised"}
     return [
         Panel(
-            f"{title_of(cell, artefact.keys[:-1])}, K-FAC-F, {label_of(cell)}",
+            f"{key_title(cell.key, artefact.keys[:-1])}, K-FAC-F, {label_of(cell)}",
             "epoch",
             "trace, first layer",
             [

@@ -38,3 +38,8 @@ def key_words(key: Mapping[str, object], columns: Sequence[str]) -> list[str]:
         elif name != "augment":
             found.append(named(key[name]))
     return found
+
+
+def key_title(key: Mapping[str, object], columns: Sequence[str] | None = None) -> str:
+    """The same in one text, of all columns unless told: `CIFAR-10, VGG16, BN + Aug`."""
+    return ", ".join(key_words(key, list(key) if columns is None else columns))

@@ -155,7 +155,7 @@ def _figure_block(filled: Filled, readings: Readings) -> Block:
     )
     missing = _without_setting(filled)
     if empty:
-        missing = f"Nothing recorded yet for {_first(list(empty), '; ')}. {missing}".strip()
+        missing = f"Nothing recorded yet for {_first(list(empty))}. {missing}".strip()
     return Block(
         f"{filled.artefact.name}-{filled.tier}",
         titled(filled.artefact),
@@ -219,14 +219,14 @@ def _note(filled: Filled, readings: Readings) -> str:
 def _without_setting(filled: Filled) -> str:
     needs = [cell.missing for cell in filled.cells if cell.missing]
     commands = [f"`{need.removeprefix('needs search: ')}`" for need in dict.fromkeys(needs)]
-    first = _first(commands, "; ", most=1)
+    first = _first(commands, most=1)
     return f"{len(needs)} cells have no setting yet and need a search: {first}" if needs else ""
 
 
-def _first(names: Sequence[str], between: str, most: int = 4) -> str:
+def _first(names: Sequence[str], most: int = 4) -> str:
     """The first of some names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return between.join(names[:most]) + more
+    return "; ".join(names[:most]) + more
 
 
 def claims_section(claims: Sequence[Claim], tier: str) -> Section:

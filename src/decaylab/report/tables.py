@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from decaylab.paper import mean_and_spread
-from decaylab.report.names import key_words, named
+from decaylab.report.names import key_title, key_words, named
 from decaylab.report.page import Cell, Grid, Tone
 
 Effect = Literal["difference", "ratio"]
@@ -84,6 +84,10 @@ class Table:
     key_columns: tuple[str, ...]
     entries: tuple[Entry, ...]
     effect: Effect = "difference"
+
+    def by_column(self, key: Sequence[str]) -> dict[str, str]:
+        """The key of an entry or a pair, with the names of its columns."""
+        return dict(zip(self.key_columns, key, strict=False))  # the last one is not in it
 
     @property
     def filled(self) -> int:
@@ -218,7 +222,8 @@ def with_runs(table: Table) -> list[Pair]:
 def to_grid(table: Table, shown: Sequence[Pair] | None = None) -> Grid:
     """The pairs side by side: paper, ours, distance without and with decay, and decay's effect.
 
-    All of them, or those of `shown`. A table that is not the paper's has our numbers alone.
+    Those of `shown`, else all that have a run. A table that is not the paper's has our numbers
+    alone.
     """
     distance = "ours − paper" if table.effect == "difference" else "ours / paper"
     header = [Cell("network"), *(Cell(named(column)) for column in _apart(table))]
@@ -227,7 +232,7 @@ def to_grid(table: Table, shown: Sequence[Pair] | None = None) -> Grid:
         numbers += [f"{side}: paper", "ours", distance]
     numbers += ["effect of decay: paper", "ours"]
     header += [*(Cell(name, "number") for name in numbers), Cell("seeds", "number")]
-    shown = pairs(table) if shown is None else shown
+    shown = with_runs(table) if shown is None else shown
     rows = [[*_key_cells(pair, table), *_pair_row(pair, table.effect)] for pair in shown]
     if all(entry.paper is None for entry in table.entries):
         ours = {first + 1: "no decay", first + 4: "decay", first + 7: "effect of decay"}
@@ -274,10 +279,9 @@ def _apart(table: Table) -> list[str]:
 
 
 def _key_cells(pair: Pair, table: Table) -> list[Cell]:
-    key = dict(zip(table.key_columns, pair.key, strict=False))
-    apart = _apart(table)
-    network = key_words(key, [column for column in key if column not in apart])
-    return [Cell(", ".join(network), "key"), *(Cell(named(key[column])) for column in apart)]
+    key, apart = table.by_column(pair.key), _apart(table)
+    network = key_title(key, [column for column in key if column not in apart])
+    return [Cell(network, "key"), *(Cell(named(key[column])) for column in apart)]
 
 
 def _pair_row(pair: Pair, effect: Effect) -> list[Cell]:
@@ -320,7 +324,7 @@ def legend(table: Table) -> str:
         return ""
     said = []
     for entry in found:
-        key = dict(zip(table.key_columns, entry.key, strict=False))
+        key = table.by_column(entry.key)
         cell = " ".join(key_words(key, [column for column in key if column != "dataset"]))
         decay = "with" if entry.decayed else "without"
         said.append(f"{cell} {decay} decay: {entry.setting} ({entry.own.words()})")
