@@ -15,6 +15,7 @@ from decaylab.cli.output import console, print_json
 from decaylab.diagnosis import Stepping, Suggestion, convert_decay, equivalent_schedule, suggest
 from decaylab.diagnosis.observed import observe
 from decaylab.optim.decay import OPTIMIZERS
+from decaylab.paper.settings import decay_kind
 
 app = typer.Typer(help="Choose, convert or replace weight decay.", no_args_is_help=True)
 
@@ -94,8 +95,8 @@ def convert_command(
     lr, as in AdamW) and independent (beside the step, whatever the lr). The default is l2 for sgd
     and decoupled for the others.
     """
-    first = Stepping(source, source_lr, source_decay or _usual(source), source_momentum)
-    second = Stepping(target, target_lr, target_decay or _usual(target), target_momentum)
+    first = Stepping(source, source_lr, source_decay or decay_kind(source), source_momentum)
+    second = Stepping(target, target_lr, target_decay or decay_kind(target), target_momentum)
     found = convert_decay(weight_decay, first, second)
     if json_output:
         print_json(asdict(found))
@@ -157,10 +158,6 @@ def schedule_command(
         f" {schedule.lr[-1]:.3g} for {layers}; for all other parameters it stays"
         f" ({schedule.others[0]:.3g} to {schedule.others[-1]:.3g})"
     )
-
-
-def _usual(optimizer: str) -> str:
-    return "l2" if optimizer == "sgd" else "decoupled"
 
 
 def _table(found: Suggestion) -> Table:

@@ -8,7 +8,7 @@ import typer
 
 from decaylab.cli import options
 from decaylab.cli.output import print_json
-from decaylab.paper import Readings, tier_of
+from decaylab.paper import Readings
 from decaylab.paper.claims import Claim
 from decaylab.records import RunStore
 from decaylab.report.provenance import seeds_of, survey, tiers_of
@@ -30,8 +30,6 @@ def claims_command(
     Each claim is supported or contradicted, or it has not enough runs or not enough schedule. A
     claim is never supported without its runs.
     """
-    if tier is not None:
-        tier_of(tier)
     store = RunStore(runs)
     readings = Readings(store)
     found, left_out = survey(store)

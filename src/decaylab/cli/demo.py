@@ -24,6 +24,7 @@ from decaylab.data import load
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 from decaylab.paper import Readings
+from decaylab.paper.plan import is_finished
 from decaylab.records import RunStore
 from decaylab.report.drawing import check_extra
 from decaylab.report.mechanisms import (
@@ -167,14 +168,9 @@ def _train(specs: list[RunSpec], store: RunStore, device: torch.device) -> None:
     """Train what is not finished, with a bar on a terminal and a line per optimizer elsewhere."""
     data = load("digits")
     execution = Execution(tier=TIER, observe=observe)
-    for spec in _followed([spec for spec in specs if not _finished(store, spec)]):
+    left = [spec for spec in specs if not is_finished(store.folder(spec.id))]
+    for spec in _followed(left):
         train_to_end(spec, data=data, device=device, store=store, execution=execution)
-
-
-def _finished(store: RunStore, spec: RunSpec) -> bool:
-    folder = store.folder(spec.id)
-    manifest = folder.manifest() if folder.path.exists() else None
-    return manifest is not None and manifest.status == "finished"
 
 
 def _followed(specs: list[RunSpec]) -> Iterator[RunSpec]:

@@ -105,7 +105,7 @@ def reproduce_command(
     )
     reproduction = Reproduction(planned, store, how)
     reproduction.check_data()
-    follow(reproduction, store, sys.stderr if json_output else sys.stdout)
+    follow(reproduction, sys.stderr if json_output else sys.stdout)
     _summarise(reproduction, chosen, json_output)
     if reproduction.outcome.failed:
         raise typer.Exit(1)
@@ -180,7 +180,7 @@ def _say_missing(missing: dict[str, str]) -> None:
             print(f"  {reason}")
 
 
-def follow(reproduction: Reproduction, store: RunStore, stream: TextIO) -> None:
+def follow(reproduction: Reproduction, stream: TextIO) -> None:
     """Make the runs: a live table on a terminal, else a line for each that ends."""
     total = len(reproduction.planned)
     if not stream.isatty():
@@ -189,7 +189,7 @@ def follow(reproduction: Reproduction, store: RunStore, stream: TextIO) -> None:
                 made = len(reproduction.outcome.finished) + len(reproduction.outcome.before)
                 print(f"{made}/{total} {_line(event)}", file=stream, flush=True)
         return
-    board = _Board(reproduction, Estimator(store))
+    board = _Board(reproduction)
     with Live(board.table(), console=Console(file=stream), refresh_per_second=4) as live:
         for event in reproduction.run():
             board.note(event)
@@ -213,8 +213,8 @@ def _line(event: Event) -> str:
 class _Board:
     """Done, running, left and the time left, as a small table."""
 
-    def __init__(self, reproduction: Reproduction, estimator: Estimator) -> None:
-        self._reproduction, self._estimator = reproduction, estimator
+    def __init__(self, reproduction: Reproduction) -> None:
+        self._reproduction, self._estimator = reproduction, Estimator(reproduction.store)
         self._begun = time.monotonic()
         self._spent = 0.0  # estimated seconds of what was made since then
         self._event: Event | None = None

@@ -191,7 +191,7 @@ def _make_grid(grid: SearchPlan, store: RunStore, how: How) -> bool:
     planned = [PlannedRun(spec, (), ("search",)) for spec in grid_specs(grid)]
     reproduction = Reproduction(planned, store, how)
     reproduction.check_data()
-    follow(reproduction, store, sys.stdout)
+    follow(reproduction, sys.stdout)
     ended = points(grid, store)
     print(f"{len(ended)} of {len(planned)} runs made")
     for run, reason in reproduction.outcome.failed.items():
