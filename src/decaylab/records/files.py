@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from decaylab.errors import DecaylabError
@@ -23,7 +24,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file, force it to disk, then put it in the place of `path`.
 
     A reader sees the old content or the new one, never a part: the rename is the only step that
@@ -43,11 +44,7 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """`replace_file` for a text."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
-
-    replace_file(path, write)
+    replace_file(path, partial(Path.write_text, data=text, encoding="utf-8"))
 
 
 def _sync(path: Path) -> None:

@@ -121,10 +121,6 @@ def _write(report: Report, filled: Sequence[Filled], out: Path) -> list[Path]:
         if block.images:
             sheet = side_by_side([image.png for image in block.images])
             path = figures / f"{block.anchor}.png"
-            replace_file(path, partial(_put, data=sheet))
+            replace_file(path, partial(Path.write_bytes, data=sheet))
             files.append(path)
     return files
-
-
-def _put(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
