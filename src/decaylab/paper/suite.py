@@ -104,7 +104,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The key in one line: `cifar10 vgg16 bn=0 ...`."""
+        """The key in one line: `dataset=cifar10 network=vgg16 ...`."""
         return " ".join(f"{name}={value}" for name, value in self.key.items())
 
 
