@@ -223,6 +223,8 @@ def _artefact(name: str, values: dict[str, Any]) -> Artefact:
     ):
         if unknown := [one for one in given if one not in known]:
             raise ValueError(f"unknown {what} {unknown[0]!r}: there are {', '.join(sorted(known))}")
+    if found.kind == "table" and found.keys[-1] not in ("weight_decay", "scheme"):
+        raise ValueError("the last key of a table is weight_decay or scheme")
     if missing := [column for block in blocks for column in ROW if column not in block]:
         raise ValueError(f"its cells lack {missing[0]}")
     return found

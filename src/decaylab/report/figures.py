@@ -40,10 +40,8 @@ def panels_csv(figures: Iterable[tuple[str, Sequence[Panel]]]) -> str:
 
 
 def label_of(cell: Cell) -> str:
-    """What is done about decay in a cell: the scheme, or whether there is weight decay."""
-    if "scheme" in cell.key:
-        return named(cell.key["scheme"])
-    return "weight decay" if cell.key.get("weight_decay") else "no decay"
+    """What is compared, the last key, in a cell: mostly what is done about decay."""
+    return key_title(cell.key, list(cell.key)[-1:])
 
 
 def _groups(cells: Sequence[Cell], columns: Sequence[str]) -> list[tuple[str, list[Cell]]]:
@@ -78,12 +76,12 @@ def _bars(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list
     found = []
     columns = [name for name in artefact.keys[:-1] if name != "optimizer"]
     for title, group in _groups(cells, columns):
-        optimizers = list(dict.fromkeys(named(cell.key["optimizer"]) for cell in group))
+        names = [named(cell.key.get("optimizer", "")) for cell in group]  # no key: there is one
+        optimizers = list(dict.fromkeys(names))
         measured: dict[str, dict[str, Measured]] = {}
-        for cell in group:
+        for cell, name in zip(group, names, strict=True):
             values = tuple(100 * value for value in readings.values(cell, artefact.metric))
-            of_label = measured.setdefault(label_of(cell), {})
-            of_label[named(cell.key["optimizer"])] = Measured(values)
+            measured.setdefault(label_of(cell), {})[name] = Measured(values)
         bars = [
             Bars(
                 label,

@@ -35,8 +35,12 @@ def key_words(key: Mapping[str, object], columns: Sequence[str]) -> list[str]:
         if name == "batch_norm":
             both = [("BN", key["batch_norm"]), ("Aug", key.get("augment"))]
             found.append(" + ".join(word for word, on in both if str(on) == "1") or "no BN")
+        elif name == "weight_decay":
+            found.append("no decay" if str(key[name]) == "0" else "weight decay")
         elif name != "augment":
             found.append(named(key[name]))
+        elif "batch_norm" not in columns:
+            found.append("no Aug" if str(key[name]) == "0" else "Aug")
     return found
 
 

@@ -27,7 +27,7 @@ from decaylab.report.tables import (
 from decaylab.theory import STATEMENTS, Check
 
 VERDICTS: dict[str, Tone] = {"supported": "good", "contradicted": "bad"}
-UNDECAYED = ("none", "undecayed")  # schemes
+UNDECAYED = ("0", "none", "baseline", "undecayed")  # values of a table's last key
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,24 @@ def fill(artefact: Artefact, tier: str, readings: Readings, seeds: int) -> Fille
 
 def _table(artefact: Artefact, tier: str, found: Sequence[PaperCell], readings: Readings) -> Table:
     factor, metric = 100.0 if artefact.percent else 1.0, artefact.metric
+    *columns, last = artefact.keys
+    schemes = [str(cell.key.get(last, 0)) for cell in found]
+    sides = [scheme not in UNDECAYED for scheme in set(schemes)]
+    several = sides.count(True) > 1 or sides.count(False) > 1
     entries = []
-    for cell in found:
+    for cell, scheme in zip(found, schemes, strict=True):
         values = tuple(factor * value for value in readings.values(cell, metric))
-        *key, decayed = (str(value) for value in cell.key.values())
         entries.append(
             Entry(
-                key=tuple(key),
-                decayed=decayed not in ("0", *UNDECAYED),
+                key=tuple(str(cell.key.get(name, "")) for name in columns),
+                decayed=scheme not in UNDECAYED,
                 paper=cell.paper,
                 ours=Measured(values),
                 tier=tier,
                 comparable=not TIERS[tier].on_digits,
                 own=Measured(tuple(factor * v for v in readings.last_values(cell.own, metric))),
                 setting=_setting(cell),
+                scheme=scheme if several else "",
             )
         )
     effect = "difference" if artefact.percent else "ratio"

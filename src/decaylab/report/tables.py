@@ -65,6 +65,7 @@ class Entry:
 
     `comparable`: data and network are the paper's; else the difference says nothing. `own` is the
     number at the settings of our own search, `setting`, where they differ from those of `ours`.
+    `scheme`: what is done about decay, in a table that has more than one kind of it.
     """
 
     key: tuple[str, ...]
@@ -75,6 +76,7 @@ class Entry:
     comparable: bool = False
     own: Measured = Measured()
     setting: str = ""
+    scheme: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Table:
 
     def by_column(self, key: Sequence[str]) -> dict[str, str]:
         """The key of an entry or a pair, with the names of its columns."""
-        return dict(zip(self.key_columns, key, strict=False))  # the last one is not in it
+        return dict(zip(self.key_columns, key, strict=False))  # mostly without the last
 
     @property
     def filled(self) -> int:
@@ -97,7 +99,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Pair:
-    """The same cell without and with decay; either may be missing."""
+    """The same cell without and with decay; either may be missing.
+
+    In a table of several schemes, the key ends with that of the second side.
+    """
 
     key: tuple[str, ...]
     sides: tuple[Entry | None, Entry | None]
@@ -207,11 +212,18 @@ def agreement(entry: Entry, effect: Effect) -> Tone:
 
 
 def pairs(table: Table) -> list[Pair]:
-    """The entries by key, without and with decay side by side."""
-    found: dict[tuple[str, ...], dict[bool, Entry]] = {}
+    """The entries by key, without and with decay side by side; of several schemes, each."""
+    by_key: dict[tuple[str, ...], list[Entry]] = {}
     for entry in table.entries:
-        found.setdefault(entry.key, {})[entry.decayed] = entry
-    return [Pair(key, (of.get(False), of.get(True))) for key, of in found.items()]
+        by_key.setdefault(entry.key, []).append(entry)
+    found = []
+    for key, entries in by_key.items():
+        without = next((entry for entry in entries if not entry.decayed), None)
+        others = [entry for entry in entries if entry is not without]
+        found += [Pair((*key, *filter(None, [one.scheme])), (without, one)) for one in others]
+        if not others:
+            found.append(Pair(key, (without, None)))
+    return found
 
 
 def with_runs(table: Table) -> list[Pair]:
@@ -249,8 +261,8 @@ def to_csv(tables: Sequence[Table]) -> str:
     """
     rows = (
         [
-            *(*entry.key, str(int(entry.decayed)), plain(entry.paper), *_numbers(entry.ours)),
-            *(entry.tier, *_numbers(entry.own), entry.setting),
+            *(*entry.key, entry.scheme or str(int(entry.decayed)), plain(entry.paper)),
+            *(*_numbers(entry.ours), entry.tier, *_numbers(entry.own), entry.setting),
         ]
         for table in tables
         for entry in table.entries

@@ -1,0 +1,104 @@
+"""Tables and figures of one's own in the report: no cell is lost, each has its name."""
+
+import csv
+import io
+
+import pytest
+from report.synthetic import everything, write_run
+
+from decaylab.errors import DecaylabError
+from decaylab.paper import Readings, artefacts, cells, register_artefact
+from decaylab.records import RunStore
+from decaylab.report.sections import fill
+from decaylab.report.tables import to_csv, to_grid
+
+OWN = """
+title = "x"
+shows = "y"
+kind = "{kind}"
+keys = {keys}
+metric = "test/accuracy"
+percent = true
+
+[[cells]]
+dataset = "cifar10"
+batch_norm = 0
+augment = 0
+"""
+SCHEMES = """
+network = "vgg16"
+optimizer = "sgd"
+scheme = ["baseline", "wd-conv", "wd-fc", "wd-all"]
+"""
+OPTIMIZERS = """
+network = "vgg16"
+optimizer = ["sgd", "adam"]
+weight_decay = 1
+"""
+
+
+@pytest.fixture
+def filled(tmp_path):
+    """An artefact with a run in each cell, of which the n-th has an accuracy of n %."""
+
+    def make(kind, keys, columns):
+        path = tmp_path / "of-ones-own.toml"
+        path.write_text(OWN.format(kind=kind, keys=keys) + columns)
+        artefact, store = register_artefact(path), RunStore(tmp_path / "runs")
+        for number, cell in enumerate(cells(artefact.name, "short"), start=1):
+            values = {**everything(0), "test/accuracy": number / 100}
+            write_run(store, cell.runs[0], values, tier="short")
+        return fill(artefact, "short", Readings(store), 1)
+
+    yield make
+    artefacts().pop("of-ones-own", None)
+
+
+def test_a_table_of_several_schemes_has_a_row_for_each(filled):
+    table = filled("table", ["network", "optimizer", "scheme"], SCHEMES).table
+    rows = [[cell.text for cell in row] for row in to_grid(table).rows]
+    assert [row[:5] for row in rows] == [
+        ["VGG16, wd-conv", "SGD", "1.00", "2.00", "+1.00"],
+        ["VGG16, wd-fc", "SGD", "1.00", "3.00", "+2.00"],
+        ["VGG16, wd-all", "SGD", "1.00", "4.00", "+3.00"],
+    ]
+    written = list(csv.DictReader(io.StringIO(to_csv([table]))))
+    assert [(row["scheme"], row["ours"]) for row in written] == [
+        ("baseline", "1"),
+        ("wd-conv", "2"),
+        ("wd-fc", "3"),
+        ("wd-all", "4"),
+    ]
+
+
+def test_so_has_a_table_without_a_baseline(filled):
+    both = SCHEMES.replace('"baseline", ', "").replace(', "wd-all"', "")
+    table = filled("table", ["network", "optimizer", "scheme"], both).table
+    rows = [[cell.text for cell in row] for row in to_grid(table).rows]
+    assert [row[:4] for row in rows] == [
+        ["VGG16, wd-conv", "SGD", "—", "1.00"],
+        ["VGG16, wd-fc", "SGD", "—", "2.00"],
+    ]
+
+
+def test_a_table_compares_decays(filled):
+    with pytest.raises(DecaylabError, match="last key of a table is weight_decay or scheme"):
+        filled("table", ["network", "optimizer"], OPTIMIZERS)
+
+
+def test_bars_of_one_optimizer_need_no_key_for_it(filled):
+    (panel,) = filled("bars", ["network", "scheme"], SCHEMES).panels
+    assert [(mark.label, *mark.values) for mark in panel.marks] == [
+        ("baseline", 1.0),
+        ("wd-conv", 2.0),
+        ("wd-fc", 3.0),
+        ("wd-all", 4.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    "keys", [["network", "optimizer"], ["network", "weight_decay", "optimizer"]]
+)
+def test_curves_are_labelled_by_what_is_compared(filled, keys):
+    (panel,) = filled("curves", keys, OPTIMIZERS).panels
+    assert [(mark.label, mark.y[-1]) for mark in panel.marks] == [("SGD", 1.0), ("Adam", 2.0)]
