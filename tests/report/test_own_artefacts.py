@@ -102,3 +102,13 @@ def test_bars_of_one_optimizer_need_no_key_for_it(filled):
 def test_curves_are_labelled_by_what_is_compared(filled, keys):
     (panel,) = filled("curves", keys, OPTIMIZERS).panels
     assert [(mark.label, mark.y[-1]) for mark in panel.marks] == [("SGD", 1.0), ("Adam", 2.0)]
+
+
+@pytest.mark.parametrize("kind", ["bars", "curves"])
+def test_a_metric_that_is_no_share_is_shown_as_it_is(filled, kind, monkeypatch):
+    own = OWN.replace("test/accuracy", "jacobian_norm").replace("true", "false")
+    monkeypatch.setitem(globals(), "OWN", own)
+    (panel,) = filled(kind, ["network", "optimizer", "scheme"], SCHEMES).panels
+    first = panel.marks[0]
+    assert (first.values if kind == "bars" else first.y)[-1] == everything(0)["jacobian_norm"]
+    assert panel.y_label == "jacobian_norm"

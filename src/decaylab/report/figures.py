@@ -52,14 +52,20 @@ def _groups(cells: Sequence[Cell], columns: Sequence[str]) -> list[tuple[str, li
     return [(key_title(group[0].key, columns), group) for group in found.values()]
 
 
+def _shown(artefact: Artefact) -> tuple[float, str]:
+    """By what the metric is multiplied, and its name on an axis."""
+    factor, unit = (100.0, " (%)") if artefact.percent else (1.0, "")
+    return factor, artefact.metric.replace("/", " ") + unit
+
+
 def _accuracy_curves(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list[Panel]:
     """Figs. 2, 4, 6, 8: test accuracy over epochs, one panel per net and optimizer."""
-    factor, unit = (100.0, " (%)") if artefact.percent else (1.0, "")
+    factor, y_label = _shown(artefact)
     return [
         Panel(
             title,
             "epoch",
-            artefact.metric.replace("/", " ") + unit,
+            y_label,
             [
                 line(label_of(cell), run.curve(artefact.metric), factor)
                 for cell in group
@@ -74,23 +80,20 @@ def _accuracy_curves(artefact: Artefact, cells: Sequence[Cell], readings: Readin
 def _bars(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list[Panel]:
     """Fig. 1: final test accuracy, means over seeds with their spread; optimizers by scheme."""
     found = []
+    factor, y_label = _shown(artefact)
     columns = [name for name in artefact.keys[:-1] if name != "optimizer"]
     for title, group in _groups(cells, columns):
         names = [named(cell.key.get("optimizer", "")) for cell in group]  # no key: there is one
         optimizers = list(dict.fromkeys(names))
         measured: dict[str, dict[str, Measured]] = {}
         for cell, name in zip(group, names, strict=True):
-            values = tuple(100 * value for value in readings.values(cell, artefact.metric))
+            values = tuple(factor * value for value in readings.values(cell, artefact.metric))
             measured.setdefault(label_of(cell), {})[name] = Measured(values)
-        bars = [
-            Bars(
-                label,
-                [of[name].mean if name in of else None for name in optimizers],
-                [of[name].spread if name in of else None for name in optimizers],
-            )
-            for label, of in measured.items()
-        ]
-        found.append(Panel(title, "", "test accuracy (%)", bars, optimizers))
+        bars = []
+        for label, by_optimizer in measured.items():
+            of = [by_optimizer.get(name, Measured()) for name in optimizers]
+            bars.append(Bars(label, [one.mean for one in of], [one.spread for one in of]))
+        found.append(Panel(title, "", y_label, bars, optimizers))
     return found
 
 
