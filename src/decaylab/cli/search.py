@@ -154,21 +154,17 @@ def _make_runs(plan: SearchPlan, folder: Path, how: How, *, widen: bool) -> RunS
     """The search's runs, then the winner. None where runs are left: the same command goes on."""
     store = RunStore(folder / "runs")
     until = None if how.seconds is None else time.monotonic() + how.seconds
-
-    def made(grid: SearchPlan) -> bool:
-        left = None if until is None else max(until - time.monotonic(), 1e-3)
-        return _make_grid(grid, store, replace(how, seconds=left))
-
+    most = MOST_WIDENINGS if widen else 0
     grids: list[SearchPlan] = []
 
     def searched(grid: SearchPlan) -> bool:
+        """Make a grid, wider while the best lies on its edge; False where runs are left."""
         grids.append(grid)
-        for widenings in range(MOST_WIDENINGS + 1):
-            if not made(grids[-1]):
+        for widenings in range(most + 1):
+            seconds = None if until is None else max(until - time.monotonic(), 1e-3)
+            if not _make_grid(grids[-1], store, replace(how, seconds=seconds)):
                 return False
-            if not widen or widenings == MOST_WIDENINGS:
-                break
-            wider = widened(grids[-1], winner(grids, store))
+            wider = widened(grids[-1], winner(grids, store)) if widenings < most else None
             if wider is None:
                 break
             grids[-1] = wider
