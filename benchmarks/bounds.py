@@ -17,7 +17,7 @@ No part that can overlap with another is taken to do so, and neither launches no
 panels of a Cholesky factorisation are counted.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +117,6 @@ def least_ms(network: str, device: str, batch_size: int) -> dict[str, float] | N
     return {part: 1e3 * sum(layer[part] for layer in layers) for part in EVERY}
 
 
-def per_step(of: Callable[[str], float]) -> float:
+def per_step(parts: Mapping[str, float]) -> float:
     """What the parts add to a step on average, from what each takes when it is done."""
-    return sum(of(part) / every for part, every in EVERY.items())
+    return sum(parts[part] / every for part, every in EVERY.items())

@@ -267,19 +267,20 @@ def parts(measured: Measured) -> str:
 
 def against_bounds(measured: Measured) -> str:
     """Each part of K-FAC-G's fastest steps beside the least that the device's data sheet allows."""
-    devices = {row["device"] for row in measured.about if row["file"].startswith("step")}
+    about = [row for row in measured.about if row["file"].startswith("step")]
+    places = {(row["device"], row["batch_size"]) for row in about}
     rows = []
     for network in NETWORKS:
         best, sgd = measured.best(network, "kfac-g"), measured.best(network, "sgd")
         parts = measured.parts.get((network, "kfac-g", best["mode"])) if best else None
-        least = least_ms(network, *devices, batch_size=128) if len(devices) == 1 else None
+        least = least_ms(network, *next(iter(places))) if len(places) == 1 else None
         if parts is None or sgd is None or least is None:
             continue
         taken = {part: ms for kind in PARTS_OF for part, ms in parts[kind].items() if part in EVERY}
         for part, every in EVERY.items():
             times = [f"{taken[part]:.2f}", f"{least[part]:.2f}", f"{taken[part] / least[part]:.1f}"]
             rows.append([f"{network}: {part}", str(every), *times])
-        both = [per_step(found.__getitem__) for found in (taken, least)]
+        both = [per_step(taken), per_step(least)]
         added = [f"{both[0]:.2f}", f"{both[1]:.2f}", f"{both[0] / both[1]:.1f}"]
         rows.append([f"{network}: all, on average over steps", "1", *added])
         ratios = [f"{1 + ms / sgd['ms']:.2f}" for ms in both]

@@ -55,8 +55,7 @@ def jacobian_norm(
 def jacobian_norms(model: nn.Module, inputs: Tensor, *, chunk: int | None = 128) -> Tensor:
     """|J_x|_F^2 of each input on its own, [B] in float64: `jacobian_norm` is their mean.
 
-    Exact, in eval mode. Of use where a few inputs make up most of the mean, which happens: compare
-    it with the median.
+    Exact, in eval mode. Compare the mean with the median to see whether a few inputs make it up.
     """
     found = _draws(model, inputs, None, chunk, "eval", 0)[0]
     if len(found) < len(inputs):
