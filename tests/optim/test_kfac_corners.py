@@ -189,7 +189,7 @@ def test_a_loaded_state_replaces_an_inversion_that_was_begun():
             opt.step()
         return opt
 
-    begun, plain = trained(5).state_dict()["kfac"], trained(3).state_dict()
+    begun, plain = trained(5).state_dict()["kfac"], trained(4).state_dict()
     assert begun["begun"] is not None
     assert plain["kfac"]["begun"] is None
     opt = trained(5)

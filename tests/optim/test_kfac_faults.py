@@ -314,6 +314,16 @@ def test_nan_in_the_very_first_batch():
         torch.testing.assert_close(p, q, rtol=0, atol=1e-12)
 
 
+def test_nan_in_the_very_first_batch_at_the_default_intervals():
+    """Layers move again from the next refresh on, not from the next inversion."""
+    model, (x, y) = seeded(net), data()
+    opt = KFAC(model, 0.1)
+    start = model[0].weight.detach().clone()
+    for step in range(11):
+        train_step(opt, model, x if step else x * float("nan"), y)
+        assert torch.equal(model[0].weight, start) == (step < 10)
+
+
 def test_ten_in_a_row_raise():
     model = seeded(net)
     opt = KFAC(model, 0.1)

@@ -115,20 +115,26 @@ def test_a_second_time_begins_anew():
     assert_same(opt.factors(), of_one_step(outputs="exact"))
 
 
-def test_afterwards_refreshes_come_at_their_interval_again():
-    """Every 10 steps, and an inversion every 100."""
+@pytest.mark.parametrize("initialized", [True, False])
+def test_the_intervals_of_refreshes_and_inversions(initialized):
+    """10 and 100 steps; without an initial pass, inversions too come every 10 of the first 100."""
     net, (x, y) = model(), examples()
     opt = KFAC(net, 0.0)
-    opt.initialize([x])
+    if initialized:
+        opt.initialize([x])
     refreshes, inversions = [], []
     for step in range(201):
+        if step == 50:  # the state knows whether there was an initial pass
+            state, opt = opt.state_dict(), KFAC(net, 0.0)
+            opt.load_state_dict(state)
         refreshes += [step] * opt.refresh_due
         inversions += [step] * opt.inverts_now
         opt.zero_grad()
         cross_entropy(net(x), y).backward()
         opt.step()
     assert refreshes == list(range(0, 201, 10))
-    assert inversions == [0, 100, 200]
+    early = range(10, 100, 10) if not initialized else ()
+    assert inversions == [0, *early, 100, 200]
 
 
 class Partly(nn.Module):

@@ -106,7 +106,7 @@ def test_an_inversion_that_is_used_later(lag, refresh_every):
 
 
 def test_the_default_intervals():
-    """Refresh at steps 1, 11, 21 and invert at 1, 101 only: small nets, 22 steps."""
+    """Refresh and invert at steps 1, 11, 21: a small net, 22 steps."""
     run_both(
         {"lr": 0.02, "damping": 0.05},
         steps=22,

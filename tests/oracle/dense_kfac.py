@@ -99,7 +99,9 @@ class DenseKFAC:
         s = self.settings
         if self.steps % s.refresh_every == 0:
             self.refresh(x, y)
-        if self.steps % s.invert_every == 0:
+        idle = not any(step > self.steps for step in self.pending)
+        early = idle and self.steps + s.inversion_lag <= s.invert_every
+        if self.steps % s.invert_every == 0 or (early and self.steps % s.refresh_every == 0):
             lag = s.inversion_lag if self.inverses else 0  # the first is used at once
             self.pending[self.steps + lag] = {
                 name: damped_inverses(factors, s.damping) for name, factors in self.factors.items()

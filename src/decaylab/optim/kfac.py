@@ -4,7 +4,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -87,7 +86,8 @@ class KFAC(torch.optim.Optimizer):
             damping (Eq. 14) where it was asked to be.
         kl_clip: c, or None. Nets without normalisation mostly need one; 1e-3 is a good first try.
         refresh_every: steps between two measurements of the factors.
-        invert_every: steps between two inversions.
+        invert_every: steps between two inversions. Within the first so many steps every refresh
+            brings one, as the factors of one batch are poor and age fast; not after `initialize`.
         factor_decay: coefficient of the factors' running average.
         reduction: "mean" or "sum", what the loss does with rows.
         sharing: "expand" or "reduce", for layers that meet several positions per example (axis 0).
@@ -160,7 +160,7 @@ class KFAC(torch.optim.Optimizer):
         self.damping, self.kl_clip = damping, kl_clip
         self.refresh_every, self.invert_every = refresh_every, invert_every
         self.factor_decay, self.steps = factor_decay, 0
-        self._initializing = False
+        self._initializing = self._initialized = False
         self._inversion_lag, self._inverted = options.inversion_lag, False
         self._begun: int | None = None  # the step at which the pending inversion began
         self._begins = False  # whether one begins behind the step that `before_step` opened
@@ -183,7 +183,9 @@ class KFAC(torch.optim.Optimizer):
         # nothing here refers back to self: its memory and hooks go with the last reference to it
         own, rows = weakref.ref(self), options.counted_rows
         self._observer = Observer(
-            model, planned.blocks, measure, partial(_due, own), generator, rows
+            *(model, planned.blocks, measure),
+            lambda: (kfac := own()) is not None and kfac.refresh_due,
+            *(generator, rows),
         )
         weakref.finalize(self, self._observer.capture.detach).atexit = False
 
@@ -318,6 +320,7 @@ class KFAC(torch.optim.Optimizer):
             self._blocks.forget()
             self._blocks.update(sums, self.factor_decay)
             self._invert()
+        self._initialized = True
 
     def factors(self) -> dict[str, KroneckerFactors]:
         """The running averages A, S and T of every covered layer, by name, copied."""
@@ -348,6 +351,7 @@ class KFAC(torch.optim.Optimizer):
             "parameters": list(self._coverage),
             "begun": self._begun,
             "inverted": self._inverted,
+            "initialized": self._initialized,
             "damping": self.damping,
             "skips": self._skips.counts.clone(),
             "generator": self._observer.generator.get_state(),
@@ -367,6 +371,7 @@ class KFAC(torch.optim.Optimizer):
         lay_out_state(self)
         self.steps, self.damping = int(mine["steps"]), float(mine["damping"])
         self._begun, self._inverted = mine["begun"], bool(mine["inverted"])
+        self._initialized = bool(mine.get("initialized", True))  # older states did not hurry
         self._skips.counts.copy_(mine["skips"])
         self._observer.generator.set_state(mine["generator"].cpu())
         for name, norm in self.scale_free.norms.items():
@@ -411,7 +416,10 @@ class KFAC(torch.optim.Optimizer):
 
     @property
     def _inversion_due(self) -> bool:
-        return self.steps % self.invert_every == 0
+        if self.steps % self.invert_every == 0:
+            return True
+        hurried = not self._initialized and self.refresh_due and self._begun is None
+        return hurried and self.steps + self._inversion_lag <= self.invert_every
 
     def _invert(self) -> None:
         self._blocks.invert(self.damping, self.scale_free.ratios())
@@ -438,9 +446,3 @@ class KFAC(torch.optim.Optimizer):
                 yield
         finally:
             self._initializing = False
-
-
-def _due(optimizer: "weakref.ref[KFAC]") -> bool:
-    """Whether a refresh is due for an optimizer that is still there."""
-    living = optimizer()
-    return living is not None and living.refresh_due
