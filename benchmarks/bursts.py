@@ -2,9 +2,10 @@
 
     python benchmarks/bursts.py [--seeds 3] [--epochs 500] [--json]
 
-An MLP with BN at a constant learning rate, 3e-4 where no other is named. Once it fits the training data, the Fisher matrix is
-next to zero and K-FAC-F divides by the damping alone, while decay shortens the weights: relative
-to them its steps grow as 1 / |W|^2. `SETTINGS` has what is tried against the bursts that follow.
+An MLP with BN at a constant learning rate, 3e-4 where no other is named. Once it fits the training
+data, the Fisher matrix is next to zero and K-FAC-F divides by the damping alone, while decay
+shortens the weights: relative to them its steps grow as 1 / |W|^2. `SETTINGS` has what is tried
+against the bursts that follow.
 
 A burst is a row of epochs, after the first with 99.9 % training accuracy, each of which lengthens
 the first layer by more than a tenth. Seven minutes on one core.
