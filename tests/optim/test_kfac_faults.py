@@ -205,24 +205,6 @@ def test_initialize_without_batches_or_loss():
         empirical.initialize([data()])
 
 
-def test_data_parallel_training_is_refused(tmp_path, monkeypatch):
-    """Gradients are averaged over the ranks, factors are not: every rank would step elsewhere."""
-    processes = torch.distributed
-    processes.init_process_group(
-        "gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/meeting"
-    )
-    try:
-        parallel = nn.parallel.DistributedDataParallel(seeded(net))
-        train_step(KFAC(parallel, 0.1), parallel, *data())  # one process is as good as none
-        monkeypatch.setattr(processes, "get_world_size", lambda: 2)
-        with pytest.raises(DecaylabError, match="one process"):
-            KFAC(parallel, 0.1)
-        with pytest.warns(UserWarning, match="a model of its own"):
-            KFAC(seeded(net), 0.1)
-    finally:
-        processes.destroy_process_group()
-
-
 # -- gradients that are not finite --
 
 

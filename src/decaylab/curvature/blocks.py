@@ -1,5 +1,6 @@
 """The blocks of a model: stacked by shape, with a place for each parameter's gradient and step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from decaylab.curvature.factors import Bank, Block, Inversion, KroneckerFactors, Shape, Sums
+from decaylab.curvature.ranks import Ranks
 from decaylab.errors import DecaylabError
 
 INPUT_SIDES = {"A", "A_inverse", "A_pending"}
@@ -27,21 +29,28 @@ class Blocks:
     """Every covered layer's factors, inverses, gradient and preconditioned step.
 
     `slots` has the views for each covered parameter: write the gradient there, `precondition()`,
-    and read the step. `seen` names the layers that have shown their factors at least once.
+    and read the step. `seen` names the layers that have shown their factors at least once. Several
+    ranks divide the inversions between them.
     """
 
-    def __init__(self, blocks: dict[str, Block], device: torch.device) -> None:
-        self.blocks = blocks
+    def __init__(
+        self,
+        blocks: dict[str, Block],
+        device: torch.device,
+        ranks: Ranks = Ranks(),  # noqa: B008 - frozen
+    ) -> None:
+        self.blocks, self._ranks = blocks, ranks
         self.seen: set[str] = set()
         streams = STREAMS if device.type == "cuda" else 0
         self._streams = [torch.cuda.Stream(device) for _ in range(streams)]
         self._pending: dict[Shape, list[Inversion]] = {}  # by bank: of each of its parts
         self._to_run: list[Inversion] = []
+        self._of_others: list[Inversion] = []  # which other ranks run
         self._per_advance = 0
         self._home: dict[str, Bank] = {}
         banks: dict[Shape, Bank] = {}
         for name, block in blocks.items():
-            self._home[name] = banks.setdefault(block.shape, Bank(block.shape, device))
+            self._home[name] = banks.setdefault(block.shape, Bank(block.shape, device, ranks.size))
             self._home[name].add(block)
         self._banks = list(banks.values())
         entries = sum(bank.count for bank in self._banks)
@@ -68,6 +77,10 @@ class Blocks:
         """The preconditioned steps, stacked by shape."""
         both = [step for bank in self._banks for step in (bank.weight_step, bank.bias_step)]
         return [step for step in both if step.numel()]
+
+    def gather(self, measure: Callable[[], dict[str, Sums]], step: int) -> dict[str, Sums]:
+        """The sums that `measure` returns; with several ranks, those of all of them together."""
+        return self._ranks.gather(measure, self.blocks, step, self._ready.device)
 
     def update(self, sums: dict[str, Sums], factor_decay: float) -> None:
         """Fold a refresh into the averages: F <- decay F + (1 - decay) mean; the first sets them.
@@ -101,6 +114,10 @@ class Blocks:
         if self._pending:
             self._finish_inversion()
             self._pending = {}
+        if self._ranks.size > 1:
+            self.begin_inversion(damping, ratios)
+            self.end_inversion()
+            return
         jobs = [
             (bank, part, dampings)
             for bank in self._banks
@@ -123,7 +140,8 @@ class Blocks:
         for bank in self._banks:
             dampings = _dampings(bank, damping, ratios)
             self._pending[bank.shape] = [bank.begin_inversion(p, dampings) for p in bank.parts]
-        self._to_run = [inversion for parts in self._pending.values() for inversion in parts]
+        every = [inversion for parts in self._pending.values() for inversion in parts]
+        self._to_run, self._of_others = self._ranks.divided(every)
         self._per_advance = 0
         for stream in self._streams[:1]:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -146,6 +164,7 @@ class Blocks:
     def end_inversion(self) -> None:
         """Wait, on the device, for the inverses begun last, and use them from now on."""
         self._finish_inversion()
+        self._ranks.share([inversion for parts in self._pending.values() for inversion in parts])
         for bank in self._banks:
             for part, inversion in zip(bank.parts, self._pending[bank.shape], strict=True):
                 bank.end_inversion(part, inversion)
@@ -205,8 +224,10 @@ class Blocks:
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Factors, inverses (those begun too, once they are done) and counters by layer, copied.
 
-        Input sides are in the order of `weight.flatten(1)`, whatever the memory format.
+        Input sides are in the order of `weight.flatten(1)`, whatever the memory format. One rank
+        may call this alone: what the others are inverting, it inverts too.
         """
+        self._to_run, self._of_others = self._to_run + self._of_others, []
         self._finish_inversion()
         state = {}
         for name, bank in self._home.items():
@@ -233,10 +254,10 @@ class Blocks:
                 f"this state dict covers other layers than the model ({', '.join(differ[:3])}): "
                 "build KFAC with the options it was saved with"
             )
-        self._pending, self._to_run = {}, []
+        self._pending = {}
         if any("sound" in own for own in state.values()):
             self.begin_inversion(1.0, {})  # makes the room for what was begun
-            self._to_run = []
+        self._to_run, self._of_others = [], []
         pending = {bank.shape: self._pending_state(bank) for bank in self._banks}
         for name, bank in self._home.items():
             here = bank.slices[name]

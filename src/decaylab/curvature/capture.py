@@ -78,7 +78,8 @@ class Capture:
     """Hooks on a model and its covered layers.
 
     Args:
-        model: the model, or what `torch.compile` made of it (a refresh then runs the eager module).
+        model: the model, or what `torch.compile` made of it (a refresh then runs the eager module)
+            or DistributedDataParallel.
         layers: covered layers by name.
         due: whether a refresh is due now.
         on_output: called with the model's output and the keyword arguments it was called with,
@@ -95,7 +96,7 @@ class Capture:
         on_output: Callable[[Any, dict[str, Any]], None],
         on_gradient: Callable[[Call, Tensor], None] | None = None,
     ) -> None:
-        self.model = eager_module(model)
+        self.model = unwrapped(model)[-1]
         self.calls: list[Call] = []
         self._layers = layers
         self.without_grad: set[str] = set()
@@ -253,6 +254,21 @@ def eager_module(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
+def unwrapped(model: nn.Module) -> list[nn.Module]:
+    """The model, then what `torch.compile` or DistributedDataParallel has wrapped in it, and so on.
+
+    The last is the user's own.
+    """
+    found = [model]
+    while True:
+        inner = eager_module(found[-1])
+        if isinstance(inner, nn.parallel.DistributedDataParallel) and inner is found[-1]:
+            inner = inner.module
+        if inner is found[-1]:
+            return found
+        found.append(inner)
+
+
 @contextmanager
 def frozen_batch_norm(model: nn.Module) -> Iterator[None]:
     """Batch norm in train mode without a trace: the running statistics are not updated in here."""
@@ -260,7 +276,10 @@ def frozen_batch_norm(model: nn.Module) -> Iterator[None]:
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     try:
         for norm in norms:
-            norm.momentum, norm.num_batches_tracked = 0.0, None
+            counter = norm.num_batches_tracked
+            if counter is not None:  # without which SyncBatchNorm does not run
+                counter = counter.clone() if isinstance(norm, nn.SyncBatchNorm) else None
+            norm.momentum, norm.num_batches_tracked = 0.0, counter
         yield
     finally:
         for norm, (momentum, batches) in zip(norms, before, strict=True):

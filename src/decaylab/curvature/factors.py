@@ -137,11 +137,26 @@ class Sums:
     positions: Tensor | float = 0.0
     rows: Tensor | float = 0.0
 
-    def traces(self) -> Tensor:
-        """The traces of the means, added, [groups]: finite where all of both is, and rows count."""
+    @staticmethod
+    def none(block: Block, device: torch.device) -> "Sums":
+        """The sums of no rows, to which others can be added."""
+        shape, dtype = block.shape, block.shape.dtype
+        A = (shape.wide(device),) * (2 - shape.input_diagonal)
+        G = (shape.output_dim,) * (2 - shape.output_diagonal)
+        sides = (torch.zeros(block.groups, *s, dtype=dtype, device=device) for s in (A, G))
+        return Sums(*sides)
+
+    @property
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """The sums A and G."""
         assert self.A is not None
         assert self.G is not None
-        return _diagonal(self.A).sum(1) / self.positions + _diagonal(self.G).sum(1) / self.rows
+        return self.A, self.G
+
+    def traces(self) -> Tensor:
+        """The traces of the means, added, [groups]: finite where all of both is, and rows count."""
+        A, G = self.sides
+        return _diagonal(A).sum(1) / self.positions + _diagonal(G).sum(1) / self.rows
 
     def add_inputs(
         self, block: Block, inputs: list[Tensor], sharing: Sharing, mask: Tensor | None
@@ -177,6 +192,13 @@ class Inversion:
     G: Tensor
     sound: Tensor
 
+    @property
+    def cost(self) -> float:
+        """Multiplications, but for a factor: d^3 of a matrix, d of a diagonal."""
+        return sum(
+            side.numel() * float(side.shape[-1]) ** (side.dim() == 3) for side in (self.A, self.G)
+        )
+
     def run(self) -> None:
         """Invert the copies in place; the inverses in use stay as they are."""
         for side in (self.A, self.G):
@@ -194,11 +216,13 @@ class Bank:
 
     Buffers are allocated once and written in place. `ready` says which blocks have a factor; until
     then the inverse is zero, so that a layer that was never seen is not moved. `boost` multiplies
-    the damping of blocks whose last Cholesky factorisation failed.
+    the damping of blocks whose last Cholesky factorisation failed. `shares` is between how many
+    ranks the inversions are divided.
     """
 
     shape: Shape
     device: torch.device
+    shares: int = 1
     slices: dict[str, slice] = field(default_factory=dict)
     count: int = 0
 
@@ -240,11 +264,9 @@ class Bank:
         self.T *= keep
         gain = 1 - keep
         for name, layer in sums.items():
-            assert layer.A is not None
-            assert layer.G is not None
-            here = self.slices[name]
-            fold_(self._wide_A[here], layer.A, keep[here], layer.positions)
-            fold_(self.G[here], layer.G, keep[here], layer.rows)
+            here, (A, G) = self.slices[name], layer.sides
+            fold_(self._wide_A[here], A, keep[here], layer.positions)
+            fold_(self.G[here], G, keep[here], layer.rows)
             # a mask may have left no row: then the gain is 0, and what it multiplies must be finite
             rows = layer.rows.clamp(min=1) if isinstance(layer.rows, Tensor) else layer.rows
             self.T[here] += gain[here] * (layer.positions / rows)
@@ -253,7 +275,7 @@ class Bank:
     def parts(self) -> list[slice]:
         """The entries that are inverted together: as many as need no more than INVERTED_AT_ONCE."""
         entry = self.A[0].nbytes + self.G[0].nbytes
-        length = max(1, INVERTED_AT_ONCE // entry)
+        length = max(1, min(INVERTED_AT_ONCE // entry, -(-self.count // self.shares)))
         return [slice(i, i + length) for i in range(0, self.count, length)]
 
     def begin_inversion(self, part: slice, damping: Tensor) -> Inversion:

@@ -4,7 +4,7 @@ An observed forward pass costs one extra backward pass (`outputs="sampled"`) or 
 (`"exact"`). The empirical Fisher costs none: it listens to the loss's own backward pass.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from decaylab.curvature.capture import (
 from decaylab.curvature.factors import Block, Sums
 from decaylab.curvature.layers import Sharing
 from decaylab.curvature.outputs import Curvature, Likelihood, check_names, exact, sampled
+from decaylab.curvature.ranks import refuse_static_graph, refuse_to_stay_away
 from decaylab.errors import DecaylabError
 
 CountedRows = Callable[[Mapping[str, Any], Tensor], Tensor | None]
@@ -135,14 +136,37 @@ class Observer:
                 "forward pass, and build KFAC with logits='observed' if the model returns a tensor"
             )
         self._check_graph(heads, calls)
-        if not heads[0].numel():
-            return  # a batch without rows
+        if not heads[0].numel():  # a batch without rows
+            refuse_to_stay_away(self.capture.model)
+            return
         observed = Pass(_rows(heads[0], mask), mask)
         for call in calls:
             call.observed = observed
         if self.measure.curvature != "empirical-fisher":  # that one waits for the loss's gradients
             with self._measuring():
                 self._back_propagate(heads, calls, observed)
+
+    def measured(
+        self,
+        batches: Iterable[Any],
+        forward: Callable[[Any], Any] | None,
+        loss: Callable[[Any, Any], Tensor] | None,
+        trained: list[Tensor],
+    ) -> dict[str, Sums]:
+        """The sums of forward passes on `batches`, as `KFAC.initialize` takes them."""
+        for batch in batches:
+            inputs = batch[0] if isinstance(batch, tuple | list) else batch
+            if forward is not None:
+                output = forward(batch)
+            else:
+                keywords, model = isinstance(inputs, Mapping), self.capture.model
+                output = model(**inputs) if keywords else model(inputs)
+            if forward is not None or self.measure.logits == "observed":
+                self.observe(output)
+            if loss is not None and self.measure.curvature == "empirical-fisher":
+                torch.autograd.grad(loss(output, batch[1]), trained, allow_unused=True)
+                self.add_loss_gradients()  # a mean over this batch alone
+        return self.take()
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
@@ -296,7 +320,9 @@ class Observer:
                 )
 
     def _check_graph(self, heads: list[Tensor], calls: list[Call]) -> None:
-        """Refuse logits with the classes in axis 1, and heads that are of an earlier pass."""
+        """Refuse logits with the classes in axis 1, heads of an earlier pass, a static graph."""
+        if self.measure.logits == "observed":
+            refuse_static_graph(heads)
         outputs = {c.edge.node: self._blocks[c.name].layer for c in calls if c.edge is not None}
         categorical = self.measure.likelihood == "categorical"
         for head in heads:

@@ -2,15 +2,16 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.blocks import Blocks
-from decaylab.curvature.capture import as_in_training, eager_module
+from decaylab.curvature.capture import as_in_training, unwrapped
 from decaylab.curvature.factors import KroneckerFactors, Sums
 from decaylab.curvature.layers import Sharing
 from decaylab.curvature.observer import Measure, Observer
@@ -22,7 +23,6 @@ from decaylab.optim.first_order import lay_out_state
 from decaylab.optim.health import Health, Skips
 from decaylab.optim.kfac_options import (
     KFACOptions,
-    check_alone,
     check_arguments,
     check_groups,
     check_measured,
@@ -31,6 +31,7 @@ from decaylab.optim.kfac_options import (
     first_order,
     one_device,
 )
+from decaylab.optim.parallel import ranks_of, together
 from decaylab.optim.scale_free import ScaleFree, invariant_layers
 from decaylab.optim.update import LossScale, Updater
 
@@ -61,8 +62,10 @@ class KFAC(torch.optim.Optimizer):
     Scaling: the curvature is that of the loss averaged over the rows of the logits [..., C],
     whatever the loss does; with a summed loss over N rows, lr / N gives the same step. Cost: at a
     refresh one extra backward pass and the factor products; every `invert_every` steps the
-    inverses; at every step two matrix products per layer. Not covered: data-parallel training,
-    whose ranks would each have factors of their own.
+    inverses; at every step two matrix products per layer.
+
+    Data-parallel training: give it `DistributedDataParallel(model)`, or name the process group in
+    `KFACOptions`; see `decaylab.optim.parallel`.
 
     Args:
         model: the model whose training-mode forward passes are observed; or `torch.compile(model)`.
@@ -144,8 +147,8 @@ class KFAC(torch.optim.Optimizer):
         if damping_scaling not in ("fixed", "scale-free"):
             raise DecaylabError(f"damping_scaling is {damping_scaling!r}: use fixed or scale-free")
         check_arguments(model, lr)
-        self.model = eager_module(model)
-        check_alone(self.model)
+        self.model = unwrapped(model)[-1]
+        self._ranks = ranks_of(model, options.process_group)
         if others_lr is None:
             others_lr = 1e-3 if others == "adam" else float(lr)
         cuda = any(p.is_cuda for p in self.model.parameters())
@@ -173,12 +176,13 @@ class KFAC(torch.optim.Optimizer):
         self.device = one_device(self.param_groups)
         seed = torch.initial_seed() if options.seed is None else options.seed
         generator = torch.Generator(self.device).manual_seed(seed)
-        self._blocks = Blocks(planned.blocks, self.device)
+        self._blocks = Blocks(planned.blocks, self.device, self._ranks)
         self._updater = Updater(self._blocks, self._first_order)
         layers = []
         if damping_scaling == "scale-free":
             layers = invariant_layers(self.model, planned.blocks, options.invariant)
         self.scale_free = ScaleFree(planned.blocks, layers)
+        self._seed = together(self._ranks, seed, self.scale_free.norms, generator)
         self._skips = Skips(self.device)
         # nothing here refers back to self: its memory and hooks go with the last reference to it
         own, rows = weakref.ref(self), options.counted_rows
@@ -229,9 +233,10 @@ class KFAC(torch.optim.Optimizer):
         changes must be a tensor on the device, in every param group; all other numbers (damping,
         KL clip, weight decay) stay as captured, and `load_state_dict` asks for a new capture.
         """
+        self._ranks.refuse_capture(self.device)
         with torch.autocast(self.device.type, enabled=False):
             if self.refresh_due:
-                self._refresh(self._observer.take())
+                self._refresh(self._blocks.gather(self._observer.take, self.steps))
             if self.inverts_now:
                 self._invert()
             self._update()
@@ -245,6 +250,8 @@ class KFAC(torch.optim.Optimizer):
         if self._begun is not None:
             self._blocks.advance_inversion(self._inversion_lag)
         self.steps += 1
+        if self.refresh_due:
+            self._ranks.seed(self.generator, self._seed, self.steps)
 
     @property
     def refresh_due(self) -> bool:
@@ -301,19 +308,8 @@ class KFAC(torch.optim.Optimizer):
             )
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         with self._initialization():
-            for batch in batches:
-                inputs = batch[0] if isinstance(batch, tuple | list) else batch
-                if forward is not None:
-                    output = forward(batch)
-                else:
-                    keywords = isinstance(inputs, Mapping)
-                    output = self.model(**inputs) if keywords else self.model(inputs)
-                if forward is not None or self._observer.measure.logits == "observed":
-                    self._observer.observe(output)
-                if loss is not None and empirical:
-                    torch.autograd.grad(loss(output, batch[1]), trained, allow_unused=True)
-                    self._observer.add_loss_gradients()  # a mean over this batch alone
-            sums = self._observer.take()
+            passes = partial(self._observer.measured, batches, forward, loss, trained)
+            sums = self._blocks.gather(passes, self.steps)
         if not sums:
             raise DecaylabError("initialize got no batch to measure the curvature on")
         with torch.no_grad():
@@ -354,6 +350,7 @@ class KFAC(torch.optim.Optimizer):
             "initialized": self._initialized,
             "damping": self.damping,
             "skips": self._skips.counts.clone(),
+            "seed": self._seed,
             "generator": self._observer.generator.get_state(),
             "initial_norms": {name: norm.clone() for name, norm in self.scale_free.norms.items()},
             "layers": self._blocks.state_dict(),
@@ -374,6 +371,8 @@ class KFAC(torch.optim.Optimizer):
         self._initialized = bool(mine.get("initialized", True))  # older states did not hurry
         self._skips.counts.copy_(mine["skips"])
         self._observer.generator.set_state(mine["generator"].cpu())
+        self._seed = int(mine.get("seed", self._seed))
+        self._ranks.seed(self.generator, self._seed, self.steps)
         for name, norm in self.scale_free.norms.items():
             norm.copy_(mine["initial_norms"].get(name, norm))
 
@@ -441,8 +440,10 @@ class KFAC(torch.optim.Optimizer):
     @contextmanager
     def _initialization(self) -> Iterator[None]:
         self._initializing = True
+        self._ranks.seed(self.generator, self._seed, -1 - self.steps)
         try:
             with as_in_training(self.model, self.device):
                 yield
         finally:
             self._initializing = False
+            self._ranks.seed(self.generator, self._seed, self.steps)

@@ -1,6 +1,5 @@
 """Rare options of K-FAC, its health report, and who steps the parameters outside its blocks."""
 
-import warnings
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -28,6 +27,8 @@ class KFACOptions:
         counted_rows: called with the model's keyword arguments and its logits [..., C], returns the
             mask of the rows that count, or None for all; for padded rows, as `observe` takes them.
         seed: of the optimizer's own generator; None takes torch's initial seed.
+        process_group: of the ranks whose rows make up one batch; None takes it from a
+            DistributedDataParallel. Needed where KFAC is given the module inside one.
         others_betas: Adam's coefficients for parameters outside the blocks.
         others_eps: Adam's epsilon for them.
     """
@@ -37,6 +38,7 @@ class KFACOptions:
     inversion_lag: int = 0
     counted_rows: CountedRows | None = None
     seed: int | None = None
+    process_group: Any = None
     others_betas: tuple[float, float] = (0.9, 0.999)
     others_eps: float = 1e-8
 
@@ -157,16 +159,3 @@ def one_device(groups: list[dict[str, Any]]) -> torch.device:
             "move the model to one before building KFAC"
         )
     return devices.pop()
-
-
-def check_alone(model: nn.Module) -> None:
-    """Refuse data-parallel training: each rank would step with factors of its own batches."""
-    processes = torch.distributed
-    if not (processes.is_available() and processes.is_initialized()):
-        return
-    if processes.get_world_size() == 1:
-        return
-    said = "KFAC does not average its factors over processes, and data-parallel ranks drift apart"
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise DecaylabError(f"{said}: train in one process")
-    warnings.warn(f"{said}: let each process train a model of its own", stacklevel=3)
