@@ -92,14 +92,17 @@ def test_an_unused_layer_of_zeros_is_no_divergence():
     )
 
 
-def test_a_decay_that_no_momentum_has_is_said_of_its_layer():
+def test_a_norm_that_no_decay_holds_is_said_of_its_layer():
+    """A first norm of 0.1, at which a step adds more than |W|^2."""
     slow, fast = (
         Layer(decay="l2", weight_decay=1e-4, growth=growth, settings={"setting_momentum": 0.9})
         for growth in (0.001, 0.4)
     )
-    advised = suggest(records({"slow": slow, "fast": fast}))
+    both = records({"slow": slow, "fast": fast})
+    both = changed(both, "weight_norm/fast", lambda row: 0.1 if row.step == 1 else row.value)
+    advised = suggest(both)
     assert advised.layers[1].suggested is None
-    assert "no decay inside a momentum of 0.9" in advised.layers[1].reason
+    assert "of |W|^2 at the target: no decay holds it" in advised.layers[1].reason
     assert advised.weight_decay == pytest.approx(advised.layers[0].suggested)
 
 

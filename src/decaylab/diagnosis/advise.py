@@ -1,29 +1,38 @@
 """What to do about it: a decay from the measured dynamics, and one decay in other words."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from statistics import fmean, geometric_mean
 from typing import Any
 
 from decaylab.diagnosis.dynamics import (
     elasticity,
     equilibrium,
-    pushes,
     rotation_per_step,
     shrink_for_norm,
     shrink_for_rotation,
+)
+from decaylab.diagnosis.evidence import three_digits
+from decaylab.diagnosis.growth import (
+    growth_over,
+    late,
+    longest_stretch,
+    seen_elasticity,
+    seen_memory,
 )
 from decaylab.diagnosis.layers import LayerRecord, Setting
 from decaylab.diagnosis.observed import Source, observe
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import OPTIMIZERS, check_decay, check_optimizer, convert, steady_shrink
 
-# Learning rates within such a factor of the first count as one: those around the top of a cosine.
-ONE_RATE = 1.5
 # From such a factor on it is said that a suggestion may be off.
 ROUGH = 2.0
+# A weight cannot be held that a step lengthens by itself and more: G >= N, so that s >= 1/2.
+TOO_STRONG = 0.5
+# Steps agree over some (1 + m) / (1 - m) of them. Where decay (beside the momentum) takes this part
+# of the weights in that time, Lion turned them 20 % further than was said.
+MIXED = 0.25
+NO_ROTATION = "how far its steps turn it is not recorded: keep `movement` among watch's probes"
 
 
 @dataclass(frozen=True)
@@ -138,10 +147,12 @@ def suggest(
 ) -> Suggestion:
     """A weight decay for a run's scale-invariant layers, from how their norms moved.
 
-    The growth G of |W|^2 by gradients is read off the records (`dynamics.pushes`), over the second
-    half of the longest stretch with nearly one learning rate (`ONE_RATE`). The suggested decay
-    holds each layer at the norm it had at step `norm_at` (the first record, unless told otherwise),
-    so that its effective learning rate stays what it was there: s = G(norm) / (2 norm^2). With
+    The growth G of |W|^2 by gradients, how it depends on the norm and how far steps turn the weight
+    are read off the records (`growth`), over the longest stretch with nearly one learning rate. The
+    suggested decay holds each layer at the norm it had at step `norm_at` (the first record, unless
+    told otherwise), so that its effective learning rate stays what it was there: s = G(norm) / (2
+    norm^2). s is `decay_rate`, lr wd / (1 - momentum) for L2: that balances G exactly, also where
+    decay is so strong that without gradients W would shrink faster (`steady_shrink`). With
     `rotation`, it is the decay whose equilibrium turns weights by that many radians a step. Layers
     whose norm is part of the function get a reason instead: their decay acts on the Jacobian, and
     is a matter of search.
@@ -181,9 +192,11 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
     assert setting is not None
     assert setting.power is not None
     at = _at_longest_stretch(layer)
+    stretch = longest_stretch(layer)
     shares = layer.series.get("second_order_share", ())
-    e = elasticity(setting.power, shares[-1][1] if shares else None)
-    growth, norm = _growth(layer, _longest_stretch(layer), e)
+    law = elasticity(setting.power, shares[-1][1] if shares else None)
+    e = seen_elasticity(layer, stretch, law)
+    growth, norm = growth_over(layer, late(stretch), e)
     if growth <= 0:
         return LayerAdvice(
             layer.name,
@@ -191,44 +204,53 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
             norm=norm,
             reason="its norm does not grow, so no decay is needed to hold it",
         )
+    memory = seen_memory(layer, late(stretch), e)
     target = _norm_at(layer, norm_at)
     shrink = shrink_for_norm(growth, norm, target, e=e)
     if rotation is not None:
-        shrink = shrink_for_rotation(rotation, at.memory)
-    balance = equilibrium(growth, norm, shrink, e=e, memory=at.memory)
+        if memory is None:
+            return LayerAdvice(layer.name, now, norm=norm, reason=NO_ROTATION)
+        shrink = shrink_for_rotation(rotation, memory)
+    balance = equilibrium(growth, norm, shrink, e=e, memory=memory or 0.0)
     if rotation is not None:
         target = balance.norm if balance else norm
-    try:
-        suggested = convert(shrink, "independent", at.decay, lr=at.lr, momentum=at.memory)
-    except DecaylabError as error:  # of this layer: the others have theirs
-        return LayerAdvice(layer.name, now, norm=norm, target=target, reason=str(error))
-    present = equilibrium(growth, norm, at.shrink, e=e)
-    reason = "" if balance else "undamped K-FAC: the weights turn by lr, whatever their norm"
+    if shrink >= TOO_STRONG:
+        reason = (
+            f"a step adds {three_digits(2 * shrink)} of |W|^2 at the target: no decay holds it."
+            " Lower the learning rate"
+        )
+        return LayerAdvice(layer.name, now, norm=norm, target=target, reason=reason)
+    present = equilibrium(growth, norm, at.rate, e=e)
+    reason = "" if balance else "the weights turn by lr, whatever their norm"
     if rotation is None:
-        reason = reason or _rough(norm, target, e)
+        reason = reason or _rough(norm, target, e, law)
+    if at.decay != "l2" and shrink > MIXED * (1 - (memory or 0.0)) / (1 + (memory or 0.0)):
+        reason = reason or "rough: decay takes much of the weights while steps still agree"
     return LayerAdvice(
         layer.name,
         now,
-        suggested / at.intake,
+        shrink / replace(at, weight_decay=1.0, rounding=0.0).rate,
         norm,
         target,
         present.norm if present else None,
-        balance.rotation if balance else None,
+        balance.rotation if balance and memory is not None else None,
         balance.steps if balance else None,
         reason,
     )
 
 
-def _rough(norm: float, target: float, e: float) -> str:
+def _rough(norm: float, target: float, e: float, law: float) -> str:
     """How far a decay may be off that holds another norm than the recorded one; "" if not far.
 
-    G = c N^e takes |grad L(u)| to be the same at both norms. Under SGD it was seen to fall with the
-    norm, so that G hardly depended on it: e = 0 at the other end.
+    The elasticity of a stationary state was seen between the law's and 0 (`seen_elasticity`).
     """
-    doubt = max(norm / target, target / norm) ** (-2 * min(e, 0.0))
+    larger, smaller = (max(of / other, 1.0) for of, other in ((norm, target), (target, norm)))
+    low, high = min(e, law), max(e, 0.0)
+    strong = max(larger ** (2 * (high - e)), smaller ** (2 * (e - low)))
+    weak = max(smaller ** (2 * (high - e)), larger ** (2 * (e - low)))
+    doubt, way = max((strong, "strong"), (weak, "weak"))
     if doubt < ROUGH:
         return ""
-    way = "strong" if norm > target else "weak"
     return f"rough: up to {doubt:.2g} times too {way}; suggest from a run nearer to the target"
 
 
@@ -244,6 +266,8 @@ def _why_none(layer: LayerRecord) -> str:
         return f"{layer.unknown}: what it removes per step is not known"
     if _in_kind(layer.setting).intake == 0:
         return "its dampening of 1 keeps gradients and L2 out of the momentum"
+    if not _at_longest_stretch(layer).lr:
+        return "its learning rate is 0"
     return ""
 
 
@@ -257,38 +281,8 @@ def _norm_at(layer: LayerRecord, step: int | None) -> float:
     return norms[0] if step is None else norms[-1]
 
 
-def _longest_stretch(layer: LayerRecord) -> Sequence[int]:
-    """The recorded steps of the longest time with nearly one learning rate, at least two."""
-    stretches: list[list[int]] = []
-    rate = math.nan
-    for (before, _), (step, _) in pairwise(layer.norms):
-        lr = layer.setting_at(step).lr
-        if not rate / ONE_RATE <= lr <= rate * ONE_RATE:
-            stretches.append([before])
-            rate = lr
-        stretches[-1].append(step)
-    return max(stretches, key=lambda of: (layer.setting_at(of[-1]).lr > 0, of[-1] - of[0]))
-
-
-def _late(stretch: Sequence[int]) -> Sequence[int]:
-    """Its second half."""
-    return stretch[min(len(stretch) // 2, len(stretch) - 2) :]
-
-
 def _at_longest_stretch(layer: LayerRecord) -> Setting:
     """The setting in its second half, with the mean learning rate there."""
-    steps = _late(_longest_stretch(layer))
+    steps = late(longest_stretch(layer))
     lr = fmean(layer.setting_at(step).lr for step in steps[1:])
     return _in_kind(replace(layer.setting_at(steps[-1]), lr=lr))
-
-
-def _growth(layer: LayerRecord, stretch: Sequence[int], e: float) -> tuple[float, float]:
-    """G per step over the second half of a stretch, brought to one norm (the mean) by G = c N^e."""
-    late = _late(stretch)
-    norms, exposure = dict(layer.norms), dict(layer.exposure)
-    norm = geometric_mean(norms[step] for step in late)
-    c = sum(
-        pushes(norms[a] ** 2, norms[b] ** 2, exposure.get(b, 0.0) - exposure.get(a, 0.0), e)
-        for a, b in pairwise(late)
-    )
-    return c * norm ** (2 * e) / (late[-1] - late[0]), norm

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
 
+from decaylab.diagnosis.bursts import burst_words, bursts
 from decaylab.diagnosis.evidence import (
     Effect,
     effect_of,
@@ -367,12 +368,16 @@ def what_follows(
             if run.decays or not run.settled
             else "This run has no weight decay to keep or to drop."
         )
+    burst = [one for layer in invariant for one in bursts(layer)]
+    if burst:
+        said.append(burst_words(burst, kfac=any(map(by_kfac, invariant))))
     share = last_share(x for x in run.layers.values() if x.invariant and by_kfac(x))
     if share is not None and share < DAMPING_DOMINATES:
+        lower = "" if burst else ' Lower the damping, or use damping_scaling="scale-free".'
         said.append(
             "Damping has come to dominate K-FAC: the second-order share of the scale-invariant"
             f" layers is {100 * share:.0f} % at the end. In the remaining directions K-FAC steps"
-            ' like SGD. Lower the damping, or use damping_scaling="scale-free".'
+            f" like SGD.{lower}"
         )
     return said
 

@@ -1,0 +1,121 @@
+"""How fast a recorded layer is pushed outwards, and how that hangs on its norm, as a run shows it.
+
+G = c N^e (`dynamics`), N = |W|^2. Here c, e and how far single steps turn the weight are measured.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean, geometric_mean
+
+from decaylab.diagnosis.dynamics import pushes
+from decaylab.diagnosis.layers import LayerRecord
+
+# Learning rates within such a factor of the first count as one: those around the top of a cosine.
+ONE_RATE = 1.5
+# How much the middle counts, times the scatter of log G: ten records of it.
+SCATTERED = 10.0
+
+
+def longest_stretch(layer: LayerRecord) -> Sequence[int]:
+    """The recorded steps of the longest time with nearly one learning rate, at least two."""
+    stretches: list[list[int]] = []
+    rate = math.nan
+    for (before, _), (step, _) in pairwise(layer.norms):
+        lr = layer.setting_at(step).lr
+        if not rate / ONE_RATE <= lr <= rate * ONE_RATE:
+            stretches.append([before])
+            rate = lr
+        stretches[-1].append(step)
+    return max(stretches, key=lambda of: (layer.setting_at(of[-1]).lr > 0, of[-1] - of[0]))
+
+
+def late(stretch: Sequence[int]) -> Sequence[int]:
+    """Its second half."""
+    return stretch[min(len(stretch) // 2, len(stretch) - 2) :]
+
+
+def growth_over(layer: LayerRecord, steps: Sequence[int], e: float) -> tuple[float, float]:
+    """G per step between these records, brought to one norm by G = c N^e, and that norm: the mean.
+
+    Where Adam remembers other norms, its steps are longer or shorter than at rest (`memory`): G is
+    what it would be there.
+    """
+    norms = dict(layer.norms)
+    norm = geometric_mean(norms[step] for step in steps)
+    return sum(_pushed(layer, steps, e)) * norm ** (2 * e) / (steps[-1] - steps[0]), norm
+
+
+def _pushed(layer: LayerRecord, steps: Sequence[int], e: float) -> list[float]:
+    """The sum of c between each two of these records."""
+    norms, exposure, longer = dict(layer.norms), dict(layer.exposure), _longer(layer)
+    return [
+        pushes(norms[a] ** 2, norms[b] ** 2, exposure.get(b, 0.0) - exposure.get(a, 0.0), e)
+        / (longer.get(a, 1.0) * longer.get(b, 1.0))
+        for a, b in pairwise(steps)
+    ]
+
+
+def _longer(layer: LayerRecord) -> dict[int, float]:
+    """By step, N_v / N_m (`memory`): how much longer Adam's steps are than at norms at rest."""
+    if layer.setting is None or layer.setting.power != 1:
+        return {}
+    norms = dict(layer.norms)
+    effective = layer.effective_per_lr(layer.norms, layer.moments)
+    return {step: value * norms[step] for step, value in effective}
+
+
+def seen_elasticity(layer: LayerRecord, stretch: Sequence[int], law: float) -> float:
+    """The e of G = c N^e that the run's own norms show, between the law's e and 0.
+
+    The law takes |grad L(u)| to be constant. Under SGD it falls with the norm, as smaller steps
+    find a lower loss, so that G may hardly depend on it. With an e too low, whoever follows a
+    suggestion, and then that of the new run, swings between a decay too strong and one too weak.
+    Where norms move, e shows: the slope of log G over log N between the records, by least squares.
+    The less the scatter of G leaves to see of it, the nearer to the middle. (Norms at rest move by
+    that scatter alone: the squares of log N add up to about scatter x exposure, and the slope is
+    about 1.)
+    """
+    if law >= 0:
+        return law
+    norms = dict(layer.norms)
+    logs = [
+        (math.log(n), math.log(c / (b - a)) + law * math.log(n))
+        for (a, b), c in zip(pairwise(stretch), _pushed(layer, stretch, law), strict=True)
+        if c > 0 and (n := norms[a] * norms[b])
+    ]
+    if len(logs) < 3:
+        return law
+    centre = [fmean(of) for of in zip(*logs, strict=True)]
+    moved = [(x - centre[0], y - centre[1]) for x, y in logs]
+    squares, product = sum(x * x for x, _ in moved), sum(x * y for x, y in moved)
+    slope = product / squares if squares else 0.0
+    scatter = sum((y - slope * x) ** 2 for x, y in moved) / (len(moved) - 2)
+    exposure = dict(layer.exposure)
+    decayed = exposure.get(stretch[-1], 0.0) - exposure.get(stretch[0], 0.0)
+    weight = SCATTERED * scatter * (1 + decayed)
+    if not squares + weight:
+        return law
+    return min(max((product + weight * law / 2) / (squares + weight), law), 0.0)
+
+
+def seen_memory(layer: LayerRecord, steps: Sequence[int], e: float) -> float | None:
+    """The momentum m by which single steps turn a weight as far as was recorded.
+
+    |d|^2 = G (1 - m) / (1 + m) (`dynamics.equilibrium`), and |d| = rotation |W|. It stands for all
+    that makes steps agree or not: NAdam's own schedule, Lion's signs, Nesterov's momentum,
+    gradients that are not independent. Without records of the rotation it is the optimizer's own;
+    None where that does not say it (averages of other kinds than Adam's), or nothing grows.
+    """
+    norms, turns, longer = dict(layer.norms), dict(layer.series.get("rotation", ())), _longer(layer)
+    growth, norm = growth_over(layer, steps, e)
+    lengths = [
+        (turns[step] * norms[step] / longer.get(step, 1.0)) ** 2 * (norm / norms[step]) ** (2 * e)
+        for step in steps[1:]
+        if turns.get(step)
+    ]
+    if lengths and growth > 0:
+        part = fmean(lengths) / growth
+        return (1 - part) / (1 + part)
+    setting = layer.setting_at(steps[-1])
+    return None if setting.power == 1 and setting.beta2 is None else setting.memory

@@ -1,0 +1,85 @@
+"""Bursts: what counts as one, and that those of a real run are where its loss leaps."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from decaylab import diagnose, watch
+from decaylab.data import load
+from decaylab.diagnosis.bursts import Burst, bursts
+from decaylab.diagnosis.layers import LayerRecord, Setting
+from decaylab.diagnosis.observed import observe
+from decaylab.networks import build
+
+FALL = [8.0, 7.0, 6.0, 5.0, 4.5, 4.0]
+
+
+def layer(norms, *rates):
+    """Records every 10 steps; `rates`: (from step, lr)."""
+    settings = [(s, Setting(lr, "l2", 0.1, power=2)) for s, lr in rates or ((0, 0.1),)]
+    return LayerRecord("a", norms=tuple(enumerate(norms)), settings=tuple(settings))
+
+
+@pytest.mark.parametrize(
+    ("norms", "found"),
+    [
+        ([*FALL, 9.0], [Burst("a", 5, 4.0, 9.0)]),
+        ([*FALL, 9.0, *FALL, 8.5, 8.6], [Burst("a", 5, 4.0, 9.0), Burst("a", 12, 4.0, 8.5)]),
+        ([*FALL[1:], 9.0], []),  # four intervals of falling
+        ([*FALL, 7.9], []),  # does not undo it
+        ([*FALL, 6.0, 8.5], []),  # takes two
+        ([8.2, 8.1, 8.0, 7.9, 7.8, 7.7, 8.5], []),  # by less than a fifth
+        (FALL, []),
+        ([9.0], []),
+        ([], []),
+    ],
+)
+def test_a_burst_undoes_at_once_what_five_intervals_took(norms, found):
+    assert bursts(layer(norms)) == found
+
+
+def test_weights_that_grow_by_a_larger_lr_do_not_burst():
+    norms = [*FALL, 9.0]
+    assert bursts(layer(norms, (0, 0.1), (6, 0.2))) == []
+    assert bursts(layer(norms, (0, 0.1), (6, 0.05))) != []
+
+
+def trained(weight_decay: float, steps: int = 2000):
+    """SGD on digits, an MLP with BN whose invariant layers decay: what was watched, the losses."""
+    torch.manual_seed(0)
+    data = load("digits").train
+    images, labels = data.images.float() / 255, data.labels
+    model = build("mlp", classes=10, in_channels=1, image_size=8, hidden=(64, 64), batch_norm=True)
+    invariant = [model.features[0].weight, model.features[3].weight]
+    others = [p for p in model.parameters() if all(p is not weight for weight in invariant)]
+    groups = [{"params": invariant, "weight_decay": weight_decay}, {"params": others}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    losses = []
+    with watch(model, optimizer, every=20) as watched:
+        for _ in range(steps):
+            batch = torch.randint(len(images), (128,))
+            loss = cross_entropy(model(images[batch]), labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return watched, losses
+
+
+def test_sgd_under_bn_and_strong_decay():
+    watched, losses = trained(0.03)
+    found = [one for one in observe(watched).layers.values() if one.invariant]
+    found = [burst for one in found for burst in bursts(one)]
+    assert found
+    usual = sorted(losses[500:])[750]
+    for burst in found:
+        around = losses[max(burst.step - 20, 0) : burst.step + 40]
+        assert max(around) > 3 * usual, burst
+    (said,) = [words for words in diagnose(watched).consequences if words.startswith("A burst")]
+    assert f"after step {min(burst.step for burst in found)} " in said
+    assert "a smaller lr or less decay" in said
+
+
+def test_little_decay_does_not_burst():
+    watched, _ = trained(1e-4, steps=1000)
+    assert not any("burst" in words for words in diagnose(watched).consequences)
