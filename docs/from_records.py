@@ -22,7 +22,7 @@ from decaylab.paper.claims import CLAIMS
 from decaylab.paper.evidence import Bench, Comparison, Sample
 from decaylab.records import RunFolder, RunStore
 from decaylab.report.diagnoses import baseline_of
-from decaylab.report.drawing import Panel, draw
+from decaylab.report.drawing import Line, Panel, draw
 from decaylab.report.mechanisms import (
     MECHANISMS,
     Demo,
@@ -230,15 +230,67 @@ def _decayed(records: Records) -> Iterator[tuple[str, list[str], list[RunFolder]
                 yield tier, [net, named(key["optimizer"])], folders
 
 
+def _printed(records: Records, name: str) -> dict[str, Any] | None:
+    """What benchmarks/NAME.py printed."""
+    path = records.root / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _not_run(name: str) -> str:
+    return f"*Not run yet.* `python benchmarks/{name}.py --json > results/{name}.json`\n"
+
+
+def _by(name: str, about: dict[str, Any], size: str) -> str:
+    """The line below a table that a benchmark printed."""
+    said = "{seeds} seeds, {size}; {device}, {date}, torch {torch}, decaylab {version}"
+    return f"<small>{said.format(**about, size=size)}: `benchmarks/{name}.py`</small>\n"
+
+
 def schedules(records: Records, part: str) -> str:
     """A part of what benchmarks/schedules.py measured; [smallest, largest] as a range."""
-    path = records.root / "schedules.json"
-    if not path.exists():
-        return f"*Not run yet.* `python benchmarks/schedules.py --json > results/{path.name}`\n"
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = _printed(records, "schedules")
+    if found is None:
+        return _not_run("schedules")
     table = text_grid([*found[part][0]], [[*map(_range, row.values())] for row in found[part]])
-    said = "{seeds} seeds, {steps} steps; {device}, {date}, torch {torch}, decaylab {version}"
-    return f"{table}\n<small>{said.format(**found['about'])}: `benchmarks/schedules.py`</small>\n"
+    about = found["about"]
+    return f"{table}\n{_by('schedules', about, '{steps} steps'.format(**about))}"
+
+
+def bursts(records: Records) -> str:
+    """What benchmarks/bursts.py measured, by setting, and the norms of its first seed."""
+    found = _printed(records, "bursts")
+    if found is None:
+        return _not_run("bursts")
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for run in found["runs"]:
+        runs[run["setting"]].append(run)
+    rows = []
+    for setting, seeds in runs.items():
+        before = [burst["before"] for run in seeds for burst in run["bursts"]]
+        last = [run["norm"][-1] for run in seeds]
+        accuracies = [100 * run["test accuracy"] for run in seeds]
+        counts = ", ".join(str(len(run["bursts"])) for run in seeds)
+        ranges = [_range([min(v), max(v)]) if v else "—" for v in (before, last, accuracies)]
+        rows.append([setting, counts, *ranges])
+    header = ["K-FAC-F with", "bursts, by seed", "norm before a burst", "norm at the end"]
+    about = found["about"]
+    by = _by("bursts", about, "{epochs} epochs".format(**about))
+    table = text_grid([*header, "test accuracy"], rows)
+    return f"{bursts_figure(records).markdown}\n{table}\n{by}"
+
+
+def bursts_figure(records: Records) -> Figure:
+    """The norm of the first layer over the epochs, first seed: fixed and scale-free damping."""
+    found = _printed(records, "bursts") or {"runs": []}
+    lines = [
+        Line(run["setting"], range(1, len(run["norm"]) + 1), run["norm"])
+        for run in found["runs"]
+        if run["seed"] == 0 and run["setting"] in ("fixed damping", "scale-free damping")
+    ]
+    panel = Panel(
+        "K-FAC-F on digits, seed 0", "epoch", "norm of the first layer", lines, log_y=True
+    )
+    return Figure("bursts", [panel] if lines else [])
 
 
 def _range(value: Any) -> str:
@@ -322,6 +374,7 @@ def figures(records: Records) -> list[Figure]:
         *(demo_figure(records, mechanism) for mechanism in MECHANISMS),
         effective_lr_figure(records),
         paper_figure(records, "fig7"),
+        bursts_figure(records),
     ]
 
 
@@ -338,6 +391,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "schedules-first-order": lambda records: schedules(records, "first-order"),
     "schedules-kfac": lambda records: schedules(records, "kfac"),
     "schedules-one-run": lambda records: schedules(records, "one-run"),
+    "bursts": bursts,
     "demo-accuracy": demo_accuracy,
     "demo-mechanism-1": lambda records: demo_numbers(records, MECHANISMS[0]),
     "demo-mechanism-2": lambda records: demo_numbers(records, MECHANISMS[1]),

@@ -129,6 +129,31 @@ def test_what_schedules_do_is_what_the_benchmark_printed(tmp_path):
     assert "2 seeds, 40 steps; test device, today" in found
 
 
+def test_bursts_by_setting(tmp_path):
+    assert "python benchmarks/bursts.py" in pages.bursts(pages.Records(tmp_path))
+    about = {"seeds": 2, "epochs": 4, "device": "test device"}
+    about |= {"date": "today", "torch": "1", "version": "0"}
+    burst = {"epoch": 3, "before": 2.0, "after": 4.0}
+    runs = [
+        {"setting": "fixed damping", "seed": 0, "bursts": [burst, burst | {"before": 1.5}]},
+        {"setting": "fixed damping", "seed": 1, "bursts": [burst]},
+        {"setting": "scale-free damping", "seed": 0, "bursts": []},
+    ]
+    runs = [{**run, "norm": [3.0, 2.0, 4.0, 3.5], "test accuracy": 0.975} for run in runs]
+    text = json.dumps({"about": about, "runs": runs})
+    (tmp_path / "bursts.json").write_text(text, encoding="utf-8")
+    found = pages.bursts(pages.Records(tmp_path))
+    assert "| fixed damping | 2, 1 | 1.50 to 2.00 | 3.50 to 3.50 | 97.50 to 97.50 |" in found
+    assert "| scale-free damping | 0 | — | 3.50 to 3.50 | 97.50 to 97.50 |" in found
+    assert "figures/bursts-0.png" in found
+    assert "2 seeds, 4 epochs; test device, today" in found
+    (panel,) = pages.bursts_figure(pages.Records(tmp_path)).panels
+    assert [(line.label, line.y) for line in panel.marks] == [
+        ("fixed damping", [3.0, 2.0, 4.0, 3.5]),
+        ("scale-free damping", [3.0, 2.0, 4.0, 3.5]),
+    ]
+
+
 def test_figures_are_drawn_for_what_there_is(tmp_path):
     store = RunStore(tmp_path)
     cell = next(c for c in cells("table1", "short") if c.key["batch_norm"])

@@ -182,6 +182,14 @@ def test_searched_settings_by_their_held_out_accuracy(store):
         ["0.1", "0.0001", "87.00", "87.00", "—"],
         ["30", "0.001", "— (diverged)", "—", "—"],
     ]
+    assert f"nothing has won yet: {found[0][0]}." in block("searches", store)
+    won = '[winner]\nlr = 0.1\nweight_decay = 0.0003\n[search]\ntier = "short"\n'
+    cell = 'dataset = "cifar10"\nnetwork = "vgg16"\nbatch_norm = 1\naugment = AUG\n'
+    cell = f'[cell]\n{cell}optimizer = "sgd"\nbatch_size = 128\nscheme = "wd"\nconstant_lr = 0\n'
+    for augment, ended in ((1 - spec.augment, False), (int(spec.augment), True)):
+        file = store.root / "searched" / f"{augment}.toml"
+        file.write_text(cell.replace("AUG", str(augment)) + won, encoding="utf-8")
+        assert ("won yet" not in block("searches", store)) == ended
     (line,) = [row for row in rows(block("runs", store)) if "held-out" in row[1]]
     assert line[2:6] == ["1 cells", "a GPU", "3", f"{3 * 7.5 / 60:.1f}"]
 
@@ -199,7 +207,12 @@ def test_searches_at_a_constant_lr_by_their_training_loss(store):
     }
     assert [row[2] for row in found] == ["0.01", "0.003", "0.03"]
     assert [row[6] for row in found] == ["0.0001", "0.0005", "0.12"]
+    cell = 'dataset = "cifar10"\nnetwork = "vgg16"\nbatch_norm = 1\naugment = 0\nconstant_lr = 1\n'
+    cell = f'[cell]\n{cell}optimizer = "kfac-g"\nscheme = "none"\nbatch_size = 640\n'
+    won = '[winner]\nlr = 0.01\n[search]\ntier = "short"\n'
+    (store.root / "searched" / "kfac.toml").write_text(cell + won, encoding="utf-8")
     assert "on the edge" not in block("searches", store)
+    assert "won yet" not in block("searches", store)
     values = {"test/accuracy": 0.7, "train/running_loss": 1e-5}
     write_run(held, replace(spec, lr=0.001), values, tier="short")
     assert f"may lie beyond it: {found[0][0]} (lr 0.001)." in block("searches", store)

@@ -15,6 +15,7 @@ from decaylab.paper import Cell as PaperCell
 from decaylab.paper import Readings, RunReading, artefact_of, artefacts
 from decaylab.paper.claims import Claim
 from decaylab.paper.estimate import Estimator
+from decaylab.paper.settings import searched
 from decaylab.records import RunStore
 from decaylab.report.names import key_words, named
 from decaylab.report.page import Cell, Grid, grid_markdown
@@ -167,9 +168,10 @@ def searches(results: Results) -> str:
     """Every setting that was tried on held-out images, the best of each cell first.
 
     That is the highest accuracy on them after the last epoch, or, where the learning rate never
-    drops, the lowest training loss (Fig. 9). A best one at the end of what was tried is named.
+    drops, the lowest training loss (Fig. 9). Named are searches that have not ended, and of the
+    others those whose best lies at the end of what was tried.
     """
-    rows, edges = [], []
+    rows, edges, unfinished = [], [], []
     for title, found in _searches(results).items():
         tried = []
         for run in found:
@@ -185,6 +187,9 @@ def searches(results: Results) -> str:
             tried.append((by_loss if _constant_lr(run) else -(last or 0.0), said))
         ordered = [said for _, said in sorted(tried)]
         rows += ordered
+        if not _has_winner(results, found[0]):
+            unfinished.append(title)
+            continue
         for place, word in ((2, "lr"), (3, "decay")):
             values = sorted({float(said[place]) for said in ordered})
             if len(values) > 1 and float(ordered[0][place]) in (values[0], values[-1]):
@@ -192,8 +197,12 @@ def searches(results: Results) -> str:
     header = ["cell", "tier", "lr", "decay", "last epoch", "best epoch", "training loss"]
     if not rows:
         return "*No search has been made yet.*\n"
-    on_edge = "The best is on the edge of what was tried, and may lie beyond it: "
-    return text_grid(header, rows) + (f"\n{on_edge}{'; '.join(edges)}.\n" if edges else "")
+    notes = {
+        "Not finished, so that nothing has won yet": unfinished,
+        "The best is on the edge of what was tried, and may lie beyond it": edges,
+    }
+    lines = [f"\n{what}: {'; '.join(cells)}.\n" for what, cells in notes.items() if cells]
+    return text_grid(header, rows) + "".join(lines)
 
 
 def _searches(results: Results) -> dict[str, list[Found]]:
@@ -208,6 +217,19 @@ def _searches(results: Results) -> dict[str, list[Found]]:
         title = ", ".join([*words, named(spec.optimizer), named(spec.decay)])
         found.setdefault(title, []).append(run)
     return found
+
+
+def _has_winner(results: Results, run: Found) -> bool:
+    """Whether the search that a run belongs to has ended."""
+    spec, tier = run.spec, run.manifest.tier
+    key = {
+        **{"dataset": spec.data, "network": spec.network, "optimizer": spec.optimizer},
+        **{"batch_norm": int(spec.batch_norm), "augment": int(spec.augment)},
+        **{"batch_size": spec.batch_size, "constant_lr": _constant_lr(run)},
+    }
+    schemes = {"none": ("none",), "l2": ("l2", "wd")}.get(spec.decay, ("wd",))  # SGD's wd is L2
+    found = [searched(key, scheme, tier, results.root / "searched") for scheme in schemes]
+    return any(winner is not None and winner.tier == tier for winner in found)
 
 
 def _constant_lr(run: Found) -> bool:
