@@ -1,12 +1,14 @@
 """Bursts: what counts as one, and that those of a real run are where its loss leaps."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from decaylab import diagnose, watch
 from decaylab.data import load
-from decaylab.diagnosis.bursts import Burst, bursts
+from decaylab.diagnosis.bursts import Burst, burst_words, bursts
 from decaylab.diagnosis.layers import LayerRecord, Setting
 from decaylab.diagnosis.observed import observe
 from decaylab.networks import build
@@ -42,6 +44,19 @@ def test_weights_that_grow_by_a_larger_lr_do_not_burst():
     norms = [*FALL, 9.0]
     assert bursts(layer(norms, (0, 0.1), (6, 0.2))) == []
     assert bursts(layer(norms, (0, 0.1), (6, 0.05))) != []
+
+
+def test_what_helps_depends_on_the_optimizer():
+    found = bursts(layer([*FALL, 9.0, *FALL, 8.5]))
+    said = burst_words(found, Setting(0.1, "l2", 0.1, power=2))
+    assert "after step 5 the norm of a grew from 4 to 9" in said
+    assert "1 more like it" in said
+    assert "What helps: a smaller lr or less decay" in said
+    kfac = Setting(0.1, "decoupled", 0.1, power=0, damping=0.01)
+    assert 'What helps: damping_scaling="scale-free", a smaller lr' in burst_words(found, kfac)
+    free = replace(kfac, scale_free=True)
+    assert "What helps: a larger damping, a smaller lr" in burst_words(found[:1], free)
+    assert "more like it" not in burst_words(found[:1], free)
 
 
 def trained(weight_decay: float, steps: int = 2000):

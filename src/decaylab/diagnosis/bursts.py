@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from decaylab.diagnosis.layers import LayerRecord
+from decaylab.diagnosis.layers import LayerRecord, Setting
 
 FALLING = 5  # intervals between records in which the norm fell, one after the other
 GROWTH = 1.2  # the least factor by which it grows in the next
@@ -41,10 +41,13 @@ def bursts(layer: LayerRecord) -> list[Burst]:
     return found
 
 
-def burst_words(found: Sequence[Burst], *, kfac: bool) -> str:
-    """What happened, why, and what helps."""
+def burst_words(found: Sequence[Burst], setting: Setting | None) -> str:
+    """What happened, why, and what helps; `setting`: of the layers."""
     first = min(found, key=lambda burst: burst.step)
-    remedy = 'damping_scaling="scale-free", or less decay' if kfac else "a smaller lr or less decay"
+    remedy = "a smaller lr or less decay"
+    if setting is not None and setting.damping is not None:
+        free = "a larger damping" if setting.scale_free else 'damping_scaling="scale-free"'
+        remedy = f"{free}, {remedy}"
     more = f" There are {len(found) - 1} more like it." if len(found) > 1 else ""
     return (
         f"A burst: after step {first.step} the norm of {first.layer} grew from {first.before:.3g}"

@@ -370,7 +370,7 @@ def what_follows(
         )
     burst = [one for layer in invariant for one in bursts(layer)]
     if burst:
-        said.append(burst_words(burst, kfac=any(map(by_kfac, invariant))))
+        said.append(burst_words(burst, run.layers[burst[0].layer].setting))
     share = last_share(x for x in run.layers.values() if x.invariant and by_kfac(x))
     if share is not None and share < DAMPING_DOMINATES:
         lower = "" if burst else ' Lower the damping, or use damping_scaling="scale-free".'
