@@ -4,14 +4,13 @@ import math
 
 import pytest
 import torch
+from diagnosis.invariant_runs import SIZE, angle, mean_square, random_run
 from diagnosis.recorded import Layer, records
 from oracle.formulas import Lion
 from torch import nn
 
 from decaylab import watch
 from decaylab.diagnosis import suggest
-
-SIZE = 400  # of the layer with random gradients
 
 
 def torch_nadam(groups, **settings):
@@ -24,35 +23,6 @@ def nesterov(groups, **settings):
 
 def momentum(groups, **settings):
     return torch.optim.SGD(groups, momentum=0.9, **settings)
-
-
-def angle(before, after):
-    before, after = before.flatten(), after.flatten()
-    along = float(before @ after / before.norm())
-    return math.atan2(math.sqrt(max(float(after.square().sum()) - along**2, 0.0)), along)
-
-
-def random_run(build, steps, start=1.0, **settings):
-    """Gradients (I - uu') xi / |W|, xi white: a watch, and |W| and the turn of every step."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, SIZE // 20, bias=False), nn.BatchNorm1d(SIZE // 20))
-    weight = model.double()[0].weight
-    weight.data *= start / weight.data.norm()
-    optimizer = build([weight], **settings)
-    norms, turns = [], []
-    with watch(model, optimizer, every=20) as watched:
-        for _ in range(steps):
-            before, noise = weight.detach().clone(), torch.randn_like(weight)
-            unit = before / before.norm()
-            weight.grad = (noise - (noise * unit).sum() * unit) / before.norm()
-            optimizer.step()
-            norms.append(float(weight.detach().norm()))
-            turns.append(angle(before, weight.detach()))
-    return watched, norms, turns
-
-
-def mean_square(values):
-    return math.sqrt(sum(value**2 for value in values) / len(values))
 
 
 @pytest.mark.parametrize(

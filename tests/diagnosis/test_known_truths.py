@@ -17,12 +17,16 @@ INPUTS = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
 LABELS = (INPUTS[:, 0] > 0).long() + (INPUTS[:, 1] > 0).long()
 
 
-def train(model, optimizer, steps=40, scheduler=None, batch=INPUTS, clip=None, **watching):
+def train(
+    model, optimizer, steps=40, scheduler=None, batch=INPUTS, clip=None, bound=None, **watching
+):
     with watch(model, optimizer, **{"every": 4} | watching) as watched:
         for _ in range(steps):
             nn.functional.cross_entropy(model(batch), LABELS).backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
+            if bound is not None:
+                nn.utils.clip_grad_value_(model.parameters(), bound)
             optimizer.step()
             optimizer.zero_grad()
             if scheduler is not None:
@@ -191,6 +195,29 @@ def test_clipped_gradients_do_not_follow_sgds_law(clips):
     assert found.verdict == ("cannot tell" if clipped else "acts")
     assert ("clipped at 100 % of the records" in found.reason) is clipped
     assert diagnose(runs[0])["effective l"].verdict == ("cannot tell" if clips[0] else "acts")
+
+
+@pytest.mark.parametrize(("bound", "law"), [(1e-5, 1.0), (0.3, 2.0)])
+def test_gradients_clipped_by_value_do_not_follow_sgds_law(bound, law):
+    """At a bound of 1e-5 all entries are cut, and a weight turns by lr/|W|; at 0.3 hardly any."""
+    turns = []
+    for scale in (1.0, 2.0):  # the law itself: how far the first step turns weights twice as long
+        model = batch_norm_net().double()
+        model[0].weight.data *= scale
+        model[0].bias.data *= scale
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        once = train(model, optimizer, 1, batch=INPUTS.double(), bound=bound)
+        turns.append(once.records.last("rotation/0"))
+    assert math.log2(turns[0] / turns[1]) == pytest.approx(law, abs=0.05)
+    runs = []
+    for weight_decay in (0.1, 0.0):
+        model = batch_norm_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, weight_decay=weight_decay)
+        runs.append(train(model, optimizer, 100, bound=bound))
+    for given in (runs, runs[:1]):
+        found = diagnose(*given)["effective l"]
+        assert found.verdict == ("cannot tell" if law == 1 else "acts")
+        assert ("clipped at 100 % of the records" in found.reason) is (law == 1)
 
 
 @pytest.mark.parametrize(("refresh", "invert"), [(10, 100), (1, 1)])

@@ -40,10 +40,12 @@ TOTALS = ("jacobian_norm", "kfac_gn_norm", "gn_norm")
 # What radial_gradient is below before decay acts, if a layer is scale-invariant. Rounding gives up
 # to 0.02 (16 bits); of a layer that is not, it is about 1.
 ALONG = 0.1
-# Norms of gradients as near as this, at so many records, are at the bound of a clip.
+# Sizes of gradients as near as this, at so many records, are at the bound of a clip.
 SAME_GRADIENT, CLIPPED_RECORDS = 1e-4, 3
-# Clipping at fewer of the records changes little.
+# Clipping at fewer of the records, or of a smaller part of the gradient, changes little.
 SELDOM = 0.1
+# Adagrad forgets nothing. Beside any number of steps, this is as good as 1, and has a mean.
+NEVER_FORGETS = 1 - 1e-9
 ZEROS = "its weights are zero: it has no direction"
 
 
@@ -52,7 +54,7 @@ class Observed:
     """A run as the records have it. `troubles` are sentences that any answer must begin with.
 
     `decayed_gains`: whether gains of normalisations, which are part of the function, decay too.
-    `clipped`: at which part of the records the gradients are clipped.
+    `clipped`: at which part of the records gradients are clipped; 0 where that changes little.
     """
 
     name: str
@@ -181,8 +183,8 @@ def _watched(name: str, rows: Rows) -> Observed:
         for row in kept
         if row.name.startswith(("weight_norm/", "setting_", "norm/")) and "/" in row.name
     )
-    clipped = _clipped(series.get("gradient_norm", ()))
-    layers = {layer: _watched_layer(series, layer, clipped) for layer in named}
+    clipped = {layer: _clipped(series, layer) for layer in named}
+    layers = {layer: _watched_layer(series, layer, clipped[layer]) for layer in named}
     if kept and not any(name.startswith("setting_") for name in series):
         troubles.append("the optimizer's settings are not in these records: record them again")
     elif layers and all("less than twice" in layer.skipped for layer in layers.values()):
@@ -198,14 +200,34 @@ def _watched(name: str, rows: Rows) -> Observed:
         )
     steps = max((row.step for row in kept), default=0)
     gains = any(count for _, count in series.get("decayed_gains", ()))
-    return Observed(name, layers, _totals(series), steps, tuple(troubles), None, gains, clipped)
+    most = max(clipped.values(), default=0.0)
+    return Observed(name, layers, _totals(series), steps, tuple(troubles), None, gains, most)
 
 
-def _clipped(norms: Series) -> float:
-    """At which part of the records the gradients are clipped: their norm is the largest one."""
-    bound = max((norm for _, norm in norms), default=0.0)
-    at = [norm for _, norm in norms if norm > bound * (1 - SAME_GRADIENT)]
-    return len(at) / len(norms) if len(at) >= CLIPPED_RECORDS else 0.0
+def _clipped(series: Mapping[str, Series], layer: str) -> float:
+    """At which part of the records a layer's gradients are clipped; 0 where that changes little.
+
+    The norm of all gradients, or the size of their largest entries, is then the same. Of a clip by
+    value, what counts is the part of the layer's gradient that it cuts off.
+    """
+    norms, values = series.get("gradient_norm", ()), _at_bound(series.get("gradient_max", ()))
+    found = len(_at_bound(norms)) / max(len(norms), 1)
+    if sum(_cut(series, layer).values()) > SELDOM * len(norms):
+        found = max(found, len(values) / len(norms))
+    return found if found > SELDOM else 0.0
+
+
+def _cut(series: Mapping[str, Series], layer: str) -> dict[int, float]:
+    """By step, the part of a layer's |g|^2 in entries at the bound of a clip by value."""
+    at = set(_at_bound(series.get("gradient_max", ())))
+    return {step: cut for step, cut in series.get(f"gradient_at_max/{layer}", ()) if step in at}
+
+
+def _at_bound(sizes: Series) -> list[int]:
+    """The steps at which sizes are the largest one, if they are many enough to be no chance."""
+    bound = max((size for _, size in sizes), default=0.0)
+    at = [step for step, size in sizes if size > bound * (1 - SAME_GRADIENT)]
+    return at if len(at) >= CLIPPED_RECORDS else []
 
 
 def _watched_layer(series: Mapping[str, Series], layer: str, clipped: float) -> LayerRecord:
@@ -223,16 +245,19 @@ def _watched_layer(series: Mapping[str, Series], layer: str, clipped: float) -> 
             settings.append((step, _of_clipped(_setting(now), clipped)))
     recorded = series.get(f"weight_norm/{layer}", series.get(f"norm/{layer}", ()))
     norms = _norms(recorded)
+    if any(norm < now.get("floor", 0.0) for _, norm in norms):  # between lr and lr/|W|
+        settings = [(step, replace(setting, power=None)) for step, setting in settings]
     exposures = dict(series.get(f"decay_exposure/{layer}", ()))
     exposure = tuple((step, exposures[step]) for step, _ in norms if step in exposures)
     resumed = any(after < before for (_, before), (_, after) in pairwise(exposure))
     if len(exposure) < len(norms) or resumed:  # a resumed watch counts from zero again
         exposure = _exposure(tuple(settings), norms)
-    known = dict(exposure)
+    known, cut = dict(exposure), _cut(series, layer)
     early = [
         value
         for step, value in series.get(f"radial_gradient/{layer}", ())
-        if known.get(step, 0.0) < TOO_LITTLE_EXPOSURE
+        # a gradient of which a clip has cut entries points anywhere
+        if known.get(step, 0.0) < TOO_LITTLE_EXPOSURE and step not in cut
     ]
     along = bool(early) and math.sqrt(fmean(value**2 for value in early)) > ALONG
     return LayerRecord(
@@ -249,7 +274,7 @@ def _watched_layer(series: Mapping[str, Series], layer: str, clipped: float) -> 
 
 def _of_clipped(setting: Setting, clipped: float) -> Setting:
     """Without a law, if it is SGD's: between lr/|W|^2 and, where every step is clipped, lr/|W|."""
-    return replace(setting, power=None) if setting.power == 2 and clipped > SELDOM else setting
+    return replace(setting, power=None) if setting.power == 2 and clipped else setting
 
 
 def _why_skipped(now: Mapping[str, float], recorded: Series, updates: Series) -> str:
@@ -270,14 +295,14 @@ def _why_skipped(now: Mapping[str, float], recorded: Series, updates: Series) ->
 
 
 def _setting(now: Mapping[str, float]) -> Setting:
-    power = now.get("power")
+    power, beta2 = now.get("power"), now.get("beta2")
     return Setting(
         lr=now["lr"],
         decay=DECAYS[int(now["decay"])],
         weight_decay=now["weight_decay"],
         memory=now.get("momentum", now.get("beta1", 0.0)),
         dampening=now.get("dampening", 0.0),
-        beta2=now.get("beta2"),
+        beta2=None if beta2 is None else min(beta2, NEVER_FORGETS),
         power=None if power is None else int(power),
         damping=now.get("damping"),
         scale_free=bool(now.get("scale_free")),

@@ -10,18 +10,34 @@ from decaylab.probes.reading import numbers, row_name
 from decaylab.probes.weights import Layers
 
 
-def gradient_norm(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """`gradient_norm`: Euclidean norm of all the gradients of this optimizer together, if any.
+def gradient_sizes(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str, float]:
+    """By row name, what shows a clip of the gradients: it makes one number of many steps.
 
-    Where it is the same number at many steps, somebody clips it.
+    `gradient_norm`, the Euclidean norm of all the gradients of this optimizer together, and
+    `gradient_max`, the largest of their entries by size; `gradient_at_max/layer`, the part of the
+    layer's |g|^2 that is in entries of that size, where it is more than a hundredth. Nothing where
+    there are no gradients. No pass; one host synchronisation.
     """
     held = [p.grad for group in optimizer.param_groups for p in group["params"]]
     found = [g.detach() for g in held if g is not None and g.layout == torch.strided]
     if not found:
         return {}
-    norms = [norm.double() for norm in torch._foreach_norm(found)]
-    total = float(torch.linalg.vector_norm(torch.stack(norms)))
-    return {"gradient_norm": total} if math.isfinite(total) else {}
+    norm = torch.linalg.vector_norm(torch.stack(_doubles(torch._foreach_norm(found))))
+    largest = torch.stack(_doubles(torch._foreach_norm(found, math.inf))).max()
+    parts = {"gradient_norm": norm, "gradient_max": largest}
+    for layer, weights in layers.weights.items():
+        own = [w.grad.detach() for w in weights.values() if w.grad is not None]
+        if own and all(g.layout == torch.strided for g in own):
+            at = torch.stack([(g.abs() >= largest.to(g.dtype)).sum() for g in own]).sum()
+            squares = torch.stack(_doubles(torch._foreach_norm(own))).square().sum()
+            parts[row_name("gradient_at_max", layer)] = at * largest**2 / squares
+    least = {"gradient_norm": -1.0, "gradient_max": -1.0}
+    values = numbers(parts)
+    return {k: v for k, v in values.items() if math.isfinite(v) and v > least.get(k, 0.01)}
+
+
+def _doubles(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.double() for tensor in tensors]
 
 
 Scaled = Mapping[str, Sequence[Tensor]]

@@ -1,10 +1,22 @@
-"""What Adam remembers of the gradients' size: the second moment, by layer."""
+"""What an optimizer remembers of the gradients' size: the second moment, by layer."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from decaylab.probes.reading import Reading
 from decaylab.probes.weights import Layers, layers_of
+
+# By its name in the state, the setting that says which part of it a step keeps; None: all of it.
+KEPT: dict[str, tuple[str, ...] | None] = {
+    "exp_avg_sq": ("betas",),  # Adam and its kin
+    "exp_avg_var": ("betas",),  # AdaBelief: of g - m
+    "square_avg": ("alpha", "rho"),  # RMSprop, Adadelta
+    "sum": None,  # Adagrad
+}
 
 
 def second_moments(model: nn.Module | Layers, optimizer: torch.optim.Optimizer) -> list[Reading]:
@@ -12,15 +24,40 @@ def second_moments(model: nn.Module | Layers, optimizer: torch.optim.Optimizer) 
 
     As the optimizer holds it, not divided by 1 - beta2^step: of two records n steps apart, v - v'
     beta2^n is what the gradients in between were (`diagnosis.memory` asks for that). One number a
-    layer, no pass; nothing where the optimizer keeps no `exp_avg_sq` (SGD, K-FAC's own layers).
+    layer, no pass; nothing where the optimizer keeps none (SGD, Lion, K-FAC's own layers). Of
+    others than Adam, what they have in its place (`KEPT`).
     """
     found = {}
     for layer, weights in layers_of(model).weights.items():
-        states = [optimizer.state.get(p, {}).get("exp_avg_sq") for p in weights.values()]
-        kept = [v.detach().sum(dtype=torch.float64) for v in states if v is not None]
-        if kept and len(kept) == len(states):
-            found[layer] = torch.stack(kept).sum()
+        names = [_name(optimizer.state.get(p, {})) for p in weights.values()]
+        if None not in names:
+            held = zip(weights.values(), names, strict=True)
+            sums = [optimizer.state[p][k].detach().sum(dtype=torch.float64) for p, k in held]
+            found[layer] = torch.stack(sums).sum()
     if not found:
         return []
     values = torch.stack(list(found.values())).tolist()
     return [Reading("second_moment", "gradient^2", dict(zip(found, values, strict=True)))]
+
+
+def kept(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], weight: Tensor) -> float:
+    """The part of the second moment of `weight` that a step keeps; 0 where there is none.
+
+    nan where it is not known: of more than two betas which one; AMSGrad keeps now all, now none.
+    """
+    name = _name(optimizer.state.get(weight, {}))
+    if name is None:
+        return 0.0
+    if group.get("amsgrad"):
+        return math.nan
+    settings = KEPT[name]
+    if settings is None:
+        return 1.0
+    value = next((group[key] for key in settings if key in group), math.nan)
+    if not isinstance(value, float | int):
+        value = value[1] if len(value) == 2 else math.nan
+    return float(value)
+
+
+def _name(state: Mapping[str, Any]) -> str | None:
+    return next((name for name in KEPT if isinstance(state.get(name), Tensor)), None)

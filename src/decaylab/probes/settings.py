@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from decaylab.optim.decay import DECAYS, decay_of
 from decaylab.optim.experiment import behaviour, is_torchs
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.laws import POWERS, law_of, sums_up
+from decaylab.probes.moments import kept
 from decaylab.probes.reading import row_name
 from decaylab.probes.weights import Layers, groups_of
 
@@ -24,8 +26,10 @@ def settings(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str, floa
 
     `setting_lr` (if its group has one), `setting_decay` (its place in `DECAYS`),
     `setting_weight_decay`, `setting_momentum` (SGD, K-FAC; `setting_dampening` where its momentum
-    has one) or `setting_beta1` and `setting_beta2` (Adam), `setting_power` (absent where the
-    optimizer's law, or the momentum of its L2, is not known), `setting_invariant` (1 or 0),
+    has one) or `setting_beta1` (Adam), `setting_beta2` (which part a step keeps of the second
+    moment, of whatever divides by one: 1 in Adagrad), `setting_power` (absent where the optimizer's
+    law, the momentum of its L2 or its second moment is not known), `setting_floor` (Adafactor: the
+    norm below which its steps do not follow the norm any more), `setting_invariant` (1 or 0),
     `setting_damping` (K-FAC's lambda as asked for), `setting_scale_free`, `setting_factor_decay`,
     `setting_refresh_every` and `setting_invert_every`. A layer that this optimizer does not hold
     has `setting_moved` 0.
@@ -35,40 +39,57 @@ def settings(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str, floa
     for layer in layers.weights:
         values = {"moved": 0.0}
         if layer in groups:
-            values = _of_group(optimizer, groups[layer], layer)
+            held = {id(p) for p in groups[layer]["params"]}
+            weight = next(p for p in layers.weights[layer].values() if id(p) in held)
+            values = _of_group(optimizer, groups[layer], layer, weight)
         values["invariant"] = float(layer in layers.defects)
         found |= {row_name(f"setting_{name}", layer): value for name, value in values.items()}
     return found
 
 
 def _of_group(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], layer: str
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], layer: str, weight: Tensor
 ) -> dict[str, float]:
     decay, weight_decay = decay_of(dict(group), optimizer)
     values = {"decay": float(DECAYS.index(decay)), "weight_decay": float(weight_decay)}
     if group.get("lr") is not None:  # some find theirs themselves
         values["lr"] = float(group["lr"])
+    beta2 = kept(optimizer, group, weight)
     if "betas" in group and group.get("law") != "kfac":
         values["beta1"] = float(group["betas"][0])
-        if is_torchs(optimizer) or "law" in group or behaviour(optimizer, group).second_moment:
-            values["beta2"] = float(group["betas"][1])
+        if not beta2 and _as_adam(optimizer, group):
+            beta2 = float(group["betas"][1])
     else:
         values["momentum"] = float(group.get("momentum", 0.0))
         if values["momentum"] and group.get("dampening"):
             values["dampening"] = float(group["dampening"])
+    if beta2 > 0:
+        values["beta2"] = beta2
     try:
         law = law_of(optimizer, group)
     except DecaylabError:  # an optimizer whose law is not known: the diagnosis says so
         return values
     if (decay, law) == ("l2", "sgd") and not sums_up(optimizer, group):
         return values  # how its momentum gathers the decay is not known either
+    if math.isnan(beta2) and "law" not in group:
+        return values  # nor is the law while norms move: which gradients it divides by
     values["power"] = float(POWERS[law])
+    eps = group.get("eps")
+    if law == "kfac" and isinstance(eps, tuple | list) and len(eps) == 2:
+        values["floor"] = float(eps[1]) * math.sqrt(weight.numel())
     if law == "kfac" and isinstance(optimizer, KFAC):
         values["damping"] = float(optimizer.damping)
         values["scale_free"] = float(layer in optimizer.scale_free.norms)
         memory = ("factor_decay", "refresh_every", "invert_every")
         values |= {name: float(getattr(optimizer, name)) for name in memory}
     return values
+
+
+def _as_adam(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether betas are Adam's, before a step has shown it; Adamax remembers a maximum instead."""
+    if len(group["betas"]) != 2 or isinstance(optimizer, torch.optim.Adamax):
+        return False
+    return is_torchs(optimizer) or "law" in group or behaviour(optimizer, group).second_moment
 
 
 def stored(layers: Layers) -> dict[str, float]:

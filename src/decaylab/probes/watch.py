@@ -29,7 +29,7 @@ from decaylab.probes.gauss_newton import (
     gauss_newton_norm,
     kfac_gauss_newton_norm,
 )
-from decaylab.probes.gradients import Scaled, gradient_norm, radial_gradients
+from decaylab.probes.gradients import Scaled, gradient_sizes, radial_gradients
 from decaylab.probes.jacobian import jacobian_norm
 from decaylab.probes.moments import second_moments
 from decaylab.probes.reading import NonFiniteWarning, Reading
@@ -223,7 +223,7 @@ class Watch:
                 self._scaled, self._gradients = copied, {}
             else:  # before the step, which may change the gradients
                 self._gradients = radial_gradients(self._layers, scaled)
-            self._gradients |= gradient_norm(self.optimizer)
+            self._gradients |= gradient_sizes(self.optimizer, self._layers)
         except Exception as error:  # the training must not stop for a probe
             self._warn_once("snapshot", error)
 

@@ -1,0 +1,93 @@
+"""What optimizers beside Adam remember of gradients, against how far their steps turn a weight.
+
+Gradients at W/|W| have one size in all runs, so that the ratio of two runs' turns is that of their
+effective learning rates.
+"""
+
+import math
+
+import pytest
+import torch
+from diagnosis.invariant_runs import random_run
+from oracle.formulas import Formula
+
+from decaylab import diagnose
+
+
+class AdaBelief(Formula):
+    """Zhuang et al. 2020, with decoupled decay."""
+
+    own = {"betas": (0.9, 0.999)}
+
+    def move(self, group, state, p, grad):
+        m = state.setdefault("exp_avg", torch.zeros_like(p))
+        v = state.setdefault("exp_avg_var", torch.zeros_like(p))
+        t = state["step"] = state.get("step", 0) + 1
+        fast, slow = group["betas"]
+        m.lerp_(grad, 1 - fast)
+        v.lerp_((grad - m).square(), 1 - slow)
+        step = m / (1 - fast**t) / (v / (1 - slow**t)).sqrt()
+        return -group["lr"] * (step + group["weight_decay"] * p)
+
+
+class ThreeBetas(AdaBelief):
+    """Adan's third beta, not its second, is that of the squares."""
+
+    own = {"betas": (0.98, 0.92, 0.99)}
+
+    def move(self, group, state, p, grad):
+        return super().move({**group, "betas": group["betas"][::2]}, state, p, grad)
+
+
+def amsgrad(groups, **settings):
+    return torch.optim.AdamW(groups, amsgrad=True, **settings)
+
+
+def both(build, steps, start, lr, weight_decay):
+    """Runs with decay and without, and the factor in the turns over their second half."""
+    runs = [random_run(build, steps, start, lr=lr, weight_decay=wd) for wd in (weight_decay, 0.0)]
+    (decayed, _, turns), (plain, _, others) = runs
+    late = list(zip(turns, others, strict=True))[steps // 2 :]
+    return decayed, plain, math.exp(sum(math.log(a / b) for a, b in late) / len(late))
+
+
+@pytest.mark.parametrize(
+    ("build", "lr", "weight_decay"),
+    [
+        (AdaBelief, 0.002, 1.0),
+        (torch.optim.Adagrad, 0.05, 0.1),
+        (torch.optim.RMSprop, 0.004, 0.3),
+    ],
+)
+def test_second_moments_of_other_names(build, lr, weight_decay):
+    decayed, plain, truth = both(build, 400, 3.0, lr, weight_decay)
+    found = diagnose(decayed, plain)["effective l"]
+    assert truth > 1.5
+    assert found.effect.value == pytest.approx(truth, rel=0.03)
+    if build is AdaBelief:  # the others' decay is L2, rescaled: one run does not tell
+        assert diagnose(decayed)["effective l"].effect.value == pytest.approx(truth, rel=0.03)
+
+
+def test_adamax_remembers_a_maximum_which_is_soon_another():
+    decayed, plain, truth = both(torch.optim.Adamax, 800, 3.0, 0.004, 0.3)
+    found = diagnose(decayed, plain)["effective l"]
+    assert truth > 1.5
+    assert found.effect.value == pytest.approx(truth, rel=0.08)
+
+
+@pytest.mark.parametrize("build", [amsgrad, ThreeBetas])
+def test_what_is_not_known_of_a_memory_is_not_said(build):
+    decayed, plain, _ = both(build, 100, 0.5, 0.005, 1.0)
+    for given in ((decayed, plain), (decayed,)):
+        found = diagnose(*given)["effective l"]
+        assert (found.verdict, found.effect) == ("cannot tell", None)
+        assert "is not known" in found.reason
+
+
+@pytest.mark.parametrize(("steps", "start"), [(300, 3.0), (300, 0.04)])
+def test_adafactor_follows_the_norm_above_its_floor_alone(steps, start):
+    """Its steps are lr times the root mean square of W, or of 1e-3 if that is more."""
+    decayed, plain, truth = both(torch.optim.Adafactor, steps, start, 0.005, 1.0)
+    found = diagnose(decayed, plain)["effective l"]
+    assert (truth > 1.25) is (start < 1)
+    assert found.verdict == ("cannot tell" if start < 1 else "does not act")
