@@ -16,7 +16,7 @@ def angle(before, after):
     return math.atan2(math.sqrt(max(float(after.square().sum()) - along**2, 0.0)), along)
 
 
-def random_run(build, steps, start=1.0, **settings):
+def random_run(build, steps, start=1.0, clip=None, **settings):
     """Gradients (I - uu') xi / |W|, xi white: a watch, and |W| and the turn of every step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, SIZE // 20, bias=False), nn.BatchNorm1d(SIZE // 20))
@@ -29,6 +29,8 @@ def random_run(build, steps, start=1.0, **settings):
             before, noise = weight.detach().clone(), torch.randn_like(weight)
             unit = before / before.norm()
             weight.grad = (noise - (noise * unit).sum() * unit) / before.norm()
+            if clip is not None:
+                nn.utils.clip_grad_norm_([weight], clip)
             optimizer.step()
             norms.append(float(weight.detach().norm()))
             turns.append(angle(before, weight.detach()))

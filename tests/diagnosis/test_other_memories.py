@@ -8,10 +8,13 @@ import math
 
 import pytest
 import torch
-from diagnosis.invariant_runs import random_run
+from diagnosis.invariant_runs import SIZE, random_run
+from diagnosis.recorded import Layer, records
 from oracle.formulas import Formula
 
 from decaylab import diagnose
+from decaylab.diagnosis import suggest
+from decaylab.records import Row, Rows
 
 
 class AdaBelief(Formula):
@@ -43,9 +46,12 @@ def amsgrad(groups, **settings):
     return torch.optim.AdamW(groups, amsgrad=True, **settings)
 
 
-def both(build, steps, start, lr, weight_decay):
+def both(build, steps, start, lr, weight_decay, clip=None):
     """Runs with decay and without, and the factor in the turns over their second half."""
-    runs = [random_run(build, steps, start, lr=lr, weight_decay=wd) for wd in (weight_decay, 0.0)]
+    runs = [
+        random_run(build, steps, start, clip, lr=lr, weight_decay=decay)
+        for decay in (weight_decay, 0.0)
+    ]
     (decayed, _, turns), (plain, _, others) = runs
     late = list(zip(turns, others, strict=True))[steps // 2 :]
     return decayed, plain, math.exp(sum(math.log(a / b) for a, b in late) / len(late))
@@ -73,6 +79,35 @@ def test_adamax_remembers_a_maximum_which_is_soon_another():
     found = diagnose(decayed, plain)["effective l"]
     assert truth > 1.5
     assert found.effect.value == pytest.approx(truth, rel=0.08)
+
+
+@pytest.mark.parametrize("clip", [1e-3, 8.0])
+def test_adam_remembers_no_norm_by_clipped_gradients(clip):
+    """At 1e-3 each gradient is clipped, at 8 those of the later, smaller weights with decay."""
+    decayed, plain, truth = both(torch.optim.AdamW, 800, 3.0, 0.002, 1.0, clip)
+    for given in ((decayed, plain), (decayed,)):
+        found = diagnose(*given)
+        assert found["effective l"].effect.value == pytest.approx(truth, rel=0.05)
+        assert found.first == ()
+    (row,) = suggest(decayed).layers
+    assert row.equilibrium == pytest.approx(math.sqrt(0.002 * SIZE / 2), rel=0.1)
+
+
+def test_clipped_gradients_leave_kfac_no_law():
+    """Its undamped step goes with |W|, and by |W|^2 where each gradient has the same length."""
+    kfac = {"power": 0, "damping": 1e-3, "share": 0.5, "growth": 1e-3}
+    runs = [records({"a": Layer(weight_decay=decay, **kfac)}) for decay in (0.01, 0.0)]
+    steps = {row.step for row in runs[0].rows}
+    same = [Row(step, 0, 0.0, "gradient_norm", 1.0) for step in steps]
+    clipped = [Rows((*run.rows, *same)) for run in runs]
+    assert diagnose(*runs)["effective l"].verdict == "does not act"
+    found = diagnose(*clipped)
+    assert found["effective l"].verdict == "cannot tell"
+    assert "clipped" in found["effective l"].reason
+    assert found["effective d"] == diagnose(*runs)["effective d"]  # two runs' norms tell it
+    assert diagnose(runs[0])["effective d"].effect is not None
+    assert diagnose(clipped[0])["effective d"].effect is None
+    assert suggest(clipped[0]).weight_decay is None
 
 
 @pytest.mark.parametrize("build", [amsgrad, ThreeBetas])

@@ -260,7 +260,7 @@ def _why_none(layer: LayerRecord) -> str:
         return layer.skipped
     if not layer.invariant:
         return "not scale-invariant: its norm is part of the function. Search for its decay"
-    if layer.setting is None or layer.setting.power is None:
+    if layer.setting is None or layer.setting.power is None or layer.kfac_clipped:
         return "how its step depends on its norm is not known"
     if layer.unknown:
         return f"{layer.unknown}: what it removes per step is not known"

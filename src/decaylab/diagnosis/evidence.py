@@ -171,7 +171,7 @@ def damping_effect(layer: LayerRecord, baseline: LayerRecord | None) -> Effect |
 def reconstructed(layer: LayerRecord) -> Series:
     """`norms_without_decay` of a layer, nothing where its decay per step is not known."""
     setting = layer.setting
-    if setting is None or setting.power is None or layer.unknown:
+    if setting is None or setting.power is None or layer.unknown or layer.kfac_clipped:
         return ()
     shares = dict(layer.series.get("second_order_share", ()))
     if setting.power == 0 and (too_few_shares(layer) or remembers_too_much(layer)):
@@ -182,7 +182,7 @@ def reconstructed(layer: LayerRecord) -> Series:
         e.append(elasticity(setting.power, known))
     exposures = [value for _, value in layer.exposure]
     found = norms_without_decay(layer.norms, exposures, e)
-    if setting.power == 1 and setting.beta2 is not None:
+    if setting.remembered is not None:
         for _ in range(REMEMBERED_ROUNDS):
             factors = _push_factors(layer, found)
             found = norms_without_decay(layer.norms, exposures, e, factors)
@@ -246,7 +246,7 @@ def _push_factors(layer: LayerRecord, others: Series) -> list[float]:
 def _effective_both(layer: LayerRecord, others: Series) -> tuple[Series, Series]:
     """The effective learning rate, over lr, at the layer's norms and had they been `others`."""
     moments = layer.moments
-    beta2 = layer.setting.beta2 if layer.setting else None
+    beta2 = layer.setting.remembered if layer.setting else None
     changed = moments_at(layer.norms, others, beta2, moments) if beta2 is not None else ()
     return layer.effective_per_lr(layer.norms, moments), layer.effective_per_lr(others, changed)
 

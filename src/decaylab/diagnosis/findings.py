@@ -171,6 +171,8 @@ def _no_effect(layer: LayerRecord) -> str:
     """Why one run shows no effect on a layer that the mechanism can act on."""
     if layer.unknown:
         return f"{layer.unknown}, so one run does not show what it removes: needs a baseline"
+    if layer.kfac_clipped:
+        return "its gradients are clipped: needs a baseline"
     if by_kfac(layer) and "second_order_share" not in layer.series:
         return "its second-order share is not recorded"
     if by_kfac(layer) and too_few_shares(layer):

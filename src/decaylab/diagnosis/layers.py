@@ -23,6 +23,7 @@ class Setting:
         damping: K-FAC's lambda, else None. scale_free: whether it follows the norm.
         factor_decay, refresh_every, invert_every: what K-FAC's factors remember.
         rounding: how far apart its numbers are, relative, if they have fewer than 32 bits; else 0.
+        clipped: whether its gradients are, so that Adam's second moment does not follow the norm.
     """
 
     lr: float
@@ -38,6 +39,12 @@ class Setting:
     refresh_every: int = 1
     invert_every: int = 1
     rounding: float = 0.0
+    clipped: bool = False
+
+    @property
+    def remembered(self) -> float | None:
+        """Which part of what it remembers of norms a step keeps (beta2); None where it has none."""
+        return None if self.power != 1 or self.clipped else self.beta2
 
     @property
     def decays(self) -> bool:
@@ -111,6 +118,12 @@ class LayerRecord:
         """Whether any of its settings has a decay term."""
         return any(setting.decays for _, setting in self.settings)
 
+    @property
+    def kfac_clipped(self) -> bool:
+        """Whether K-FAC is given clipped gradients: how its steps depend on the norm is unknown."""
+        setting = self.setting
+        return setting is not None and setting.damping is not None and setting.clipped
+
     def setting_at(self, step: int) -> Setting:
         """The setting that step `step` (from 1) was taken with."""
         after = bisect_right(self.settings, step, key=lambda of: of[0])
@@ -140,8 +153,8 @@ class LayerRecord:
         setting = self.setting
         if setting is None or setting.power is None or not norms:
             return ()
-        if setting.power == 1 and setting.beta2 is not None:
-            return effective_adam(norms, (setting.memory, setting.beta2), moments)
+        if setting.remembered is not None:
+            return effective_adam(norms, (setting.memory, setting.remembered), moments)
         power = setting.power
         return tuple((step, norm**-power) for step, norm in norms)
 

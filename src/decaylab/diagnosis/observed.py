@@ -274,7 +274,8 @@ def _watched_layer(series: Mapping[str, Series], layer: str, clipped: float) -> 
 
 def _of_clipped(setting: Setting, clipped: float) -> Setting:
     """Without a law, if it is SGD's: between lr/|W|^2 and, where every step is clipped, lr/|W|."""
-    return replace(setting, power=None) if setting.power == 2 and clipped else setting
+    law = None if setting.power == 2 and clipped else setting.power
+    return replace(setting, power=law, clipped=bool(clipped))
 
 
 def _why_skipped(now: Mapping[str, float], recorded: Series, updates: Series) -> str:

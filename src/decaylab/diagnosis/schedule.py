@@ -209,11 +209,11 @@ def _remembered(
 ) -> Iterator[float]:
     """The b of each step: the mean of r^2 over what Adam's v or K-FAC's factors remember."""
     adam = settings[0].power == 1
-    sizes = gradient_squares(layer.series.get("second_moment", ()), settings[0].beta2 or 0.0)
+    sizes = gradient_squares(layer.series.get("second_moment", ()), settings[0].remembered or 0.0)
     total = weight = b = 0.0
     for step, (setting, r) in enumerate(zip(settings, remaining, strict=False)):
         if adam:
-            keep, size = setting.beta2 or 0.0, sizes(step + 1)
+            keep, size = setting.remembered or 0.0, sizes(step + 1)
         else:
             keep, size = setting.factor_decay, interpolated(layer.norms, step) ** -2
             size /= 1 if step else 1 - keep  # the first refresh is the whole, not a part

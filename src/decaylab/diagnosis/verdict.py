@@ -98,7 +98,7 @@ def _effective_learning_rate(run: Observed, baseline: Observed | None) -> Findin
     others = [other for layer in of if (other := same(layer, baseline)) is not None]
     powers = {layer.setting.power for layer in [*of, *others] if layer.setting}
     clipped = max(run.clipped, baseline.clipped if baseline is not None else 0.0)
-    if None in powers and clipped:
+    if clipped and (None in powers or any(layer.kfac_clipped for layer in [*of, *others])):
         return Finding(
             *(name, quantity, "cannot tell"),
             f"The gradients are clipped at {100 * clipped:.0f} % of the records. How far such"
