@@ -10,7 +10,7 @@ from oracle.formulas import Lion
 from torch import nn
 
 from decaylab import watch
-from decaylab.diagnosis import suggest
+from decaylab.diagnosis import Stepping, convert_decay, suggest
 
 
 def torch_nadam(groups, **settings):
@@ -83,6 +83,14 @@ def test_strong_l2_inside_a_momentum(weight_decay):
     growth = (0.01 / 0.1) ** 2 * SIZE / row.target**2
     exact = growth / (2 * row.target**2) / (0.01 / 0.1)
     assert row.suggested == pytest.approx(exact, rel=0.1)
+
+
+def test_strong_l2_inside_a_momentum_is_converted_to_what_holds_the_same_norm():
+    """An lr of 0.1 without momentum moves as far in the long run as 0.01 with one of 0.9."""
+    _, norms, _ = random_run(momentum, 1000, 2.5, lr=0.01, weight_decay=0.3)
+    found = convert_decay(0.3, Stepping("sgd", 0.01, "l2"), Stepping("sgd", 0.1, "l2", 0.0))
+    _, others, _ = random_run(torch.optim.SGD, 1000, 2.5, lr=0.1, weight_decay=found.weight_decay)
+    assert mean_square(others[500:]) == pytest.approx(mean_square(norms[500:]), rel=0.02)
 
 
 def test_where_adams_norm_goes_is_known_while_it_moves():

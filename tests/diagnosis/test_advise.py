@@ -114,6 +114,10 @@ def test_a_rotation_that_was_asked_for():
     assert row.suggested * 0.1 * 2 == pytest.approx(0.05**2)  # momentum 0: rotation^2 = 2 lr wd
     with pytest.raises(DecaylabError, match="between 0 and 1 radian"):
         suggest(records({"conv": Layer(growth=0.004)}), rotation=2.0)
+    fast = Layer(growth=0.004, settings={"setting_momentum": 0.9})
+    (row,) = suggest(records({"conv": fast}), rotation=0.5).layers  # 2.4 of W a step
+    assert row.suggested is None
+    assert "ask for less" in row.reason
 
 
 def test_undamped_kfac_and_layers_without_a_push():

@@ -23,7 +23,7 @@ from decaylab.diagnosis.growth import (
 from decaylab.diagnosis.layers import LayerRecord, Setting
 from decaylab.diagnosis.observed import Source, observe
 from decaylab.errors import DecaylabError
-from decaylab.optim.decay import OPTIMIZERS, check_decay, check_optimizer, convert, steady_shrink
+from decaylab.optim.decay import OPTIMIZERS, check_decay, check_optimizer, decay_rate
 
 # From such a factor on it is said that a suggestion may be off.
 ROUGH = 2.0
@@ -61,6 +61,11 @@ class Stepping:
                 " step and no value corresponds to it: choose decoupled or independent"
             )
 
+    def rate(self, weight_decay: float) -> float:
+        """The part of W that this decay takes a step (`decay_rate`)."""
+        settings = {"lr": self.lr, "momentum": self.momentum}
+        return decay_rate(weight_decay, self.decay, optimizer=self.optimizer, **settings)
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -81,24 +86,25 @@ def convert_decay(weight_decay: float, source: Stepping, target: Stepping) -> Co
 
     At equilibrium the direction of a scale-invariant layer moves, over many steps, by 2 s a step in
     squared angle, whatever the optimizer (`dynamics.equilibrium`): s, the part of W that decay
-    takes a step, is kept, and with it the 1/s steps that decay needs to act. s is
-    `steady_shrink`: lr wd / (1 - momentum) for SGD's L2 (exactly), lr wd decoupled, wd independent.
+    takes a step, is kept, and with it the 1/s steps that decay needs to act. s is `decay_rate`: lr
+    wd / (1 - momentum) for SGD's L2, lr wd decoupled, wd independent. (Without gradients, strong L2
+    inside a momentum shrinks W faster, `steady_shrink`; against them it holds what s says.)
 
     >>> sgd = Stepping("sgd", lr=0.1, decay="l2", momentum=0.9)
     >>> adamw = Stepping("adam", lr=1e-3)
     >>> round(convert_decay(5e-4, sgd, adamw).weight_decay, 4)
-    0.5023
+    0.5
     """
     check_decay(source.decay, weight_decay)
     shrink = 0.0
     if weight_decay:
-        shrink = steady_shrink(weight_decay, source.decay, lr=source.lr, momentum=source.momentum)
+        shrink = source.rate(weight_decay)
         if not 0 < shrink < 1:
             raise DecaylabError(
                 f"a weight decay of {weight_decay:g} at lr {source.lr:g} is too strong: each step"
                 " removes more than the weights themselves"
             )
-    found = convert(shrink, "independent", target.decay, lr=target.lr, momentum=target.momentum)
+    found = shrink / target.rate(1.0)
     turns = tuple(rotation_per_step(shrink, of.momentum) for of in (source, target))
     steps = 1 / shrink if shrink else math.inf
     return Conversion(found, shrink, (turns[0], turns[1]), steps)
@@ -218,6 +224,8 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
         reason = (
             f"a step adds {three_digits(2 * shrink)} of |W|^2 at the target: no decay holds it."
             " Lower the learning rate"
+            if rotation is None
+            else "to turn it so far, decay would take half of it or more a step: ask for less"
         )
         return LayerAdvice(layer.name, now, norm=norm, target=target, reason=reason)
     present = equilibrium(growth, norm, at.rate, e=e)

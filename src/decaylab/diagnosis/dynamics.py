@@ -1,7 +1,7 @@
 """How the norm of a scale-invariant layer moves under pushes and decay, in plain numbers.
 
 The gradient of such a layer is orthogonal to its weight (Eq. 8), so that a step lengthens it and
-only decay shortens it. With N = |W|^2, s the part of W that decay takes a step (`steady_shrink`)
+only decay shortens it. With N = |W|^2, s the part of W that decay takes a step (`decay_rate`)
 and G the growth of N by the gradients' pushes, per step in the long run,
 
     N' = N - 2 s N + G + O(s^2),     G = c N^e

@@ -202,7 +202,7 @@ def remembers_too_much(layer: LayerRecord) -> bool:
     setting = layer.setting
     if setting is None or setting.power != 0 or not shares:
         return False
-    shrink = max(of.shrink for _, of in layer.settings)  # of the highest learning rate
+    shrink = max(of.rate for _, of in layer.settings)  # of the highest learning rate
     return shrink * _remembered_steps(setting) * statistics.fmean(shares) > REMEMBERED_TOO_MUCH
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from decaylab.diagnosis.dynamics import Series
 from decaylab.diagnosis.memory import by_step, effective_adam
-from decaylab.optim.decay import decay_rate, steady_shrink
+from decaylab.optim.decay import decay_rate
 
 # While decay has taken less than a twentieth of the weights, it cannot have done much.
 TOO_LITTLE_EXPOSURE = 0.05
@@ -64,14 +64,6 @@ class Setting:
     def intake(self) -> float:
         """The part of the decay term that comes into the step: L2 is subject to the dampening."""
         return 1 - self.dampening if self.decay == "l2" else 1.0
-
-    @property
-    def shrink(self) -> float:
-        """The part of W that decay takes a step in the long run; 0 where it is `unknown`."""
-        if not self.decays or self.unknown:
-            return 0.0
-        strength = self.weight_decay * self.intake
-        return steady_shrink(strength, self.decay, lr=self.lr, momentum=self.memory)
 
     @property
     def rate(self) -> float:

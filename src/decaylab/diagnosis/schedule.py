@@ -197,7 +197,7 @@ def _remaining(settings: list[Setting]) -> list[float]:
             velocity = setting.memory * velocity + intake * setting.weight_decay * r[-1]
             after = r[-1] - setting.lr * velocity
         else:
-            after = r[-1] * (1 - setting.shrink)
+            after = r[-1] * (1 - setting.rate)
         if after <= 0:
             raise DecaylabError("decay takes the whole weight in a few steps: no schedule does it")
         r.append(after)
