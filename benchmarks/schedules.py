@@ -224,7 +224,7 @@ def compared(case: Case, seeds: int, steps: int, quantities: Iterable[str]) -> l
             )
             for quantity in quantities
         }
-        taken = {layer.setting.shrink for layer in judgeable(runs[0][""]) if layer.setting}
+        taken = {layer.setting.rate for layer in judgeable(runs[0][""]) if layer.setting}
         rows.append(
             {
                 "run": case.name,

@@ -88,6 +88,7 @@ def test_adam_remembers_no_norm_by_clipped_gradients(clip):
     for given in ((decayed, plain), (decayed,)):
         found = diagnose(*given)
         assert found["effective l"].effect.value == pytest.approx(truth, rel=0.05)
+        assert "second_moment" not in found["effective l"].effect.probes
         assert found.first == ()
     (row,) = suggest(decayed).layers
     assert row.equilibrium == pytest.approx(math.sqrt(0.002 * SIZE / 2), rel=0.1)

@@ -123,9 +123,10 @@ class LayerRecord:
 
     @property
     def moments(self) -> Series:
-        """Adam's |v| (`second_moment`), if it is recorded wherever the norm is."""
+        """Adam's |v| (`second_moment`), if it counts and is recorded wherever the norm is."""
         recorded = self.series.get("second_moment", ())
-        return recorded if by_step(self.norms, recorded) else ()
+        counts = self.setting is not None and self.setting.remembered is not None
+        return recorded if counts and by_step(self.norms, recorded) else ()
 
     @property
     def effective(self) -> Series:
