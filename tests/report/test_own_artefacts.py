@@ -9,7 +9,7 @@ from report.synthetic import everything, write_run
 from decaylab.errors import DecaylabError
 from decaylab.paper import Readings, artefacts, cells, register_artefact
 from decaylab.records import RunStore
-from decaylab.report.sections import fill
+from decaylab.report.sections import all_artefacts, fill
 from decaylab.report.tables import to_csv, to_grid
 
 OWN = """
@@ -112,3 +112,9 @@ def test_a_metric_that_is_no_share_is_shown_as_it_is(filled, kind, monkeypatch):
     first = panel.marks[0]
     assert (first.values if kind == "bars" else first.y)[-1] == everything(0)["jacobian_norm"]
     assert panel.y_label == "jacobian_norm"
+
+
+def test_those_of_the_paper_come_first(filled):
+    filled("table", '["network", "optimizer", "weight_decay"]', OPTIMIZERS)
+    tables = ["table1", "table2", "table3", "decay-alone", "of-ones-own"]
+    assert [one.name for one in all_artefacts()] == tables + [f"fig{n}" for n in range(1, 10)]

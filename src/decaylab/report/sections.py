@@ -341,5 +341,9 @@ def theory_section(checks: Sequence[Check]) -> Section:
 
 
 def all_artefacts() -> list[Artefact]:
-    """Tables first, then figures, in the paper's order."""
-    return sorted(artefacts().values(), key=lambda one: (one.kind != "table", one.name))
+    """Tables first, then figures, in the paper's order; of each, those not in the paper last."""
+
+    def place(one: Artefact) -> tuple[bool, bool, str]:
+        return one.kind != "table", not re.fullmatch(r"(table|fig)\d", one.name), one.name
+
+    return sorted(artefacts().values(), key=place)
