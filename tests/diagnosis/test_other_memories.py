@@ -94,6 +94,23 @@ def test_adam_remembers_no_norm_by_clipped_gradients(clip):
     assert row.equilibrium == pytest.approx(math.sqrt(0.002 * SIZE / 2), rel=0.1)
 
 
+@pytest.mark.parametrize("eps", [1e-3, 1.0])
+def test_an_eps_that_is_much_leaves_adam_no_law(eps):
+    """The root of the second moment is about 0.4."""
+
+    def build(groups, **settings):
+        return torch.optim.AdamW(groups, eps=eps, **settings)
+
+    decayed, plain, truth = both(build, 600, 3.0, 0.002 * (1 + eps / 0.4), 1.0)
+    found = diagnose(decayed, plain)
+    if eps < 0.1:
+        assert found["effective l"].effect.value == pytest.approx(truth, rel=0.03)
+        assert found.first == ()
+    else:
+        assert found["effective l"].verdict == "cannot tell"
+        assert "0: the optimizer's eps is more than a tenth" in found.first[0]
+
+
 def test_clipped_gradients_leave_kfac_no_law():
     """Its undamped step goes with |W|, and by |W|^2 where each gradient has the same length."""
     kfac = {"power": 0, "damping": 1e-3, "share": 0.5, "growth": 1e-3}

@@ -69,6 +69,7 @@ def test_adam(outside):
         "weight_decay": 0.125,
         "beta1": 0.75,
         "beta2": 0.875,
+        "eps": 1e-8,
         "power": 1.0,
         "invariant": 1.0,
     }
@@ -109,7 +110,7 @@ def test_kfac_and_what_it_leaves_to_others(others):
     )
     own = {"momentum": 0.75, "power": 2.0}
     if others == "adam":
-        own = {"beta1": 0.5, "beta2": 0.625, "power": 1.0}
+        own = {"beta1": 0.5, "beta2": 0.625, "eps": 1e-8, "power": 1.0}
     found = of_layer(settings(excluded, layers_of(model)), "3")
     assert found == {"lr": 0.0625, **decay, **own, "invariant": 0.0}
 

@@ -18,6 +18,7 @@ import torch
 from decaylab import networks
 from decaylab.data import DATA_SETS
 from decaylab.diagnosis.dynamics import Series
+from decaylab.diagnosis.lawless import clipped, cut, eps_counts, of_clipped
 from decaylab.diagnosis.layers import TOO_LITTLE_EXPOSURE, LayerRecord, Setting
 from decaylab.errors import DecaylabError
 from decaylab.optim import schedules
@@ -40,10 +41,6 @@ TOTALS = ("jacobian_norm", "kfac_gn_norm", "gn_norm")
 # What radial_gradient is below before decay acts, if a layer is scale-invariant. Rounding gives up
 # to 0.02 (16 bits); of a layer that is not, it is about 1.
 ALONG = 0.1
-# Sizes of gradients as near as this, at so many records, are at the bound of a clip.
-SAME_GRADIENT, CLIPPED_RECORDS = 1e-4, 3
-# Clipping at fewer of the records, or of a smaller part of the gradient, changes little.
-SELDOM = 0.1
 # Adagrad forgets nothing. Beside any number of steps, this is as good as 1, and has a mean.
 NEVER_FORGETS = 1 - 1e-9
 ZEROS = "its weights are zero: it has no direction"
@@ -183,8 +180,8 @@ def _watched(name: str, rows: Rows) -> Observed:
         for row in kept
         if row.name.startswith(("weight_norm/", "setting_", "norm/")) and "/" in row.name
     )
-    clipped = {layer: _clipped(series, layer) for layer in named}
-    layers = {layer: _watched_layer(series, layer, clipped[layer]) for layer in named}
+    clips = {layer: clipped(series, layer) for layer in named}
+    layers = {layer: _watched_layer(series, layer, clips[layer]) for layer in named}
     if kept and not any(name.startswith("setting_") for name in series):
         troubles.append("the optimizer's settings are not in these records: record them again")
     elif layers and all("less than twice" in layer.skipped for layer in layers.values()):
@@ -198,39 +195,19 @@ def _watched(name: str, rows: Rows) -> Observed:
             " in the model, but the gradients point along the weights, so they do not count as"
             " scale-invariant. To measure it, give watch(..., inputs=batch)"
         )
+    if eps := [layer for layer in layers if eps_counts(series, layer)]:
+        names = f"{', '.join(eps[:4])}{' and others' * (len(eps) > 4)}"
+        troubles.append(
+            f"{names}: the optimizer's eps is more than a tenth of what it is added to, so that its"
+            " steps are neither Adam's nor SGD's. Lower it"
+        )
     steps = max((row.step for row in kept), default=0)
     gains = any(count for _, count in series.get("decayed_gains", ()))
-    most = max(clipped.values(), default=0.0)
+    most = max(clips.values(), default=0.0)
     return Observed(name, layers, _totals(series), steps, tuple(troubles), None, gains, most)
 
 
-def _clipped(series: Mapping[str, Series], layer: str) -> float:
-    """At which part of the records a layer's gradients are clipped; 0 where that changes little.
-
-    The norm of all gradients, or the size of their largest entries, is then the same. Of a clip by
-    value, what counts is the part of the layer's gradient that it cuts off.
-    """
-    norms, values = series.get("gradient_norm", ()), _at_bound(series.get("gradient_max", ()))
-    found = len(_at_bound(norms)) / max(len(norms), 1)
-    if sum(_cut(series, layer).values()) > SELDOM * len(norms):
-        found = max(found, len(values) / len(norms))
-    return found if found > SELDOM else 0.0
-
-
-def _cut(series: Mapping[str, Series], layer: str) -> dict[int, float]:
-    """By step, the part of a layer's |g|^2 in entries at the bound of a clip by value."""
-    at = set(_at_bound(series.get("gradient_max", ())))
-    return {step: cut for step, cut in series.get(f"gradient_at_max/{layer}", ()) if step in at}
-
-
-def _at_bound(sizes: Series) -> list[int]:
-    """The steps at which sizes are the largest one, if they are many enough to be no chance."""
-    bound = max((size for _, size in sizes), default=0.0)
-    at = [step for step, size in sizes if size > bound * (1 - SAME_GRADIENT)]
-    return at if len(at) >= CLIPPED_RECORDS else []
-
-
-def _watched_layer(series: Mapping[str, Series], layer: str, clipped: float) -> LayerRecord:
+def _watched_layer(series: Mapping[str, Series], layer: str, clips: float) -> LayerRecord:
     values: dict[int, dict[str, float]] = {}
     for name, rows in series.items():
         if name.startswith("setting_") and name.split("/", 1)[1] == layer:
@@ -242,22 +219,23 @@ def _watched_layer(series: Mapping[str, Series], layer: str, clipped: float) -> 
     for step in sorted(values):
         now = now | values[step]
         if now.keys() >= SETTINGS:  # records may be cut off between two of them
-            settings.append((step, _of_clipped(_setting(now), clipped)))
+            settings.append((step, of_clipped(_setting(now), clips)))
     recorded = series.get(f"weight_norm/{layer}", series.get(f"norm/{layer}", ()))
     norms = _norms(recorded)
-    if any(norm < now.get("floor", 0.0) for _, norm in norms):  # between lr and lr/|W|
+    floor = any(norm < now.get("floor", 0.0) for _, norm in norms)  # between lr and lr/|W|
+    if floor or eps_counts(series, layer):
         settings = [(step, replace(setting, power=None)) for step, setting in settings]
     exposures = dict(series.get(f"decay_exposure/{layer}", ()))
     exposure = tuple((step, exposures[step]) for step, _ in norms if step in exposures)
     resumed = any(after < before for (_, before), (_, after) in pairwise(exposure))
     if len(exposure) < len(norms) or resumed:  # a resumed watch counts from zero again
         exposure = _exposure(tuple(settings), norms)
-    known, cut = dict(exposure), _cut(series, layer)
+    known, cut_off = dict(exposure), cut(series, layer)
     early = [
         value
         for step, value in series.get(f"radial_gradient/{layer}", ())
         # a gradient of which a clip has cut entries points anywhere
-        if known.get(step, 0.0) < TOO_LITTLE_EXPOSURE and step not in cut
+        if known.get(step, 0.0) < TOO_LITTLE_EXPOSURE and step not in cut_off
     ]
     along = bool(early) and math.sqrt(fmean(value**2 for value in early)) > ALONG
     return LayerRecord(
@@ -270,12 +248,6 @@ def _watched_layer(series: Mapping[str, Series], layer: str, clipped: float) -> 
         skipped=_why_skipped(now, recorded, series.get(f"update_norm/{layer}", ())),
         size=int(now.get("size", 0)),
     )
-
-
-def _of_clipped(setting: Setting, clipped: float) -> Setting:
-    """Without a law, if it is SGD's: between lr/|W|^2 and, where every step is clipped, lr/|W|."""
-    law = None if setting.power == 2 and clipped else setting.power
-    return replace(setting, power=law, clipped=bool(clipped))
 
 
 def _why_skipped(now: Mapping[str, float], recorded: Series, updates: Series) -> str:

@@ -27,12 +27,12 @@ def settings(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str, floa
     `setting_lr` (if its group has one), `setting_decay` (its place in `DECAYS`),
     `setting_weight_decay`, `setting_momentum` (SGD, K-FAC; `setting_dampening` where its momentum
     has one) or `setting_beta1` (Adam), `setting_beta2` (which part a step keeps of the second
-    moment, of whatever divides by one: 1 in Adagrad), `setting_power` (absent where the optimizer's
-    law, the momentum of its L2 or its second moment is not known), `setting_floor` (Adafactor: the
-    norm below which its steps do not follow the norm any more), `setting_invariant` (1 or 0),
-    `setting_damping` (K-FAC's lambda as asked for), `setting_scale_free`, `setting_factor_decay`,
-    `setting_refresh_every` and `setting_invert_every`. A layer that this optimizer does not hold
-    has `setting_moved` 0.
+    moment, of whatever divides by one: 1 in Adagrad) and `setting_eps`, `setting_power` (absent
+    where the optimizer's law, the momentum of its L2 or its second moment is not known),
+    `setting_floor` (Adafactor: the norm below which its steps do not follow the norm any more),
+    `setting_invariant` (1 or 0), `setting_damping` (K-FAC's lambda as asked for),
+    `setting_scale_free`, `setting_factor_decay`, `setting_refresh_every` and
+    `setting_invert_every`. A layer that this optimizer does not hold has `setting_moved` 0.
     """
     found: dict[str, float] = {}
     groups = groups_of(layers, optimizer)
@@ -65,6 +65,8 @@ def _of_group(
             values["dampening"] = float(group["dampening"])
     if beta2 > 0:
         values["beta2"] = beta2
+    if beta2 > 0 and isinstance(group.get("eps"), float):
+        values["eps"] = group["eps"]
     try:
         law = law_of(optimizer, group)
     except DecaylabError:  # an optimizer whose law is not known: the diagnosis says so
