@@ -83,6 +83,15 @@ def test_a_layer_that_stays_zero_is_left_out(power):
     assert equivalent_schedule(rows).layers == ("conv",)
 
 
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_step_that_is_recorded_twice_counts_once(power):
+    """As where a loop that was started again wrote into the same records."""
+    once = records({"conv": replace(DECAYED, power=power, settings={"setting_beta2": 0.99})})
+    twice = Rows(tuple(row for row in once.rows for _ in range(2)))
+    assert diagnose(twice) == diagnose(once)
+    assert suggest(twice) == suggest(once)
+
+
 def test_an_unused_layer_of_zeros_is_no_divergence():
     """Its direction does not turn by any number: the rotation is nan from the first step on."""
     turns = [Row(step, 0, 0.0, "rotation/unused", math.nan) for step in (1, 500, 1000)]

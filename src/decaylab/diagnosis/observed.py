@@ -132,10 +132,11 @@ def _finite(rows: Rows) -> tuple[list[Row], list[str]]:
 
 
 def _series(rows: list[Row]) -> dict[str, Series]:
-    found: dict[str, list[tuple[int, float]]] = {}
+    """By name; of a step that was recorded twice, the later row."""
+    found: dict[str, dict[int, float]] = {}
     for row in sorted(rows, key=lambda row: row.step):
-        found.setdefault(row.name, []).append((row.step, row.value))
-    return {name: tuple(values) for name, values in found.items()}
+        found.setdefault(row.name, {})[row.step] = row.value
+    return {name: tuple(values.items()) for name, values in found.items()}
 
 
 def _norms(recorded: Series) -> Series:
