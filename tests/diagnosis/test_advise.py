@@ -108,6 +108,20 @@ def test_the_suggestion_holds_the_norm_that_was_asked_for(e):
     assert again.layers[0].equilibrium == pytest.approx(decayed.norms(20_000)[-1], rel=0.02)
 
 
+def test_a_norm_on_its_way_is_said_to_be():
+    """Adam's law: the distance of |W|^2 from its balance falls by exp(-2 s) a step."""
+    layer = Layer(growth=1e-4, power=1, weight_decay=0.02)  # s = 0.002: |W|^2 goes to 0.025
+    (row,) = suggest(records({"conv": layer}, steps=400)).layers
+    norms = layer.norms(5000)
+    assert row.equilibrium == pytest.approx(norms[-1], rel=0.01)
+    assert f"still on its way from {norms[399]:.3g} to {row.equilibrium:.3g}" in row.reason
+    assert "after 250 more steps" in row.reason
+    left = (norms[649] ** 2 - norms[-1] ** 2) / (norms[399] ** 2 - norms[-1] ** 2)
+    assert left == pytest.approx(math.exp(-1), rel=0.01)
+    (row,) = suggest(records({"conv": layer}, steps=4000)).layers
+    assert "on its way" not in row.reason
+
+
 def test_a_rotation_that_was_asked_for():
     (row,) = suggest(records({"conv": Layer(growth=0.004)}), rotation=0.05).layers
     assert row.rotation == pytest.approx(0.05)

@@ -6,6 +6,7 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 from decaylab.diagnosis.dynamics import (
+    Equilibrium,
     elasticity,
     equilibrium,
     rotation_per_step,
@@ -32,6 +33,8 @@ TOO_STRONG = 0.5
 # Steps agree over some (1 + m) / (1 - m) of them. Where decay (beside the momentum) takes this part
 # of the weights in that time, Lion turned them 20 % further than was said.
 MIXED = 0.25
+# A norm farther from its balance has not come to rest.
+TRAVELLING = 1.25
 NO_ROTATION = "how far its steps turn it is not recorded: keep `movement` among watch's probes"
 
 
@@ -204,12 +207,8 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
     e = seen_elasticity(layer, stretch, law)
     growth, norm = growth_over(layer, late(stretch), e)
     if growth <= 0:
-        return LayerAdvice(
-            layer.name,
-            now,
-            norm=norm,
-            reason="its norm does not grow, so no decay is needed to hold it",
-        )
+        reason = "its norm does not grow, so no decay is needed to hold it"
+        return LayerAdvice(layer.name, now, norm=norm, reason=reason)
     memory = seen_memory(layer, late(stretch), e)
     target = _norm_at(layer, norm_at)
     shrink = shrink_for_norm(growth, norm, target, e=e)
@@ -221,19 +220,16 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
     if rotation is not None:
         target = balance.norm if balance else norm
     if shrink >= TOO_STRONG:
-        reason = (
-            f"a step adds {three_digits(2 * shrink)} of |W|^2 at the target: no decay holds it."
-            " Lower the learning rate"
-            if rotation is None
-            else "to turn it so far, decay would take half of it or more a step: ask for less"
-        )
+        reason = _too_strong(shrink, rotation)
         return LayerAdvice(layer.name, now, norm=norm, target=target, reason=reason)
     present = equilibrium(growth, norm, at.rate, e=e)
-    reason = "" if balance else "the weights turn by lr, whatever their norm"
-    if rotation is None:
-        reason = reason or _rough(norm, target, e, law)
-    if at.decay != "l2" and shrink > MIXED * (1 - (memory or 0.0)) / (1 + (memory or 0.0)):
-        reason = reason or "rough: decay takes much of the weights while steps still agree"
+    doubts = [
+        "" if balance else "the weights turn by lr, whatever their norm",
+        _rough(norm, target, e, law) if rotation is None else "",
+        _mixed(shrink, at, memory or 0.0),
+        _travelling(dict(layer.norms)[stretch[-1]], present),
+    ]
+    reason = "; ".join(doubt for doubt in doubts if doubt)
     return LayerAdvice(
         layer.name,
         now,
@@ -244,6 +240,32 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
         balance.rotation if balance and memory is not None else None,
         balance.steps if balance else None,
         reason,
+    )
+
+
+def _too_strong(shrink: float, rotation: float | None) -> str:
+    if rotation is not None:
+        return "to turn it so far, decay would take half of it or more a step: ask for less"
+    return (
+        f"a step adds {three_digits(2 * shrink)} of |W|^2 at the target: no decay holds it. Lower"
+        " the learning rate"
+    )
+
+
+def _mixed(shrink: float, setting: Setting, memory: float) -> str:
+    """L2 inside a momentum is summed up as the gradients are, and balances them exactly."""
+    if setting.decay == "l2" or shrink <= MIXED * (1 - memory) / (1 + memory):
+        return ""
+    return "rough: decay takes much of the weights while steps still agree"
+
+
+def _travelling(norm: float, present: Equilibrium | None) -> str:
+    """That the norm is far from where its present decay leads, and how long that takes."""
+    if present is None or 1 / TRAVELLING < norm / present.norm < TRAVELLING:
+        return ""
+    return (
+        f"still on its way from {norm:.3g} to {present.norm:.3g}, a third of which is left after"
+        f" {three_digits(present.steps)} more steps"
     )
 
 
