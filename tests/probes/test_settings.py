@@ -145,3 +145,30 @@ def test_frozen_layers():
     model.requires_grad_(False)
     frozen = {f"setting_frozen/{name}": 1.0 for name in ("0.0", "0.3", "1", "2")}
     assert frozen_layers(torch.compile(model, backend="eager")) == frozen
+
+
+def test_what_a_step_keeps_of_the_second_moment():
+    for build, more, expected in (
+        (torch.optim.RMSprop, {"alpha": 0.75}, 0.75),
+        (torch.optim.Adadelta, {"rho": 0.625}, 0.625),
+        (torch.optim.Adagrad, {}, 1.0),
+        (torch.optim.NAdam, {"betas": (0.5, 0.875)}, 0.875),
+        (torch.optim.Adamax, {"betas": (0.5, 0.875)}, None),  # of a maximum
+        (torch.optim.SGD, {"momentum": 0.5}, None),
+    ):
+        model = net()
+        optimizer = build(model.parameters(), lr=0.5, **more)
+        model(torch.randn(8, 3)).square().sum().backward()
+        optimizer.step()
+        found = of_layer(settings(optimizer, layers_of(model)), "0")
+        assert found.get("beta2") == expected
+        assert ("eps" in found) is (expected is not None)
+
+
+def test_a_state_that_is_no_mapping_is_none_of_ours():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = settings(optimizer, layers_of(model))
+    for parameter in model.parameters():
+        optimizer.state[parameter] = torch.ones(2)
+    assert settings(optimizer, layers_of(model)) == before

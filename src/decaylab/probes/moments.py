@@ -59,5 +59,7 @@ def kept(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], weight: Ten
     return float(value)
 
 
-def _name(state: Mapping[str, Any]) -> str | None:
+def _name(state: Any) -> str | None:
+    if not isinstance(state, Mapping):  # somebody's own
+        return None
     return next((name for name in KEPT if isinstance(state.get(name), Tensor)), None)
