@@ -6,6 +6,7 @@ nothing left to tell each other.
 
 import copy
 import sys
+import time
 import traceback
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -14,12 +15,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
+from oracle.two_ranks import SETTLE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from decaylab.curvature.factors import Inversion
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
@@ -312,6 +315,7 @@ def no_row_counts_on_any_rank(rank):
         cross_entropy(logits, y).backward()
         one.step()
     assert_close(flat(model), flat(expected))
+    assert_close(factors(opt), factors(oracle))
     assert_same_bits(on_all(flat(model)))
 
 
@@ -383,6 +387,20 @@ def inversions_that_fail(rank):
     assert_same_bits(on_all(flat(model)))
     assert failed == {"0": 2, "3": 2, "5": 2}
     assert_close(dampings, torch.full_like(dampings, 4e-12))
+
+
+@case
+def inversions_are_divided(rank):
+    """Those of two layers of one shape, too: each rank runs one."""
+    run = []
+    original = Inversion.run
+    Inversion.run = lambda self: (run.append(len(self.A)), original(self))[1]
+    try:
+        model, opt = parallel(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+        train_step(opt, model, *data(rank))
+    finally:
+        Inversion.run = original
+    assert on_all(torch.tensor(sum(run))).tolist() == [1, 1]
 
 
 # -- one rank gives up: the others do not wait for it --
@@ -531,10 +549,12 @@ def samples(rank):
 
 @case
 def samples_of_the_initial_pass(rank):
-    """Are each rank's own too: on the same rows they do not give the same factors."""
+    """Are each rank's own too, and leave those of the steps as they were."""
     batch = data(size=2)[0]
     opt = parallel(options=KFACOptions(seed=3))[1]
+    before = opt.generator.get_state()
     opt.initialize([batch])
+    after = opt.generator.get_state()
     alike = alone(new(net))
     alike._ranks = opt._ranks  # the seed of this rank, the rows of this rank alone
     alike._seed = opt._seed
@@ -542,6 +562,7 @@ def samples_of_the_initial_pass(rank):
     own = on_all(alike.factors()["5"].S)
     assert_close(own.mean(0), opt.factors()["5"].S)
     assert not torch.equal(own[0], own[1])
+    assert torch.equal(before, after)
 
 
 @case
@@ -684,6 +705,7 @@ def main(folder, rank, device, *chosen):
         except Exception:
             print(name, "failed", traceback.format_exc(), flush=True)
         dist.barrier()
+    time.sleep(SETTLE)
     dist.destroy_process_group()
 
 

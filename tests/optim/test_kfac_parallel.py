@@ -1,9 +1,11 @@
 """KFAC in data-parallel training: two processes that meet through a file, and what is refused."""
 
+import time
+
 import pytest
 import torch
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
-from oracle.two_ranks import failures
+from oracle.two_ranks import SETTLE, failures
 from torch import nn
 
 from decaylab.curvature import ranks
@@ -47,6 +49,7 @@ def test_one_rank_is_a_single_process(tmp_path):
         assert all(map(torch.equal, plain.parameters(), wrapped.parameters()))
         single.load_state_dict(opt.state_dict())
     finally:
+        time.sleep(SETTLE)
         processes.destroy_process_group()
 
 

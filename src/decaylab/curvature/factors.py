@@ -268,7 +268,7 @@ class Bank:
             fold_(self._wide_A[here], A, keep[here], layer.positions)
             fold_(self.G[here], G, keep[here], layer.rows)
             # a mask may have left no row: then the gain is 0, and what it multiplies must be finite
-            rows = layer.rows.clamp(min=1) if isinstance(layer.rows, Tensor) else layer.rows
+            rows = layer.rows.clamp(min=1) if isinstance(layer.rows, Tensor) else max(layer.rows, 1)
             self.T[here] += gain[here] * (layer.positions / rows)
 
     @property

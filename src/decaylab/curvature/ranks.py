@@ -80,16 +80,11 @@ class Ranks:
             sums = measure()
         except Exception as error:  # the others are told before it is raised
             sums, failure = {}, error
-        rows = [_counts(sums.get(name)) for name in blocks]
-        rows.append([float(failure is not None), float(step), float(step) ** 2, 0.0, 0.0])
-        table = torch.tensor(rows, dtype=torch.float64, device=device)
-        for row, name in zip(table, blocks, strict=False):
-            own = sums.get(name, Sums())
-            for entry, count in enumerate((own.positions, own.rows)):
-                if isinstance(count, Tensor):
-                    row[entry + 1] += count
-        self.add_up([table])
-        *counts, (failures, steps, squares, *_) = table.tolist()
+        step %= 2**20  # its square, and that of a sum of it, must be exact
+        own_or_none = [(name in sums, sums.get(name, Sums())) for name in blocks]
+        table = [[here, own.positions, own.rows] for here, own in own_or_none]
+        table.append([failure is not None, step, step**2])
+        *counts, (failures, steps, squares) = self._added_up(table, device)
         if failure is not None:
             raise failure
         if failures:
@@ -97,28 +92,37 @@ class Ranks:
                 f"{failures:.0f} of the {self.size} ranks could not measure the curvature: "
                 "see the error that they raised"
             )
-        if steps**2 != squares * self.size:
+        if steps**2 != squares * self.size:  # their spread
             raise DecaylabError(
                 "the ranks' KFACs are not at the same step: call load_state_dict on every rank, "
                 "and step() equally often"
             )
         total: dict[str, Sums] = {}
-        for (name, block), row, count in zip(blocks.items(), table, counts, strict=False):
-            seen, positions, logits, masked, masked_logits = count
+        for (name, block), (seen, positions, rows) in zip(blocks.items(), counts, strict=True):
             if seen:
-                own = sums.get(name) or Sums.none(block, device)
-                own.positions = row[1] if masked else positions
-                own.rows = row[2] if masked_logits else logits
-                total[name] = own
+                total[name] = own = sums.get(name) or Sums.none(block, device)
+                own.positions, own.rows = positions, rows
         self.add_up([side for own in total.values() for side in own.sides])
         return total
+
+    def _added_up(self, table: list[list[Tensor | float]], device: torch.device) -> list[Any]:
+        """The sums over the ranks of numbers, some of which (masked rows) are on the device."""
+        flat = [number for row in table for number in row]
+        known = [0.0 if isinstance(number, Tensor) else float(number) for number in flat]
+        sums = torch.tensor(known, dtype=torch.float64, device=device)
+        for entry, number in enumerate(flat):
+            if isinstance(number, Tensor):
+                sums[entry] = number
+        self.add_up([sums])
+        return sums.view(len(table), -1).tolist()
 
     def _check(self) -> None:
         """Refuse ranks that would step apart, or would wait for one that does not come."""
         if self.early and several():
             raise DecaylabError(
                 "this KFAC was built before the processes knew of each other, and has factors of "
-                "its own rows alone: build it after init_process_group"
+                "its own rows alone: build it after init_process_group (which TrainingArguments or "
+                "Accelerator() may have called)"
             )
         if self.wrapper is not None and self.wrapper._join_config.enable:
             raise DecaylabError(
@@ -198,15 +202,6 @@ def refuse_to_stay_away(model: nn.Module) -> None:
             "this rank has a batch without rows, and SyncBatchNorm lets the others wait for it: "
             "give every rank at least one row"
         )
-
-
-def _counts(sums: Sums | None) -> list[float]:
-    """Whether a layer was seen, its counts, and which of these are tensors (and not in here)."""
-    if sums is None:
-        return [0.0] * 5
-    counts = sums.positions, sums.rows
-    known = [0.0 if isinstance(count, Tensor) else float(count) for count in counts]
-    return [1.0, *known, *(float(isinstance(count, Tensor)) for count in counts)]
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

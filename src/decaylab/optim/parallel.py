@@ -6,11 +6,16 @@
 Factors are those of all ranks' rows together, each row counting alike, also where ranks have
 different numbers of them. Gradients are DistributedDataParallel's, a mean over ranks. As factors,
 inverses and gradients are the same bits on every rank, so are the steps, where the ranks compute
-alike: the same kind of device, and the same software.
+alike: the same kind of device, and the same software. Without DistributedDataParallel (a group
+named in `KFACOptions`), the loop must see to it that weights and gradients are the same everywhere.
 
-Sampled outputs are drawn by each rank for its own rows, from numbers that depend on the seed, the
-step and the rank only: what the first rank's `state_dict()` holds lets all ranks go on bit for bit
-(load it on every rank), with another number of ranks from other samples.
+A layer may be used by some ranks only, a batch may be empty, and the ranks may give `initialize`
+different batches, but for SyncBatchNorm, whose ranks wait for each other in every pass.
+
+The empirical Fisher takes a mean loss to be the mean over the rank's own rows. Sampled outputs are
+drawn by each rank for its own rows, from numbers that depend on seed, step and rank alone:
+what the first rank's `state_dict()` holds lets all ranks go on bit for bit (load it on every rank);
+another number of ranks, or one, goes on with other samples.
 
 Cost, beside that of one process: at a refresh the sums of A and G are added up over the ranks, and
 the host waits once; each rank inverts a share of the blocks, and inverses are sent around.
