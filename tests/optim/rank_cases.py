@@ -18,7 +18,7 @@ from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, t
 from oracle.two_ranks import SETTLE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -618,6 +618,7 @@ def shards(rank):
     for model in (
         fully_shard(new(net), mesh=mesh),
         parallelize_module(new(net), mesh, {"0": ColwiseParallel()}),
+        FullyShardedDataParallel(new(net), device_id=torch.device("cpu")),
     ):
         with sentences() as said:
             KFAC(model, 0.1)

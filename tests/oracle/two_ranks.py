@@ -7,7 +7,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 SCRIPT = TESTS / "optim" / "rank_cases.py"
-SECONDS = 120
+SECONDS = 200
 # A group that goes right behind its last message may wait for a thread of its own, which waits for
 # the interpreter: so many seconds let that thread finish first.
 SETTLE = 0.3
