@@ -1,12 +1,12 @@
-"""What two ranks do together, each case in both: `rank_cases.py FOLDER RANK DEVICE [CASE ...]`.
+"""What ranks do together, each case in all: `rank_cases.py FOLDER RANK SIZE DEVICE [CASE ...]`.
 
 Prints "CASE ok", or "CASE failed" and why, for each. A case asserts at its end, when the ranks have
 nothing left to tell each other.
 """
 
 import copy
+import os
 import sys
-import time
 import traceback
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -15,7 +15,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
-from oracle.two_ranks import SETTLE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -28,8 +27,7 @@ from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
 
 CLASSES = 3
-SIZE = 2
-DEVICE = sys.argv[3] if __name__ == "__main__" else "cpu"
+SIZE, DEVICE = (int(sys.argv[3]), sys.argv[4]) if __name__ == "__main__" else (2, "cpu")
 TOLERANCE = 1e-10
 CASES = {}
 
@@ -681,7 +679,26 @@ if DEVICE != "cpu":
         case(one)
 
 
-def main(folder, rank, device, *chosen):
+def a_single_process(rank):
+    """Alone in its group: bit for bit, with the names and random numbers; a state goes both ways.
+
+    Not among the cases of two.
+    """
+
+    def build():
+        return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+    plain, wrapped = new(build), DistributedDataParallel(new(build))
+    single, opt = KFAC(plain, 0.1, refresh_every=2), KFAC(wrapped, 0.1, refresh_every=2)
+    for step in range(5):
+        train_step(single, plain, *data(step))
+        train_step(opt, wrapped, *data(step))
+    assert all(map(torch.equal, plain.parameters(), wrapped.parameters()))
+    single.load_state_dict(opt.state_dict())
+    opt.load_state_dict(single.state_dict())
+
+
+def main(folder, rank, size, device, *chosen):
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     early = KFAC(new(net), 0.1)
@@ -697,17 +714,16 @@ def main(folder, rank, device, *chosen):
         rank=int(rank),
         world_size=SIZE,
         init_method=f"file://{folder}/meeting",
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=200),
     )
     for name in chosen or CASES:
         try:
-            CASES[name](int(rank))
+            (CASES | {"a_single_process": a_single_process})[name](int(rank))
             print(name, "ok", flush=True)
         except Exception:
             print(name, "failed", traceback.format_exc(), flush=True)
         dist.barrier()
-    time.sleep(SETTLE)
-    dist.destroy_process_group()
+    os._exit(0)  # a group that is destroyed right behind its last message may wait for itself
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
-"""KFAC in data-parallel training: two processes that meet through a file, and what is refused."""
-
-import time
+"""KFAC in data-parallel training: processes that meet through a file, and what is refused."""
 
 import pytest
 import torch
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
-from oracle.two_ranks import SETTLE, failures
+from oracle.two_ranks import failures
 from torch import nn
 
 from decaylab.curvature import ranks
@@ -30,27 +28,7 @@ def test_two_ranks(tmp_path):
 
 
 def test_one_rank_is_a_single_process(tmp_path):
-    """Bit for bit, with the names and the random numbers that it has; a state goes both ways."""
-    plain = seeded(net)
-    plain[1] = nn.BatchNorm1d(5).double()
-    single = KFAC(plain, 0.1, refresh_every=2)
-    processes = torch.distributed
-    processes.init_process_group(
-        "gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/meeting"
-    )
-    try:
-        model = seeded(net)
-        model[1] = nn.BatchNorm1d(5).double()
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        opt = KFAC(wrapped, 0.1, refresh_every=2)
-        for step in range(5):
-            train_step(single, plain, *data(step))
-            train_step(opt, wrapped, *data(step))
-        assert all(map(torch.equal, plain.parameters(), wrapped.parameters()))
-        single.load_state_dict(opt.state_dict())
-    finally:
-        time.sleep(SETTLE)
-        processes.destroy_process_group()
+    assert failures(tmp_path, "cpu", "a_single_process", size=1) == []
 
 
 def test_synchronized_batch_norm_in_an_initial_pass():

@@ -1,4 +1,4 @@
-"""Run the cases of tests/optim/rank_cases.py in two processes."""
+"""Run the cases of tests/optim/rank_cases.py in processes of their own."""
 
 import os
 import subprocess
@@ -7,22 +7,27 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 SCRIPT = TESTS / "optim" / "rank_cases.py"
-SECONDS = 200
-# A group that goes right behind its last message may wait for a thread of its own, which waits for
-# the interpreter: so many seconds let that thread finish first.
-SETTLE = 0.3
+SECONDS = 600
 
 
-def failures(folder: Path, device: str) -> list[str]:
-    """What each rank says of the cases that failed; and that of a rank which did not finish."""
+def failures(folder: Path, device: str, *cases: str, size: int = 2) -> list[str]:
+    """What each rank says of the cases that failed (left out: of all cases)."""
     paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    outputs = [folder / f"rank_{rank}" for rank in (0, 1)]
+    outputs = [folder / f"rank_{rank}" for rank in range(size)]
     ranks = []
     for rank, output in enumerate(outputs):
         with output.open("w") as file:
             ranks.append(
                 subprocess.Popen(
-                    [sys.executable, str(SCRIPT), str(folder), str(rank), device],
+                    [
+                        sys.executable,
+                        str(SCRIPT),
+                        str(folder),
+                        str(rank),
+                        str(size),
+                        device,
+                        *cases,
+                    ],
                     env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
                     stdout=file,
                     stderr=subprocess.STDOUT,
