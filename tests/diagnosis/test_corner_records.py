@@ -253,6 +253,19 @@ def test_the_damping_is_judged_of_kfac_s_layers_alone():
     assert beside.layers[1].verdict is None
 
 
+@pytest.mark.parametrize(("grown", "free"), [(True, False), (False, False), (True, True)])
+def test_scale_free_damping_is_advised_where_it_would_be_lower(grown, free):
+    """lambda |W(0)|^2 / |W|^2 is lower where the weights have grown, else higher."""
+    moves = {"growth": 0.004} if grown else {"weight_decay": 0.01}
+    layer = Layer(power=0, e=0.0, damping=1e-2, scale_free=free, share=0.02, **moves)
+    (said,) = [s for s in diagnose(records({"conv": layer})).consequences if "dominate" in s]
+    assert said.endswith(
+        'Lower the damping, or use damping_scaling="scale-free".'
+        if grown and not free
+        else "Lower the damping."
+    )
+
+
 def test_a_layer_without_a_gradient_does_not_decay():
     """torch leaves such a weight alone: a norm that stands still is no balance there."""
     model = small_net()

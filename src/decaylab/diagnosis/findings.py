@@ -373,15 +373,22 @@ def what_follows(
     burst = [one for layer in invariant for one in bursts(layer)]
     if burst:
         said.append(burst_words(burst, run.layers[burst[0].layer].setting))
-    share = last_share(x for x in run.layers.values() if x.invariant and by_kfac(x))
+    preconditioned = [x for x in run.layers.values() if x.invariant and by_kfac(x)]
+    share = last_share(preconditioned)
     if share is not None and share < DAMPING_DOMINATES:
-        lower = "" if burst else ' Lower the damping, or use damping_scaling="scale-free".'
         said.append(
             "Damping has come to dominate K-FAC: the second-order share of the scale-invariant"
             f" layers is {100 * share:.0f} % at the end. In the remaining directions K-FAC steps"
-            f" like SGD.{lower}"
+            f" like SGD.{'' if burst else _lower_damping(preconditioned)}"
         )
     return said
+
+
+def _lower_damping(layers: list[LayerRecord]) -> str:
+    """What helps against it: scale-free damping falls where weights have grown, and there alone."""
+    fixed = [x for x in layers if x.norms and x.setting and not x.setting.scale_free]
+    grown = sum(math.log(x.norms[-1][1] / x.norms[0][1]) for x in fixed) > 0
+    return " Lower the damping" + (', or use damping_scaling="scale-free".' if grown else ".")
 
 
 def _opposite(finding: Finding) -> bool:
