@@ -1,25 +1,16 @@
 """benchmarks/bursts.py: what counts as a burst, and that a run of it ends in one."""
 
-import importlib
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from decaylab.data import load
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
-def script():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield importlib.import_module("bursts")
-    sys.path.pop(0)
-    for name in ("bursts", "measuring"):
-        sys.modules.pop(name, None)
+def script(benchmark):
+    return benchmark("bursts")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
 """The independently written script takes decaylab's steps, and its images are the recipe's."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,13 +17,8 @@ FACTS = DATA_SETS["cifar10"]
 
 
 @pytest.fixture(scope="module")
-def script():
-    """The script, imported as running it does."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    yield importlib.import_module("independent")
-    sys.path.pop(0)
-    for name in ("independent", "independent_parts"):
-        sys.modules.pop(name, None)
+def script(benchmark):
+    return benchmark("independent")
 
 
 @pytest.fixture(scope="module")

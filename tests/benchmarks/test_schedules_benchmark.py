@@ -1,8 +1,6 @@
 """benchmarks/schedules.py: what it measures, and that schedules come as near as the pages say."""
 
-import importlib
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +16,8 @@ STEPS = 440
 
 
 @pytest.fixture(scope="module")
-def script():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield importlib.import_module("schedules")
-    sys.path.pop(0)
-    for name in ("schedules", "measuring"):
-        sys.modules.pop(name, None)
+def script(benchmark):
+    return benchmark("schedules")
 
 
 def ratios(script, runs, quantity, schedule="advise schedule", parts=8):
