@@ -96,7 +96,7 @@ class Capture:
         on_output: Callable[[Any, dict[str, Any]], None],
         on_gradient: Callable[[Call, Tensor], None] | None = None,
     ) -> None:
-        self.model = unwrapped(model)[-1]
+        self.model = innermost(model)
         self.calls: list[Call] = []
         self._layers = layers
         self.without_grad: set[str] = set()
@@ -254,19 +254,19 @@ def eager_module(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def unwrapped(model: nn.Module) -> list[nn.Module]:
-    """The model, then what `torch.compile` or DistributedDataParallel has wrapped in it, and so on.
+def wrappings(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, then what `torch.compile` or DistributedDataParallel has in it, and so on."""
+    yield model
+    inner = getattr(model, "_orig_mod", None)
+    if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+        inner = model.module
+    if inner is not None:
+        yield from wrappings(inner)
 
-    The last is the user's own.
-    """
-    found = [model]
-    while True:
-        inner = eager_module(found[-1])
-        if isinstance(inner, nn.parallel.DistributedDataParallel) and inner is found[-1]:
-            inner = inner.module
-        if inner is found[-1]:
-            return found
-        found.append(inner)
+
+def innermost(model: nn.Module) -> nn.Module:
+    """The last of the `wrappings`: the user's own module, whose forward pass is that of a rank."""
+    return list(wrappings(model))[-1]
 
 
 @contextmanager

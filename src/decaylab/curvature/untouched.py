@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from decaylab.curvature.capture import _Hook, logits_of
+from decaylab.curvature.capture import _Hook, innermost, logits_of
 from decaylab.errors import DecaylabError
 
 BatchNormMode = Literal["eval", "train"]
@@ -23,15 +23,8 @@ BatchNormMode = Literal["eval", "train"]
 
 def bare(model: nn.Module) -> nn.Module:
     """The eager module behind `torch.compile` and data-parallel wrappers: names without prefix."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(
-            model, nn.parallel.DistributedDataParallel | nn.DataParallel
-        ):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
+    inner = innermost(model)
+    return bare(inner.module) if isinstance(inner, nn.DataParallel) else inner
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.blocks import Blocks
-from decaylab.curvature.capture import as_in_training, unwrapped
+from decaylab.curvature.capture import as_in_training, innermost
 from decaylab.curvature.factors import KroneckerFactors, Sums
 from decaylab.curvature.layers import Sharing
 from decaylab.curvature.observer import Measure, Observer
@@ -147,7 +147,7 @@ class KFAC(torch.optim.Optimizer):
         if damping_scaling not in ("fixed", "scale-free"):
             raise DecaylabError(f"damping_scaling is {damping_scaling!r}: use fixed or scale-free")
         check_arguments(model, lr)
-        self.model = unwrapped(model)[-1]
+        self.model = innermost(model)
         self._ranks = ranks_of(model, options.process_group)
         if others_lr is None:
             others_lr = 1e-3 if others == "adam" else float(lr)

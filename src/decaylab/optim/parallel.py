@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from decaylab.curvature.capture import unwrapped
+from decaylab.curvature.capture import wrappings
 from decaylab.curvature.ranks import Ranks, several
 from decaylab.errors import DecaylabError
 
@@ -43,7 +43,7 @@ def ranks_of(model: nn.Module, group: Any) -> Ranks:
         return Ranks(early=True)
     _refuse_shards(model)
     parallel = nn.parallel.DistributedDataParallel
-    wrapper: Any = next((m for m in unwrapped(model) if isinstance(m, parallel)), None)
+    wrapper: Any = next((m for m in wrappings(model) if isinstance(m, parallel)), None)
     if group is None and wrapper is not None:
         group = wrapper.process_group
     if group is not None:

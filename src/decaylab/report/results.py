@@ -209,27 +209,31 @@ def _searches(results: Results) -> dict[str, list[Found]]:
     """The runs of searches by the cell they are for."""
     found: dict[str, list[Found]] = {}
     for run in results.searched:
-        spec = run.spec
-        key = {"dataset": spec.data, "network": spec.network, "batch_norm": int(spec.batch_norm)}
-        words = key_words({**key, "augment": int(spec.augment)}, list(key))
-        words += [f"batch {spec.batch_size}"] if spec.batch_size != 128 else []
-        words += ["constant lr"] if _constant_lr(run) else []
-        title = ", ".join([*words, named(spec.optimizer), named(spec.decay)])
+        key = _cell_of(run)
+        words = key_words(key, ["dataset", "network", "batch_norm"])
+        words += [f"batch {key['batch_size']}"] if key["batch_size"] != 128 else []
+        words += ["constant lr"] if key["constant_lr"] else []
+        title = ", ".join([*words, named(run.spec.optimizer), named(run.spec.decay)])
         found.setdefault(title, []).append(run)
     return found
 
 
 def _has_winner(results: Results, run: Found) -> bool:
     """Whether the search that a run belongs to has ended."""
-    spec, tier = run.spec, run.manifest.tier
-    key = {
+    tier, folder = run.manifest.tier, results.root / "searched"
+    schemes = {"none": ("none",), "l2": ("l2", "wd")}.get(run.spec.decay, ("wd",))  # SGD's wd is L2
+    found = [searched(_cell_of(run), scheme, tier, folder) for scheme in schemes]
+    return any(winner is not None and winner.tier == tier for winner in found)
+
+
+def _cell_of(run: Found) -> dict[str, Any]:
+    """The cell that a run was searched for, but for its kind of decay."""
+    spec = run.spec
+    return {
         **{"dataset": spec.data, "network": spec.network, "optimizer": spec.optimizer},
         **{"batch_norm": int(spec.batch_norm), "augment": int(spec.augment)},
         **{"batch_size": spec.batch_size, "constant_lr": _constant_lr(run)},
     }
-    schemes = {"none": ("none",), "l2": ("l2", "wd")}.get(spec.decay, ("wd",))  # SGD's wd is L2
-    found = [searched(key, scheme, tier, results.root / "searched") for scheme in schemes]
-    return any(winner is not None and winner.tier == tier for winner in found)
 
 
 def _constant_lr(run: Found) -> bool:
