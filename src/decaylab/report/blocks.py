@@ -22,6 +22,7 @@ from decaylab.report.results import (
     runs,
     searches,
     text_grid,
+    variants,
 )
 from decaylab.report.tables import (
     Entry,
@@ -194,6 +195,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "rest": rest,
     "misses": misses,
     "first-order": first_order,
+    "variants": variants,
     "searches": searches,
     "independent": independent,
     "claims": claims,

@@ -6,6 +6,7 @@ Blocks of Markdown for pages (`report.blocks`).
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from decaylab.report.names import key_words, named
 from decaylab.report.page import Cell, Grid, grid_markdown
 from decaylab.report.provenance import Found, seeds_of, survey, tiers_of
 from decaylab.report.sections import Filled, fill, judged, titled
+from decaylab.training import RunSpec
 
 SCHEDULES = {"full": "the paper's schedule", "short": "one fifth of the paper's schedule"}
 
@@ -52,6 +54,17 @@ class Results:
     def claims(self, tier: str) -> dict[str, Claim]:
         """The paper's claims by id, judged at a tier."""
         return {claim.id: claim for claim in judged(self.readings, tier, self.seeds)}
+
+    @cached_property
+    def used(self) -> dict[str, RunReading]:
+        """The finished runs of all artefacts."""
+        filled = [self.filled(name, tier) for tier in self.tiers for name in artefacts()]
+        return {name: run for one in filled for name, run in self.runs_of(one.cells).items()}
+
+    @cached_property
+    def unused(self) -> list[Found]:
+        """The runs in no artefact."""
+        return [run for run in self.found if run.manifest.id not in self.used]
 
     def runs_of(self, cells: Sequence[PaperCell]) -> dict[str, RunReading]:
         """The finished runs of some cells, each once, those at our own settings too."""
@@ -94,10 +107,9 @@ def runs(results: Results) -> str:
                     *(str(len(found)), _minutes(times[name] for name in found)),
                 ]
             )
-    unused = [name for name in times if name not in counted]
     again, _ = survey(RunStore(results.root / "repeats"))
     others = [
-        ("in no table or figure", "", [times[name] for name in unused]),
+        ("in no table or figure", "", [*map(_time, results.unused)]),
         ("made again, without `--compiled` or in TF32", "", [*map(_time, again)]),
         (
             "searches on held-out images",
@@ -134,6 +146,41 @@ def _minutes(runs: Iterable[tuple[str, float]]) -> str:
     on_cpu = [minutes for device, minutes in runs if device == "cpu"]
     on_gpu = sum(minutes for _, minutes in runs) - sum(on_cpu)
     return f"{on_gpu:.1f}" + (f" (on a CPU: {sum(on_cpu):.1f})" if on_cpu else "")
+
+
+def variants(results: Results) -> str:
+    """The runs in no table or figure: which run of one is nearest, and in what they differ."""
+    rows = []
+    for run in results.unused:
+        tier = run.manifest.tier
+        specs = [one.spec.resolved() for one in results.used.values() if one.manifest.tier == tier]
+        if not specs:
+            continue
+        nearest = min(specs, key=lambda spec: len(_differing(run.spec, spec)))
+        changed = [
+            f"{name} {getattr(run.spec, name)} instead of {getattr(nearest, name)}"
+            for name in _differing(run.spec, nearest)
+        ]
+        reading = results.readings.of(run.spec)
+        curve = [] if reading is None else reading.curve("test/accuracy")
+        jacobian = None if reading is None else reading.final("jacobian_norm")
+        epoch, best = max(curve, key=lambda point: point[1], default=(0, None))
+        rows.append(
+            [
+                *(run.manifest.id, tier, nearest.id, "; ".join(changed)),
+                percent(curve[-1][1]) if curve else f"{run.manifest.status}, epoch {run.epochs}",
+                "—" if best is None else f"{percent(best)} (epoch {epoch})",
+                "—" if jacobian is None else f"{jacobian:.4g}",
+            ]
+        )
+    header = ["run", "tier", "as", "but with", "last epoch", "best epoch", "squared Jacobian norm"]
+    return text_grid(header, rows) if rows else "*There are none.*\n"
+
+
+def _differing(one: RunSpec, other: RunSpec) -> list[str]:
+    """The fields in which two specs differ."""
+    names = [field.name for field in fields(one)]
+    return [name for name in names if getattr(one, name) != getattr(other, name)]
 
 
 def rest(results: Results) -> str:
