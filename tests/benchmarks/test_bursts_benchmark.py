@@ -14,19 +14,21 @@ def script(benchmark):
 
 
 @pytest.mark.parametrize(
-    ("norms", "accuracies", "wanted"),
+    ("accuracies", "wanted"),
     [
-        ([3, 2, 4, 3], [1, 1, 1, 1], [(3, 2, 4)]),
-        ([3, 2, 4, 3], [0.5, 0.9, 1, 1], []),  # not fitted before it
-        ([3, 2, 4, 6, 5], [1, 1, 0.3, 0.4, 1], [(3, 2, 6)]),  # two epochs, one burst
-        ([3, 4, 3, 4], [1, 1, 1, 1], [(2, 3, 4), (4, 3, 4)]),
-        ([2, 2.19, 2.4], [1, 1, 1], []),  # less than a tenth each
-        ([3], [1], []),
+        ([1, 1, 0.98, 1], [(3, 20)]),
+        ([0.95, 0.998, 0.98, 1], []),  # not fitted before it
+        ([1, 1, 0.9, 0.4, 0.98, 1], [(3, 20)]),  # three epochs, one burst
+        ([1, 0.9, 1, 0.9], [(2, 10), (4, 30)]),
+        ([0.999, 0.99, 0.995], []),  # not lost
+        ([0.999, 0.992, 0.989], [(3, 20)]),  # fitted once is enough
+        ([1], []),
     ],
 )
-def test_a_burst_is_a_row_of_epochs_that_lengthen_a_fitted_layer(script, norms, accuracies, wanted):
+def test_a_burst_is_a_row_of_epochs_that_lose_what_was_fitted(script, accuracies, wanted):
+    norms = [10 * epoch for epoch in range(1, 1 + len(accuracies))]
     assert script.bursts(norms, accuracies) == [
-        {"epoch": epoch, "before": before, "after": after} for epoch, before, after in wanted
+        {"epoch": epoch, "before": before} for epoch, before in wanted
     ]
 
 
@@ -44,6 +46,7 @@ def test_decay_ends_in_a_burst_and_scale_free_damping_does_not(script):
     first = fixed["bursts"][0]
     assert first["before"] in fixed["norm"]
     assert first["before"] < fixed["norm"][0]
+    assert set(free["norm"]) == {free["norm"][0]}
 
 
 def test_what_it_prints(script, capsys):

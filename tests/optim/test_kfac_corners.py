@@ -117,6 +117,35 @@ def test_layers_named_as_invariant_are_those_that_scale():
         KFAC(net(), 0.1, damping_scaling="scale-free", options=KFACOptions(invariant=("0", "1")))
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_scale_free_steps_leave_norms_and_what_does_not_move_alone(momentum):
+    """Bit for bit where a step is skipped or a weight is frozen. Zeros, without a scale, stay."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model.double()
+    nn.init.zeros_(model[0].weight)
+    named = KFACOptions(invariant=("0", "2", "4"))
+    opt = KFAC(model, 0.5, damping_scaling="scale-free", momentum=momentum, options=named)
+    x, y = data()
+
+    def trained(*frozen: int, spoiled: bool = False) -> list[bool]:
+        before = [model[layer].weight.detach().clone() for layer in (0, 2, 4)]
+        opt.zero_grad()
+        for layer in (0, 2, 4):
+            model[layer].weight.requires_grad_(layer not in frozen)
+        cross_entropy(model(x), y).backward()
+        if spoiled:
+            model[2].weight.grad.fill_(math.nan)
+        opt.step()
+        norms = [float(model[layer].weight.detach().norm()) for layer in (2, 4)]
+        assert norms == pytest.approx([float(w.norm()) for w in before[1:]], rel=1e-12)
+        return [torch.equal(model[n].weight, w) for n, w in zip((0, 2, 4), before, strict=True)]
+
+    assert trained() == [True, False, False]
+    assert trained(spoiled=True) == [True, True, True]
+    assert trained(4) == [True, False, True]
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_the_default_damping_does_not_scale():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     opt = KFAC(model, 0.1, damping=0.5)
@@ -280,8 +309,7 @@ def test_what_the_first_step_inverts_is_not_inverted_again_behind_it(python):
             opt.zero_grad()
             cross_entropy(model(x), y).backward()
             opt.device_step()
-        else:
-            model[0].weight.data *= 1.1
+        model[0].weight.data *= 1.1
         inverses.append(layer()["A_inverse"])
         opt.after_step()
         pending.append("A_pending" in layer())

@@ -1,5 +1,6 @@
 """Where K-FAC is exact, it is exact; where it is sampled, it is unbiased; Eq. 13 and damping."""
 
+import contextlib
 import copy
 import itertools
 
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.scale_free import ScaleFree
 
 CLASSES = 3
 SEEDED = {"options": KFACOptions(seed=0)}
@@ -283,7 +285,38 @@ def test_scale_free_damping_keeps_the_direction_of_the_damped_step(curvature, fa
     at_start = change_of_direction(model, 1.0, damping_scaling="fixed", **options)
     assert (plain - free).norm() <= 1e-10 * plain.norm()
     assert (plain - fixed).norm() > 1e-2 * plain.norm()
-    assert torch.equal(plain, at_start)  # both settings agree at step 0
+    assert (plain - at_start).norm() <= 1e-12 * plain.norm()  # both settings agree at step 0
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "gauss-newton"])
+def test_scale_free_steps_move_directions_as_if_the_norms_were_free(curvature, monkeypatch):
+    """Steps are as long as the weights are: put back or not, the directions go the same way.
+
+    Momentum, KL clip and decoupled decay included; of L2 that is not so.
+    """
+    x, y = 3 * random(12, 2, 4, 4), labels_for(12, classes=CLASSES)
+    options = {"damping": 0.1, "damping_scaling": "scale-free", "curvature": curvature}
+    options |= {"weight_decay": 0.3, "kl_clip": 0.1, "factor_decay": 0.0}
+
+    def trained() -> list[torch.Tensor]:
+        model = seeded(normalised_net)
+        weights = [model[layer].weight for layer in (0, 3)]
+        found = [torch.stack([w.detach().norm() for w in weights])]
+        opt = KFAC(model, 0.5, **EXACT, **options)
+        for _ in range(6):
+            train_step(opt, model, x, y)
+        found.append(torch.stack([w.detach().norm() for w in weights]))
+        return (
+            found + [w.detach() / w.detach().norm() for w in weights] + [model[7].weight.detach()]
+        )
+
+    start, end, *held = trained()
+    torch.testing.assert_close(end, start, rtol=1e-12, atol=0)
+    monkeypatch.setattr(ScaleFree, "held", lambda *_: contextlib.nullcontext())
+    start, end, *free = trained()
+    assert ((end / start - 1).abs() > 0.05).all()
+    for one, other in zip(held, free, strict=True):
+        assert (one - other).norm() <= 1e-7 * other.norm()
 
 
 def test_scale_free_damping_leaves_other_layers_alone():

@@ -133,7 +133,7 @@ def test_a_kl_clip_counts_what_is_trained_of_each_layer():
 
 
 def test_scale_free_damping_reaches_every_layer_of_a_stack():
-    """Weights twice as long: the step is that of a quarter of the damping."""
+    """Weights twice as long: they turn as with a quarter of the damping."""
 
     def moved(**damping):
         model = seeded(net)
@@ -142,7 +142,10 @@ def test_scale_free_damping_reaches_every_layer_of_a_stack():
             for p in model.parameters():
                 p.mul_(2)
         train_step(opt, model, *data(0))
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
+        values = [
+            p.detach() / (p.detach().norm() if p.dim() > 1 else 1) for p in model.parameters()
+        ]
+        return torch.cat([value.flatten() for value in values])
 
     named = KFACOptions(invariant=("0", "1", "3", "5", "7"))
     scaled = moved(damping=0.4, damping_scaling="scale-free", options=named)

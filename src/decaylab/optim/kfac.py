@@ -86,7 +86,7 @@ class KFAC(torch.optim.Optimizer):
         damping: lambda.
         damping_scaling: "fixed", or "scale-free": lambda |W_l(0)|^2 / |W_l|^2 for scale-invariant
             layers, W_l(0) being the weight when the optimizer was built, which keeps the effective
-            damping (Eq. 14) where it was asked to be.
+            damping (Eq. 14) where it was asked to be. Steps then leave |W_l| as it is.
         kl_clip: c, or None. Nets without normalisation mostly need one; 1e-3 is a good first try.
         refresh_every: steps between two measurements of the factors.
         invert_every: steps between two inversions. Within the first so many steps every refresh
@@ -178,9 +178,8 @@ class KFAC(torch.optim.Optimizer):
         generator = torch.Generator(self.device).manual_seed(seed)
         self._blocks = Blocks(planned.blocks, self.device, self._ranks)
         self._updater = Updater(self._blocks, self._first_order)
-        layers = []
-        if damping_scaling == "scale-free":
-            layers = invariant_layers(self.model, planned.blocks, options.invariant)
+        scaled = damping_scaling == "scale-free"
+        layers = invariant_layers(self.model, planned.blocks, options.invariant) if scaled else []
         self.scale_free = ScaleFree(planned.blocks, layers)
         self._seed = together(self._ranks, seed, self.scale_free.norms, generator)
         self._skips = Skips(self.device)
@@ -239,7 +238,8 @@ class KFAC(torch.optim.Optimizer):
                 self._refresh(self._blocks.gather(self._observer.take, self.steps))
             if self.inverts_now:
                 self._invert()
-            self._update()
+            with self.scale_free.held(self.state):
+                self._update()
 
     @torch.no_grad()
     def after_step(self) -> None:

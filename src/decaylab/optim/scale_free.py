@@ -1,6 +1,8 @@
 """Scale-free damping: the effective damping of Eq. 14 stays where it was asked to be."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,25 @@ class ScaleFree:
     def ratios(self) -> dict[str, Tensor]:
         """|W_l(0)|^2 / |W_l|^2 for each layer."""
         return {name: (self.norms[name] / _norm(b)) ** 2 for name, b in self._blocks.items()}
+
+    @contextmanager
+    def held(self, state: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[None]:
+        """Steps in here turn the weights, and leave |W_l| as it is.
+
+        With this damping a step is as long as W_l is, times something that does not depend on
+        |W_l|: nothing would hold the norms, and they grow or shrink exponentially. Put back with
+        the velocity (in `state`), they move in the same directions.
+        """
+        before = {name: _norm(block) for name, block in self._blocks.items()}
+        yield
+        for name, block in self._blocks.items():
+            weight, after = block.layer.weight, _norm(block)
+            there = (before[name] > 0) & (after > 0)
+            back = torch.where(there, before[name] / after, 1.0)
+            weight.mul_(back)
+            velocity = state.get(weight, {}).get("momentum_buffer")
+            if velocity is not None:
+                velocity.mul_(back)
 
 
 def invariant_layers(
