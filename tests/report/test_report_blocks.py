@@ -23,6 +23,17 @@ def write(store, spec, accuracy, *, tier="full", **more):
     return write_run(store, spec, values, tier=tier, device="a GPU", **more)
 
 
+def set_accuracy(folder, spec, epoch, accuracy):
+    """The synthetic curve only rises: another value in the middle of it."""
+    with folder.writing(spec.to_toml()):
+        lines = (folder.path / "rows.jsonl").read_text().splitlines()
+        entries = [json.loads(line) for line in lines]
+        for entry in entries:
+            if entry["name"] == "test/accuracy" and entry["epoch"] == epoch:
+                entry["value"] = accuracy
+        (folder.path / "rows.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
+
+
 def rows(text):
     lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -110,14 +121,7 @@ def test_misses_are_what_is_over_a_point_off_and_own_settings_count_when_marked(
 
 def test_the_last_and_the_best_epoch_of_first_order_decay_under_bn(store):
     cell = select(cells("table1", "full"), SGD)[1]
-    folder = write(store, cell.runs[0], 0.85)
-    with folder.writing(cell.runs[0].to_toml()):  # the synthetic curve only rises
-        lines = (folder.path / "rows.jsonl").read_text().splitlines()
-        entries = [json.loads(line) for line in lines]
-        for entry in entries:
-            if entry["name"] == "test/accuracy" and entry["epoch"] == 2:
-                entry["value"] = 0.878
-        (folder.path / "rows.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
+    set_accuracy(write(store, cell.runs[0], 0.85), cell.runs[0], 2, 0.878)
     (row,) = rows(block("first-order", store))
     assert row[2:] == ["published", "0", "0.1", "0.001", "88.85", "85.00", "87.80", "2", "100.00"]
 
@@ -149,6 +153,50 @@ def test_runs_that_no_table_shows_are_counted_too(store):
     assert found["in no table or figure"] == "1"
     assert found["made again, without `--compiled` or in TF32"] == "1"
     assert "In all 3 runs;" in text
+
+
+def test_a_run_in_no_table_beside_the_run_of_one_that_is_nearest(store):
+    plain, decayed = (cell.runs[0] for cell in select(cells("table1", "full"), SGD))
+    short = select(cells("table1", "short"), SGD)[1].runs[0]
+    for spec, tier in ((plain, "full"), (decayed, "full"), (short, "short")):
+        write(store, spec, 0.9, tier=tier)
+    odd = replace(decayed, lr=0.7, momentum=0.5)  # two off `decayed`, four off `plain`
+    values = {"test/accuracy": 0.85, "jacobian_norm": 12.3456, "kfac_gn_norm": 7.0}
+    folder = write_run(store, odd, values, tier="full")
+    set_accuracy(folder, odd.resolved(), 2, 0.878)
+    wild = replace(short, weight_decay=30.0)
+    write(store, wild, 0.1, tier="short", status="diverged")
+    given, other = decayed.resolved(), short.resolved()
+    lr, momentum, decay = given.lr, given.momentum, other.weight_decay
+    assert {row[0]: row[1:] for row in rows(block("variants", store))} == {
+        odd.id: [
+            *("full", decayed.id, f"lr 0.7 instead of {lr}; momentum 0.5 instead of {momentum}"),
+            *("85.00", "87.80 (epoch 2)", "12.35"),
+        ],
+        wild.id: [
+            *("short", short.id, f"weight_decay 30.0 instead of {decay}"),
+            *("diverged, epoch 3", "—", "—"),
+        ],
+    }
+
+
+def test_a_run_in_no_table_is_compared_within_its_tier(store):
+    """Adam's at the short tier is nearer, but was trained for another time."""
+    full, short = (
+        select(cells("table1", tier), [*VGG, "optimizer=adam"])[0].runs[0]
+        for tier in ("full", "short")
+    )
+    sgd = select(cells("table1", "full"), SGD)[0].runs[0]
+    write(store, short, 0.9, tier="short")
+    odd = replace(full, lr=0.7)
+    write(store, odd, 0.8)
+    write(store, replace(odd, network="mlp"), 0.8, tier="smoke")  # the first one by name
+    assert block("variants", store) == "*There are none.*\n"  # beside which they could stand
+    write(store, sgd, 0.9)
+    (row,) = rows(block("variants", store))
+    assert row[:3] == [odd.id, "full", sgd.id]
+    assert "optimizer adam instead of sgd; lr 0.7 instead of" in row[3]
+    assert "epochs" not in row[3]
 
 
 def test_minutes_on_a_cpu_are_no_gpu_minutes(store):
