@@ -43,6 +43,7 @@ SPECS = {
     "sgd": replace(SPEC, optimizer="sgd", decay="l2", lr=0.05),
     "adam": replace(SPEC, optimizer="adam"),
     "kfac-f": replace(SPEC, optimizer="kfac-f", **OFTEN),
+    "kfac-f, scale-free": replace(SPEC, optimizer="kfac-f", **OFTEN, damping_scaling="scale-free"),
     "kfac-g": replace(SPEC, optimizer="kfac-g", lr=0.01, **OFTEN),
     "kfac-g, lag": replace(SPEC, optimizer="kfac-g", lr=0.01, **OFTEN, inversion_lag=3),
 }

@@ -103,9 +103,11 @@ def test_plain_and_refresh_steps_do_not_wait_for_the_device(curvature, kl_clip, 
     assert (health.steps, health.skipped) == (7, 0)
 
 
-def test_masking_a_non_finite_gradient_does_not_wait_for_the_device():
+@pytest.mark.parametrize("scaling", ["fixed", "scale-free"])
+def test_masking_a_non_finite_gradient_does_not_wait_for_the_device(scaling):
     model = seeded(net).cuda()
-    opt = KFAC(model, 0.01, refresh_every=2, kl_clip=1e-3)
+    options = {"damping_scaling": scaling, "options": KFACOptions(invariant=("0", "6"))}
+    opt = KFAC(model, 0.01, refresh_every=2, kl_clip=1e-3, **options)
     x, y = (t.cuda() for t in data())
     for _ in range(3):
         train_step(opt, model, x, y)
