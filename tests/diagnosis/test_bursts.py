@@ -12,6 +12,8 @@ from decaylab.diagnosis.bursts import Burst, burst_words, bursts
 from decaylab.diagnosis.layers import LayerRecord, Setting
 from decaylab.diagnosis.observed import observe
 from decaylab.networks import build
+from decaylab.optim.decay import DECAYS
+from decaylab.records import Row, Rows
 
 FALL = [8.0, 7.0, 6.0, 5.0, 4.5, 4.0]
 
@@ -31,6 +33,8 @@ def layer(norms, *rates):
         ([*FALL, 7.9], []),  # does not undo it
         ([*FALL, 6.0, 8.5], []),  # takes two
         ([8.2, 8.1, 8.0, 7.9, 7.8, 7.7, 8.5], []),  # by less than a fifth
+        ([8.2, 8.1, 8.0, 7.9, 7.8, 7.5, 9.0], [Burst("a", 5, 7.5, 9.0)]),  # by a fifth
+        ([8.0, 7.0, 7.0, 5.0, 4.5, 4.0, 9.0], []),  # stood still in between
         (FALL, []),
         ([9.0], []),
         ([], []),
@@ -57,6 +61,31 @@ def test_what_helps_depends_on_the_optimizer():
     free = replace(kfac, scale_free=True)
     assert "What helps: a larger damping, a smaller lr" in burst_words(found[:1], free)
     assert "more like it" not in burst_words(found[:1], free)
+
+
+def test_the_first_burst_is_named_with_what_helps_its_own_layer():
+    """Layers may be stepped in different ways: K-FAC leaves some to SGD."""
+
+    def run(kfac, sgd):
+        rows = []
+        for name, (falls_after, power, damping) in {"kfac": kfac, "sgd": sgd}.items():
+            norms = [*[1.0] * falls_after, *(0.9**k for k in range(6)), *[2.0] * 9][:15]
+            how = {"lr": 0.1, "decay": DECAYS.index("decoupled"), "weight_decay": 0.5}
+            how |= {"momentum": 0.0, "invariant": 1.0, "power": power}
+            how |= {} if damping is None else {"damping": damping, "scale_free": 0.0}
+            rows += [Row(1, 0, 0.0, f"setting_{k}/{name}", float(v)) for k, v in how.items()]
+            rows += [Row(s, 0, 0.0, f"weight_norm/{name}", n) for s, n in enumerate(norms, 1)]
+        (said,) = [
+            words for words in diagnose(Rows(tuple(rows))).consequences if "A burst" in words
+        ]
+        return said
+
+    later_in_kfac = run((3, 0.0, 0.01), (0, 2.0, None))
+    assert "after step 6 the norm of sgd grew from 0.59 to 2 " in later_in_kfac
+    assert "What helps: a smaller lr or less decay" in later_in_kfac
+    earlier_in_kfac = run((0, 0.0, 0.01), (3, 2.0, None))
+    assert "after step 6 the norm of kfac" in earlier_in_kfac
+    assert 'What helps: damping_scaling="scale-free", a smaller lr' in earlier_in_kfac
 
 
 def trained(weight_decay: float, steps: int = 2000):

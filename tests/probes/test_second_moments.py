@@ -1,5 +1,7 @@
 """Adam's second moment by layer, against the sum its definition says."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam, sgd
 from decaylab.probes import second_moments
+from decaylab.probes.moments import kept
 
 
 def test_it_is_the_weighted_sum_of_squared_gradients():
@@ -59,3 +62,38 @@ def test_sgd_has_none():
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert second_moments(model, optimizer) == []
+
+
+def holding(name, value, size=2, **group):
+    """A weight, and an optimizer of somebody's own that remembers `value` under this name."""
+    weight = nn.Parameter(torch.ones(1, size))
+    optimizer = torch.optim.SGD([{"params": [weight], **group}], lr=0.1)
+    optimizer.state[weight] = {name: value}
+    model = nn.Linear(size, 1, bias=False)
+    model.weight = weight
+    return model, optimizer
+
+
+def test_it_is_summed_in_double_precision():
+    """In 16 bits there is no 257."""
+    moments = torch.ones(1, 257, dtype=torch.bfloat16)
+    (reading,) = second_moments(*holding("exp_avg_sq", moments, 257))
+    assert list(reading.layers.values()) == [257.0]
+
+
+def test_what_only_has_the_name_of_a_second_moment_is_none():
+    """Adafactor's is None where it is factored, and a count may be called a sum."""
+    for name, value in (("exp_avg_sq", None), ("sum", 3)):
+        model, optimizer = holding(name, value)
+        assert second_moments(model, optimizer) == []
+        assert kept(optimizer, optimizer.param_groups[0], model.weight) == 0.0
+
+
+def test_what_a_step_keeps_of_it():
+    """Not known where no setting says it; 0, as of Adam's beta2 = 0, is nothing."""
+    for group, expected in (({}, math.nan), ({"betas": (0.9, 0)}, 0.0), ({"alpha": 1}, math.nan)):
+        model, optimizer = holding("exp_avg_sq", torch.ones(1, 2), **group)
+        found = kept(optimizer, optimizer.param_groups[0], model.weight)
+        assert found == pytest.approx(expected, nan_ok=True)
+    model, optimizer = holding("square_avg", torch.ones(1, 2), alpha=1)
+    assert kept(optimizer, optimizer.param_groups[0], model.weight) == 1.0

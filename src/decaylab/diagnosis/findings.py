@@ -372,7 +372,8 @@ def what_follows(
         )
     burst = [one for layer in invariant for one in bursts(layer)]
     if burst:
-        said.append(burst_words(burst, run.layers[burst[0].layer].setting))
+        first = min(burst, key=lambda one: one.step)  # layers may be stepped in different ways
+        said.append(burst_words(burst, run.layers[first.layer].setting))
     preconditioned = [x for x in run.layers.values() if x.invariant and by_kfac(x)]
     share = last_share(preconditioned)
     if share is not None and share < DAMPING_DOMINATES:
