@@ -82,6 +82,22 @@ def test_runs_are_paired_with_the_same_run_without_decay(tmp_path):
     assert "not scale-invariant" in layers.rows[2][1].text
 
 
+def test_settings_that_read_alike_are_told_apart(tmp_path):
+    store, kfac = RunStore(tmp_path), replace(DECAYED, optimizer="kfac-f", lr=0.01)
+    for spec in (DECAYED, kfac, replace(kfac, precision="tf32")):
+        write_run(store, spec, decayed=True)
+    overview, *details = diagnoses_section(cases_of(store)).blocks
+    titles = [row[0].text for row in overview.grids[0].rows]
+    assert [block.title for block in details] == titles
+    told = {title for title in titles if title.startswith("K-FAC-F")}
+    ends = {
+        f", precision {spec.resolved().precision}"
+        for spec in (kfac, replace(kfac, precision="tf32"))
+    }
+    assert {title[title.index(", precision") :] for title in told} == ends
+    assert "precision" not in next(title for title in titles if title.startswith("SGD"))
+
+
 def test_seeds_that_disagree_are_counted(tmp_path):
     store = RunStore(tmp_path)
     for seed, jacobian in ((0, 1.0), (1, 4.0)):

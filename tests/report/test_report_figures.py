@@ -115,6 +115,22 @@ def test_where_ends_count_the_axis_is_cut_below_them_and_says_so(figures):
     assert figures[-1].get_ylim()[0] < 10
 
 
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ("no decay", "weight decay", "wn-conv", "wd-fc+wn-conv"),  # Fig. 4
+        ("Adam", "K-FAC-G", "SGD", "not fitted (2 outside)"),  # Fig. 5
+        ("baseline", "wd-conv", "wd-fc", "wd-all"),
+    ],
+)
+def test_legends_are_inside_the_picture(figures, labels):
+    draw(Panel("a", "x", "y", [Line(label, [0, 1], [1.0, 2.0]) for label in labels]))
+    box = figures[-1].get_legend().get_window_extent()
+    width, height = figures[-1].figure.canvas.get_width_height()
+    assert 0 <= box.x0 < box.x1 <= width
+    assert 0 <= box.y0 < box.y1 <= height
+
+
 def test_unframed_points_are_drawn_but_get_no_room(figures):
     fitted, near = Points("SGD", [10.0, 100.0], [1.0, 2.0]), ([20.0], [1.5])
     for x, y, said in (

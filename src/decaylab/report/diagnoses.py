@@ -93,7 +93,11 @@ def _setting(spec: RunSpec, without: set[str]) -> tuple[object, ...]:
 def diagnoses_section(cases: Sequence[Case]) -> Section:
     """A row per setting with the verdict on each mechanism, and what it rests on, folded."""
     header = [Cell("run"), *(Cell(name) for name in MECHANISMS), Cell("compared with")]
-    rows = [[Cell(_words(case), "words"), *_verdicts(case), _compared(case)] for case in cases]
+    titles = _titles(cases)
+    rows = [
+        [Cell(title, "words"), *_verdicts(case), _compared(case)]
+        for title, case in zip(titles, cases, strict=True)
+    ]
     text = [
         "Which of the three mechanisms decay acts through, for every run with decay, judged from"
         " the records (`decaylab diagnose RUN BASELINE`). The factor in brackets says by how much"
@@ -103,12 +107,33 @@ def diagnoses_section(cases: Sequence[Case]) -> Section:
         " often so at the paper's settings, which have another learning rate without decay."
     ]
     overview = Block("diagnoses", "Verdicts", grids=[Grid(header, rows)])
-    details = [_details(number, case) for number, case in enumerate(cases, start=1)]
+    details = [
+        _details(number, title, case)
+        for number, (title, case) in enumerate(zip(titles, cases, strict=True), start=1)
+    ]
     return Section("diagnosis", "Diagnosis", text, [overview, *details])
 
 
-def _words(case: Case) -> str:
-    spec = case.spec
+def _titles(cases: Sequence[Case]) -> list[str]:
+    """The settings in words; of those that read alike, with the fields in which they differ."""
+    titles = [_words(case.spec) for case in cases]
+    told = []
+    for title, case in zip(titles, cases, strict=True):
+        alike = [other.spec for words, other in zip(titles, cases, strict=True) if words == title]
+        differing = [
+            item.name
+            for item in fields(RunSpec)
+            if item.name != "seed" and len({getattr(spec, item.name) for spec in alike}) > 1
+        ]
+        values = {name: getattr(case.spec, name) for name in differing}
+        more = [
+            f"no {name}" if value == "" else f"{name} {value}" for name, value in values.items()
+        ]
+        told.append(", ".join([title, *more]))
+    return told
+
+
+def _words(spec: RunSpec) -> str:
     hidden = "x".join(map(str, spec.hidden or ()))
     network = f"{named(spec.network)} {hidden}".strip()
     net = [named(spec.data), network, "BN" if spec.batch_norm else "no BN"]
@@ -149,7 +174,7 @@ def _compared(case: Case) -> Cell:
     return Cell(f"no decay in {with_baseline} of {seeds}")
 
 
-def _details(number: int, case: Case) -> Block:
+def _details(number: int, title: str, case: Case) -> Block:
     """The evidence of a setting: what to know first, the reasons, factors by layer and seed."""
     first = [sentence for result in case.diagnoses for sentence in result.first]
     one = case.diagnoses[0]
@@ -162,7 +187,7 @@ def _details(number: int, case: Case) -> Block:
     skipped = [f"Left out: {layers} ({why})." for why, layers in one.left_out().items()]
     return Block(
         f"diagnosis-{number}",
-        _words(case),
+        title,
         text=[*dict.fromkeys(first), *one.consequences, *skipped],
         note="Runs: " + ", ".join(result.run for result in case.diagnoses) + ".",
         grids=grids,

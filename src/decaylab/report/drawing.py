@@ -264,9 +264,10 @@ def _room_for_ends(axes: "Axes", lines: Sequence[Line]) -> None:
 def _legend(axes: "Axes", panel: Panel) -> None:
     labels = list(dict.fromkeys(mark.label for mark in panel.marks if mark.label))
     if labels:
+        wide = sum(map(len, labels)) > 38  # letters: in the middle of the picture, not of the axes
         axes.legend(
             loc="upper center",
-            bbox_to_anchor=(0.45, -0.2),
+            bbox_to_anchor=(0.39 if wide else 0.45, -0.2),
             ncols=min(len(labels), 4),
             fontsize=8,
             handlelength=1.4,
