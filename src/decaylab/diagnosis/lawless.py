@@ -20,10 +20,10 @@ def clipped(series: Mapping[str, Series], layer: str) -> float:
     The norm of all gradients, or the size of their largest entries, is then the same. Of a clip by
     value, what counts is the part of the layer's gradient that it cuts off.
     """
-    norms, values = series.get("gradient_norm", ()), _at_bound(series.get("gradient_max", ()))
+    norms, largest = series.get("gradient_norm", ()), series.get("gradient_max", ())
     found = len(_at_bound(norms)) / max(len(norms), 1)
-    if sum(cut(series, layer).values()) > SELDOM * len(norms):
-        found = max(found, len(values) / len(norms))
+    if sum(cut(series, layer).values()) > SELDOM * len(largest):
+        found = max(found, len(_at_bound(largest)) / len(largest))
     return found if found > SELDOM else 0.0
 
 

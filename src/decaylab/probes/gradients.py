@@ -22,22 +22,26 @@ def gradient_sizes(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str
     found = [g.detach() for g in held if g is not None and g.layout == torch.strided]
     if not found:
         return {}
-    norm = torch.linalg.vector_norm(torch.stack(_doubles(torch._foreach_norm(found))))
-    largest = torch.stack(_doubles(torch._foreach_norm(found, math.inf))).max()
-    parts = {"gradient_norm": norm, "gradient_max": largest}
+    largest = _norms(found, math.inf).max()
+    parts = {"gradient_norm": torch.linalg.vector_norm(_norms(found)), "gradient_max": largest}
     for layer, weights in layers.weights.items():
         own = [w.grad.detach() for w in weights.values() if w.grad is not None]
         if own and all(g.layout == torch.strided for g in own):
             at = torch.stack([(g.abs() >= largest.to(g.dtype)).sum() for g in own]).sum()
-            squares = torch.stack(_doubles(torch._foreach_norm(own))).square().sum()
+            squares = _norms(own).square().sum()
             parts[row_name("gradient_at_max", layer)] = at * largest**2 / squares
     least = {"gradient_norm": -1.0, "gradient_max": -1.0}
     values = numbers(parts)
     return {k: v for k, v in values.items() if math.isfinite(v) and v > least.get(k, 0.01)}
 
 
-def _doubles(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.double() for tensor in tensors]
+def _norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
+    """Of each, in double; those of 16 bits are summed in 32, as float16 ends at 65,504."""
+    short = [tensor for tensor in tensors if tensor.element_size() < 4]
+    others = [tensor for tensor in tensors if tensor.element_size() >= 4]
+    found = [*torch._foreach_norm(short, order, torch.float32)] if short else []
+    found += torch._foreach_norm(others, order) if others else ()
+    return torch.stack([norm.double() for norm in found])
 
 
 Scaled = Mapping[str, Sequence[Tensor]]

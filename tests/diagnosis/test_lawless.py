@@ -1,0 +1,101 @@
+"""When gradients count as clipped, and when eps counts: records written by hand."""
+
+import pytest
+
+from decaylab.diagnosis.lawless import clipped, cut, eps_counts, of_clipped
+from decaylab.diagnosis.layers import Setting
+
+
+def series(values):
+    return tuple(enumerate(values, start=1))
+
+
+def different(count):
+    """Sizes of gradients that are below 0.9, and none like another."""
+    return [0.8 / (1 + k) for k in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [
+        ([*[1.0] * 3, *different(17)], 3 / 20),
+        ([*[1.0] * 2, *different(8)], 0.0),  # two may be chance
+        ([*[1.0] * 3, *different(27)], 0.0),  # a tenth changes little
+        ([*[1.0] * 4, *different(26)], 4 / 30),
+        ([1.0, 1 - 5e-5, 1 - 9e-5, *different(7)], 3 / 10),
+        ([1.0, 1 - 5e-5, 1 - 2e-4, *different(7)], 0.0),
+        ([*[0.5] * 5, 1.0, *[0.5] * 4], 0.0),  # a bound is the largest of all
+        ([0.0] * 5, 0.0),  # no gradients at all
+        ([], 0.0),
+    ],
+)
+def test_a_clipped_norm_is_the_largest_one_many_times(sizes, found):
+    assert clipped({"gradient_norm": series(sizes)}, "a") == pytest.approx(found, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("norms", "largest", "parts", "found"),
+    [
+        (different(10), [1.0] * 10, [0.2] * 10, 1.0),
+        (different(10), [1.0] * 10, [0.09] * 10, 0.0),  # hardly anything is cut off
+        (different(10), [*[1.0] * 4, *different(6)], [0.5] * 10, 0.4),
+        (different(10), [*[1.0] * 4, *different(6)], [0.2] * 4 + [0.9] * 6, 0.0),
+        ([*[1.0] * 5, *different(5)], [*[1.0] * 4, *different(6)], [0.5] * 10, 0.5),
+        ([*[1.0] * 4, *different(6)], [*[1.0] * 5, *different(5)], [0.5] * 10, 0.5),
+        ((), [1.0] * 10, [0.2] * 10, 1.0),  # norms that overflow are not recorded
+    ],
+)
+def test_a_clip_by_value_counts_by_what_it_cuts_off_the_layer(norms, largest, parts, found):
+    given = {"gradient_norm": norms, "gradient_max": largest, "gradient_at_max/a": parts}
+    given = {name: series(values) for name, values in given.items()}
+    assert clipped(given, "a") == pytest.approx(found, rel=1e-12)
+    at_bound = [step for step, size in given["gradient_max"] if size == 1.0]
+    assert cut(given, "a") == {step: parts[step - 1] for step in at_bound}
+    assert cut(given, "b") == {}
+
+
+def test_a_clip_leaves_sgd_no_law_and_adam_its_own():
+    sgd, adam = (Setting(0.1, "l2", 0.1, power=power, beta2=0.9) for power in (2, 1))
+    assert (of_clipped(sgd, 0.5).power, of_clipped(sgd, 0.5).clipped) == (None, True)
+    assert (of_clipped(adam, 0.5).power, of_clipped(adam, 0.5).clipped) == (1, True)
+    assert [of_clipped(one, 0.0) for one in (sgd, adam)] == [sgd, adam]
+
+
+def adam(moments, eps=1e-3, beta1=0.9, beta2=0.9):
+    """|v| of a layer of four numbers, recorded every 100 steps: the bound is (10 eps)^2 each."""
+    given = {"eps": eps, "size": 4.0, "beta2": beta2} | ({} if beta1 is None else {"beta1": beta1})
+    recorded = {f"setting_{name}/a": ((1, value),) for name, value in given.items()}
+    steps = tuple((100 * step, value) for step, value in series(moments))
+    return recorded | {"second_moment/a": steps}
+
+
+BOUND = 4 * (10 * 1e-3) ** 2
+
+
+def test_eps_counts_from_a_tenth_of_the_root_of_the_second_moment_on():
+    assert eps_counts(adam([0.98 * BOUND] * 4), "a")
+    assert not eps_counts(adam([1.02 * BOUND] * 4), "a")
+    assert not eps_counts(adam([0.98 * BOUND] * 4), "b")
+    assert not eps_counts(adam([0.98 * BOUND] * 4, eps=0.0), "a")
+    assert not eps_counts(adam([]), "a")
+
+
+def test_eps_counts_where_it_does_in_over_a_tenth_of_the_later_half():
+    much, little = 0.5 * BOUND, 2 * BOUND
+    assert not eps_counts(adam([*[much] * 10, *[little] * 10]), "a")
+    assert not eps_counts(adam([*[little] * 19, much]), "a")
+    assert eps_counts(adam([*[little] * 18, much, much]), "a")
+
+
+def test_eps_is_beside_what_adam_divides_by():
+    """Adam corrects v for its beginning: of 1 - 0.999^100, a part. RMSprop does not."""
+    begun = BOUND * (1 - 0.999**100)
+    assert eps_counts(adam([0.98 * begun], beta2=0.999), "a")
+    assert not eps_counts(adam([1.02 * begun], beta2=0.999), "a")
+    assert eps_counts(adam([1.02 * begun], beta1=None, beta2=0.999), "a")
+    assert not eps_counts(adam([1.02 * BOUND], beta1=None, beta2=0.999), "a")
+
+
+def test_the_last_eps_is_the_one_that_counts():
+    lowered = adam([0.98 * BOUND] * 4) | {"setting_eps/a": ((1, 1e-3), (150, 1e-8))}
+    assert not eps_counts(lowered, "a")
