@@ -95,14 +95,18 @@ def test_the_momentum_is_the_optimizers_where_steps_do_not_show_it():
 
 
 def test_adams_longer_steps_are_brought_to_those_at_rest():
-    """Gradients at W/|W| of size 1: v is a mean of 1/|W|^2, N_v / |W| what it makes of a step."""
+    """Gradients at W/|W| of size 1: v is a mean of 1/|W|^2, and a step goes with N_v / |W|.
+
+    A norm is recorded after a step, whose gradient was of the one before.
+    """
     beta2, length = 0.8, 0.02
     norms = {step: 2.0 - 0.1 * step + 0.03 * step**2 for step in range(1, 7)}
     longer, v, squares = {}, 0.0, 0.0
-    for step, norm in norms.items():
-        v = beta2 * v + (1 - beta2) / norm**2
+    for step in norms:
+        before = norms[max(step - 1, 1)]
+        v = beta2 * v + (1 - beta2) / before**2
         squares = beta2 * squares + (1 - beta2)
-        longer[step] = math.sqrt(squares / v) / norm
+        longer[step] = math.sqrt(squares / v) / before
     exposure = {step: 0.05 * step for step in norms}
     expected = 0.0
     for a, b in pairwise(norms):  # at e = 0: d N = (c - 2 s N) dt
@@ -112,7 +116,7 @@ def test_adams_longer_steps_are_brought_to_those_at_rest():
     turns = {step: math.sqrt(length) * longer[step] / norm for step, norm in norms.items()}
     given = {"exposure": exposure.items(), "turns": turns.items(), "power": 1, "beta2": beta2}
     found = layer(norms.items(), **given)
-    assert min(longer.values()) < 0.9
+    assert min(longer.values()) < 0.95
     assert growth_over(found, [*norms], 0.0)[0] == pytest.approx(expected, rel=1e-12)
     part = length / expected
     memory = (1 - part) / (1 + part)
