@@ -25,6 +25,7 @@ from decaylab.curvature.factors import Inversion
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.parallel import ranks_of
 
 CLASSES = 3
 SIZE, DEVICE = (int(sys.argv[3]), sys.argv[4]) if __name__ == "__main__" else (2, "cpu")
@@ -698,6 +699,40 @@ def a_single_process(rank):
     opt.load_state_dict(single.state_dict())
 
 
+def a_group_of_some(rank):
+    """Of three processes the last two train together: as one, from the first of them's seed.
+
+    Not among the cases of two.
+    """
+    group = dist.new_group([1, 2])
+    lone = [dist.new_group([one]) for one in range(SIZE)][rank]
+    expected, network = new(net), new(net)
+    rare = EXACT | INVARIANT | {"damping": 0.1}
+    oracle = alone(expected, **rare)
+    torch.manual_seed(10 + rank)
+    if rank == 0:
+        model, opt = expected, alone(new(net))
+    else:
+        if rank == 2:  # which has yet to get its weights from the first
+            network[0].weight.data.mul_(3)
+        chosen = KFACOptions(process_group=group, invariant=("0", "3"))
+        opt = KFAC(network, 0.1, **(rare | {"options": chosen}))
+        model = DistributedDataParallel(network, process_group=group)
+    norms = {name: norm.clone() for name, norm in opt.scale_free.norms.items()}
+    for step in range(3):
+        train_step(oracle, expected, *data(step))
+        if rank:
+            train_step(opt, model, *share(data(step), rank - 1))
+    weights, seeds = on_all(flat(model)), on_all(torch.tensor(opt.state_dict()["kfac"]["seed"]))
+    if rank:
+        assert_close(norms, {name: new(net)[int(name)].weight.norm() for name in ("0", "3")})
+        assert_close(flat(model), flat(expected))
+        assert ranks_of(model, lone).size == 1  # a group that is named counts
+        assert (ranks_of(model, None).rank, ranks_of(model, None).size) == (rank - 1, 2)
+    assert_same_bits(weights[1:])
+    assert seeds.tolist() == [10, 11, 11]
+
+
 def main(folder, rank, size, device, *chosen):
     torch.set_num_threads(1)
     warnings.simplefilter("error")
@@ -719,7 +754,8 @@ def main(folder, rank, size, device, *chosen):
     )
     for name in chosen or CASES:
         try:
-            (CASES | {"a_single_process": a_single_process})[name](int(rank))
+            others = {"a_single_process": a_single_process, "a_group_of_some": a_group_of_some}
+            (CASES | others)[name](int(rank))
             print(name, "ok", flush=True)
         except Exception:
             print(name, "failed", traceback.format_exc(), flush=True)

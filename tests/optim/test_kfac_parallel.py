@@ -31,6 +31,10 @@ def test_one_rank_is_a_single_process(tmp_path):
     assert failures(tmp_path, "cpu", "a_single_process", size=1) == []
 
 
+def test_a_group_of_some_processes(tmp_path):
+    assert failures(tmp_path, "cpu", "a_group_of_some", size=3) == []
+
+
 def test_synchronized_batch_norm_in_an_initial_pass():
     """It runs by its counter of batches, which stays where it was."""
     model = seeded(net)
