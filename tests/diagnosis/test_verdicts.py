@@ -218,6 +218,14 @@ def test_damping_does_not_act():
     assert verdicts(plain)[2] == "does not act"
 
 
+@pytest.mark.parametrize("diverged", [False, True])
+def test_decay_is_not_said_to_be_dispensable_in_a_run_that_diverged(diverged):
+    free = records({"conv": kfac(weight_decay=STRONG, scale_free=True)})
+    last = Row(1001, 0, 0.0, "train/loss", math.nan if diverged else 1.0)
+    said = " ".join(diagnose(Rows((*free.rows, last))).consequences)
+    assert ("could be left out" in said) is not diverged
+
+
 def test_damping_cannot_be_told_without_shares():
     finding = diagnose(records({"conv": kfac(weight_decay=STRONG, share=None)}))["effective d"]
     assert finding.verdict == "cannot tell"

@@ -133,7 +133,7 @@ def test_bursts_by_setting(tmp_path):
     assert "python benchmarks/bursts.py" in pages.bursts(pages.Records(tmp_path))
     about = {"seeds": 2, "epochs": 4, "device": "test device"}
     about |= {"date": "today", "torch": "1", "version": "0"}
-    burst = {"epoch": 3, "before": 2.0, "after": 4.0}
+    burst = {"epoch": 3, "before": 2.0}
     runs = [
         {"setting": "fixed damping", "seed": 0, "bursts": [burst, burst | {"before": 1.5}]},
         {"setting": "fixed damping", "seed": 1, "bursts": [burst]},

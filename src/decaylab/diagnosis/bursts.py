@@ -42,13 +42,14 @@ def bursts(layer: LayerRecord) -> list[Burst]:
 
 
 def burst_words(found: Sequence[Burst], setting: Setting | None) -> str:
-    """What happened, why, and what helps; `setting`: of the layers."""
-    first = min(found, key=lambda burst: burst.step)
+    """What happened, why, and what helps; `setting`: of the layer of the first, which is named."""
+    first = found[0]
     remedy = "a smaller lr or less decay"
     if setting is not None and setting.damping is not None:
         free = "a larger damping" if setting.scale_free else 'damping_scaling="scale-free"'
         remedy = f"{free}, {remedy}"
-    more = f" There are {len(found) - 1} more like it." if len(found) > 1 else ""
+    others = len(found) - 1
+    more = f" There {'is' if others == 1 else 'are'} {others} more like it." if others else ""
     return (
         f"A burst: after step {first.step} the norm of {first.layer} grew from {first.before:.3g}"
         f" to {first.after:.3g} by the next record.{more} Decay had shortened these weights, which"

@@ -347,7 +347,7 @@ def what_follows(
         elif "acts" in (lr.verdict, damping.verdict):
             said.append("In this run that matters: decay " + _through(lr, damping) + ".")
         if lr.verdict == damping.verdict == "does not act":
-            if not (_opposite(lr) or _opposite(damping)):
+            if not (_opposite(lr) or _opposite(damping) or run.diverged):
                 said.append(
                     "In this run decay of these layers has no effect: it could be left out."
                 )
@@ -372,8 +372,8 @@ def what_follows(
         )
     burst = [one for layer in invariant for one in bursts(layer)]
     if burst:
-        first = min(burst, key=lambda one: one.step)  # layers may be stepped in different ways
-        said.append(burst_words(burst, run.layers[first.layer].setting))
+        burst.sort(key=lambda one: one.before / one.after)  # the largest first
+        said.append(burst_words(burst, run.layers[burst[0].layer].setting))
     preconditioned = [x for x in run.layers.values() if x.invariant and by_kfac(x)]
     share = last_share(preconditioned)
     if share is not None and share < DAMPING_DOMINATES:

@@ -74,6 +74,11 @@ class Observed:
         return any(layer.settings for layer in self.layers.values())
 
     @property
+    def diverged(self) -> bool:
+        """Whether it is said to have diverged."""
+        return any("diverged" in trouble for trouble in self.troubles)
+
+    @property
     def own(self) -> bool:
         """Whether it is a run folder of ours."""
         return self.spec is not None

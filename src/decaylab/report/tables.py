@@ -165,14 +165,14 @@ class Pair:
 def number(value: float | None) -> str:
     """A number in three to four digits.
 
-    >>> [number(x) for x in (93.456, 0.0012345, 27650.0, float("nan"), None)]
-    ['93.46', '0.00123', '27650', 'nan', '—']
+    >>> [number(x) for x in (93.456, 0.0012345, 27650.0, 3.05e8, float("nan"), None)]
+    ['93.46', '0.00123', '27650', '3.05e+08', 'nan', '—']
     """
     if value is None:
         return "—"
     if not math.isfinite(value):
         return str(value)
-    if value and abs(value) < 1:
+    if value and not 1 <= abs(value) < 1e6:
         return f"{value:.3g}"
     return f"{value:.2f}" if abs(value) < 1000 else f"{value:.0f}"
 
