@@ -42,7 +42,8 @@ def test_a_clipped_norm_is_the_largest_one_many_times(sizes, found):
         (different(10), [*[1.0] * 4, *different(6)], [0.2] * 4 + [0.9] * 6, 0.0),
         ([*[1.0] * 5, *different(5)], [*[1.0] * 4, *different(6)], [0.5] * 10, 0.5),
         ([*[1.0] * 4, *different(6)], [*[1.0] * 5, *different(5)], [0.5] * 10, 0.5),
-        ((), [1.0] * 10, [0.2] * 10, 1.0),  # norms that overflow are not recorded
+        ((), [1.0] * 10, [0.2] * 10, 1.0),  # norms that are not finite are not recorded
+        ((), [1.0] * 10, [0.09] * 10, 0.0),
     ],
 )
 def test_a_clip_by_value_counts_by_what_it_cuts_off_the_layer(norms, largest, parts, found):

@@ -93,14 +93,14 @@ def test_gradients_of_zero_have_a_size_and_those_that_are_not_finite_have_none()
     assert gradient_sizes(optimizer, layers_of(model)) == {}
 
 
-RADIAL = 4 / 9 * math.sqrt(3)  # |<g, W>| = 4 and |g| = |W| = 3, of three numbers
+RADIAL = 13 / (7 * 3) * math.sqrt(3)  # |<g, W>| / (|g| |W|), of three numbers
 
 
-def normalized(dtype=torch.float64, size=1.0):
+def normalized(dtype=torch.float64, size=0.1):
     """A layer of three numbers before a normalisation, its gradient, and W at another time."""
     model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1, affine=False)).to(dtype)
-    model[0].weight.grad = size * torch.tensor([[1.0, 2.0]], dtype=dtype)
-    model[0].bias.grad = size * torch.tensor([-2.0], dtype=dtype)
+    model[0].weight.grad = size * torch.tensor([[2.0, 3.0]], dtype=dtype)
+    model[0].bias.grad = size * torch.tensor([-6.0], dtype=dtype)
     before = {"0": [torch.tensor(of, dtype=dtype) for of in ([[-2.0, 1.0]], [2.0])]}
     return model, before
 
@@ -112,7 +112,7 @@ def test_the_part_of_the_gradient_along_weight_and_bias():
     assert radial_gradients(layers, before) == pytest.approx(expected, rel=1e-14)
     model[0].bias.grad = None  # then <g, W> is not known
     assert radial_gradients(layers, before) == {}
-    model[0].bias.grad = torch.tensor([-2.0], dtype=torch.float64).to_sparse()  # nor then
+    model[0].bias.grad = torch.tensor([-0.6], dtype=torch.float64).to_sparse()  # nor then
     assert radial_gradients(layers, before) == {}
     model, before = normalized(size=0.0)  # no direction
     assert radial_gradients(layers_of(model), before) == {}

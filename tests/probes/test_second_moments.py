@@ -64,6 +64,15 @@ def test_sgd_has_none():
     assert second_moments(model, optimizer) == []
 
 
+def test_to_look_leaves_no_trace_in_the_optimizers_state():
+    """It is a defaultdict, and an entry that was looked up would be saved with the others."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    second_moments(model, optimizer)
+    kept(optimizer, optimizer.param_groups[0], model.weight)
+    assert optimizer.state_dict()["state"] == {}
+
+
 def holding(name, value, size=2, **group):
     """A weight, and an optimizer of somebody's own that remembers `value` under this name."""
     weight = nn.Parameter(torch.ones(1, size))
