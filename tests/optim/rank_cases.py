@@ -697,6 +697,19 @@ def a_single_process(rank):
     assert all(map(torch.equal, plain.parameters(), wrapped.parameters()))
     single.load_state_dict(opt.state_dict())
     opt.load_state_dict(single.state_dict())
+    # a static graph is refused where gradients of several ranks are added up
+    wrapped = DistributedDataParallel(new(net), static_graph=True)
+    plain, shown = new(net), {**EXACT, "logits": "observed"}
+    single, opt = KFAC(plain, 0.1, **shown), KFAC(wrapped, 0.1, **shown)
+    for step in range(3):
+        for one, model in ((single, plain), (opt, wrapped)):
+            x, y = data(step)
+            logits = model(x)
+            one.observe(logits)
+            cross_entropy(logits, y).backward()
+            one.step()
+            one.zero_grad()
+    assert all(map(torch.equal, plain.parameters(), wrapped.parameters()))
 
 
 def a_group_of_some(rank):
