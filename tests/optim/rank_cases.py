@@ -597,6 +597,7 @@ def a_model_outside_a_wrapper(rank):
         warnings.simplefilter("always")
         KFAC(new(net), 0.1)
     assert "process_group=torch.distributed.group.WORLD" in str(said[0].message)
+    assert "KFAC(DistributedDataParallel(model), ...)" in str(said[0].message)
     assert said[0].filename == __file__
     KFAC(new(net), 0.1, options=KFACOptions(process_group=dist.group.WORLD))
 
@@ -622,6 +623,7 @@ def shards(rank):
         with sentences() as said:
             KFAC(model, 0.1)
         assert "in shards" in said[0]
+        assert "use DistributedDataParallel" in said[0]
 
 
 # -- on CUDA only --
