@@ -1,9 +1,13 @@
 """When gradients count as clipped, and when eps counts: records written by hand."""
 
 import pytest
+import torch
+from torch import nn
 
+from decaylab import watch
 from decaylab.diagnosis.lawless import clipped, cut, eps_counts, of_clipped
 from decaylab.diagnosis.layers import Setting
+from decaylab.diagnosis.observed import observe
 
 
 def series(values):
@@ -31,6 +35,34 @@ def different(count):
 )
 def test_a_clipped_norm_is_the_largest_one_many_times(sizes, found):
     assert clipped({"gradient_norm": series(sizes)}, "a") == pytest.approx(found, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("clip", "found"), [(None, 0.0), (0.3, 1.0)])
+def test_torchs_clip_by_norm_is_seen_in_any_precision(dtype, clip, found):
+    """Of 16 bits, clipped norms are up to 2 eps apart: torch rounds the norm, and its quotient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4)).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, weight_decay=0.01)
+    with watch(model, optimizer, every=2) as watched:
+        for _ in range(60):
+            x, y = torch.randn(16, 8, dtype=dtype), torch.randint(4, (16,))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x).float(), y).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+    norms = [row.value for row in watched.records.series("gradient_norm")]
+    assert max(norms) / min(norms) - 1 > (0.1 if clip is None else 0.0)
+    assert observe(watched).clipped == found
+
+
+@pytest.mark.parametrize(("rounding", "found"), [(0.0, 0.0), (2**-10, 0.0), (2**-7, 1.0)])
+def test_a_layers_own_rounding_says_how_near_clipped_norms_are(rounding, found):
+    norms = series([1.0, 0.995, 0.99, 0.985])
+    given = {"gradient_norm": norms, "setting_rounding/a": ((1, rounding),)}
+    assert clipped(given, "a") == found
+    assert clipped(given, "b") == 0.0
 
 
 @pytest.mark.parametrize(

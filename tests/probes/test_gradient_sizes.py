@@ -1,6 +1,7 @@
 """What shows a clip of gradients, and whether they point along the weights: written by hand."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -128,3 +129,29 @@ def test_squares_out_of_the_range_of_the_gradients_own_precision(dtype, size, ot
     assert radial_gradients(layers_of(model), before) == pytest.approx(
         {"radial_gradient/0": RADIAL}, rel=1e-6
     )
+
+
+def test_a_step_whose_gradients_cannot_be_measured_has_none(monkeypatch):
+    """Not those of the record before."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def trained():
+        optimizer.zero_grad()
+        model(torch.ones(5, 3)).square().sum().backward()
+        optimizer.step()
+
+    def broken(*_):
+        raise RuntimeError("no gradients today")
+
+    with watch(model, optimizer, every=1) as watched:
+        trained()
+        with monkeypatch.context() as patched:
+            # the module, which shares its name with the function
+            patched.setattr(sys.modules["decaylab.probes.watch"], "radial_gradients", broken)
+            with pytest.warns(UserWarning, match="no gradients"):
+                trained()
+        trained()
+    steps = {row.step for row in watched.records.rows if row.name.startswith("radial_gradient/")}
+    assert steps == {1, 3}
+    assert {row.step for row in watched.records.series("gradient_norm")} == {1, 3}

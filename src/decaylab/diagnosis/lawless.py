@@ -17,11 +17,13 @@ EPS = 0.1
 def clipped(series: Mapping[str, Series], layer: str) -> float:
     """At which part of the records a layer's gradients are clipped; 0 where that changes little.
 
-    The norm of all gradients, or the size of their largest entries, is then the same. Of a clip by
-    value, what counts is the part of the layer's gradient that it cuts off.
+    The norm of all gradients, or the size of their largest entries, is then the same: of 16 bits,
+    as far as the norm that torch divides by, and its quotient, are. Of a clip by value, what counts
+    is the part of the layer's gradient that it cuts off.
     """
     norms, largest = series.get("gradient_norm", ()), series.get("gradient_max", ())
-    found = len(_at_bound(norms)) / max(len(norms), 1)
+    rounding = series.get(f"setting_rounding/{layer}", ((0, 0.0),))[-1][1]
+    found = len(_at_bound(norms, max(SAME_GRADIENT, 2 * rounding))) / max(len(norms), 1)
     if sum(cut(series, layer).values()) > SELDOM * len(largest):
         found = max(found, len(_at_bound(largest)) / len(largest))
     return found if found > SELDOM else 0.0
@@ -33,10 +35,10 @@ def cut(series: Mapping[str, Series], layer: str) -> dict[int, float]:
     return {step: cut for step, cut in series.get(f"gradient_at_max/{layer}", ()) if step in at}
 
 
-def _at_bound(sizes: Series) -> list[int]:
+def _at_bound(sizes: Series, same: float = SAME_GRADIENT) -> list[int]:
     """The steps at which sizes are the largest one, if they are many enough to be no chance."""
     bound = max((size for _, size in sizes), default=0.0)
-    at = [step for step, size in sizes if size > bound * (1 - SAME_GRADIENT)]
+    at = [step for step, size in sizes if size > bound * (1 - same)]
     return at if len(at) >= CLIPPED_RECORDS else []
 
 

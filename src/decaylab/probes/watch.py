@@ -215,12 +215,11 @@ class Watch:
             hooks.move_to_end(self._before_step.id, last=False)
 
     def _step_begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._scaled, self._gradients = {}, {}
         try:
             self._before, scaled = snapshot(self._layers), self._layers.scaled
-            self._scaled = {}
             if len(args) > 1 or kwargs:  # a closure: the gradients are taken in the step
-                copied = {k: [p.detach().clone() for p in of] for k, of in scaled.items()}
-                self._scaled, self._gradients = copied, {}
+                self._scaled = {k: [p.detach().clone() for p in of] for k, of in scaled.items()}
             else:  # before the step, which may change the gradients
                 self._gradients = radial_gradients(self._layers, scaled)
             self._gradients |= gradient_sizes(self.optimizer, self._layers)
