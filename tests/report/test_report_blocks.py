@@ -170,11 +170,15 @@ def test_a_run_in_no_table_beside_the_run_of_one_that_is_nearest(store):
     lr, momentum, decay = given.lr, given.momentum, other.weight_decay
     assert {row[0]: row[1:] for row in rows(block("variants", store))} == {
         odd.id: [
-            *("full", decayed.id, f"lr 0.7 instead of {lr}; momentum 0.5 instead of {momentum}"),
+            *(
+                "full",
+                decayed.id[-8:],
+                f"lr 0.7 instead of {lr}; momentum 0.5 instead of {momentum}",
+            ),
             *("85.00", "87.80 (epoch 2)", "12.35"),
         ],
         wild.id: [
-            *("short", short.id, f"weight_decay 30.0 instead of {decay}"),
+            *("short", short.id[-8:], f"weight_decay 30.0 instead of {decay}"),
             *("diverged, epoch 3", "—", "—"),
         ],
     }
@@ -194,7 +198,7 @@ def test_a_run_in_no_table_is_compared_within_its_tier(store):
     assert block("variants", store) == "*There are none.*\n"  # beside which they could stand
     write(store, sgd, 0.9)
     (row,) = rows(block("variants", store))
-    assert row[:3] == [odd.id, "full", sgd.id]
+    assert row[:3] == [odd.id, "full", sgd.id[-8:]]
     assert "optimizer adam instead of sgd; lr 0.7 instead of" in row[3]
     assert "epochs" not in row[3]
 

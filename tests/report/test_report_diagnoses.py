@@ -103,9 +103,15 @@ def test_seeds_that_disagree_are_counted(tmp_path):
     for seed, jacobian in ((0, 1.0), (1, 4.0)):
         write_run(store, DECAYED, decayed=True, seed=seed, jacobian=jacobian)
         write_run(store, BASE, decayed=False, seed=seed, jacobian=4.0)
-    cell = diagnoses_section(cases_of(store)).blocks[0].grids[0].rows[0][2]
+    verdicts, details = diagnoses_section(cases_of(store)).blocks
+    cell = verdicts.grids[0].rows[0][2]
     assert cell.text == "acts 1 of 2; does not act 1 of 2 (1 to 4)"
     assert cell.tone == "near"
+    head = "Decay of what is not scale-invariant (head)"
+    assert f"Seed 0: {head} matters: it makes the Jacobian smaller." in details.text
+    assert f"Seed 1: {head} has little effect on the Jacobian." in details.text
+    shared = [words for words in details.text if words.startswith("Decay of the scale-inv")]
+    assert len(shared) == 1
 
 
 def test_another_seed_serves_and_is_named(tmp_path):

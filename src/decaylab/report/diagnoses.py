@@ -177,22 +177,40 @@ def _compared(case: Case) -> Cell:
 def _details(number: int, title: str, case: Case) -> Block:
     """The evidence of a setting: what to know first, the reasons, factors by layer and seed."""
     first = [sentence for result in case.diagnoses for sentence in result.first]
-    one = case.diagnoses[0]
     seeds = [str(seed) for seed in case.seeds]
+    follows = _by_seed([result.consequences for result in case.diagnoses], seeds)
     grids = [_reasons([r.findings for r in case.diagnoses], seeds)]
     for place in range(len(MECHANISMS)):
         of = [result.findings[place] for result in case.diagnoses]
         if any(row.effect for finding in of for row in finding.layers):
             grids.append(_layers_by_seed(of, seeds))
-    skipped = [f"Left out: {layers} ({why})." for why, layers in one.left_out().items()]
+    left_out = case.diagnoses[0].left_out().items()
+    skipped = [f"Left out: {layers} ({why})." for why, layers in left_out]
     return Block(
         f"diagnosis-{number}",
         title,
-        text=[*dict.fromkeys(first), *one.consequences, *skipped],
+        text=[*dict.fromkeys(first), *follows, *skipped],
         note="Runs: " + ", ".join(result.run for result in case.diagnoses) + ".",
         grids=grids,
         folded=True,
     )
+
+
+def _by_seed(said: Sequence[Sequence[str]], seeds: Sequence[str]) -> list[str]:
+    """What is said of all seeds, and what is said of some, with those.
+
+    >>> _by_seed([["a", "b"], ["a", "c"], ["a", "c"]], ["0", "1", "2"])
+    ['a', 'Seed 0: b', 'Seeds 1, 2: c']
+    """
+    of: dict[str, list[str]] = {}
+    for sentences, seed in zip(said, seeds, strict=True):
+        for sentence in sentences:
+            of.setdefault(sentence, []).append(seed)
+    told = []
+    for sentence, same in of.items():
+        some = f"Seed{'s' * (len(same) > 1)} {', '.join(same)}: "
+        told.append(sentence if len(same) == len(seeds) else some + sentence)
+    return told
 
 
 def _reasons(findings: Sequence[Sequence[Finding]], seeds: Sequence[str]) -> Grid:

@@ -167,7 +167,7 @@ def variants(results: Results) -> str:
         epoch, best = max(curve, key=lambda point: point[1], default=(0, None))
         rows.append(
             [
-                *(run.manifest.id, tier, nearest.id, "; ".join(changed)),
+                *(run.manifest.id, tier, nearest.id.rpartition("-")[2], "; ".join(changed)),
                 percent(curve[-1][1]) if curve else f"{run.manifest.status}, epoch {run.epochs}",
                 "—" if best is None else f"{percent(best)} (epoch {epoch})",
                 "—" if jacobian is None else f"{jacobian:.4g}",
