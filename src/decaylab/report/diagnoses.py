@@ -16,7 +16,7 @@ from decaylab.diagnosis.result import MECHANISMS, effect_words, layer_table, rec
 from decaylab.errors import DecaylabError
 from decaylab.records.files import disk_errors, replace_text
 from decaylab.report.drawing import Line, Panel, check_extra, draw, line
-from decaylab.report.names import counted_seeds, named
+from decaylab.report.names import counted_seeds, differing, named
 from decaylab.report.page import Block, Cell, Grid, Image, Report, Section, Tone, to_html
 from decaylab.report.provenance import Found
 from decaylab.training import RunSpec
@@ -120,12 +120,8 @@ def _titles(cases: Sequence[Case]) -> list[str]:
     told = []
     for title, case in zip(titles, cases, strict=True):
         alike = [other.spec for words, other in zip(titles, cases, strict=True) if words == title]
-        differing = [
-            item.name
-            for item in fields(RunSpec)
-            if item.name != "seed" and len({getattr(spec, item.name) for spec in alike}) > 1
-        ]
-        values = {name: getattr(case.spec, name) for name in differing}
+        names = [name for name in differing(*alike) if name != "seed"]
+        values = {name: getattr(case.spec, name) for name in names}
         more = [
             f"no {name}" if value == "" else f"{name} {value}" for name, value in values.items()
         ]

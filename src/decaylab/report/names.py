@@ -1,6 +1,9 @@
 """How keys of cells and settings of runs are written for people."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+from decaylab.training import RunSpec
 
 NAMES = {
     **{"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "mnist": "MNIST", "mlp": "MLP"},
@@ -21,6 +24,12 @@ def named(value: object) -> str:
 def counted_seeds(count: int) -> str:
     """`one seed`, `3 seeds`."""
     return "one seed" if count == 1 else f"{count} seeds"
+
+
+def differing(*specs: RunSpec) -> list[str]:
+    """The fields in which some specs are not all the same."""
+    names = [field.name for field in fields(RunSpec)]
+    return [name for name in names if len({getattr(spec, name) for spec in specs}) > 1]
 
 
 def key_words(key: Mapping[str, object], columns: Sequence[str]) -> list[str]:

@@ -6,7 +6,6 @@ Blocks of Markdown for pages (`report.blocks`).
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from decaylab.paper.claims import Claim
 from decaylab.paper.estimate import Estimator
 from decaylab.paper.settings import searched
 from decaylab.records import RunStore
-from decaylab.report.names import key_words, named
+from decaylab.report.names import differing, key_words, named
 from decaylab.report.page import Cell, Grid, grid_markdown
 from decaylab.report.provenance import Found, seeds_of, survey, tiers_of
 from decaylab.report.sections import Filled, fill, judged, titled
-from decaylab.training import RunSpec
 
 SCHEDULES = {"full": "the paper's schedule", "short": "one fifth of the paper's schedule"}
 
@@ -156,10 +154,10 @@ def variants(results: Results) -> str:
         specs = [one.spec.resolved() for one in results.used.values() if one.manifest.tier == tier]
         if not specs:
             continue
-        nearest = min(specs, key=lambda spec: len(_differing(run.spec, spec)))
+        nearest = min(specs, key=lambda spec: len(differing(run.spec, spec)))
         changed = [
             f"{name} {getattr(run.spec, name)} instead of {getattr(nearest, name)}"
-            for name in _differing(run.spec, nearest)
+            for name in differing(run.spec, nearest)
         ]
         reading = results.readings.of(run.spec)
         curve = [] if reading is None else reading.curve("test/accuracy")
@@ -175,12 +173,6 @@ def variants(results: Results) -> str:
         )
     header = ["run", "tier", "as", "but with", "last epoch", "best epoch", "squared Jacobian norm"]
     return text_grid(header, rows) if rows else "*There are none.*\n"
-
-
-def _differing(one: RunSpec, other: RunSpec) -> list[str]:
-    """The fields in which two specs differ."""
-    names = [field.name for field in fields(one)]
-    return [name for name in names if getattr(one, name) != getattr(other, name)]
 
 
 def rest(results: Results) -> str:
