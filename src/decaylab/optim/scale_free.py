@@ -33,7 +33,8 @@ class ScaleFree:
 
         With this damping a step is as long as W_l is, times something that does not depend on
         |W_l|: nothing would hold the norms, and they grow or shrink exponentially. Put back with
-        the velocity (in `state`), they move in the same directions.
+        the velocity (in `state`), they move in the same directions: exactly so while the inverses
+        are fresh and nothing decays by L2, which knows |W_l|.
         """
         before = {name: _norm(block) for name, block in self._blocks.items()}
         yield

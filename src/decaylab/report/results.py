@@ -149,9 +149,10 @@ def _minutes(runs: Iterable[tuple[str, float]]) -> str:
 def variants(results: Results) -> str:
     """The runs in no table or figure: which run of one is nearest, and in what they differ."""
     rows = []
+    used = [(one.manifest.tier, one.spec.resolved()) for one in results.used.values()]
     for run in results.unused:
         tier = run.manifest.tier
-        specs = [one.spec.resolved() for one in results.used.values() if one.manifest.tier == tier]
+        specs = [spec for other, spec in used if other == tier]
         if not specs:
             continue
         nearest = min(specs, key=lambda spec: len(differing(run.spec, spec)))
