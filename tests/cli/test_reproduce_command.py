@@ -124,7 +124,7 @@ def test_a_search_that_is_missing_is_listed(tmp_path):
     [
         (["table9"], "unknown artefact 'table9': choose one of table1, table2"),
         (["table1", "--tier", "huge"], "choose one of smoke, quick, short, full"),
-        (["table1", "--only", "optimiser=sgd"], "known key: dataset, network"),
+        (["table1", "--only", "optimiser=sgd"], "key of these cells: dataset, network"),
         (["table1", "--only", "optimizer=lamb"], "there are: adam, kfac-f, kfac-g, sgd"),
         (["table1", "--seeds", "0"], "at least one seed"),
         (["table1", "--max-minutes", "0"], "--max-minutes must be positive"),

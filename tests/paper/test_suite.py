@@ -166,8 +166,10 @@ def test_what_is_not_known_is_refused_with_what_is(tmp_path):
         cells("table4", "smoke")
     with pytest.raises(DecaylabError, match="choose one of smoke, quick, short, full"):
         cells("table1", "tiny")
-    with pytest.raises(DecaylabError, match="known key: dataset, network, batch_norm"):
+    with pytest.raises(DecaylabError, match="key of these cells: dataset, network, batch_norm"):
         select(cells("table1", "smoke"), ["net=vgg16"])
+    with pytest.raises(DecaylabError, match=r"key of these cells: network, optimizer, scheme$"):
+        select(cells("fig4", "smoke"), ["dataset=cifar100"])
     with pytest.raises(DecaylabError, match="there are: resnet32, vgg16"):
         select(cells("table1", "smoke"), ["network=vgg99"])
     (tmp_path / "odd.toml").write_text("winner = 3\n")

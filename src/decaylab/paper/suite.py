@@ -188,17 +188,17 @@ def select(found: Iterable[Cell], only: Sequence[str]) -> list[Cell]:
     24
     """
     found = list(found)
-    keys = dict.fromkeys(key for artefact in artefacts().values() for key in artefact.keys)
     for condition in only:
         name, equals, value = condition.partition("=")
+        keys = dict.fromkeys(key for cell in found for key in cell.key)
         if not equals or name not in keys:
             raise DecaylabError(
-                f"--only {condition!r} is not key=value with a known key: {', '.join(keys)}"
+                f"--only {condition!r}: give key=value with a key of these cells: {', '.join(keys)}"
             )
         known = {str(cell.key[name]) for cell in found if name in cell.key}
         wanted = value.split(",")
         if unknown := [one for one in wanted if one not in known]:
-            there = ", ".join(sorted(known)) or "none of these cells has it"
+            there = ", ".join(sorted(known))
             raise DecaylabError(f"no cell has {name}={unknown[0]}; there are: {there}")
         found = [cell for cell in found if str(cell.key.get(name, "")) in wanted]
     return found
