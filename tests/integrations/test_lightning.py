@@ -154,13 +154,15 @@ def test_the_callback_records_what_watch_records(tmp_path):
 
 @pytest.mark.parametrize("manual", [False, True])
 def test_probes_of_kfac_and_with_inputs(manual, tmp_path):
-    callback = WatchCallback(
-        every=3, probes=["second_order_share", "gn_norm", "weight_norm"], inputs=data()[0][:8]
-    )
+    callback = WatchCallback(every=3, probes="diagnosis", inputs=data()[0][:8])
     module = Module(kfac, manual=manual)
     fit(module, tmp_path, [callback])
     records = callback.watched.records
-    for name in ("second_order_share/0", "gn_norm", "weight_norm/3"):  # named as K-FAC names them
+    for name in (
+        "second_order_share/0",
+        "jacobian_norm",
+        "weight_norm/3",
+    ):  # named as K-FAC names them
         assert [row.step for row in records.series(name)] == [1, 3, 6]
     assert_same_weights(module.net, plain_loop(kfac)[0])
 
@@ -232,3 +234,5 @@ def test_wrong_use_is_one_sentence(tmp_path):
         _ = WatchCallback().watched
     with pytest.raises(DecaylabError, match="no optimizer 1: configure_optimizers returned 1"):
         fit(Module(kfac), tmp_path, [WatchCallback(optimizer=1)])
+    with pytest.raises(DecaylabError, match="not list: give the tensor that the model takes"):
+        fit(Module(kfac), tmp_path, [WatchCallback(inputs=[data()[0]])])

@@ -230,7 +230,7 @@ def test_kfac_and_callback_together(tmp_path):
     model = language_model()
     callback = WatchCallback(
         every=3,
-        probes=["second_order_share", "gn_norm"],
+        probes="diagnosis",  # for tokens, the Gauss-Newton norm
         inputs=batch_of(texts(4))["input_ids"],
         folder=tmp_path / "watch",
     )
@@ -254,9 +254,12 @@ def test_a_resumed_training_is_the_uninterrupted_one_and_counts_on(tmp_path):
     assert [row.step for row in callback.watched.records.series("weight_norm")] == [4, 6]
 
 
-def test_wrong_use_is_one_sentence():
+def test_wrong_use_is_one_sentence(tmp_path):
     with pytest.raises(DecaylabError, match=r"call trainer\.train first"):
         _ = WatchCallback().watched
+    model, batch = language_model(), batch_of(texts(4))
+    with pytest.raises(DecaylabError, match="not dict: give the tensor that the model takes"):
+        trainer_of(model, kfac(model), tmp_path, [WatchCallback(inputs=batch)]).train()
 
 
 # -- accelerate --

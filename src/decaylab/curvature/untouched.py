@@ -127,7 +127,10 @@ def layer_names(parameters: dict[str, Tensor]) -> dict[str, list[str]]:
 def check_inputs(model: nn.Module, inputs: Tensor) -> None:
     """Refuse what cannot be fed to this model, in one sentence each."""
     if not isinstance(inputs, Tensor):
-        raise DecaylabError(f"inputs must be one tensor of examples, not {type(inputs).__name__}")
+        raise DecaylabError(
+            f"inputs must be one tensor of examples, not {type(inputs).__name__}: "
+            "give the tensor that the model takes as its first argument"
+        )
     if inputs.ndim == 0 or inputs.numel() == 0:
         raise DecaylabError("the batch is empty: give inputs with at least one example")
     weight = next(iter(bare(model).parameters()), None)

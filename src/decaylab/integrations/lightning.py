@@ -50,7 +50,7 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
 
     Args:
         every: optimizer steps between two records.
-        probes: as for `watch`.
+        probes: as for `watch`; "diagnosis" needs `inputs`.
         inputs: as for `watch`; moved to the module's device.
         folder: as for `watch`.
         trackers: as for `watch`, beside Lightning's loggers.
@@ -72,7 +72,8 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
         optimizer: int = 0,
     ) -> None:
         super().__init__()
-        self._every, self._probes, self._inputs = every, tuple(probes), inputs
+        self._every, self._inputs = every, inputs
+        self._probes = probes if isinstance(probes, str) else tuple(probes)
         self._folder, self._trackers, self._log = folder, tuple(trackers), log
         self._module, self._optimizer = module, optimizer
         self._watched: Watch | None = None
@@ -97,13 +98,14 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
         if self._module is not None:
             model = pl_module.get_submodule(self._module)
         first = trainer.is_global_zero  # one process writes
+        inputs = self._inputs  # what is no tensor is refused by `watch`
         trackers = [*self._trackers, *([_Loggers(trainer)] if self._log else [])]
         self._watched = watch(
             model,
             optimizer,
             every=self._every,
             probes=self._probes,
-            inputs=None if self._inputs is None else self._inputs.to(pl_module.device),
+            inputs=inputs.to(pl_module.device) if isinstance(inputs, Tensor) else inputs,
             steps_per_epoch=_steps_per_epoch(trainer),
             folder=self._folder if first else None,
             trackers=trackers if first else (),

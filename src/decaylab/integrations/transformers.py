@@ -39,7 +39,7 @@ class WatchCallback(_library.TrainerCallback):  # type: ignore[misc,unused-ignor
 
     Args:
         every: optimizer steps between two records.
-        probes: as for `watch`.
+        probes: as for `watch`; "diagnosis" needs `inputs`.
         inputs: as for `watch`, one tensor such as `input_ids` or `pixel_values`; moved to the
             model's device.
         folder: as for `watch`.
@@ -55,7 +55,8 @@ class WatchCallback(_library.TrainerCallback):  # type: ignore[misc,unused-ignor
         folder: str | Path | None = None,
         trackers: Iterable[Tracker] = (),
     ) -> None:
-        self._every, self._probes, self._inputs = every, tuple(probes), inputs
+        self._every, self._inputs = every, inputs
+        self._probes = probes if isinstance(probes, str) else tuple(probes)
         self._folder, self._trackers = folder, tuple(trackers)
         self._watched: Watch | None = None
 
@@ -71,13 +72,14 @@ class WatchCallback(_library.TrainerCallback):  # type: ignore[misc,unused-ignor
         self._detach()
         model: nn.Module = given["model"]
         first = state.is_world_process_zero  # one process writes
-        inputs = self._inputs
+        inputs = self._inputs  # what is no tensor is refused by `watch`
+        device = next(model.parameters()).device
         self._watched = watch(
             model,
             given["optimizer"],
             every=self._every,
             probes=self._probes,
-            inputs=None if inputs is None else inputs.to(next(model.parameters()).device),
+            inputs=inputs.to(device) if isinstance(inputs, Tensor) else inputs,
             steps_per_epoch=_steps_per_epoch(
                 given.get("train_dataloader"), args.gradient_accumulation_steps
             ),
