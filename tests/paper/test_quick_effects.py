@@ -54,7 +54,7 @@ def test_weight_decay_shrinks_the_jacobian_under_kfac_g_more_than_under_sgd(quic
         runs = quick("table2", "network=vgg16", f"optimizer={optimizer}")
         norms = [run.final("jacobian_norm") for run in runs]
         found[optimizer] = norms[0] / norms[1]
-        assert Bench(Readings(RunStore("")), "quick").enough(runs)
+        assert Bench(Readings(RunStore("")), "quick", 1, None).enough(runs)
     assert found["kfac-g"] > 8
     assert 1.5 < found["sgd"] < found["kfac-g"] / 1.5
 

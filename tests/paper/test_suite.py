@@ -32,11 +32,8 @@ def test_every_table_and_figure_of_the_paper_is_there_and_says_what_it_shows():
     assert next(iter(artefacts())) == "table1"
     for artefact in artefacts().values():
         assert artefact.shows.endswith(".")
-        assert bool(artefact.claims) == (artefact.name in PAPER)
         keys = [tuple(cell.key.items()) for cell in cells(artefact.name, "short")]
         assert len(set(keys)) == len(keys)
-    claimed = {claim for artefact in artefacts().values() for claim in artefact.claims}
-    assert claimed == {f"E{n}" for n in range(1, 16)}
 
 
 @pytest.mark.parametrize("name", ["table1", "table2", "table3"])

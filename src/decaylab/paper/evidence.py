@@ -180,7 +180,7 @@ class Bench:
     """The records at one tier, arranged for comparison."""
 
     def __init__(
-        self, readings: Readings, tier: str, seeds: int = 10, searched_folder: Path | None = None
+        self, readings: Readings, tier: str, seeds: int, searched_folder: Path | None
     ) -> None:
         self.readings, self.tier = readings, tier_of(tier)
         self._seeds, self._folder = seeds, searched_folder

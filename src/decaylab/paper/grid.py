@@ -15,7 +15,7 @@ from decaylab.training import RunSpec
 
 @dataclass(frozen=True)
 class Point:
-    """A run of the grid that ended; its score and held-out loss, None if it diverged."""
+    """A run of the grid that ended: its score, None if it diverged, and its last held-out loss."""
 
     spec: RunSpec
     device: str

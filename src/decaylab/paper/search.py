@@ -44,10 +44,11 @@ class SearchPlan:
 
     Attributes:
         name: of its files.
-        cell: the cell of an artefact it is for; empty for a spec of one's own.
         method: `grid` (widened while the best lies on an edge), `lines` (the same, of weight decays
             at the base's lr, then of the others at the best of them) or `tpe`.
         trials: TPE only: how many.
+        cell: the cell of an artefact it is for; None for a spec of one's own.
+        tier: of that cell; a label kept with the results.
         by: the row whose last value decides: the highest accuracy, or the lowest loss.
     """
 
@@ -258,10 +259,6 @@ class Search:
         """The best settings so far, and what was tried."""
         return self._found(self._study())
 
-    def winner(self) -> RunSpec:
-        """The best settings found, on all training images."""
-        return on_all_images(self.plan, self.found().values)
-
 
 @dataclass(frozen=True)
 class Winner:
@@ -299,9 +296,13 @@ def on_all_images(plan: SearchPlan, values: Mapping[str, Any]) -> RunSpec:
 
 def write_winner(plan: SearchPlan, folder: Path, found: Winner, device: str) -> None:
     """Keep a winner: as a spec on all training images, and for the cell it was searched for."""
-    tables: dict[str, dict[str, Any]] = {
-        "cell": dict(plan.cell or {}),
-        "winner": dict(found.values),
+    (folder / plan.name).mkdir(parents=True, exist_ok=True)
+    replace_text(folder / plan.name / "winner.toml", on_all_images(plan, found.values).to_toml())
+    if plan.cell is None:
+        return
+    tables: dict[str, Mapping[str, Any]] = {
+        "cell": plan.cell,
+        "winner": found.values,
         "search": {
             "tier": plan.tier,
             "method": plan.method,
@@ -321,10 +322,7 @@ def write_winner(plan: SearchPlan, folder: Path, found: Winner, device: str) -> 
         f"[{name}]\n" + "".join(f"{key} = {json.dumps(v)}\n" for key, v in table.items())
         for name, table in tables.items()
     )
-    (folder / plan.name).mkdir(parents=True, exist_ok=True)
-    replace_text(folder / plan.name / "winner.toml", on_all_images(plan, found.values).to_toml())
-    if plan.cell is not None:
-        replace_text(folder / f"{plan.name}.toml", text)
+    replace_text(folder / f"{plan.name}.toml", text)
 
 
 def rounded(value: float) -> float:

@@ -56,7 +56,6 @@ class Artefact:
         metric: the row name of the cell's value, at the end or as a series.
         percent: whether the value is shown times 100.
         probes: what its runs must record, names of `PROBES`.
-        claims: the claims of the paper it bears on.
     """
 
     name: str
@@ -67,7 +66,6 @@ class Artefact:
     metric: str
     percent: bool
     probes: tuple[str, ...]
-    claims: tuple[str, ...]
     blocks: tuple[Mapping[str, Any], ...] = field(repr=False, default=())
     reference: str = ""
 
@@ -123,8 +121,8 @@ def artefacts() -> dict[str, Artefact]:
 def register_artefact(path: str | Path) -> Artefact:
     """Make a TOML file of one's own an artefact, named as the file: run and reported as the others.
 
-    It has the fields of `Artefact` (`order`, `reference`, `probes` and `claims` may be left out)
-    and `[[cells]]`, of which every combination of listed values is a cell. Cells are of Table 1's
+    It has the fields of `Artefact` (`order`, `reference` and `probes` may be left out) and
+    `[[cells]]`, of which every combination of listed values is a cell. Cells are of Table 1's
     data sets, networks and optimizers, whose settings are known.
     """
     path = Path(path)
@@ -208,9 +206,7 @@ def _artefact(name: str, values: dict[str, Any]) -> Artefact:
     """An artefact from its file; a TypeError or ValueError where fields or columns are wrong."""
     fixed = values.pop("fixed", {})
     blocks = tuple({**fixed, **block} for block in values.pop("cells", ()))
-    lists: dict[str, Any] = {
-        key: tuple(values.pop(key, ())) for key in ("keys", "probes", "claims")
-    }
+    lists: dict[str, Any] = {key: tuple(values.pop(key, ())) for key in ("keys", "probes")}
     found = Artefact(name=name, blocks=blocks, **lists, **values)
     columns = {column for block in blocks for column in block}
     if not blocks or not found.keys:

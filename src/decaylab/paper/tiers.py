@@ -40,7 +40,6 @@ class Tier:
 
     Attributes:
         name: smoke, quick, short or full.
-        says: one line for people.
         epochs: digits only: epochs and drop interval of first-order optimizers, then of K-FAC.
         batches: digits only: the paper's batch size -> ours.
         kfac: digits only: K-FAC's intervals, shorter as the runs are.
@@ -48,7 +47,6 @@ class Tier:
     """
 
     name: str
-    says: str
     epochs: tuple[tuple[int, int], tuple[int, int]] | None = None
     batches: Mapping[int, int] | None = None
     kfac: Mapping[str, int] | None = None
@@ -68,22 +66,18 @@ class Tier:
 TIERS: dict[str, Tier] = {
     "smoke": Tier(
         "smoke",
-        "digits, narrow nets, two epochs: is everything wired up?",
         epochs=((2, 1), (2, 1)),
         batches={128: 256, 640: 512, 2000: 1024},
         kfac={"refresh_every": 4, "invert_every": 8, "initialize_batches": 1},
     ),
     "quick": Tier(
         "quick",
-        "digits, narrow nets, minutes on a CPU",
         epochs=((30, 12), (15, 6)),
         batches={128: 32, 640: 160, 2000: 480},
         kfac={"refresh_every": 5, "invert_every": 25, "initialize_batches": 11},
     ),
-    "short": Tier(
-        "short", "the paper's data and nets, one fifth of its epochs and drop interval", divide=5
-    ),
-    "full": Tier("full", "the paper's data, nets and schedule"),
+    "short": Tier("short", divide=5),
+    "full": Tier("full"),
 }
 
 
