@@ -33,9 +33,9 @@ from decaylab.report.mechanisms import (
     short_accuracy_grid,
 )
 from decaylab.report.names import key_title, named
-from decaylab.report.page import grid_markdown
+from decaylab.report.page import grid_markdown, text_grid
 from decaylab.report.provenance import survey
-from decaylab.report.results import SCHEDULES, Results, text_grid
+from decaylab.report.results import SCHEDULES, Results
 from decaylab.report.tables import Measured, number, seeds_words, to_grid
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -126,6 +126,22 @@ def test_the_last_and_the_best_epoch_of_first_order_decay_under_bn(store):
     assert row[2:] == ["published", "0", "0.1", "0.001", "88.85", "85.00", "87.80", "2", "100.00"]
 
 
+def test_figures_in_numbers_where_all_their_runs_are(store):
+    """A mean over seeds by scheme. Under SGD, L2 is weight decay: no row of Fig. 1."""
+    sgd = ["network=vgg16", "optimizer=sgd"]
+    *first, last = select(cells("fig2", "full", seeds=2), sgd)
+    for number, cell in enumerate(first):
+        write(store, cell.runs[0], 0.80 + 0.01 * number)
+    assert block("fig2", store) == "*No runs yet.*\n"
+    for seed, accuracy in enumerate((0.83, 0.85)):
+        write(store, last.runs[seed], accuracy)
+    assert rows(block("fig2", store)) == [["VGG16, SGD", "80.00", "81.00", "82.00", "84.00 ± 1.4"]]
+    assert "At the paper's schedule (tier full):" in block("fig2", store)
+    for cell in select(cells("fig1", "full"), [*sgd, "dataset=cifar10", "batch_norm=0"]):
+        write(store, cell.runs[0], 0.8)
+    assert block("fig1", store) == "*No runs yet.*\n"
+
+
 def test_minutes_of_runs_that_shared_a_device_add_up_to_the_time_there_was(store):
     ended = []
     for cell in select(cells("table1", "full"), SGD):
@@ -141,6 +157,20 @@ def test_minutes_of_runs_that_shared_a_device_add_up_to_the_time_there_was(store
     again = next(row for row in rows(text) if row[1].startswith("Figure 9"))
     assert again[4:7] == ["0", "0.0", "1"]  # its run is counted with Table 1
     assert f"In all 2 runs; GPU-minutes: {expected}." in text
+
+
+def test_minutes_are_shared_with_searches_that_went_on_beside(store):
+    """A run and a trial that began and ended together: half of the time each."""
+    spec = select(cells("table1", "full"), SGD)[0].runs[0]
+    trial = replace(spec, held_out=True)
+    for own, of in ((store, spec), (RunStore(store.root / "searched" / "runs"), trial)):
+        folder = write(own, of, 0.85)
+        with folder.writing(of.to_toml()):
+            folder.write_manifest(replace(folder.manifest(), at_once=2, started=CLOCK))
+    minutes = {row[1].split(":")[0]: float(row[5]) for row in rows(block("runs", store))}
+    half = (store.folder(spec.id).manifest().updated - CLOCK) / 120
+    assert minutes["Table 1"] == pytest.approx(half, rel=1e-3)
+    assert minutes["searches on held-out images"] == pytest.approx(half, rel=1e-3)
 
 
 def test_runs_that_no_table_shows_are_counted_too(store):
@@ -229,11 +259,8 @@ def test_searched_settings_by_their_held_out_accuracy(store):
     write(held, replace(spec, weight_decay=3e-4), 0.88, tier="short")
     write(held, replace(spec, lr=30.0), 0.1, tier="short", status="diverged")
     found = rows(block("searches", store))
-    assert [row[2:] for row in found] == [
-        ["0.1", "0.0003", "88.00", "88.00", "—"],
-        ["0.1", "0.0001", "87.00", "87.00", "—"],
-        ["30", "0.001", "— (diverged)", "—", "—"],
-    ]
+    tried = "lr 0.1, decay 0.0001: 87.00, 0.0003: 88.00; lr 30, decay 0.001: diverged"
+    assert [row[2:] for row in found] == [["3", "0.1", "0.0003", "88.00", "—", tried]]
     assert f"nothing has won yet: {found[0][0]}." in block("searches", store)
     won = '[winner]\nlr = 0.1\nweight_decay = 0.0003\n[search]\ntier = "short"\n'
     cell = 'dataset = "cifar10"\nnetwork = "vgg16"\nbatch_norm = 1\naugment = AUG\n'
@@ -254,11 +281,9 @@ def test_searches_at_a_constant_lr_by_their_training_loss(store):
         values = {"test/accuracy": accuracy, "train/running_loss": loss}
         write_run(held, replace(spec, lr=lr), values, tier="short")
     found = rows(block("searches", store))
-    assert {row[0] for row in found} == {
-        "CIFAR-10, VGG16, BN, batch 640, constant lr, K-FAC-G, no decay"
-    }
-    assert [row[2] for row in found] == ["0.01", "0.003", "0.03"]
-    assert [row[6] for row in found] == ["0.0001", "0.0005", "0.12"]
+    name = "CIFAR-10, VGG16, BN, batch 640, constant lr, K-FAC-G, no decay"
+    tried = "lr 0.003: 0.0005, 0.01: 0.0001, 0.03: 0.12"
+    assert found == [[name, "short", "3", "0.01", "0", "70.00", "0.0001", tried]]
     cell = 'dataset = "cifar10"\nnetwork = "vgg16"\nbatch_norm = 1\naugment = 0\nconstant_lr = 1\n'
     cell = f'[cell]\n{cell}optimizer = "kfac-g"\nscheme = "none"\nbatch_size = 640\n'
     won = '[winner]\nlr = 0.01\n[search]\ntier = "short"\n'

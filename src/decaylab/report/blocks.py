@@ -11,21 +11,22 @@ from pathlib import Path
 from decaylab.errors import DecaylabError
 from decaylab.paper import Cell as PaperCell
 from decaylab.records.files import replace_text
-from decaylab.report.names import key_title
-from decaylab.report.page import grid_markdown
+from decaylab.report.figures import groups, label_of
+from decaylab.report.names import key_title, percent
+from decaylab.report.page import grid_markdown, text_grid
 from decaylab.report.results import (
     SCHEDULES,
     Results,
     independent,
-    percent,
     rest,
     runs,
-    searches,
-    text_grid,
     variants,
 )
+from decaylab.report.searches import searches
+from decaylab.report.sections import Filled
 from decaylab.report.tables import (
     Entry,
+    Measured,
     Pair,
     change,
     change_words,
@@ -66,6 +67,26 @@ def _rows_at(results: Results, name: str, tier: str, shown: set[tuple[str, ...]]
     notes = legend(filled.table)
     table = grid_markdown(to_grid(filled.table, chosen))
     return said + table + (f"\n{notes}\n" if notes else "")
+
+
+def compared(results: Results, name: str) -> str:
+    """A figure of test accuracies in numbers: a row for each net and optimizer, by scheme.
+
+    Rows whose runs are all there, each another one (under SGD, L2 is weight decay).
+    """
+    return _joined(_by_scheme(results.filled(name, tier), results) for tier in results.tiers)
+
+
+def _by_scheme(filled: Filled, results: Results) -> str:
+    rows, header = [], ["cell"]
+    for title, group in groups(filled.cells, filled.artefact.keys[:-1]):
+        seeds = [results.readings.finished(cell) for cell in group]
+        if all(seeds) and len({runs[0].spec.id for runs in seeds}) == len(group):
+            header[1:] = map(label_of, group)
+            found = [results.readings.values(cell, filled.artefact.metric) for cell in group]
+            rows.append([title, *(Measured(tuple(100 * v for v in of)).short() for of in found)])
+    said = f"At {SCHEDULES[filled.tier]} (tier {filled.tier}):\n\n"
+    return said + text_grid(header, rows) if rows else ""
 
 
 def misses(results: Results) -> str:
@@ -191,12 +212,18 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "table1-fullest": lambda results: fullest(results, "table1"),
     "table2": lambda results: table(results, "table2"),
     "table3": lambda results: table(results, "table3"),
+    "fig1": lambda results: compared(results, "fig1"),
+    "fig2": lambda results: compared(results, "fig2"),
+    "fig4": lambda results: compared(results, "fig4"),
+    "fig6": lambda results: compared(results, "fig6"),
     "runs": runs,
     "rest": rest,
     "misses": misses,
     "first-order": first_order,
     "variants": variants,
-    "searches": searches,
+    "searches": lambda results: searches(
+        results.searched, results.searched_readings, results.root / "searched"
+    ),
     "independent": independent,
     "claims": claims,
     "verdicts": verdicts,

@@ -44,7 +44,7 @@ def label_of(cell: Cell) -> str:
     return key_title(cell.key, list(cell.key)[-1:])
 
 
-def _groups(cells: Sequence[Cell], columns: Sequence[str]) -> list[tuple[str, list[Cell]]]:
+def groups(cells: Sequence[Cell], columns: Sequence[str]) -> list[tuple[str, list[Cell]]]:
     """The cells by the values of some key columns, with a title."""
     found: dict[tuple[object, ...], list[Cell]] = {}
     for cell in cells:
@@ -73,7 +73,7 @@ def _accuracy_curves(artefact: Artefact, cells: Sequence[Cell], readings: Readin
             ],
             late=True,
         )
-        for title, group in _groups(cells, artefact.keys[:-1])
+        for title, group in groups(cells, artefact.keys[:-1])
     ]
 
 
@@ -82,7 +82,7 @@ def _bars(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list
     found = []
     factor, y_label = _shown(artefact)
     columns = [name for name in artefact.keys[:-1] if name != "optimizer"]
-    for title, group in _groups(cells, columns):
+    for title, group in groups(cells, columns):
         names = [named(cell.key.get("optimizer", "")) for cell in group]  # no key: there is one
         optimizers = list(dict.fromkeys(names))
         measured: dict[str, dict[str, Measured]] = {}
@@ -101,7 +101,7 @@ def _effective_lr(artefact: Artefact, cells: Sequence[Cell], readings: Readings)
     """Fig. 3: the first layer's effective learning rate over epochs."""
     laws = {"SGD": "lr / |W|²", "Adam": "lr / |W|"}
     found = []
-    for title, group in _groups(cells, artefact.keys[:-1]):
+    for title, group in groups(cells, artefact.keys[:-1]):
         lines = [
             line(label_of(cell), curve)
             for cell in group
@@ -136,7 +136,7 @@ def _traces(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> li
 def _convergence(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list[Panel]:
     """Fig. 9: training loss over epochs and over seconds of training."""
     found = []
-    for title, group in _groups(cells, ["network"]):
+    for title, group in groups(cells, ["network"]):
         runs = [(named(c.key["optimizer"]), run) for c in group for run in readings.finished(c)]
         over: list[tuple[str, Callable[[RunReading], Sequence[tuple[float, float]]]]] = [
             ("epoch", lambda run: run.curve(artefact.metric)),
@@ -151,7 +151,7 @@ def _convergence(artefact: Artefact, cells: Sequence[Cell], readings: Readings) 
 def _correlation(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list[Panel]:
     """Fig. 5: K-FAC GN norm against Jacobian norm and against test loss - train loss."""
     found = []
-    for title, group in _groups(cells, ["dataset"]):
+    for title, group in groups(cells, ["dataset"]):
         runs = [(named(c.key["optimizer"]), run) for c in group for run in readings.finished(c)]
         jacobians = [run.final("jacobian_norm") for _, run in runs]
         gaps = [run.generalization_gap for _, run in runs]

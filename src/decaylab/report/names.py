@@ -21,6 +21,11 @@ def named(value: object) -> str:
     return NAMES.get(str(value), str(value))
 
 
+def percent(value: float | None) -> str:
+    """A share as a percentage in two digits."""
+    return "—" if value is None else f"{100 * value:.2f}"
+
+
 def counted_seeds(count: int) -> str:
     """`one seed`, `3 seeds`."""
     return "one seed" if count == 1 else f"{count} seeds"

@@ -134,6 +134,11 @@ def grid_markdown(grid: Grid) -> str:
     return "".join(_markdown_row(line) for line in lines)
 
 
+def text_grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of plain texts as Markdown."""
+    return grid_markdown(Grid([*map(Cell, header)], [[*map(Cell, row)] for row in rows]))
+
+
 def _plain(cell: Cell) -> str:
     return f"{cell.text} ({cell.more})" if cell.more else cell.text
 

@@ -1,6 +1,7 @@
 """Where the numbers come from: every run folder with its status, versions, device and time."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from decaylab.errors import DecaylabError
@@ -28,8 +29,11 @@ class Found:
     device_seconds: float
 
 
-def survey(store: RunStore) -> tuple[list[Found], list[str]]:
-    """All runs of a store, whatever became of them, and what could not be read, in sentences."""
+def survey(store: RunStore, *beside: RunStore) -> tuple[list[Found], list[str]]:
+    """All runs of a store, whatever became of them, and what could not be read, in sentences.
+
+    The runs `beside` count where they shared the device.
+    """
     found, left_out = [], []
     for folder in store.runs():
         try:
@@ -40,9 +44,20 @@ def survey(store: RunStore) -> tuple[list[Found], list[str]]:
         left_out += notes
         if run is not None:
             found.append(run)
-    shares = device_seconds([(run.manifest, run.device_seconds) for run in found])
+    times = [(run.manifest, run.device_seconds) for run in found]
+    others = [(manifest, 0.0) for other in beside for manifest in _manifests(other)]
+    shares = device_seconds(times + others)[: len(found)]
     shared = [replace(run, device_seconds=share) for run, share in zip(found, shares, strict=True)]
     return shared, left_out
+
+
+def _manifests(store: RunStore) -> list[Manifest]:
+    """Those that can be read."""
+    found = []
+    for folder in store.runs():
+        with suppress(DecaylabError):
+            found.append(folder.manifest())
+    return [manifest for manifest in found if manifest is not None]
 
 
 def seeds_of(found: Sequence[Found]) -> int:

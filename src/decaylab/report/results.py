@@ -4,7 +4,6 @@ Blocks of Markdown for pages (`report.blocks`).
 """
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -15,11 +14,11 @@ from decaylab.paper import Cell as PaperCell
 from decaylab.paper import Readings, RunReading, artefact_of, artefacts
 from decaylab.paper.claims import Claim
 from decaylab.paper.estimate import Estimator
-from decaylab.paper.settings import searched
 from decaylab.records import RunStore
-from decaylab.report.names import differing, key_words, named
-from decaylab.report.page import Cell, Grid, grid_markdown
+from decaylab.report.names import differing, key_words, named, percent
+from decaylab.report.page import text_grid
 from decaylab.report.provenance import Found, seeds_of, survey, tiers_of
+from decaylab.report.searches import by_cell
 from decaylab.report.sections import Filled, fill, judged, titled
 
 SCHEDULES = {"full": "the paper's schedule", "short": "one fifth of the paper's schedule"}
@@ -31,9 +30,11 @@ class Results:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.readings = Readings(RunStore(root))
-        self.found, _ = survey(self.readings.store)
         self.searched_readings = Readings(RunStore(root / "searched" / "runs"))
-        self.searched, _ = survey(self.searched_readings.store)
+        stores = self.readings.store, self.searched_readings.store, RunStore(root / "repeats")
+        self.found, self.searched, self.again = (
+            survey(store, *(other for other in stores if other is not store))[0] for store in stores
+        )
         self.seeds = seeds_of(self.found)
         files = sorted((root / "independent").glob("*.json"))
         self.independent = [run for path in files for run in _runs_in(path)]
@@ -105,13 +106,12 @@ def runs(results: Results) -> str:
                     *(str(len(found)), _minutes(times[name] for name in found)),
                 ]
             )
-    again, _ = survey(RunStore(results.root / "repeats"))
     others = [
         ("in no table or figure", "", [*map(_time, results.unused)]),
-        ("made again, without `--compiled` or in TF32", "", [*map(_time, again)]),
+        ("made again, without `--compiled` or in TF32", "", [*map(_time, results.again)]),
         (
             "searches on held-out images",
-            f"{len(_searches(results))} cells",
+            f"{len(by_cell(results.searched))} cells",
             [*map(_time, results.searched)],
         ),
         (
@@ -204,83 +204,6 @@ def rest(results: Results) -> str:
     return text_grid(header, rows) if rows else "Nothing: everything has been run at both tiers.\n"
 
 
-def searches(results: Results) -> str:
-    """Every setting that was tried on held-out images, the best of each cell first.
-
-    That is the highest accuracy on them after the last epoch, or, where the learning rate never
-    drops, the lowest training loss (Fig. 9). Named are searches that have not ended, and of the
-    others those whose best lies at the end of what was tried.
-    """
-    rows, edges, unfinished = [], [], []
-    for title, found in _searches(results).items():
-        tried = []
-        for run in found:
-            reading = results.searched_readings.of(run.spec)
-            points = [] if reading is None else [v for _, v in reading.curve("test/accuracy")]
-            last, best = (points[-1], max(points)) if points else (None, None)
-            losses = [] if reading is None else [v for _, v in reading.curve("train/running_loss")]
-            state = "" if run.manifest.status == "finished" else f" ({run.manifest.status})"
-            settings = [f"{run.spec.lr:g}", f"{run.spec.weight_decay:g}"]
-            said = [title, run.manifest.tier, *settings, percent(last) + state, percent(best)]
-            said.append(f"{losses[-1]:.2g}" if losses else "—")
-            by_loss = losses[-1] if losses else math.inf
-            tried.append((by_loss if _constant_lr(run) else -(last or 0.0), said))
-        ordered = [said for _, said in sorted(tried)]
-        rows += ordered
-        if not _has_winner(results, found[0]):
-            unfinished.append(title)
-            continue
-        for place, word in ((2, "lr"), (3, "decay")):
-            values = sorted({float(said[place]) for said in ordered})
-            if len(values) > 1 and float(ordered[0][place]) in (values[0], values[-1]):
-                edges.append(f"{title} ({word} {ordered[0][place]})")
-    header = ["cell", "tier", "lr", "decay", "last epoch", "best epoch", "training loss"]
-    if not rows:
-        return "*No search has been made yet.*\n"
-    notes = {
-        "Not finished, so that nothing has won yet": unfinished,
-        "The best is on the edge of what was tried, and may lie beyond it": edges,
-    }
-    lines = [f"\n{what}: {'; '.join(cells)}.\n" for what, cells in notes.items() if cells]
-    return text_grid(header, rows) + "".join(lines)
-
-
-def _searches(results: Results) -> dict[str, list[Found]]:
-    """The runs of searches by the cell they are for."""
-    found: dict[str, list[Found]] = {}
-    for run in results.searched:
-        key = _cell_of(run)
-        words = key_words(key, ["dataset", "network", "batch_norm"])
-        words += [f"batch {key['batch_size']}"] if key["batch_size"] != 128 else []
-        words += ["constant lr"] if key["constant_lr"] else []
-        title = ", ".join([*words, named(run.spec.optimizer), named(run.spec.decay)])
-        found.setdefault(title, []).append(run)
-    return found
-
-
-def _has_winner(results: Results, run: Found) -> bool:
-    """Whether the search that a run belongs to has ended."""
-    tier, folder = run.manifest.tier, results.root / "searched"
-    schemes = {"none": ("none",), "l2": ("l2", "wd")}.get(run.spec.decay, ("wd",))  # SGD's wd is L2
-    found = [searched(_cell_of(run), scheme, tier, folder) for scheme in schemes]
-    return any(winner is not None and winner.tier == tier for winner in found)
-
-
-def _cell_of(run: Found) -> dict[str, Any]:
-    """The cell that a run was searched for, but for its kind of decay."""
-    spec = run.spec
-    return {
-        **{"dataset": spec.data, "network": spec.network, "optimizer": spec.optimizer},
-        **{"batch_norm": int(spec.batch_norm), "augment": int(spec.augment)},
-        **{"batch_size": spec.batch_size, "constant_lr": _constant_lr(run)},
-    }
-
-
-def _constant_lr(run: Found) -> bool:
-    spec = run.spec.resolved()
-    return (spec.lr_drop_every or 0) >= (spec.epochs or 0)
-
-
 def independent(results: Results) -> str:
     """What the independently written script got (`benchmarks/independent.py --json`)."""
     rows = [_independent_row(run) for run in results.independent]
@@ -305,13 +228,3 @@ def _independent_row(run: dict[str, Any]) -> list[str]:
         *(f"{run['last']:.2f}", f"{run['best']:.2f} (epoch {run['best_epoch']})"),
         *("—" if again is None else f"{again:.2f}", f"{run['train_accuracy_frozen']:.2f}"),
     ]
-
-
-def percent(value: float | None) -> str:
-    """A share as a percentage in two digits."""
-    return "—" if value is None else f"{100 * value:.2f}"
-
-
-def text_grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of plain texts as Markdown."""
-    return grid_markdown(Grid([Cell(name) for name in header], [[*map(Cell, r)] for r in rows]))

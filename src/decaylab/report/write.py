@@ -51,7 +51,7 @@ def write_report(runs: Path, out: Path, checks: Sequence[Check] | None = None) -
     check_extra()
     store = RunStore(runs)
     readings = Readings(store)
-    found, left_out = survey(store)
+    found, left_out = survey(store, RunStore(runs / "searched" / "runs"))
     filled = _filled(found, readings)
     checks = theory_checks() if checks is None else checks
     cases, undiagnosed = diagnosed(found)
