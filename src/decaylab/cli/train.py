@@ -2,11 +2,10 @@
 
 import inspect
 import sys
-import types
 from collections.abc import Callable
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_origin
 
 import typer
 
@@ -18,6 +17,7 @@ from decaylab.data import load
 from decaylab.errors import DecaylabError, Diverged
 from decaylab.records import RunFolder, RunStore
 from decaylab.training import Execution, RunSpec, train
+from decaylab.training.spec import field_kinds
 
 Config = Annotated[
     Path | None,
@@ -112,9 +112,9 @@ def _numbers(text: str) -> tuple[float, ...] | tuple[int, ...]:
             raise typer.BadParameter(f"{text!r} is no list of numbers such as 1,2") from None
 
 
-def _option(item: "Field[Any]", hint: Any) -> inspect.Parameter:
+def _option(item: "Field[Any]") -> inspect.Parameter:
     """One field of the spec as an optional option: None where it is not given."""
-    kinds = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kind = field_kinds()[item.name][0]
     flag = "--" + item.name.replace("_", "-")
     arguments: dict[str, Any] = {
         "help": item.metadata["help"],
@@ -122,15 +122,15 @@ def _option(item: "Field[Any]", hint: Any) -> inspect.Parameter:
         "show_default": _shown(item.default),
     }
     annotation: Any
-    if get_origin(kinds[0]) is tuple:
+    if get_origin(kind) is tuple:
         annotation = Annotated[
             Any, typer.Option(flag, parser=_numbers, metavar="A,B,...", **arguments)
         ]
-    elif kinds[0] is bool:
+    elif kind is bool:
         names = f"{flag}/--no-{item.name.replace('_', '-')}"
         annotation = Annotated[bool | None, typer.Option(names, **arguments)]
     else:
-        annotation = Annotated[kinds[0] | None, typer.Option(flag, **arguments)]
+        annotation = Annotated[kind | None, typer.Option(flag, **arguments)]
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(item.name, keyword, default=None, annotation=annotation)
 
@@ -144,8 +144,7 @@ def _shown(default: Any) -> str | bool:
 
 def _command() -> Callable[..., None]:
     """`_train` with one option per field of the spec in its signature."""
-    hints = get_type_hints(RunSpec)
-    spec_options = {item.name: _option(item, hints[item.name]) for item in fields(RunSpec)}
+    spec_options = {item.name: _option(item) for item in fields(RunSpec)}
     signature = inspect.signature(_train)
     others = [p for name, p in signature.parameters.items() if name != "overrides"]
 

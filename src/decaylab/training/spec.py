@@ -11,9 +11,9 @@ import tomllib
 import types
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from decaylab.data import DATA_SETS
 from decaylab.errors import DecaylabError
@@ -131,17 +131,15 @@ class RunSpec:
     seed: int = _option(0, "Seed for weights, batches and sampling.", "Schedule")
 
     def __post_init__(self) -> None:
-        hints = _hints()
-        for item in fields(self):
-            value = _checked(item.name, getattr(self, item.name), hints[item.name])
-            object.__setattr__(self, item.name, value)
+        for name, kinds in field_kinds().items():
+            object.__setattr__(self, name, _checked(name, getattr(self, name), kinds))
         self._check_combination()
 
     def _check_combination(self) -> None:
         published = PUBLISHED[self.optimizer]
+        others = set[str]().union(*PUBLISHED.values()) - published.keys()
         for item in fields(self):
-            optional = any(item.name in settings for settings in PUBLISHED.values())
-            if optional and getattr(self, item.name) is not None and item.name not in published:
+            if item.name in others and getattr(self, item.name) is not None:
                 raise DecaylabError(
                     f"{item.name} is no setting of {self.optimizer} (it has"
                     f" {', '.join(published)}): leave it out"
@@ -164,7 +162,7 @@ class RunSpec:
         missing = {name: value for name, value in published.items() if getattr(self, name) is None}
         if self.network == "mlp" and self.hidden is None:
             missing["hidden"] = (128, 128)
-        return replace(self, **missing)
+        return replace(self, **missing) if missing else self
 
     def optimizer_settings(self) -> dict[str, Any]:
         """The settings that its optimizer is built with, by name: not the schedule's."""
@@ -172,7 +170,7 @@ class RunSpec:
         names = [name for name in PUBLISHED[spec.optimizer] if name not in _SCHEDULE]
         return {name: getattr(spec, name) for name in names}
 
-    @property
+    @cached_property
     def id(self) -> str:
         """A readable name and a hash of the content, e.g. `digits-mlp-sgd-none-3f2a91c0`.
 
@@ -239,13 +237,14 @@ class RunSpec:
 
 
 @cache
-def _hints() -> dict[str, Any]:
-    return get_type_hints(RunSpec)
+def field_kinds() -> dict[str, tuple[Any, ...]]:
+    """Each field of a spec -> its type, and None's where it may be left out."""
+    hints = get_type_hints(RunSpec).items()
+    return {n: get_args(h) if isinstance(h, types.UnionType) else (h,) for n, h in hints}
 
 
-def _checked(name: str, value: Any, hint: Any) -> Any:
+def _checked(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
     """The value in its field's type, or an error with key, expected and given."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) in kinds:
         return None
     kind = kinds[0]
