@@ -142,9 +142,8 @@ def test_scale_free_damping_reaches_every_layer_of_a_stack():
             for p in model.parameters():
                 p.mul_(2)
         train_step(opt, model, *data(0))
-        values = [
-            p.detach() / (p.detach().norm() if p.dim() > 1 else 1) for p in model.parameters()
-        ]
+        layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+        values = [p.detach() / m.weight.detach().norm() for m in layers for p in m.parameters()]
         return torch.cat([value.flatten() for value in values])
 
     named = KFACOptions(invariant=("0", "1", "3", "5", "7"))

@@ -21,7 +21,8 @@ class KFACOptions:
     Attributes:
         exclude: layers, as `named_modules` names them, that are left to the first-order method.
         invariant: the scale-invariant layers for `damping_scaling="scale-free"`; None finds those
-            followed by a normalisation, in module order.
+            followed by a normalisation, in module order. That takes a layer before a residual sum
+            for one: name them there (`roles(model, inputs)` measures which they are).
         inversion_lag: an inversion begun at step k is used from step k + lag on; meanwhile, on
             CUDA, it runs on a stream beside the training. 0 inverts and uses at once.
         counted_rows: called with the model's keyword arguments and its logits [..., C], returns the

@@ -34,18 +34,22 @@ class ScaleFree:
         With this damping a step is as long as W_l is, times something that does not depend on
         |W_l|: nothing would hold the norms, and they grow or shrink exponentially. Put back with
         the velocity (in `state`), they move in the same directions: exactly so while the inverses
-        are fresh and nothing decays by L2, which knows |W_l|.
+        are fresh and nothing decays by L2, which knows |W_l|. The bias goes with the weight: layer
+        and group normalisation cancel the scale of both together.
         """
         before = {name: _norm(block) for name, block in self._blocks.items()}
         yield
         for name, block in self._blocks.items():
-            weight, after = block.layer.weight, _norm(block)
+            after = _norm(block)
             there = (before[name] > 0) & (after > 0)
             back = torch.where(there, before[name] / after, 1.0)
-            weight.mul_(back)
-            velocity = state.get(weight, {}).get("momentum_buffer")
-            if velocity is not None:
-                velocity.mul_(back)
+            for parameter in (block.layer.weight, block.layer.bias if block.bias else None):
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                parameter.mul_(back)
+                velocity = state.get(parameter, {}).get("momentum_buffer")
+                if velocity is not None:
+                    velocity.mul_(back)
 
 
 def invariant_layers(

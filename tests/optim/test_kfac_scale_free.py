@@ -1,0 +1,53 @@
+"""Scale-free damping behind the normalisations that see a layer's bias: layer and group norm."""
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+from oracle.kfac_runs import EXACT, labels_for, random, seeded, train_step
+from torch import nn
+
+from decaylab.optim.kfac import KFAC
+from decaylab.optim.scale_free import ScaleFree
+
+# added to a variance in float64 it is exactly nothing; torch wants a positive one
+EPS = 1e-300
+NORMS = {
+    "layer": lambda: nn.LayerNorm(6, EPS, elementwise_affine=False),
+    "group": lambda: nn.GroupNorm(2, 6, EPS, affine=False),
+}
+
+
+def net(norm: str) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), NORMS[norm](), nn.Tanh(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("norm", list(NORMS))
+def test_held_norms_leave_the_function_as_it_is(norm, frozen, monkeypatch):
+    """Such a layer is invariant in its weight and bias together: both are put back, or none.
+
+    Momentum, KL clip and decoupled decay included. A frozen bias stays as it is.
+    """
+    x, y = random(9, 4), labels_for(9, classes=3)
+    options = {"damping": 0.1, "kl_clip": 0.1, "weight_decay": 0.3, "factor_decay": 0.0}
+
+    def trained() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        model = seeded(partial(net, norm))
+        model[0].bias.requires_grad_(not frozen)
+        layer, before = model[0], model[0].bias.detach().clone()
+        opt = KFAC(model, 0.5, damping_scaling="scale-free", **EXACT, **options)
+        assert list(opt.scale_free.norms) == ["0"]
+        for _ in range(5):
+            train_step(opt, model, x, y)
+        assert torch.equal(layer.bias, before) == frozen
+        return model(x).detach(), layer.weight.detach().norm(), opt.scale_free.norms["0"]
+
+    held, norm_after, norm_before = trained()
+    torch.testing.assert_close(norm_after, norm_before, rtol=1e-12, atol=0)
+    if not frozen:  # with a bias that stays, the layer is not invariant
+        monkeypatch.setattr(ScaleFree, "held", lambda *_: contextlib.nullcontext())
+        free, norm_after, _ = trained()
+        assert abs(norm_after / norm_before - 1) > 0.05
+        torch.testing.assert_close(held, free, rtol=1e-7, atol=1e-7)
