@@ -140,6 +140,19 @@ def test_a_step_that_fails_is_one_sentence():
         audit(lambda model: Failing(model.parameters(), lr=0.1))
 
 
+class LinearOnly(torch.optim.SGD):
+    """A K-FAC that is half done: it leaves convolutions alone."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.1)
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.ndim > 2:
+                parameter.grad = None
+        super().step(closure)
+
+
 def _without_damping(model):
     optimizer = HookedKFAC(model)
     del optimizer.damping
@@ -149,6 +162,13 @@ def _without_damping(model):
 def test_directions_that_no_block_gives():
     report = audit(made(mixed=True), curvature="fisher")
     assert {"Linear: direction", "Conv2d: direction", "Linear: input scale"} <= set(failed(report))
+
+
+def test_a_block_that_is_nearest_by_chance_is_not_named_as_its_own():
+    report = audit(lambda model: torch.optim.Adam(model.parameters(), lr=0.1))
+    assert "curvature" in failed(report)
+    assert report["curvature"].words.startswith("no known block; the nearest is")
+    assert report.title == "Adam: no known curvature block"
 
 
 def test_plain_gradients():
@@ -166,6 +186,7 @@ def test_plain_gradients():
         (lambda model: KFAC(model, lr=0.1, weight_decay=0.1), "weight decay 0"),
         (lambda model: KFAC(model, lr=0.1, kl_clip=0.1), "kl_clip=None"),
         (lambda model: HookedKFAC(model, lr=0.0), "moves nothing"),
+        (lambda model: LinearOnly(model), "moves nothing on Conv2d.*steps Linear and Conv2d"),
         (lambda model: torch.optim.SGD(model[3].parameters(), lr=0.1), "first layer"),
     ],
 )

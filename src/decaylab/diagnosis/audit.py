@@ -65,7 +65,8 @@ class Audit:
     @property
     def title(self) -> str:
         """The optimizer and its block, in words."""
-        if self.curvature == "none":
+        directions = [c.passed for c in self.checks if c.name.endswith(": direction")]
+        if not any(directions):
             return f"{self.optimizer}: no known curvature block"
         how = "estimated from samples" if self.sampled else "not sampled"
         return f"{self.optimizer}: {self.curvature} block, {self.sharing}, {how}"
@@ -168,19 +169,22 @@ def _direction_checks(
     if key[0] == "none":
         words = "the steps are plain gradients: no curvature is used"
         return [AuditCheck("curvature", False, None, words)]
-    nearest = f"nearest to the {key[0]} block, {key[1]}"
-    checks = [AuditCheck("curvature", True, None, nearest)]
-    if asked is not None and key[0] != asked:
-        words = f"it is the {key[0]} matrix, not the {asked} one that was asked for"
-        checks = [AuditCheck("curvature", False, None, words)]
+    directions = []
     for kind, measured in (("Linear", linear), ("Conv2d", conv)):
         angle = _off(measured, key)
         words = f"sine of the angle to the block's step {angle:.2g}"
         if angle > tolerance["direction"]:
             words += ": no known block gives these directions"
         name = f"{kind}: direction"
-        checks.append(AuditCheck(name, angle <= tolerance["direction"], angle, words))
-    return checks
+        directions.append(AuditCheck(name, angle <= tolerance["direction"], angle, words))
+    block = AuditCheck("curvature", True, None, f"nearest to the {key[0]} block, {key[1]}")
+    if not any(check.passed for check in directions):
+        words = f"no known block; the nearest is the {key[0]} block, {key[1]}"
+        block = AuditCheck("curvature", False, None, words)
+    elif asked is not None and key[0] != asked:
+        words = f"it is the {key[0]} matrix, not the {asked} one that was asked for"
+        block = AuditCheck("curvature", False, None, words)
+    return [block, *directions]
 
 
 AXES: dict[str, Callable[[Case], float]] = {

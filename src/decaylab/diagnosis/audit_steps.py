@@ -113,11 +113,11 @@ def take_step(options: Options, case: Case, seed: int) -> tuple[Any, Tensor]:
                 for parameter, value in zip(model.parameters(), kept, strict=True):
                     parameter.copy_(value)
     if not torch.isfinite(moved).all() or not moved.any():
-        state = "is not finite" if moved.any() else "moves nothing"
-        raise DecaylabError(
-            f"the step of {type(optimizer).__name__} {state} on {case.kind} at batch {case.batch}:"
-            " it cannot be audited"
-        )
+        state = "is not finite on {}: audit it with more damping"
+        if not moved.any():
+            state = "moves nothing on {}: the audit needs one that steps Linear and Conv2d layers"
+        at = f"{case.kind} at batch {case.batch}"
+        raise DecaylabError(f"the step of {type(optimizer).__name__} {state.format(at)}")
     momentum = float(group.get("momentum") or 0.0)
     gain = sum(momentum**k for k in range(options.steps))
     return optimizer, moved / (float(group["lr"]) * gain)
