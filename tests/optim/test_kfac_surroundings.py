@@ -180,6 +180,22 @@ def test_a_hook_that_changes_a_layers_output_is_what_follows_the_layer(curvature
     same(hooked, written)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_that_changes_the_models_output_makes_the_logits(late):
+    """Whether it was there before the optimizer or came later."""
+    hooked, written = seeded(net), seeded(net).append(Bent())
+
+    optimizers = [(KFAC(written, 0.1, **EXACT), written)]
+    if late:
+        optimizers.append((KFAC(hooked, 0.1, **EXACT), hooked))
+    hooked.register_forward_hook(lambda module, args, output: Bent()(output))
+    if not late:
+        optimizers.append((KFAC(hooked, 0.1, **EXACT), hooked))
+    for opt, model in optimizers:
+        step(opt, model, *data())
+    same(hooked, written)
+
+
 class Block(nn.Module):
     """Not torch's own Sequential, which `compile()` leaves as it is."""
 

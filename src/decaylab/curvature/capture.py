@@ -174,6 +174,9 @@ class Capture:
         if self._inside:
             self.calls.clear()
             self.without_grad.clear()
+            # behind hooks that came later: what they return is the model's output
+            hooks: Any = self.model._forward_hooks
+            hooks.move_to_end(self._handles[-1].id)
 
     def _layer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._inside and not torch.is_grad_enabled() and self._pauses == 0:
