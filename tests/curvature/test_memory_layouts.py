@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracle.kfac_runs import EXACT, labels_for, random, seeded, train_step
+from oracle.kfac_runs import EXACT, labels_for, library_factors, random, seeded, train_step
 from torch import nn
 
 from decaylab.curvature.factors import Shape
@@ -57,3 +57,17 @@ def test_copies_by_runs_of_numbers():
                     _copy_runs(target, source)
                     assert torch.equal(target, source)
                     assert room.count_nonzero() == source.numel()
+
+
+def test_an_input_in_memory_of_others_that_begins_between_two_runs():
+    """A mapped file behind a header, say: the batch itself begins where a run does."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 4, 4, bias=False), nn.Flatten(), nn.Linear(8, 3))
+    images = random(5, 1, 8, 8).float()
+    room = bytearray(images.nbytes + 48)
+    start = -torch.frombuffer(room, dtype=torch.uint8).data_ptr() % 16 + 4
+    count = images.numel() + 4
+    batch = torch.frombuffer(room, dtype=torch.float32, offset=start, count=count)[3:-1]
+    batch = batch.view_as(images).copy_(images)
+    assert (batch.data_ptr() % 16, batch.storage_offset()) == (0, 3)
+    found = library_factors(model, batch)["0"].A
+    torch.testing.assert_close(found, library_factors(model, images)["0"].A)

@@ -174,6 +174,7 @@ def _copy_runs(target: Tensor, source: Tensor) -> None:
             tensor.stride(-1) != 1
             or tensor.shape[-1] % run
             or tensor.data_ptr() % 16
+            or tensor.storage_offset() % run  # memory of others may begin anywhere
             or any(stride % run for stride in tensor.stride()[:-1])
         ):
             target.copy_(source)
