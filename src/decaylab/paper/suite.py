@@ -260,10 +260,10 @@ def _runs(key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None) -
         note = "" if found else SCALED_LR
     if found is not None:
         note = f"searched: {Path(found.path).name}"
-    runs = tuple(_spec(key, scheme, tier, found, seed) for seed in range(seeds))
+    runs = _specs(key, scheme, tier, found, seeds)
     if "wn-conv" not in scheme:
         return {"runs": runs, "note": note}
-    sources = tuple(_spec(key, "wd", tier, None, seed) for seed in range(seeds))
+    sources = _specs(key, "wd", tier, None, seeds)
     taken = [replace(run, norm_source=source.id) for run, source in zip(runs, sources, strict=True)]
     return {"runs": tuple(taken), "sources": sources, "note": note}
 
@@ -279,8 +279,8 @@ def _own(
     found = searched(searched_cell(key, tier), scheme, tier.name, folder)
     if found is None:
         return {}
-    ours = tuple(_spec(key, scheme, tier, found, seed) for seed in range(seeds))
-    same = ours[0] == _spec(key, scheme, tier, None, 0)
+    ours = _specs(key, scheme, tier, found, seeds)
+    same = ours == _specs(key, scheme, tier, None, seeds)
     return {} if same else {"own": ours, "own_edges": found.edges}
 
 
@@ -289,17 +289,19 @@ def spec_for(key: Mapping[str, Any], scheme: str, tier: str) -> RunSpec:
     size = tier_of(tier)
     if size.on_digits and key["dataset"] == "digits":
         key = {**key, "dataset": "cifar10"}  # whose cells they stand for, among others
-    return _spec(key, scheme, size, None, 0)
+    return _specs(key, scheme, size, None, seeds=1)[0]
 
 
-def _spec(
-    key: Mapping[str, Any], scheme: str, tier: Tier, found: Searched | None, seed: int
-) -> RunSpec:
+def _specs(
+    key: Mapping[str, Any], scheme: str, tier: Tier, found: Searched | None, seeds: int
+) -> tuple[RunSpec, ...]:
+    """A run per seed, at the published settings or those that a search found."""
     optimizer = str(key["optimizer"])
     row = published(key, decayed=scheme != "none")
     values = full_schedule(key, row) | _decay(scheme, optimizer, float(row["weight_decay"]))
     values = sized(values, tier) | ({} if found is None else dict(found.values))
-    return RunSpec.from_mapping({**values, "seed": seed})
+    first = RunSpec.from_mapping(values)
+    return tuple(replace(first, seed=seed) for seed in range(seeds))
 
 
 def _decay(scheme: str, optimizer: str, weight_decay: float) -> dict[str, Any]:
