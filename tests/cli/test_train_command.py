@@ -252,7 +252,7 @@ main()
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_a_checkpoint_and_the_same_command_continues(tmp_path, number, code):
-    options = ["--hidden", "16", "--epochs", "150", "--device", "cpu"]
+    options = ["--hidden", "16", "--epochs", "4", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", WAITING, "train", *options, "--runs", str(tmp_path / "runs")],
@@ -283,7 +283,7 @@ def test_a_signal_leaves_a_checkpoint_and_the_same_command_continues(tmp_path, n
         torch.set_num_threads(threads)
     assert "(continued)" in again.stdout
     assert "epoch 2/" not in again.stdout
-    spec = RunSpec(hidden=(16,), epochs=150)
+    spec = RunSpec(hidden=(16,), epochs=4)
     ends = [
         checkpoint.load(RunStore(tmp_path / name).folder(spec.id).checkpoint)["model"]
         for name in ("runs", "whole")
