@@ -74,6 +74,7 @@ def test_what_is_wrong_is_said_first(runs, tmp_path):
     of = names(runs)
     swapped = run("diagnose", of["none", 0.1], of["l2", 0.1], "--runs", runs, "--markdown").stdout
     assert "did you swap the two?" in swapped
+    assert "too:" not in swapped  # the baseline alone has weight decay
     other = json.loads(
         run("diagnose", of["l2", 0.1], of["l2", 0.05], "--runs", runs, "--json").stdout
     )
@@ -131,6 +132,17 @@ def test_bad_input_is_one_sentence(runs, tmp_path, monkeypatch, arguments, said)
     assert result.exit_code == 2
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_folders_of_watch_where_a_run_is_needed(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "rows.jsonl").touch()
+    for words in (["probe"], ["runs", "show"]):
+        refused = run(*words, tmp_path / "mine")
+        assert refused.exit_code == 2
+        assert "mine holds records of `watch`, not a run of `decaylab train`" in refused.stderr
+    page = run("report", "--runs", tmp_path)
+    assert "records of `watch`: `decaylab diagnose FOLDER --report" in page.stderr
 
 
 def test_advice(runs, tmp_path):

@@ -100,7 +100,7 @@ def test_the_suggestion_holds_the_norm_that_was_asked_for(e):
     conv, head = advised.layers
     assert conv.target == pytest.approx(1.0, rel=0.01)
     assert head.suggested is None
-    assert "part of the function" in head.reason
+    assert "not scale-invariant" in head.reason
     # the same from a run that decays already, and the present equilibrium with it
     decayed = Layer(growth=0.004, power=power, weight_decay=0.05)
     again = suggest(records({"conv": decayed}, steps=3000, every=20), norm_at=1)
@@ -144,7 +144,9 @@ def test_undamped_kfac_and_layers_without_a_push():
     still = suggest(records({"conv": Layer(growth=0.0)}))
     assert still.weight_decay is None
     assert "its norm does not grow" in still.layers[0].reason
-    assert "no scale-invariant layer" in still.notes[-1]
+    assert "for any scale-invariant layer" in still.notes[-1]
+    plain = suggest(records({"head": Layer(growth=0.004, invariant=False)}))
+    assert plain.notes == ("no suggestion: no layer is scale-invariant",)
 
 
 def test_conversion_keeps_the_equilibrium_rotation_in_simulation():

@@ -89,4 +89,9 @@ def found_run(name: str, runs: Path) -> RunFolder:
     path = Path(name)
     if (path / "spec.toml").exists():
         return RunFolder(path.resolve())  # the folder's name is the id, and `.` has none
+    if (path / "rows.jsonl").exists():
+        raise DecaylabError(
+            f"{name} holds records of `watch`, not a run of `decaylab train` with its network:"
+            " `decaylab diagnose` and `decaylab advise` read them"
+        )
     return RunStore(runs).find(name)

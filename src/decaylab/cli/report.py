@@ -25,6 +25,7 @@ Pages = Annotated[
     ),
 ]
 REMEDY = "make runs with `decaylab demo`, or give their folder with --runs"
+WATCHED = "there are records of `watch`: `decaylab diagnose FOLDER --report FILE.html` shows them"
 
 
 def report_command(
@@ -53,7 +54,8 @@ def report_command(
     for note in written.left_out:
         print(f"left out: {note}", file=sys.stderr)
     if not written.runs:
-        print(f"no runs in {runs}: {REMEDY}", file=sys.stderr)
+        watched = next(runs.glob("*/rows.jsonl"), None)
+        print(f"no runs in {runs}: {WATCHED if watched else REMEDY}", file=sys.stderr)
     if json_output:
         print_json(_plain(written))
         return

@@ -174,8 +174,10 @@ def suggest(
     setting = next((_in_kind(of) for of in invariant if of is not None), None)
     if found:  # the learning rate that the suggestion is for
         setting = _at_longest_stretch(observed.layers[next(iter(found))])
+    elif invariant:
+        notes.append("no suggestion for any scale-invariant layer; beside each stands why")
     else:
-        notes.append("no suggestion: no scale-invariant layer is recorded well enough")
+        notes.append("no suggestion: no layer is scale-invariant")
     return Suggestion(
         observed.name,
         setting.decay if setting else "decoupled",
@@ -289,7 +291,7 @@ def _why_none(layer: LayerRecord) -> str:
     if layer.skipped:
         return layer.skipped
     if not layer.invariant:
-        return "not scale-invariant: its norm is part of the function. Search for its decay"
+        return "not scale-invariant: choose its decay by accuracy"
     if layer.setting is None or layer.setting.power is None or layer.kfac_clipped:
         return "how its step depends on its norm is not known"
     if layer.unknown:

@@ -269,7 +269,7 @@ def share_without_decay(layer: LayerRecord) -> float | None:
 def comparable(run: Observed, baseline: Observed) -> tuple[str, list[str]]:
     """Why the two cannot be compared ("" if they can), and what differs without harm."""
     if baseline.decays:
-        return "the baseline has weight decay too", []
+        return "the baseline has weight decay" + (" too" if run.decays else ""), []
     if run.spec is not None and baseline.spec is not None:
         pairs = {
             item.name: (getattr(run.spec, item.name), getattr(baseline.spec, item.name))
