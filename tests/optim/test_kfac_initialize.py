@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 
 SIZES = (4, 1, 3)
@@ -165,3 +166,57 @@ def test_a_loss_is_called_for_the_empirical_fisher_alone():
     opt = KFAC(model(), 0.1, outputs="exact")
     opt.initialize([x for x, _ in in_batches()], loss=pytest.fail)
     assert_same(opt.factors(), of_one_step(outputs="exact"))
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, as a codebook's moving average or a power iteration would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return x
+
+
+def normalised() -> nn.Sequential:
+    net = model()
+    norms = nn.BatchNorm1d(5), nn.BatchNorm1d(5, momentum=None), Counting()
+    return nn.Sequential(net[0], *norms, net[1], net[2]).double()
+
+
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_buffers_are_left_alone_whatever_the_batches_hold(spoiled):
+    net, batches = normalised(), [x for x, _ in in_batches() if len(x) > 1]
+    opt = KFAC(net, 0.1, outputs="exact")
+    opt.initialize(batches[:1])
+    buffers, factors = dict(net.named_buffers()), opt.factors()
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    if spoiled:
+        batches[1][0, 0] = torch.inf
+        with pytest.raises(DecaylabError, match="not finite in layer '0'"):
+            opt.initialize(batches)
+        assert_same(opt.factors(), factors)
+    else:
+        opt.initialize(batches)
+    for name, buffer in net.named_buffers():
+        assert buffer is buffers[name]
+        assert torch.equal(buffer, before[name]), name
+
+
+def test_a_normalisation_that_is_kept_in_eval_mode_stays_in_it():
+    """As in the training step: the factors are those of the function that is trained."""
+    x, y = examples()
+    found = []
+    for initial in (True, False):
+        net = normalised().train()
+        net[1].eval()
+        opt = KFAC(net, 0.0, outputs="exact")
+        if initial:
+            opt.initialize([x])
+        else:
+            cross_entropy(net(x), y).backward()
+            opt.step()
+        found.append(opt.factors())
+    assert_same(*found)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from decaylab.networks.kept import kept_buffers
+
 
 @dataclass(eq=False)
 class Pass:
@@ -291,12 +293,16 @@ def frozen_batch_norm(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_in_training(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Train mode with grad; afterwards modes, random state and running statistics are as before."""
+    """Train mode with grad; afterwards modes, random state and buffers are as before.
+
+    A model in train mode stays as it is: normalisation that is kept in eval mode is part of it.
+    """
     modes = [(module, module.training) for module in model.modules()]
     devices = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices), frozen_batch_norm(model), torch.enable_grad():
-            model.train()
+        with torch.random.fork_rng(devices), kept_buffers(model), torch.enable_grad():
+            if not model.training:
+                model.train()
             yield
     finally:
         for module, mode in modes:

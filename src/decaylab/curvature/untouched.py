@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from decaylab.curvature.capture import _Hook, innermost, logits_of
 from decaylab.errors import DecaylabError
+from decaylab.networks.kept import kept_buffers
 
 BatchNormMode = Literal["eval", "train"]
 
@@ -43,12 +44,6 @@ def untouched(model: nn.Module, *, batch_norm: BatchNormMode = "eval") -> Iterat
     modes = [module.training for module in modules]
     tracking = [(m, m.track_running_stats) for m in modules if isinstance(m, _NormBase)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
     with contextlib.ExitStack() as stack:
         for pause in _pauses(modules):
             stack.enter_context(pause())
@@ -58,6 +53,7 @@ def untouched(model: nn.Module, *, batch_norm: BatchNormMode = "eval") -> Iterat
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         for kind in {parameter.device.type for parameter in model.parameters()}:
             stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(kept_buffers(model))
         try:
             model.eval()
             for parameter, _ in gradients:
@@ -74,10 +70,6 @@ def untouched(model: nn.Module, *, batch_norm: BatchNormMode = "eval") -> Iterat
                 norm.track_running_stats = was
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            for module, name, buffer, kept in buffers:
-                module._buffers[name] = buffer
-                # unseen by autograd: a graph that waits for its backward may have saved it
-                buffer.data.copy_(kept)
 
 
 def _pauses(modules: list[nn.Module]) -> list[Callable[[], Any]]:

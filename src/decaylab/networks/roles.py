@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
 
 from decaylab.errors import DecaylabError
+from decaylab.networks.kept import kept_buffers
 
 Role = Literal["invariant", "weight", "head", "bias", "norm", "other"]
 Kind = Literal["conv", "linear", "norm", "embedding", "other"]
@@ -162,19 +163,11 @@ def _cuda_devices(model: nn.Module) -> list[torch.device]:
 def _left_untouched(model: nn.Module) -> Iterator[None]:
     """Train mode without gradients; afterwards mode, buffers and generators are as they were."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
     try:
-        with torch.random.fork_rng(_cuda_devices(model)), torch.no_grad():
+        with torch.random.fork_rng(_cuda_devices(model)), kept_buffers(model), torch.no_grad():
             model.train()
             yield
     finally:
-        for module, name, buffer, value in buffers:
-            buffer.data.copy_(value)
-            module._buffers[name] = buffer
         for module, training in modes:
             module.training = training
 

@@ -25,6 +25,7 @@ from decaylab.optim.kfac_options import (
     KFACOptions,
     check_arguments,
     check_groups,
+    check_initial,
     check_measured,
     check_numbers,
     check_saved,
@@ -291,8 +292,8 @@ class KFAC(torch.optim.Optimizer):
         """Set the factors to their mean over `batches` and invert once, before training.
 
         A batch is the model's input, a tuple that starts with it, or a mapping of its keyword
-        arguments. Batch norm's running statistics, the global random state, gradients and
-        parameters are left alone.
+        arguments. Buffers (batch norm's running statistics), the global random state, gradients and
+        parameters are left alone. A model in eval mode is put into train mode for it.
 
         Args:
             batches: what to average over; one pass of the training data, or a hundred batches.
@@ -310,8 +311,7 @@ class KFAC(torch.optim.Optimizer):
         with self._initialization():
             passes = partial(self._observer.measured, batches, forward, loss, trained)
             sums = self._blocks.gather(passes, self.steps)
-        if not sums:
-            raise DecaylabError("initialize got no batch to measure the curvature on")
+        check_initial(sums)
         with torch.no_grad():
             self._blocks.forget()
             self._blocks.update(sums, self.factor_decay)

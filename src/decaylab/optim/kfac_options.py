@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decaylab.curvature.factors import Block
+from decaylab.curvature.factors import Block, Sums
 from decaylab.curvature.observer import CountedRows
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import check_decay
@@ -127,6 +127,18 @@ def check_measured(blocks: dict[str, Block], measured: set[str]) -> None:
                 "without the layer being called, a compiled function calls it (compile modules "
                 "instead), or its output does not lead to the logits. Leave it to the "
                 f"first-order method with options=KFACOptions(exclude=({name!r},))"
+            )
+
+
+def check_initial(sums: dict[str, Sums]) -> None:
+    """Refuse an initial pass that measured nothing, or nothing that is finite, of a layer."""
+    if not sums:
+        raise DecaylabError("initialize got no batch to measure the curvature on")
+    for name, measured in sums.items():
+        if not all(bool(side.isfinite().all()) for side in measured.sides):
+            raise DecaylabError(
+                f"initialize met values that are not finite in layer {name!r}: "
+                "look for nan or inf in the batches and in the weights"
             )
 
 
