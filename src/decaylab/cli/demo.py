@@ -24,7 +24,6 @@ from decaylab.data import load
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 from decaylab.paper import Readings
-from decaylab.paper.plan import is_finished
 from decaylab.records import RunStore
 from decaylab.report.drawing import check_extra
 from decaylab.report.mechanisms import (
@@ -168,7 +167,7 @@ def _train(specs: list[RunSpec], store: RunStore, device: torch.device) -> None:
     """Train what is not finished, with a bar on a terminal and a line per optimizer elsewhere."""
     data = load("digits")
     execution = Execution(tier=TIER, observe=observe)
-    left = [spec for spec in specs if not is_finished(store.folder(spec.id))]
+    left = [spec for spec in specs if not store.folder(spec.id).is_finished()]
     for spec in _followed(left):
         train_to_end(spec, data=data, device=device, store=store, execution=execution)
 

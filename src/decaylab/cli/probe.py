@@ -90,9 +90,8 @@ def _measured(
 
 def _append(folder: RunFolder, spec: RunSpec, readings: list[Reading]) -> None:
     """Rows of the last checkpoint's step, which a finished run's last row has; none is replaced."""
-    manifest = folder.manifest()
     rows = folder.rows().rows
-    if manifest is None or manifest.status != "finished" or not rows:
+    if not folder.is_finished() or not rows:
         raise DecaylabError(
             f"{folder.id} is not finished: finish it with `decaylab train --config"
             f" {folder.path / 'spec.toml'} --runs {folder.path.parent}`, then record"

@@ -1,7 +1,6 @@
 """`decaylab runs list` and `decaylab runs show`: what is recorded."""
 
 import sys
-import tomllib
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -26,10 +25,6 @@ def summary(folder: RunFolder) -> dict[str, Any]:
     rows = folder.rows()
     by_step = sorted(rows.rows, key=lambda row: row.step)
     latest = by_step[-1] if by_step else None
-    try:
-        spec = tomllib.loads(folder.spec_text())
-    except tomllib.TOMLDecodeError as error:
-        raise DecaylabError(f"{folder.path / 'spec.toml'} is damaged: {error}") from error
     return {
         "id": folder.id,
         "folder": str(folder.path),
@@ -39,7 +34,7 @@ def summary(folder: RunFolder) -> dict[str, Any]:
         "seconds": latest.seconds if latest else 0.0,
         "values": {row.name: row.value for row in by_step},
         "manifest": asdict(manifest) if manifest else None,
-        "spec": spec,
+        "spec": folder.spec_values(),
         "left_out": list(rows.left_out),
     }
 

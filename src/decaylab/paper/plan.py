@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from decaylab.paper.suite import Cell
-from decaylab.records import RunFolder, RunStore
+from decaylab.records import RunStore
 from decaylab.training import RunSpec
 
 State = Literal["finished", "diverged", "busy", "waiting", "ready"]
@@ -63,12 +63,6 @@ def state_of(planned: PlannedRun, store: RunStore) -> State:
     if folder.locked():
         return "busy"
     source = planned.spec.norm_source
-    if source and not is_finished(store.folder(source)):
+    if source and not store.folder(source).is_finished():
         return "waiting"
     return "ready"
-
-
-def is_finished(folder: RunFolder) -> bool:
-    """Whether the run in a folder, which need not exist, came to its end."""
-    manifest = folder.manifest()
-    return manifest is not None and manifest.status == "finished"

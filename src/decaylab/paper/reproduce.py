@@ -16,7 +16,7 @@ from decaylab.data import DataSet, load
 from decaylab.errors import DecaylabError, Diverged
 from decaylab.paper.estimate import Estimator
 from decaylab.paper.observe import observer
-from decaylab.paper.plan import PlannedRun, State, is_finished, state_of
+from decaylab.paper.plan import PlannedRun, State, state_of
 from decaylab.records import RunStore
 from decaylab.training import Execution, Interrupted, Progress, take_turns, train
 from decaylab.training.signals import is_stopping, requests
@@ -130,7 +130,7 @@ class Reproduction:
             planned.spec.id
             for planned in self.planned
             if planned.spec.id not in self.outcome.failed
-            and not is_finished(self.store.folder(planned.spec.id))
+            and not self.store.folder(planned.spec.id).is_finished()
         ]
         self.outcome.elsewhere = [run for run in unfinished if run in self.outcome.elsewhere]
         self.outcome.left = [run for run in unfinished if run not in self.outcome.elsewhere]
@@ -203,7 +203,7 @@ class Reproduction:
     def _source_may_come(self, planned: PlannedRun, states: dict[str, str]) -> bool:
         source = self.store.folder(planned.spec.norm_source)
         # in this order: another process may end it, or die in it, between two of these looks
-        return states.get(source.id) == "busy" or source.locked() or is_finished(source)
+        return states.get(source.id) == "busy" or source.locked() or source.is_finished()
 
     def _state(self, planned: PlannedRun) -> State:
         """`state_of`, with what it means for the outcome."""
@@ -256,7 +256,7 @@ class Reproduction:
                 if is_stopping(error):  # else the signal would be forgotten, and the next run begin
                     raise
                 taken = self.store.folder(run_id).locked()  # looked at first: it may end now
-                if is_finished(self.store.folder(run_id)):
+                if self.store.folder(run_id).is_finished():
                     self.outcome.before.append(run_id)
                     return
                 if taken:

@@ -23,7 +23,6 @@ import torch
 import decaylab
 from decaylab.data import DataSet
 from decaylab.errors import DecaylabError, Diverged
-from decaylab.paper.plan import is_finished
 from decaylab.paper.settings import on_edge
 from decaylab.records import RunFolder, RunStore
 from decaylab.records.files import replace_text
@@ -198,7 +197,7 @@ class Search:
         self, spec: RunSpec, folder: RunFolder
     ) -> Generator[tuple[int, dict[str, float]], None, None]:
         """(epoch, its values), of the records where the run is finished."""
-        if is_finished(folder):
+        if folder.is_finished():
             by_epoch: dict[int, dict[str, float]] = {}
             for name in {ACCURACY, LOSS, self.plan.by}:
                 for row in folder.rows().series(name):

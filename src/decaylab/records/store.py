@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import IO, Literal, get_args
+from typing import IO, Any, Literal, get_args
 
 from decaylab.errors import DecaylabError
 from decaylab.records.files import disk_errors, replace_text
@@ -76,6 +76,16 @@ class RunFolder:
                 " one and train again"
             ) from error
 
+    def spec_values(self) -> dict[str, Any]:
+        """The spec as it stands there, key by key."""
+        try:
+            return tomllib.loads(self.spec_text())
+        except tomllib.TOMLDecodeError as error:
+            raise DecaylabError(
+                f"{self.path / 'spec.toml'} is damaged ({error}): move the folder away and train"
+                " again"
+            ) from error
+
     def rows(self) -> Rows:
         """The rows that count, and what was left out."""
         return read_rows(self.path / "rows.jsonl")
@@ -95,6 +105,11 @@ class RunFolder:
                 message = "its process ended unexpectedly"
                 return replace(manifest, status="interrupted", message=message)
         return manifest
+
+    def is_finished(self) -> bool:
+        """Whether the run, which need not be there, came to its end."""
+        manifest = self.manifest()
+        return manifest is not None and manifest.status == "finished"
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Replace the manifest, atomically."""
@@ -135,15 +150,8 @@ class RunFolder:
 
     def check_same_spec(self, spec_text: str) -> None:
         """Refuse a folder whose spec differs; keys that an older version lacked may be missing."""
-        try:
-            there = tomllib.loads(self.spec_text())
-        except tomllib.TOMLDecodeError as error:
-            raise DecaylabError(
-                f"{self.path / 'spec.toml'} is damaged ({error}): move the folder away and train"
-                " again"
-            ) from error
         now = tomllib.loads(spec_text)
-        for key, value in there.items():
+        for key, value in self.spec_values().items():
             if key not in now or now[key] != value or type(now[key]) is not type(value):
                 raise DecaylabError(
                     f"the spec under {self.path} has changed: {key} is {value!r} there and"
@@ -184,7 +192,10 @@ class RunStore:
         if len(found) == 1:
             return found[0]
         if not runs:
-            raise DecaylabError(f"no run {name!r}: there is none in {self.root}")
+            raise DecaylabError(
+                f"no run {name!r}: there is none in {self.root}; give the folder of your runs with"
+                " --runs"
+            )
         if not found:
             raise DecaylabError(
                 f"no run {name!r} in {self.root}: `decaylab runs list --runs {self.root}` shows"

@@ -20,8 +20,7 @@ def source_norms(store: RunStore | None, source: str, epochs: int) -> Norms:
     if store is None:
         raise DecaylabError(f"norm_source names run {source}: give the store that holds it")
     folder = store.folder(source)
-    manifest = folder.manifest() if folder.path.exists() else None
-    if manifest is None or manifest.status != "finished":
+    if not folder.is_finished():
         raise DecaylabError(
             f"norm_source names run {source}, which is not finished in {store.root}: train it first"
         )
