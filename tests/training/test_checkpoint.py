@@ -50,7 +50,7 @@ def test_tensors_of_every_kind_come_back_bit_for_bit(tmp_path):
         0: {"step": torch.tensor(1.0), "name.with.dots": torch.ones(1)},
     }
     path = tmp_path / "checkpoint.safetensors"
-    checkpoint.save(path, state)
+    checkpoint.Snapshot(state).write(path)
     back = checkpoint.load(path)
     assert list(back) == list(state)
     _, before = checkpoint.flatten(state)
@@ -64,14 +64,16 @@ def test_tensors_of_every_kind_come_back_bit_for_bit(tmp_path):
 
 def test_keys_that_meet_in_one_path_are_kept_apart(tmp_path):
     state = {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1), 1: torch.ones(2), "1": torch.ones(3)}
-    checkpoint.save(tmp_path / "c", state)
+    checkpoint.Snapshot(state).write(tmp_path / "c")
     back = checkpoint.load(tmp_path / "c")
     assert [len(back[1]), len(back["1"]), back["a"]["b"].item(), back["a.b"].item()] == [2, 3, 0, 1]
 
 
 def test_one_entry_alone(tmp_path):
     path = tmp_path / "c"
-    checkpoint.save(path, {"model": {"w": torch.ones(2)}, "model2": {"w": torch.zeros(2)}, "n": 1})
+    checkpoint.Snapshot(
+        {"model": {"w": torch.ones(2)}, "model2": {"w": torch.zeros(2)}, "n": 1}
+    ).write(path)
     assert checkpoint.load(path, only="model")["model"]["w"].tolist() == [1, 1]
     with pytest.raises(DecaylabError, match="no readable checkpoint"):
         checkpoint.load(path, only="nothing")
@@ -88,7 +90,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     path.write_bytes(damage)
     with pytest.raises(DecaylabError, match="no readable checkpoint"):
         checkpoint.load(path)
-    checkpoint.save(path, {"w": torch.ones(100)})
+    checkpoint.Snapshot({"w": torch.ones(100)}).write(path)
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(DecaylabError, match="no readable checkpoint"):
         checkpoint.load(path)
@@ -102,10 +104,10 @@ from pathlib import Path
 from decaylab.errors import DecaylabError
 from decaylab.training import checkpoint
 path = Path(sys.argv[1])
-checkpoint.save(path, {"w": torch.ones(3)})
+checkpoint.Snapshot({"w": torch.ones(3)}).write(path)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
 try:
-    checkpoint.save(path, {"w": torch.zeros(100_000)})
+    checkpoint.Snapshot({"w": torch.zeros(100_000)}).write(path)
 except DecaylabError as error:
     print(error)
 """
@@ -121,7 +123,7 @@ except DecaylabError as error:
 
 def test_a_full_disk_reported_by_the_writer_is_one_sentence(tmp_path, monkeypatch):
     path = tmp_path / "c"
-    checkpoint.save(path, {"n": 1})
+    checkpoint.Snapshot({"n": 1}).write(path)
 
     def full(_tensors, filename, metadata):
         filename.write_bytes(b"half")
@@ -129,5 +131,5 @@ def test_a_full_disk_reported_by_the_writer_is_one_sentence(tmp_path, monkeypatc
 
     monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(DecaylabError, match=r"No space left on device.*free some space"):
-        checkpoint.save(path, {"n": 2})
+        checkpoint.Snapshot({"n": 2}).write(path)
     assert checkpoint.load(path) == {"n": 1}

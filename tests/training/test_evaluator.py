@@ -44,12 +44,9 @@ def evaluator(model, data, **options):
     return made
 
 
-@pytest.mark.parametrize("batch_norm", ["running", "batch"])
-def test_replays_give_what_evaluate_gives_as_weights_and_statistics_change(
-    digits, captures, batch_norm
-):
+def test_replays_give_what_evaluate_gives_as_weights_and_statistics_change(digits, captures):
     model = build_model(SPEC, digits)
-    again = evaluator(model, digits, batch_size=100, batch_norm=batch_norm)
+    again = evaluator(model, digits, batch_size=100)
     for seed in range(3):
         torch.manual_seed(seed)
         with torch.no_grad():
@@ -57,8 +54,7 @@ def test_replays_give_what_evaluate_gives_as_weights_and_statistics_change(
                 if tensor.is_floating_point():
                     tensor.uniform_(0.1, 1.0)
         for split in (digits.test, digits.train):
-            expected = evaluate(model, split, digits, batch_size=100, batch_norm=batch_norm)
-            assert again(split) == expected
+            assert again(split) == evaluate(model, split, digits, batch_size=100)
     assert len(captures) == 3  # full batches of both splits, and the last ones: 60 and 37 images
     assert captures[0].calls == 3 * (3 + 14)
     assert model.training
@@ -93,10 +89,12 @@ def test_each_batch_enters_autocast_by_itself(digits, captures):
 
 def test_a_signal_between_batches_ends_it(digits):
     model = build_model(SPEC, digits)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        evaluate(
-            model, digits.test, digits, between=lambda: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
+        evaluator(model, digits).launch(digits.test, interrupt)
     assert model.training
 
 

@@ -157,15 +157,17 @@ def test_held_out_images_are_tested_and_not_trained_on(digits):
     assert last.values["test/accuracy"] == found.accuracy
 
 
-def test_batch_statistics_on_request_and_no_trace_of_it(digits):
+def test_evaluation_uses_running_statistics_and_leaves_the_model_as_it_was(digits):
     model = finish(SPEC, data=digits).model
+    model.features[1].eval()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    running = evaluate(model, digits.test, digits)
-    batch = evaluate(model, digits.test, digits, batch_norm="batch")
-    assert running.loss != batch.loss
-    assert (running.batch_norm, batch.batch_norm, batch.count) == ("running", "batch", 360)
+    found = evaluate(model, digits.test, digits)
     assert same(model.state_dict(), before)
-    assert model.training
+    assert [module.training for module in (model, *model.features[:2])] == [True, True, False]
+    logits = model.eval()((digits.test.images / 255 - digits.mean[0]) / digits.std[0])
+    loss = F.cross_entropy(logits, digits.test.labels).item()
+    assert found.loss == pytest.approx(loss, rel=1e-5)
+    assert found.accuracy == (logits.argmax(1) == digits.test.labels).double().mean().item()
 
 
 def test_evaluation_in_parts_is_evaluation_in_whole(digits):
@@ -290,7 +292,7 @@ def test_a_run_is_not_continued_on_another_kind_of_device(digits, tmp_path):
     next(training)
     training.close()
     path = store.folder(SPEC.id).checkpoint
-    checkpoint.save(path, {**checkpoint.load(path), "device": "cuda"})
+    checkpoint.Snapshot({**checkpoint.load(path), "device": "cuda"}).write(path)
     with pytest.raises(DecaylabError, match="continue it with --device cuda"):
         finish(SPEC, data=digits, store=store)
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from decaylab.errors import DecaylabError
-
 
 @dataclass(frozen=True)
 class Split:
@@ -45,24 +43,14 @@ class DataSet:
         """The same data set with both splits on `device`."""
         return replace(self, train=self.train.to(device), test=self.test.to(device))
 
-    def held_out(self, count: int | None = None, seed: int = 0) -> DataSet:
-        """For search: `count` random training images become the test split.
+    def held_out(self) -> DataSet:
+        """For search: a random tenth of the training images becomes the test split.
 
         Recipe 15: 5,000 of CIFAR's 50,000 training images. The real test images are not used.
-        The choice depends on `seed` alone, not on the device; both parts keep the file's order.
-
-        Args:
-            count: images held out; a tenth of the training images unless given.
-            seed: of the generator that chooses them.
+        The choice is the same each time and on each device; both parts keep the file's order.
         """
-        total = len(self.train)
-        count = total // 10 if count is None else count
-        if not 0 < count < total:
-            raise DecaylabError(
-                f"Cannot hold out {count} of {self.name}'s {total} training images: "
-                f"choose between 1 and {total - 1}."
-            )
-        order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+        count = len(self.train) // 10
+        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(0))
         return replace(
             self,
             train=self.train.take(order[count:].sort().values),

@@ -75,11 +75,6 @@ def nest(tree: Any, tensors: dict[str, Tensor]) -> Any:
     return {key: nest(part, tensors) for key, part in tree.items()}
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a state; the file that was there stays valid until the new one is whole on disk."""
-    Snapshot(state).write(path)
-
-
 class Snapshot:
     """A state as it is now, in the host's memory; it may change from here on.
 
@@ -101,7 +96,10 @@ class Snapshot:
         ]
 
     def write(self, path: Path) -> None:
-        """Write it, from any thread, once the copies are there."""
+        """Write it, from any thread, once the copies are there.
+
+        The file that was there stays valid until the new one is whole on disk.
+        """
         for event in self._copied:
             event.synchronize()
 

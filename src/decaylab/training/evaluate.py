@@ -1,9 +1,9 @@
-"""Loss and accuracy of a model on a split, in a stated batch-norm mode."""
+"""Loss and accuracy of a model on a split."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,37 +12,26 @@ from torch.nn import functional as F
 from decaylab.data import DataSet, Split, evaluation_batches
 from decaylab.training.graphs import Captured
 
-BatchNormMode = Literal["running", "batch"]
 BATCH_SIZE = 1000
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Cross-entropy in nats and accuracy in [0, 1], both means over `count` images."""
+    """Cross-entropy in nats and accuracy in [0, 1], both means over the images."""
 
     loss: float
     accuracy: float
-    count: int
-    batch_norm: BatchNormMode
 
 
 def evaluate(
-    model: nn.Module,
-    split: Split,
-    data: DataSet,
-    *,
-    batch_norm: BatchNormMode = "running",
-    batch_size: int = BATCH_SIZE,
-    between: Callable[[], None] = lambda: None,
+    model: nn.Module, split: Split, data: DataSet, *, batch_size: int = BATCH_SIZE
 ) -> Evaluation:
     """Mean loss and accuracy over all images of `split`, normalised as `data` says.
 
-    `batch_norm="running"` is eval mode (running statistics); `"batch"` uses the statistics of each
-    evaluation batch, as in training, and leaves the running ones untouched. The model's mode is
-    restored. Cost: one forward pass, one host synchronisation at the end. `between` is called
-    between batches; what it raises ends the evaluation.
+    In eval mode: batch norm uses its running statistics. The model's mode is restored. Cost: one
+    forward pass, one host synchronisation at the end.
     """
-    return Evaluator(model, data, batch_norm=batch_norm, batch_size=batch_size)(split, between)
+    return Evaluator(model, data, batch_size=batch_size)(split)
 
 
 class Evaluator:
@@ -56,7 +45,6 @@ class Evaluator:
     Args:
         model: the bare model, not a compiled one: training has compiled another mode of it.
         data: says how images are normalised.
-        batch_norm: as for `evaluate`.
         batch_size: images in a batch; the last one may be smaller.
         autocast: makes the context of a forward pass. It must not be entered outside, too: the
             weights that an outer one has cast and kept would become part of the graph.
@@ -69,14 +57,13 @@ class Evaluator:
         model: nn.Module,
         data: DataSet,
         *,
-        batch_norm: BatchNormMode = "running",
         batch_size: int = BATCH_SIZE,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         graphs: bool = False,
         pool: Any = None,
     ) -> None:
         self._model, self._data = model, data
-        self._batch_norm, self._batch_size, self._autocast = batch_norm, batch_size, autocast
+        self._batch_size, self._autocast = batch_size, autocast
         device = data.train.images.device
         self._graphs, self._pool = graphs and device.type == "cuda", pool
         self._captured: dict[int, tuple[Tensor, Tensor, Captured[None]]] = {}  # by size of batch
@@ -84,21 +71,24 @@ class Evaluator:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._correct = torch.zeros((), dtype=torch.int64, device=device)
 
-    def __call__(self, split: Split, between: Callable[[], None] = lambda: None) -> Evaluation:
+    def __call__(self, split: Split) -> Evaluation:
         """Evaluate on all images of `split`; one host synchronisation, at the end."""
-        return self.launch(split, between)()
+        return self.launch(split)()
 
     def launch(
         self, split: Split, between: Callable[[], None] = lambda: None
     ) -> Callable[[], Evaluation]:
-        """Ask the device to evaluate; what is returned waits for it and reads the result."""
+        """Ask the device to evaluate; what is returned waits for it and reads the result.
+
+        `between` is called between batches; what it raises ends the evaluation.
+        """
         mean, std = self._data.mean, self._data.std
         batches = evaluation_batches(split, batch_size=self._batch_size, mean=mean, std=std)
         self._loss.zero_()
         self._correct.zero_()
         self._forget_graphs_of_moved_tensors()
         add = self._replay if self._graphs else self._add
-        with _mode(self._model, self._batch_norm), torch.no_grad():
+        with _eval_mode(self._model), torch.no_grad():
             for images, labels in batches:
                 between()
                 add(images, labels)
@@ -106,7 +96,7 @@ class Evaluator:
 
         def read() -> Evaluation:
             loss, correct = sums.tolist()
-            return Evaluation(loss / count, correct / count, count, self._batch_norm)
+            return Evaluation(loss / count, correct / count)
 
         return read
 
@@ -140,15 +130,11 @@ def hits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @contextmanager
-def _mode(model: nn.Module, batch_norm: BatchNormMode) -> Iterator[None]:
+def _eval_mode(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
-    touched = dict(model.named_buffers()) if batch_norm == "batch" else {}
-    before = {name: buffer.clone() for name, buffer in touched.items()}
-    model.train(batch_norm == "batch")
+    model.eval()
     try:
         yield
     finally:
         for module, training in modes.items():
             module.training = training
-        for name, buffer in touched.items():
-            buffer.copy_(before[name])
