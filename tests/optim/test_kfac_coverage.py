@@ -1,5 +1,7 @@
 """Who steps which parameter, and the reason that is given for it; what `params` may be."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -148,3 +150,37 @@ def test_a_layer_with_a_gradient_that_no_pass_measures_is_an_error_with_its_reme
     before = model.get_parameter(f"{name}.weight").detach().clone()
     step(model, KFACOptions(exclude=(name,)))
     assert not torch.equal(model.get_parameter(f"{name}.weight"), before)
+
+
+def test_a_group_of_nothing_else_names_the_learning_rate_of_others():
+    """As in torch. In a group with both kinds `lr` is that of the blocks."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2), nn.LayerNorm(2))
+    norm, other = ({"params": list(model[i].parameters())} for i in (1, 3))
+    layers = [*model[0].parameters(), *model[2].parameters()]
+
+    def rates(*groups: dict) -> list[tuple[str, float]]:
+        opt = KFAC(model, 0.1, params=groups, others_lr=0.01)
+        return [(group["law"], group["lr"]) for group in opt.param_groups]
+
+    both = {"params": [*layers, *norm["params"]], "lr": 0.2}
+    assert rates(both) == [("kfac", 0.2), ("adam", 0.01)]
+    assert rates(both | {"others_lr": 0.3}) == [("kfac", 0.2), ("adam", 0.3)]
+    apart = [{"params": layers}, norm | {"lr": 0.2}, other]
+    assert rates(*apart) == [("kfac", 0.1), ("adam", 0.2), ("adam", 0.01)]
+    assert rates({"params": layers}, norm | {"lr": 0.2, "others_lr": 0.3})[1] == ("adam", 0.3)
+
+
+def test_what_a_group_cannot_have_for_itself_is_refused():
+    """Every argument but those of groups; and what torch's SGD has and K-FAC has not."""
+    model = nn.Linear(3, 2)
+    own = {"lr", "weight_decay", "decay", "momentum", "others_lr"}
+    arguments = inspect.signature(KFAC).parameters.keys() - {"model", "params"}
+    for name in arguments | {"dampening", "maximize", "nesterov", "betas", "name"}:
+        group = {"params": model.parameters(), name: "l2" if name == "decay" else 0.5}
+        if name in own | {"betas", "name"}:
+            assert KFAC(model, 0.1, params=[group]).param_groups[0][name] == group[name]
+        else:
+            with pytest.raises(DecaylabError, match=f"a param group has '{name}'"):
+                KFAC(model, 0.1, params=[group])
+    unset = {"params": model.parameters(), "maximize": False, "dampening": 0.0, "nesterov": False}
+    KFAC(model, 0.1, params=[unset])

@@ -11,6 +11,13 @@ from decaylab.curvature.factors import Block
 from decaylab.curvature.layers import LAYER_TYPES
 from decaylab.errors import DecaylabError
 
+# Arguments of KFAC that a param group cannot have for itself.
+OF_ALL_GROUPS = {
+    *("curvature", "curvature_scale", "damping", "damping_scaling", "factor_decay"),
+    *("invert_every", "kl_clip", "likelihood", "logits", "max_factor_dim", "options"),
+    *("others", "outputs", "reduction", "refresh_every", "sharing"),
+}
+
 
 @dataclass(frozen=True)
 class Coverage:
@@ -51,6 +58,7 @@ def plan(
     first-order steps serve.
     """
     groups = _as_groups(model.parameters() if params is None else params)
+    _refuse_without_effect(groups)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     chosen = [p for group in groups for p in group["params"]]
     strangers = sum(p not in names for p in chosen)
@@ -110,7 +118,9 @@ def plan(
         if covered:
             split.append({**group, "params": covered, "law": "kfac"})
         if rest:
-            lr = group.get("others_lr", others["lr"])
+            # in a group with both kinds its lr is K-FAC's
+            own = others["lr"] if covered else group.get("lr", others["lr"])
+            lr = group.get("others_lr", own)
             split.append({**others, **group, "lr": lr, "law": others["law"], "params": rest})
     return Plan(blocks, coverage, split)
 
@@ -150,6 +160,20 @@ def _owners(model: nn.Module) -> dict[Tensor, list[tuple[str, str]]]:
             if parameter is not None:
                 owners.setdefault(parameter, []).append((name, attribute))
     return owners
+
+
+def _refuse_without_effect(groups: list[dict[str, Any]]) -> None:
+    """Refuse in a param group what would be passed over in silence."""
+    for group in groups:
+        for name in sorted(group.keys() & OF_ALL_GROUPS):
+            raise DecaylabError(
+                f"a param group has {name!r}, which is one for all groups: give it to KFAC itself"
+            )
+        for name in ("dampening", "maximize", "nesterov"):
+            if group.get(name):
+                raise DecaylabError(
+                    f"a param group has {name!r}, which K-FAC's steps do not know: leave it out"
+                )
 
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:

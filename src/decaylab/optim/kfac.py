@@ -98,8 +98,8 @@ class KFAC(torch.optim.Optimizer):
         logits: "output" if the model returns them, bare or as `.logits`; "observed" if the loop
             calls `observe`.
         others: "adam" or "sgd", for parameters outside the blocks.
-        others_lr: their learning rate; by default 1e-3 for Adam, `lr` for SGD. A scheduler that
-            sets numbers of its own (OneCycleLR) sets theirs too; those that multiply do not.
+        others_lr: their learning rate; by default 1e-3 for Adam, `lr` for SGD. A group of them has
+            it as `lr`. OneCycleLR and the like set theirs too; schedulers that multiply do not.
         max_factor_dim: a side longer than this is treated as diagonal.
         options: see `KFACOptions`.
     """
