@@ -122,6 +122,15 @@ def test_a_norm_on_its_way_is_said_to_be():
     assert "on its way" not in row.reason
 
 
+def test_a_balance_far_from_what_was_seen_is_not_given_as_a_number():
+    layer = Layer(growth=1e-6, power=1, weight_decay=0.02)  # |W|^2 goes to 2.5e-4
+    (row,) = suggest(records({"conv": layer}, steps=400)).layers
+    norms = layer.norms(20_000)
+    assert norms[-1] < norms[399] / 10
+    assert row.equilibrium is None
+    assert f"the present decay leads from {norms[399]:.3g} to less than a tenth" in row.reason
+
+
 def test_a_rotation_that_was_asked_for():
     (row,) = suggest(records({"conv": Layer(growth=0.004)}), rotation=0.05).layers
     assert row.rotation == pytest.approx(0.05)

@@ -35,6 +35,8 @@ TOO_STRONG = 0.5
 MIXED = 0.25
 # A norm farther from its balance has not come to rest.
 TRAVELLING = 1.25
+# So far from the norms that were seen, the growth seen there says little.
+FAR = 10.0
 NO_ROTATION = "how far its steps turn it is not recorded: keep `movement` among watch's probes"
 
 
@@ -120,7 +122,7 @@ class LayerAdvice:
     Attributes:
         weight_decay: now. suggested: the one asked for, in the run's own kind (decoupled if none).
         norm: now. target: the norm to be held. equilibrium: where the present decay leads, None
-            where there is no balance. rotation: radians per step at the suggested decay's balance.
+            where there is no balance near. rotation: radians per step at the suggested decay's balance.
         steps: until the suggested decay has brought |W|^2 to within 1/e of its distance.
     """
 
@@ -225,11 +227,12 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
         reason = _too_strong(shrink, rotation)
         return LayerAdvice(layer.name, now, norm=norm, target=target, reason=reason)
     present = equilibrium(growth, norm, at.rate, e=e)
+    last = dict(layer.norms)[stretch[-1]]
     doubts = [
         "" if balance else "the weights turn by lr, whatever their norm",
         _rough(norm, target, e, law) if rotation is None else "",
         _mixed(shrink, at, memory or 0.0),
-        _travelling(dict(layer.norms)[stretch[-1]], present),
+        _travelling(last, present),
     ]
     reason = "; ".join(doubt for doubt in doubts if doubt)
     return LayerAdvice(
@@ -238,7 +241,7 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
         shrink / replace(at, weight_decay=1.0, rounding=0.0).rate,
         norm,
         target,
-        present.norm if present else None,
+        present.norm if present and not _far(last, present) else None,
         balance.rotation if balance and memory is not None else None,
         balance.steps if balance else None,
         reason,
@@ -265,10 +268,17 @@ def _travelling(norm: float, present: Equilibrium | None) -> str:
     """That the norm is far from where its present decay leads, and how long that takes."""
     if present is None or 1 / TRAVELLING < norm / present.norm < TRAVELLING:
         return ""
+    if _far(norm, present):
+        where = "less than a tenth of it" if present.norm < norm else "more than ten times that"
+        return f"the present decay leads from {norm:.3g} to {where}"
     return (
         f"still on its way from {norm:.3g} to {present.norm:.3g}, a third of which is left after"
         f" {three_digits(present.steps)} more steps"
     )
+
+
+def _far(norm: float, present: Equilibrium) -> bool:
+    return not 1 / FAR < norm / present.norm < FAR
 
 
 def _rough(norm: float, target: float, e: float, law: float) -> str:
