@@ -122,7 +122,7 @@ class LayerAdvice:
     Attributes:
         weight_decay: now. suggested: the one asked for, in the run's own kind (decoupled if none).
         norm: now. target: the norm to be held. equilibrium: where the present decay leads, None
-            where there is no balance near. rotation: radians per step at the suggested decay's balance.
+            where no balance is near. rotation: radians per step at the suggested decay's balance.
         steps: until the suggested decay has brought |W|^2 to within 1/e of its distance.
     """
 
