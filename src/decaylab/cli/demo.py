@@ -97,10 +97,9 @@ def demo_specs(seed: int = 0, seeds: int = 1, epochs: int | None = None) -> list
 def observe(run: TrainingRun) -> dict[str, float]:
     """The quantities of the three mechanisms: all at the start, the end and every fifth epoch."""
     values: dict[str, float] = {}
-    complete = run.epoch + (run.position == run.steps_per_epoch)
     if run.spec.batch_norm:
         values |= probes.effective_learning_rate(run.model, run.optimizer).rows()
-    if complete % EVERY and complete != run.spec.epochs:
+    if run.complete_epochs % EVERY and run.complete_epochs != run.epochs:
         return values
     if not run.spec.batch_norm:
         images, _ = first_images(run.data.test, run.data, IMAGES)

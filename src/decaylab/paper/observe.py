@@ -109,7 +109,7 @@ MEASURES: dict[str, Observer] = {
 
 
 def _at_end(run: TrainingRun) -> bool:
-    return run.epoch + 1 == run.spec.epochs and run.position == run.steps_per_epoch
+    return run.complete_epochs == run.epochs
 
 
 def _inputs(run: TrainingRun, split: Split, batch_size: int) -> Iterator[Tensor]:

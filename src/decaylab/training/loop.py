@@ -239,7 +239,7 @@ def _progress(
     return Progress(
         kind=kind,
         run=run.spec.id,
-        epoch=run.epoch + (run.position == run.steps_per_epoch),
+        epoch=run.complete_epochs,
         epochs=run.epochs,
         step=run.step,
         steps=run.steps_per_epoch * run.epochs,

@@ -87,6 +87,11 @@ class TrainingRun:
         return self.epoch * self.steps_per_epoch + self.position
 
     @property
+    def complete_epochs(self) -> int:
+        """Epochs whose steps are all done."""
+        return self.epoch + (self.position == self.steps_per_epoch)
+
+    @property
     def seconds(self) -> float:
         """Time at work since the start, over all resumes: training, evaluation, checkpoints."""
         return self._seconds + (0.0 if self._since is None else perf_counter() - self._since)
@@ -237,8 +242,8 @@ class TrainingRun:
 
     def rows(self, values: dict[str, float]) -> list[Row]:
         """Values as rows of this moment."""
-        epochs = self.epoch + (self.position == self.steps_per_epoch)
-        return [Row(self.step, epochs, self.seconds, name, value) for name, value in values.items()]
+        at = (self.step, self.complete_epochs, self.seconds)
+        return [Row(*at, name, value) for name, value in values.items()]
 
     def next_epoch(self) -> None:
         """Leave the epoch behind; its rows are written."""

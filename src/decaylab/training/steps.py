@@ -26,7 +26,7 @@ class Steps:
         optimizer: its learning rates are set by `begin_epoch`.
         batches: drawn for the epoch before `begin_epoch`.
         autocast: makes the context of a forward pass.
-        graphs: False runs every step as it is, on CUDA too.
+        graphs: on CUDA; False runs every step as it is there too.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Steps:
         batches: Batches,
         autocast: Callable[[], AbstractContextManager[object]],
         *,
-        graphs: bool = True,
+        graphs: bool,
     ) -> None:
         self._forward, self._optimizer, self._batches = forward, optimizer, batches
         self._autocast = autocast
