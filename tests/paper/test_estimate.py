@@ -6,9 +6,12 @@ import pytest
 import torch
 from report.synthetic import CLOCK, write_run
 
+from decaylab.networks import NETWORKS
+from decaylab.optim.decay import OPTIMIZERS
 from decaylab.paper.estimate import Estimator, device_seconds
 from decaylab.records import RunStore
 from decaylab.training import RunSpec
+from decaylab.training.spec import PUBLISHED
 
 SPEC = RunSpec(data="cifar10", network="vgg16", optimizer="sgd", epochs=3, lr_drop_every=3)
 
@@ -55,6 +58,17 @@ def test_a_like_run_is_estimated_by_its_steps(tmp_path):
     estimate = Estimator(store).of(replace(SPEC, epochs=6))
     assert estimate.recorded
     assert estimate.seconds == pytest.approx(6 * 390 * 7.5 / 30)
+
+
+def test_what_was_never_measured_is_estimated_too(tmp_path, monkeypatch):
+    estimator = Estimator(RunStore(tmp_path))
+    monkeypatch.setitem(OPTIMIZERS, "own", "kfac")
+    monkeypatch.setitem(PUBLISHED, "own", PUBLISHED["kfac-g"])
+    for data in ("digits", "cifar10"):
+        own, known = (RunSpec(data=data, network="mlp", optimizer=o) for o in ("own", "kfac-g"))
+        assert estimator.of(own) == estimator.of(known)
+    deep = [estimator.of(replace(SPEC, network=n)).seconds for n in NETWORKS if n.startswith("res")]
+    assert sorted(set(deep)) == deep  # from 20 layers to 56
 
 
 def test_a_gpu_is_not_estimated_by_a_cpu(tmp_path):

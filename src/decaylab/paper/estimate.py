@@ -10,23 +10,27 @@ import torch
 
 from decaylab.data.facts import DATA_SETS
 from decaylab.errors import DecaylabError
+from decaylab.optim.decay import OPTIMIZERS
 from decaylab.records import Manifest, RunStore
 from decaylab.training import RunSpec
 
-# ms per step. The paper's nets at batch 128: measured on one H200 (bf16, captured steps, BN,
-# augmentation, inversions not hidden). MNIST MLPs: a guess. Digits stand-ins at batch 32: measured
-# on one core of a server.
+# ms per step, by the optimizer's law (of K-FACs the slower one). The paper's nets at batch 128:
+# measured on one H200 (bf16, captured steps, BN, augmentation, inversions not hidden). MNIST MLPs:
+# a guess. Digits stand-ins at batch 32: measured on one core of a server.
 MEASURED: dict[str, dict[str, float]] = {
-    "vgg16": {"sgd": 1.9, "adam": 1.9, "kfac-f": 3.3, "kfac-g": 3.3},
-    "resnet32": {"sgd": 5.1, "adam": 5.1, "kfac-f": 6.7, "kfac-g": 6.7},
-    "mlp": {"sgd": 0.3, "adam": 0.3, "kfac-f": 0.6, "kfac-g": 0.6},
-    "digits mlp": {"sgd": 0.7, "adam": 0.9, "kfac-f": 1.3, "kfac-g": 1.4},
-    "digits resnet20": {"sgd": 10.0, "adam": 10.0, "kfac-f": 16.0, "kfac-g": 18.0},
+    "vgg16": {"sgd": 1.9, "adam": 1.9, "kfac": 3.3},
+    "resnet32": {"sgd": 5.1, "adam": 5.1, "kfac": 6.7},
+    "mlp": {"sgd": 0.3, "adam": 0.3, "kfac": 0.6},
+    "digits mlp": {"sgd": 0.7, "adam": 0.9, "kfac": 1.4},
+    "digits resnet20": {"sgd": 10.0, "adam": 10.0, "kfac": 18.0},
 }
 OVERHEAD = 1.2
 STARTUP = 0.3  # seconds a run needs before its first step
 # Depth against VGG16's and ResNet32's, for those that were not measured.
-DEPTH = {"vgg11": 8 / 13, "vgg13": 10 / 13, "vgg19": 16 / 13, "resnet20": 19 / 31, "resnet44": 1.4}
+DEPTH = {
+    **{"vgg11": 8 / 13, "vgg13": 10 / 13, "vgg19": 16 / 13},
+    **{"resnet20": 19 / 31, "resnet44": 43 / 31, "resnet56": 55 / 31},
+}
 
 
 @dataclass(frozen=True)
@@ -132,10 +136,11 @@ def _kind(spec: RunSpec) -> tuple[object, ...]:
 
 def _measured(spec: RunSpec) -> float:
     """Ms per step from the table, larger batches in proportion."""
+    law = OPTIMIZERS[spec.optimizer]
     if f"{spec.data} {spec.network}" in MEASURED:
-        return MEASURED[f"{spec.data} {spec.network}"][spec.optimizer] * spec.batch_size / 32
+        return MEASURED[f"{spec.data} {spec.network}"][law] * spec.batch_size / 32
     like = "vgg16" if spec.network.startswith("vgg") else "resnet32"
-    base = MEASURED.get(spec.network, MEASURED[like])[spec.optimizer]
+    base = MEASURED.get(spec.network, MEASURED[like])[law]
     return base * DEPTH.get(spec.network, 1.0) * max(1.0, spec.batch_size / 128)
 
 
