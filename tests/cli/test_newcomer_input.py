@@ -74,7 +74,7 @@ def test_a_folder_that_is_not_there_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["search", *CELL, "batch_size=big"], "batch_size must be a whole number, not 'big'"),
+        (["search", *CELL, "batch_size=big"], "a positive whole number, not 'big'"),
         (["search", *CELL, "--runs-only", "--max-minutes", "-3"], "--max-minutes must be positive"),
         (["search", *CELL, "--max-minutes", "3"], "--max-minutes needs --runs-only"),
         (["search", *CELL, "--runs-only", "--method", "tpe"], "leave --runs-only out"),

@@ -121,9 +121,8 @@ def chosen_cells(artefact: str, tier: str, seeds: int, only: list[str], runs: Pa
     return select(found, only)
 
 
-def _print_plan(
-    planned: list[PlannedRun], chosen: list[Cell], store: RunStore, json_output: bool
-) -> None:
+def _plan_entries(planned: list[PlannedRun], store: RunStore) -> list[dict[str, Any]]:
+    """Of each run: what it is for, where it stands, and how long it should take."""
     estimator = Estimator(store)
     entries: list[dict[str, Any]] = []
     for run in planned:
@@ -141,6 +140,13 @@ def _print_plan(
                 "recorded": estimate.recorded,
             }
         )
+    return entries
+
+
+def _print_plan(
+    planned: list[PlannedRun], chosen: list[Cell], store: RunStore, json_output: bool
+) -> None:
+    entries = _plan_entries(planned, store)
     to_do = [entry for entry in entries if entry["state"].startswith("to do")]
     left = sum(entry["seconds"] for entry in to_do)
     missing = _missing(chosen)

@@ -229,22 +229,7 @@ def _of_cell(
             f"scheme {scheme!r} cannot be searched: choose l2, wd or none, or give a spec with"
             " its decay by --config"
         )
-    size = tier_of(tier)
-    key: dict[str, Any] = {}
-    known = (*ROW, "batch_size", "constant_lr")
-    for condition in conditions:
-        name, equals, value = condition.partition("=")
-        if not equals or name not in known:
-            raise DecaylabError(
-                f"{condition!r} is not key=value with a known key: {', '.join(known)}"
-            )
-        key[name] = int(value) if value.isdecimal() else value
-    if not isinstance(key.get("batch_size", 128), int):
-        raise DecaylabError(f"batch_size must be a whole number, not {key['batch_size']!r}")
-    if key.get("constant_lr", 0) not in (0, 1):
-        raise DecaylabError(f"constant_lr must be 0 or 1, not {key['constant_lr']!r}")
-    if missing := [name for name in ROW if name not in key]:
-        raise DecaylabError(f"the cell lacks {', '.join(missing)}: give {missing[0]}=...")
+    size, key = tier_of(tier), _key(conditions)
     spec = spec_for(key, scheme, tier)
     where = searched_cell(key, size)
     where = {**{name: where[name] for name in ROW}, "batch_size": key.get("batch_size", 128)}
@@ -263,6 +248,24 @@ def _of_cell(
         by="train/running_loss" if constant else ACCURACY,
         **limits,
     )
+
+
+def _key(conditions: list[str]) -> dict[str, Any]:
+    """The columns of a cell, from key=value."""
+    key: dict[str, Any] = {}
+    known = (*ROW, "batch_size", "constant_lr")
+    for condition in conditions:
+        name, equals, value = condition.partition("=")
+        if not equals or name not in known:
+            raise DecaylabError(
+                f"{condition!r} is not key=value with a known key: {', '.join(known)}"
+            )
+        key[name] = int(value) if value.isdecimal() else value
+    if key.get("constant_lr", 0) not in (0, 1):
+        raise DecaylabError(f"constant_lr must be 0 or 1, not {key['constant_lr']!r}")
+    if missing := [name for name in ROW if name not in key]:
+        raise DecaylabError(f"the cell lacks {', '.join(missing)}: give {missing[0]}=...")
+    return key
 
 
 def _of_file(config: Path, space: dict[str, Any], limits: dict[str, Any]) -> SearchPlan:

@@ -55,7 +55,7 @@ def full_schedule(key: Mapping[str, Any], row: Mapping[str, str]) -> dict[str, A
     """
     optimizer, batch_size = str(key["optimizer"]), key.get("batch_size", 128)
     if not isinstance(batch_size, int) or batch_size < 1:
-        raise DecaylabError(f"batch_size must be a positive whole number, not {batch_size}")
+        raise DecaylabError(f"batch_size must be a positive whole number, not {batch_size!r}")
     values: dict[str, Any] = {
         "data": key["dataset"],
         "augment": bool(int(key["augment"])),
