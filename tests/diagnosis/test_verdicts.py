@@ -254,6 +254,15 @@ def test_skipped_layers_are_rows_with_a_reason():
     assert result["effective l"].verdict == "acts"
 
 
+def test_decay_that_takes_more_than_the_weight_does_not_shorten_it():
+    """lr wd = 3: a step turns W into -2 W, and the norm grows."""
+    layer = sgd(weight_decay=30.0)
+    assert layer.norms(40)[-1] > layer.norms(1)[0]
+    finding = diagnose(records({"conv": layer}, steps=40, every=5))["effective l"]
+    assert finding.verdict == "cannot tell"
+    assert "decay takes all of the weights in a step: lower it" in finding.reason
+
+
 def test_runs_that_cannot_be_compared_are_judged_alone():
     run = records({"conv": sgd(weight_decay=STRONG)})
     for other, said in (

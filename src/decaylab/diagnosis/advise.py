@@ -238,7 +238,7 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
     return LayerAdvice(
         layer.name,
         now,
-        shrink / replace(at, weight_decay=1.0, rounding=0.0).rate,
+        shrink / at.rate_at(1.0),
         norm,
         target,
         present.norm if present and not _far(last, present) else None,

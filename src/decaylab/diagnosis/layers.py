@@ -58,6 +58,8 @@ class Setting:
             return "the optimizer rescales L2"
         if 0 < self._rate < self.rounding:
             return "the weights have 16 bits, in which rounding may undo the decay"
+        if self._rate >= 1:  # beyond 2, weights that change their sign grow
+            return "decay takes all of the weights in a step: lower it"
         return ""
 
     @property
@@ -72,9 +74,11 @@ class Setting:
 
     @property
     def _rate(self) -> float:
-        if not self.decays:
-            return 0.0
-        strength = self.weight_decay * self.intake
+        return self.rate_at(self.weight_decay) if self.decays else 0.0
+
+    def rate_at(self, weight_decay: float) -> float:
+        """The rate at another strength, to which it is proportional."""
+        strength = weight_decay * self.intake
         return decay_rate(strength, self.decay, optimizer="sgd", lr=self.lr, momentum=self.memory)
 
 
