@@ -59,7 +59,7 @@ class Setting:
         if 0 < self._rate < self.rounding:
             return "the weights have 16 bits, in which rounding may undo the decay"
         if self._rate >= 1:  # beyond 2, weights that change their sign grow
-            return "decay takes all of the weights in a step: lower it"
+            return "decay is so strong that it takes all of the weights in a step"
         return ""
 
     @property
