@@ -187,6 +187,16 @@ class Blocks:
         """What failed inversions have multiplied each layer's damping by (of groups: the most)."""
         return {name: bank.boost[bank.slices[name]].max() for name, bank in self._home.items()}
 
+    def hold(self, parameters: set[Tensor]) -> None:
+        """Fill in the gradients of those of `parameters` whose layer's other part moves."""
+        if not parameters:
+            return
+        for name, (weight, bias) in self._parameters.items():
+            both = self.blocks[name].weight and self.blocks[name].bias and bias is not None
+            if both and (weight in parameters) != (bias in parameters):
+                bank = self._home[name]
+                bank.hold(bank.slices[name], bias=bias in parameters)
+
     def precondition(self) -> None:
         """Solve every block's damped system for the gradients in the slots."""
         for bank in self._banks:

@@ -297,6 +297,26 @@ class Bank:
         boost.copy_(torch.where(failed, boost * 2, (boost / 2).clamp(min=1)))
         self.failures[part] += failed
 
+    def hold(self, here: slice, *, bias: bool) -> None:
+        """Let the gradient of a layer's bias, or else of its weight, be what makes its step zero.
+
+        The other part's step is then that of its own block, as if the held one were a constant:
+        with zeros instead, it would rely on the held one to move along, and be far too long.
+        """
+        if self.shape.input_diagonal:  # neither part knows of the other
+            return
+        last, inverse = self.shape.width, self.A_inverse[here]
+        weights, biases = self.gradient[here, :, :last], self.gradient[here, :, last:][..., :1]
+        known = inverse[:, last:, last:] > 0  # zero before the layer was seen
+        if bias:
+            coupling = inverse[:, :last, last:] / torch.where(known, inverse[:, last:, last:], 1.0)
+            biases.copy_(-weights @ coupling)
+            return
+        identity = torch.eye(last + 1, dtype=torch.float64, device=inverse.device)
+        sound = torch.where(known, inverse.double(), identity)
+        row = torch.linalg.solve_ex(sound, identity[:, last:].expand(len(sound), -1, -1))[0].mT
+        weights.copy_(biases * (row[..., :last] / row[..., last:]))
+
     def precondition(self) -> None:
         """Apply the inverse of A (x) G to each gradient [out, in (+1)]: G^-1 gradient A^-1.
 

@@ -47,11 +47,14 @@ class Updater:
 
         (l2: gradient += wd W) -> precondition -> KL clip -> momentum -> (decoupled: + wd W).
         """
+        slots = self.blocks.slots
         covered = [_with_gradient(g) for g in groups if g["law"] == "kfac"]
         others = [_with_gradient(g) for g in groups if g["law"] != "kfac"]
         for group in groups:
             if group["law"] == "kfac":
                 self._gather(group, loss_scale)
+        # frozen for the moment; a bias that is trained but not used (before a norm) counts as zero
+        self.blocks.hold({p for p in slots if p.grad is None and not p.requires_grad})
         self.blocks.precondition()
         other_gradients: list[Tensor] = [p.grad for group in others for p in group["params"]]
         if any(gradient.is_sparse for gradient in other_gradients):
@@ -68,7 +71,7 @@ class Updater:
         for group in covered:
             for dtype in dict.fromkeys(p.dtype for p in group["params"]):  # one at a time, on CUDA
                 params = [p for p in group["params"] if p.dtype == dtype]
-                steps = [self.blocks.slots[p].step for p in params]
+                steps = [slots[p].step for p in params]
                 velocities = [_velocity(self.first_order.state[p], p) for p in params]
                 _move({**group, "params": params}, velocities, steps, move)
         self._step_others([group for group in others if group["params"]], move, loss_scale)
