@@ -1,10 +1,8 @@
 """The speed benchmarks run on a CPU, and what they print is what they say."""
 
-import importlib
 import itertools
 import json
 import math
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,17 +18,8 @@ from decaylab.networks import build
 from decaylab.records import Manifest, Row, RunStore
 from decaylab.training import RunSpec
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+PAGE = Path(__file__).parents[2] / "docs" / "speed.md"
 TINY = "--device cpu --networks vgg11 --width 0.05 --batch-size 4 --json"
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """Imports one of the benchmarks as running it does."""
-    monkeypatch.syspath_prepend(FOLDER)
-    yield importlib.import_module
-    for name in ("measuring", "peers", "step", "epoch", "bounds", "page"):
-        sys.modules.pop(name, None)
 
 
 def printed(main, options, capsys):
@@ -43,8 +32,8 @@ def printed(main, options, capsys):
     return result
 
 
-def test_steps_with_ratios_and_parts(script, capsys, monkeypatch):
-    step = script("step")
+def test_steps_with_ratios_and_parts(benchmark, capsys, monkeypatch):
+    step = benchmark("step")
     # A clock that goes on by one whenever it is read: a busy machine would mix up the medians.
     monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)
     options = "--steps 3 --part-steps 11 --no-peers --optimizers sgd kfac-g"
@@ -59,7 +48,7 @@ def test_steps_with_ratios_and_parts(script, capsys, monkeypatch):
     assert result["about"]["batch_size"] == 4
     assert torch.__version__ == result["about"]["torch"]
     (parts,) = result["parts"]
-    for kind, names in script("measuring").PARTS_OF.items():
+    for kind, names in benchmark("measuring").PARTS_OF.items():
         assert parts[kind].keys() == {*names, "step"}
         # a part without time was not seen: the functions have moved
         assert all(value > 0 for value in parts[kind].values()), kind
@@ -67,8 +56,8 @@ def test_steps_with_ratios_and_parts(script, capsys, monkeypatch):
     assert "kfac-g" in step.table(result)
 
 
-def test_only_the_deterministic_mode_is_deterministic(script, capsys, monkeypatch):
-    step, asked = script("step"), []
+def test_only_the_deterministic_mode_is_deterministic(benchmark, capsys, monkeypatch):
+    step, asked = benchmark("step"), []
 
     def noted(*args, **kwargs):
         asked.append(torch.are_deterministic_algorithms_enabled())
@@ -84,11 +73,12 @@ def test_only_the_deterministic_mode_is_deterministic(script, capsys, monkeypatc
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_peers(script, capsys, monkeypatch):
-    peers = script("peers")
+def test_peers(benchmark, capsys, monkeypatch):
+    peers = benchmark("peers")
     assert peers.installed("curvlinops")
-    monkeypatch.setattr(peers, "PEERS", {k: peers.PEERS[k] for k in ("curvlinops", "asdl")})
-    peers.PEERS["asdl"] = ("no_such_module", peers.asdl)
+    for other in ("kfac-pytorch", "singd"):
+        monkeypatch.delitem(peers.PEERS, other)
+    monkeypatch.setitem(peers.PEERS, "asdl", ("no_such_module", peers.asdl))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3))
     images, labels = torch.randn(8, 3, 2, 2), torch.arange(8) % 3
@@ -102,7 +92,7 @@ def test_peers(script, capsys, monkeypatch):
         raise RuntimeError("not for this torch\nmore")
 
     monkeypatch.setitem(peers.PEERS, "curvlinops", ("curvlinops", broken))
-    steps = script("step")
+    steps = benchmark("step")
     result = printed(steps.main, "--steps 1 --optimizers sgd", capsys)
     (row,) = [row for row in result["rows"] if row["mode"] == "peer"]
     assert row["over_stock"] is None
@@ -113,8 +103,8 @@ def test_peers(script, capsys, monkeypatch):
     assert "asdl: not installed" in said
 
 
-def test_epochs(script, capsys):
-    epoch = script("epoch")
+def test_epochs(benchmark, capsys):
+    epoch = benchmark("epoch")
     options = "--train 12 --test 8 --at-once 2 --epochs 1 --optimizers sgd --evaluation-batches 4 8"
     result = printed(epoch.main, options, capsys)
     (row,) = result["epoch"]
@@ -160,9 +150,9 @@ def whole_runs(folder):
     return folder
 
 
-def test_the_page_has_every_number_beside_its_goal(script, capsys, tmp_path):
-    page = script("page")
-    step, epoch = script("step"), script("epoch")
+def test_the_page_has_every_number_beside_its_goal(benchmark, capsys, tmp_path):
+    page = benchmark("page")
+    step, epoch = benchmark("step"), benchmark("epoch")
     made = {
         "step": printed(step.main, "--steps 1 --part-steps 11 --no-peers", capsys),
         "epoch": printed(epoch.main, "--train 8 --test 4 --at-once 2 --epochs 1", capsys),
@@ -179,7 +169,7 @@ def test_the_page_has_every_number_beside_its_goal(script, capsys, tmp_path):
     layers = {"stem": {"as trained": 0.021, "bf16 inverses": 0.3}}
     layers["head"] = {"as trained": 0.0012, "bf16 inverses": 0.04}
     run = {"run": "a-run", "step": 70, "damping": 0.001, "layers": layers}
-    about = script("measuring").place("cpu")
+    about = benchmark("measuring").place("cpu")
     made["precision-before"] = {
         "about": about,
         "precision": [run | {"layers": {"stem": layers["head"]}}],
@@ -188,7 +178,7 @@ def test_the_page_has_every_number_beside_its_goal(script, capsys, tmp_path):
     for name, result in made.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
     target = tmp_path / "speed.md"
-    target.write_text((FOLDER.parent / "docs" / "speed.md").read_text())
+    target.write_text(PAGE.read_text())
     hand_written = target.read_text().partition(page.END)[2]
     files = [str(tmp_path / f"{name}.json") for name in made]
     for _ in range(2):  # the second time over what is there
@@ -219,8 +209,8 @@ def test_the_page_has_every_number_beside_its_goal(script, capsys, tmp_path):
     assert json.loads((tmp_path / "step.json").read_text()) == made["step"]
 
 
-def test_what_deterministic_steps_cost_is_told_apart_from_the_others(script):
-    page = script("page")
+def test_what_deterministic_steps_cost_is_told_apart_from_the_others(benchmark):
+    page = benchmark("page")
     measured = page.Measured()
     measured.add_steps(rows_for("vgg16", sgd=("captured", 2.0, 1.0)))
     both = rows_for("vgg16", sgd=("captured", 4.0, 1.0))
@@ -229,8 +219,8 @@ def test_what_deterministic_steps_cost_is_told_apart_from_the_others(script):
     assert "| vgg16: sgd | 4.000 | 5.000 | +25.0% |" in page.determinism(measured)
 
 
-def test_accuracies_are_listed_run_by_run_with_their_mean_by_precision(script, tmp_path):
-    page = script("page")
+def test_accuracies_are_listed_run_by_run_with_their_mean_by_precision(benchmark, tmp_path):
+    page = benchmark("page")
     spec = RunSpec(data="cifar10", network="resnet32", optimizer="kfac-g", decay="decoupled")
     spec = replace(spec, weight_decay=0.1, epochs=20)
     made = [("", "bf16", 0, 0.9, True), (page.REPEATS, "bf16", 1, 0.88, False)]
@@ -251,9 +241,9 @@ def test_accuracies_are_listed_run_by_run_with_their_mean_by_precision(script, t
     ]
 
 
-def test_bounds_count_the_operations_of_a_real_step(script, monkeypatch):
+def test_bounds_count_the_operations_of_a_real_step(benchmark, monkeypatch):
     """Against torch's own count of the products, one part at a time: no memory, one rate."""
-    bounds = script("bounds")
+    bounds = benchmark("bounds")
     model = build("vgg11", classes=10, width=0.05, batch_norm=True)
     rates = bounds.Rates(bf16=1.0, tf32=1.0, fp32=1.0, memory=math.inf)
     optimizer = KFAC(model, lr=0.1, damping=1e-3, curvature="gauss-newton")
@@ -271,7 +261,7 @@ def test_bounds_count_the_operations_of_a_real_step(script, monkeypatch):
         monkeypatch.setattr(owner, name, inside)
 
     for part in ("preconditioning", "factor products", "sampled backward"):
-        for owner, name in script("measuring").PARTS[part]:
+        for owner, name in benchmark("measuring").PARTS[part]:
             count(owner, name, part)
     logits = model(torch.randn(4, 3, 32, 32))
     optimizer.observe(logits)
