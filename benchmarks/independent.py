@@ -45,7 +45,7 @@ def optimizer_of(
     )
 
 
-def amp(options: argparse.Namespace, device: torch.device):
+def amp(options: argparse.Namespace, device: torch.device) -> torch.autocast:
     return torch.autocast(
         device.type, torch.bfloat16, enabled=options.precision == "bf16", cache_enabled=False
     )
@@ -70,17 +70,13 @@ class Trainer:
     def step(self, x: Tensor, y: Tensor) -> None:
         """Forward, backward, update; the loss and the hits are added up on the device."""
         options = self.options
-        self.optimizer.zero_grad(
-            set_to_none=False
-        )  # the gradients keep their place, which the CUDA graph relies on
+        self.optimizer.zero_grad(set_to_none=False)  # a CUDA graph relies on where gradients lie
         with amp(options, self.device):
             logits = self.model(x)
         loss = F.cross_entropy(logits.float() if logits.dtype == torch.bfloat16 else logits, y)
         loss.backward()
-        if (
-            options.optimizer == "sgd" and options.decay == "decoupled"
-        ):  # W -= lr (velocity + wd W): outside the momentum
-            with torch.no_grad():
+        if options.optimizer == "sgd" and options.decay == "decoupled":
+            with torch.no_grad():  # W -= lr (velocity + wd W): outside the momentum
                 lr = self.optimizer.param_groups[0]["lr"]
                 torch._foreach_mul_(list(self.model.parameters()), 1 - lr * options.wd)
         self.optimizer.step()
@@ -91,9 +87,7 @@ class Trainer:
         """Give the optimizer a learning rate; a captured step holds the old one and is dropped."""
         if self.optimizer.param_groups[0]["lr"] != lr:
             self.optimizer.param_groups[0]["lr"] = lr
-            self.captured = (
-                None  # lr is a constant of the captured graph: capture anew, three times a run
-            )
+            self.captured = None  # lr is a constant of the graph: captured anew, three times a run
 
     def full_step(self, x: Tensor, y: Tensor, warm: bool) -> None:
         """A step on a full batch, replayed from a graph once eager steps have warmed up."""
@@ -105,9 +99,7 @@ class Trainer:
             self.captured = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             with torch.cuda.graph(self.captured, stream=torch.cuda.current_stream()):
-                self.step(
-                    self.x, self.y
-                )  # capturing runs nothing: the replay below is this batch's one step
+                self.step(self.x, self.y)  # runs nothing: the replay is this batch's one step
         self.captured.replay()
 
     def epoch(self, x: Tensor, y: Tensor, first: bool) -> tuple[float, float, int]:
@@ -148,15 +140,7 @@ class Trainer:
         norms = [m for m in self.model.modules() if isinstance(m, nn.BatchNorm2d)]
         if not norms:
             return None
-        kept = [
-            (
-                m.running_mean.clone(),
-                m.running_var.clone(),
-                m.num_batches_tracked.clone(),
-                m.momentum,
-            )
-            for m in norms
-        ]
+        kept = [({k: v.clone() for k, v in m.state_dict().items()}, m.momentum) for m in norms]
         for m in norms:
             m.reset_running_stats()
             m.momentum = None  # plain mean over the batches
@@ -165,10 +149,8 @@ class Trainer:
             with amp(self.options, self.device):
                 self.model(x[start : start + 1000])
         result = self.evaluate(test_x, test_y)
-        for m, (mean, var, count, momentum) in zip(norms, kept, strict=True):
-            m.running_mean.copy_(mean)
-            m.running_var.copy_(var)
-            m.num_batches_tracked.copy_(count)
+        for m, (state, momentum) in zip(norms, kept, strict=True):
+            m.load_state_dict(state)
             m.momentum = momentum
         return result
 
@@ -304,9 +286,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--held-out", action=flag, default=False, help="train on 45,000, test on the other 5,000"
     )
     p.add_argument("--split-seed", type=int, default=0)
-    last = p.add_mutually_exclusive_group()
-    last.add_argument("--drop-last", dest="drop_last", action="store_true", default=False)
-    last.add_argument("--keep-last", dest="drop_last", action="store_false")
+    p.add_argument("--drop-last", action=flag, default=False, help="train on full batches only")
     p.add_argument("--graph", action=flag, default=False, help="whole step in one CUDA graph")
     p.add_argument("--reestimate-every", type=int, default=0, help="epochs; 0: at the end only")
     p.add_argument(
@@ -341,9 +321,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     deadline, results = began + options.max_seconds, []
     stream = torch.cuda.Stream() if device.type == "cuda" else None
-    with torch.cuda.stream(
-        stream
-    ):  # one side stream for everything, so that capture sees no other; None does nothing
+    # one side stream for everything, so that capture sees no other; None does nothing
+    with torch.cuda.stream(stream):
         for one in settings(options):
             if time.perf_counter() > deadline:
                 print(

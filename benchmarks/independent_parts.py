@@ -53,16 +53,11 @@ def split(
     names = ("train_x", "train_y", "test_x", "test_y")
     train_x, train_y, test_x, test_y = (data[name] for name in names)
     if options.held_out:
-        order = torch.randperm(
-            len(train_x), generator=torch.Generator().manual_seed(options.split_seed)
-        )
+        generator = torch.Generator().manual_seed(options.split_seed)
+        order = torch.randperm(len(train_x), generator=generator)
         kept, held = order[:-5000], order[-5000:]
-        test_x, test_y, train_x, train_y = (
-            train_x[held],
-            train_y[held],
-            train_x[kept],
-            train_y[kept],
-        )
+        test_x, test_y = train_x[held], train_y[held]
+        train_x, train_y = train_x[kept], train_y[kept]
     if options.limit:
         train_x, train_y = train_x[: options.limit], train_y[: options.limit]
         test_x, test_y = test_x[: options.limit], test_y[: options.limit]
@@ -77,9 +72,8 @@ def shuffled(
     order = torch.randperm(n, generator=generator, device=device)
     if not augment:
         return x[order], y[order]
-    padded = F.pad(
-        x, (0, 0, 4, 4, 4, 4)
-    )  # channels last: pads width and height with black, before normalisation
+    # channels last: pads width and height with black, before normalisation
+    padded = F.pad(x, (0, 0, 4, 4, 4, 4))
     grid = torch.arange(32, device=device)
     top = torch.randint(0, 9, (n, 1), generator=generator, device=device)
     left = torch.randint(0, 9, (n, 1), generator=generator, device=device)

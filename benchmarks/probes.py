@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from decaylab import probes
 from decaylab.networks import build
 
+EVERY = 100  # steps between two records
 LIMITS = {"watch": 1.02, "jacobian": 1.3}
 
 
@@ -48,19 +49,19 @@ def median_ratio(one: Callable[[], float], other: Callable[[], float], rounds: i
     return statistics.median(ratios)
 
 
-def watch_ratio(model: nn.Module, inputs: Tensor, rounds: int, every: int = 100) -> float:
+def watch_ratio(model: nn.Module, inputs: Tensor, rounds: int) -> float:
     labels = torch.randint(10, (len(inputs),), device=inputs.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4)
 
     def steps() -> None:
-        for _ in range(every):
+        for _ in range(EVERY):
             nn.functional.cross_entropy(model(inputs), labels).backward()
             optimizer.step()
             optimizer.zero_grad()
 
     def watched() -> float:
-        with probes.watch(model, optimizer, every=every) as watch:
-            watch.steps = every  # past the extra record of the first step
+        with probes.watch(model, optimizer, every=EVERY) as watch:
+            watch.steps = EVERY  # past the extra record of the first step
             watch._listen_if_due()
             seconds = timed(steps, inputs.device)
         assert len(watch.records.series("weight_norm")) == 1
