@@ -101,6 +101,30 @@ def test_the_table_is_what_sgd_does(make, settings):
     assert row.long_run == pytest.approx(ratios[-1], rel=1e-12)
 
 
+@pytest.mark.parametrize("said", ["l2", "decoupled", "independent", "none"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+        lambda groups: torch.optim.Adam(groups, lr=0.1),
+        lambda groups: torch.optim.AdamW(groups, lr=0.1),
+    ],
+)
+def test_torchs_own_do_not_know_what_a_group_says(make, said):
+    """torch decays in its own way whatever stands under "decay", as `parameter_groups` has it."""
+    model = nn.Linear(2, 1, bias=False).double()
+    told, plain = ({"params": [model.weight], "weight_decay": 0.02} for _ in range(2))
+    (row,) = decay_table(model, make([told | {"decay": said}]))
+    (expected,) = decay_table(model, make([plain]))
+    assert row == expected
+    optimizer = make([told | {"decay": said}])
+    model.weight.grad = torch.zeros_like(model.weight)
+    before = model.weight.detach().clone()
+    optimizer.step()
+    if row.factor is not None:  # Adam's own L2 has none
+        torch.testing.assert_close(model.weight.detach(), row.factor * before)
+
+
 @pytest.mark.parametrize("amount", [1e-3, 0.5, 5.0])
 def test_on_one_side_of_the_momentum_only_the_learning_rate_differs(amount):
     """Also where the decay is so strong that weights oscillate, and the long run forgets it."""

@@ -106,6 +106,9 @@ def parameter_groups(
     it); `fc`, the last layer; or a predicate on `ParameterRole`. gamma and beta of a normalisation
     are in `all` only. `inputs` (a batch, as for `roles`) finds the last layer by running the model
     instead of by module order. With decay `none`, or a weight decay of 0, no parameter decays.
+
+    `decay` is read by KFAC and by `decaylab.optim.first_order`. Torch's own optimizers have one
+    kind each and do not read it: AdamW is decoupled, Adam and SGD are L2.
     """
     check_decay(decay, weight_decay)
     chosen = _in_scope(roles(model, inputs), scope)
@@ -286,20 +289,22 @@ def decay_of(
 ) -> tuple[str, float]:
     """Kind and weight decay of a param group, of our optimizers or others.
 
-    A group says its kind itself, as "decay" or, in torch's own, "decoupled_weight_decay"; else it
-    is what torch's `optimizer` does. One from elsewhere is tried (`behaviour`). L2 where nothing is
+    Torch's own steps do what they do, whatever a group says under "decay" (a hook of ours aside).
+    Of others, a group says its kind itself; else they are tried (`behaviour`). L2 where nothing is
     known.
 
     >>> decay_of({"weight_decay": 0.1, "decoupled_weight_decay": True})
     ('decoupled', 0.1)
     """
-    weight_decay = group.get(OUTSIDE, 0.0) or group.get("weight_decay", 0.0)
+    outside = group.get(OUTSIDE, 0.0)
+    weight_decay = outside or group.get("weight_decay", 0.0)
     if not weight_decay:
         return "none", 0.0
-    if group.get("decay") in DECAYS:
-        return group["decay"], weight_decay
     optimizer = optimizer and unwrapped(optimizer)
-    if optimizer is None or is_torchs(optimizer):
+    torchs = optimizer is not None and is_torchs(optimizer)
+    if group.get("decay") in DECAYS and (outside or not torchs):
+        return group["decay"], weight_decay
+    if optimizer is None or torchs:
         if "decoupled_weight_decay" in group:
             return "decoupled" if group["decoupled_weight_decay"] else "l2", weight_decay
         return "decoupled" if isinstance(optimizer, ALWAYS_DECOUPLED) else "l2", weight_decay
