@@ -8,6 +8,10 @@ from typer.testing import CliRunner
 
 from decaylab.cli.decay import decay_table_command
 from decaylab.errors import DecaylabError
+from decaylab.optim.decay import OPTIMIZERS
+from decaylab.optim.first_order import sgd
+from decaylab.training.build import BUILDERS
+from decaylab.training.spec import PUBLISHED
 
 app = typer.Typer()
 app.command()(decay_table_command)
@@ -42,6 +46,20 @@ def test_sgd_with_l2_decays_more_in_the_long_run():
     assert 1 - row["long_run"] == pytest.approx(1e-3, rel=0.02)
 
 
+def test_a_registered_optimizer_is_built_as_its_runs_are(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "own", "sgd")
+    monkeypatch.setitem(PUBLISHED, "own", {"lr": 0.5, "epochs": 1, "lr_drop_every": 1})
+    monkeypatch.setitem(
+        BUILDERS, "own", lambda spec, _, groups: sgd(groups, lr=spec.lr, momentum=0)
+    )
+    row = rows("mlp", "--optimizer", "own", "--decay", "l2", "--weight-decay", "0.1")["head.weight"]
+    assert row["factor"] == row["long_run"] == pytest.approx(1 - 0.1 * 0.5, abs=1e-15)
+
+
+def test_without_decay_nothing_shrinks():
+    assert {row["factor"] for row in rows("mlp", "--decay", "none").values()} == {1.0}
+
+
 def test_the_printed_table_has_a_line_per_parameter():
     result = runner.invoke(
         app, ["mlp", "--optimizer", "kfac-g", "--decay", "l2"], catch_exceptions=False
@@ -62,10 +80,11 @@ def test_the_printed_table_has_a_line_per_parameter():
         (["vgg17"], "unknown network"),
         (["mlp", "--optimizer", "lion"], "unknown optimizer"),
         (["mlp", "--decay", "L1"], "unknown decay"),
-        (["mlp", "--scope", "head"], "unknown scope"),
-        (["mlp", "--weight-decay", "-1"], "weight decay"),
-        (["mlp", "--lr", "-1"], "learning rate"),
+        (["mlp", "--scope", "head"], "unknown decay_scope"),
+        (["mlp", "--weight-decay", "-1"], "weight_decay"),
+        (["mlp", "--lr", "-1"], "lr must be positive"),
         (["mlp", "--momentum", "1"], "momentum"),
+        (["mlp", "--optimizer", "adam", "--momentum", "0.5"], "momentum is no setting of adam"),
         (["mlp", "--width", "0"], "width"),
     ],
 )
