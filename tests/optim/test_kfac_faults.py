@@ -1,5 +1,6 @@
 """What goes wrong, and what is said or done about it: bad input, NaN, failed factorisations."""
 
+import copy
 import warnings
 from fractions import Fraction
 
@@ -304,6 +305,22 @@ def test_nan_in_the_very_first_batch_at_the_default_intervals():
     for step in range(11):
         train_step(opt, model, x if step else x * float("nan"), y)
         assert torch.equal(model[0].weight, start) == (step < 10)
+
+
+def test_a_run_that_was_saved_after_nothing_but_nan_goes_on_bit_for_bit():
+    """Its layers were measured, and have no factor yet."""
+    options = {"refresh_every": 3, "invert_every": 5, "options": KFACOptions(inversion_lag=4)}
+    model, again = seeded(net), seeded(net, seed=1)
+    opt, other = KFAC(model, 0.1, **options), KFAC(again, 0.1, **options)
+    x, y = data()
+    train_step(opt, model, x * float("nan"), y)
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for _ in range(11):
+        train_step(opt, model, x, y)
+        train_step(other, again, x, y)
+        assert equal(snapshot(opt, model), snapshot(other, again))
+    assert not torch.equal(model[0].weight, seeded(net)[0].weight)
 
 
 def test_ten_in_a_row_raise():

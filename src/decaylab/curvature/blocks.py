@@ -245,6 +245,7 @@ class Blocks:
             own = {key: value[bank.slices[name]].clone() for key, value in stacks.items()}
             for key in INPUT_SIDES & own.keys():
                 own[key] = self.blocks[name].in_weight_order(own[key])
+            own["seen"] = torch.full_like(own["ready"][0], name in self.seen)
             state[name] = own
         return state
 
@@ -286,7 +287,8 @@ class Blocks:
                 inversion.A, inversion.G, inversion.sound = (
                     pending[bank.shape][key][part] for key in PENDING
                 )
-        self.seen = {name for name in state if bool(state[name]["ready"].any())}
+        # a layer may have been seen and not be ready: of values that are not finite
+        self.seen = {n for n, own in state.items() if bool(own.get("seen", own["ready"].any()))}
 
 
 def _dampings(bank: Bank, damping: float, ratios: dict[str, Tensor]) -> Tensor:
