@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -60,16 +59,15 @@ def test_mnist_files_are_the_published_ones():
 
 
 @needs("cifar10")
-def test_cifar10_then_in_under_a_second(real):
+def test_cifar10_and_its_files_are_decoded_once(real, monkeypatch):
     data = real("cifar10")
     assert data.train.images.shape == (50000, 3, 32, 32)
     assert data.test.images.shape == (10000, 3, 32, 32)
     mean = [round((data.train.images[:, c].double().mean() / 255).item(), 5) for c in range(3)]
     assert mean == [0.49140, 0.48216, 0.44653]
     assert data.train.labels.bincount().tolist() == [5000] * 10
-    start = time.process_time()  # not slowed down by what else the machine does
+    monkeypatch.setattr("decaylab.data.sources._checked", None)  # what reads the files
     again = real("cifar10")
-    assert time.process_time() - start < 1
     assert torch.equal(again.test.images, data.test.images)
     held = data.held_out()
     assert (len(held.train), len(held.test)) == (45000, 5000)
