@@ -196,6 +196,19 @@ def test_a_hook_that_changes_the_models_output_makes_the_logits(late):
     same(hooked, written)
 
 
+def test_replicas_of_data_parallel_are_refused():
+    """Each of their threads would begin a pass of its own in the same optimizer."""
+    model = seeded(net)
+    opt = KFAC(model, 0.1)
+    replica = model._replicate_for_data_parallel()  # as nn.DataParallel makes one per device
+    with pytest.raises(DecaylabError, match="use DistributedDataParallel"):
+        replica(data()[0])
+    with opt.paused():
+        replica(data()[0])
+    model.eval()
+    replica(data()[0])
+
+
 class Block(nn.Module):
     """Not torch's own Sequential, which `compile()` leaves as it is."""
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from decaylab.errors import DecaylabError
 from decaylab.networks.kept import kept_buffers
 
 
@@ -66,8 +67,14 @@ class _Hook:
         if torch.compiler.is_compiling() or self._owner is None:
             return
         owner = self._owner()
-        if owner is not None:
-            getattr(owner, self._method)(self._name, *event)
+        if owner is None:
+            return
+        if getattr(module, "_is_replica", False) and owner.acts():
+            raise DecaylabError(
+                "nn.DataParallel runs copies of the model side by side, of which K-FAC cannot tell "
+                "one pass from another: use DistributedDataParallel"
+            )
+        getattr(owner, self._method)(self._name, *event)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Hook, (None, self._method, self._name))
