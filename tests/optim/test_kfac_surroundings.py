@@ -169,13 +169,16 @@ class Bent(nn.Module):
         return 3 * x.sin()
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("curvature", ["fisher", "empirical-fisher"])
-def test_a_hook_that_changes_a_layers_output_is_what_follows_the_layer(curvature):
+def test_a_hook_that_changes_a_layers_output_is_what_follows_the_layer(curvature, late):
+    """Whether it was there before the optimizer or came later, and in front."""
     hooked, written = seeded(net), seeded(net)
-    hooked[0].register_forward_hook(lambda module, args, output: Bent()(output))
+    optimizers = [KFAC(hooked, 0.1, curvature=curvature, **EXACT)] if late else []
+    hooked[0].register_forward_hook(lambda module, args, output: Bent()(output), prepend=late)
     written.insert(1, Bent())
     for model in (hooked, written):
-        opt = KFAC(model, 0.1, curvature=curvature, **EXACT)
+        opt = optimizers.pop() if optimizers else KFAC(model, 0.1, curvature=curvature, **EXACT)
         step(opt, model, *data())
     same(hooked, written)
 

@@ -183,9 +183,10 @@ class Capture:
         if self._inside:
             self.calls.clear()
             self.without_grad.clear()
-            # behind hooks that came later: what they return is the model's output
-            hooks: Any = self.model._forward_hooks
-            hooks.move_to_end(self._handles[-1].id)
+            # hooks that came later, too, make the model's output, and follow a layer
+            _move(self.model, self._handles[-1], to_end=True)
+            for layer, handle in zip(self._layers.values(), self._handles[1:-1], strict=True):
+                _move(layer, handle, to_end=False)
 
     def _layer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._inside and not torch.is_grad_enabled() and self._pauses == 0:
@@ -206,6 +207,12 @@ class Capture:
         inside, self._inside = self._inside, False
         if inside and self.acts():
             self._on_output(output, kwargs)
+
+
+def _move(module: nn.Module, hook: Any, *, to_end: bool) -> None:
+    """Let a module's forward hook run behind all others, or before them."""
+    hooks: Any = module._forward_hooks
+    hooks.move_to_end(hook.id, last=to_end)
 
 
 @dataclass(frozen=True)
