@@ -7,6 +7,7 @@ import pytest
 import torch
 from oracle.kfac_runs import EXACT, labels_for, random, seeded, train_step
 from torch import nn
+from torch.nn.utils import prune
 
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.scale_free import ScaleFree
@@ -51,3 +52,18 @@ def test_held_norms_leave_the_function_as_it_is(norm, frozen, monkeypatch):
         free, norm_after, _ = trained()
         assert abs(norm_after / norm_before - 1) > 0.05
         torch.testing.assert_close(held, free, rtol=1e-7, atol=1e-7)
+
+
+def test_a_layer_that_is_pruned_later_keeps_the_norm_of_its_parameter():
+    """What the layer multiplies with is then computed from it, and is not what is trained."""
+    x, y = random(9, 4), labels_for(9, classes=3)
+    model = seeded(partial(net, "layer"))
+    opt = KFAC(model, 0.5, damping_scaling="scale-free", damping=0.1, **EXACT)
+    prune.random_unstructured(model[0], "weight", 0.3)
+    weight = model[0].weight_orig
+    before = weight.detach().clone()
+    for _ in range(3):
+        train_step(opt, model, x, y)
+    torch.testing.assert_close(weight.detach().norm(), before.norm(), rtol=1e-12, atol=0)
+    assert not torch.equal(weight, before)
+    assert float(opt.scale_free.ratios()["0"]) == pytest.approx(1.0, rel=1e-12)

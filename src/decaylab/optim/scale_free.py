@@ -20,12 +20,13 @@ class ScaleFree:
     """
 
     def __init__(self, blocks: Mapping[str, Block], layers: Sequence[str]) -> None:
-        self._blocks = {name: blocks[name] for name in layers}
-        self.norms = {name: _norm(block) for name, block in self._blocks.items()}
+        # kept: pruning, say, may put something else in their place
+        self._parts = {name: _parts(blocks[name]) for name in layers}
+        self.norms = self._norms()
 
     def ratios(self) -> dict[str, Tensor]:
         """|W_l(0)|^2 / |W_l|^2 for each layer."""
-        return {name: (self.norms[name] / _norm(b)) ** 2 for name, b in self._blocks.items()}
+        return {name: (self.norms[name] / norm) ** 2 for name, norm in self._norms().items()}
 
     @contextmanager
     def held(self, state: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[None]:
@@ -37,19 +38,28 @@ class ScaleFree:
         are fresh and nothing decays by L2, which knows |W_l|. The bias goes with the weight: layer
         and group normalisation cancel the scale of both together.
         """
-        before = {name: _norm(block) for name, block in self._blocks.items()}
+        before = self._norms()
         yield
-        for name, block in self._blocks.items():
-            after = _norm(block)
+        for name, after in self._norms().items():
             there = (before[name] > 0) & (after > 0)
             back = torch.where(there, before[name] / after, 1.0)
-            for parameter in (block.layer.weight, block.layer.bias if block.bias else None):
-                if parameter is None or not parameter.requires_grad:
+            for parameter in self._parts[name]:
+                if not parameter.requires_grad:
                     continue
                 parameter.mul_(back)
                 velocity = state.get(parameter, {}).get("momentum_buffer")
                 if velocity is not None:
                     velocity.mul_(back)
+
+    def _norms(self) -> dict[str, Tensor]:
+        """|W_l| now, in float32 at least."""
+        weights = {name: parts[0].detach() for name, parts in self._parts.items()}
+        return {
+            name: torch.linalg.vector_norm(
+                weight, dtype=torch.promote_types(weight.dtype, torch.float32)
+            )
+            for name, weight in weights.items()
+        }
 
 
 def invariant_layers(
@@ -64,5 +74,7 @@ def invariant_layers(
     return [name for name, block in blocks.items() if name in set(named) and block.weight]
 
 
-def _norm(block: Block) -> Tensor:
-    return torch.linalg.vector_norm(block.layer.weight.detach().to(block.shape.dtype))
+def _parts(block: Block) -> list[Tensor]:
+    """A layer's weight, and its bias where that is trained."""
+    layer = block.layer
+    return [layer.weight, *([layer.bias] if block.bias and layer.bias is not None else [])]
