@@ -113,7 +113,7 @@ def observe(source: Source, name: str = "the watched run") -> Observed:
 
 def _finite(rows: Rows) -> tuple[list[Row], list[str]]:
     """The rows before the first that is not finite, and what is to be said of the others."""
-    troubles = [note for note in rows.left_out if "damaged" in note]
+    troubles = list(rows.damaged)
     if len(troubles) > 1:
         troubles = [f"{len(troubles)} lines are damaged and left out, the first: {troubles[0]}"]
     bad = [row for row in rows.rows if not math.isfinite(row.value)]

@@ -134,7 +134,7 @@ class Readings:
         except DecaylabError as error:
             self.left_out.append(str(error))
             return None
-        self.left_out += [f"{spec.id}: {note}" for note in rows.left_out if "damaged" in note]
+        self.left_out += [f"{spec.id}: {note}" for note in rows.damaged]
         return RunReading(spec, manifest, rows)
 
 

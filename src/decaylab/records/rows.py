@@ -24,10 +24,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that count, in the order written, and what was left out and why."""
+    """The rows that count, in the order written, and what was left out.
+
+    `damaged`: each line that cannot be read. `superseded`: how many rows a resume voided.
+    """
 
     rows: tuple[Row, ...]
-    left_out: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
+    superseded: int = 0
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What was left out and why, a sentence each."""
+        if not self.superseded:
+            return self.damaged
+        voided = f"{self.superseded} rows past a checkpoint were superseded by a resume"
+        return (*self.damaged, voided)
 
     def names(self) -> list[str]:
         """The recorded names, in the order of their first row."""
@@ -81,15 +93,12 @@ class RowWriter:
 
 
 def read_rows(path: Path) -> Rows:
-    """Read rows: the last per (step, name); damaged lines and voided rows are left out.
-
-    `left_out` names each damaged line, and counts the rows that a resume voided.
-    """
+    """Read rows: the last per (step, name); damaged lines and voided rows are left out."""
     if not path.exists():
         return Rows(())
     kept: dict[tuple[int, str], Row] = {}
-    left_out: list[str] = []
-    voided = 0
+    damaged: list[str] = []
+    superseded = 0
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -97,19 +106,17 @@ def read_rows(path: Path) -> Rows:
             entry = json.loads(line)
             if "resumed_from" in entry:
                 past = [key for key in kept if key[0] > int(entry["resumed_from"])]
-                voided += len(past)
+                superseded += len(past)
                 for key in past:
                     del kept[key]
                 continue
             row = _row(entry)
         except (ValueError, TypeError, KeyError):
-            left_out.append(f"line {number} of {path.name} is damaged")
+            damaged.append(f"line {number} of {path.name} is damaged")
             continue
         kept.pop((row.step, row.name), None)
         kept[row.step, row.name] = row
-    if voided:
-        left_out.append(f"{voided} rows past a checkpoint were superseded by a resume")
-    return Rows(tuple(kept.values()), tuple(left_out))
+    return Rows(tuple(kept.values()), tuple(damaged), superseded)
 
 
 def _plain(row: Row) -> dict[str, object]:
