@@ -122,8 +122,9 @@ def test_the_model_is_left_bit_for_bit_as_it_was():
 def test_the_model_is_left_alone_when_its_forward_fails():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError):
-        invariance(model, torch.randn(3, 5))
+    for wrong in (torch.randn(3, 5), torch.randn(1, 4)):
+        with pytest.raises(DecaylabError, match="two or more examples for batch norm"):
+            invariance(model, wrong)
     assert not model.training
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 

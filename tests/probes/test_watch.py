@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -212,6 +213,11 @@ def test_bad_arguments():
         probes.watch(tiny_net("mlp")[0], optimizer)
     with pytest.raises(DecaylabError, match="inputs are torch"):
         probes.watch(model, optimizer, inputs=inputs.float())
+    with pytest.raises(DecaylabError, match=r"fails on these inputs \(.*shapes.*as in training"):
+        probes.watch(model, optimizer, inputs=torch.cat([inputs, inputs], -1))
+    for trackers in (SimpleNamespace(log=print), ["wandb"]):
+        with pytest.raises(DecaylabError, match=r"a list of objects with log\(rows\)"):
+            probes.watch(model, optimizer, trackers=trackers)
     with pytest.raises(DecaylabError, match="frozen"):
         probes.watch(model.requires_grad_(False), optimizer)
     assert not optimizer._optimizer_step_pre_hooks

@@ -142,9 +142,15 @@ def _tensors(output: Any) -> list[Tensor]:
 
 def _run(model: nn.Module, inputs: Any) -> list[Tensor]:
     """The tensors of the model's output for a tensor, a tuple of arguments or a mapping."""
-    if isinstance(inputs, Mapping):
-        return _tensors(model(**inputs))
-    return _tensors(model(*inputs) if isinstance(inputs, tuple | list) else model(inputs))
+    try:
+        if isinstance(inputs, Mapping):
+            return _tensors(model(**inputs))
+        return _tensors(model(*inputs) if isinstance(inputs, tuple | list) else model(inputs))
+    except Exception as error:
+        raise DecaylabError(
+            f"the model fails on these inputs ({type(error).__name__}: {error}): give a batch as in"
+            " training, with two or more examples for batch norm"
+        ) from error
 
 
 def _distance(outputs: list[Tensor], reference: list[Tensor]) -> Tensor:

@@ -354,6 +354,10 @@ def watch(
     for probe in chosen:
         if probe.needs_inputs and inputs is None:
             raise DecaylabError(f"the probe {probe.name!r} runs the model: give watch inputs=...")
+    alone = hasattr(trackers, "log")
+    trackers = () if alone else tuple(trackers)
+    if alone or not all(hasattr(tracker, "log") for tracker in trackers):
+        raise DecaylabError("trackers is a list of objects with log(rows): [TensorBoard(folder)]")
     writer = None
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
