@@ -7,6 +7,7 @@ that breaks its own format gets a `DecaylabError` that names it. Nothing is ever
 from __future__ import annotations
 
 import gzip
+import importlib
 import io
 import struct
 import tarfile
@@ -183,8 +184,6 @@ def _decoded(path: Path, index: int, data: Any, shape: tuple[int, int, int]) -> 
 
 def _module(name: str) -> ModuleType:
     """Import pyarrow or pillow when a parquet file is met: they are an extra."""
-    import importlib
-
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -197,7 +196,9 @@ def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DecaylabError(f"{path} cannot be read ({_reason(error)}).") from error
+        raise DecaylabError(
+            f"{path} cannot be read ({_reason(error)}): make it readable, or replace it."
+        ) from error
 
 
 def _unzipped(path: Path) -> bytes:

@@ -124,7 +124,9 @@ def find(name: str, data_dir: str | Path | None = None) -> Source | None:
         try:
             source, pickled = _look(facts, folder) if folder.is_dir() else (None, None)
         except OSError as error:
-            raise DecaylabError(f"{folder} cannot be searched ({error.strerror}).") from error
+            raise DecaylabError(
+                f"{folder} cannot be searched ({error.strerror}): make it readable."
+            ) from error
         if source is not None:
             return source
         refused = refused or pickled

@@ -47,7 +47,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class How:
-    """Where and how long: nothing here changes a run's numbers.
+    """Where and how long: nothing here changes a run's numbers, but for the rounding of `compiled`.
 
     Attributes:
         tier: a label kept with the results.

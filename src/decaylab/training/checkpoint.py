@@ -155,7 +155,8 @@ class Writer:
 def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """Write contiguous tensors on the host as safetensors, while other threads go on.
 
-    The library's own function stops them all until the file is written, in versions before 0.8.
+    The library's own function stops them all until the file is written, in versions before 0.8, and
+    hides what is wrong with the disk (`OSError`) in an error of its own.
     """
     # Longest entries first: every tensor begins at a multiple of its entries' size.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())

@@ -10,12 +10,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a run is carried out: nothing here changes what is computed, or the run's id.
+    """How a run is carried out: nothing here is part of its id or, but for rounding, its numbers.
 
-    `checkpoint_every` is in seconds (0: after every step). `observe` is called with the run at the
-    start and after each epoch; the numbers it returns are recorded with the others. `at_once`: how
-    many runs take turns with this one: recorded, since their seconds mingle. `compiled`: the
-    network goes through torch.compile, which rounds otherwise: recorded, too.
+    Attributes:
+        checkpoint_every: seconds between checkpoints, at least; 0: after every step.
+        every_step: yield after each step, too.
+        train_set_each_epoch: evaluate the training set after each epoch, not the last one alone.
+        tier: a label kept with the results.
+        at_once: how many runs take turns, this one included; recorded, since their seconds mingle.
+        compiled: the network goes through torch.compile, which rounds otherwise; recorded, too.
+        observe: called with the run at the start and after each epoch; the numbers it returns are
+            recorded with the others.
     """
 
     checkpoint_every: float = 60.0

@@ -152,7 +152,9 @@ class RunSpec:
         if self.norm_source and not self.batch_norm:
             raise DecaylabError("norm_source rescales layers under BN: set batch_norm = true")
         if self.network != "mlp" and (self.hidden is not None or self.activation != "relu"):
-            raise DecaylabError(f"hidden and activation belong to mlp, not to {self.network}")
+            raise DecaylabError(
+                f"hidden and activation belong to mlp, not to {self.network}: leave them out"
+            )
 
     def resolved(self) -> "RunSpec":
         """The same run with every setting of its optimizer filled in."""
@@ -252,7 +254,7 @@ def _checked(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
     if converted is None:
         raise DecaylabError(f"{name} must be {_words(kind)}, not {value!r}")
     if name == "optimizer":
-        check_optimizer(converted, CHOICES[name])
+        check_optimizer(converted)
     if name in CHOICES and converted not in CHOICES[name]:
         raise DecaylabError(f"unknown {name} {value!r}: choose one of {', '.join(CHOICES[name])}")
     if name == "seed" and converted >= 2**63:
