@@ -184,3 +184,22 @@ def test_what_a_group_cannot_have_for_itself_is_refused():
                 KFAC(model, 0.1, params=[group])
     unset = {"params": model.parameters(), "maximize": False, "dampening": 0.0, "nesterov": False}
     KFAC(model, 0.1, params=[unset])
+
+
+def test_others_by_sgd_follow_a_learning_rate_that_is_a_tensor():
+    """Their default is `lr` itself: who fills the tensor changes theirs, too."""
+    after = []
+    for lr in (0.1, torch.tensor(0.1, dtype=torch.float64)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
+        opt = KFAC(model, lr, others="sgd", outputs="exact", weight_decay=0.1)
+        for _ in range(3):
+            F.cross_entropy(model(torch.ones(2, 3).double()), torch.tensor([0, 1])).backward()
+            opt.step()
+            if isinstance(lr, torch.Tensor):
+                lr.mul_(0.5)
+                continue
+            for group in opt.param_groups:
+                group["lr"] *= 0.5
+        after.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*after, rtol=1e-12, atol=1e-14)

@@ -129,7 +129,7 @@ class KFAC(torch.optim.Optimizer):
         sharing: Sharing = "expand",
         logits: Literal["output", "observed"] = "output",
         others: Literal["adam", "sgd"] = "adam",
-        others_lr: float | None = None,
+        others_lr: float | Tensor | None = None,
         max_factor_dim: int = 8192,
         options: KFACOptions = KFACOptions(),  # noqa: B008 - frozen
     ) -> None:
@@ -151,7 +151,7 @@ class KFAC(torch.optim.Optimizer):
         self.model = innermost(model)
         self._ranks = ranks_of(model, options.process_group)
         if others_lr is None:
-            others_lr = 1e-3 if others == "adam" else float(lr)
+            others_lr = 1e-3 if others == "adam" else lr
         cuda = any(p.is_cuda for p in self.model.parameters())
         self._first_order = first_order(others, others_lr, momentum, options, cuda=cuda)
         planned = plan(

@@ -45,7 +45,7 @@ class KFACOptions:
 
 
 def first_order(
-    method: str, lr: float, momentum: float, options: KFACOptions, *, cuda: bool
+    method: str, lr: float | Tensor, momentum: float, options: KFACOptions, *, cuda: bool
 ) -> torch.optim.Optimizer:
     """Torch's fused Adam or SGD; it is lent param groups and state for each step."""
     placeholder = [torch.zeros(())]
