@@ -218,25 +218,25 @@ def train(
             )
         if last:
             break
+    ended = at_end(trainer, rows, *trainer.evaluate(train_x, train_y))
+    ended["seconds"] = time.perf_counter() - start
+    print("END " + json.dumps({"device": result["device"], **ended}), flush=True)
+    return result | ended
+
+
+def at_end(trainer: Trainer, rows: list[dict], train_loss: float, train_accuracy: float) -> dict:
     best = max(rows, key=lambda r: r["test_accuracy"])
-    frozen_loss, frozen_accuracy = trainer.evaluate(train_x, train_y)
-    result |= {
-        "finished": rows[-1]["epoch"] == options.epochs,
+    return {
+        "finished": rows[-1]["epoch"] == trainer.options.epochs,
         "last": rows[-1]["test_accuracy"],
         "best": best["test_accuracy"],
         "best_epoch": best["epoch"],
         "norms": trainer.norms(),
-        "train_loss_frozen": frozen_loss,
-        "train_accuracy_frozen": frozen_accuracy,
+        "train_loss_frozen": train_loss,
+        "train_accuracy_frozen": train_accuracy,
         "reestimated": rows[-1].get("reestimated_accuracy"),
         "channels_below_eps": trainer.small_variances(),
-        "seconds": time.perf_counter() - start,
     }
-    print(
-        "END " + json.dumps({k: v for k, v in result.items() if k not in ("options", "curve")}),
-        flush=True,
-    )
-    return result
 
 
 def settings(options: argparse.Namespace) -> list[argparse.Namespace]:

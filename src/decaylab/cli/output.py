@@ -19,6 +19,17 @@ def print_json(result: Any) -> None:
     print(json.dumps(_finite(result), indent=2, allow_nan=False))
 
 
+def in_words(seconds: float) -> str:
+    """A duration for people.
+
+    >>> in_words(42.4), in_words(200), in_words(9000)
+    ('42 s', '3.3 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -12,10 +12,10 @@ from rich.live import Live
 from rich.table import Table
 
 from decaylab.cli import options
-from decaylab.cli.output import console, print_json
+from decaylab.cli.output import console, in_words, print_json
 from decaylab.errors import DecaylabError
 from decaylab.paper import Cell, Readings, artefacts, cells, select, tier_of
-from decaylab.paper.estimate import Estimator, in_words
+from decaylab.paper.estimate import Estimator
 from decaylab.paper.plan import PlannedRun, plan, state_of
 from decaylab.paper.reproduce import Event, How, Reproduction
 from decaylab.records import RunStore

@@ -113,12 +113,7 @@ def search_command(
         plan = _of_cell(cell or [], scheme, tier, space, limits)
     else:
         plan = _of_file(config, space, limits)
-    if plan.method == "lines" and not runs_only:
-        raise DecaylabError("--method lines needs --runs-only: Optuna makes grids and TPE")
-    if plan.method == "tpe" and runs_only:
-        raise DecaylabError("--method tpe is Optuna's: leave --runs-only out, or take lines")
-    if max_minutes is not None and not runs_only:
-        raise DecaylabError("--max-minutes needs --runs-only: Optuna's trials are not timed")
+    _check_options(plan, runs_only, max_minutes)
     if plan.base.data == "digits":
         torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
         device = "cpu" if device == "auto" else device
@@ -148,6 +143,15 @@ def search_command(
             best, data=data, device=where, store=RunStore(runs), execution=execution
         )
         print(f"{best.id}: test accuracy {100 * last.values['test/accuracy']:.2f} %")
+
+
+def _check_options(plan: SearchPlan, runs_only: bool, max_minutes: float | None) -> None:
+    if plan.method == "lines" and not runs_only:
+        raise DecaylabError("--method lines needs --runs-only: Optuna makes grids and TPE")
+    if plan.method == "tpe" and runs_only:
+        raise DecaylabError("--method tpe is Optuna's: leave --runs-only out, or take lines")
+    if max_minutes is not None and not runs_only:
+        raise DecaylabError("--max-minutes needs --runs-only: Optuna's trials are not timed")
 
 
 def _make_runs(plan: SearchPlan, folder: Path, how: How, *, widen: bool) -> RunSpec | None:

@@ -142,14 +142,3 @@ def _measured(spec: RunSpec) -> float:
     like = "vgg16" if spec.network.startswith("vgg") else "resnet32"
     base = MEASURED.get(spec.network, MEASURED[like])[law]
     return base * DEPTH.get(spec.network, 1.0) * max(1.0, spec.batch_size / 128)
-
-
-def in_words(seconds: float) -> str:
-    """A duration for people.
-
-    >>> in_words(42.4), in_words(200), in_words(9000)
-    ('42 s', '3.3 min', '2.5 h')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
