@@ -186,6 +186,13 @@ def normalised() -> nn.Sequential:
     return nn.Sequential(net[0], *norms, net[1], net[2]).double()
 
 
+def test_one_batch_alone_is_refused():
+    """Its rows would be taken for batches."""
+    net = normalised()
+    with pytest.raises(DecaylabError, match=r"takes an iterable of batches.*\[batch\]"):
+        KFAC(net, 0.1).initialize(examples()[0])
+
+
 @pytest.mark.parametrize("spoiled", [False, True])
 def test_buffers_are_left_alone_whatever_the_batches_hold(spoiled):
     net, batches = normalised(), [x for x, _ in in_batches() if len(x) > 1]

@@ -154,6 +154,10 @@ class Observer:
         trained: list[Tensor],
     ) -> dict[str, Sums]:
         """The sums of forward passes on `batches`, as `KFAC.initialize` takes them."""
+        if isinstance(batches, Tensor):
+            raise DecaylabError(
+                "initialize takes an iterable of batches, and a tensor is one batch: give [batch]"
+            )
         for batch in batches:
             inputs = batch[0] if isinstance(batch, tuple | list) else batch
             if forward is not None:
