@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from decaylab.optim.kfac import KFAC
+from decaylab.optim.kfac_options import KFACOptions
 from decaylab.optim.scale_free import ScaleFree
 
 # added to a variance in float64 it is exactly nothing; torch wants a positive one
@@ -67,3 +68,64 @@ def test_a_layer_that_is_pruned_later_keeps_the_norm_of_its_parameter():
     torch.testing.assert_close(weight.detach().norm(), before.norm(), rtol=1e-12, atol=0)
     assert not torch.equal(weight, before)
     assert float(opt.scale_free.ratios()["0"]) == pytest.approx(1.0, rel=1e-12)
+
+
+class Residual(nn.Module):
+    """x + layer(norm(x)): the scale of the layer is that of its part in the sum."""
+
+    def __init__(self, norm: nn.Module, layer: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.layer = norm, layer
+
+    def forward(self, x):
+        return x + self.layer(self.norm(x))
+
+
+class Basic(nn.Module):
+    """As in a ResNet: every convolution is followed by its batch norm, before the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)
+
+    def forward(self, x):
+        return x + self.bn(self.conv(x))
+
+
+class Written(nn.Module):
+    """A forward of its own around a layer and a layer norm: it may do anything with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.norm(x + self.layer(x))
+
+
+def blocks(norm: type[nn.Module]) -> nn.Module:
+    return nn.Sequential(*(Residual(norm(4), nn.Linear(4, 4)) for _ in range(2)), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("build", "guessed"),
+    [
+        (partial(blocks, nn.LayerNorm), "0.layer"),
+        (partial(blocks, nn.BatchNorm1d), "0.layer"),
+        (lambda: nn.Sequential(Written(), nn.Linear(4, 3)), "0.layer"),
+        (lambda: nn.Sequential(Basic(), nn.Flatten(), nn.Linear(8, 3)), None),
+        (lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.LayerNorm(4)), None),
+    ],
+)
+def test_layers_that_a_sum_may_part_from_their_normalisation_are_told(build, guessed):
+    """The order of modules does not show it; where nothing can stand between, nothing is said."""
+    kfac = partial(KFAC, lr=0.1, damping_scaling="scale-free")
+    if guessed is None:
+        assert len(kfac(build()).scale_free.norms) == 1
+        return
+    with pytest.warns(UserWarning, match=f"takes layer '{guessed}' .*KFACOptions"):
+        opt = kfac(build())
+    assert list(opt.scale_free.norms) == [guessed]
+    named = KFACOptions(invariant=(guessed,))
+    assert list(kfac(build(), options=named).scale_free.norms) == [guessed]
+    KFAC(build(), 0.1)

@@ -22,7 +22,8 @@ class KFACOptions:
         exclude: layers, as `named_modules` names them, that are left to the first-order method.
         invariant: the scale-invariant layers for `damping_scaling="scale-free"`; None finds those
             followed by a normalisation, in module order. That takes a layer before a residual sum
-            for one: name them there (`roles(model, inputs)` measures which they are).
+            for one (where it may, you are warned): name them there, as `roles(model, inputs)`
+            measures them.
         inversion_lag: an inversion begun at step k is used from step k + lag on; meanwhile, on
             CUDA, it runs on a stream beside the training. 0 inverts and uses at once.
         counted_rows: called with the model's keyword arguments and its logits [..., C], returns the

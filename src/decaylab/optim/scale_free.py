@@ -1,7 +1,9 @@
 """Scale-free damping: the effective damping of Eq. 14 stays where it was asked to be."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from decaylab.curvature.factors import Block
 from decaylab.errors import DecaylabError
 from decaylab.networks import roles
+from decaylab.networks.roles import normalised_layers
 
 
 class ScaleFree:
@@ -69,9 +72,43 @@ def invariant_layers(
     unknown = sorted(set(named or ()) - blocks.keys())
     if unknown:
         raise DecaylabError(f"options.invariant names no covered layer: {', '.join(unknown)}")
+    by_order = named is None
     if named is None:
         named = [r.module for r in roles(model).values() if r.role == "invariant"]
-    return [name for name, block in blocks.items() if name in set(named) and block.weight]
+    found = [name for name, block in blocks.items() if name in set(named) and block.weight]
+    if by_order and (guessed := _guessed(model, found)):
+        warnings.warn(
+            f"scale-free damping takes layer {guessed[0]!r} (of {len(guessed)} such) for "
+            "scale-invariant by the order of modules alone, and a residual sum may stand before "
+            "its normalisation: name the layers that are, as roles(model, inputs) measures them, "
+            "with options=KFACOptions(invariant=...)",
+            stacklevel=3,
+        )
+    return found
+
+
+def _guessed(model: nn.Module, layers: Sequence[str]) -> list[str]:
+    """Those whose normalisation is not certainly what their output goes to.
+
+    It is in `nn.Sequential`, and so usual for a batch norm beside a layer that it is taken for it.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    norms = {layer: norm for layer, (_, norm) in normalised_layers(model).items()}
+    guessed = []
+    for layer in layers:
+        norm = norms.get(layer)
+        if norm is None:
+            continue
+        one, other = layer.split("."), names[norm].split(".")
+        beside = one[:-1] == other[:-1] and isinstance(norm, nn.modules.batchnorm._BatchNorm)
+        common = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+        )
+        around = {".".join(path[:i]) for path in (one, other) for i in range(common, len(path))}
+        kinds = [type(model.get_submodule(name)) for name in around]
+        if not beside and any(kind.forward is not nn.Sequential.forward for kind in kinds):
+            guessed.append(layer)
+    return guessed
 
 
 def _parts(block: Block) -> list[Tensor]:
