@@ -230,6 +230,12 @@ def test_hooks_come_off_when_training_fails(tmp_path):
 
 
 def test_wrong_use_is_one_sentence(tmp_path):
+    class OfTheWhole(Module):
+        def configure_optimizers(self):
+            return kfac(self)  # though the training step calls self.net
+
+    with pytest.raises(DecaylabError, match=r"OfTheWhole was not called itself.*with the module"):
+        fit(OfTheWhole(kfac), tmp_path)
     with pytest.raises(DecaylabError, match=r"call trainer\.fit first"):
         _ = WatchCallback().watched
     with pytest.raises(DecaylabError, match="no optimizer 1: configure_optimizers returned 1"):

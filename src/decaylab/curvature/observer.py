@@ -109,8 +109,9 @@ class Observer:
         sums, self.sums = self.sums, {}
         if pending and not sums:
             raise DecaylabError(
-                "a refresh was due, but the model did not return logits as one tensor [..., C]: "
-                "call opt.observe(logits) after the forward pass"
+                f"a refresh was due, but {type(self.capture.model).__name__} was not called itself,"
+                " or did not return logits as one tensor [..., C]: build KFAC with the module that"
+                " does, or call opt.observe(logits) after the forward pass"
             )
         return sums
 
