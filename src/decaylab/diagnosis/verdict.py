@@ -233,8 +233,10 @@ def _jacobian(run: Observed, baseline: Observed | None) -> Finding:
         )
     quantity, thresholds = f"{SENSITIVITY[row]}{SMALLER}", (JACOBIAN_ACTS, JACOBIAN_NOTHING)
     found = found_by(name, quantity, effects[row], rows, run, thresholds, joint=True)
-    if found.verdict == "acts" and judgeable(run):
-        kinds = dict.fromkeys(MECHANISMS[2 if by_kfac(x) else 0] for x in judgeable(run))
+    # a scale-free damping leaves decay of these layers no way to act
+    others = [x for x in judgeable(run) if not (x.setting and x.setting.scale_free)]
+    if found.verdict == "acts" and others:
+        kinds = dict.fromkeys(MECHANISMS[2 if by_kfac(x) else 0] for x in others)
         through = " and the ".join(kinds)
         note = f"Part of it may come through the {through} of the scale-invariant layers."
         found = replace(found, reason=f"{found.reason} {note}")
