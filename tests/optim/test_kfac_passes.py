@@ -145,6 +145,24 @@ def test_a_pass_of_another_loss_in_the_same_backward_is_left_out_of_the_empirica
         assert_same(found[1][name], factors)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_batch_whose_gradients_are_thrown_away_is_not_in_the_empirical_fisher(reduction):
+    """A loop that skips a batch, or a discriminator that the generator's loss went through."""
+    found = []
+    for skipped in (False, True):
+        model = net()
+        opt = KFAC(model, 0.1, curvature="empirical-fisher", reduction=reduction)
+        if skipped:
+            cross_entropy(model(3 * X), Y, reduction).backward()
+        logits = model(X)
+        opt.zero_grad()  # between the passes, as in many loops
+        cross_entropy(logits, Y, reduction).backward()
+        opt.step()
+        found.append(opt.factors())
+    for name, factors in found[0].items():
+        assert_same(found[1][name], factors)
+
+
 def test_a_reentrant_checkpoint_around_no_covered_layer_hides_nothing():
     """For the empirical Fisher: the others go back by torch.autograd.grad, which torch refuses."""
 

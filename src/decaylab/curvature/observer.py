@@ -267,6 +267,10 @@ class Observer:
             new = gradient.detach()
             self._loss_gradients[call] = new if before is None else before + new
 
+    def forget_loss_gradients(self) -> None:
+        """Leave out what was heard: the gradients were thrown away, and the batch with them."""
+        self._loss_gradients = {}
+
     def add_loss_gradients(self) -> None:
         """Empirical Fisher: a mean loss has divided each row's gradient by the number of rows.
 

@@ -168,9 +168,8 @@ class KFAC(torch.optim.Optimizer):
         self._inversion_lag, self._inverted = options.inversion_lag, False
         self._begun: int | None = None  # the step at which the pending inversion began
         self._begins = False  # whether one begins behind the step that `before_step` opened
-        self._coverage = planned.coverage
+        self._coverage, self._frozen_groups = planned.coverage, False
         defaults = {"lr": lr, "weight_decay": weight_decay, "decay": decay, "momentum": momentum}
-        self._frozen_groups = False
         super().__init__(planned.groups, defaults)
         self._frozen_groups = True
         check_groups(self.param_groups)
@@ -193,8 +192,6 @@ class KFAC(torch.optim.Optimizer):
         )
         weakref.finalize(self, self._observer.capture.detach).atexit = False
 
-    # ---------------------------------------------------------------- what a user calls
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Refresh if due, invert if due, then update every parameter that has a gradient."""
@@ -213,6 +210,11 @@ class KFAC(torch.optim.Optimizer):
             self._skips.look()
         self.after_step()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. The empirical Fisher forgets these gradients, too, if no step used them."""
+        self._observer.forget_loss_gradients()
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -390,8 +392,6 @@ class KFAC(torch.optim.Optimizer):
                 "KFAC lays its blocks out once: build a new one with all param groups"
             )
         super().add_param_group(param_group)
-
-    # ---------------------------------------------------------------- one step
 
     def _refresh(self, sums: dict[str, Sums]) -> None:
         """Fold what was observed into the factors; say so if nothing was, or if a layer hides."""
