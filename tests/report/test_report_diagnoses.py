@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from report.synthetic import CLOCK
+from report.synthetic import write_run as write_paper_run
 from torch import nn
 from typer.testing import CliRunner
 
 from decaylab import diagnose, watch
 from decaylab.cli import app
+from decaylab.paper import cells
 from decaylab.records import Manifest, Row, RunStore
 from decaylab.report import write
 from decaylab.report.diagnoses import diagnosed, diagnoses_section
@@ -137,6 +139,28 @@ def test_the_report_has_it(tmp_path, monkeypatch):
     markdown = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert "## Diagnosis" in markdown
     assert "SGD, lr 0.1, L2 0.01; digits, MLP 8x8, BN" in markdown
+
+
+def test_it_comes_first_unless_there_are_runs_of_the_paper(tmp_path, monkeypatch):
+    monkeypatch.setattr(write, "theory_checks", list)
+    store = RunStore(tmp_path / "runs")
+    write_run(store, DECAYED, decayed=True)
+
+    def begins_with():
+        write.write_report(tmp_path / "runs", tmp_path / "out")
+        markdown = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+        return re.findall(r"^## (.*)$", markdown, re.MULTILINE)[:2]
+
+    assert begins_with() == ["Diagnosis", "The paper"]
+    cell = cells("table1", "smoke")[0]
+    write_paper_run(store, cell.runs[0], {"test/accuracy": 0.9}, tier="smoke")
+    assert begins_with() == ["The paper", "Claims, tier smoke"]
+
+
+def test_a_notebook_shows_a_diagnosis_as_it_is_printed(watched):
+    """IPython asks for `_repr_markdown_`."""
+    result = diagnose(watched / "decayed")
+    assert result._repr_markdown_() == str(result)
 
 
 def test_a_report_without_decay_has_none(tmp_path, monkeypatch):

@@ -69,6 +69,10 @@ class Diagnosis:
     def __str__(self) -> str:
         return self.to_markdown()
 
+    def _repr_markdown_(self) -> str:
+        """What a notebook shows."""
+        return self.to_markdown()
+
     def left_out(self) -> dict[str, str]:
         """The layers in `skipped` by their reason, as one string each."""
         found: dict[str, list[str]] = {}

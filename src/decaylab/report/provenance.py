@@ -77,7 +77,7 @@ def _read(folder: RunFolder) -> tuple[Found | None, list[str]]:
         return None, [f"{folder.id}: it has no manifest, so it was never begun"]
     spec = RunSpec.of_run(folder).resolved()
     rows = folder.rows()
-    notes = [f"{folder.id}: {note}" for note in rows.left_out if "damaged" in note]
+    notes = [f"{folder.id}: {note}" for note in rows.damaged]
     last = rows.rows[-1] if rows.rows else None
     epochs, seconds = (last.epoch, last.seconds) if last else (0, 0.0)
     return Found(folder, spec, manifest, epochs, seconds), notes

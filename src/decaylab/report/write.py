@@ -88,19 +88,22 @@ def _sections(
     checks: Sequence[Check],
 ) -> list[Section]:
     demo = demo_runs(found, readings)
-    sections = [demo_section(demo)] if demo else []
-    sections.append(Section("overview-section", "The paper", blocks=[overview(filled)]))
+    paper = [Section("overview-section", "The paper", blocks=[overview(filled)])]
     for tier in dict.fromkeys(one.tier for one in filled):
         here = [one for one in filled if one.tier == tier]
         if any(one.done for one in here):
-            sections += [
+            paper += [
                 claims_section(judged(readings, tier, seeds_of(found)), tier),
                 tables_section(here, readings, tier),
                 figures_section(here, readings, tier),
             ]
-    if cases:
-        sections.append(diagnoses_section(cases))
-    return [*sections, theory_section(checks), provenance(found)]
+    own = [diagnoses_section(cases)] if cases else []
+    of_the_paper = any(one.done for one in filled)
+    return [
+        *([demo_section(demo)] if demo else []),
+        *((*paper, *own) if of_the_paper else (*own, *paper)),
+        *(theory_section(checks), provenance(found)),
+    ]
 
 
 def _write(report: Report, filled: Sequence[Filled], out: Path) -> list[Path]:
