@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from decaylab.data import load
 from decaylab.errors import DecaylabError, Diverged
-from decaylab.records import Manifest, RunStore
+from decaylab.records import Manifest, RunFolder, RunStore
 from decaylab.training import (
     Execution,
     Interrupted,
@@ -221,6 +221,32 @@ def test_a_finished_run_is_not_trained_again(digits, tmp_path):
     store.folder(SPEC.id).checkpoint.unlink()
     with pytest.raises(DecaylabError, match="checkpoint is gone"):
         finish(SPEC, data=digits, store=store)
+
+
+def test_stopped_between_its_last_checkpoint_and_its_manifest_it_is_finished_next_time(
+    digits, tmp_path
+):
+    store = RunStore(tmp_path)
+    write = RunFolder.write_manifest
+
+    def full(folder, manifest):
+        if manifest.status != "running":
+            raise DecaylabError("the disk is full")
+        write(folder, manifest)
+
+    with (
+        mock.patch.object(RunFolder, "write_manifest", full),
+        pytest.raises(DecaylabError, match="full"),
+    ):
+        finish(SPEC, data=digits, store=store)
+    assert store.folder(SPEC.id).manifest().status == "interrupted"
+    (last,) = train(SPEC, data=digits, store=store)
+    assert store.folder(SPEC.id).manifest().status == "finished"
+    assert (last.kind, last.epoch, last.step, last.made_before) == ("finished", 3, 15, False)
+    whole = finish(SPEC, data=digits)
+    assert same(last.model.state_dict(), whole.model.state_dict())
+    seconds = {"train/seconds": 0.0}
+    assert last.values | seconds == whole.values | seconds
 
 
 def test_an_error_is_a_failed_run_that_continues(digits, tmp_path):

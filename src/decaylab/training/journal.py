@@ -69,6 +69,10 @@ class Journal:
         """Append rows, on disk when it returns."""
         self.folder.rows_writer.append(rows)
 
+    def values(self, step: int) -> dict[str, float]:
+        """What was recorded after `step` steps."""
+        return {row.name: row.value for row in self.folder.rows().rows if row.step == step}
+
     def due(self, every: float) -> bool:
         """Whether the last checkpoint is at least `every` seconds old."""
         return time.monotonic() - self._last_save >= every

@@ -133,6 +133,9 @@ def _guarded(run: TrainingRun, journal: Journal | None, how: Execution) -> Itera
 
 def _epochs(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterator[Progress]:
     _start(run, journal, how)
+    if journal is not None and run.epoch == run.epochs:  # stopped before its last word alone
+        journal.end("finished")
+        yield _progress(run, "finished", journal.values(run.step))
     while run.epoch < run.epochs:
         run.begin_epoch()
         while run.position < run.steps_per_epoch:
@@ -260,6 +263,4 @@ def _finished_before(run: TrainingRun, journal: Journal) -> Progress:
         )
     state["recorded"] = False  # stay in the last epoch: there is no next one
     run.load_state_dict(state)
-    rows = journal.folder.rows().rows
-    values = {row.name: row.value for row in rows if row.step == run.step}
-    return replace(_progress(run, "finished", values), made_before=True)
+    return replace(_progress(run, "finished", journal.values(run.step)), made_before=True)
