@@ -12,7 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from decaylab.cli import app
-from decaylab.records import RunStore, files
+from decaylab.errors import DecaylabError
+from decaylab.records import RunStore, files, store
 from decaylab.training import RunSpec, checkpoint
 
 TINY = ["--hidden", "16", "--batch-size", "256", "--epochs", "2", "--device", "cpu"]
@@ -44,6 +45,19 @@ def test_one_line_per_epoch_when_piped_and_a_second_time_nothing_to_do(tmp_path)
     assert "is finished already" in second.stdout
     assert "epoch" not in second.stdout
     assert snapshot(tmp_path) == before
+
+
+def test_stopped_before_the_spec_was_written_the_same_command_begins(tmp_path, monkeypatch):
+    def full(path, text):
+        raise DecaylabError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "replace_text", full)
+        assert run(runs=tmp_path).exit_code == 2
+    assert [path.name for path in tmp_path.glob("*/*")] == ["lock"]
+    again = run(runs=tmp_path)
+    assert again.exit_code == 0, again.stderr
+    assert RunStore(tmp_path).runs()[0].is_finished()
 
 
 def test_a_short_run_says_that_batch_norms_averages_lag_behind(tmp_path):

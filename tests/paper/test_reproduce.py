@@ -19,7 +19,8 @@ from decaylab.paper import reproduce as module
 from decaylab.paper.plan import PlannedRun
 from decaylab.paper.reproduce import How, Reproduction
 from decaylab.records import RunFolder, RunStore
-from decaylab.training import RunSpec, checkpoint
+from decaylab.training import Interrupted, RunSpec, checkpoint
+from decaylab.training.journal import Journal
 
 TESTS = Path(__file__).parents[1]
 TINY = RunSpec(network="mlp", hidden=(8,), batch_size=256, epochs=2, lr_drop_every=1)
@@ -139,6 +140,24 @@ def test_a_signal_ends_it_also_if_the_last_checkpoint_cannot_be_written(
     with pytest.raises(DecaylabError, match="free some space"):
         list(made)
     assert not RunStore(tmp_path).folder(specs[2].id).path.exists()
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_signal_after_the_last_step_of_a_run_lets_no_other_begin(tmp_path, monkeypatch, at_once):
+    end = Journal.end
+
+    def ask(journal, status, message=""):
+        end(journal, status, message)
+        if status == "finished":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Journal, "end", ask)
+    specs = [replace(TINY, seed=seed, epochs=1 + seed) for seed in range(3)]
+    made = reproduction(specs, tmp_path, at_once=at_once)
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        list(made.run())
+    assert made.outcome.finished == [specs[0].id]
+    assert not RunStore(tmp_path).folder(specs[at_once].id).path.exists()
 
 
 def made_until_the_alarm(specs, runs):

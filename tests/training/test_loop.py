@@ -286,6 +286,18 @@ def test_a_signal_is_heeded_at_the_next_step(digits, tmp_path, at):
     assert same(last.model.state_dict(), finish(SPEC, data=digits).model.state_dict())
 
 
+def test_a_signal_that_comes_when_the_run_is_finished_reaches_the_caller(digits, tmp_path):
+    store = RunStore(tmp_path)
+    training = train(replace(SPEC, epochs=1), data=digits, store=store)
+    assert next(training).kind == "finished"
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Interrupted):
+        next(training)
+    assert store.runs()[0].is_finished()
+    (again,) = train(replace(SPEC, epochs=1), data=digits, store=store)  # it is not raised twice
+    assert again.made_before
+
+
 def test_bad_calls(digits, tmp_path):
     with pytest.raises(DecaylabError, match="batch"):
         finish(replace(SPEC, batch_size=5000), data=digits)

@@ -91,13 +91,13 @@ def _train(
 
 def _ended_before(folder: RunFolder, spec: RunSpec) -> bool:
     """Whether the run is finished; a run that diverged says so again."""
-    if not folder.path.exists():
+    manifest = folder.manifest()
+    if manifest is None:  # no folder, or a process that died before it had begun
         return False
     folder.check_same_spec(spec.to_toml())
-    manifest = folder.manifest()
-    if manifest is not None and manifest.status == "diverged":
+    if manifest.status == "diverged":
         raise Diverged(f"run {spec.id} ended before: {manifest.message}")
-    return manifest is not None and manifest.status == "finished"
+    return manifest.status == "finished"
 
 
 def _numbers(text: str) -> tuple[float, ...] | tuple[int, ...]:

@@ -111,7 +111,7 @@ class Reproduction:
         if self.how.seconds is not None:
             self._ends = time.monotonic() + self.how.seconds
         active: dict[str, Iterator[Event | None]] = {}
-        with _time_limit(self.how.seconds):
+        with _time_limit(self.how.seconds), requests.listening():  # between runs, too
             try:
                 while self._begin(todo, active):
                     turns = take_turns(active)
@@ -148,6 +148,7 @@ class Reproduction:
             chosen = self._next(todo, wait=not active)
             if chosen is None:  # the rest is made elsewhere, or cannot be made
                 break
+            requests.check()
             if time.monotonic() >= self._ends:
                 raise Interrupted(signal.SIGALRM)
             todo.remove(chosen)

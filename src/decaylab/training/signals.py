@@ -30,7 +30,11 @@ class _Requests:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Keep signals for `check` while inside; elsewhere than in the main thread, do nothing."""
+        """Keep signals for `check` while inside; elsewhere than in the main thread, do nothing.
+
+        One that nobody has heeded by the end, since the last run has ended meanwhile, raises there:
+        else the caller would begin the next.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -48,6 +52,8 @@ class _Requests:
             if self._listeners == 0:
                 for kind, handler in self._previous.items():
                     signal.signal(kind, handler)
+        if self._listeners == 0 and self.received in self._previous:
+            self.check()
 
     def check(self) -> None:
         """Raise `Interrupted` if a signal has come."""
