@@ -144,8 +144,9 @@ def _norm(
         for i, names in enumerate(parts):
             direction = {n: parameters[n].detach() for n in names}
             logits, tangent = jacobian_product(model, piece, direction, batch_norm=batch_norm)
-            square = (tangent * hessian_product(logits, tangent, *kind)).sum()
-            sums[i] += square.double()
+            # squares in double: those of 16 bits leave their range
+            tangent = tangent.double()
+            sums[i] += (tangent * hessian_product(logits.double(), tangent, *kind)).sum()
         count += rows(logits)
     total, *values = (sums / count).tolist()
     unit = "logit^2" if kind[0] == "gauss-newton" else "nat"

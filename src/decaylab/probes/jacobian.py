@@ -119,7 +119,7 @@ def _exact(passes: tuple[Tensor, Callable[[Tensor], Tensor]], together: bool) ->
         if together:
             for b in range(len(outputs)):
                 unit.zero_()[b, c] = 1.0
-                total += pull_back(unit).square().sum()
+                total += pull_back(unit).double().square().sum()
         else:  # an example's logits depend on its own input alone: one pass serves them all
             unit.zero_()[:, c] = 1.0
             total += _by_example(pull_back(unit))
@@ -143,4 +143,4 @@ def _sampled(
 
 
 def _by_example(gradient: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(gradient.flatten(1), dim=1).double().square()
+    return gradient.flatten(1).double().square().sum(1)

@@ -71,14 +71,14 @@ def curvature_traces(
         "batch_norm": batch_norm,
     }
     if samples is None:
-        by_parameter = {n: t[None] for n, t in exact_traces(model, inputs, **kind).items()}
+        by_parameter = {n: t[None].double() for n, t in exact_traces(model, inputs, **kind).items()}
     else:
         by_parameter = _sampled(model, inputs, samples, chunk, kind)
     layers = layer_names(trainable(model))
     draws = {layer: _sum(by_parameter[n] for n in names) for layer, names in layers.items()}
     normalised = {}
     for layer, weights in layers_of(model).weights.items():
-        square = _sum(w.detach().square().sum() for w in weights.values())
+        square = _sum(w.detach().double().square().sum() for w in weights.values())
         normalised[layer] = square * _sum(by_parameter[name] for name in weights)
     return _reading(NAMES[curvature], UNITS[curvature], draws, normalised)
 
@@ -99,7 +99,7 @@ def kfac_traces(
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and weight.requires_grad:
             own = _kronecker_trace(module, without_bias(module, factor))
-            normalised[layer] = (own * weight.detach().square().sum())[None]
+            normalised[layer] = (own * weight.detach().double().square().sum())[None]
     return _reading(name, "curvature", traces, normalised)
 
 
@@ -119,7 +119,7 @@ def _sampled(
     for part in chunks(bare(model), inputs, chunk, kind["batch_norm"]):
         found = sampled_traces(model, part, samples=samples, generator=generator, **kind)
         for name, values in found.items():
-            draws[name] = draws.get(name, 0) + values * len(part) / len(inputs)
+            draws[name] = draws.get(name, 0) + values.double() * len(part) / len(inputs)
     return draws
 
 
