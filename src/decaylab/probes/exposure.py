@@ -19,7 +19,12 @@ class Exposure:
         self._totals: dict[int, Any] = {}
 
     def add(self) -> None:
-        """Add one step's rate; worked out anew only where a group's settings changed."""
+        """Add one step's rate; worked out anew only where a group's settings changed.
+
+        Nothing where a GradScaler lets the optimizer itself leave the step out (fused, K-FAC).
+        """
+        overflow = getattr(self._optimizer, "found_inf", None)
+        taken = 1.0 if overflow is None else (overflow == 0).double()  # no wait for the device
         for i, group in enumerate(self._optimizer.param_groups):
             get = group.get
             settings = (
@@ -30,7 +35,7 @@ class Exposure:
             known = self._known.get(i)
             if known is None or isinstance(settings[0], Tensor) or settings != known[0]:
                 known = self._known[i] = settings, exposure_rate(self._optimizer, group)
-            self._totals[i] = self._totals.get(i, 0.0) + known[1]
+            self._totals[i] = self._totals.get(i, 0.0) + known[1] * taken
 
     def by_layer(self, layers: Layers) -> dict[str, float]:
         """The total of the group that each layer's weight is in; the others are left out."""

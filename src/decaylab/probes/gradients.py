@@ -16,7 +16,8 @@ def gradient_sizes(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str
     `gradient_norm`, the Euclidean norm of all the gradients of this optimizer together, and
     `gradient_max`, the largest of their entries by size; `gradient_at_max/layer`, the part of the
     layer's |g|^2 that is in entries of that size, where it is more than a hundredth. Nothing where
-    there are no gradients. No pass; one host synchronisation.
+    there are no gradients. Both are without the scale that a GradScaler left to the optimizer to
+    take away (fused ones, K-FAC). No pass; one host synchronisation.
     """
     held = [p.grad for group in optimizer.param_groups for p in group["params"]]
     found = [g.detach() for g in held if g is not None and g.layout == torch.strided]
@@ -24,6 +25,9 @@ def gradient_sizes(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str
         return {}
     largest = _norms(found, math.inf).max()
     parts = {"gradient_norm": torch.linalg.vector_norm(_norms(found)), "gradient_max": largest}
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        parts = {name: value / scale.squeeze() for name, value in parts.items()}
     for layer, weights in layers.weights.items():
         own = [w.grad.detach() for w in weights.values() if w.grad is not None]
         if own and all(g.layout == torch.strided for g in own):

@@ -9,6 +9,7 @@ accelerate (whose optimizer wrappers are looked through). Between two records a 
 microseconds.
 """
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -158,6 +159,7 @@ class Watch:
         self._before: Snapshot | None = None
         self._gradients: dict[str, float] = {}
         self._scaled: Scaled = {}
+        self._closure = False
         self._warned: set[str] = set()
         self._settings: dict[str, float] = {}
         self._exposure = Exposure(optimizer)
@@ -215,24 +217,32 @@ class Watch:
             hooks.move_to_end(self._before_step.id, last=False)
 
     def _step_begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._scaled, self._gradients = {}, {}
+        if _inner(self.optimizer):
+            return
+        self._scaled, self._gradients, self._closure = {}, {}, False
         try:
             self._before, scaled = snapshot(self._layers), self._layers.scaled
-            if len(args) > 1 or kwargs:  # a closure: the gradients are taken in the step
+            self._closure = any(map(callable, [*args[1:], *kwargs.values()]))
+            if self._closure:  # the gradients are taken in the step
                 self._scaled = {k: [p.detach().clone() for p in of] for k, of in scaled.items()}
             else:  # before the step, which may change the gradients
-                self._gradients = radial_gradients(self._layers, scaled)
-            self._gradients |= gradient_sizes(self.optimizer, self._layers)
+                self._measure_gradients(scaled)
         except Exception as error:  # the training must not stop for a probe
             self._warn_once("snapshot", error)
 
+    def _measure_gradients(self, weights: Scaled) -> None:
+        self._gradients = radial_gradients(self._layers, weights)
+        self._gradients |= gradient_sizes(self.optimizer, self._layers)
+
     def _step_ended(self, *_: Any) -> None:
+        if _inner(self.optimizer):
+            return
         self.steps += 1
         self._exposure.add()
         if self._due(self.steps):
             try:
-                if self._scaled:
-                    self._gradients |= radial_gradients(self._layers, self._scaled)
+                if self._closure:
+                    self._measure_gradients(self._scaled)
                 self._record()
             except Exception as error:
                 self._warn_once("records", error)
@@ -277,6 +287,8 @@ class Watch:
         now = settings(self.optimizer, self._layers) | self._fixed
         now |= decayed_gains(self.optimizer, self._gains)
         changed = {name: value for name, value in now.items() if value != self._settings.get(name)}
+        moved = {name for name in self._settings.keys() - now if name.startswith("setting_moved/")}
+        changed |= dict.fromkeys(moved, 1.0)  # given to the optimizer since (add_param_group)
         self._settings = now
         return changed
 
@@ -391,6 +403,22 @@ def _probe(probe: str | Probe) -> Probe:
         known = ", ".join(f"{name} ({of.cost})" for name, of in PROBES.items())
         raise DecaylabError(f"unknown probe {probe!r}: use one of {known}")
     return PROBES[probe]
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether these hooks are those of `super().step()` inside a subclass's own `step`.
+
+    torch hangs the hooks on the step of every class that has been instantiated.
+    """
+    if sum(hasattr(vars(kind).get("step"), "hooked") for kind in type(optimizer).__mro__) < 2:
+        return False
+    code = getattr(type(optimizer).step, "__code__", None)  # torch's, that of all of them
+    frame: Any = sys._getframe()
+    steps = 0
+    while frame is not None:
+        steps += frame.f_code is code and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return steps > 1
 
 
 def _is_wrapper(optimizer: Any) -> bool:
