@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -162,6 +163,66 @@ def test_spectral_normalisation_is_found_by_measurement():
     model = nn.Sequential(layer, nn.Tanh(), nn.Linear(6, 3)).double()
     names = by_role(roles(model, torch.randn(5, 4, dtype=torch.float64)))
     assert names["invariant"] == {"0.parametrizations.weight.original"}
+
+
+def test_a_power_iteration_that_lags_behind_is_the_same_in_every_evaluation():
+    torch.manual_seed(0)
+    layers = [spectral_norm(nn.Linear(16, 16, bias=False)) for _ in range(3)]
+    model = nn.Sequential(*layers, nn.Linear(16, 3)).double()
+    for layer in layers:  # far from what its vectors were iterated on, as after a large step
+        nn.init.normal_(layer.parametrizations.weight.original)
+    defects = invariance(model, torch.randn(5, 16, dtype=torch.float64))
+    assert [defects[name] for name in "012"] == pytest.approx([0.0] * 3, abs=1e-12)
+
+
+class Block(nn.Module):
+    """Weights of its own behind the normalisation that is its first part."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(6, 4))
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head((self.norm(x) + self.positions).tanh())
+
+
+class NormalisesItself(nn.Conv1d):
+    """A convolution with its normalisation as a part."""
+
+    def __init__(self):
+        super().__init__(6, 5, 1)
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+def test_a_normalisation_that_is_a_part_of_a_module_with_weights():
+    torch.manual_seed(0)
+    x = torch.randn(3, 6, 4)
+    for model in (Block(), nn.Sequential(NormalisesItself(), nn.Flatten(), nn.Linear(20, 2))):
+        assert roles(model) == roles(model, x)
+    model = nn.Sequential(spectral_norm(nn.Conv1d(6, 5, 1)), nn.BatchNorm1d(5))
+    assert by_role(roles(model))["invariant"] == {"0.parametrizations.weight.original"}
+
+
+@dataclass
+class Output:
+    """What a model of somebody's own returns."""
+
+    logits: torch.Tensor
+    count: int
+
+
+def test_an_output_that_is_a_dataclass():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+    x = torch.randn(6, 4)
+    wanted = invariance(model, x)
+    model.register_forward_hook(lambda _, __, logits: Output(logits, len(logits)))
+    assert invariance(model, x) == wanted
 
 
 class Language(nn.Module):

@@ -237,7 +237,7 @@ def test_what_is_done_to_the_model_inside_is_undone(batch_norm):
     with untouched(model, batch_norm=batch_norm) as inside:
         nn.functional.cross_entropy(inside(inputs), labels).backward()
         inside.calls += 1
-        inside.last = torch.ones(2)
+        inside.last = inside.nothing = torch.ones(2)
         torch.rand(1)
         inside.train()
         inside(inputs)

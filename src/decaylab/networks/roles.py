@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -135,6 +135,8 @@ def _tensors(output: Any) -> list[Tensor]:
         return [output.detach()] if output.is_floating_point() else []
     if isinstance(output, Mapping):
         output = list(output.values())
+    elif is_dataclass(output):
+        output = [getattr(output, field.name) for field in fields(output)]
     if isinstance(output, tuple | list):
         return [tensor for part in output for tensor in _tensors(part)]
     return []
@@ -179,7 +181,11 @@ def _left_untouched(model: nn.Module) -> Iterator[None]:
 
 
 class _Evaluation:
-    """f(inputs) again and again, each time from the same random state, for dropout."""
+    """f(inputs) again and again, each time from the same state.
+
+    Of the generators, for dropout, and of the buffers: a power iteration (spectral normalisation)
+    goes on from its last one.
+    """
 
     def __init__(self, model: nn.Module, inputs: Any):
         self.model, self.inputs = model, inputs
@@ -191,7 +197,8 @@ class _Evaluation:
         torch.set_rng_state(self.cpu)
         for device, state in zip(self.devices, self.cuda, strict=True):
             torch.cuda.set_rng_state(state, device)
-        return _run(self.model, self.inputs)
+        with kept_buffers(self.model):
+            return _run(self.model, self.inputs)
 
     def scaled(self, parameters: list[Tensor], factor: float) -> list[Tensor]:
         """The output with some parameters times a factor; they are then restored bit for bit.
@@ -281,7 +288,9 @@ def _invariant_by_order(model: nn.Module, layers: dict[str, Layer]) -> dict[str,
         if module in parametrisations:
             continue
         if name in layers:
-            previous = name
+            # what follows a block that has weights of its own is its first part, in front of them
+            parts = {part for part, _ in module.named_children()} - {"parametrizations"}
+            previous = None if parts and layers[name].kind == "other" else name
         elif isinstance(module, NORMALISATIONS):
             if previous is not None:
                 found[previous] = module
