@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -7,8 +8,9 @@ import pytest
 import torch
 
 from decaylab.data import load
+from decaylab.errors import DecaylabError
 from decaylab.records import RunStore
-from decaylab.training import RunSpec, checkpoint, train_to_end
+from decaylab.training import RunSpec, checkpoint, load_run, train, train_to_end
 
 BASE = RunSpec(
     hidden=(16,), batch_norm=True, augment=True, batch_size=256, epochs=4, lr_drop_every=2
@@ -69,3 +71,48 @@ def test_killed_at_random_moments_it_ends_as_the_uninterrupted_run(tmp_path, opt
     assert numbers(killed, spec) == numbers(whole, spec)
     assert killed.folder(spec.id).manifest().status == "finished"
     assert killed.folder(spec.id).manifest().resumes >= 5
+
+
+def stopped(store, spec, after=2):
+    """A run that was left after so many epochs; its folder."""
+    for progress in train(spec, data=load("digits"), store=store):
+        if progress.epoch == after:
+            break
+    del progress
+    return store.folder(spec.id)
+
+
+def test_a_run_is_not_continued_on_images_in_another_order(tmp_path):
+    """CIFAR's archive and its parquet form differ in it; held-out images would be trained on."""
+    data, spec, store = load("digits"), replace(BASE, held_out=True), RunStore(tmp_path)
+    stopped(store, spec)
+    turned = replace(data, train=data.train.take(torch.arange(len(data.train)).flip(0)))
+    with pytest.raises(DecaylabError, match=r"another order.*--data-dir"):
+        train_to_end(spec, data=turned, store=store)
+    assert train_to_end(spec, data=data, store=store).kind == "finished"
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_run_whose_rows_are_behind_its_checkpoint_is_not_continued(tmp_path, kept):
+    folder = stopped(RunStore(tmp_path), BASE)
+    lines = folder.rows_writer.path.read_text().splitlines(keepends=True)
+    older = "".join(line for line in lines if json.loads(line)["epoch"] < kept)
+    folder.rows_writer.path.write_text(older)
+    with pytest.raises(DecaylabError, match=f"no rows of epoch {kept}.*delete"):
+        train_to_end(BASE, data=load("digits"), store=RunStore(tmp_path))
+    folder.checkpoint.unlink()
+    train_to_end(BASE, data=load("digits"), store=RunStore(tmp_path))
+    assert {row.epoch for row in folder.rows().rows} == set(range(5))
+
+
+@pytest.mark.parametrize("part", ["batches", "model"])
+def test_a_checkpoint_that_lacks_a_part_is_refused_with_its_remedy(tmp_path, part):
+    folder = stopped(RunStore(tmp_path), BASE)
+    state = checkpoint.load(folder.checkpoint)
+    state[part].popitem()
+    checkpoint.Snapshot(state).write(folder.checkpoint)
+    with pytest.raises(DecaylabError, match=r"does not fit its run .*delete it"):
+        train_to_end(BASE, data=load("digits"), store=RunStore(tmp_path))
+    if part == "model":
+        with pytest.raises(DecaylabError, match="does not fit its run"):
+            load_run(folder)

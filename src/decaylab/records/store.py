@@ -237,5 +237,6 @@ def _parse_manifest(path: Path) -> Manifest:
         if manifest.status not in get_args(Status):
             raise ValueError(f"status {manifest.status!r}")
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DecaylabError(f"{path} is damaged ({error!r}): {advice}") from error
+        what = f"{type(error).__name__}: {error}"  # repr has all bytes that are no text
+        raise DecaylabError(f"{path} is damaged ({what}): {advice}") from error
     return manifest

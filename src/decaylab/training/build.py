@@ -158,7 +158,9 @@ def load_run(
         raise DecaylabError(f"{run.path} has no checkpoint: {_remedy(run)}")
     data = build_data(spec, data_dir).to(device)
     model = build_model(spec, data)
-    model.load_state_dict(checkpoint.load(run.checkpoint, device, only="model")["model"])
+    state = checkpoint.load(run.checkpoint, device, only="model")
+    with checkpoint.fitting(run.checkpoint):
+        model.load_state_dict(state["model"])
     return model, spec, data
 
 

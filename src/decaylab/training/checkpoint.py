@@ -8,6 +8,8 @@ valid.
 
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +199,22 @@ def load(path: Path, device: str | torch.device = "cpu", only: str | None = None
         raise DecaylabError(
             f"{path} is no readable checkpoint ({error}): delete it and run the same command again"
             " to train from the start"
+        ) from error
+
+
+@contextmanager
+def fitting(path: Path) -> Iterator[None]:
+    """Turn what loading a state raises that is not this run's, or lacks a part, into a sentence."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise DecaylabError(
+            f"{path} does not fit its run ({type(error).__name__}: {first}): read it with the"
+            " version that wrote it, or delete it and run the same command again to train from the"
+            " start"
         ) from error
 
 

@@ -17,6 +17,7 @@ from decaylab.errors import DecaylabError
 from decaylab.records import Manifest, Row, RunFolder, RunStore, Status
 from decaylab.training import checkpoint
 from decaylab.training.execution import Execution
+from decaylab.training.run import TrainingRun
 from decaylab.training.spec import RunSpec
 
 
@@ -55,10 +56,27 @@ class Journal:
         self._writer = checkpoint.Writer(folder.checkpoint)
         self.ended = False
 
-    def checkpoint(self) -> dict[str, Any] | None:
-        """The state at the last checkpoint, or None."""
+    def load_into(self, run: TrainingRun) -> bool:
+        """Bring `run` to the last checkpoint; False if there is none.
+
+        The rows of all epochs before it must be there: they were on disk before it was, but a copy
+        of a folder that is being written may have an older file of them.
+        """
         path = self.folder.checkpoint
-        return checkpoint.load(path) if path.exists() else None
+        if not path.exists():
+            return False
+        state = checkpoint.load(path)
+        with checkpoint.fitting(path):
+            run.load_state_dict(state)
+        there = {row.epoch for row in self.folder.rows().rows}
+        lost = [epoch for epoch in range(run.epoch + 1) if epoch not in there]
+        if lost:
+            raise DecaylabError(
+                f"{self.folder.rows_writer.path} has no rows of epoch {lost[0]}, which the"
+                f" checkpoint beside it is past: put the whole file back, or delete {path} and run"
+                " the same command again to train from the start"
+            )
+        return True
 
     def begin(self, step: int | None) -> None:
         """Declare the run running, from `step` (None: from the start); later rows are void."""

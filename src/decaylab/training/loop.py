@@ -156,12 +156,10 @@ def _epochs(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterat
 
 def _start(run: TrainingRun, journal: Journal | None, how: Execution) -> None:
     """Continue from the checkpoint, or initialise and record how things stand before step 1."""
-    state = journal.checkpoint() if journal is not None else None
-    if state is not None:
-        run.load_state_dict(state)
+    continued = journal is not None and journal.load_into(run)
     if journal is not None:
-        journal.begin(None if state is None else run.step)
-    if state is None:
+        journal.begin(run.step if continued else None)
+    if not continued:
         with run.at_work():
             run.initialize(requests.check)
             values = weight_norms(run.layers) | _observed(run, how)
@@ -255,12 +253,9 @@ def _progress(
 
 
 def _finished_before(run: TrainingRun, journal: Journal) -> Progress:
-    state = journal.checkpoint()
-    if state is None:
+    if not journal.load_into(run):
         raise DecaylabError(
             f"run {run.spec.id} is finished but its checkpoint is gone: move {journal.folder.path}"
             " away to train it again"
         )
-    state["recorded"] = False  # stay in the last epoch: there is no next one
-    run.load_state_dict(state)
     return replace(_progress(run, "finished", journal.values(run.step)), made_before=True)

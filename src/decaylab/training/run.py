@@ -6,6 +6,7 @@ generators, and the sums of the running epoch. `loop.train` says when which oper
 
 import gc
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -48,6 +49,8 @@ class TrainingRun:
             gc.collect()  # graphs of runs that have ended are in cycles, with all their memory
             _wake_backward_thread(self.device)
         self.batches = build_batches(spec, data)
+        # says in which order the images lie, which is not the same in all files of a data set
+        self._labels = zlib.crc32(data.train.labels.cpu().numpy().tobytes())
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.model = build_model(spec, data)
         self.layers = layers_of(self.model)  # found once: it takes longer than their norms
@@ -258,6 +261,7 @@ class TrainingRun:
         self._behind = True  # on CUDA it goes on once the outer stream has read it
         return {
             "device": self.device.type,
+            "labels": self._labels,
             "epoch": self.epoch,
             "position": self.position,
             "step": self.step,
@@ -278,6 +282,12 @@ class TrainingRun:
             raise DecaylabError(
                 f"run {self.spec.id} was begun on {state['device']} and its random streams belong"
                 f" there: continue it with --device {state['device']}, or use another --runs folder"
+            )
+        if state.get("labels", self._labels) != self._labels:
+            raise DecaylabError(
+                f"run {self.spec.id} was begun with the training images of {self.spec.data} in"
+                " another order, as archive and parquet files have them: give it the files it was"
+                " begun with (--data-dir), or use another --runs folder"
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
