@@ -12,6 +12,7 @@ from decaylab.errors import DecaylabError
 from decaylab.probes.reading import Reading
 
 Batches = Iterable[tuple[Tensor, Tensor]]
+PADDING = -100
 
 
 def generalization_gap(
@@ -24,18 +25,25 @@ def generalization_gap(
 ) -> Reading:
     """Mean test loss minus mean training loss over all given (inputs, targets), in nats.
 
-    `loss(logits, targets)` returns one value per row; cross entropy by default. The standard error
+    `loss(logits, targets)` returns one value per row; by default the cross entropy of logits
+    [..., C], without the rows whose target is -100 (torch's mark for padding). The standard error
     is that of the difference of two means over independent rows. Cost: one forward pass.
     """
-    of_rows = loss or (lambda logits, y: F.cross_entropy(logits, y, reduction="none"))
+    of_rows = loss or _cross_entropy
     means, variances = {}, {}
     with untouched(model, batch_norm=batch_norm) as bare_model, torch.no_grad():
         for name, batches in (("train", train), ("test", test)):
             parts = []
             for inputs, targets in batches:
                 check_inputs(bare_model, inputs)
-                parts.append(of_rows(check_logits(bare_model(inputs)), targets).double().flatten())
-            if not parts:
+                losses = of_rows(check_logits(bare_model(inputs)), targets)
+                if losses.ndim == 0:
+                    raise DecaylabError(
+                        "the loss is one number for a whole batch: it must be one for each row, "
+                        "as with reduction='none'"
+                    )
+                parts.append(losses.double().flatten())
+            if not any(map(len, parts)):
                 raise DecaylabError(f"the {name} batches are empty: give at least one batch")
             values = torch.cat(parts)
             means[name] = float(values.mean())
@@ -43,3 +51,12 @@ def generalization_gap(
     gap = means["test"] - means["train"]
     error = math.sqrt(variances["test"] + variances["train"])
     return Reading("generalization_gap", "nat", total=gap, total_error=error)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Of each row: of [..., C], or where the targets say so of torch's [N, C, ...]."""
+    if targets.shape in (logits.shape, logits.shape[:-1]):
+        targets = targets.flatten(0, logits.ndim - 2)
+        logits = logits.flatten(0, -2)
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    return losses if targets.is_floating_point() else losses[targets != PADDING]
