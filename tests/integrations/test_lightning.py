@@ -215,6 +215,40 @@ def test_a_resumed_fit_is_the_uninterrupted_one_and_counts_on(tmp_path):
     assert [row.step for row in callback.watched.records.series("weight_norm")] == [4, 6, 8]
 
 
+class TwoOptimizers(Module):
+    """The second takes every third step of the first, as in adversarial training."""
+
+    def __init__(self):
+        super().__init__(None, manual=True)
+
+    def training_step(self, batch, i):
+        first, second = self.optimizers()
+        for optimizer in (first, second) if i == 0 else (first,):
+            self.manual_backward(cross_entropy(self.net(batch[0]), batch[1]))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.net[part].parameters(), 0.1) for part in (0, 3)]
+
+
+@pytest.mark.parametrize(("which", "steps"), [(0, [1, 2, 3, 4, 5, 6]), (1, [1, 2])])
+def test_a_resumed_fit_counts_the_steps_of_the_optimizer_that_is_watched(tmp_path, which, steps):
+    def callback(folder):
+        return WatchCallback(every=1, optimizer=which, folder=tmp_path / folder, log=False)
+
+    first = fit(TwoOptimizers(), tmp_path, [callback("a")], max_epochs=1)
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    fit(TwoOptimizers(), tmp_path, [callback("a")], ckpt_path=tmp_path / "one.ckpt")
+    found = read_rows(tmp_path / "a" / "rows.jsonl")
+    assert [row.step for row in found.series("weight_norm/net.0")] == steps
+    again = fit(TwoOptimizers(), tmp_path, [callback("b")], max_epochs=1)  # the same trainer
+    again.fit_loop.max_epochs = 2
+    again.fit(again.lightning_module)
+    found = read_rows(tmp_path / "b" / "rows.jsonl")
+    assert [row.step for row in found.series("weight_norm/net.0")] == steps
+
+
 def test_hooks_come_off_when_training_fails(tmp_path):
     class Failing(Module):
         def training_step(self, batch, i):

@@ -26,6 +26,9 @@ from decaylab.records import Row, Tracker
 
 __all__ = ["WatchCallback"]
 
+STEPS = "decaylab_steps"
+"""Where a checkpoint has the steps of each optimizer that was watched."""
+
 
 def _lightning() -> Any:
     """`lightning.pytorch` or `pytorch_lightning`, the one in use first: both are the same code."""
@@ -77,6 +80,8 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
         self._folder, self._trackers, self._log = folder, tuple(trackers), log
         self._module, self._optimizer = module, optimizer
         self._watched: Watch | None = None
+        # where the fit that is gone on with stood: Lightning's step, and the optimizer's own
+        self._stood = (0, 0)
 
     @property
     def watched(self) -> Watch:
@@ -111,11 +116,24 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
             trackers=trackers if first else (),
         )
         if trainer.global_step:
-            # it counts the steps of all optimizers
-            self._watched.resume(trainer.global_step // len(trainer.optimizers))
+            # it counts the steps of all optimizers, which one that was not watched has shared
+            shared = trainer.global_step // len(trainer.optimizers)
+            step, own = self._stood
+            self._watched.resume(own if step == trainer.global_step else shared)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep the steps of this optimizer: Lightning keeps their sum over all."""
+        if self._watched is not None:
+            checkpoint.setdefault(STEPS, {})[self._optimizer] = self._watched.steps
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Know them again."""
+        steps = checkpoint.get(STEPS, {}).get(self._optimizer)
+        self._stood = (0, 0) if steps is None else (checkpoint["global_step"], steps)
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Take the hooks off; the records stay."""
+        self._stood = (trainer.global_step, self.watched.steps)  # another fit may go on from here
         self._detach()
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
