@@ -175,6 +175,19 @@ def test_a_power_iteration_that_lags_behind_is_the_same_in_every_evaluation():
     assert [defects[name] for name in "012"] == pytest.approx([0.0] * 3, abs=1e-12)
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_under_autocast_the_scaled_weights_are_those_that_count(cached):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    x = torch.randn(6, 4)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+        model(x)  # fills the cache
+        defects = invariance(model, x)
+        assert torch.is_autocast_cache_enabled() == cached
+    assert defects["0"] < INVARIANCE_THRESHOLD
+    assert defects["3"] == pytest.approx(1.0)  # its bias included, it doubles the logits
+
+
 class Block(nn.Module):
     """Weights of its own behind the normalisation that is its first part."""
 

@@ -106,6 +106,30 @@ def test_works_under_no_grad_inference_mode_and_autocast():
         assert probes.jacobian_norm(model, inputs).total == want
 
 
+def test_in_single_precision_an_autocast_changes_no_number():
+    model, inputs, _ = tiny_net("mlp")
+    model, inputs = model.float(), inputs.float()
+
+    def numbers():
+        factors = probes.measured_factors(model, [inputs])
+        readings = (
+            probes.jacobian_norm(model, inputs),
+            probes.gauss_newton_norm(model, inputs),
+            probes.fisher_rao_norm(model, inputs),
+            probes.curvature_traces(model, inputs),
+            probes.curvature_traces(model, inputs, samples=3),
+            probes.kfac_norm(model, factors),
+            probes.kfac_traces(model, factors),
+            probes.effective_damping(model, factors, 0.1),
+            probes.weight_norms(model),
+        )
+        return [reading.rows() for reading in readings]
+
+    want = numbers()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert numbers() == want
+
+
 def test_a_kfac_on_the_model_does_not_notice():
     def run(probing: bool) -> list[torch.Tensor]:
         model, inputs, labels = tiny_net("residual")

@@ -169,13 +169,20 @@ def _cuda_devices(model: nn.Module) -> list[torch.device]:
 
 @contextmanager
 def _left_untouched(model: nn.Module) -> Iterator[None]:
-    """Train mode without gradients; afterwards mode, buffers and generators are as they were."""
+    """Train mode without gradients; afterwards mode, buffers and generators are as they were.
+
+    Autocast, if it is on, stays on but without its cache: that would keep the weights as they were
+    before they are scaled.
+    """
     modes = [(module, module.training) for module in model.modules()]
+    cached = torch.is_autocast_cache_enabled()
     try:
+        torch.set_autocast_cache_enabled(False)
         with torch.random.fork_rng(_cuda_devices(model)), kept_buffers(model), torch.no_grad():
             model.train()
             yield
     finally:
+        torch.set_autocast_cache_enabled(cached)
         for module, training in modes:
             module.training = training
 

@@ -77,8 +77,9 @@ def kfac_norm(
     layers = {}
     for layer, factor in seen(factors).items():
         weight = joined_weight(modules[layer], factor)
-        half, other = times(weight, factor.A), times(weight.mT, factor.S).mT
-        layers[layer] = factor.T.to(half.dtype) * (half * other).sum()
+        half = times(weight, factor.A.double())
+        other = times(weight.mT, factor.S.double()).mT
+        layers[layer] = factor.T.double() * (half * other).sum()
     values = numbers(layers)
     return Reading(name, "logit^2", values, total=sum(values.values()))
 

@@ -70,10 +70,13 @@ def grouped(module: nn.Module) -> bool:
 
 
 def joined_weight(module: nn.Module, factors: KroneckerFactors) -> Tensor:
-    """[weight, bias] of a layer as its factors order it: [out, in (+1)], groups in front if any."""
+    """[weight, bias] of a layer as its factors order it: [out, in (+1)], groups in front if any.
+
+    In float64, which an autocast around the probe leaves alone.
+    """
     weight: Any = module.weight
     bias: Any = module.bias
-    flat = weight.detach().flatten(1).to(factors.A.dtype)
+    flat = weight.detach().flatten(1).double()
     columns = factors.A.shape[-1]
     parts = [flat] if columns >= flat.shape[1] else []  # a frozen weight is in no factor
     if columns != flat.shape[1]:
