@@ -63,3 +63,20 @@ def test_fisher_rao_norm_where_the_classes_nearly_cancel():
     want = ((p * z.square()).sum(1) - (p * z).sum(1).square()).mean()
     got = probes.fisher_rao_norm(narrow, inputs).total
     assert got == pytest.approx(float(want), rel=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_movement_is_that_of_the_rounded_weights(dtype):
+    """A step that halves a large weight and turns it: products beyond the range of float16."""
+    torch.manual_seed(0)
+    model = nn.Linear(200, 200, bias=False).to(dtype)
+    with torch.no_grad():
+        model.weight.copy_(3 + torch.randn(200, 200))
+        before, old = probes.snapshot(model), model.weight.double()
+        model.weight.mul_(0.5).add_(torch.randn(200, 200).to(dtype))
+        new = model.weight.double()
+    moved = probes.update_norms(model, before).layers[""]
+    assert moved == pytest.approx(float((new - old).norm()), rel=1e-5)
+    cosine = (old * new).sum() / old.norm() / new.norm()
+    angle = probes.rotations(model, before).layers[""]
+    assert angle == pytest.approx(float(cosine.acos()), rel=1e-5)

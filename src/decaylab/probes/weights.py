@@ -106,8 +106,8 @@ def movement(model: nn.Module | Layers, before: Snapshot) -> tuple[Reading, Read
     places = _places(before)
     if places:
         with torch.no_grad():
-            w = [before[layer][name] for layer, name in places]
-            d = torch._foreach_sub([now[layer][name] for layer, name in places], w)
+            w = [_wide(before[layer][name]) for layer, name in places]
+            d = torch._foreach_sub([_wide(now[layer][name]) for layer, name in places], w)
             products = [torch.dot(a.flatten(), b.flatten()) for a, b in zip(d, w, strict=True)]
             old, moved, dot = _listed(torch._foreach_norm(w), torch._foreach_norm(d), products)
             norms, dots = _joined(places, old), _summed(places, dot)
@@ -215,6 +215,11 @@ def _norms(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
     tensors = [layers[layer][name].detach() for layer, name in places]
     (norms,) = _listed(torch._foreach_norm(tensors, 2, dtype=torch.float64))
     return _joined(places, norms)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In at least 32 bits: products of 16-bit numbers leave their range."""
+    return tensor.float() if tensor.element_size() < 4 else tensor
 
 
 def _places(layers: Mapping[str, Mapping[str, Tensor]]) -> list[tuple[str, str]]:
