@@ -243,6 +243,14 @@ class TestParquetErrors:
         with pytest.raises(DecaylabError, match=r"a\.parquet is .* no parquet file of images"):
             formats.read_parquet(path, (3, 6, 6), "label")
 
+    def test_labels_beyond_whole_numbers_of_64_bits(self, tmp_path):
+        path, pa = tmp_path / "a.parquet", writers.pa
+        labels = pa.array([2**63], pa.uint64())
+        table = pa.table({"img": [{"bytes": b"x"}], "label": labels})
+        writers.pq.write_table(table, path)
+        with pytest.raises(DecaylabError, match=r"a\.parquet is .* no parquet file of images"):
+            formats.read_parquet(path, (3, 6, 6), "label")
+
     def test_wrong_size(self, tmp_path):
         path = self.write(tmp_path / "a.parquet")
         with pytest.raises(DecaylabError, match=r"a\.parquet: image 0 cannot.*6x6, not 7x7"):

@@ -155,6 +155,7 @@ def read_parquet(path: Path, shape: tuple[int, int, int], label_column: str) -> 
         KeyError,
         TypeError,
         ValueError,
+        OverflowError,
     ) as error:
         raise DecaylabError(
             f"{path} is truncated, corrupt or no parquet file of images ({_reason(error)}): "
