@@ -266,20 +266,29 @@ def test_an_error_is_a_failed_run_that_continues(digits, tmp_path):
     assert [row.step for row in store.folder(SPEC.id).rows().series("mine")] == [0, 5]
 
 
-@pytest.mark.parametrize("at", [0, 5, 10])
-def test_a_signal_is_heeded_at_the_next_step(digits, tmp_path, at):
+@pytest.mark.parametrize(
+    ("at", "kind"),
+    [(0, signal.SIGTERM), (5, signal.SIGTERM), (10, signal.SIGTERM), (5, signal.SIGHUP)],
+)
+def test_a_signal_is_heeded_at_the_next_step(digits, tmp_path, at, kind):
     store = RunStore(tmp_path)
 
     def interrupt(run):
         if run.step == at:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), kind)
         return {}
 
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Interrupted) as caught:
-        finish(SPEC, data=digits, store=store, execution=Execution(observe=interrupt))
-    assert caught.value.exit_code == 143
-    assert signal.getsignal(signal.SIGTERM) is before
+    def handler(number, frame):
+        """Somebody's own; an ignored signal would stay ignored."""
+
+    before = signal.signal(kind, handler)
+    try:
+        with pytest.raises(Interrupted) as caught:
+            finish(SPEC, data=digits, store=store, execution=Execution(observe=interrupt))
+        assert signal.getsignal(kind) is handler
+    finally:
+        signal.signal(kind, before)
+    assert caught.value.exit_code == 128 + kind
     assert store.folder(SPEC.id).manifest().status == "interrupted"
     assert store.folder(SPEC.id).checkpoint.exists()
     last = finish(SPEC, data=digits, store=store)

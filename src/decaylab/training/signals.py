@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a request that a run heeds at the next step, where its state is whole."""
+"""SIGINT, SIGTERM and SIGHUP as a request, heeded at the next step: there the state is whole."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run stopped by a signal, after its checkpoint. Exit code 130 (SIGINT) or 143 (SIGTERM)."""
+    """A run stopped by a signal, after its checkpoint. Exit code 128 + its number (SIGINT: 130)."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -41,7 +41,7 @@ class _Requests:
         if self._listeners == 0:
             self.received = None
             self._previous = {}
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # a nohup stays one
                     self._previous[number] = signal.signal(number, self._receive)
         self._listeners += 1
