@@ -1,9 +1,13 @@
+import errno
 import json
 import math
+import os
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decaylab.errors import DecaylabError
 from decaylab.records.rows import Row, RowWriter, read_rows
 
 
@@ -53,6 +57,32 @@ def test_a_restart_voids_everything_before_it(tmp_path):
     writer.append([row(0), row(10)])
     writer.resume(-1)
     assert read_rows(tmp_path / "rows.jsonl").rows == ()
+
+
+def test_what_could_not_be_written_is_written_with_what_comes_next(tmp_path, monkeypatch):
+    """Else rows of an earlier run, whose mark was lost, would stand among those of this one."""
+    path = tmp_path / "rows.jsonl"
+    RowWriter(path).append([row(1), row(2), row(3)])
+    writer = RowWriter(path)
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", lambda *given: full(0))  # before the write
+        for write in (lambda: writer.resume(-1), lambda: writer.append([row(1, value=2.0)])):
+            with pytest.raises(DecaylabError, match="free some space"):
+                write()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)  # behind it
+        with pytest.raises(DecaylabError, match="free some space"):
+            writer.append([row(2, value=3.0)])
+    writer.append([row(4)])
+    found = read_rows(path)
+    assert list(found.rows) == [row(1, value=2.0), row(2, value=3.0), row(4)]
+    size = path.stat().st_size
+    writer.append([])
+    assert path.stat().st_size == size  # nothing is written twice
 
 
 def test_a_torn_line_is_left_out_and_named_and_later_rows_are_kept(tmp_path):

@@ -65,12 +65,15 @@ class Tracker(Protocol):
 class RowWriter:
     """Appends rows; each call of `append` is on disk when it returns.
 
+    What could not be written (a full disk) is tried again, in its order, before what comes next.
+
     `resume(step)` appends a mark that voids all earlier rows past `step`, so that those written
     after the last checkpoint by a killed process do not count. Nothing is ever deleted.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._waiting: list[str] = []
 
     def resume(self, step: int) -> None:
         """Void the rows past `step` that are there (-1: all of them)."""
@@ -83,13 +86,15 @@ class RowWriter:
 
     def _write(self, lines: list[str]) -> None:
         # One write call, and a newline first where a killed process left a torn line.
+        self._waiting += lines
         with disk_errors(self.path), self.path.open("ab+") as file:
             end = file.tell()
             torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
-            text = ("\n" if torn else "") + "".join(line + "\n" for line in lines)
+            text = ("\n" if torn else "") + "".join(line + "\n" for line in self._waiting)
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
+        self._waiting = []
 
 
 def read_rows(path: Path) -> Rows:
