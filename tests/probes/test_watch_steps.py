@@ -117,3 +117,42 @@ def test_a_layer_given_to_the_optimizer_later_is_one_that_it_holds():
             opt.step()
     assert steps_and_values(watched, "setting_moved/3") == {1: 0.0, 2: 1.0}
     assert "does not hold" not in str(diagnose(watched))
+
+
+def test_what_is_thawed_after_a_resume_takes_nothing_from_the_others():
+    model, batches = problem()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    model[0].requires_grad_(False)
+    with watch(model, opt, every=1) as watched:
+        watched.resume(10)
+        for i, (x, y) in enumerate(batches):
+            opt.zero_grad()
+            model[0].requires_grad_(i >= 3)
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+    assert watched.records.last("decay_exposure/3") == pytest.approx(len(batches) * 0.1 * 0.5)
+    assert watched.records.last("decay_exposure/0") == pytest.approx(2 * 0.1 * 0.5)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_layers_that_are_frozen_or_thawed_on_the_way(measured):
+    """As in gradual unfreezing: a layer's records begin and end with its training."""
+    model, batches = problem()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    model[0].requires_grad_(False)
+    with watch(model, opt, every=1, inputs=batches[0][0] if measured else None) as watched:
+        for i, (x, y) in enumerate(batches):
+            opt.zero_grad()
+            if i == 2:
+                model[0].requires_grad_(True)
+                model[3].requires_grad_(False)
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+    rate = 0.1 * 0.5
+    assert steps_and_values(watched, "setting_frozen/0") == {1: 1.0, 3: 0.0}
+    assert steps_and_values(watched, "setting_frozen/3") == {3: 1.0}
+    exposure = {step: (step - 2) * rate for step in (3, 4, 5)}
+    assert steps_and_values(watched, "decay_exposure/0") == pytest.approx(exposure)
+    assert steps_and_values(watched, "decay_exposure/3") == pytest.approx({1: rate, 2: 2 * rate})
+    assert steps_and_values(watched, "effective_lr/0").keys() == {3, 4, 5}
+    assert steps_and_values(watched, "rotation/3").keys() == {1, 2}

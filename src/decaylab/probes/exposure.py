@@ -17,6 +17,7 @@ class Exposure:
         self._optimizer = optimizer
         self._known: dict[int, tuple[Any, Any]] = {}  # group -> its settings, and their rate
         self._totals: dict[int, Any] = {}
+        self._before: dict[str, float] = {}  # layer -> what its group had when it was thawed
 
     def add(self) -> None:
         """Add one step's rate; worked out anew only where a group's settings changed.
@@ -37,8 +38,18 @@ class Exposure:
                 known = self._known[i] = settings, exposure_rate(self._optimizer, group)
             self._totals[i] = self._totals.get(i, 0.0) + known[1] * taken
 
+    def begin(self, layers: Layers) -> None:
+        """Count from now on for the layers that are new: until now they were frozen."""
+        totals = self._by_layer(layers)
+        for layer in layers.weights:
+            self._before.setdefault(layer, totals.get(layer, 0.0))
+
     def by_layer(self, layers: Layers) -> dict[str, float]:
         """The total of the group that each layer's weight is in; the others are left out."""
+        totals = self._by_layer(layers)
+        return {layer: total - self._before.get(layer, 0.0) for layer, total in totals.items()}
+
+    def _by_layer(self, layers: Layers) -> dict[str, float]:
         places = {id(group): i for i, group in enumerate(self._optimizer.param_groups)}
         found = {layer: places[id(of)] for layer, of in groups_of(layers, self._optimizer).items()}
         return {layer: float(self._totals[i]) for layer, i in found.items() if i in self._totals}

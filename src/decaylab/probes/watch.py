@@ -153,16 +153,14 @@ class Watch:
         self._writer, self._steps_per_epoch = writer, steps_per_epoch
         self._trackers = list(trackers)
         self._began = time.perf_counter()
-        self._layers = layers_of(model, inputs)
-        self._fixed = frozen_layers(model) | stored(self._layers)
-        self._gains = gains_of(model)
+        self._exposure = Exposure(optimizer)
+        self._find_layers()
         self._before: Snapshot | None = None
         self._gradients: dict[str, float] = {}
         self._scaled: Scaled = {}
         self._closure = False
         self._warned: set[str] = set()
         self._settings: dict[str, float] = {}
-        self._exposure = Exposure(optimizer)
         self._before_step: Any = None
         self._after_step: Any = optimizer.register_step_post_hook(self._step_ended)
         self._listen_if_due()
@@ -179,6 +177,7 @@ class Watch:
         """
         self.steps = step
         self._exposure = Exposure(self.optimizer)
+        self._exposure.begin(self._layers)
         self._rows = [row for row in self._rows if row.step <= step]
         self._settings = {}  # those that changed past the checkpoint are to be recorded again
         if self._writer is not None:
@@ -202,6 +201,13 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self.detach()
 
+    def _find_layers(self) -> None:
+        self._trained = [p.requires_grad for p in self.model.parameters()]
+        self._layers = layers_of(self.model, self.inputs)
+        self._fixed = frozen_layers(self.model) | stored(self._layers)
+        self._gains = gains_of(self.model)
+        self._exposure.begin(self._layers)
+
     def _due(self, step: int) -> bool:
         return step == 1 or step % self.every == 0
 
@@ -221,6 +227,8 @@ class Watch:
             return
         self._scaled, self._gradients, self._closure = {}, {}, False
         try:
+            if self._trained != [p.requires_grad for p in self.model.parameters()]:
+                self._find_layers()  # some were frozen or thawed
             self._before, scaled = snapshot(self._layers), self._layers.scaled
             self._closure = any(map(callable, [*args[1:], *kwargs.values()]))
             if self._closure:  # the gradients are taken in the step
@@ -287,8 +295,9 @@ class Watch:
         now = settings(self.optimizer, self._layers) | self._fixed
         now |= decayed_gains(self.optimizer, self._gains)
         changed = {name: value for name, value in now.items() if value != self._settings.get(name)}
-        moved = {name for name in self._settings.keys() - now if name.startswith("setting_moved/")}
-        changed |= dict.fromkeys(moved, 1.0)  # given to the optimizer since (add_param_group)
+        for name in self._settings.keys() - now:  # given to the optimizer since, thawed since
+            gone = {"setting_moved": 1.0, "setting_frozen": 0.0}.get(name.partition("/")[0])
+            changed |= {} if gone is None else {name: gone}
         self._settings = now
         return changed
 
