@@ -1,6 +1,8 @@
 import errno
+import fcntl
 import json
 import os
+import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -159,6 +161,31 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, monkeypatch):
         with pytest.raises(DecaylabError, match=r"No space left.*free some space"):
             folder.rows_writer.append([Row(2, 0, 0.0, "loss", 1.0)])
         assert contents(folder)["rows.jsonl"].startswith(before["rows.jsonl"])
+
+
+def test_a_file_system_that_syncs_no_folders_will_do(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def files_only(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(handle)
+
+    monkeypatch.setattr(files.os, "fsync", files_only)
+    files.replace_text(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "new"
+
+
+def test_a_file_system_that_keeps_no_locks_is_one_sentence(tmp_path, monkeypatch):
+    def none(*given):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with (
+        pytest.raises(DecaylabError, match=r"lock cannot be locked \(No locks.*use a --runs"),
+        RunStore(tmp_path).folder("a").writing("seed = 1\n"),
+    ):
+        pass
 
 
 def test_a_runs_folder_that_is_a_file_is_refused(tmp_path):

@@ -36,7 +36,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
             write(temporary)
             _sync(temporary)
             os.replace(temporary, path)
-            _sync(path.parent)
+            _sync_folder(path.parent)
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
@@ -53,3 +53,12 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _sync_folder(path: Path) -> None:
+    """Force a rename to disk, where the file system can: some network ones sync no folders."""
+    try:
+        _sync(path)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise

@@ -211,6 +211,11 @@ def _try_lock(file: IO[bytes], *, exclusive: bool) -> bool:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:  # some network file systems keep none, or not unless mounted so
+        raise DecaylabError(
+            f"{file.name} cannot be locked ({error.strerror}): use a --runs folder on a file system"
+            " that keeps locks"
+        ) from error
     return True
 
 
