@@ -119,6 +119,19 @@ def test_a_layer_given_to_the_optimizer_later_is_one_that_it_holds():
     assert "does not hold" not in str(diagnose(watched))
 
 
+def test_a_row_costs_no_name_and_no_dictionary():
+    model, batches = problem()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, every=1) as watched:
+        for x, y in batches:
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+    series = watched.records.series("weight_norm/0")
+    assert len(series) == len(batches)
+    assert len({id(row.name) for row in series}) == 1
+    assert not hasattr(series[0], "__dict__")
+
+
 def test_what_is_thawed_after_a_resume_takes_nothing_from_the_others():
     model, batches = problem()
     opt = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)

@@ -280,7 +280,8 @@ class Watch:
         found |= self._gradients | self._changed_settings()
         seconds = time.perf_counter() - self._began
         epoch = 0 if self._steps_per_epoch is None else (self.steps - 1) // self._steps_per_epoch
-        rows = [Row(self.steps, epoch, seconds, name, value) for name, value in found.items()]
+        # one string for all rows of a name: they stay in memory
+        rows = [Row(self.steps, epoch, seconds, sys.intern(k), v) for k, v in found.items()]
         self._rows.extend(rows)
         if self._writer is not None:
             if self.steps == 1:

@@ -11,7 +11,7 @@ from typing import Protocol
 from decaylab.records.files import disk_errors
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a long run has millions
 class Row:
     """`name` had `value` after `step` steps, when `epoch` epochs were complete, at `seconds`."""
 
