@@ -172,3 +172,31 @@ def test_bad_input_gets_one_sentence():
         products.exact_traces(Labels(), inputs)
     with pytest.raises(DecaylabError, match="at least two draws"):
         products.sampled_traces(model, inputs, samples=1, generator=torch.Generator())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_traces_of_16_bit_models_are_added_up_in_double(dtype):
+    """Inputs that 16 bits hold exactly: tr G = C E|x|^2 for a linear layer of C classes."""
+    torch.manual_seed(0)
+    layer, inputs = nn.Linear(20, 10, bias=False).to(dtype), 30 * torch.randn(64, 20).to(dtype)
+    expected = 10 * float(inputs.double().square().sum(1).mean())
+    found = products.exact_traces(layer, inputs)["weight"]
+    assert float(found) == pytest.approx(expected, rel=1e-6)
+
+
+def test_hooks_on_parameters_are_no_part_of_the_curvature():
+    """Clips and masks act on the training's gradients alone."""
+    torch.manual_seed(0)
+    model, inputs = nn.Linear(4, 3).double(), torch.randn(5, 4).double()
+
+    def traces():
+        generator = torch.Generator().manual_seed(0)
+        return (
+            products.exact_traces(model, inputs),
+            products.sampled_traces(model, inputs, samples=3, generator=generator),
+        )
+
+    expected = traces()
+    model.weight.register_hook(lambda gradient: 0.1 * gradient)
+    for found, wanted in zip(traces(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)

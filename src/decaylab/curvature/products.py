@@ -26,7 +26,6 @@ from decaylab.curvature.untouched import (
     BatchNormMode,
     as_function,
     check_inputs,
-    check_logits,
     tied,
     trainable,
     untouched,
@@ -100,11 +99,11 @@ def exact_traces(
     """
     check_inputs(model, inputs)
     with untouched(model, batch_norm=batch_norm) as bare_model:
-        parameters = trainable(bare_model)
-        total = {name: p.new_zeros(()) for name, p in parameters.items()}
+        parameters = _leaves(bare_model)
+        total = {name: p.new_zeros((), dtype=torch.float64) for name, p in parameters.items()}
         count = 0
         for part, wanted in _separable_parts(inputs, targets, tied(bare_model, batch_norm)):
-            logits = check_logits(bare_model(part))
+            logits = as_function(bare_model, part)(parameters)
             count += rows(logits)
             for cotangent in _exact_cotangents(logits, curvature, likelihood, wanted):
                 # rows add up before they are squared in a backward pass: one row at a time
@@ -137,9 +136,9 @@ def sampled_traces(
         raise DecaylabError(f"samples={samples}: a standard error needs at least two draws")
     check_inputs(model, inputs)
     with untouched(model, batch_norm=batch_norm) as bare_model:
-        parameters = trainable(bare_model)
-        draws = {name: p.new_zeros(samples) for name, p in parameters.items()}
-        logits = check_logits(bare_model(inputs))
+        parameters = _leaves(bare_model)
+        draws = {name: p.new_zeros(samples, dtype=torch.float64) for name, p in parameters.items()}
+        logits = as_function(bare_model, inputs)(parameters)
         for k in range(samples):
             cotangent = sampled(logits, curvature, likelihood, generator)
             for name, square in _squared_norms(logits, parameters, cotangent):
@@ -224,6 +223,11 @@ def _directions(
     )
 
 
+def _leaves(model: nn.Module) -> dict[str, Tensor]:
+    """The trainable parameters without the hooks that somebody hung on them (clips, masks)."""
+    return {name: p.detach().requires_grad_() for name, p in trainable(model).items()}
+
+
 def _separable_parts(
     inputs: Tensor, targets: Tensor | None, together: bool
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -251,4 +255,4 @@ def _squared_norms(
     )
     for name, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None:
-            yield name, gradient.square().sum()
+            yield name, gradient.double().square().sum()  # 16-bit squares leave their range
