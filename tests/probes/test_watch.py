@@ -1,6 +1,8 @@
 """Watching any loop: what is recorded, what is not disturbed, what happens when a probe fails."""
 
+import errno
 import math
+import os
 import warnings
 from types import SimpleNamespace
 
@@ -166,6 +168,31 @@ def test_detach_and_rows_on_disk(tmp_path):
     written = read_rows(tmp_path / "run" / "rows.jsonl")
     assert written.rows == watched.records.rows
     assert written.rows
+
+
+def test_a_disk_that_is_full_at_the_first_record_loses_nothing(tmp_path, monkeypatch):
+    """Trackers get those rows at once, the file gets them later, without an earlier run's."""
+    shown = []
+    tracker = SimpleNamespace(log=shown.extend)
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for steps in (6, 2):
+        model, inputs, labels = tiny_net("mlp")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shown.clear()
+        with probes.watch(
+            model, optimizer, every=1, folder=tmp_path, trackers=[tracker]
+        ) as watched:
+            if steps == 2:  # anew, in the same folder
+                with monkeypatch.context() as patch:
+                    patch.setattr(os, "fsync", full)
+                    with pytest.warns(UserWarning, match="free some space"):
+                        train(model, optimizer, inputs, labels, 1)
+                assert {row.step for row in shown} == {1}
+            train(model, optimizer, inputs, labels, steps - watched.steps)
+    assert read_rows(tmp_path / "rows.jsonl").rows == watched.records.rows == tuple(shown)
 
 
 def test_wrapped_models_and_optimizers():

@@ -283,13 +283,11 @@ class Watch:
         # one string for all rows of a name: they stay in memory
         rows = [Row(self.steps, epoch, seconds, sys.intern(k), v) for k, v in found.items()]
         self._rows.extend(rows)
-        if self._writer is not None:
-            if self.steps == 1:
-                self._writer.resume(-1)  # begun anew: rows of an earlier run do not count
-            self._writer.append(rows)
         self._show(rows)
         for name, what in trouble.items():
             self._warn_once(name, what)
+        if self._writer is not None:  # behind all else: a disk may be full
+            self._writer.append(rows, anew=self.steps == 1)
 
     def _changed_settings(self) -> dict[str, float]:
         """How layers are stepped (`probes.settings`), as far as it is not what it was."""

@@ -77,12 +77,18 @@ class RowWriter:
 
     def resume(self, step: int) -> None:
         """Void the rows past `step` that are there (-1: all of them)."""
-        if self.path.exists() and self.path.stat().st_size:
-            self._write([json.dumps({"resumed_from": step})])
+        if mark := self._mark(step):
+            self._write(mark)
 
-    def append(self, rows: Iterable[Row]) -> None:
-        """Append rows and force them to disk."""
-        self._write([json.dumps(_plain(row)) for row in rows])
+    def append(self, rows: Iterable[Row], *, anew: bool = False) -> None:
+        """Append rows and force them to disk; `anew`: those that are there become void."""
+        lines = [json.dumps(_plain(row)) for row in rows]
+        self._write(self._mark(-1) + lines if anew else lines)
+
+    def _mark(self, step: int) -> list[str]:
+        """What voids the rows past `step`; nothing where there are none."""
+        there = self.path.exists() and self.path.stat().st_size
+        return [json.dumps({"resumed_from": step})] if there else []
 
     def _write(self, lines: list[str]) -> None:
         # One write call, and a newline first where a killed process left a torn line.
