@@ -247,10 +247,43 @@ def observed_logits(rank):
             train_step(oracle, expected, *data(step))
         assert_same_bits(on_all(flat(model)))
         assert_close(flat(model), flat(expected))
-    model, opt = parallel(wrapper={"static_graph": True}, logits="observed", **EXACT)
+
+
+class InADict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        return {"scores": self.net(x)}
+
+
+@case
+def extra_passes_through_a_static_graph(rank):
+    """They would be taken for the loss's pass, whose gradients then are not added up."""
+    static = {"wrapper": {"static_graph": True}}
+    model, opt = parallel(**static, logits="observed", **EXACT)
     with sentences() as said:
         opt.observe(model(data(rank)[0]))
-    assert "without static_graph" in said[0]
+    model, opt = parallel(InADict, **static, **EXACT)
+    with sentences() as of_a_dict:
+        opt.observe(model(data(rank)[0])["scores"])
+    model, opt = parallel(**static, **EMPIRICAL)
+    with sentences() as of_the_initial_pass:
+        opt.initialize([data(rank)], forward=lambda batch: model(batch[0]), loss=cross_entropy)
+    for found in (said, of_a_dict, of_the_initial_pass):
+        assert "without static_graph" in found[0]
+
+
+@case
+def an_empirical_fisher_in_a_static_graph(rank):
+    """It has no extra pass, also where the logits are handed over."""
+
+    def wrap(model, options):
+        model = DistributedDataParallel(model, static_graph=True)
+        return model, KFAC(model, 0.1, logits="observed", **options)
+
+    trains_as_one(rank, wrap, **EMPIRICAL)
 
 
 # -- unequal shares: the factors are those of all rows --

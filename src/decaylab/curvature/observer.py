@@ -144,6 +144,7 @@ class Observer:
         for call in calls:
             call.observed = observed
         if self.measure.curvature != "empirical-fisher":  # that one waits for the loss's gradients
+            refuse_static_graph(heads)
             with self._measuring():
                 self._back_propagate(heads, calls, observed)
 
@@ -169,7 +170,9 @@ class Observer:
             if forward is not None or self.measure.logits == "observed":
                 self.observe(output)
             if loss is not None and self.measure.curvature == "empirical-fisher":
-                torch.autograd.grad(loss(output, batch[1]), trained, allow_unused=True)
+                value = loss(output, batch[1])
+                refuse_static_graph([value])
+                torch.autograd.grad(value, trained, allow_unused=True)
                 self.add_loss_gradients()  # a mean over this batch alone
         return self.take()
 
@@ -329,9 +332,7 @@ class Observer:
                 )
 
     def _check_graph(self, heads: list[Tensor], calls: list[Call]) -> None:
-        """Refuse logits with the classes in axis 1, heads of an earlier pass, a static graph."""
-        if self.measure.logits == "observed":
-            refuse_static_graph(heads)
+        """Refuse logits with the classes in axis 1, and heads of an earlier pass."""
         outputs = {c.edge.node: self._blocks[c.name].layer for c in calls if c.edge is not None}
         categorical = self.measure.likelihood == "categorical"
         for head in heads:

@@ -180,18 +180,18 @@ def several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def refuse_static_graph(logits: Sequence[Tensor]) -> None:
+def refuse_static_graph(heads: Sequence[Tensor]) -> None:
     """Refuse to go backward through the end of a DistributedDataParallel(static_graph=True).
 
     It takes the first such pass for the loss's, and does not add up gradients in that one.
     """
-    for node in (node for head in logits for node in nodes_behind(head)) if several() else ():
+    for node in (node for head in heads for node in nodes_behind(head)) if several() else ():
         wrapper: Any = getattr(node, "ddp_weakref", None)
         if wrapper is not None and wrapper().static_graph:
             raise DecaylabError(
-                "opt.observe(logits) goes backward through DistributedDataParallel, which "
-                "static_graph=True takes for the loss's pass: build it without static_graph, or "
-                "let the model return its logits"
+                "K-FAC's backward pass goes through DistributedDataParallel, which with "
+                "static_graph=True takes it for the loss's: build it without static_graph, or "
+                "let the model return its logits (and call model.module in initialize)"
             )
 
 
