@@ -1,6 +1,7 @@
 """SGD and Adam with every kind of decay, against torch's optimizers and against the formula."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -296,3 +297,16 @@ def test_a_step_that_a_grad_scaler_skips_does_not_decay(decay, fused):
     rate = {"decoupled": 0.05 * 0.1, "independent": 0.1}[decay]
     wanted = (1 - rate) * before["3.weight"] - 0.05
     torch.testing.assert_close(model[3].weight.detach(), wanted)
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_and_pickles_decay_alike(make, decay, again):
+    """Torch leaves hooks out of both."""
+    model = network()
+    groups = parameter_groups(model, weight_decay=0.1, decay=decay)
+    optimizer = make(groups, lr=0.1)
+    train(model, optimizer, 3)
+    copied, its = again((model, optimizer))
+    assert torch.equal(train(copied, its, 3, first=3), train(model, optimizer, 3, first=3))

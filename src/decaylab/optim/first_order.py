@@ -102,9 +102,26 @@ def _check(lr: float | Tensor, **fractions: float) -> None:
             raise DecaylabError(f"{name} must be at least 0 and below 1, and it is {value}")
 
 
+class _Decaying(Optimizer):
+    """Decays by a hook, which torch leaves out of copies and pickles: they get it anew."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if _decay_outside not in self._optimizer_step_pre_hooks.values():
+            self.register_step_pre_hook(_decay_outside)
+
+
+class SGD(_Decaying, torch.optim.SGD):
+    """What `sgd` returns."""
+
+
+class Adam(_Decaying, torch.optim.Adam):
+    """What `adam` returns."""
+
+
 def sgd(
     groups: Iterable[dict[str, Any]], *, lr: float | Tensor, momentum: float = 0.9
-) -> torch.optim.SGD:
+) -> SGD:
     """torch.optim.SGD with the decay that each group of `parameter_groups` asks for.
 
     v' = momentum * v + gradient (l2: + weight_decay * W), W' = W - lr * v' (decoupled:
@@ -113,7 +130,7 @@ def sgd(
     """
     _check(lr, momentum=momentum)
     prepared = _torch_groups(groups, ("l2",))
-    optimizer = torch.optim.SGD(prepared, lr=lr, momentum=momentum, fused=_on_cuda(prepared))
+    optimizer = SGD(prepared, lr=lr, momentum=momentum, fused=_on_cuda(prepared))
     optimizer.register_step_pre_hook(_decay_outside)
     return optimizer
 
@@ -124,7 +141,7 @@ def adam(
     lr: float | Tensor,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-) -> torch.optim.Adam:
+) -> Adam:
     """torch.optim.Adam with the decay that each group of `parameter_groups` asks for.
 
     l2: as torch.optim.Adam, decoupled: as torch.optim.AdamW, by group (recipe 2); independent:
@@ -135,7 +152,7 @@ def adam(
     for group in prepared:
         group["decoupled_weight_decay"] = group["decay"] == "decoupled"
     cuda = _on_cuda(prepared)
-    optimizer = torch.optim.Adam(
+    optimizer = Adam(
         prepared, lr=lr, betas=betas, eps=eps, fused=cuda, capturable=bool(cuda)
     )
     optimizer.register_step_pre_hook(_decay_outside)
