@@ -637,9 +637,23 @@ def a_model_outside_a_wrapper(rank):
 
 @case
 def leaving_before_the_others(rank):
-    model, opt = parallel()
-    with sentences() as said, model.join():
+    """Refused at each step, also one that tells the others nothing: they would count apart."""
+    for steps_before in (0, 1):
+        model, opt = parallel()
+        for _ in range(steps_before):
+            train_step(opt, model, *data(rank))
+        with sentences() as said, model.join():
+            train_step(opt, model, *data(rank))
+        assert "DistributedSampler" in said[0]
+
+
+@case
+def leaving_before_inverses_are_shared(rank):
+    model, opt = parallel(invert_every=2, options=KFACOptions(inversion_lag=1))
+    for _ in range(3):
         train_step(opt, model, *data(rank))
+    with sentences() as said, model.join():
+        opt.before_step()
     assert "DistributedSampler" in said[0]
 
 

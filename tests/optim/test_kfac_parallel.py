@@ -63,9 +63,9 @@ def test_an_empty_batch_under_synchronized_batch_norm_is_refused(monkeypatch):
 def test_a_captured_step_of_several_ranks_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     cuda = torch.device("cuda")
-    Ranks().refuse_capture(cuda)
+    Ranks().check_step(cuda)
     with pytest.raises(DecaylabError, match="several ranks"):
-        Ranks(group="two", size=2).refuse_capture(cuda)
+        Ranks(group="two", size=2).check_step(cuda)
 
 
 @pytest.mark.parametrize("sizes", [(9, 7, 7, 5, 4, 4, 3, 2, 2, 1), (1, 2, 2, 3, 4, 4, 5, 7, 7, 9)])

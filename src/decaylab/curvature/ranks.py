@@ -127,11 +127,13 @@ class Ranks:
         if self.wrapper is not None and self.wrapper._join_config.enable:
             raise DecaylabError(
                 "model.join() lets a rank leave before the others, who would wait for its part of "
-                "K-FAC's factors: give all ranks equally many batches, as DistributedSampler does"
+                "K-FAC's factors: give all ranks equally many batches, as DistributedSampler does "
+                "(behind a join(), which torch leaves on, wrap the network anew)"
             )
 
-    def refuse_capture(self, device: torch.device) -> None:
-        """Refuse a CUDA graph of a step: it would not wait for the other ranks."""
+    def check_step(self, device: torch.device) -> None:
+        """Refuse what `_check` does, and a CUDA graph: it would not wait for the other ranks."""
+        self._check()
         cuda = self.group is not None and device.type == "cuda"
         if cuda and torch.cuda.is_current_stream_capturing():
             raise DecaylabError(
@@ -156,6 +158,7 @@ class Ranks:
         """Get each inversion from the rank that ran it: the others add zeros to it."""
         if self.group is None:
             return
+        self._check()
         for inversion in self.divided(inversions)[1]:
             for tensor in (inversion.A, inversion.G, inversion.sound):
                 tensor.zero_()

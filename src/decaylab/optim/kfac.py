@@ -235,7 +235,7 @@ class KFAC(torch.optim.Optimizer):
         changes must be a tensor on the device, in every param group; all other numbers (damping,
         KL clip, weight decay) stay as captured, and `load_state_dict` asks for a new capture.
         """
-        self._ranks.refuse_capture(self.device)
+        self._ranks.check_step(self.device)
         with torch.autocast(self.device.type, enabled=False):
             if self.refresh_due:
                 self._refresh(self._blocks.gather(self._observer.take, self.steps))
