@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -307,3 +308,64 @@ def test_a_warm_up_does_not_hide_what_kfac_remembers():
     for rows in (full, warm):
         reason = diagnose(rows)["effective d"].layers[0].reason
         assert "K-FAC's factors remember norms" in reason
+
+
+def test_a_baseline_whose_momentum_changes_on_the_way_is_no_baseline():
+    decayed, plain = (records({"conv": of}) for of in (DECAYED, Layer(growth=0.004)))
+    assert diagnose(decayed, plain).baseline is not None
+    other = Rows((*plain.rows, Row(500, 0, 0.0, "setting_momentum/conv", 0.5)))
+    found = diagnose(decayed, other)
+    assert found.baseline is None
+    assert "layer conv: momentum or beta1 0.0 and 0.5 at step 500" in found.first[0]
+
+
+def test_a_learning_rate_of_zero_has_no_factor_with_a_baseline_or_without():
+    """Nothing turns at lr 0: for the first 800 of 1000 steps, and for the last 500."""
+    for settings in (((1, 0.0), (801, 0.1)), ((1, 0.1), (501, 0.0))):
+        runs = []
+        for layer in (DECAYED, Layer(growth=0.004)):
+            rates = [Row(step, 0, 0.0, "setting_lr/conv", lr) for step, lr in settings]
+            kept = [r for r in records({"conv": layer}).rows if r.name != "setting_lr/conv"]
+            runs.append(Rows((*rates, *kept)))
+        alone, both = (diagnose(*of)["effective l"].effect for of in (runs[:1], runs))
+        assert alone.steps == both.steps
+        assert alone.records == both.records
+
+
+def test_the_schedules_factor_is_said_of_this_runs_learning_rate():
+    """A learning rate that falls to a hundredth needs less at the end than at the start."""
+    falling = Layer(weight_decay=0.03, growth=0.004)
+    rows = [r for r in records({"conv": falling}).rows if not r.name.startswith("decay_exp")]
+    rows.append(Row(501, 0, 0.0, "setting_lr/conv", 0.001))
+    schedule = equivalent_schedule(Rows(tuple(rows)))
+    assert schedule.lr[-1] < schedule.lr[0]
+    said = " ".join(diagnose(Rows(tuple(rows))).consequences)
+    factor = float(re.search(r"exp\(2 x exposure\) = ([\d.]+)", said)[1])
+    assert factor == pytest.approx(schedule.lr[-1] / schedule.others[-1], rel=0.02)
+    assert "higher than this run's, by a factor that grows to about exp" in said
+
+
+def test_the_decay_beside_a_suggestion_is_the_latest():
+    rows = records({"conv": DECAYED, "head": replace(DECAYED, invariant=False)}).rows
+    later = [Row(500, 0, 0.0, f"setting_weight_decay/{name}", 0.3) for name in ("conv", "head")]
+    assert [of.weight_decay for of in suggest(Rows((*rows, *later))).layers] == [0.3, 0.3]
+
+
+def test_nothing_is_suggested_from_a_layer_that_decay_has_taken():
+    advised = suggest(records({"conv": Layer(weight_decay=0.3, growth=1e-12, e=0.0)}))
+    assert advised.weight_decay is None
+    assert "nearly all of it: suggest from a run with less decay" in advised.layers[0].reason
+
+
+def test_a_layer_frozen_on_the_way_is_judged_by_its_training():
+    """As `watch` records it: no norms since. Its decay ended there, that of the other went on."""
+    runs = []
+    for layer in (DECAYED, Layer(growth=0.004)):
+        rows = records({"first": layer, "second": layer}).rows
+        kept = [r for r in rows if not (r.name.endswith("/first") and r.step > 500)]
+        runs.append(Rows((*kept, Row(550, 0, 0.0, "setting_frozen/first", 1.0))))
+    found = diagnose(*runs)
+    assert not found.skipped
+    until = {row.layer: row.effect.steps[1] for row in found["effective l"].layers}
+    assert until == {"first": 500, "second": 1000}
+    assert "summed over the steps: 3.)" in " ".join(found.consequences)  # 1000 x 0.1 x 0.03

@@ -14,6 +14,7 @@ from decaylab.diagnosis.dynamics import (
     shrink_for_rotation,
 )
 from decaylab.diagnosis.evidence import three_digits
+from decaylab.diagnosis.findings import has_collapsed
 from decaylab.diagnosis.growth import (
     growth_over,
     late,
@@ -120,7 +121,8 @@ class LayerAdvice:
     """What the dynamics of one layer say; `reason`: why there are no numbers, or rough ones.
 
     Attributes:
-        weight_decay: now. suggested: the one asked for, in the run's own kind (decoupled if none).
+        weight_decay: now (the latest at the learning rate that the suggestion is for).
+        suggested: the one asked for, in the run's own kind (decoupled if none).
         norm: now. target: the norm to be held. equilibrium: where the present decay leads, None
             where no balance is near. rotation: radians per step at the suggested decay's balance.
         steps: until the suggested decay has brought |W|^2 to within 1/e of its distance.
@@ -199,12 +201,13 @@ def _in_kind(setting: Setting) -> Setting:
 
 def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> LayerAdvice:
     setting = layer.setting
-    now = setting.weight_decay if setting else 0.0
+    now = layer.settings[-1][1].weight_decay if setting else 0.0
     if reason := _why_none(layer):
         return LayerAdvice(layer.name, now, reason=reason)
     assert setting is not None
     assert setting.power is not None
     at = _at_longest_stretch(layer)
+    now = at.weight_decay
     stretch = longest_stretch(layer)
     shares = layer.series.get("second_order_share", ())
     law = elasticity(setting.power, shares[-1][1] if shares else None)
@@ -310,6 +313,8 @@ def _why_none(layer: LayerRecord) -> str:
         return "its dampening of 1 keeps gradients and L2 out of the momentum"
     if not _at_longest_stretch(layer).lr:
         return "its learning rate is 0"
+    if has_collapsed(layer):
+        return "decay has taken nearly all of it: suggest from a run with less decay"
     return ""
 
 

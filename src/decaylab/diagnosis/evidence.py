@@ -143,7 +143,8 @@ def effective_lr_effect(layer: LayerRecord, baseline: LayerRecord | None) -> Eff
     if not without:
         return None
     ratios = ratio(*_effective_both(layer, without))
-    return effect_of(ratios, (*probes, "decay_exposure"), "this run")
+    stepped = tuple(of for of in ratios if layer.setting_at(of[0]).lr)  # at lr 0 nothing turns
+    return effect_of(stepped, (*probes, "decay_exposure"), "this run")
 
 
 def _without_moments(layer: LayerRecord) -> LayerRecord:
@@ -299,18 +300,25 @@ def _same_training(run: Observed, baseline: Observed) -> str:
             continue
         if None not in (mine.power, other.power) and mine.power != other.power:
             return f"the runs are not comparable (layer {name} has another optimizer)"
-        for word, field in SAME_SETTINGS.items():
-            values = getattr(mine, field), getattr(other, field)
-            if values[0] != values[1]:
-                said = f"{word} {values[0]} and {values[1]}"
-                return f"the runs are not comparable (layer {name}: {said})"
         norms = ratio(layer.norms, baseline.layers[name].norms)
         if norms and (differs := _starts_otherwise(layer, baseline.layers[name], norms[0])):
             return f"the runs are not comparable (layer {name}: {differs})"
-        for step, _ in norms:
-            lr, its = (of.setting_at(step).lr for of in (layer, baseline.layers[name]))
-            if not math.isclose(lr, its, rel_tol=1e-3):
-                return f"the runs are not comparable (lr {lr:g} and {its:g} at step {step})"
+        if differs := _stepped_otherwise(layer, baseline.layers[name], [step for step, _ in norms]):
+            return f"the runs are not comparable ({differs})"
+    return ""
+
+
+def _stepped_otherwise(layer: LayerRecord, other: LayerRecord, steps: Sequence[int]) -> str:
+    """The first of the settings that differs, from the first record on or at one of `steps`."""
+    for step in (0, *steps):
+        mine, its = layer.setting_at(step), other.setting_at(step)
+        for word, field in SAME_SETTINGS.items():
+            values = getattr(mine, field), getattr(its, field)
+            if values[0] != values[1]:
+                when = f" at step {step}" if step > layer.settings[0][0] else ""
+                return f"layer {layer.name}: {word} {values[0]} and {values[1]}{when}"
+        if step and not math.isclose(mine.lr, its.lr, rel_tol=1e-3):
+            return f"lr {mine.lr:g} and {its.lr:g} at step {step}"
     return ""
 
 

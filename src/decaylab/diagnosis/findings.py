@@ -65,8 +65,12 @@ def judgeable(run: Observed) -> list[LayerRecord]:
 
 def collapsed(run: Observed) -> str:
     """The decayed layers of whose norm hardly anything is left, by name."""
-    small = [x for x in decayed_layers(run) if x.norms[-1][1] < COLLAPSED * x.norms[0][1]]
-    return _names([layer.name for layer in small]) if small else ""
+    return _names([layer.name for layer in decayed_layers(run) if has_collapsed(layer)])
+
+
+def has_collapsed(layer: LayerRecord) -> bool:
+    """Whether hardly anything is left of its norm."""
+    return layer.norms[-1][1] < COLLAPSED * layer.norms[0][1]
 
 
 def by_kfac(layer: LayerRecord) -> bool:
@@ -406,18 +410,19 @@ def _through(lr: Finding, damping: Finding) -> str:
 
 def _schedule_words(layers: list[LayerRecord]) -> list[str]:
     """By how much lr would have to grow without decay (`advise schedule` writes it out)."""
-    first = layers[0]
+    first = max(layers, key=lambda layer: layer.total_exposure or 0.0)  # one may be frozen early
     exposure, power = first.total_exposure, first.setting.power if first.setting else None
     if not (exposure and power) or any(layer.settings != first.settings for layer in layers):
         return []  # one schedule is for layers that are stepped alike
     # Adam's law is SGD's as long as it remembers the norms of the start (`memory`)
-    least, growth = ("at least ", "exposure") if power == 1 else ("", f"{power} x exposure")
+    least, growth = ("at least ", "exposure") if power == 1 else ("about ", f"{power} x exposure")
     return [
-        "Without decay, the same motion needs a learning rate that grows by a factor of"
-        f" {least}exp({growth}) = {three_digits(math.exp(min(power * exposure, 700)))} over the"
-        " run, for these layers only. (The exposure is the fraction of the weights that decay"
-        f" removes per step, summed over the steps: {exposure:.3g}.)"
-        " `decaylab advise schedule RUN --out schedule.csv` writes such a schedule."
+        "Without decay, the same motion needs a learning rate that is higher than this run's, by a"
+        f" factor that grows to {least}exp({growth}) ="
+        f" {three_digits(math.exp(min(power * exposure, 700)))}, for these layers only. (The"
+        " exposure is the fraction of the weights that decay removes per step, summed over the"
+        f" steps: {exposure:.3g}.) `decaylab advise schedule RUN --out schedule.csv` writes such a"
+        " schedule."
     ]
 
 

@@ -221,11 +221,13 @@ def _watched_layer(series: Mapping[str, Series], layer: str, clips: float) -> La
             for step, value in rows:
                 values.setdefault(step, {})[key] = value
     now: dict[str, float] = {}
-    settings = []
+    settings: list[tuple[int, Setting]] = []
     for step in sorted(values):
         now = now | values[step]
         if now.keys() >= SETTINGS:  # records may be cut off between two of them
-            settings.append((step, of_clipped(_setting(now), clips)))
+            setting = of_clipped(_setting(now), clips)
+            if not settings or settings[-1][1] != setting:
+                settings.append((step, setting))
     recorded = series.get(f"weight_norm/{layer}", series.get(f"norm/{layer}", ()))
     norms = _norms(recorded)
     floor = any(norm < now.get("floor", 0.0) for _, norm in norms)  # between lr and lr/|W|
@@ -257,7 +259,7 @@ def _watched_layer(series: Mapping[str, Series], layer: str, clips: float) -> La
 
 
 def _why_skipped(now: Mapping[str, float], recorded: Series, updates: Series) -> str:
-    if now.get("frozen"):
+    if now.get("frozen") and len(recorded) < 2:  # else it was trained for a time
         return "frozen: it is not trained"
     if now.get("moved") == 0.0:
         return "the watched optimizer does not hold it"
