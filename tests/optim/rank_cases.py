@@ -658,6 +658,22 @@ def leaving_before_inverses_are_shared(rank):
 
 
 @case
+def a_layer_that_the_wrapper_ignores(rank):
+    """Its gradients are not added up: the KL clip would be another on each rank."""
+    network = new(net)
+    network._ddp_params_and_buffers_to_ignore = ["0.bias"]
+    model = DistributedDataParallel(network)
+    opt = KFAC(model, 0.1, kl_clip=1e-3, **EXACT)
+    with sentences() as said:
+        train_step(opt, model, *data(rank))
+    assert "ignore layer '0'" in said[0]
+    opt.detach()
+    network[0].requires_grad_(False)  # then there is nothing to add up
+    opt = KFAC(model, 0.1, kl_clip=1e-3, **EXACT)
+    opt.initialize([data(rank)[0]])
+
+
+@case
 def shards(rank):
     if DEVICE != "cpu":
         return  # a mesh of two ranks asks for two of them

@@ -75,6 +75,7 @@ class Ranks:
         self._check()
         if self.group is None:
             return measure()
+        self._refuse_own_gradients(blocks)
         failure = None
         try:
             sums = measure()
@@ -130,6 +131,21 @@ class Ranks:
                 "K-FAC's factors: give all ranks equally many batches, as DistributedSampler does "
                 "(behind a join(), which torch leaves on, wrap the network anew)"
             )
+
+    def _refuse_own_gradients(self, blocks: Mapping[str, Block]) -> None:
+        """Refuse layers that the wrapper ignores: their gradients are each rank's own."""
+        if self.wrapper is None:
+            return
+        common = {*self.wrapper._module_parameters, *self.wrapper._delay_all_reduce_params}
+        for name, block in blocks.items():
+            parts = ((block.weight, block.layer.weight), (block.bias, block.layer.bias))
+            own = {p for covered, p in parts if covered and isinstance(p, nn.Parameter)}
+            if any(p.requires_grad for p in own - common):
+                raise DecaylabError(
+                    f"DistributedDataParallel was told to ignore layer {name!r}, of which each "
+                    "rank has gradients of its own, and the ranks would step apart: let it take "
+                    "care of all that KFAC covers, or exclude it (KFACOptions)"
+                )
 
     def check_step(self, device: torch.device) -> None:
         """Refuse what `_check` does, and a CUDA graph: it would not wait for the other ranks."""

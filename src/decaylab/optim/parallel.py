@@ -20,8 +20,8 @@ another number of ranks, or one, goes on with other samples.
 Cost, beside that of one process: at a refresh the sums of A and G are added up over the ranks, and
 the host waits once; each rank inverts a share of the blocks, and inverses are sent around.
 
-Not covered, and refused: parameters in shards (FSDP, tensor parallelism), `model.join()`, CUDA
-graphs of a step.
+Not covered, and refused: parameters in shards (FSDP, tensor parallelism), layers that
+DistributedDataParallel was told to ignore, `model.join()`, CUDA graphs of a step.
 """
 
 import warnings
