@@ -369,3 +369,20 @@ def test_a_layer_frozen_on_the_way_is_judged_by_its_training():
     until = {row.layer: row.effect.steps[1] for row in found["effective l"].layers}
     assert until == {"first": 500, "second": 1000}
     assert "summed over the steps: 3.)" in " ".join(found.consequences)  # 1000 x 0.1 x 0.03
+
+
+def test_a_decay_that_needs_more_steps_than_the_run_has_is_called_slow():
+    """Pushes that end after a tenth of the run: what holds a norm later does not bring it back."""
+    free = changed(
+        records({"conv": Layer(power=1)}),
+        "weight_norm/conv",
+        lambda row: (1 + 0.09 * min(row.step, 100) + 1e-5 * row.step) ** 0.5,
+    )
+    advice = suggest(free).layers[0]
+    norm, target = math.sqrt(10.01), advice.target
+    shrink = 0.1 * advice.suggested
+    for _ in range(1000):  # dN = G - 2 s N, as long as the run
+        norm = math.sqrt(norm**2 * (1 - 2 * shrink) + 1e-5)
+    assert norm > 2 * target
+    assert advice.reason.endswith("steps, and the run has 1000")
+    assert "slow" not in suggest(records({"conv": DECAYED})).layers[0].reason

@@ -236,6 +236,7 @@ def _advice(layer: LayerRecord, rotation: float | None, norm_at: int | None) -> 
         _rough(norm, target, e, law) if rotation is None else "",
         _mixed(shrink, at, memory or 0.0),
         _travelling(last, present),
+        _slow(layer, target, balance) if rotation is None else "",
     ]
     reason = "; ".join(doubt for doubt in doubts if doubt)
     return LayerAdvice(
@@ -278,6 +279,15 @@ def _travelling(norm: float, present: Equilibrium | None) -> str:
         f"still on its way from {norm:.3g} to {present.norm:.3g}, a third of which is left after"
         f" {three_digits(present.steps)} more steps"
     )
+
+
+def _slow(layer: LayerRecord, target: float, balance: Equilibrium | None) -> str:
+    """That early pushes took the norm away, and the decay needs more than the run to undo it."""
+    steps, norm = layer.norms[-1]
+    near = 1 / TRAVELLING < norm / target < TRAVELLING
+    if balance is None or near or balance.steps <= steps:
+        return ""
+    return f"slow: it needs {three_digits(balance.steps)} steps, and the run has {steps}"
 
 
 def _far(norm: float, present: Equilibrium) -> bool:
