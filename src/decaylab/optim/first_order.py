@@ -119,9 +119,7 @@ class Adam(_Decaying, torch.optim.Adam):
     """What `adam` returns."""
 
 
-def sgd(
-    groups: Iterable[dict[str, Any]], *, lr: float | Tensor, momentum: float = 0.9
-) -> SGD:
+def sgd(groups: Iterable[dict[str, Any]], *, lr: float | Tensor, momentum: float = 0.9) -> SGD:
     """torch.optim.SGD with the decay that each group of `parameter_groups` asks for.
 
     v' = momentum * v + gradient (l2: + weight_decay * W), W' = W - lr * v' (decoupled:
@@ -152,9 +150,7 @@ def adam(
     for group in prepared:
         group["decoupled_weight_decay"] = group["decay"] == "decoupled"
     cuda = _on_cuda(prepared)
-    optimizer = Adam(
-        prepared, lr=lr, betas=betas, eps=eps, fused=cuda, capturable=bool(cuda)
-    )
+    optimizer = Adam(prepared, lr=lr, betas=betas, eps=eps, fused=cuda, capturable=bool(cuda))
     optimizer.register_step_pre_hook(_decay_outside)
     return optimizer
 
