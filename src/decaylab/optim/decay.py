@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
@@ -65,13 +65,12 @@ def check_decay(decay: str, weight_decay: float) -> None:
         raise DecaylabError(f"weight decay must be zero or more, and it is {weight_decay}")
 
 
-def check_optimizer(optimizer: str, known: Iterable[str] | None = None) -> None:
-    """Refuse a name that is none of `known` (without it, of `OPTIMIZERS`)."""
-    names = tuple(OPTIMIZERS if known is None else known)
-    if optimizer not in names:
+def check_optimizer(optimizer: str) -> None:
+    """Refuse a name that is none of `OPTIMIZERS`."""
+    if optimizer not in OPTIMIZERS:
         hint = " (AdamW is adam with decoupled decay)" if optimizer.lower() == "adamw" else ""
         raise DecaylabError(
-            f"unknown optimizer {optimizer!r}: choose one of {', '.join(names)}{hint}"
+            f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}{hint}"
         )
 
 
