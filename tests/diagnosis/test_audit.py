@@ -1,5 +1,6 @@
 """The audit finds each mistake, names it with its power, and passes what is right."""
 
+import math
 from importlib import import_module
 
 import pytest
@@ -126,6 +127,49 @@ def test_where_the_damping_is_wrong_the_bias_is_not_accused():
     assert "first mend the damping" in report["Linear: bias"].words
 
 
+class ThroughSGD(torch.optim.SGD):
+    """A right K-FAC whose directions torch's SGD takes as gradients."""
+
+    def __init__(self, model, **settings):
+        super().__init__(model.parameters(), lr=0.1, **settings)
+        self.inner = HookedKFAC(model, lr=1.0)
+        self.damping = self.inner.damping
+
+    @torch.no_grad()
+    def step(self):
+        parameters = self.param_groups[0]["params"]
+        before = [p.clone() for p in parameters]
+        self.inner.step()
+        for p, old in zip(parameters, before, strict=True):
+            p.grad = old - p
+            p.copy_(old)
+        super().step()
+
+
+@pytest.mark.parametrize("settings", [{"nesterov": True}, {"dampening": 0.5}])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_the_momentum_of_torch_is_no_mistake(settings, steps):
+    report = audit(lambda model: ThroughSGD(model, momentum=0.9, **settings), steps=steps)
+    assert report.passed, str(report)
+    assert report["damping"].measured < 1e-8
+
+
+@pytest.mark.parametrize(
+    "kind", [ThroughSGD, lambda m, **of: torch.optim.SGD(m.parameters(), **of)]
+)
+def test_steps_up_the_loss_are_no_block_of_another_name(kind):
+    report = audit(lambda model: kind(model, maximize=True))
+    assert failed(report) == ["curvature"]
+    assert "go up the loss" in report["curvature"].words
+    assert report.title.endswith("no known curvature block")
+
+
+def test_powers_of_no_block_are_not_explained():
+    report = audit(lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1))
+    assert report["Conv2d: positions T"].measured == pytest.approx(1.0, abs=0.1)
+    assert report["Conv2d: positions T"].words == "the curvature is off by T^1"
+
+
 def test_powers_that_are_none_are_not_explained():
     report = audit(made(factor=lambda B, T, s: B**-0.75), curvature="fisher")
     assert report["Linear: batch size B"].words == "the curvature is off by B^-0.75"
@@ -151,6 +195,12 @@ class LinearOnly(torch.optim.SGD):
             if parameter.ndim > 2:
                 parameter.grad = None
         super().step(closure)
+
+
+def _without_lr(model):
+    optimizer = HookedKFAC(model)
+    del optimizer.param_groups[0]["lr"]
+    return optimizer
 
 
 def _without_damping(model):
@@ -188,6 +238,7 @@ def test_plain_gradients():
         (lambda model: HookedKFAC(model, lr=0.0), "moves nothing"),
         (lambda model: LinearOnly(model), "moves nothing on Conv2d.*steps Linear and Conv2d"),
         (lambda model: torch.optim.SGD(model[3].parameters(), lr=0.1), "first layer"),
+        (lambda model: _without_lr(model), "name no lr"),
     ],
 )
 def test_what_cannot_be_audited(factory, said):
@@ -200,6 +251,10 @@ def test_bad_arguments():
         audit(made(), curvature="hessian")
     with pytest.raises(DecaylabError, match="at least one step"):
         audit(made(), steps=0)
+    for bad in (0.0, -1.0, math.nan, math.inf):
+        for name in ("damping", "curvature_scale"):
+            with pytest.raises(DecaylabError, match=f"{name} is {bad}: give a number above 0"):
+                audit(made(), **{name: bad})
 
 
 def test_the_reference_is_the_exact_block_where_kfac_is_exact():

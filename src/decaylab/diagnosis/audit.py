@@ -115,6 +115,9 @@ def audit(
         )
     if steps < 1:
         raise DecaylabError(f"an audit takes at least one step, not {steps}")
+    for name, value in (("damping", damping), ("curvature_scale", curvature_scale)):
+        if value is not None and not 0 < value < math.inf:
+            raise DecaylabError(f"{name} is {value}: give a number above 0")
     options = Options(factory, steps)
     probe = Case("Linear", 16, scale=LARGE, gain=LARGE)
     optimizer, first = take_step(options, probe, seed=0)
@@ -147,7 +150,8 @@ def _off(measured: list[Measured], key: Key) -> float:
 def _nearest(measured: list[Measured], close: float) -> Key:
     """The reference whose directions are nearest to the steps', first come first served.
 
-    Plain gradients are meant only where they are close: a step between blocks is no SGD's.
+    Plain gradients are meant only where they are close: a step between blocks is no SGD's; and
+    where a step goes against them, which no positive block's does.
     """
 
     def off(key: Key) -> float:
@@ -156,7 +160,8 @@ def _nearest(measured: list[Measured], close: float) -> Key:
     # among equals (T = 1, or a linear net) the plain K-FAC block comes first
     nearest = min((key for key in measured[0].references if key[0] != "none"), key=off)
     plain = next(key for key in measured[0].references if key[0] == "none")
-    return plain if off(plain) < min(off(nearest), close) else nearest
+    uphill = any(m.off(plain) > 1 for m in measured)
+    return plain if uphill or off(plain) < min(off(nearest), close) else nearest
 
 
 def _direction_checks(
@@ -168,6 +173,8 @@ def _direction_checks(
 ) -> list[AuditCheck]:
     if key[0] == "none":
         words = "the steps are plain gradients: no curvature is used"
+        if any(m.off(key) > 1 for m in linear + conv):
+            words = "the steps go up the loss: their sign is wrong"
         return [AuditCheck("curvature", False, None, words)]
     directions = []
     for kind, measured in (("Linear", linear), ("Conv2d", conv)):
@@ -208,7 +215,10 @@ def _power_checks(
     curvature_scale: float,
     tolerance: dict[str, float],
 ) -> list[AuditCheck]:
-    """The powers of B, T, stride and scale by which the curvature is off, and the constant left."""
+    """The powers of B, T, stride and scale by which the curvature is off, and the constant left.
+
+    What a power means is said only where the directions are those of the block.
+    """
     axes = {
         name: [math.log(of(m.case)) for m in measured]
         for name, of in AXES.items()
@@ -221,7 +231,7 @@ def _power_checks(
     solution = torch.linalg.lstsq(design, logs[:, None]).solution[:, 0]
     rest = float((logs - design @ solution).abs().max())
     powers = dict(zip(axes, solution[1:].tolist(), strict=True))
-    checks = []
+    checks, known = [], _off(measured, key) <= tolerance["direction"]
     for axis, power in powers.items():
         wrong = abs(power) > tolerance["power"]
         words = "right at every size"
@@ -230,7 +240,7 @@ def _power_checks(
             plain = abs(power - nearest) < max(tolerance["power"], 0.1) and nearest != 0
             symbol = {"batch size B": "B", "positions T": "T"}.get(axis, axis)
             words = f"the curvature is off by {symbol}^{nearest if plain else power:.3g}"
-            words += MEANINGS.get((axis, nearest), "") if plain else ""
+            words += MEANINGS.get((axis, nearest), "") if plain and known else ""
         checks.append(AuditCheck(f"{kind}: {axis}", not wrong, power, words))
     if rest > 10 * tolerance["power"]:
         words = f"the ratios are no powers of the sizes (off by {math.expm1(rest):.0%})"
@@ -262,7 +272,7 @@ def _damped_checks(
     fair = angle <= tolerance["direction"]
     words = f"kernel 2, stride 2: sine of the angle {angle:.2g}"
     checks = [AuditCheck(names[0], fair, angle, words)]
-    if damping is None or damping <= 0:
+    if damping is None or not 0 < damping < math.inf:
         words = "the damping is not known: give audit(..., damping=...)"
         return checks + [AuditCheck(name, None, None, words) for name in names[1:]]
     lam = damping / curvature_scale

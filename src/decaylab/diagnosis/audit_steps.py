@@ -101,6 +101,8 @@ def take_step(options: Options, case: Case, seed: int) -> tuple[Any, Tensor]:
         )
         if group is None:
             raise DecaylabError("the optimizer does not hold the model's first layer: give it all")
+        if group.get("lr") is None:
+            raise DecaylabError("the optimizer's param groups name no lr, which its steps go by")
         kept = [p.detach().clone() for p in model.parameters()]
         moved = joined(model[0], gradient=False)
         for _ in range(options.steps):
@@ -118,9 +120,15 @@ def take_step(options: Options, case: Case, seed: int) -> tuple[Any, Tensor]:
             state = "moves nothing on {}: the audit needs one that steps Linear and Conv2d layers"
         at = f"{case.kind} at batch {case.batch}"
         raise DecaylabError(f"the step of {type(optimizer).__name__} {state.format(at)}")
-    momentum = float(group.get("momentum") or 0.0)
-    gain = sum(momentum**k for k in range(options.steps))
-    return optimizer, moved / (float(group["lr"]) * gain)
+    return optimizer, moved / (float(group["lr"]) * _gain(group, options.steps))
+
+
+def _gain(group: dict[str, Any], steps: int) -> float:
+    """How many times a gradient that stays the same is in the last step, by torch's momentum."""
+    momentum, gain = float(group.get("momentum") or 0.0), 1.0
+    for _ in range(steps - 1 if momentum else 0):
+        gain = momentum * gain + 1 - float(group.get("dampening") or 0.0)
+    return 1 + momentum * gain if group.get("nesterov") else gain
 
 
 def _stepped(optimizer: Any, case: Case) -> None:
