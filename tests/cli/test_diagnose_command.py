@@ -164,6 +164,18 @@ def test_advice(runs, tmp_path):
     assert "= decoupled weight decay 0.5 of adam" in converted.stdout
 
 
+def test_a_conversion_says_what_it_takes_for_granted():
+    words = ["--from", "sgd", "--from-lr", "0.1", "--to", "kfac-g", "--to-lr", "0.01"]
+    said = run("advise", "convert", "1e-3", *words, "--from-momentum", "0").stdout
+    assert "l2 weight decay 0.001 of sgd (lr 0.1, momentum 0) =" in said
+    assert "decoupled weight decay 0.01 of kfac-g (lr 0.01, momentum 0.9)" in said
+    assert "K-FAC has this equilibrium through its damping" in said
+    nothing = run("advise", "convert", "0", *words[:4], "--to", "adam", "--to-lr", "0.001")
+    assert nothing.exit_code == 0
+    assert "inf" not in nothing.stdout
+    assert "K-FAC" not in nothing.stdout
+
+
 def test_a_schedule_in_place_of_kfac_f_is_said_to_be_rough(tmp_path):
     for kind, rough in (("kfac-f", True), ("kfac-g", False)):
         words = [

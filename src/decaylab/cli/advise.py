@@ -101,10 +101,9 @@ def convert_command(
     if json_output:
         print_json(asdict(found))
         return
-    print(
-        f"{first.decay} weight decay {weight_decay:g} of {source} at lr {source_lr:g} ="
-        f" {second.decay} weight decay {found.weight_decay:.6g} of {target} at lr {target_lr:g}"
-    )
+    print(f"{_named(weight_decay, first)} = {_named(found.weight_decay, second)}")
+    if not found.shrink:
+        return
     print(
         f"both remove the fraction {found.shrink:.3g} of the weights per step, so decay needs about"
         f" {found.steps:.4g} steps to take effect"
@@ -113,6 +112,17 @@ def convert_command(
         f"at equilibrium the weights turn by {found.rotations[0]:.3g} radians per step under"
         f" {source} and by {found.rotations[1]:.3g} under {target}"
     )
+    if any(OPTIMIZERS[of.optimizer] == "kfac" for of in (first, second)):
+        print(
+            "note: K-FAC has this equilibrium through its damping. Where that hardly matters, how"
+            " far its weights turn does not depend on the decay"
+        )
+
+
+def _named(weight_decay: float, of: Stepping) -> str:
+    beta = "beta1" if OPTIMIZERS[of.optimizer] == "adam" else "momentum"
+    at = f"lr {of.lr:g}, {beta} {of.momentum:g}"
+    return f"{of.decay} weight decay {weight_decay:.6g} of {of.optimizer} ({at})"
 
 
 @app.command("schedule")
