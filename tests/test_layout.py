@@ -79,6 +79,16 @@ def test_names_say_what_is_inside_and_files_stay_readable():
         assert len(path.read_text(encoding="utf-8").splitlines()) < 450, path
 
 
+def test_functions_stay_readable():
+    """Their bodies: signature and docstring, which are for the caller, do not count."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = node.body[ast.get_docstring(node) is not None :]
+                length = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+                assert length < 60, f"{path}: {node.name} has {length} lines"
+
+
 def test_no_pickle():
     for path in FILES:
         text = path.read_text(encoding="utf-8")

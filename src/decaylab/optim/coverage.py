@@ -1,6 +1,6 @@
 """Which parameters K-FAC preconditions, layer by layer, and who steps the others."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,82 +58,62 @@ def plan(
     first-order steps serve.
     """
     groups = _as_groups(model.parameters() if params is None else params)
-    _refuse_without_effect(groups)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    layers: dict[str, Any] = dict(model.named_modules())
+    _refuse_without_effect(groups)
     chosen = [p for group in groups for p in group["params"]]
-    strangers = sum(p not in names for p in chosen)
-    if strangers:
-        raise DecaylabError(
-            f"{strangers} of the given parameters do not belong to the model: "
-            "give KFAC the model that owns them, or step them with an optimizer of their own"
-        )
-    for parameter in chosen:
-        if isinstance(parameter, UninitializedParameter):
-            raise DecaylabError(
-                f"parameter {names[parameter]!r} has no shape yet: "
-                "run one batch through the model before building KFAC"
-            )
-    layers = dict(model.named_modules())
-    unknown = sorted(set(exclude) - set(layers))
-    if unknown:
-        raise DecaylabError(f"exclude names no layer of the model: {', '.join(unknown)}")
-    for name in exclude:
-        inside = [
-            f"{name}.{child}".removeprefix(".")
-            for child, module in layers[name].named_modules()
-            if child and type(module) in LAYER_TYPES
-        ]
-        if inside:
-            raise DecaylabError(
-                f"exclude: {name!r} is not a layer, it has some in it: name these, as {inside[0]!r}"
-            )
+    _check_parameters(chosen, names)
+    _check_excluded(layers, exclude)
     owners = _owners(model)
-    blocks, coverage = {}, {}
+    coverage: dict[str, Coverage] = {}
+    members: dict[str, set[str]] = {}  # of each block: "weight", "bias" or both
     for parameter in chosen:
         home, attribute = owners[parameter][0]
-        reason = _why_not(layers[home], home, attribute, parameter, owners[parameter], exclude)
-        if reason is not None:
+        reason = _why_not(parameter, layers[home], owners[parameter], exclude)
+        if reason is None:
+            coverage[names[parameter]] = Coverage(home, "kfac", type(layers[home]).__name__)
+            members.setdefault(home, set()).add(attribute)
+        else:
             coverage[names[parameter]] = Coverage(None, others["law"], reason)
-            continue
-        coverage[names[parameter]] = Coverage(home, "kfac", type(layers[home]).__name__)
-    for name in dict.fromkeys(c.block for c in coverage.values() if c.block is not None):
-        layer: Any = layers[name]
-        own = {a for p in chosen for h, a in owners[p] if coverage[names[p]].block == name == h}
-        blocks[name] = Block.of(
-            name,
-            layer,
-            weight="weight" in own,
-            bias="bias" in own,
-            max_factor_dim=max_factor_dim,
-        )
-    if not blocks:
+    if not members:
         raise DecaylabError(
             "K-FAC covers no layer of this model: it needs a trainable Linear or Conv1d/2d/3d "
             "layer; use torch.optim for a model without one"
         )
-    split = []
-    for group in groups:
-        covered = [p for p in group["params"] if coverage[names[p]].block is not None]
-        rest = [p for p in group["params"] if coverage[names[p]].block is None]
-        if covered:
-            split.append({**group, "params": covered, "law": "kfac"})
-        if rest:
-            # in a group with both kinds its lr is K-FAC's
-            own = others["lr"] if covered else group.get("lr", others["lr"])
-            lr = group.get("others_lr", own)
-            split.append({**others, **group, "lr": lr, "law": others["law"], "params": rest})
-    return Plan(blocks, coverage, split)
+    blocks = {
+        name: Block.of(
+            name,
+            layers[name],
+            weight="weight" in own,
+            bias="bias" in own,
+            max_factor_dim=max_factor_dim,
+        )
+        for name, own in members.items()
+    }
+    covered = {p for p in chosen if coverage[names[p]].block is not None}
+    return Plan(blocks, coverage, [part for g in groups for part in _split(g, covered, others)])
+
+
+def _split(
+    group: dict[str, Any], covered: set[Tensor], others: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """A param group as one of covered parameters and one of the others, where it has them."""
+    inside = [p for p in group["params"] if p in covered]
+    rest = [p for p in group["params"] if p not in covered]
+    if inside:
+        yield {**group, "params": inside, "law": "kfac"}
+    if rest:
+        # in a group with both kinds its lr is K-FAC's
+        own = others["lr"] if inside else group.get("lr", others["lr"])
+        lr = group.get("others_lr", own)
+        yield {**others, **group, "lr": lr, "law": others["law"], "params": rest}
 
 
 def _why_not(
-    module: nn.Module,
-    name: str,
-    attribute: str,
-    parameter: Tensor,
-    owners: list[tuple[str, str]],
-    exclude: Iterable[str],
+    parameter: Tensor, module: nn.Module, owners: list[tuple[str, str]], exclude: Iterable[str]
 ) -> str | None:
-    """Why a parameter is in no block; None if it is in its layer's."""
+    """Why a parameter of `module` is in no block; None if it is in its layer's."""
+    name, attribute = owners[0]
     if not parameter.requires_grad:
         return "frozen when the optimizer was built"
     if len(owners) > 1:
@@ -160,6 +140,39 @@ def _owners(model: nn.Module) -> dict[Tensor, list[tuple[str, str]]]:
             if parameter is not None:
                 owners.setdefault(parameter, []).append((name, attribute))
     return owners
+
+
+def _check_parameters(chosen: list[Tensor], names: dict[Tensor, str]) -> None:
+    """Refuse parameters that are not the model's, or have no shape yet."""
+    strangers = sum(p not in names for p in chosen)
+    if strangers:
+        raise DecaylabError(
+            f"{strangers} of the given parameters do not belong to the model: "
+            "give KFAC the model that owns them, or step them with an optimizer of their own"
+        )
+    for parameter in chosen:
+        if isinstance(parameter, UninitializedParameter):
+            raise DecaylabError(
+                f"parameter {names[parameter]!r} has no shape yet: "
+                "run one batch through the model before building KFAC"
+            )
+
+
+def _check_excluded(layers: dict[str, nn.Module], exclude: Iterable[str]) -> None:
+    """Refuse names of no module, and of modules that hold layers instead of being one."""
+    unknown = sorted(set(exclude) - layers.keys())
+    if unknown:
+        raise DecaylabError(f"exclude names no layer of the model: {', '.join(unknown)}")
+    for name in exclude:
+        inside = [
+            f"{name}.{child}".removeprefix(".")
+            for child, module in layers[name].named_modules()
+            if child and type(module) in LAYER_TYPES
+        ]
+        if inside:
+            raise DecaylabError(
+                f"exclude: {name!r} is not a layer, it has some in it: name these, as {inside[0]!r}"
+            )
 
 
 def _refuse_without_effect(groups: list[dict[str, Any]]) -> None:

@@ -105,6 +105,10 @@ class KFAC(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # a GradScaler leaves unscaling and skipping to `step`
+    steps = 0
+    _initializing = _initialized = _inverted = _laid_out = False
+    _begun: int | None = None  # the step at which the pending inversion began
+    _begins = False  # whether one begins behind the step that `before_step` opened
 
     def __init__(
         self,
@@ -136,20 +140,22 @@ class KFAC(torch.optim.Optimizer):
         measure = Measure(
             curvature, likelihood, outputs, curvature_scale, reduction, sharing, logits
         )
+        check_arguments(model, lr)
+        lag = options.inversion_lag
         check_numbers(
             damping=(damping, damping > 0),
+            damping_scaling=(repr(damping_scaling), damping_scaling in ("fixed", "scale-free")),
             kl_clip=(kl_clip, kl_clip is None or kl_clip > 0),
             refresh_every=(refresh_every, refresh_every >= 1),
             invert_every=(invert_every, invert_every >= 1),
             factor_decay=(factor_decay, 0 <= factor_decay < 1),
             max_factor_dim=(max_factor_dim, max_factor_dim >= 1),
-            inversion_lag=(options.inversion_lag, 0 <= options.inversion_lag < invert_every),
+            inversion_lag=(lag, 0 <= lag < invert_every),
         )
-        if damping_scaling not in ("fixed", "scale-free"):
-            raise DecaylabError(f"damping_scaling is {damping_scaling!r}: use fixed or scale-free")
-        check_arguments(model, lr)
         self.model = innermost(model)
-        self._ranks = ranks_of(model, options.process_group)
+        self.damping, self.kl_clip, self.factor_decay = damping, kl_clip, factor_decay
+        self.refresh_every, self.invert_every = refresh_every, invert_every
+        self._ranks, self._inversion_lag = ranks_of(model, options.process_group), lag
         if others_lr is None:
             others_lr = 1e-3 if others == "adam" else lr
         cuda = any(p.is_cuda for p in self.model.parameters())
@@ -161,34 +167,29 @@ class KFAC(torch.optim.Optimizer):
             max_factor_dim=max_factor_dim,
             others={**self._first_order.defaults, "law": others, "weight_decay": weight_decay},
         )
-        self.damping, self.kl_clip = damping, kl_clip
-        self.refresh_every, self.invert_every = refresh_every, invert_every
-        self.factor_decay, self.steps = factor_decay, 0
-        self._initializing = self._initialized = False
-        self._inversion_lag, self._inverted = options.inversion_lag, False
-        self._begun: int | None = None  # the step at which the pending inversion began
-        self._begins = False  # whether one begins behind the step that `before_step` opened
-        self._coverage, self._frozen_groups = planned.coverage, False
         defaults = {"lr": lr, "weight_decay": weight_decay, "decay": decay, "momentum": momentum}
         super().__init__(planned.groups, defaults)
-        self._frozen_groups = True
+        self._coverage, self._laid_out = planned.coverage, True
         check_groups(self.param_groups)
         self.device = one_device(self.param_groups)
-        seed = torch.initial_seed() if options.seed is None else options.seed
-        generator = torch.Generator(self.device).manual_seed(seed)
         self._blocks = Blocks(planned.blocks, self.device, self._ranks)
         self._updater = Updater(self._blocks, self._first_order)
         scaled = damping_scaling == "scale-free"
         layers = invariant_layers(self.model, planned.blocks, options.invariant) if scaled else []
         self.scale_free = ScaleFree(planned.blocks, layers)
-        self._seed = together(self._ranks, seed, self.scale_free.norms, generator)
         self._skips = Skips(self.device)
+        seed = torch.initial_seed() if options.seed is None else options.seed
+        generator = torch.Generator(self.device).manual_seed(seed)
+        self._seed = together(self._ranks, seed, self.scale_free.norms, generator)
         # nothing here refers back to self: its memory and hooks go with the last reference to it
-        own, rows = weakref.ref(self), options.counted_rows
+        own = weakref.ref(self)
         self._observer = Observer(
-            *(model, planned.blocks, measure),
+            model,
+            planned.blocks,
+            measure,
             lambda: (kfac := own()) is not None and kfac.refresh_due,
-            *(generator, rows),
+            generator,
+            options.counted_rows,
         )
         weakref.finalize(self, self._observer.capture.detach).atexit = False
 
@@ -303,8 +304,7 @@ class KFAC(torch.optim.Optimizer):
             loss: (output, labels) -> loss, for the empirical Fisher; a batch is then (inputs,
                 labels).
         """
-        empirical = self._observer.measure.curvature == "empirical-fisher"
-        if empirical and loss is None:
+        if loss is None and self._observer.measure.curvature == "empirical-fisher":
             raise DecaylabError(
                 "the empirical Fisher is made of the loss's gradients: "
                 "call initialize(batches, loss=...)"
@@ -387,7 +387,7 @@ class KFAC(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after construction: blocks are laid out once."""
-        if self._frozen_groups:
+        if self._laid_out:
             raise DecaylabError(
                 "KFAC lays its blocks out once: build a new one with all param groups"
             )

@@ -1,4 +1,4 @@
-"""Rare options of K-FAC, its health report, and who steps the parameters outside its blocks."""
+"""Rare options of K-FAC, checks of what it is given, and the optimizer of all other parameters."""
 
 from dataclasses import dataclass
 from numbers import Real
@@ -62,6 +62,7 @@ def first_order(
 
 RANGES = {
     "damping": "> 0",
+    "damping_scaling": "fixed or scale-free",
     "kl_clip": "> 0, or None",
     "refresh_every": ">= 1",
     "invert_every": ">= 1",
