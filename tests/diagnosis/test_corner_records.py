@@ -62,6 +62,18 @@ def test_a_resumed_run_has_all_of_its_exposure(tmp_path):
         assert exposure == pytest.approx(0.002 * step)
 
 
+def test_records_that_begin_in_the_middle_are_no_verdict_on_the_whole():
+    """A resumed run that was watched without a folder: it says which steps it speaks of."""
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
+    with watch(model, optimizer, every=10) as watched:
+        watched.resume(85)
+        train(model, optimizer, 35)
+    found = diagnose(watched)
+    assert any("its records begin at step 90" in said for said in found.first)
+    assert "Over steps 90 to 120, decay removed 3.5 %" in found["effective l"].reason
+
+
 def test_zeros_at_a_record_leave_the_others_as_they_are():
     """A layer that begins at zero has no direction there, and has one later."""
     whole = records({"conv": DECAYED})

@@ -113,9 +113,11 @@ def _too_little(
     exposures = [layer.total_exposure for layer in layers if layer.total_exposure is not None]
     if len(exposures) < len(layers) or together(exposures) >= TOO_LITTLE_EXPOSURE:
         return None
+    first = min(step for layer in layers for step, _ in layer.norms)
+    over = f"steps {first} to {run.steps}" if first > 1 else f"the {run.steps} steps of the run"
     reason = (
-        f"Over the {run.steps} steps of the run, decay removed {100 * max(exposures):.2g} % of the"
-        " weights: too little to act."
+        f"Over {over}, decay removed {100 * max(exposures):.2g} % of the weights: too little to"
+        " act."
     )
     return Finding(name, quantity, "does not act", reason)
 

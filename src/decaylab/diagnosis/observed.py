@@ -186,6 +186,12 @@ def _watched(name: str, rows: Rows) -> Observed:
         for row in kept
         if row.name.startswith(("weight_norm/", "setting_", "norm/")) and "/" in row.name
     )
+    first = min((row.step for row in kept), default=0)
+    if first > 1:
+        troubles.append(
+            f"its records begin at step {first}, so what decay did before is not judged (with"
+            " watch(folder=...), a run that is resumed keeps its records)"
+        )
     clips = {layer: clipped(series, layer) for layer in named}
     layers = {layer: _watched_layer(series, layer, clips[layer]) for layer in named}
     if kept and not any(name.startswith("setting_") for name in series):

@@ -45,7 +45,7 @@ from decaylab.probes.weights import (
     snapshot,
     weight_norms,
 )
-from decaylab.records.rows import Row, Rows, RowWriter, Tracker
+from decaylab.records.rows import Row, Rows, RowWriter, Tracker, read_rows
 
 Cost = Literal["free", "one backward", "many"]
 
@@ -173,7 +173,7 @@ class Watch:
     def resume(self, step: int) -> None:
         """Count on from `step`, that of a checkpoint; rows recorded past it do not count any more.
 
-        Exposure to decay is counted from here, because what came before is not known.
+        With a folder, `records` has its rows up to there. Exposure to decay is counted from here.
         """
         self.steps = step
         self._exposure = Exposure(self.optimizer)
@@ -182,6 +182,7 @@ class Watch:
         self._settings = {}  # those that changed past the checkpoint are to be recorded again
         if self._writer is not None:
             self._writer.resume(step)
+            self._rows = list(read_rows(self._writer.path).rows)
         self._listen_if_due()
 
     def detach(self) -> None:
