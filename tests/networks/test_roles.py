@@ -165,6 +165,20 @@ def test_spectral_normalisation_is_found_by_measurement():
     assert names["invariant"] == {"0.parametrizations.weight.original"}
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_weight_and_spectral_normalisation_in_their_older_form():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    nn.utils.weight_norm(model[0])
+    nn.utils.spectral_norm(model[2], n_power_iterations=20)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    names = by_role(roles(model.double(), x))
+    assert names["invariant"] == {"0.weight_v", "2.weight_orig"}
+    assert names["norm"] == {"0.weight_g"}
+    assert names["bias"] == {"0.bias", "2.bias", "4.bias"}
+    assert by_role(roles(model))["invariant"] == {"0.weight_v"}
+
+
 def test_a_power_iteration_that_lags_behind_is_the_same_in_every_evaluation():
     torch.manual_seed(0)
     layers = [spectral_norm(nn.Linear(16, 16, bias=False)) for _ in range(3)]

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from decaylab.errors import DecaylabError
 from decaylab.networks.kept import kept_buffers
@@ -86,16 +88,20 @@ def _own_parameters(module: nn.Module) -> Iterator[Tensor]:
         yield from module.parametrizations.parameters()  # type: ignore[union-attr]
 
 
+def _older(module: nn.Module) -> list[WeightNorm | SpectralNorm]:
+    """Its normalisations in torch's older form, a hook (nn.utils.weight_norm, spectral_norm)."""
+    hooks = module._forward_pre_hooks.values()
+    return [hook for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)]
+
+
 def _gains(module: nn.Module) -> list[Tensor]:
     """The learnt norms of weight-normalised weights (parametrisations.weight_norm)."""
-    if not parametrize.is_parametrized(module):
-        return []
-    lists: Any = module.parametrizations
-    return [
-        parametrization.original0
-        for parametrization in lists.values()
-        if isinstance(parametrization[0], _WeightNorm)
-    ]
+    found = [hook.name for hook in _older(module) if isinstance(hook, WeightNorm)]
+    gains = [getattr(module, f"{name}_g") for name in found]
+    if parametrize.is_parametrized(module):
+        lists: Any = module.parametrizations
+        gains += [each.original0 for each in lists.values() if isinstance(each[0], _WeightNorm)]
+    return gains
 
 
 def _layer(module: nn.Module) -> Layer | None:
@@ -114,7 +120,8 @@ def _layer(module: nn.Module) -> Layer | None:
     if not weights:
         return None
     biases = [p for p in rest if p.ndim < 2]
-    return Layer(kind, weights, biases, gains, others, parametrize.is_parametrized(module))
+    parametrised = parametrize.is_parametrized(module) or bool(_older(module))
+    return Layer(kind, weights, biases, gains, others, parametrised)
 
 
 def _layers(model: nn.Module) -> dict[str, Layer]:
