@@ -12,7 +12,6 @@ from decaylab.errors import DecaylabError
 from decaylab.optim.decay import (
     CONVENTIONS,
     convert,
-    decay_exposure,
     decay_of,
     decay_rate,
     parameter_groups,
@@ -153,18 +152,14 @@ def test_without_a_word_there_is_no_momentum():
     groups = parameter_groups(model, weight_decay=0.02, decay="l2")
     (row,) = decay_table(model, torch.optim.SGD(groups, lr=0.1))
     assert row.factor == row.long_run == pytest.approx(1 - 0.002, rel=1e-12)
-    assert decay_rate(0.02, "l2", optimizer="sgd", lr=0.1) == pytest.approx(0.002, rel=1e-12)
+    assert decay_rate(0.02, "l2", law="sgd", lr=0.1) == pytest.approx(0.002, rel=1e-12)
     assert steady_shrink(0.02, "l2", lr=0.1) == pytest.approx(0.002, rel=1e-12)
     assert convert(0.02, "l2", "decoupled", lr=0.1) == pytest.approx(0.02, rel=1e-12)
-    (stage,) = decay_exposure(
-        [0.1] * 3, steps_per_epoch=5, weight_decay=0.02, decay="l2", optimizer="sgd"
-    )
-    assert stage.exposure == pytest.approx(15 * 0.002, rel=1e-12)
 
 
 def test_a_rate_of_an_unknown_kind_is_refused():
     with pytest.raises(DecaylabError, match="unknown decay"):
-        decay_rate(0.02, "decoupled-l2", optimizer="sgd", lr=0.1)
+        decay_rate(0.02, "decoupled-l2", law="sgd", lr=0.1)
 
 
 @pytest.mark.parametrize("group", [{}, {"weight_decay": 0.0}, {"weight_decay": 0, "decay": "l2"}])

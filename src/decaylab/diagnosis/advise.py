@@ -69,8 +69,8 @@ class Stepping:
 
     def rate(self, weight_decay: float) -> float:
         """The part of W that this decay takes a step (`decay_rate`)."""
-        settings = {"lr": self.lr, "momentum": self.momentum}
-        return decay_rate(weight_decay, self.decay, optimizer=self.optimizer, **settings)
+        law = OPTIMIZERS[self.optimizer]
+        return decay_rate(weight_decay, self.decay, law=law, lr=self.lr, momentum=self.momentum)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class Setting:
     def rate_at(self, weight_decay: float) -> float:
         """The rate at another strength, to which it is proportional."""
         strength = weight_decay * self.intake
-        return decay_rate(strength, self.decay, optimizer="sgd", lr=self.lr, momentum=self.memory)
+        return decay_rate(strength, self.decay, law="sgd", lr=self.lr, momentum=self.memory)
 
 
 @dataclass(frozen=True)

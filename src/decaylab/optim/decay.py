@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -145,16 +144,14 @@ CONVENTIONS = {
 }
 
 
-def _convention(name: str | Convention) -> Convention:
-    if isinstance(name, Convention):
-        return name
+def _convention(name: str) -> Convention:
     if name not in CONVENTIONS:
         raise DecaylabError(f"unknown convention {name!r}: choose one of {', '.join(CONVENTIONS)}")
     return CONVENTIONS[name]
 
 
 def steady_shrink(
-    weight_decay: float, convention: str | Convention, *, lr: float, momentum: float = 0.0
+    weight_decay: float, convention: str, *, lr: float, momentum: float = 0.0
 ) -> float:
     """By which part of itself a weight shrinks in one step, in the long run, by decay alone.
 
@@ -181,14 +178,7 @@ def steady_shrink(
     return amount / ((1 - momentum + amount) / 2 + math.sqrt(discriminant))
 
 
-def convert(
-    weight_decay: float,
-    from_: str | Convention,
-    to: str | Convention,
-    *,
-    lr: float,
-    momentum: float = 0.0,
-) -> float:
+def convert(weight_decay: float, from_: str, to: str, *, lr: float, momentum: float = 0.0) -> float:
     """The value that shrinks a weight as much per step in another convention (`CONVENTIONS`).
 
     Between conventions on the same side of the momentum it is exact from the first step: decoupled
@@ -209,7 +199,7 @@ def convert(
     if source.inside_momentum == target.inside_momentum or momentum == 0:
         amount = weight_decay * (lr if source.times_lr else 1.0)
     else:
-        shrink = steady_shrink(weight_decay, source, lr=lr, momentum=momentum)
+        shrink = steady_shrink(weight_decay, from_, lr=lr, momentum=momentum)
         amount = shrink
         if target.inside_momentum:
             if shrink > 1 - math.sqrt(momentum):
@@ -223,7 +213,7 @@ def convert(
 
 
 def decay_rate(
-    weight_decay: float, decay: str, *, optimizer: str, lr: float, momentum: float = 0.0
+    weight_decay: float, decay: str, *, law: Law, lr: float, momentum: float = 0.0
 ) -> float:
     """The decay that one step adds to the exposure, to first order (recipe, before line 1).
 
@@ -232,47 +222,13 @@ def decay_rate(
     L2 in Adam and K-FAC it is the rate before the preconditioner: compare it only with its like.
     """
     check_decay(decay, weight_decay)
-    check_optimizer(optimizer)
     if decay == "none":
         return 0.0
     if decay == "independent":
         return weight_decay
-    if decay == "l2" and OPTIMIZERS[optimizer] != "adam":
+    if decay == "l2" and law != "adam":
         return lr * weight_decay / (1 - momentum)
     return lr * weight_decay
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A run of epochs with one learning rate, and the decay it brings; `last` is included."""
-
-    first: int
-    last: int
-    lr: float
-    exposure: float
-
-
-def decay_exposure(
-    learning_rates: Sequence[float],
-    *,
-    steps_per_epoch: int,
-    weight_decay: float,
-    decay: str,
-    optimizer: str,
-    momentum: float = 0.0,
-) -> list[Stage]:
-    """The sum of `decay_rate` over the steps of each stage of a schedule: how far decay can act.
-
-    `learning_rates` holds one value per epoch, epoch 0 first. An exposure of 1 means that the
-    weights of the stage's start count for 1/e at its end. A shortened schedule has less of it.
-    """
-    stages, first = [], 0
-    for lr, epochs in groupby(learning_rates):
-        count = sum(1 for _ in epochs)
-        rate = decay_rate(weight_decay, decay, optimizer=optimizer, lr=lr, momentum=momentum)
-        stages.append(Stage(first, first + count - 1, lr, rate * steps_per_epoch * count))
-        first += count
-    return stages
 
 
 OUTSIDE = "outside_weight_decay"

@@ -72,9 +72,8 @@ def exposure_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
         law = law_of(optimizer, group)
     except DecaylabError:  # the rate of L2 before whatever changes it
         law = "adam"
-    kind = {"kfac": "kfac-f"}.get(law, law)
     momentum = float(group.get("momentum", 0.0)) if sums_up(optimizer, group) else 0.0
     if decay == "l2" and momentum:
         strength *= 1 - group.get("dampening", 0.0)
     lr = math.nan if group.get("lr") is None else group["lr"]  # some find theirs themselves
-    return decay_rate(strength, decay, optimizer=kind, lr=lr, momentum=momentum)
+    return decay_rate(strength, decay, law=law, lr=lr, momentum=momentum)

@@ -1,21 +1,13 @@
-"""Learning rates by epoch: pure functions, for any optimizer."""
+"""Learning rates by epoch, for any optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
-from torch.optim import Optimizer
-
 from decaylab.errors import DecaylabError
 
 Schedule = Callable[[int, float], float]
 """(epoch counted from 0, base learning rate) -> learning rate of that epoch."""
-
-
-def constant(epoch: int, base: float) -> float:
-    """The base learning rate at every epoch (Fig. 9's K-FAC runs)."""
-    return base
 
 
 def step(every: int, factor: float = 10.0) -> Schedule:
@@ -37,12 +29,3 @@ def step(every: int, factor: float = 10.0) -> Schedule:
         return base / factor ** (epoch // every)
 
     return learning_rate
-
-
-def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Give all groups a learning rate; one that is a 0-dim tensor is filled, so graphs see it."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr

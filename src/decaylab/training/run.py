@@ -19,7 +19,7 @@ from decaylab import probes
 from decaylab.data import DataSet
 from decaylab.errors import DecaylabError
 from decaylab.optim import schedules
-from decaylab.optim.decay import decay_rate
+from decaylab.optim.decay import OPTIMIZERS, decay_rate
 from decaylab.optim.first_order import lay_out_state
 from decaylab.optim.kfac import KFAC
 from decaylab.probes.weights import Layers, layers_of
@@ -238,7 +238,7 @@ class TrainingRun:
         return steps * decay_rate(
             spec.weight_decay,
             spec.decay,
-            optimizer=spec.optimizer,
+            law=OPTIMIZERS[spec.optimizer],
             lr=self.lr,
             momentum=spec.momentum or 0.0,
         )
