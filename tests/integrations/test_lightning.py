@@ -276,3 +276,18 @@ def test_wrong_use_is_one_sentence(tmp_path):
         fit(Module(kfac), tmp_path, [WatchCallback(optimizer=1)])
     with pytest.raises(DecaylabError, match="not list: give the tensor that the model takes"):
         fit(Module(kfac), tmp_path, [WatchCallback(inputs=[data()[0]])])
+
+
+def test_a_module_without_forward_is_watched_in_the_part_that_has_one(tmp_path):
+    class NoForward(Module):
+        forward = pl.LightningModule.forward
+
+        def validation_step(self, batch, _):
+            pass
+
+    inputs = data()[0]
+    with pytest.raises(DecaylabError, match=r'no forward.* WatchCallback\(module="net"\)'):
+        fit(NoForward(decoupled_sgd), tmp_path, [WatchCallback(inputs=inputs)])
+    callback = WatchCallback(inputs=inputs, probes="diagnosis", module="net")
+    fit(NoForward(decoupled_sgd), tmp_path, [callback])
+    assert callback.watched.records.last("jacobian_norm") > 0

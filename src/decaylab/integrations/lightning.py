@@ -102,6 +102,11 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
         model = optimizer.model if isinstance(optimizer, KFAC) else pl_module
         if self._module is not None:
             model = pl_module.get_submodule(self._module)
+        elif self._inputs is not None and type(model).forward is _library.LightningModule.forward:
+            raise DecaylabError(
+                f"{type(model).__name__} has no forward for the inputs: name the part that returns"
+                ' the logits, as WatchCallback(module="net")'
+            )
         first = trainer.is_global_zero  # one process writes
         inputs = self._inputs  # what is no tensor is refused by `watch`
         trackers = [*self._trackers, *([_Loggers(trainer)] if self._log else [])]
