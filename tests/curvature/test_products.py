@@ -75,6 +75,76 @@ def test_jacobian_product_equals_the_jacobian(name, forward_mode, monkeypatch):
     torch.testing.assert_close(tangent, J @ flat, rtol=1e-10, atol=1e-10)
 
 
+class _Square(torch.autograd.Function):
+    """As functions were written before `setup_context`."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class _CutSquare(_Square):
+    """Its backward hides from autograd, as kernels of others do."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _Square.backward(ctx, gradient.detach())
+
+
+class _OnceSquare(_Square):
+    """Its backward says so."""
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        return _Square.backward(ctx, gradient)
+
+
+class _Squared(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(4, 5), nn.Linear(5, 3), function
+
+    def forward(self, x):
+        return self.last(self.function(self.first(x)))
+
+
+def squared(function) -> nn.Module:
+    torch.manual_seed(0)
+    return _Squared(function).double()
+
+
+@pytest.mark.parametrize("curvature", ["gauss-newton", "fisher"])
+def test_products_through_functions_of_the_old_style(curvature):
+    """torch.func refuses them."""
+    inputs = torch.randn(6, 4).double()
+    model, plain = squared(_Square.apply), squared(torch.square)
+    vector = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+    for one, other in zip(
+        products.jacobian_product(model, inputs, vector),
+        products.jacobian_product(plain, inputs, vector),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    found = products.curvature_product(model, inputs, vector, curvature=curvature)
+    wanted = products.curvature_product(plain, inputs, vector, curvature=curvature)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", [_CutSquare, _OnceSquare])
+def test_functions_whose_backward_hides_from_autograd_are_refused(function):
+    """Their part of J v would be missing without a word."""
+    model, inputs = squared(function.apply), torch.randn(6, 4).double()
+    vector = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+    with pytest.raises(DecaylabError, match="cannot be differentiated"):
+        products.jacobian_product(model, inputs, vector)
+
+
 def with_a_spare_layer() -> nn.Module:
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "spare": nn.Linear(3, 2)}).double()
     model.forward = lambda x: model["used"](x)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.func import jvp, vjp
+from torch.func import jvp
 
 from decaylab.curvature.outputs import Curvature, Likelihood, exact, hessian_product, sampled
 from decaylab.curvature.untouched import (
@@ -31,6 +31,11 @@ from decaylab.curvature.untouched import (
     untouched,
 )
 from decaylab.errors import DecaylabError
+
+NOT_TWICE = (
+    "an operation of the model has no forward-mode rule, and its backward pass cannot be "
+    "differentiated: give its torch.autograd.Function a `jvp`, or leave this quantity out"
+)
 
 
 def jacobian_product(
@@ -78,8 +83,12 @@ def curvature_product(
             at_output = gradient * (gradient * tangent).sum(-1, keepdim=True)
         else:
             at_output = hessian_product(logits, tangent, curvature, likelihood)
-        (product,) = vjp(function, primals)[1](at_output.to(logits.dtype) / rows(logits))
-    return {name: value.detach() for name, value in product.items()}
+        leaves = _leaves(primals)
+        vectors = at_output.detach().to(logits.dtype) / rows(logits)
+        product = torch.autograd.grad(
+            function(leaves), list(leaves.values()), vectors, materialize_grads=True
+        )
+    return dict(zip(leaves, product, strict=True))
 
 
 def exact_traces(
@@ -99,7 +108,7 @@ def exact_traces(
     """
     check_inputs(model, inputs)
     with untouched(model, batch_norm=batch_norm) as bare_model:
-        parameters = _leaves(bare_model)
+        parameters = _leaves(trainable(bare_model))
         total = {name: p.new_zeros((), dtype=torch.float64) for name, p in parameters.items()}
         count = 0
         for part, wanted in _separable_parts(inputs, targets, tied(bare_model, batch_norm)):
@@ -136,7 +145,7 @@ def sampled_traces(
         raise DecaylabError(f"samples={samples}: a standard error needs at least two draws")
     check_inputs(model, inputs)
     with untouched(model, batch_norm=batch_norm) as bare_model:
-        parameters = _leaves(bare_model)
+        parameters = _leaves(trainable(bare_model))
         draws = {name: p.new_zeros(samples, dtype=torch.float64) for name, p in parameters.items()}
         logits = as_function(bare_model, inputs)(parameters)
         for k in range(samples):
@@ -177,7 +186,8 @@ def _jvp(
         warnings.filterwarnings("ignore", message=r".*torch\.jit\.script.*")
         try:
             result = jvp(function, (primals,), (tangents,))
-        except NotImplementedError:  # an operation without a forward-mode rule: weight_norm
+        except RuntimeError:
+            # operations without a forward-mode rule (weight_norm), functions of the old style
             return _jvp_by_two_backward_passes(function, primals, tangents)
     return result[0], result[1]
 
@@ -187,16 +197,29 @@ def _jvp_by_two_backward_passes(
     primals: dict[str, Tensor],
     tangents: dict[str, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """J v as the derivative of u' J v with regard to u."""
-    leaves = {name: primal.detach().requires_grad_() for name, primal in primals.items()}
+    """J v as the derivative of u' J v with regard to u.
+
+    It is linear in u, so that u times its derivative is itself: a backward pass that hides from
+    autograd, as kernels of others may, is seen by that.
+    """
+    leaves = _leaves(primals)
     logits = function(leaves)
-    u = torch.zeros_like(logits, requires_grad=True)
+    u = torch.randn_like(logits).requires_grad_()
     pulled = torch.autograd.grad(
         logits, list(leaves.values()), u, create_graph=True, materialize_grads=True
     )
-    terms = [(g * v).sum() for g, v in zip(pulled, tangents.values(), strict=True)]
+    terms = [g * v for g, v in zip(pulled, tangents.values(), strict=True)]
     # 0 * u: where no direction reaches the logits the product is still a function of u
-    (tangent,) = torch.autograd.grad(torch.stack([0 * u.sum(), *terms]).sum(), u)
+    total = torch.stack([0 * u.sum(), *(term.sum() for term in terms)]).sum()
+    try:
+        (tangent,) = torch.autograd.grad(total, u)
+    except RuntimeError as error:
+        raise DecaylabError(NOT_TWICE) from error
+    one, other = ([t.detach().double() for t in part] for part in (terms, [u * tangent]))
+    size = sum(float(t.abs().sum()) for t in one + other)
+    gap = abs(sum(float(t.sum()) for t in one) - sum(float(t.sum()) for t in other))
+    if gap > torch.finfo(logits.dtype).eps ** 0.5 * size:
+        raise DecaylabError(NOT_TWICE)
     return logits, tangent
 
 
@@ -223,9 +246,9 @@ def _directions(
     )
 
 
-def _leaves(model: nn.Module) -> dict[str, Tensor]:
-    """The trainable parameters without the hooks that somebody hung on them (clips, masks)."""
-    return {name: p.detach().requires_grad_() for name, p in trainable(model).items()}
+def _leaves(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters without the hooks that somebody hung on them (clips, masks)."""
+    return {name: p.detach().requires_grad_() for name, p in parameters.items()}
 
 
 def _separable_parts(
