@@ -100,6 +100,11 @@ def test_a_model_on_two_devices():
         KFAC(model, 0.1)
 
 
+def test_a_model_without_memory():
+    with pytest.raises(DecaylabError, match=r"on the meta device.*to_empty"):
+        KFAC(nn.Linear(2, 2, device="meta"), 0.1)
+
+
 def test_an_output_that_is_not_logits():
     model = seeded(lambda: nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)))
     KFAC(model, 0.1)

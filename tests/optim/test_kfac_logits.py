@@ -64,6 +64,17 @@ def test_logits_with_the_classes_where_a_convolution_puts_them():
     assert float(opt.factors()["2"].T) == 1
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_enlarged_logits_with_the_classes_where_a_convolution_puts_them(mode):
+    """As segmentation nets return them."""
+    enlarge = nn.Upsample(scale_factor=2, mode=mode)
+    model = seeded(lambda: nn.Sequential(nn.Conv2d(2, CLASSES, 1), enlarge))
+    opt = KFAC(model, 0.1)
+    with pytest.raises(DecaylabError, match=r"movedim\(1, -1\)"):
+        model(random(2, 2, 5, 5))
+    opt.detach()
+
+
 # -- what is handed to `observe` --
 
 

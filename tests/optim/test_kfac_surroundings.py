@@ -129,22 +129,23 @@ def test_an_output_that_is_overwritten(kind, shape, bias, curvature):
     same(*models)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("curvature", ["fisher", "empirical-fisher"])
-def test_an_output_of_one_example_that_is_overwritten(curvature):
+def test_an_output_of_one_example_that_is_overwritten(curvature, layout):
     """Without a batch axis a convolution's output is a view, too."""
     models = []
     for function in (F.relu_, F.relu):
         model = seeded(
             lambda f=function: nn.Sequential(
-                nn.Conv1d(2, 3, 2),
+                nn.Conv2d(2, 3, 2),
                 Apply(f),
                 nn.Flatten(0),
-                nn.Linear(9, 3),
+                nn.Linear(18, 3),
                 nn.Unflatten(0, (1, 3)),
             )
-        )
+        ).to(memory_format=layout)
         opt = KFAC(model, 0.1, curvature=curvature, **EXACT)
-        step(opt, model, random(2, 4), labels_for(1, classes=CLASSES))
+        step(opt, model, random(2, 4, 3), labels_for(1, classes=CLASSES))
         models.append(model)
     same(*models)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from decaylab.errors import DecaylabError
-from decaylab.networks.kept import kept_buffers
+from decaylab.networks.kept import kept
 
 
 @dataclass(eq=False)
@@ -234,7 +234,8 @@ def _in_the_graph(output: Tensor) -> Tensor:
     base = output._base
     if base is None or base.numel() != output.numel():
         return output
-    return base if base.is_contiguous() and output.is_contiguous() else output
+    alone = base.shape == (1, *output.shape)  # a convolution of one example without a batch axis
+    return base if alone or (base.is_contiguous() and output.is_contiguous()) else output
 
 
 def logits_of(output: Any) -> Tensor | None:
@@ -306,21 +307,15 @@ def frozen_batch_norm(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def as_in_training(model: nn.Module, device: torch.device) -> Iterator[None]:
+def as_in_training(model: nn.Module) -> Iterator[None]:
     """Train mode with grad; afterwards modes, random state and buffers are as before.
 
     A model in train mode stays as it is: normalisation that is kept in eval mode is part of it.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    devices = [device] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices), kept_buffers(model), torch.enable_grad():
-            if not model.training:
-                model.train()
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with kept(model), torch.enable_grad():
+        if not model.training:
+            model.train()
+        yield
 
 
 def _run_eagerly_when(model: nn.Module, condition: Callable[[], bool]) -> Callable[[], None]:

@@ -336,7 +336,10 @@ class Observer:
         outputs = {c.edge.node: self._blocks[c.name].layer for c in calls if c.edge is not None}
         categorical = self.measure.likelihood == "categorical"
         for head in heads:
-            last = outputs.get(get_gradient_edge(head).node)
+            node: Any = get_gradient_edge(head).node
+            while node.name().startswith("Upsample"):  # segmentation nets enlarge their logits
+                node = node.next_functions[0][0]
+            last = outputs.get(node)
             convolved = last is not None and not isinstance(last, nn.Linear)
             if convolved and categorical and self.measure.curvature == "fisher":
                 raise DecaylabError(

@@ -173,4 +173,10 @@ def one_device(groups: list[dict[str, Any]]) -> torch.device:
             f"the parameters are on several devices ({', '.join(sorted(map(str, devices)))}): "
             "move the model to one before building KFAC"
         )
-    return devices.pop()
+    device = devices.pop()
+    if device.type == "meta":
+        raise DecaylabError(
+            "the model is on the meta device, without memory: call model.to_empty(device=...) and "
+            "give it its weights before building KFAC"
+        )
+    return device
