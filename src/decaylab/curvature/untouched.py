@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from decaylab.curvature.capture import _Hook, innermost, logits_of
 from decaylab.errors import DecaylabError
-from decaylab.networks.kept import kept_buffers
+from decaylab.networks.kept import kept
 
 BatchNormMode = Literal["eval", "train"]
 
@@ -41,19 +41,17 @@ def untouched(model: nn.Module, *, batch_norm: BatchNormMode = "eval") -> Iterat
         raise DecaylabError(f"unknown batch_norm mode {batch_norm!r}: use 'eval' or 'train'")
     model = bare(model)
     modules = list(model.modules())
-    modes = [module.training for module in modules]
     tracking = [(m, m.track_running_stats) for m in modules if isinstance(m, _NormBase)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     with contextlib.ExitStack() as stack:
         for pause in _pauses(modules):
             stack.enter_context(pause())
-        stack.enter_context(torch.random.fork_rng(devices=_cuda_devices(model)))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         for kind in {parameter.device.type for parameter in model.parameters()}:
             stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(kept_buffers(model))
+        stack.enter_context(kept(model))
         try:
             model.eval()
             for parameter, _ in gradients:
@@ -64,8 +62,6 @@ def untouched(model: nn.Module, *, batch_norm: BatchNormMode = "eval") -> Iterat
                     norm.training, norm.track_running_stats = True, False
             yield model
         finally:
-            for module, was in zip(modules, modes, strict=True):
-                module.training = was
             for norm, was in tracking:
                 norm.track_running_stats = was
             for parameter, gradient in gradients:
@@ -77,11 +73,6 @@ def _pauses(modules: list[nn.Module]) -> list[Callable[[], Any]]:
     hooks = [h for m in modules for h in [*m._forward_pre_hooks.values()] if isinstance(h, _Hook)]
     captures = [hook._owner() for hook in hooks if hook._owner is not None]
     return [capture.paused for capture in captures if capture is not None]
-
-
-def _cuda_devices(model: nn.Module) -> list[torch.device]:
-    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
-    return sorted((d for d in devices if d.type == "cuda"), key=str)
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:

@@ -1,14 +1,36 @@
-"""Leaving a model's buffers as they were: running statistics, power iterations, counters."""
+"""Leaving a model as it was: its modes, its buffers, and the generators that it draws from."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 
 @contextmanager
+def kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards modes, buffers and torch's generators are as they were."""
+    with kept_modes(model), kept_buffers(model), torch.random.fork_rng(cuda_devices(model)):
+        yield
+
+
+@contextmanager
+def kept_modes(model: nn.Module) -> Iterator[None]:
+    """Afterwards every module is in train or eval mode as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Afterwards every buffer is the tensor that it was, or None, with the values that it had."""
+    """Afterwards every buffer is the tensor that it was, or None, with the values that it had.
+
+    Running statistics, power iterations, counters.
+    """
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
         for module in model.modules()
@@ -22,3 +44,9 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
             if buffer is not None and values is not None:
                 # unseen by autograd: a graph that waits for its backward may have saved it
                 buffer.data.copy_(values)
+
+
+def cuda_devices(model: nn.Module) -> list[torch.device]:
+    """The GPUs that hold a part of the model."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    return sorted((device for device in devices if device.type == "cuda"), key=str)

@@ -19,7 +19,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from decaylab.errors import DecaylabError
-from decaylab.networks.kept import kept_buffers
+from decaylab.networks.kept import cuda_devices, kept, kept_buffers
 
 Role = Literal["invariant", "weight", "head", "bias", "norm", "other"]
 Kind = Literal["conv", "linear", "norm", "embedding", "other"]
@@ -170,10 +170,6 @@ def _distance(outputs: list[Tensor], reference: list[Tensor]) -> Tensor:
     return torch.stack(squares).sum().sqrt()
 
 
-def _cuda_devices(model: nn.Module) -> list[torch.device]:
-    return sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
-
-
 @contextmanager
 def _left_untouched(model: nn.Module) -> Iterator[None]:
     """Train mode without gradients; afterwards mode, buffers and generators are as they were.
@@ -181,17 +177,14 @@ def _left_untouched(model: nn.Module) -> Iterator[None]:
     Autocast, if it is on, stays on but without its cache: that would keep the weights as they were
     before they are scaled.
     """
-    modes = [(module, module.training) for module in model.modules()]
     cached = torch.is_autocast_cache_enabled()
     try:
         torch.set_autocast_cache_enabled(False)
-        with torch.random.fork_rng(_cuda_devices(model)), kept_buffers(model), torch.no_grad():
+        with kept(model), torch.no_grad():
             model.train()
             yield
     finally:
         torch.set_autocast_cache_enabled(cached)
-        for module, training in modes:
-            module.training = training
 
 
 class _Evaluation:
@@ -204,7 +197,7 @@ class _Evaluation:
     def __init__(self, model: nn.Module, inputs: Any):
         self.model, self.inputs = model, inputs
         self.cpu = torch.get_rng_state()
-        self.devices = _cuda_devices(model)
+        self.devices = cuda_devices(model)
         self.cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
 
     def __call__(self) -> list[Tensor]:

@@ -442,7 +442,7 @@ class KFAC(torch.optim.Optimizer):
         self._initializing = True
         self._ranks.seed(self.generator, self._seed, -1 - self.steps)
         try:
-            with as_in_training(self.model, self.device):
+            with as_in_training(self.model):
                 yield
         finally:
             self._initializing = False

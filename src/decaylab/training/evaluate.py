@@ -1,7 +1,7 @@
 """Loss and accuracy of a model on a split."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decaylab.data import DataSet, Split, evaluation_batches
+from decaylab.networks.kept import kept_modes
 from decaylab.training.graphs import Captured
 
 BATCH_SIZE = 1000
@@ -88,7 +89,8 @@ class Evaluator:
         self._correct.zero_()
         self._forget_graphs_of_moved_tensors()
         add = self._replay if self._graphs else self._add
-        with _eval_mode(self._model), torch.no_grad():
+        with kept_modes(self._model), torch.no_grad():
+            self._model.eval()
             for images, labels in batches:
                 between()
                 add(images, labels)
@@ -127,14 +129,3 @@ class Evaluator:
 def hits(logits: Tensor, labels: Tensor) -> Tensor:
     """The number of rows of logits [B, C] whose largest entry is the label's, as a tensor."""
     return (logits.argmax(dim=1) == labels).sum()
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
