@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 
@@ -28,6 +27,7 @@ from decaylab.probes.watch import Watch
 from decaylab.records import Row, Rows, RunFolder
 from decaylab.records.rows import read_rows
 from decaylab.training import RunSpec
+from decaylab.training.build import build_network, decay_groups
 
 Source = Watch | Rows | RunFolder | str | Path
 
@@ -343,27 +343,14 @@ def _own(folder: RunFolder) -> Observed:
 
 
 def _invariant_and_decayed(spec: RunSpec) -> tuple[set[str], set[str]]:
-    """Names of the scale-invariant layers and of those in the decay's scope; no weight is made."""
+    """Names of the scale-invariant layers and of those that decay; no weight is made."""
     facts = DATA_SETS[spec.data]
-    own: dict[str, Any] = {"hidden": spec.hidden} if spec.hidden is not None else {}
     with torch.device("meta"):
-        model = networks.build(
-            spec.network,
-            classes=facts.classes,
-            in_channels=facts.shape[0],
-            image_size=facts.shape[1],
-            batch_norm=spec.batch_norm,
-            width=spec.width,
-            bias=spec.bias,
-            activation=spec.activation,
-            **own,
-        )
-    found = networks.roles(model).values()
-    invariant = {role.module for role in found if role.role == "invariant"}
-    head = {role.module for role in found if role.role == "head"}
-    layers = {role.module for role in found if role.role in ("invariant", "weight", "head")}
-    scopes = {"all": layers, "conv": layers - head, "fc": head}
-    return invariant, scopes[spec.decay_scope] if spec.decay != "none" else set()
+        model = build_network(spec, facts.classes, *facts.shape[:2])
+    found = networks.roles(model)
+    invariant = {role.module for role in found.values() if role.role == "invariant"}
+    decayed = [group for group in decay_groups(spec, model) if group["weight_decay"]]
+    return invariant, {found[name].module for group in decayed for name in group["names"]}
 
 
 def _timeline(spec: RunSpec, per_epoch: int, decayed: bool) -> tuple[tuple[int, Setting], ...]:

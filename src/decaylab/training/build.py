@@ -51,29 +51,33 @@ def build_batches(spec: RunSpec, data: DataSet, seed: int | None = None) -> Batc
     )
 
 
+def build_network(spec: RunSpec, classes: int, channels: int, size: int) -> nn.Module:
+    """The network of a spec, for images of so many channels and pixels a side."""
+    spec = spec.resolved()
+    only_mlp = {"hidden": spec.hidden} if spec.hidden is not None else {}
+    return networks.build(
+        spec.network,
+        classes=classes,
+        in_channels=channels,
+        image_size=size,
+        batch_norm=spec.batch_norm,
+        batch_norm_eps=spec.batch_norm_eps,
+        width=spec.width,
+        bias=spec.bias,
+        activation=spec.activation,
+        **only_mlp,
+    )
+
+
 def build_model(spec: RunSpec, data: DataSet) -> nn.Module:
     """The freshly initialised model of a spec, on the device of the data, in train mode.
 
     The weights are drawn on the CPU from the spec's seed, so that every device starts from the same
     ones; torch's global generator is left as it was.
     """
-    spec = spec.resolved()
-    channels, size = data.train.images.shape[1:3]
-    only_mlp = {"hidden": spec.hidden} if spec.hidden is not None else {}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(spec.seed)  # manual_seed would reseed the GPUs too
-        model = networks.build(
-            spec.network,
-            classes=data.classes,
-            in_channels=channels,
-            image_size=size,
-            batch_norm=spec.batch_norm,
-            batch_norm_eps=spec.batch_norm_eps,
-            width=spec.width,
-            bias=spec.bias,
-            activation=spec.activation,
-            **only_mlp,
-        )
+        model = build_network(spec, data.classes, *data.train.images.shape[1:3])
     device = data.train.images.device
     if device.type == "cuda":  # the order that tensor cores want
         return model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -139,10 +143,14 @@ def register_optimizer(
 def build_optimizer(spec: RunSpec, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of a spec: torch's SGD or Adam, or our K-FAC, on the spec's decay groups."""
     spec = spec.resolved()
-    groups = parameter_groups(
+    return BUILDERS[spec.optimizer](spec, model, decay_groups(spec, model))
+
+
+def decay_groups(spec: RunSpec, model: nn.Module) -> Groups:
+    """The model's parameters as the spec has them decay: see `parameter_groups`."""
+    return parameter_groups(
         model, weight_decay=spec.weight_decay, decay=spec.decay, scope=spec.decay_scope
     )
-    return BUILDERS[spec.optimizer](spec, model, groups)
 
 
 def load_run(
