@@ -7,22 +7,23 @@ that breaks its own format gets a `DecaylabError` that names it. Nothing is ever
 from __future__ import annotations
 
 import gzip
-import importlib
 import io
 import struct
 import tarfile
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from decaylab.data.facts import Part
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, needed
 
 IMAGE_COLUMNS = ("img", "image")
+# imported when a parquet file is met
+_module = partial(needed, extra="data", what="Reading parquet files")
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -133,8 +134,7 @@ def read_parquet(path: Path, shape: tuple[int, int, int], label_column: str) -> 
     The bytes may be any image format that pillow reads; they are converted to RGB, or to grey
     where `shape` (C, H, W) has one channel. About 0.1 ms an image (WebP, PNG).
     """
-    parquet = _module("pyarrow.parquet")
-    pyarrow = _module("pyarrow")
+    parquet, pyarrow = _module("pyarrow.parquet"), _module("pyarrow")
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -181,16 +181,6 @@ def _decoded(path: Path, index: int, data: Any, shape: tuple[int, int, int]) -> 
             f"{path}: image {index} cannot be read ({_reason(error)}); replace the file."
         ) from error
     return pixels[None] if shape[0] == 1 else pixels.transpose(2, 0, 1)
-
-
-def _module(name: str) -> ModuleType:
-    """Import pyarrow or pillow when a parquet file is met: they are an extra."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise DecaylabError(
-            f"Reading parquet files needs {name.split('.')[0]}: pip install 'decaylab[data]'."
-        ) from error
 
 
 def _bytes(path: Path) -> bytes:

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from decaylab.errors import DecaylabError
-from decaylab.integrations.trackers import by_step, needed
+from decaylab.errors import DecaylabError, needed
+from decaylab.integrations.trackers import by_step
 from decaylab.optim.kfac import KFAC
 from decaylab.probes.watch import FREE, Probe, Watch, watch
 from decaylab.records import Row, Tracker
@@ -39,7 +39,7 @@ def _lightning() -> Any:
     try:
         return importlib.import_module(names[0])
     except ImportError:
-        return needed(names[1], "lightning")
+        return needed(names[1], "lightning", "this integration")
 
 
 _library: Any = _lightning()

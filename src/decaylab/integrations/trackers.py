@@ -10,7 +10,6 @@ built; `watch` gives up one that fails, with a warning, and training goes on. Na
 records (`effective_lr/features.0`); values that are not finite are sent as they are.
 """
 
-import importlib
 import re
 import time
 import warnings
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import needed
 from decaylab.records import Row, Tracker
 
 __all__ = ["MLflow", "TensorBoard", "Tracker", "WandB"]
@@ -37,7 +36,7 @@ class TensorBoard:
     """
 
     def __init__(self, where: str | Path | Any) -> None:
-        self._library = needed("torch.utils.tensorboard", "tensorboard")
+        self._library = needed("torch.utils.tensorboard", "tensorboard", "this tracker")
         self._folder = where if isinstance(where, str | Path) else None
         self._writer: Any = None if self._folder is not None else where
 
@@ -69,7 +68,7 @@ class WandB:
     """
 
     def __init__(self, run: Any = None, **settings: Any) -> None:
-        self._library = needed("wandb", "wandb")
+        self._library = needed("wandb", "wandb", "this tracker")
         self._run, self._settings, self._own = run, settings, False
         self._known: set[str] = set()
 
@@ -108,7 +107,7 @@ class MLflow:
         experiment: str = "decaylab",
         tracking_uri: str | None = None,
     ) -> None:
-        self._library = needed("mlflow", "mlflow")
+        self._library = needed("mlflow", "mlflow", "this tracker")
         self._run_id, self._experiment, self._uri = run_id, experiment, tracking_uri
         self._client: Any = None
         self._own = False
@@ -147,14 +146,6 @@ class MLflow:
             experiment = create(self._experiment) if known is None else known.experiment_id
             self._run_id = self._client.create_run(experiment).info.run_id
             self._own = True
-
-
-def needed(module: str, extra: str) -> Any:
-    """Import an optional library, or say which extra of decaylab brings it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DecaylabError(f"{extra} is not installed: pip install 'decaylab[{extra}]'") from error
 
 
 def by_step(rows: Sequence[Row]) -> dict[int, dict[str, float]]:

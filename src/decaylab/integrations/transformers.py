@@ -19,14 +19,13 @@ from torch import Tensor, nn
 
 from decaylab.curvature.observer import CountedRows
 from decaylab.curvature.untouched import bare
-from decaylab.errors import DecaylabError
-from decaylab.integrations.trackers import needed
+from decaylab.errors import DecaylabError, needed
 from decaylab.probes.watch import FREE, Probe, Watch, watch
 from decaylab.records import Tracker
 
 __all__ = ["WatchCallback", "labelled_rows"]
 
-_library: Any = needed("transformers", "transformers")
+_library: Any = needed("transformers", "transformers", "this integration")
 # The label of rows that Hugging Face's losses leave out.
 IGNORED = -100
 

@@ -22,7 +22,7 @@ import torch
 
 import decaylab
 from decaylab.data import DataSet
-from decaylab.errors import DecaylabError, Diverged
+from decaylab.errors import DecaylabError, Diverged, needed
 from decaylab.paper.settings import on_edge
 from decaylab.records import RunFolder, RunStore
 from decaylab.records.files import replace_text
@@ -338,11 +338,6 @@ def rounded(value: float) -> float:
 
 
 def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise DecaylabError(
-            "search needs Optuna (pip install 'decaylab[search]'), or --runs-only"
-        ) from error
+    optuna = needed("optuna", "search", "a search without --runs-only")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna

@@ -7,15 +7,15 @@ by side or one below the other. Images have a white ground; the page inverts the
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from decaylab.errors import DecaylabError
+from decaylab import errors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+needed = partial(errors.needed, extra="report", what="a report")
 NOT_FITTED = "not fitted"
 # After Okabe and Ito: told apart without seeing red from green, and of middle lightness, so that
 # they stay visible when a page inverts the image. One name, one colour.
@@ -101,16 +101,6 @@ class Panel:
             else len(mark.x) > 0
             for mark in self.marks
         )
-
-
-def needed(module: str) -> ModuleType:
-    """A module of the extra `report`, or an error that names the extra."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise DecaylabError(
-            f"a report needs {module.split('.')[0]}: pip install 'decaylab[report]'"
-        ) from error
 
 
 def check_extra() -> None:
