@@ -118,3 +118,44 @@ def test_the_units_of_both_norms():
     model, x = regression()
     assert probes.gauss_newton_norm(model, x).unit == "logit^2"
     assert probes.fisher_rao_norm(model, x, likelihood="gaussian").unit == "nat"
+
+
+class Dropping(nn.Module):
+    """Drops in a module and in its own forward; `norm` uses the batch's statistics all the same."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+        self.first, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.drop, self.last = nn.Dropout(p), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.dropout(self.norm(self.first(x)), self.p, self.training)
+        return self.last(self.drop(hidden))
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_dropout_is_off_in_measured_factors(mode):
+    inputs = torch.randn(6, 3, dtype=torch.float64)
+    models = []
+    for p in (0.5, 0.0):
+        torch.manual_seed(0)
+        models.append(Dropping(p).double().train(mode))
+    modes = [module.training for module in models[0].modules()]
+    found, expected = (probes.measured_factors(model, [inputs]) for model in models)
+    assert [module.training for module in models[0].modules()] == modes
+    kfac = KFAC(models[1], 0.1, curvature="gauss-newton", outputs="exact")
+    kfac.generator.manual_seed(0)
+    kfac.initialize([inputs])  # without dropout, K-FAC's own are the same
+    for name, of in kfac.factors().items():
+        for own in (found[name], expected[name]):
+            assert torch.equal(own.A, of.A)
+            assert torch.equal(own.S, of.S)
+
+
+def test_a_model_that_is_one_layer_has_its_factors_under_no_name():
+    layer, inputs = nn.Linear(3, 2).double(), torch.randn(6, 3, dtype=torch.float64)
+    (factors,) = probes.measured_factors(layer, [inputs]).values()
+    torch.testing.assert_close(factors.A[:3, :3], inputs.T @ inputs / 6, rtol=1e-12, atol=0)
+    f = layer(inputs).detach().square().sum(1).mean()
+    assert probes.kfac_gauss_newton_norm(layer, inputs).layers[""] == pytest.approx(float(f))

@@ -64,9 +64,7 @@ def fisher_rao_norm(
     return _norm("fr_norm", model, inputs, ("fisher", likelihood), per_layer, chunk, batch_norm)
 
 
-def kfac_norm(
-    model: nn.Module, factors: Mapping[str, KroneckerFactors], *, name: str = "kfac_norm"
-) -> Reading:
+def kfac_norm(model: nn.Module, factors: Mapping[str, KroneckerFactors]) -> Reading:
     """K-FAC norm sum_l T tr(S W_l A W_l') with W_l = [weight, bias] [out, in (+1)] (Lemma 2).
 
     `factors` is `KFAC.factors()`: with curvature="gauss-newton" and curvature_scale=1 this is the
@@ -81,7 +79,7 @@ def kfac_norm(
         other = times(weight.mT, factor.S.double()).mT
         layers[layer] = factor.T.double() * (half * other).sum()
     values = numbers(layers)
-    return Reading(name, "logit^2", values, total=sum(values.values()))
+    return Reading("kfac_norm", "logit^2", values, total=sum(values.values()))
 
 
 def kfac_gauss_newton_norm(
@@ -94,9 +92,11 @@ def kfac_gauss_newton_norm(
     """K-FAC Gauss-Newton norm (Lemma 2, Fig. 5) of a model trained by any optimizer.
 
     The factors are those of `KFAC(curvature="gauss-newton")`, averaged over `batches` of inputs, or
-    of (inputs, labels), which are not read. BN uses the batch's own statistics, as K-FAC does.
-    outputs="exact": a backward pass per class and batch. outputs="sampled": one per draw and batch;
-    the values are means over `draws` draws of the vectors, with their standard errors. In logit^2.
+    of (inputs, labels), which are not read. BN uses the batch's own statistics, as K-FAC does;
+    dropout is off. outputs="exact": a backward pass per class and batch; exact but for BN, whose
+    rows see each other: there it is unbiased (see `Measure`). outputs="sampled": one per draw and
+    batch; the values are means over `draws` draws of the vectors, with their standard errors. In
+    logit^2.
     """
     if outputs not in ("exact", "sampled"):
         raise DecaylabError(f"unknown outputs {outputs!r}: use 'exact' or 'sampled'")

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from decaylab.curvature.factors import KroneckerFactors
 from decaylab.curvature.outputs import Curvature, Likelihood
-from decaylab.curvature.untouched import check_inputs, trainable, untouched
+from decaylab.curvature.untouched import check_inputs, check_logits, trainable, untouched
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC, KFACOptions
 
@@ -27,14 +28,17 @@ def measured_factors(
 ) -> dict[str, KroneckerFactors]:
     """The K-FAC factors of a model trained by any optimizer, averaged over `batches` of inputs.
 
-    As `KFAC.initialize` measures them: BN uses the batch's own statistics, and its running ones are
-    left alone. Cost: per batch one forward and one backward pass (outputs="exact": one per class).
+    As `KFAC.initialize` measures them, but for dropout, which is off: BN uses the batch's own
+    statistics, and its running ones are left alone. Cost: per batch one forward and one backward
+    pass (outputs="exact": one per class).
     """
     if curvature == "empirical-fisher":
         raise DecaylabError("factors of the empirical Fisher need the loss: read them off a KFAC")
     with untouched(model) as bare_model:
+        for module in bare_model.modules():
+            module.training = isinstance(module, _NormBase)
         kfac = KFAC(
-            bare_model,
+            _Training(bare_model),
             lr=1.0,
             params=list(trainable(bare_model).values()),
             curvature=curvature,
@@ -44,9 +48,22 @@ def measured_factors(
         )
         try:
             kfac.initialize(_checked(bare_model, batches))
-            return kfac.factors()
+            factors = kfac.factors()
         finally:
             kfac.detach()
+    return {name.removeprefix("model").removeprefix("."): of for name, of in factors.items()}
+
+
+class _Training(nn.Module):
+    """A model in whatever mode inside one in train mode, which is what K-FAC observes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The model's logits."""
+        return check_logits(self.model(inputs))
 
 
 def _checked(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
