@@ -234,9 +234,6 @@ def test_effective_damping_equals_the_written_out_one():
     assert layer.norm == pytest.approx(math.sqrt(square), **CLOSE)
     want = float((values / (values + damping * square)).mean())
     assert layer.share == got.layers["0"] == pytest.approx(want, **CLOSE)
-    assert layer.quantiles[0.0] == pytest.approx(float(values[0]), rel=1e-8, abs=1e-9)
-    assert layer.quantiles[0.5] == pytest.approx(float(values.median()), rel=1e-1)
-    assert layer.quantiles[1.0] == pytest.approx(float(values[-1]), **CLOSE)
 
     # what is really inverted (recipe line 7), in the directions of the undamped block
     r = math.sqrt(damping / float(of.T))

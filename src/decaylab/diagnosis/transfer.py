@@ -1,7 +1,5 @@
 """Norm transfer ("wn-conv", Sec. 4.1) for anybody's loop: another run's norms, step by step."""
 
-from collections.abc import Mapping
-
 from torch import nn
 
 from decaylab.diagnosis.observed import Source, observe
@@ -26,17 +24,12 @@ class NormTransfer:
     def __init__(self, model: nn.Module, source: Source) -> None:
         self.model = model
         observed = observe(source)
-        self.norms: dict[int, dict[str, float]] = {}
+        self.norms: dict[int, dict[str, float]] = {}  # step -> layer -> |W|
         for name, layer in observed.layers.items():
             for step, norm in layer.norms:
                 self.norms.setdefault(step, {})[name] = norm
         if not self.norms:
             raise DecaylabError(f"{observed.name} has no recorded norms: nothing can be taken over")
-
-    @property
-    def steps(self) -> Mapping[int, Mapping[str, float]]:
-        """Step -> layer -> |W|, as recorded."""
-        return self.norms
 
     def __call__(self, step: int) -> bool:
         """Rescale if the source has a record of `step`; whether it did."""

@@ -1,6 +1,6 @@
 """Effective damping (Eq. 14): how much of K-FAC's step is still second-order, layer by layer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,8 +13,6 @@ from decaylab.errors import DecaylabError
 from decaylab.probes.kronecker import eigenvalues, grouped, seen, without_bias
 from decaylab.probes.reading import Reading, row_name
 
-QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-
 
 @dataclass(frozen=True)
 class LayerDamping:
@@ -22,12 +20,11 @@ class LayerDamping:
 
     Attributes:
         damping: lambda, as this layer gets it. norm: |W_l|, of the weight without its bias.
-        effective: lambda |W_l|^2, what stands beside C(W_l / |W_l|) in Eq. 14. share: mean over
-        directions of e / (e + lambda |W_l|^2), e the eigenvalues of C(W_l / |W_l|);
-            1: every direction is second-order, 0: the step is SGD's.
+        effective: lambda |W_l|^2, what stands beside C(W_l / |W_l|) in Eq. 14.
+        share: mean over directions of e / (e + lambda |W_l|^2), e the eigenvalues of
+            C(W_l / |W_l|); 1: every direction is second-order, 0: the step is SGD's.
         factored: mean over directions of what factored damping really adds, times |W_l|^2.
         factored_share: the share with that instead.
-        quantiles: level -> quantile of the eigenvalues e.
     """
 
     damping: float
@@ -36,7 +33,6 @@ class LayerDamping:
     share: float
     factored: float
     factored_share: float
-    quantiles: Mapping[float, float]
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,6 @@ def effective_damping(
     model: nn.Module,
     factors: Mapping[str, KroneckerFactors],
     damping: float | Mapping[str, float | Tensor],
-    *,
-    levels: Sequence[float] = QUANTILES,
 ) -> DampingReading:
     """The damping lambda |W_l|^2 beside the curvature of the normalised weights (Eq. 14).
 
@@ -85,7 +79,7 @@ def effective_damping(
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and weight.requires_grad:
             value = damping if isinstance(damping, int | float) else damping[layer]
-            details[layer] = _layer_damping(module, factor, float(value), levels)
+            details[layer] = _layer_damping(module, factor, float(value))
             counts[layer] = weight.numel()
     if not details:
         raise DecaylabError(
@@ -109,9 +103,7 @@ def _sides(module: nn.Module, factors: KroneckerFactors) -> tuple[Tensor, Tensor
     return a, own.T.double() * s
 
 
-def _layer_damping(
-    module: nn.Module, factors: KroneckerFactors, damping: float, levels: Sequence[float]
-) -> LayerDamping:
+def _layer_damping(module: nn.Module, factors: KroneckerFactors, damping: float) -> LayerDamping:
     weight: Tensor = module.weight  # type: ignore[assignment]
     square = float(weight.detach().double().square().sum())
     a, g = _sides(module, factors)
@@ -125,9 +117,6 @@ def _layer_damping(
         extra_a, extra_g = extra_a[0], extra_g[0]
     plain = a[..., :, None] * g[..., None, :]
     used = (a + extra_a[..., None])[..., :, None] * (g + extra_g[..., None])[..., None, :]
-    levels_tensor = torch.tensor(levels, dtype=torch.float64, device=T.device)
-    ordered = plain.flatten().sort().values
-    places = (levels_tensor * (len(ordered) - 1)).round().long()
     return LayerDamping(
         damping=damping,
         norm=square**0.5,
@@ -135,5 +124,4 @@ def _layer_damping(
         share=float((plain / (plain + damping)).mean()),
         factored=float((used - plain).mean()) * square,
         factored_share=float((plain / used).mean()),
-        quantiles=dict(zip(levels, (square * ordered[places]).tolist(), strict=True)),
     )

@@ -83,9 +83,7 @@ def curvature_traces(
     return _reading(NAMES[curvature], UNITS[curvature], draws, normalised)
 
 
-def kfac_traces(
-    model: nn.Module, factors: Mapping[str, KroneckerFactors], *, name: str = "kfac_trace"
-) -> TraceReading:
+def kfac_traces(model: nn.Module, factors: Mapping[str, KroneckerFactors]) -> TraceReading:
     """T tr A tr S of every K-FAC block, which stands for tr C_ll. No pass through the model.
 
     A convolution's positions are taken as independent, so it differs from the exact trace there.
@@ -100,7 +98,7 @@ def kfac_traces(
         if isinstance(weight, Tensor) and weight.requires_grad:
             own = _kronecker_trace(module, without_bias(module, factor))
             normalised[layer] = (own * weight.detach().double().square().sum())[None]
-    return _reading(name, "curvature", traces, normalised)
+    return _reading("kfac_trace", "curvature", traces, normalised)
 
 
 def _kronecker_trace(module: nn.Module, factors: KroneckerFactors) -> Tensor:
