@@ -1,6 +1,7 @@
 """What decay does is known by construction, and the diagnosis once said something else."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from decaylab import diagnose, watch
 from decaylab.diagnosis import suggest
+from decaylab.diagnosis.evidence import comparable, grown_otherwise
+from decaylab.diagnosis.observed import observe
 from decaylab.records import Row, Rows
 
+RESULTS = Path(__file__).parents[2] / "results"
 INPUTS = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
 LABELS = (INPUTS[:, 0] > 0).long() + (INPUTS[:, 1] > 0).long()
 
@@ -160,12 +164,56 @@ def test_a_decay_that_rounding_undoes():
 
 def test_more_than_decay_can_do_is_not_put_down_to_it():
     """The baseline has the larger gradients of a smaller batch: exp(2 x 0.1) is all of decay's."""
-    run = records({"a": Layer(weight_decay=1e-3, growth=1e-3)})
-    baseline = records({"a": Layer(growth=1e-1)})
-    found = diagnose(run, baseline)["effective l"]
+    kfac = {"power": 0, "damping": 1e-3, "share": 0.5}
+    run = records({"a": Layer(weight_decay=1e-3, growth=1e-3, **kfac)})
+    baseline = records({"a": Layer(growth=1e-2, **kfac)})
+    found = diagnose(run, baseline)["effective d"]
     assert found.verdict == "cannot tell"
     assert "removed 9.5 % of the initial weights, which makes 1.22 at most" in found.reason
     assert "batch size" in found.would_decide
+
+
+@pytest.mark.parametrize(
+    ("batches", "seeds"), [((64, 8), (0, 0)), ((8, 64), (0, 1)), ((64, 64), (0, 1))]
+)
+def test_a_baseline_of_other_batches_is_not_believed(batches, seeds):
+    """A baseline of the same batch size, but of another seed, is."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(512, 16, generator=generator)
+    labels = torch.randint(0, 4, (512,), generator=generator)
+
+    def run(weight_decay, batch, seed):
+        order = torch.Generator().manual_seed(seed)
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=weight_decay)
+        with watch(model, optimizer, every=20) as watched:
+            for _ in range(400):
+                chosen = torch.randint(512, (batch,), generator=order)
+                nn.functional.cross_entropy(model(inputs[chosen]), labels[chosen]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return watched
+
+    mine, other = (run(*of) for of in zip((5e-3, 0.0), batches, seeds, strict=True))
+    found = diagnose(mine, other)
+    if batches[0] == batches[1]:
+        assert found.baseline is not None
+        assert not found.first
+    else:
+        assert found.baseline is None
+        assert "use the same batch size and data): judged without" in found.first[0]
+        assert found["effective l"].effect == diagnose(mine)["effective l"].effect
+
+
+def test_true_baselines_of_the_records_are_believed():
+    names = ("bn-sgd", "bn-adam")
+    specs = [path for path in RESULTS.rglob("spec.toml") if any(n in str(path) for n in names)]
+    runs = [observe(path.parent) for path in specs]
+    decayed, plain = ([run for run in runs if run.decays is decays] for decays in (True, False))
+    pairs = [(run, of) for run in decayed for of in plain if not comparable(run, of)[0]]
+    assert len(pairs) > 20
+    assert [(run.name, why) for run, of in pairs if (why := grown_otherwise(run, of))] == []
 
 
 def test_records_of_others_are_not_said_to_have_no_decay(tmp_path):
@@ -257,11 +305,11 @@ def test_an_opposite_change_is_not_called_none():
     baseline = records({"a": Layer(invariant=False)}, {"jacobian_norm": 10.0})
     assert "(a) goes with a larger Jacobian." in " ".join(diagnose(run, baseline).consequences)
     run, baseline = (
-        records({"a": Layer(weight_decay=weight_decay, growth=growth)})
-        for weight_decay, growth in ((0.01, 0.02), (0.0, 1e-4))
+        records({"a": Layer(weight_decay=of[0], growth=of[1], power=0, damping=1e-3, share=0.5)})
+        for of in ((0.01, 0.01), (0.0, 1e-4))
     )
     found = diagnose(run, baseline)
-    assert "predicts the opposite" in found["effective l"].reason
+    assert "predicts the opposite" in found["effective d"].reason
     assert "no effect" not in " ".join(found.consequences)
 
 

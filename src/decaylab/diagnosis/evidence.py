@@ -38,6 +38,9 @@ SAME_SETTINGS = {
 }
 # Two seeds of one layer begin with norms that are nearer than this.
 SAME_START = 1.25
+# While the exposure is below the second, the squared norms of true pairs leave the range that decay
+# explains by less than the first (those of results/ do, tests/diagnosis/test_known_truths.py).
+SAME_GROWTH, EARLY = 1.25, 1.0
 
 LR_PROBES = ("weight_norm", "lr")
 
@@ -305,6 +308,36 @@ def _same_training(run: Observed, baseline: Observed) -> str:
             return f"the runs are not comparable (layer {name}: {differs})"
         if differs := _stepped_otherwise(layer, baseline.layers[name], [step for step, _ in norms]):
             return f"the runs are not comparable ({differs})"
+    if differs := grown_otherwise(run, baseline):
+        return f"the runs are not comparable ({differs})"
+    return ""
+
+
+def grown_otherwise(run: Observed, baseline: Observed) -> str:
+    """What early norms say of the batches, which are not recorded: whether they grew by the same.
+
+    Pushes lengthen larger weights by a smaller part (`dynamics`: e <= 0 for SGD and Adam), so that
+    the baseline's |W|^2 is 1 to exp(2 x exposure) times the run's, if nothing but decay differs.
+    """
+    logs: dict[int, list[tuple[float, float]]] = {}
+    for name, layer in run.layers.items():
+        setting = layer.setting
+        if not layer.invariant or not layer.decayed or layer.skipped or layer.unknown:
+            continue
+        if setting is None or setting.power not in (1, 2):
+            continue
+        exposure = dict(layer.exposure)
+        for step, apart in squared(ratio(baseline.layers[name].norms, layer.norms)):
+            if step in exposure and exposure[step] < EARLY:
+                logs.setdefault(step, []).append((math.log(apart), 2 * exposure[step]))
+    for step, found in sorted(logs.items()):
+        apart, most = (statistics.fmean(of) for of in zip(*found, strict=True))
+        if not -math.log(SAME_GROWTH) < apart < most + math.log(SAME_GROWTH):
+            return (
+                f"the squared norms of scale-invariant layers are {three_digits(math.exp(apart))}"
+                f" times this run's at step {step}, and decay explains 1 to"
+                f" {three_digits(math.exp(most))}: use the same batch size and data"
+            )
     return ""
 
 
