@@ -202,7 +202,7 @@ def test_a_baseline_of_other_batches_is_not_believed(batches, seeds):
         assert not found.first
     else:
         assert found.baseline is None
-        assert "use the same batch size and data): judged without" in found.first[0]
+        assert "use the same data, batch size and seed): judged without" in found.first[0]
         assert found["effective l"].effect == diagnose(mine)["effective l"].effect
 
 

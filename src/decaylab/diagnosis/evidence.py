@@ -336,7 +336,7 @@ def grown_otherwise(run: Observed, baseline: Observed) -> str:
             return (
                 f"the squared norms of scale-invariant layers are {three_digits(math.exp(apart))}"
                 f" times this run's at step {step}, and decay explains 1 to"
-                f" {three_digits(math.exp(most))}: use the same batch size and data"
+                f" {three_digits(math.exp(most))}: use the same data, batch size and seed"
             )
     return ""
 
