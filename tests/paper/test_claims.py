@@ -384,6 +384,23 @@ def test_scopes_of_first_and_second_order(tmp_path):
     assert other.claims()["E4"].verdict == "contradicted"
 
 
+def test_each_part_of_e9_needs_support_of_its_own(tmp_path):
+    """Decaying the convolutions helps far beyond the noise; the last layer does no more."""
+    found = {"baseline": 0.65, "wd-conv": 0.70, "wd-fc": 0.7001, "wd-all": 0.73}
+    records = Records(tmp_path)
+
+    def accuracy(cell, seed):
+        fisher = 0.03 * (cell.key["optimizer"] == "kfac-f" and cell.key["scheme"] != "baseline")
+        return {"test/accuracy": found[cell.key["scheme"]] + fisher}
+
+    records.fill("fig6", accuracy)
+    claim = records.claims()["E9"]
+    assert claim.verdict == "not enough runs"
+    assert "wd-fc over wd-conv: +0.01 points on average, positive in 4 of 4" in claim.effect
+    assert "wd-conv over none: +6.50 points on average" in claim.effect
+    assert "wd-conv's gain, F over G: +3.00 points on average" in claim.effect
+
+
 @pytest.mark.parametrize(("scheme", "accuracy"), [("wd-conv", 0.69), ("wd-fc", 0.73)])
 def test_a_scope_on_the_wrong_side_of_the_middle_contradicts_e4(tmp_path, scheme, accuracy):
     """wd-conv that closes a sixth of the gap does not do what wd-all does, though wd-fc less."""

@@ -392,10 +392,15 @@ def what_follows(
 
 
 def _lower_damping(layers: list[LayerRecord]) -> str:
-    """What helps against it: scale-free damping falls where weights have grown, and there alone."""
+    """What helps against it, and where nothing should be done.
+
+    Scale-free damping falls where weights have grown, and there alone. The Fisher matrix vanishes
+    once the data are fitted; with less damping, steps grow then until one is too long (a burst).
+    """
     fixed = [x for x in layers if x.norms and x.setting and not x.setting.scale_free]
     grown = sum(math.log(x.norms[-1][1] / x.norms[0][1]) for x in fixed) > 0
-    return " Lower the damping" + (', or use damping_scaling="scale-free".' if grown else ".")
+    remedy = "Lower the damping" + (', or use damping_scaling="scale-free"' if grown else "")
+    return f" {remedy}, unless this is K-FAC-F that has fitted its data (no Fisher matrix is left)."
 
 
 def _opposite(finding: Finding) -> bool:

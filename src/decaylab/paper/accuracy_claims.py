@@ -105,14 +105,15 @@ def e9(bench: Bench) -> Evidence:
     for key, schemes in bench.groups("fig6"):
         found = {name: bench.sample(cell) for name, cell in schemes.items()}
         base, conv, fc = found["baseline"], found["wd-conv"], found["wd-fc"]
-        evidence.add(bench.difference(f"{named(key)} wd-fc over wd-conv", (1, fc), (-1, conv)))
-        evidence.add(bench.difference(f"{named(key)} wd-conv over none", (1, conv), (-1, base)))
+        name = named(key)
+        evidence.add(bench.difference(name, (1, fc), (-1, conv), part="wd-fc over wd-conv"))
+        evidence.add(bench.difference(name, (1, conv), (-1, base), part="wd-conv over none"))
         gains.setdefault(key["network"], {})[key["optimizer"]] = (conv, base)
     for network, by_optimizer in gains.items():
         (conv_f, base_f), (conv_g, base_g) = by_optimizer["kfac-f"], by_optimizer["kfac-g"]
         terms = ((1.0, conv_f), (-1.0, base_f), (-1.0, conv_g), (1.0, base_g))
-        evidence.add(bench.difference(f"{network} wd-conv's gain, F over G", *terms))
-    return _mean(evidence, "the three differences")
+        evidence.add(bench.difference(str(network), *terms, part="wd-conv's gain, F over G"))
+    return _mean(evidence)
 
 
 def e11(bench: Bench) -> Evidence:
@@ -217,21 +218,27 @@ def _rows(
     return whole
 
 
-def _mean(evidence: Evidence, what: str) -> Evidence:
-    """Fill in the mean over the comparisons, in points, and what was found."""
+def _mean(evidence: Evidence, what: str = "") -> Evidence:
+    """Fill in the mean over the comparisons, in points, and what was found, part by part."""
     found = evidence.comparisons
     if found:
         evidence.value = statistics.fmean(c.value for c in found)
-        up, clear = sum(c.value > 0 for c in found), sum(c.leaning == "for" for c in found)
-        evidence.effect = (
-            f"{what}: {evidence.value:+.2f} points on average, positive in {up} of {len(found)}"
-            f" comparisons ({clear} beyond the noise)"
-        )
+        parts = evidence.parts().items()
+        evidence.effect = "; ".join(_told(part or what, of_part) for part, of_part in parts)
         against = [c.text for c in found if c.leaning == "against"]
         evidence.notes += [f"against it: {text}" for text in against]
         if not against and len(found) <= 4:
             evidence.notes += [c.text for c in found]
     return evidence
+
+
+def _told(what: str, found: list[Comparison]) -> str:
+    mean = statistics.fmean(c.value for c in found)
+    up, clear = sum(c.value > 0 for c in found), sum(c.leaning == "for" for c in found)
+    return (
+        f"{what}: {mean:+.2f} points on average, positive in {up} of {len(found)} comparisons"
+        f" ({clear} beyond the noise)"
+    )
 
 
 def _against_gap(gap: Comparison, comparison: Comparison) -> Comparison:

@@ -7,8 +7,9 @@ The rules (the same for every claim):
   is what it is for Student's t (3 seeds: 4.5 times); with fewer it is the sampling error of the
   test set, sqrt(p (1 - p) / images) per accuracy.
 - One comparison against it contradicts a claim. It is supported when every run it needs is there,
-  none is against, and the mean over its comparisons is for it (where it is about every case: each
-  of them positive too); else there are not enough runs.
+  none is against, and the mean over its comparisons is for it (where it has several parts: that of
+  each part; where it is about every case: each of them positive too); else there are not enough
+  runs.
 - At a shortened schedule a run with decay whose exposure in the first stage is below 1 tells
   nothing: the claim has "not enough schedule", unless the others contradict it.
 """
@@ -99,7 +100,8 @@ def _noise_and_spread(terms: Sequence[tuple[float, Sample]]) -> tuple[Noise, flo
 class Comparison:
     """One test of a claim: which way it leans, and whether its schedule is long enough to tell.
 
-    `text` says what was found. `value` is positive in the direction of the claim.
+    `text` says what was found. `value` is positive in the direction of the claim. `part` names the
+    part of the claim it tests, where that has several.
     """
 
     text: str
@@ -109,6 +111,12 @@ class Comparison:
     value: float = 0.0
     noise: Noise = Noise()
     spread: float | None = None
+    part: str = ""
+
+
+def _mean_leaning(comparisons: Sequence[Comparison]) -> Leaning:
+    mean = statistics.fmean(comparison.value for comparison in comparisons)
+    return Noise.of_mean([comparison.noise for comparison in comparisons]).leaning(mean)
 
 
 @dataclass
@@ -134,12 +142,18 @@ class Evidence:
             return "not enough schedule"
         if all(comparison.leaning == "for" for comparison in judged):
             return "supported"
-        mean = statistics.fmean(comparison.value for comparison in judged)
-        noise = Noise.of_mean([comparison.noise for comparison in judged])
         turned = [comparison for comparison in judged if comparison.value <= 0]
-        if noise.leaning(mean) == "for" and not (self.every and turned):
+        parts = self.parts().values()
+        if all(_mean_leaning(part) == "for" for part in parts) and not (self.every and turned):
             return "supported"
         return "not enough runs"
+
+    def parts(self) -> dict[str, list[Comparison]]:
+        """The comparisons by the part of the claim they test."""
+        found: dict[str, list[Comparison]] = {}
+        for comparison in self.comparisons:
+            found.setdefault(comparison.part, []).append(comparison)
+        return found
 
     @property
     def doubt(self) -> str:
@@ -234,7 +248,9 @@ class Bench:
         ]
         return all(run.first_stage_exposure() >= least for run in decayed)
 
-    def difference(self, text: str, *terms: tuple[float, Sample | None]) -> Comparison | None:
+    def difference(
+        self, text: str, *terms: tuple[float, Sample | None], part: str = ""
+    ) -> Comparison | None:
         """Sum of factor * accuracy as a comparison, in points; None where a sample is missing."""
         known = [(factor, sample) for factor, sample in terms if sample is not None]
         if len(known) < len(terms):
@@ -242,8 +258,9 @@ class Bench:
         value = sum(100 * factor * sample.mean for factor, sample in known)
         noise, spread = _noise_and_spread(known)
         runs = tuple(run for _, sample in known for run in sample.runs)
-        said, leaning = f"{text} {value:+.2f}", noise.leaning(value)
-        return Comparison(said, leaning, self.enough(runs), runs, value, noise, spread)
+        said = " ".join(filter(None, [text, part, f"{value:+.2f}"]))
+        leaning, enough = noise.leaning(value), self.enough(runs)
+        return Comparison(said, leaning, enough, runs, value, noise, spread, part)
 
 
 def named(key: dict[str, object], *columns: str) -> str:
