@@ -674,6 +674,26 @@ def a_layer_that_the_wrapper_ignores(rank):
 
 
 @case
+def a_layer_that_is_thawed_behind_the_wrapper(rank):
+    """Its gradients are not added up: the wrapper knows those that it was built with."""
+    network = new(net)
+    network[0].requires_grad_(False)
+    model = DistributedDataParallel(network)
+    opt = KFAC(model, 0.1, **EXACT)
+    train_step(opt, model, *data(rank))
+    network[0].requires_grad_(True)
+    with sentences() as said:
+        train_step(opt, model, *data(rank))
+    assert "wrap the network anew" in said[0]
+    opt.detach()
+    model = DistributedDataParallel(network)
+    opt = KFAC(model, 0.1, **EXACT)
+    opt.initialize([data(rank)[0]])
+    train_step(opt, model, *data(rank))
+    assert_same_bits(on_all(flat(model)))
+
+
+@case
 def shards(rank):
     if DEVICE != "cpu":
         return  # a mesh of two ranks asks for two of them

@@ -133,9 +133,19 @@ class Ranks:
             )
 
     def _refuse_own_gradients(self, blocks: Mapping[str, Block]) -> None:
-        """Refuse layers that the wrapper ignores: their gradients are each rank's own."""
+        """Refuse layers that the wrapper ignores: their gradients are each rank's own.
+
+        And those that it met frozen, which it knows by their number alone.
+        """
         if self.wrapper is None:
             return
+        trained = sum(p.requires_grad for p in self.wrapper._module_parameters)
+        if trained > self.wrapper._get_ddp_logging_data()["num_parameter_tensors"]:
+            raise DecaylabError(
+                "DistributedDataParallel adds up the gradients of what was not frozen when it was "
+                "built, and more is trained now: the ranks would step apart. Thaw first, then "
+                "wrap the network anew and build KFAC with that"
+            )
         common = {*self.wrapper._module_parameters, *self.wrapper._delay_all_reduce_params}
         for name, block in blocks.items():
             parts = ((block.weight, block.layer.weight), (block.bias, block.layer.bias))

@@ -21,7 +21,7 @@ Cost, beside that of one process: at a refresh the sums of A and G are added up 
 the host waits once; each rank inverts a share of the blocks, and inverses are sent around.
 
 Not covered, and refused: parameters in shards (FSDP, tensor parallelism), layers that
-DistributedDataParallel was told to ignore, `model.join()`, CUDA graphs of a step.
+DistributedDataParallel was told to ignore, or met frozen, `model.join()`, CUDA graphs of a step.
 """
 
 import warnings
