@@ -267,6 +267,47 @@ def test_a_second_run_in_the_same_folder_is_not_mixed_with_the_first(tmp_path):
     assert kept.rows == watched.records.rows
 
 
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad"])
+def test_going_on_in_a_folder_without_its_step_is_said(tmp_path, name):
+    """Adagrad has a state from the start; a new optimizer, or a resumed watch, is told nothing."""
+    model, inputs, labels = tiny_net("bn")
+
+    def built():
+        settings = {"momentum": 0.9} if name == "SGD" else {}
+        return getattr(torch.optim, name)(model.parameters(), lr=0.01, **settings)
+
+    optimizer = built()
+    for again in (False, True):
+        optimizer = built() if again else optimizer
+        with probes.watch(model, optimizer, every=2, folder=tmp_path) as watched:
+            train(model, optimizer, inputs, labels, 4)
+    with probes.watch(model, optimizer, every=2, folder=tmp_path) as watched:
+        watched.resume(4)
+        train(model, optimizer, inputs, labels, 2)
+    assert [row.step for row in watched.records.series("weight_norm")] == [1, 2, 4, 6]
+    said = r"up to step 6, do not.*call watched.resume\(step\)"
+    watched = probes.watch(model, optimizer, every=2, folder=tmp_path)
+    with watched, pytest.warns(UserWarning, match=said):
+        train(model, optimizer, inputs, labels, 2)
+    assert [row.step for row in read_rows(tmp_path / "rows.jsonl").series("weight_norm")] == [1, 2]
+
+
+def test_two_that_write_to_one_folder_are_told(tmp_path):
+    nets = [tiny_net("bn") for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model, _, _ in nets]
+    both = [
+        probes.watch(model, optimizer, every=1, folder=tmp_path)
+        for (model, _, _), optimizer in zip(nets, optimizers, strict=True)
+    ]
+    for (model, inputs, labels), optimizer in zip(nets, optimizers, strict=True):
+        train(model, optimizer, inputs, labels, 2)
+    model, inputs, labels = nets[0]
+    with pytest.warns(UserWarning, match="another watch writes to it, too: give each a folder"):
+        train(model, optimizers[0], inputs, labels, 1)
+    for watched in both:
+        watched.detach()
+
+
 def test_the_probes_of_a_diagnosis():
     model, inputs, labels = tiny_net("bn")
     for build, share in ((torch.optim.SGD, False), (KFAC, True)):

@@ -63,3 +63,11 @@ def _name(state: Any) -> str | None:
     if not isinstance(state, Mapping):  # somebody's own
         return None
     return next((name for name in KEPT if isinstance(state.get(name), Tensor)), None)
+
+
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its state says that it has; that of SGD without momentum says nothing."""
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    counts = [of["step"] for of in states if isinstance(of.get("step"), int | float | Tensor)]
+    stepped = any(bool(torch.as_tensor(count).gt(0).any()) for count in counts)
+    return stepped or any(state.get("momentum_buffer") is not None for state in states)

@@ -32,7 +32,7 @@ from decaylab.probes.gauss_newton import (
 )
 from decaylab.probes.gradients import Scaled, gradient_sizes, radial_gradients
 from decaylab.probes.jacobian import jacobian_norm
-from decaylab.probes.moments import second_moments
+from decaylab.probes.moments import has_stepped, second_moments
 from decaylab.probes.reading import NonFiniteWarning, Reading
 from decaylab.probes.settings import decayed_gains, frozen_layers, gains_of, settings, stored
 from decaylab.probes.traces import curvature_traces
@@ -128,6 +128,11 @@ PROBES: dict[str, Probe] = {
         Probe("second_order_share", "many", _second_order_share),
     )
 }
+VOIDED = (
+    "this optimizer has stepped before, but the rows in this folder, up to step {}, do not count"
+    " any more: to go on with them, call watched.resume(step) before the first step"
+)
+SHARED = "another watch writes to it, too: give each a folder of its own"
 FREE = tuple(name for name, probe in PROBES.items() if probe.cost == "free")
 
 
@@ -158,7 +163,7 @@ class Watch:
         self._before: Snapshot | None = None
         self._gradients: dict[str, float] = {}
         self._scaled: Scaled = {}
-        self._closure = False
+        self._closure = self._continues = False
         self._warned: set[str] = set()
         self._settings: dict[str, float] = {}
         self._before_step: Any = None
@@ -228,6 +233,7 @@ class Watch:
             return
         self._scaled, self._gradients, self._closure = {}, {}, False
         try:
+            self._continues = not self.steps and has_stepped(self.optimizer)
             if self._trained != [p.requires_grad for p in self.model.parameters()]:
                 self._find_layers()  # some were frozen or thawed
             self._before, scaled = snapshot(self._layers), self._layers.scaled
@@ -288,7 +294,15 @@ class Watch:
         for name, what in trouble.items():
             self._warn_once(name, what)
         if self._writer is not None:  # behind all else: a disk may be full
-            self._writer.append(rows, anew=self.steps == 1)
+            self._write(self._writer, rows)
+
+    def _write(self, writer: RowWriter, rows: Sequence[Row]) -> None:
+        voided = read_rows(writer.path).rows if self._continues else ()
+        writer.append(rows, anew=self.steps == 1)
+        if voided:
+            self._warn_once("folder", VOIDED.format(max(row.step for row in voided)))
+        if writer.shared:
+            self._warn_once("folder", SHARED)
 
     def _changed_settings(self) -> dict[str, float]:
         """How layers are stepped (`probes.settings`), as far as it is not what it was."""

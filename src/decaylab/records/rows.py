@@ -69,11 +69,14 @@ class RowWriter:
 
     `resume(step)` appends a mark that voids all earlier rows past `step`, so that those written
     after the last checkpoint by a killed process do not count. Nothing is ever deleted.
+
+    `shared`: whether somebody else has written to the file since this writer began to.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.shared = path, False
         self._waiting: list[str] = []
+        self._end: int | None = None
 
     def resume(self, step: int) -> None:
         """Void the rows past `step` that are there (-1: all of them)."""
@@ -95,11 +98,14 @@ class RowWriter:
         self._waiting += lines
         with disk_errors(self.path), self.path.open("ab+") as file:
             end = file.tell()
+            self.shared |= self._end not in (None, end)
+            self._end = None  # until all is written
             torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
             text = ("\n" if torn else "") + "".join(line + "\n" for line in self._waiting)
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
+            self._end = file.tell()
         self._waiting = []
 
 
