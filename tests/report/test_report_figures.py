@@ -2,6 +2,7 @@ import csv
 import io
 import struct
 import sys
+from dataclasses import replace
 
 import pytest
 from matplotlib.figure import Figure
@@ -68,6 +69,19 @@ def test_curves_have_one_line_per_seed_and_bars_their_mean(filled):
     values = [100 * v for v in filled.values(cells("fig1", "smoke", 2)[0], "test/accuracy")]
     assert bars.groups[0] == "SGD"
     assert bars.marks[0].values[0] == pytest.approx(sum(values) / 2)
+
+
+def test_a_run_without_times_of_its_own_is_not_named_beside_those_that_have(tmp_path):
+    """Fig. 9: it shared the device, so it is drawn over epochs alone."""
+    fill_artefacts(tmp_path, ["fig9"])
+    store = RunStore(tmp_path)
+    found = cells("fig9", "smoke")
+    shared = next(cell.runs[0] for cell in found if cell.key["optimizer"] == "sgd")
+    folder = store.folder(shared.id)
+    folder.write_manifest(replace(folder.manifest(), at_once=4))
+    epochs, seconds, *_ = panels(artefact_of("fig9"), found, Readings(store))
+    labels = [{mark.label for mark in panel.marks} for panel in (epochs, seconds)]
+    assert labels[0] - labels[1] == {"SGD"}
 
 
 def test_the_correlation_plot_marks_nets_that_do_not_fit(tmp_path):

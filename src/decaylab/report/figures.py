@@ -143,7 +143,7 @@ def _convergence(artefact: Artefact, cells: Sequence[Cell], readings: Readings) 
             ("seconds of training", lambda run: run.timed_curve(artefact.metric)),
         ]
         for x_label, curve in over:
-            lines = [line(label, curve(run)) for label, run in runs]
+            lines = [line(label, points) for label, run in runs if (points := curve(run))]
             found.append(Panel(title, x_label, "training loss", lines, log_y=True))
     return found
 
