@@ -20,6 +20,7 @@ from decaylab.errors import DecaylabError
 from decaylab.paper import Readings, RunReading, artefact_of
 from decaylab.paper.claims import CLAIMS
 from decaylab.paper.evidence import Bench, Comparison, Sample
+from decaylab.paper.survey import survey
 from decaylab.records import RunFolder, RunStore
 from decaylab.report.diagnoses import baseline_of
 from decaylab.report.drawing import Line, Panel, draw
@@ -34,7 +35,6 @@ from decaylab.report.mechanisms import (
 )
 from decaylab.report.names import key_title, named
 from decaylab.report.page import grid_markdown, text_grid
-from decaylab.report.provenance import survey
 from decaylab.report.results import SCHEDULES, Results
 from decaylab.report.tables import Measured, number, seeds_words, to_grid
 

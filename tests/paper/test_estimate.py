@@ -8,7 +8,8 @@ from report.synthetic import CLOCK, write_run
 
 from decaylab.networks import NETWORKS
 from decaylab.optim.decay import OPTIMIZERS
-from decaylab.paper.estimate import Estimator, device_seconds
+from decaylab.paper.estimate import Estimator
+from decaylab.paper.survey import device_seconds
 from decaylab.records import RunStore
 from decaylab.training import RunSpec
 from decaylab.training.spec import PUBLISHED
@@ -84,6 +85,16 @@ def test_of_runs_that_took_turns_the_share_counts_and_nothing_if_they_were_stopp
     assert Estimator(store).of(SPEC).seconds == pytest.approx(3 * 390 * alone / 30)
     stopped, _ = recorded(tmp_path / "stopped", at_once=4, resumes=1)
     assert not Estimator(stopped).of(SPEC).recorded
+
+
+@pytest.mark.parametrize("nested", ["searched/runs", "repeats"])
+def test_runs_of_other_stores_count_where_they_shared_the_device(tmp_path, nested):
+    """Two at the same time, each in a store of its own: of either, half of its time."""
+    store, manifest = recorded(tmp_path, at_once=2)
+    other, _ = recorded(tmp_path / nested, at_once=2)
+    half = (manifest.updated - manifest.started) / 2
+    for one in (store, other):
+        assert Estimator(one).of(SPEC).seconds == pytest.approx(3 * 390 * half / 30)
 
 
 def test_like_runs_count_alike(tmp_path):

@@ -10,8 +10,9 @@ from decaylab.cli import options
 from decaylab.cli.output import print_json
 from decaylab.paper import Readings
 from decaylab.paper.claims import Claim
+from decaylab.paper.survey import survey
 from decaylab.records import RunStore
-from decaylab.report.provenance import seeds_of, survey, tiers_of
+from decaylab.report.provenance import seeds_of, tiers_of
 from decaylab.report.sections import judged
 
 TierOption = Annotated[

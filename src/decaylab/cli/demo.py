@@ -24,6 +24,7 @@ from decaylab.data import load
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 from decaylab.paper import Readings
+from decaylab.paper.survey import survey
 from decaylab.records import RunStore
 from decaylab.report.drawing import check_extra
 from decaylab.report.mechanisms import (
@@ -37,7 +38,6 @@ from decaylab.report.mechanisms import (
     short_accuracy_grid,
 )
 from decaylab.report.page import Grid
-from decaylab.report.provenance import survey
 from decaylab.report.sections import theory_checks
 from decaylab.report.write import write_report
 from decaylab.training import Execution, RunSpec, TrainingRun, train_to_end

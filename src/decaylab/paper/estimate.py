@@ -2,16 +2,15 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import compress, pairwise
 
 import torch
 
 from decaylab.data.facts import DATA_SETS
-from decaylab.errors import DecaylabError
 from decaylab.optim.decay import OPTIMIZERS
-from decaylab.records import Manifest, RunStore
+from decaylab.paper.survey import survey
+from decaylab.records import RunStore
 from decaylab.training import RunSpec
 
 # ms per step, by the optimizer's law (of K-FACs the slower one). The paper's nets at batch 128:
@@ -41,41 +40,6 @@ class Estimate:
     recorded: bool
 
 
-def device_seconds(runs: Sequence[tuple[Manifest, float]]) -> list[float]:
-    """How long each run had the device: its time at work, or of a shared device its share.
-
-    Runs that take turns wait for each other's work, so that the time at work of one says little
-    (only their sum does). From its start to its end such a run has the n-th part of each moment,
-    where n of those given are under way on the same device; no more than its `at_once`, since there
-    may be several such devices. One that was stopped in between keeps its time at work.
-    """
-    took_turns = [run.at_once > 1 and not run.resumes for run, _ in runs]
-    shared = [run for run, _ in compress(runs, took_turns)]
-    return [
-        _share(run, shared) if turns else at_work
-        for (run, at_work), turns in zip(runs, took_turns, strict=True)
-    ]
-
-
-def _share(run: Manifest, shared: list[Manifest]) -> float:
-    """The integral over a run's time of 1 / the number of runs under way."""
-    beside = [
-        other
-        for other in shared
-        if other.device == run.device
-        and other.started < run.updated
-        and run.started < other.updated
-    ]
-    changes = {run.started, run.updated}
-    changes |= {time for other in beside for time in (other.started, other.updated)}
-    moments = sorted(time for time in changes if run.started <= time <= run.updated)
-    return sum(
-        (end - begin)
-        / min(run.at_once, sum(other.started <= begin < other.updated for other in beside))
-        for begin, end in pairwise(moments)
-    )
-
-
 class Estimator:
     """The mean of like finished runs of a store where there are some, else from `MEASURED`.
 
@@ -84,30 +48,15 @@ class Estimator:
     """
 
     def __init__(self, store: RunStore, device: torch.device | None = None) -> None:
-        specs, steps, runs = [], [], []
-        for folder in store.runs():
-            try:
-                manifest = folder.manifest()
-                if manifest is None or manifest.status != "finished":
-                    continue
-                if manifest.at_once > 1 and manifest.resumes:  # its seconds say nothing
-                    continue
-                spec = RunSpec.of_run(folder)
-                on_cpu = spec.data == "digits" if device is None else device.type == "cpu"
-                if on_cpu != (manifest.device == "cpu"):
-                    continue
-                rows = folder.rows().rows
-            except DecaylabError:
-                continue
-            last = max(rows, key=lambda row: row.step, default=None)
-            if last is not None and last.step:
-                specs.append(spec)
-                steps.append(last.step)
-                runs.append((manifest, last.seconds))
         found = defaultdict[tuple[object, ...], list[float]](list)
-        for spec, count, seconds in zip(specs, steps, device_seconds(runs), strict=True):
-            found[_kind(spec)].append(seconds / count)
-        self._per_step = {kind: statistics.fmean(like) for kind, like in found.items()}
+        for run in survey(store)[0]:
+            manifest, spec = run.manifest, run.spec
+            on_cpu = spec.data == "digits" if device is None else device.type == "cpu"
+            stopped = manifest.at_once > 1 and manifest.resumes  # its seconds say nothing
+            like = manifest.status == "finished" and on_cpu == (manifest.device == "cpu")
+            if like and run.steps and not stopped:
+                found[_kind(spec)].append(run.device_seconds / run.steps)
+        self._per_step = {kind: statistics.fmean(times) for kind, times in found.items()}
 
     def of(self, spec: RunSpec) -> Estimate:
         """What one run should take from its start to its end."""

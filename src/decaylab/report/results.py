@@ -14,10 +14,11 @@ from decaylab.paper import Cell as PaperCell
 from decaylab.paper import Readings, RunReading, artefact_of, artefacts
 from decaylab.paper.claims import Claim
 from decaylab.paper.estimate import Estimator
+from decaylab.paper.survey import Found, survey
 from decaylab.records import RunStore
 from decaylab.report.names import differing, key_words, named, percent
 from decaylab.report.page import text_grid
-from decaylab.report.provenance import Found, seeds_of, survey, tiers_of
+from decaylab.report.provenance import seeds_of, tiers_of
 from decaylab.report.searches import by_cell
 from decaylab.report.sections import Filled, fill, judged, titled
 
@@ -32,9 +33,7 @@ class Results:
         self.readings = Readings(RunStore(root))
         self.searched_readings = Readings(RunStore(root / "searched" / "runs"))
         stores = self.readings.store, self.searched_readings.store, RunStore(root / "repeats")
-        self.found, self.searched, self.again = (
-            survey(store, *(other for other in stores if other is not store))[0] for store in stores
-        )
+        self.found, self.searched, self.again = (survey(store)[0] for store in stores)
         self.seeds = seeds_of(self.found)
         files = sorted((root / "independent").glob("*.json"))
         self.independent = [run for path in files for run in _runs_in(path)]

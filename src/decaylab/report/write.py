@@ -8,6 +8,7 @@ from pathlib import Path
 
 import decaylab
 from decaylab.paper import Readings
+from decaylab.paper.survey import Found, survey
 from decaylab.records import RunStore
 from decaylab.records.files import disk_errors, replace_file, replace_text
 from decaylab.report.diagnoses import Case, diagnosed, diagnoses_section
@@ -15,7 +16,7 @@ from decaylab.report.drawing import check_extra, side_by_side
 from decaylab.report.figures import panels_csv
 from decaylab.report.mechanisms import demo_runs, demo_section
 from decaylab.report.page import Report, Section, to_html, to_markdown
-from decaylab.report.provenance import Found, provenance, seeds_of, survey, tiers_of
+from decaylab.report.provenance import provenance, seeds_of, tiers_of
 from decaylab.report.sections import (
     Filled,
     all_artefacts,
@@ -51,7 +52,7 @@ def write_report(runs: Path, out: Path, checks: Sequence[Check] | None = None) -
     check_extra()
     store = RunStore(runs)
     readings = Readings(store)
-    found, left_out = survey(store, RunStore(runs / "searched" / "runs"))
+    found, left_out = survey(store)
     filled = _filled(found, readings)
     checks = theory_checks() if checks is None else checks
     cases, undiagnosed = diagnosed(found)
