@@ -162,6 +162,16 @@ def test_inputs_from_inference_mode_under_autocast():
     torch.testing.assert_close(opt.factors()["0"].A[:4, :4], features.T @ features / 8)
 
 
+def test_inputs_that_are_sparse():
+    models = []
+    x, y = data()
+    for inputs in (x.relu().to_sparse(), x.relu()):
+        model = seeded(net)
+        step(KFAC(model, 0.1, **EXACT), model, inputs, y)
+        models.append(model)
+    same(*models)
+
+
 # -- hooks and wrappers of others --
 
 

@@ -162,7 +162,7 @@ class Sums:
         self, block: Block, inputs: list[Tensor], sharing: Sharing, mask: Tensor | None
     ) -> None:
         """Add the sum of a a' over the rows of the layer's calls in one pass."""
-        ready = [_product_ready(x, block.shape.dtype) for x in inputs]
+        ready = [_product_ready(x.to_dense(), block.shape.dtype) for x in inputs]
         wide = block.shape.wide(inputs[0].device)
         columns = Columns(block.weight, block.bias, wide, block.channels_last)
         rows, count = input_rows(block.layer, ready, columns, sharing, mask)
