@@ -33,7 +33,7 @@ from decaylab.report.mechanisms import (
     mechanism_panels,
     short_accuracy_grid,
 )
-from decaylab.report.names import key_title, named
+from decaylab.report.names import counted_seeds, key_title, named
 from decaylab.report.page import grid_markdown, text_grid
 from decaylab.report.results import SCHEDULES, Results
 from decaylab.report.tables import Measured, number, seeds_words, to_grid
@@ -114,7 +114,7 @@ def _gains_at(
     groups = bench.groups(artefact)
     baseline, *others = dict.fromkeys(last for _, cells in groups for last in cells)
     columns = [name for name in artefact_of(artefact).keys[:-1] if name != "optimizer"]
-    rows, used, complete = [], list[RunReading](), 0
+    rows, used, complete, in_part = [], list[RunReading](), 0, False
     for key, cells in groups:
         base = bench.sample(cells.get(baseline))
         samples = {last: bench.sample(cells.get(last)) for last in others}
@@ -122,12 +122,14 @@ def _gains_at(
         if base is None or not decayed:
             continue
         complete += 1
+        in_part |= len(decayed) < len(others)
         before = shown[tuple(key.values())]
         if decayed.keys() <= before:
             continue
         before.update(decayed)
         used += [run for sample in (base, *decayed.values()) for run in sample.runs]
         gained = (bench.difference("", (1, sample), (-1, base)) for sample in samples.values())
+        counts = dict.fromkeys(len(sample.values) for sample in (base, *decayed.values()))
         rows.append(
             [
                 key_title(key, columns),
@@ -135,22 +137,20 @@ def _gains_at(
                 Measured(tuple(100 * v for v in base.values.values())).short(),
                 *map(_gain, gained),
                 _strengths(decayed.values()),
-                seeds_words(max(len(sample.values) for sample in (base, *decayed.values()))),
+                " and ".join(map(seeds_words, counts)),
             ]
         )
     if not rows:  # each needs a run without decay and one with it
         return ""
-    header = ["network", "optimizer", _label(baseline)]
-    header += [_label(last) for last in others] + ["lr, decay", "seeds"]
+    header = ["network", "optimizer", *map(_label, (baseline, *others)), "lr, decay", "seeds"]
     table = text_grid(header, rows)
     data = dict.fromkeys(named(run.spec.data) for run in used)
     on = f" on {', '.join(data)}" if "dataset" not in columns else ""
     said = f"Test accuracy in %{on} and what decay adds, in points; {_tier_words(tier, used)};"
-    said += f" {complete} of {len(groups)} rows have been run"
+    said += f" {complete} of {len(groups)} rows have been run{', some in part' * in_part}"
     said += ", of which the others are above." if complete > len(rows) else "."
     if "†" in table:
-        said += " †: the schedule is too short for this decay to take full effect (exposure"
-        said += " below 1)."
+        said += " †: too short a schedule for this decay to take full effect (exposure below 1)."
     return f"{table}\n<small>{said}</small>\n"
 
 
@@ -307,7 +307,7 @@ def demo_accuracy(records: Records) -> str:
     if not records.demo():
         return "*Not run yet.* `decaylab demo --runs results/demo` makes these runs.\n"
     seeds = {run.spec.seed for of in records.demo().values() for run in of}
-    said = f"Test accuracy in % on digits, {seeds_words(len(seeds))} seeds; one test image is 0.28."
+    said = f"Test accuracy in % on digits, {counted_seeds(len(seeds))}; one test image is 0.28."
     return f"{grid_markdown(short_accuracy_grid(records.demo()))}\n<small>{said}</small>\n"
 
 

@@ -62,6 +62,7 @@ def test_gains_are_differences_of_recorded_accuracies(tmp_path):
     accuracy(store, none, 0.50)
     accuracy(store, conv, 0.56)
     accuracy(store, fc, 0.505, exposure=0.5)
+    accuracy(store, cells("fig2", "short", seeds=2)[2], 0.505, seed=1, exposure=0.5)
     text = pages.gains(pages.Records(tmp_path), "fig2")
     (row,) = [line for line in text.splitlines() if line.startswith("| VGG16 | SGD")]
     found = [part.strip() for part in row.strip("|").split("|")]
@@ -71,10 +72,10 @@ def test_gains_are_differences_of_recorded_accuracies(tmp_path):
     assert found[4].startswith("+0.50 ± ")
     assert found[4].endswith("†")  # too little decay to tell
     assert found[5] == "not run yet"
-    assert found[-1] == "one seed"
+    assert found[-1] == "one seed and 2"
     assert everywhere.key["scheme"] == "wd-all"
     assert "test device" in text
-    assert "1 of 4 rows" in text
+    assert "1 of 4 rows have been run, some in part." in text
 
 
 @pytest.mark.parametrize("also", [False, True])
