@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class Capture:
         on_output: called with the model's output and the keyword arguments it was called with,
             after each observed forward pass.
         on_gradient: if given, called with (call, gradient) when the loss's own backward pass
-        reaches a layer's output.
+            reaches a layer's output; the gradient may have the shape of a view of it.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class Capture:
         call = Call(name, inputs.detach(), output.shape, edge)
         self.calls.append(call)
         if self._on_gradient is not None:
-            made.register_hook(_Gradient(self._on_gradient, call))
+            made.register_hook(partial(self._on_gradient, call))
 
     def _end(self, _: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         inside, self._inside = self._inside, False
@@ -213,17 +214,6 @@ def _move(module: nn.Module, hook: Any, *, to_end: bool) -> None:
     """Let a module's forward hook run behind all others, or before them."""
     hooks: Any = module._forward_hooks
     hooks.move_to_end(hook.id, last=to_end)
-
-
-@dataclass(frozen=True)
-class _Gradient:
-    """Reports a gradient with the call it belongs to."""
-
-    report: Callable[[Call, Tensor], None]
-    call: Call
-
-    def __call__(self, gradient: Tensor) -> None:
-        self.report(self.call, gradient.reshape(self.call.shape))
 
 
 def _in_the_graph(output: Tensor) -> Tensor:
@@ -267,11 +257,6 @@ def nodes_behind(tensor: Tensor) -> Iterator[Node]:
             yield node
             seen.add(node)
             nodes.extend(parent for parent, _ in node.next_functions)
-
-
-def eager_module(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile(model)` wraps; any other model as it is."""
-    return getattr(model, "_orig_mod", model)
 
 
 def wrappings(model: nn.Module) -> Iterator[nn.Module]:
@@ -320,7 +305,7 @@ def as_in_training(model: nn.Module) -> Iterator[None]:
 
 def _run_eagerly_when(model: nn.Module, condition: Callable[[], bool]) -> Callable[[], None]:
     """Send calls of a compiled model to its eager module while `condition()`; returns the undo."""
-    eager = eager_module(model)
+    eager = getattr(model, "_orig_mod", model)
     if eager is not model:
         holder, attribute, eager_call = model, "forward", eager.__call__
     elif getattr(model, "_compiled_call_impl", None) is not None:

@@ -267,7 +267,7 @@ class Observer:
     def _loss_gradient(self, call: Call, gradient: Tensor) -> None:
         if call.observed is not None:
             before = self._loss_gradients.get(call)  # of a loss that went back earlier
-            new = gradient.detach()
+            new = gradient.detach().reshape(call.shape)
             self._loss_gradients[call] = new if before is None else before + new
 
     def forget_loss_gradients(self) -> None:

@@ -21,7 +21,7 @@ class Health:
         skipped: steps whose gradient or update was not finite, and which changed nothing.
         skipped_in_a_row: such steps since the last good one.
         failed_inversions: by layer, how often its Cholesky factorisation failed and the old
-        inverse stayed.
+            inverse stayed.
     """
 
     steps: int
