@@ -33,7 +33,7 @@ def test_every_artefact_is_filled_at_smoke_tier_with_all_it_wants(smoke_runs):
             assert reading.manifest.tier == "smoke"
             assert not reading.lacking(cell.probes), (name, cell.label)
             if artefact.metric in reading.rows.names():
-                assert readings.values(cell, artefact.metric)
+                assert readings.values(cell.runs, artefact.metric)
             else:  # a quantity of the first layer
                 assert reading.first_layer(artefact.metric)
     assert not readings.left_out

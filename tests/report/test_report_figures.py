@@ -66,7 +66,7 @@ def test_curves_have_one_line_per_seed_and_bars_their_mean(filled):
     assert {mark.label for mark in curves[0].marks} == {"baseline", "wd-conv", "wd-fc", "wd-all"}
     assert len(curves[0].marks) == 8
     bars = panels(artefact_of("fig1"), cells("fig1", "smoke", 2), filled)[0]
-    values = [100 * v for v in filled.values(cells("fig1", "smoke", 2)[0], "test/accuracy")]
+    values = [100 * v for v in filled.values(cells("fig1", "smoke", 2)[0].runs, "test/accuracy")]
     assert bars.groups[0] == "SGD"
     assert bars.marks[0].values[0] == pytest.approx(sum(values) / 2)
 

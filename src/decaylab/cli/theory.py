@@ -1,5 +1,7 @@
 """`decaylab theory`: the paper's numbered statements, both sides computed and compared."""
 
+from dataclasses import asdict
+
 import typer
 from rich.markup import escape
 from rich.table import Table
@@ -20,7 +22,7 @@ def theory_command(json_output: options.Json = False) -> None:
     stated = [check for check in checks if check.kind == "statement"]
     held = sum(check.holds for check in stated)
     if json_output:
-        print_json([check.as_dict() for check in checks])
+        print_json([asdict(check) for check in checks])
     else:
         console(120).print(_table(checks))
         print(f"{held} of {len(stated)} checks of the statements hold")

@@ -103,11 +103,7 @@ class Readings:
         """The finished runs of a cell, by seed."""
         return [reading for spec in cell.runs if (reading := self.of(spec)) is not None]
 
-    def values(self, cell: Cell, metric: str) -> list[float]:
-        """The last value of a metric in each finished run of a cell that recorded it."""
-        return self.last_values(cell.runs, metric)
-
-    def last_values(self, specs: Iterable[RunSpec], metric: str) -> list[float]:
+    def values(self, specs: Iterable[RunSpec], metric: str) -> list[float]:
         """The last value of a metric in each run that is finished and recorded it."""
         finals = (found.final(metric) for spec in specs if (found := self.of(spec)) is not None)
         return [value for value in finals if value is not None]

@@ -83,7 +83,7 @@ def _by_scheme(filled: Filled, results: Results) -> str:
         seeds = [results.readings.finished(cell) for cell in group]
         if all(seeds) and len({runs[0].spec.id for runs in seeds}) == len(group):
             header[1:] = map(label_of, group)
-            found = [results.readings.values(cell, filled.artefact.metric) for cell in group]
+            found = [results.readings.values(cell.runs, filled.artefact.metric) for cell in group]
             rows.append([title, *(Measured(tuple(100 * v for v in of)).short() for of in found)])
     said = f"At {SCHEDULES[filled.tier]} (tier {filled.tier}):\n\n"
     return said + text_grid(header, rows) if rows else ""

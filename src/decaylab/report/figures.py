@@ -87,7 +87,7 @@ def _bars(artefact: Artefact, cells: Sequence[Cell], readings: Readings) -> list
         optimizers = list(dict.fromkeys(names))
         measured: dict[str, dict[str, Measured]] = {}
         for cell, name in zip(group, names, strict=True):
-            values = tuple(factor * value for value in readings.values(cell, artefact.metric))
+            values = tuple(factor * value for value in readings.values(cell.runs, artefact.metric))
             measured.setdefault(label_of(cell), {})[name] = Measured(values)
         bars = []
         for label, by_optimizer in measured.items():

@@ -66,7 +66,7 @@ def _table(artefact: Artefact, tier: str, found: Sequence[PaperCell], readings: 
     several = sides.count(True) > 1 or sides.count(False) > 1
     entries = []
     for cell, scheme in zip(found, schemes, strict=True):
-        values = tuple(factor * value for value in readings.values(cell, metric))
+        values = tuple(factor * value for value in readings.values(cell.runs, metric))
         entries.append(
             Entry(
                 key=tuple(str(cell.key.get(name, "")) for name in columns),
@@ -75,7 +75,7 @@ def _table(artefact: Artefact, tier: str, found: Sequence[PaperCell], readings: 
                 ours=Measured(values),
                 tier=tier,
                 comparable=not TIERS[tier].on_digits,
-                own=Measured(tuple(factor * v for v in readings.last_values(cell.own, metric))),
+                own=Measured(tuple(factor * v for v in readings.values(cell.own, metric))),
                 setting=_setting(cell),
                 scheme=scheme if several else "",
             )

@@ -1,8 +1,7 @@
 """One line of the table: both sides of a statement, how far apart, and whether it holds."""
 
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -38,13 +37,6 @@ class Check:
     tolerance: float
     holds: bool
     kind: Kind
-
-    def as_dict(self) -> dict[str, str | float | bool | None]:
-        """The row of `decaylab theory --json`; null stands for a number that is not finite."""
-        return {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in asdict(self).items()
-        }
 
 
 @dataclass(frozen=True)
