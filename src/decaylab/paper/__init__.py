@@ -1,6 +1,6 @@
 """The paper as experiments: every table and figure as runs, every claim judged from records."""
 
-from decaylab.paper.readings import Readings, RunReading, mean_and_spread
+from decaylab.paper.readings import Readings, RunReading
 from decaylab.paper.suite import (
     Artefact,
     Cell,
@@ -10,7 +10,7 @@ from decaylab.paper.suite import (
     register_artefact,
     select,
 )
-from decaylab.paper.tiers import TIERS, Tier, tier_of
+from decaylab.paper.tiers import TIERS, tier_of
 
 __all__ = [
     "TIERS",
@@ -18,11 +18,9 @@ __all__ = [
     "Cell",
     "Readings",
     "RunReading",
-    "Tier",
     "artefact_of",
     "artefacts",
     "cells",
-    "mean_and_spread",
     "register_artefact",
     "select",
     "tier_of",

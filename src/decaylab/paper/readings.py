@@ -1,6 +1,5 @@
 """What the records say about a cell: the finished runs, their last values and their curves."""
 
-import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -132,16 +131,3 @@ class Readings:
             return None
         self.left_out += [f"{spec.id}: {note}" for note in rows.damaged]
         return RunReading(spec, manifest, rows)
-
-
-def mean_and_spread(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean and sample standard deviation; None where there are none, or only one.
-
-    >>> mean_and_spread([1.0, 3.0])
-    (2.0, 1.4142135623730951)
-    >>> mean_and_spread([1.0])
-    (1.0, None)
-    """
-    if not values:
-        return None, None
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from decaylab.paper import mean_and_spread
 from decaylab.report.names import key_title, key_words, named
 from decaylab.report.page import Cell, Grid, Tone
 
@@ -38,12 +37,12 @@ class Measured:
     @property
     def mean(self) -> float | None:
         """Mean over seeds; None without any."""
-        return mean_and_spread(self.values)[0]
+        return statistics.fmean(self.values) if self.values else None
 
     @property
     def spread(self) -> float | None:
         """Sample standard deviation over seeds; None for fewer than two."""
-        return mean_and_spread(self.values)[1]
+        return statistics.stdev(self.values) if self.n > 1 else None
 
     def words(self) -> str:
         """The number as read by people.
