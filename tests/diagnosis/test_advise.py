@@ -108,6 +108,22 @@ def test_the_suggestion_holds_the_norm_that_was_asked_for(e):
     assert again.layers[0].equilibrium == pytest.approx(decayed.norms(20_000)[-1], rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "other", [{"lr": 0.01}, {"settings": {"setting_momentum": 0.9}, "decay": "l2"}]
+)
+def test_layers_that_are_stepped_otherwise_have_no_one_value(other):
+    """A third of it would hold one layer, and ten times as much the other."""
+    first = Layer(growth=0.004, weight_decay=1e-3, decay=other.get("decay", "decoupled"))
+    second = Layer(**{"growth": 0.004, "weight_decay": 1e-3} | other)
+    found = suggest(records({"a": first, "b": second}))
+    assert found.weight_decay is None
+    assert "give each its own" in found.notes[-1]
+    a, b = (row.suggested for row in found.layers)
+    assert max(a, b) / min(a, b) == pytest.approx(10, rel=0.05)
+    alike = suggest(records({"a": first, "b": first}))
+    assert alike.weight_decay == pytest.approx(alike.layers[0].suggested, rel=1e-12)
+
+
 def test_a_norm_on_its_way_is_said_to_be():
     """Adam's law: the distance of |W|^2 from its balance falls by exp(-2 s) a step."""
     layer = Layer(growth=1e-4, power=1, weight_decay=0.02)  # s = 0.002: |W|^2 goes to 0.025

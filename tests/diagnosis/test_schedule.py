@@ -32,10 +32,12 @@ def batches(steps=STEPS, size=16):
         yield inputs, (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0).long()
 
 
-def run(model, optimizer, after=None, every=1):
+def run(model, optimizer, after=None, every=1, clip=None):
     with watch(model, optimizer, every=every) as watched:
         for step, (inputs, labels) in enumerate(batches(), start=1):
             nn.functional.cross_entropy(model(inputs), labels).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
             if after is not None:
@@ -138,6 +140,10 @@ def test_what_has_no_schedule():
     groups.append({"params": [model[3].weight, *model[6].parameters()], "weight_decay": 0.2})
     with pytest.raises(DecaylabError, match="stepped differently"):
         equivalent_schedule(run(model, torch.optim.SGD(groups, lr=0.05)))
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1)
+    with pytest.raises(DecaylabError, match="gradients are clipped"):
+        equivalent_schedule(run(model, optimizer, clip=1e-3))
 
 
 def test_norm_transfer_in_a_plain_loop():

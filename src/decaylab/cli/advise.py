@@ -53,9 +53,11 @@ def suggest_command(
     for note in found.notes:
         print(note)
     console(140).print(_table(found))
-    if found.weight_decay is None:
+    if not any(row.suggested for row in found.layers):
         return
     print(LEGEND)
+    if found.weight_decay is None:
+        return
     print(
         f"suggested for the scale-invariant layers: {found.decay} weight decay of"
         f" {found.weight_decay:.3g} at lr {found.lr:g}"

@@ -36,6 +36,8 @@ TOO_STRONG = 0.5
 MIXED = 0.25
 # A norm farther from its balance has not come to rest.
 TRAVELLING = 1.25
+# The same decay takes as much of layers whose rates are as near as this.
+ALIKE = 1.05
 # So far from the norms that were seen, the growth seen there says little.
 FAR = 10.0
 NO_ROTATION = "how far its steps turn it is not recorded: keep `movement` among watch's probes"
@@ -141,7 +143,10 @@ class LayerAdvice:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Advice by layer, and one value for the group of scale-invariant layers: `weight_decay`."""
+    """Advice by layer, and one value for the group of scale-invariant layers: `weight_decay`.
+
+    None where there is none, or where it would not mean the same in all of them (`notes`).
+    """
 
     run: str
     decay: str
@@ -176,8 +181,17 @@ def suggest(
     notes = list(observed.troubles)
     invariant = [layer.setting for layer in observed.layers.values() if layer.invariant]
     setting = next((_in_kind(of) for of in invariant if of is not None), None)
+    value = None
     if found:  # the learning rate that the suggestion is for
-        setting = _at_longest_stretch(observed.layers[next(iter(found))])
+        each = [_at_longest_stretch(observed.layers[layer]) for layer in found]
+        setting, rates = each[0], [of.rate_at(1.0) for of in each]
+        if {of.decay for of in each} == {setting.decay} and max(rates) < ALIKE * min(rates):
+            value = geometric_mean(found.values())
+        else:
+            notes.append(
+                "no one value is for all of the scale-invariant layers, which differ in learning"
+                " rate, momentum or kind of decay: give each its own"
+            )
     elif invariant:
         notes.append("no suggestion for any scale-invariant layer; beside each stands why")
     else:
@@ -186,7 +200,7 @@ def suggest(
         observed.name,
         setting.decay if setting else "decoupled",
         setting.lr if setting else math.nan,
-        geometric_mean(found.values()) if found else None,
+        value,
         tuple(advice),
         tuple(notes),
     )

@@ -152,6 +152,11 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
     first = layers[0]
     setting = first.setting
     assert setting is not None
+    if setting.power is None and setting.clipped:
+        raise DecaylabError(
+            "the gradients are clipped, and how such steps depend on the norm is not known: train"
+            " without clipping"
+        )
     if first.unknown:
         raise DecaylabError(
             f"{first.unknown}: no fixed part of the weights is taken per step, so no schedule can"
