@@ -1,70 +1,15 @@
-"""What each convention of weight decay means, written out by name and done by the optimizers.
-
-The recurrences here are spelled out, not read off `CONVENTIONS`: a wrong entry in that table must
-show.
-"""
+"""What each kind of weight decay takes from a weight, as the optimizers do it."""
 
 import pytest
 import torch
 from torch import nn
 
 from decaylab.errors import DecaylabError
-from decaylab.optim.decay import (
-    CONVENTIONS,
-    convert,
-    decay_of,
-    decay_rate,
-    parameter_groups,
-    steady_shrink,
-)
+from decaylab.optim.decay import decay_of, decay_rate, parameter_groups
 from decaylab.optim.first_order import sgd
-from decaylab.optim.table import decay_table
+from decaylab.optim.table import decay_table, steady_shrink
 
 LR, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 2e-3
-
-
-def l2(weight, velocity):
-    velocity = MOMENTUM * velocity + WEIGHT_DECAY * weight
-    return weight - LR * velocity, velocity
-
-
-def decoupled(weight, velocity):
-    return weight - LR * WEIGHT_DECAY * weight, velocity
-
-
-def independent(weight, velocity):
-    return weight - WEIGHT_DECAY * weight, velocity
-
-
-def independent_momentum(weight, velocity):
-    velocity = MOMENTUM * velocity + WEIGHT_DECAY * weight
-    return weight - velocity, velocity
-
-
-WRITTEN_OUT = {
-    "l2": l2,
-    "decoupled": decoupled,
-    "independent": independent,
-    "independent-momentum": independent_momentum,
-}
-
-
-def test_every_convention_is_written_out():
-    assert WRITTEN_OUT.keys() == CONVENTIONS.keys()
-
-
-@pytest.mark.parametrize("name", WRITTEN_OUT)
-def test_the_long_run_of_each_convention(name):
-    weight, velocity = 1.0, 0.0
-    for _ in range(600):
-        before = weight
-        weight, velocity = WRITTEN_OUT[name](weight, velocity)
-    shrink = steady_shrink(WEIGHT_DECAY, name, lr=LR, momentum=MOMENTUM)
-    assert shrink == pytest.approx(1 - weight / before, rel=1e-10)
-    # and through convert, from the one convention without lr and momentum
-    assert convert(shrink, "independent", name, lr=LR, momentum=MOMENTUM) == pytest.approx(
-        WEIGHT_DECAY, rel=1e-9
-    )
 
 
 def ours(model, decay):
@@ -124,27 +69,38 @@ def test_torchs_own_do_not_know_what_a_group_says(make, said):
         torch.testing.assert_close(model.weight.detach(), row.factor * before)
 
 
-@pytest.mark.parametrize("amount", [1e-3, 0.5, 5.0])
-def test_on_one_side_of_the_momentum_only_the_learning_rate_differs(amount):
-    """Also where the decay is so strong that weights oscillate, and the long run forgets it."""
-    for inside, outside in (("l2", "independent-momentum"), ("decoupled", "independent")):
-        there = convert(amount, inside, outside, lr=LR, momentum=MOMENTUM)
-        assert there == pytest.approx(LR * amount, rel=1e-12)
-        back = convert(there, outside, inside, lr=LR, momentum=MOMENTUM)
-        assert back == pytest.approx(amount, rel=1e-12)
-
-
-def test_decay_so_strong_that_the_weight_flips_its_sign():
-    """Inside a momentum, beyond the oscillation: each step multiplies by a negative number."""
-    momentum, amount = 0.5, 2.95
-    weight, velocity = 1.0, 0.0
-    for _ in range(60):
-        before = weight
+def simulated(amount, momentum, steps):
+    """A weight under L2 alone, step by step."""
+    weight, velocity, weights = 1.0, 0.0, []
+    for _ in range(steps):
         velocity = momentum * velocity + amount * weight
         weight -= velocity
-    assert weight / before < 0
-    shrink = steady_shrink(amount, "independent-momentum", lr=1.0, momentum=momentum)
-    assert shrink == pytest.approx(1 - abs(weight / before), rel=1e-9)
+        weights.append(weight)
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("amount", "momentum"),
+    [(2e-4, 0.9), (4e-5, 0.5), (6e-4, 0.0), (2.95, 0.5)],  # the last one flips the weight's sign
+)
+def test_the_long_run_of_l2(amount, momentum):
+    weights = simulated(amount, momentum, 60 if amount > 1 else 1000)
+    shrink = steady_shrink(amount, momentum)
+    assert 1 - abs(weights[-1] / weights[-2]) == pytest.approx(shrink, rel=1e-9)
+
+
+def test_first_order_formula_holds_within_its_stated_error():
+    for amount in (1e-6, 1e-5, 1e-4):
+        first_order = amount / (1 - 0.9)
+        stated = first_order * 0.9 * amount / (1 - 0.9) ** 2
+        assert steady_shrink(amount, 0.9) - first_order == pytest.approx(stated, rel=0.05)
+
+
+def test_oscillating_decay_shrinks_by_the_root_of_the_momentum():
+    weights = simulated(0.5, 0.81, 1000)
+    measured = (max(map(abs, weights[900:])) / max(map(abs, weights[400:500]))) ** (1 / 500)
+    assert 1 - steady_shrink(0.5, 0.81) == pytest.approx(0.9)
+    assert measured == pytest.approx(0.9, rel=1e-3)
 
 
 def test_without_a_word_there_is_no_momentum():
@@ -153,8 +109,6 @@ def test_without_a_word_there_is_no_momentum():
     (row,) = decay_table(model, torch.optim.SGD(groups, lr=0.1))
     assert row.factor == row.long_run == pytest.approx(1 - 0.002, rel=1e-12)
     assert decay_rate(0.02, "l2", law="sgd", lr=0.1) == pytest.approx(0.002, rel=1e-12)
-    assert steady_shrink(0.02, "l2", lr=0.1) == pytest.approx(0.002, rel=1e-12)
-    assert convert(0.02, "l2", "decoupled", lr=0.1) == pytest.approx(0.02, rel=1e-12)
 
 
 def test_a_rate_of_an_unknown_kind_is_refused():

@@ -1,26 +1,21 @@
-"""Scopes, conversions against simulated steps, exposure against a loop, the table."""
+"""Scopes, the term and its rate, schedules, the table."""
 
 import inspect
 import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from decaylab.errors import DecaylabError
 from decaylab.networks import build
 from decaylab.optim.decay import (
-    CONVENTIONS,
     DECAYS,
     OPTIMIZERS,
     add_decay,
-    convert,
     decay_of,
     decay_rate,
     parameter_groups,
-    steady_shrink,
 )
 from decaylab.optim.first_order import adam, sgd
 from decaylab.optim.kfac import KFAC
@@ -138,101 +133,6 @@ def test_the_term():
     assert add_decay([], [], 0.1) == []
 
 
-def simulated_weights(weight_decay, convention, lr, momentum, steps):
-    """A weight under decay alone, step by step, as its convention says."""
-    where = CONVENTIONS[convention]
-    amount = weight_decay * (lr if where.times_lr else 1.0)
-    weight, velocity, weights = 1.0, 0.0, []
-    for _ in range(steps):
-        velocity = momentum * velocity + (amount * weight if where.inside_momentum else 0.0)
-        weight -= velocity + (0.0 if where.inside_momentum else amount * weight)
-        weights.append(weight)
-    return weights
-
-
-@pytest.mark.parametrize("source", CONVENTIONS)
-@pytest.mark.parametrize("target", CONVENTIONS)
-@pytest.mark.parametrize(("lr", "momentum"), [(0.1, 0.9), (0.02, 0.5), (0.3, 0.0)])
-def test_conversion_keeps_the_shrink_of_a_step(source, target, lr, momentum):
-    """Exact on the same side of the momentum from the first step, across it once settled."""
-    weight_decay = 2e-3
-    converted = convert(weight_decay, source, target, lr=lr, momentum=momentum)
-    mine = simulated_weights(weight_decay, source, lr, momentum, 1000)
-    theirs = simulated_weights(converted, target, lr, momentum, 1000)
-    assert theirs[-1] / theirs[-2] == pytest.approx(mine[-1] / mine[-2], abs=1e-13)
-    shrink = steady_shrink(weight_decay, source, lr=lr, momentum=momentum)
-    assert 1 - mine[-1] / mine[-2] == pytest.approx(shrink, rel=1e-9)
-    if CONVENTIONS[source].inside_momentum == CONVENTIONS[target].inside_momentum or momentum == 0:
-        assert theirs == pytest.approx(mine, rel=1e-12)
-
-
-def test_the_steps_are_those_of_the_optimizers():
-    """SGD's l2 at 0.002 and decoupled at its converted value shrink a weight alike in the end."""
-    ratios = {}
-    for decay in ("l2", "decoupled"):
-        value = convert(2e-3, "l2", decay, lr=0.1, momentum=0.9)
-        weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
-        optimizer = sgd(
-            [{"params": [weight], "weight_decay": value, "decay": decay}], lr=0.1, momentum=0.9
-        )
-        before = 1.0
-        for _ in range(400):
-            before, weight.grad = weight.item(), torch.zeros_like(weight)
-            optimizer.step()
-        ratios[decay] = weight.item() / before
-    assert ratios["l2"] == pytest.approx(ratios["decoupled"], abs=1e-13)
-    assert 1 - ratios["l2"] == pytest.approx(2e-3, rel=0.02)  # to first order lr * wd / (1 - 0.9)
-
-
-@given(
-    weight_decay=st.floats(1e-8, 1e-3),
-    lr=st.floats(1e-4, 1.0),
-    momentum=st.floats(0.0, 0.95),
-    source=st.sampled_from(sorted(CONVENTIONS)),
-    target=st.sampled_from(sorted(CONVENTIONS)),
-)
-def test_there_and_back_is_the_same_value(weight_decay, lr, momentum, source, target):
-    # Oscillating decay (more than momentum can follow) has no way back: kept out.
-    if weight_decay < 0.5 * (1 - math.sqrt(momentum)) ** 2:
-        there = convert(weight_decay, source, target, lr=lr, momentum=momentum)
-        back = convert(there, target, source, lr=lr, momentum=momentum)
-        assert back == pytest.approx(weight_decay, rel=1e-6)
-
-
-def test_first_order_formula_holds_within_its_stated_error():
-    for amount in (1e-6, 1e-5, 1e-4):
-        first_order = amount / (1 - 0.9)
-        error = steady_shrink(amount, "independent-momentum", lr=1.0, momentum=0.9) - first_order
-        stated = first_order * 0.9 * amount / (1 - 0.9) ** 2
-        assert error == pytest.approx(stated, rel=0.05)
-
-
-def test_oscillating_decay_shrinks_by_the_root_of_the_momentum():
-    weights = simulated_weights(0.5, "independent-momentum", 1.0, 0.81, 1000)
-    measured = (max(map(abs, weights[900:])) / max(map(abs, weights[400:500]))) ** (1 / 500)
-    shrink = steady_shrink(0.5, "independent-momentum", lr=1.0, momentum=0.81)
-    assert 1 - shrink == pytest.approx(0.9)
-    assert measured == pytest.approx(0.9, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("adamw", "l2", 0.1, 0.9), "independent"),
-        (("independent", "l2", 0.0, 0.9), "above 0"),
-        (("decoupled", "l2", 0.1, 0.9), "the most is"),
-    ],
-)
-def test_impossible_conversions_get_a_sentence(arguments, words):
-    source, target, lr, momentum = arguments
-    with pytest.raises(DecaylabError, match=words):
-        convert(5.0, source, target, lr=lr, momentum=momentum)
-
-
-def test_a_learning_rate_of_zero_decays_nothing():
-    assert convert(0.1, "decoupled", "independent", lr=0.0) == 0.0
-
-
 @pytest.mark.parametrize("law", sorted(set(OPTIMIZERS.values())))
 @pytest.mark.parametrize("decay", DECAYS)
 def test_the_rate_is_what_a_term_brings_in_the_end(decay, law):
@@ -262,6 +162,17 @@ def built(name, model, groups):
     return adam(groups, lr=0.1) if name == "adam" else KFAC(model, 0.1, params=groups)
 
 
+def weights_under(decay):
+    """A weight at lr 0.1 and momentum 0.9 under a decay of 0.02 alone, step by step."""
+    weight, velocity, weights = 1.0, 0.0, []
+    beside = {"decoupled": 0.1 * 0.02, "independent": 0.02}.get(decay, 0.0)
+    for _ in range(500):
+        velocity = 0.9 * velocity + (0.02 * weight if decay == "l2" else 0.0)
+        weight -= 0.1 * velocity + beside * weight
+        weights.append(weight)
+    return weights
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_the_table_says_what_each_parameter_gets(optimizer, decay):
@@ -283,7 +194,7 @@ def test_the_table_says_what_each_parameter_gets(optimizer, decay):
             assert (row.factor, row.long_run) == (None, None)
             assert "preconditioned" in row.how
             continue
-        weights = simulated_weights(0.02, decay, 0.1, 0.9, 500)
+        weights = weights_under(decay)
         assert row.factor == pytest.approx(weights[0], rel=1e-12)
         assert row.long_run == pytest.approx(weights[-1] / weights[-2], rel=1e-12)
 

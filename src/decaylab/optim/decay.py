@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -126,90 +125,6 @@ def parameter_groups(
         for names in (decayed, rest)
         if names
     ]
-
-
-@dataclass(frozen=True)
-class Convention:
-    """Where a decay term stands: multiplied by the learning rate or not, inside momentum or not."""
-
-    times_lr: bool
-    inside_momentum: bool
-
-
-CONVENTIONS = {
-    "l2": Convention(times_lr=True, inside_momentum=True),  # torch.optim.SGD
-    "decoupled": Convention(times_lr=True, inside_momentum=False),  # SGDW, AdamW, K-FAC here
-    "independent": Convention(times_lr=False, inside_momentum=False),  # Algorithm 1 as printed
-    "independent-momentum": Convention(times_lr=False, inside_momentum=True),
-}
-
-
-def _convention(name: str) -> Convention:
-    if name not in CONVENTIONS:
-        raise DecaylabError(f"unknown convention {name!r}: choose one of {', '.join(CONVENTIONS)}")
-    return CONVENTIONS[name]
-
-
-def steady_shrink(
-    weight_decay: float, convention: str, *, lr: float, momentum: float = 0.0
-) -> float:
-    """By which part of itself a weight shrinks in one step, in the long run, by decay alone.
-
-    With a = weight_decay (times lr): outside momentum a, at once and exactly. Inside it,
-    v' = momentum * v + a W, W' = W - v' has the rates r^2 - (1 + momentum - a) r + momentum = 0,
-    and the larger |r| wins: 1 - |r|, which is a / (1 - momentum) up to a part momentum * a /
-    (1 - momentum)^2 of it. From a = (1 - sqrt(momentum))^2 on W oscillates and the result is
-    1 - sqrt(momentum). Holds for a constant lr without preconditioner and without gradient.
-
-    >>> round(steady_shrink(5e-4, "l2", lr=0.1, momentum=0.9), 7)
-    0.0005023
-    """
-    where = _convention(convention)
-    amount = weight_decay * (lr if where.times_lr else 1.0)
-    if not where.inside_momentum or momentum == 0:
-        return amount
-    half = (1 + momentum - amount) / 2
-    discriminant = half * half - momentum
-    if discriminant <= 0:
-        return 1 - math.sqrt(momentum)
-    if half < 0:
-        return 1 + half - math.sqrt(discriminant)
-    # 1 - half - sqrt(discriminant), without the cancellation at a small amount
-    return amount / ((1 - momentum + amount) / 2 + math.sqrt(discriminant))
-
-
-def convert(weight_decay: float, from_: str, to: str, *, lr: float, momentum: float = 0.0) -> float:
-    """The value that shrinks a weight as much per step in another convention (`CONVENTIONS`).
-
-    Between conventions on the same side of the momentum it is exact from the first step: decoupled
-    -> independent multiplies by lr. Across it, `steady_shrink` is the same on both sides, exactly,
-    once the momentum has settled (some 1 / (1 - momentum) steps); before that, with a gradient, or
-    when lr changes, only approximately: the momentum also carries the decay of past weights. It is
-    for SGD (and for decay behind a preconditioner), not for L2 inside Adam or K-FAC, where the term
-    is preconditioned and no fixed value corresponds.
-
-    >>> round(convert(0.3, "decoupled", "independent", lr=1e-3), 12)
-    0.0003
-    >>> round(convert(5e-4, "l2", "decoupled", lr=0.1, momentum=0.9), 6)
-    0.005023
-    """
-    source, target = _convention(from_), _convention(to)
-    if target.times_lr and lr <= 0:
-        raise DecaylabError(f"a convention that multiplies by lr needs lr above 0, not {lr}")
-    if source.inside_momentum == target.inside_momentum or momentum == 0:
-        amount = weight_decay * (lr if source.times_lr else 1.0)
-    else:
-        shrink = steady_shrink(weight_decay, from_, lr=lr, momentum=momentum)
-        amount = shrink
-        if target.inside_momentum:
-            if shrink > 1 - math.sqrt(momentum):
-                raise DecaylabError(
-                    f"no decay inside a momentum of {momentum} shrinks weights by {shrink:.3g} a "
-                    f"step: the most is {1 - math.sqrt(momentum):.3g}"
-                )
-            # The equation of steady_shrink, solved for a at r = 1 - shrink.
-            amount = shrink * (1 - momentum / (1 - shrink))
-    return amount / (lr if target.times_lr else 1.0)
 
 
 def decay_rate(
