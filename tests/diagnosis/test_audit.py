@@ -11,6 +11,7 @@ from decaylab import KFAC
 from decaylab.diagnosis.audit import audit
 from decaylab.diagnosis.audit_reference import CURVATURES, Case, reference_factors
 from decaylab.errors import DecaylabError
+from decaylab.optim.kfac_options import KFACOptions
 
 
 def made(**mistakes):
@@ -48,6 +49,20 @@ def test_ours_passes_sampled(curvature):
     assert "estimated from samples" in report.title
     # the noise is larger than what tells the two apart
     assert all(kind in report["damping"].words for kind in ("factored", "added"))
+
+
+def test_samples_by_a_seed_of_its_own_are_samples():
+    """In another order the examples get other samples; the block is the same."""
+    options = KFACOptions(seed=0)
+    report = audit(lambda model: KFAC(model, lr=0.1, options=options), curvature="fisher")
+    assert report.sampled
+    assert report.passed, str(report)
+
+
+def test_samples_of_convolutions_alone_are_samples():
+    report = audit(made(noisy=0.1), curvature="fisher")
+    assert report.sampled
+    assert report.passed, str(report)
 
 
 def test_an_independent_right_one_passes():

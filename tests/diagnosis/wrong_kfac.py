@@ -13,6 +13,7 @@ class HookedKFAC(torch.optim.Optimizer):
     `factor(B, T, stride)` multiplies the curvature. `labels="data"`: the empirical Fisher, from the
     gradients that backward hooks see, times B. `bias`: "joint", or "doubled": once in the block's
     homogeneous coordinate and once more beside it. `mixed`: A and S are each inverted in part.
+    `noisy`: how much convolutions are off by chance, as an estimate from some positions would be.
     `damping_used`: what is really used beside the `damping` that it shows; `damped`: "pi", or
     "plain" (its root added to A and to T S), or "each" (itself).
     """
@@ -29,10 +30,12 @@ class HookedKFAC(torch.optim.Optimizer):
         damping_used=None,
         damped="pi",
         momentum=0.0,
+        noisy=0.0,
     ):
         super().__init__(model.parameters(), {"lr": lr, "momentum": momentum})
         self.damping, self.used, self.damped = damping, damping_used or damping, damped
         self.factor, self.labels, self.bias, self.mixed = factor, labels, bias, mixed
+        self.noisy = noisy
         self.layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
         self.seen, self.gradients, self.outputs = {}, {}, {}
         for layer in self.layers:
@@ -76,6 +79,8 @@ class HookedKFAC(torch.optim.Optimizer):
             B, T = a.shape[:2]
             A = torch.einsum("bti,btj->ij", a, a) / (B * T)
             G = sum(torch.einsum("bti,btj->ij", g, g) for g in gs) / B * self.factor(B, T, stride)
+            if isinstance(layer, nn.Conv2d):
+                G = G * torch.exp(self.noisy * torch.randn(()))
             gradient = layer.weight.grad.flatten(1)
             if layer.bias is not None:
                 gradient = torch.cat([gradient, layer.bias.grad[:, None]], 1)

@@ -9,7 +9,7 @@ scale, gives the powers that are wrong.
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -119,10 +119,12 @@ def audit(
         if value is not None and not 0 < value < math.inf:
             raise DecaylabError(f"{name} is {value}: give a number above 0")
     options = Options(factory, steps)
-    probe = Case("Linear", 16, scale=LARGE, gain=LARGE)
-    optimizer, first = take_step(options, probe, seed=0)
-    _, again = take_step(options, probe, seed=1)
-    sampled = not torch.allclose(first, again, rtol=1e-6)
+    sampled = False
+    for probe in (Case("Linear", 16), Case("Conv2d", 8, side=2)):
+        probe = replace(probe, scale=LARGE, gain=LARGE)
+        optimizer, first = take_step(options, probe, seed=0)
+        _, again = take_step(options, probe, seed=1)
+        sampled |= not torch.allclose(first, again, rtol=1e-6)
     if sampled:
         options = Options(factory, steps, SAMPLED_REPEATS, SAMPLED_BATCHES)
     tolerance = SAMPLED_TOLERANCE if sampled else TOLERANCE

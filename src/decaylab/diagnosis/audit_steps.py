@@ -89,8 +89,14 @@ def measure(options: Options, case: Case, damping: float = 0.0) -> Measured:
 
 
 def take_step(options: Options, case: Case, seed: int) -> tuple[Any, Tensor]:
-    """The optimizer, and its last step on the first layer: (before - after) / lr, [out, in(+1)]."""
+    """The optimizer, and its last step on the first layer: (before - after) / lr, [out, in(+1)].
+
+    `seed` sets torch's generator and the order of the examples: one that samples by a generator of
+    its own, with a fixed seed, gives them other samples too.
+    """
     model, inputs, labels = case.build()
+    order = torch.randperm(case.batch, generator=torch.Generator().manual_seed(seed))
+    inputs, labels = inputs[order], labels[order]
     model.train()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
