@@ -67,7 +67,9 @@ def audit_command(
         print_json(found.as_dict())
     else:
         console(140).print(_table(found))
-        print("it passes" if found.passed else "it does not pass")
+        unmade = sum(check.passed is None for check in found.checks)
+        but = f", but {unmade} of {len(found.checks)} checks could not be made" if unmade else ""
+        print(f"it passes{but}" if found.passed else "it does not pass")
     if not found.passed:
         raise typer.Exit(1)
 
