@@ -334,8 +334,8 @@ def grown_otherwise(run: Observed, baseline: Observed) -> str:
         apart, most = (statistics.fmean(of) for of in zip(*found, strict=True))
         if not -math.log(SAME_GROWTH) < apart < most + math.log(SAME_GROWTH):
             return (
-                f"the squared norms of scale-invariant layers are {three_digits(math.exp(apart))}"
-                f" times this run's at step {step}, and decay explains 1 to"
+                f"the baseline's scale-invariant layers have {three_digits(math.exp(apart))} times"
+                f" this run's |W|^2 at step {step}, and decay explains 1 to"
                 f" {three_digits(math.exp(most))}: use the same data, batch size and seed"
             )
     return ""
