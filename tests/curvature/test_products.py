@@ -20,15 +20,6 @@ KINDS = [
 ]
 
 
-def in_mode(model: nn.Module, batch_norm: str) -> nn.Module:
-    """The oracle's way to set the mode; statistics are not updated while it runs."""
-    model.train(batch_norm == "train")
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = 0.0
-    return model
-
-
 def targets_for(likelihood: str, labels: torch.Tensor) -> torch.Tensor:
     if likelihood == "categorical":
         return labels
@@ -42,7 +33,7 @@ def test_product_and_traces_equal_the_matrix(name, batch_norm, curvature, likeli
     model, inputs, labels = tiny_net(name)
     kind = {"curvature": curvature, "likelihood": likelihood}
     kind["targets"] = targets_for(likelihood, labels)
-    in_mode(model, batch_norm)
+    oracle.in_mode(model, batch_norm)
     C = oracle.curvature_matrix(model, inputs, **kind)
     vector = {n: torch.randn_like(p) for n, p in model.named_parameters()}
     flat = torch.cat([v.flatten() for v in vector.values()])

@@ -7,8 +7,7 @@ import warnings
 
 import pytest
 import torch
-from oracle.tiny_nets import tiny_net
-from torch import nn
+from oracle.tiny_nets import tiny_net, train
 
 from decaylab import DecaylabError, watch
 from decaylab.integrations.trackers import MLflow, TensorBoard, WandB
@@ -20,13 +19,6 @@ ROWS = [
     Row(5, 0, 0.2, "weight_norm/0", 1.5),
     Row(5, 0, 0.2, "weight_norm", math.nan),
 ]
-
-
-def train(model, optimizer, inputs, labels, steps):
-    for _ in range(steps):
-        nn.functional.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def watched_run(tracker, steps=4):

@@ -62,4 +62,12 @@ def tiny_net(name: str, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
     return model, inputs, labels
 
 
+def train(model: nn.Module, optimizer, inputs: Tensor, labels: Tensor, steps: int) -> None:
+    """Steps on one batch."""
+    for _ in range(steps):
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 NAMES = ["mlp", "conv", "bn", "residual"]

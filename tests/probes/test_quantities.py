@@ -15,28 +15,19 @@ from decaylab.optim.kfac import KFAC
 CLOSE = {"rel": 1e-8, "abs": 1e-12}
 
 
-def oracle_mode(model: nn.Module, batch_norm: str) -> nn.Module:
-    """The oracle's own way to choose the mode, without updating statistics."""
-    model.train(batch_norm == "train")
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = 0.0
-    return model
-
-
 @pytest.mark.parametrize("batch_norm", ["eval", "train"])
 @pytest.mark.parametrize("name", NAMES)
 class TestAgainstLoops:
     def test_jacobian_norm(self, name, batch_norm):
         model, inputs, _ = tiny_net(name)
-        J = oracle.input_jacobian(oracle_mode(model, batch_norm), inputs)
+        J = oracle.input_jacobian(oracle.in_mode(model, batch_norm), inputs)
         got = probes.jacobian_norm(model, inputs, chunk=2, batch_norm=batch_norm)
         assert got.total == pytest.approx(float(J.square().sum()) / len(inputs), **CLOSE)
         assert got.total_error is None
 
     def test_gauss_newton_and_fisher_rao_norms(self, name, batch_norm):
         model, inputs, _ = tiny_net(name)
-        oracle_mode(model, batch_norm)
+        oracle.in_mode(model, batch_norm)
         theta = oracle.flat(model)
         for curvature, probe in (
             ("gauss-newton", probes.gauss_newton_norm),
@@ -51,7 +42,7 @@ class TestAgainstLoops:
 
     def test_traces(self, name, batch_norm):
         model, inputs, _ = tiny_net(name)
-        oracle_mode(model, batch_norm)
+        oracle.in_mode(model, batch_norm)
         for curvature in ("fisher", "gauss-newton"):
             C = oracle.curvature_matrix(model, inputs, curvature)
             got = probes.curvature_traces(model, inputs, curvature=curvature, batch_norm=batch_norm)
@@ -67,7 +58,7 @@ def test_normalised_trace_is_the_trace_of_the_normalised_weights():
     place = oracle.places(model)["0.weight"]
     with torch.no_grad():
         model[0].weight /= model[0].weight.norm()
-    C = oracle.curvature_matrix(oracle_mode(model, "train"), inputs, "fisher")
+    C = oracle.curvature_matrix(oracle.in_mode(model, "train"), inputs, "fisher")
     assert got.normalised["0"] == pytest.approx(float(C[place, place].trace()), **CLOSE)
 
 

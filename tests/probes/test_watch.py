@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle.tiny_nets import tiny_net
+from oracle.tiny_nets import tiny_net, train
 from torch import nn
 
 from decaylab import probes
@@ -17,13 +17,6 @@ from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam, sgd
 from decaylab.optim.kfac import KFAC
 from decaylab.records.rows import read_rows
-
-
-def train(model, optimizer, inputs, labels, steps):
-    for _ in range(steps):
-        nn.functional.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def test_what_is_recorded_and_when():
