@@ -3,7 +3,7 @@
 In terms of its direction u = W / |W| the step of SGD is lr / |W|^2 grad L(u), and K-FAC's is that
 over lambda where the damping dominates (Eq. 14). While the gradients are small, decay shortens W
 and lengthens this step, until it breaks out and throws W far off (Lobacheva et al. 2021,
-arXiv:2106.15739).
+arXiv:2106.15739). Here it is seen by the norms alone; benchmarks/bursts.py counts them by accuracy.
 """
 
 from collections.abc import Sequence
