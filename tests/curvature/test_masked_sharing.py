@@ -83,3 +83,39 @@ def test_a_layer_without_positions_sees_every_example(sharing):
     found = opt.factors()["context"]
     torch.testing.assert_close(found.A, a.mT @ a / 4, rtol=1e-12, atol=1e-12)
     assert float(found.T) == pytest.approx(4 / int(MASK.sum()))
+
+
+class Mixed(nn.Module):
+    """Each row of the logits is made of the positions that its row of `weights` names."""
+
+    def __init__(self, weights: Tensor) -> None:
+        super().__init__()
+        self.layer, self.weights = nn.Linear(3, 5), weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weights @ self.layer(x)
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "gauss-newton", "empirical-fisher"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_positions_that_counted_rows_are_made_of_count_too(sharing, curvature):
+    """As tokens whose own label is left out (those not masked in BERT's task, a prompt) do.
+
+    Only the first row counts: it is made of positions 0, 2 and 3. Position 1 is padding.
+    """
+    torch.manual_seed(0)
+    weights = torch.tensor([[1.0, 0, 2, -1], [1, 1, 0, 0], [0, 0, 1, 0], [0, 1, 0, 1]]).double()
+    model, x = Mixed(weights).double(), torch.randn(2, 4, 3, dtype=torch.float64)
+    mask = torch.zeros(2, 4, dtype=torch.bool)
+    mask[:, 0] = True
+    opt = KFAC(model, 0.0, sharing=sharing, curvature=curvature, logits="observed")
+    logits = model(x)
+    opt.observe(logits, mask=mask)
+    cross_entropy(logits[mask], torch.tensor([1, 2])).backward()
+    opt.step()
+    taking_part = x[:, [0, 2, 3]]
+    vectors = taking_part.mean(1) if sharing == "reduce" else taking_part.flatten(0, 1)
+    a = torch.cat([vectors, torch.ones(len(vectors), 1).double()], 1)
+    found = opt.factors()["layer"]
+    torch.testing.assert_close(found.A, a.mT @ a / len(a), rtol=1e-12, atol=1e-12)
+    assert float(found.T) == pytest.approx(len(a) / 2)

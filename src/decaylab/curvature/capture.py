@@ -33,7 +33,8 @@ class Pass:
 class Call:
     """One call of a covered layer: its input, its output's shape and edge, and its pass.
 
-    There is no edge where the loss's own gradients are listened to: the hook that does so would
+    `counted` [output's axes but the last]: its positions that take part, of a masked pass. There is
+    no edge where the loss's own gradients are listened to: the hook that does so would
     hold the graph, which holds the hook, and neither would ever be freed.
     """
 
@@ -42,9 +43,20 @@ class Call:
     shape: torch.Size
     edge: GradientEdge | None
     observed: Pass | None = None
+    counted: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._version = _version(self.inputs)
+
+    def count(self, gradient: Tensor) -> None:
+        """Of a masked pass, take in the positions that a gradient comes back to.
+
+        Padding gets none; a token whose own row is not counted may be attended to by one that is.
+        """
+        mask = None if self.observed is None else self.observed.mask
+        if mask is not None and mask.shape == self.shape[:-1]:
+            before = mask != 0 if self.counted is None else self.counted
+            self.counted = before | (gradient != 0).any(-1)
 
     @property
     def overwritten(self) -> bool:

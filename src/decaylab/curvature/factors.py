@@ -159,13 +159,13 @@ class Sums:
         return _diagonal(A).sum(1) / self.positions + _diagonal(G).sum(1) / self.rows
 
     def add_inputs(
-        self, block: Block, inputs: list[Tensor], sharing: Sharing, mask: Tensor | None
+        self, block: Block, inputs: list[Tensor], sharing: Sharing, masks: list[Tensor] | None
     ) -> None:
         """Add the sum of a a' over the rows of the layer's calls in one pass."""
         ready = [_product_ready(x.to_dense(), block.shape.dtype) for x in inputs]
         wide = block.shape.wide(inputs[0].device)
         columns = Columns(block.weight, block.bias, wide, block.channels_last)
-        rows, count = input_rows(block.layer, ready, columns, sharing, mask)
+        rows, count = input_rows(block.layer, ready, columns, sharing, masks)
         total = _moment(rows, block.shape.dtype, diagonal=block.shape.input_diagonal)
         self.A = total if self.A is None else self.A.add_(total)
         self.positions = self.positions + count

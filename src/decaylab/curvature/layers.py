@@ -61,23 +61,22 @@ def input_rows(
     inputs: list[Tensor],
     columns: Columns,
     sharing: Sharing,
-    mask: Tensor | None = None,
+    masks: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | int]:
     """The rows [a, 1, 0] of the calls of `layer` in one pass, and how many count.
 
-    [groups, rows, wide]. Several calls (a layer used twice) are further positions. `mask` (true for
-    a row of the logits that counts) is applied to Linear layers whose leading axes are those of the
-    mask: a masked position is left out of the mean.
+    [groups, rows, wide]. Several calls (a layer used twice) are further positions. `masks` (for
+    each call of a Linear layer, true for a position that counts) leave the others out of the mean.
     """
     if isinstance(layer, nn.Linear):
         vectors = _joined([_linear_rows(x, columns) for x in inputs], sharing)
     else:
-        vectors, mask = _joined([_patch_rows(layer, x, columns) for x in inputs], sharing), None
+        vectors = _joined([_patch_rows(layer, x, columns) for x in inputs], sharing)
     examples, positions = vectors.shape[1:3]
-    if mask is None or any(mask.shape != x.shape[:-1] for x in inputs):
+    if masks is None:
         count = examples if sharing == "reduce" else examples * positions
         return _shared(vectors, sharing, torch.mean), count
-    weights = _joined([_by_example(mask[..., None])[None] for _ in inputs], sharing)
+    weights = _joined([_by_example(mask[..., None])[None] for mask in masks], sharing)
     weights = weights.to(vectors.dtype)
     if sharing == "expand":
         return (vectors * weights).flatten(1, 2), weights.sum()

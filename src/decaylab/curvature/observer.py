@@ -217,23 +217,27 @@ class Observer:
     def _add_gradients(self, pairs: list[tuple[Call, Tensor]], scale: Tensor | float) -> None:
         by_layer: dict[str, list[Tensor]] = {}
         for call, gradient in pairs:
+            call.count(gradient)
             by_layer.setdefault(call.name, []).append(gradient)
         for name, gradients in by_layer.items():
             sums = self.sums.setdefault(name, Sums())
             sums.add_gradients(self._blocks[name], gradients, self.measure.sharing, scale)
 
     def _add_inputs(self, calls: list[Call], observed: Pass) -> None:
-        by_layer: dict[str, list[Tensor]] = {}
+        by_layer: dict[str, list[Call]] = {}
         for call in calls:
             if call.overwritten and self._blocks[call.name].weight:
                 raise DecaylabError(
                     f"the input of layer {call.name!r} was changed in place after the layer saw "
                     "it: write x = x + y instead of x += y, and give each batch a new tensor"
                 )
-            by_layer.setdefault(call.name, []).append(call.inputs)
-        for name, inputs in by_layer.items():
-            sums = self.sums.setdefault(name, Sums())
-            sums.add_inputs(self._blocks[name], inputs, self.measure.sharing, observed.mask)
+            by_layer.setdefault(call.name, []).append(call)
+        for name, own in by_layer.items():
+            sums, block = self.sums.setdefault(name, Sums()), self._blocks[name]
+            counted = [call.counted for call in own if call.counted is not None]
+            masked = len(counted) == len(own) and isinstance(block.layer, nn.Linear)
+            inputs = [call.inputs for call in own]
+            sums.add_inputs(block, inputs, self.measure.sharing, counted if masked else None)
             sums.add_rows(observed.rows)
 
     def _vectors(self, heads: list[Tensor], observed: Pass) -> Iterator[list[Tensor]]:
