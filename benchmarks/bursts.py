@@ -7,9 +7,10 @@ data, the Fisher matrix is next to zero and K-FAC-F divides by the damping alone
 shortens the weights: relative to them its steps grow as 1 / |W|^2. `SETTINGS` has what is tried
 against the bursts that follow.
 
-A burst is a row of epochs whose training accuracy is below 99 %, after the first with 99.9 %: by what
-it does, so that settings can be compared, also one that holds the norms. (`diagnose`, which need not
-know the accuracy, goes by the norms: see `decaylab.diagnosis.bursts`.) Seven minutes on one core.
+A burst is a row of epochs whose training accuracy is below 99 %, after the first with 99.9 %: it is
+known by what it does, so that settings can be compared, one that holds the norms too. (`diagnose`,
+which need not know the accuracy, goes by the norms: `decaylab.diagnosis.bursts`.) Seven minutes on
+one core.
 """
 
 import argparse
