@@ -216,3 +216,16 @@ def test_conversion_there_and_back():
 def test_bad_settings(settings, said):
     with pytest.raises(DecaylabError, match=said):
         Stepping(*settings)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"rotation": 0.01, "norm_at": 1}, "give a rotation or a step, not both"),
+        ({"norm_at": 101}, "nothing is recorded at step 101: the last record is of step 100"),
+        ({"norm_at": 0}, "nothing is recorded up to step 0: the first record is of step 1"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(asked, said):
+    with pytest.raises(DecaylabError, match=said):
+        suggest(records({"conv": Layer(growth=0.004)}, steps=100), **asked)

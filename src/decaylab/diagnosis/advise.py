@@ -176,6 +176,12 @@ def suggest(
     is a matter of search.
     """
     observed = observe(run)
+    if norm_at is not None and rotation is not None:
+        raise DecaylabError("a rotation sets the norms, too: give a rotation or a step, not both")
+    if norm_at is not None and norm_at > observed.steps:
+        raise DecaylabError(
+            f"nothing is recorded at step {norm_at}: the last record is of step {observed.steps}"
+        )
     advice = [_advice(layer, rotation, norm_at) for layer in observed.layers.values()]
     found = {row.layer: row.suggested for row in advice if row.suggested is not None}
     notes = list(observed.troubles)
