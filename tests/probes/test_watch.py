@@ -295,7 +295,7 @@ def test_two_that_write_to_one_folder_are_told(tmp_path):
     for (model, inputs, labels), optimizer in zip(nets, optimizers, strict=True):
         train(model, optimizer, inputs, labels, 2)
     model, inputs, labels = nets[0]
-    with pytest.warns(UserWarning, match="another watch writes to it, too: give each a folder"):
+    with pytest.warns(UserWarning, match="another watch or process writes to it, too"):
         train(model, optimizers[0], inputs, labels, 1)
     for watched in both:
         watched.detach()

@@ -132,7 +132,7 @@ VOIDED = (
     "this optimizer has stepped before, but the rows in this folder, up to step {}, do not count"
     " any more: to go on with them, call watched.resume(step) before the first step"
 )
-SHARED = "another watch writes to it, too: give each a folder of its own"
+SHARED = "another watch or process writes to it, too: give each a folder of its own"
 FREE = tuple(name for name, probe in PROBES.items() if probe.cost == "free")
 
 
