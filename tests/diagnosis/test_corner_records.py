@@ -250,7 +250,10 @@ def test_a_baseline_without_a_common_step_is_not_asked_for_again():
     finding = diagnose(run, apart)["effective l"]
     assert finding.layers[0].reason == "no records at a common step"
     assert "the same every=" in finding.would_decide
-    assert "needs a baseline" in diagnose(run)["effective l"].layers[0].reason
+    alone = diagnose(run)["effective l"]
+    assert alone.layers[0].reason.endswith("does not show what it removes: needs a baseline")
+    assert alone.reason.endswith("does not show what it removes.")  # what is needed comes next
+    assert alone.would_decide.startswith("give a baseline")
 
 
 def test_the_damping_is_judged_of_kfac_s_layers_alone():

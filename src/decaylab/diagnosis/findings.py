@@ -232,7 +232,8 @@ def found_by(
     words = quantity.removesuffix(LARGER).removesuffix(SMALLER)
     verdict = judged(effect, *thresholds)
     if effect is None:
-        reasons = list(dict.fromkeys(row.reason for row in rows if row.verdict))
+        needs = ": needs a baseline"  # that is said behind it
+        reasons = dict.fromkeys(row.reason.removesuffix(needs) for row in rows if row.verdict)
         return Finding(
             *(name, quantity, verdict),
             f"There is nothing to compare with: {'; '.join(reasons)}.",
