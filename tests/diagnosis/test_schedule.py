@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from decaylab import KFAC, watch
+from decaylab import KFAC, diagnose, watch
 from decaylab.diagnosis import EquivalentSchedule, NormTransfer, equivalent_schedule
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import parameter_groups
@@ -140,6 +140,13 @@ def test_what_has_no_schedule():
     groups.append({"params": [model[3].weight, *model[6].parameters()], "weight_decay": 0.2})
     with pytest.raises(DecaylabError, match="stepped differently"):
         equivalent_schedule(run(model, torch.optim.SGD(groups, lr=0.05)))
+    model = net()
+    watched = run(
+        model, torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1, amsgrad=True)
+    )
+    with pytest.raises(DecaylabError, match="Adam without amsgrad"):
+        equivalent_schedule(watched)
+    assert "Adam without amsgrad" in diagnose(watched)["effective l"].would_decide
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1)
     with pytest.raises(DecaylabError, match="gradients are clipped"):

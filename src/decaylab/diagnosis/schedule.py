@@ -163,7 +163,10 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
             " replace it. Decoupled decay of 32-bit weights has one"
         )
     if setting.power is None:
-        raise DecaylabError("the law of this optimizer is not known: SGD, Adam or K-FAC are")
+        raise DecaylabError(
+            "the law of this optimizer is not known; those of SGD, K-FAC and Adam without amsgrad"
+            " are"
+        )
     if any(layer.settings != first.settings for layer in layers):
         raise DecaylabError(
             "the scale-invariant layers are stepped differently: a schedule is for one lr and one"

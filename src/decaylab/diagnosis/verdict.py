@@ -110,7 +110,7 @@ def _effective_learning_rate(run: Observed, baseline: Observed | None) -> Findin
             *(name, quantity, "cannot tell"),
             "How this optimizer's step depends on the norm of the weights is not known.",
             would_decide='name its law in its param groups, as group["law"] (docs/extend.md), or'
-            " train with SGD, Adam or K-FAC",
+            " train with SGD, K-FAC or Adam without amsgrad",
         )
     if powers == {0}:
         damped = any(layer.setting.damping is not None for layer in of if layer.setting)
