@@ -154,6 +154,31 @@ def test_dropout_is_off():
     assert got == pytest.approx(float(model[1].weight.detach().square().sum()), rel=1e-6)
 
 
+class Recurrent(nn.Module):
+    """Notes whether cuDNN may run its layers."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.body, self.head, self.allowed = kind(4, 5), nn.Linear(5, 3), set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.allowed.add(torch.backends.cudnn.enabled)
+        hidden = self.body(x)
+        return self.head(hidden[0] if isinstance(hidden, tuple) else hidden)
+
+
+@pytest.mark.parametrize("probe", WITH_INPUTS)
+def test_recurrent_layers_do_without_cudnn(probe):
+    """Its backward pass asks for train mode, and cannot be differentiated."""
+    model = Recurrent(nn.LSTM)
+    WITH_INPUTS[probe](model, torch.randn(2, 4))
+    assert model.allowed == {False}
+    assert torch.backends.cudnn.enabled
+    plain = Recurrent(nn.Linear)
+    WITH_INPUTS[probe](plain, torch.randn(2, 4))
+    assert plain.allowed == {True}
+
+
 MEASURE_WEIGHTS = [k for k in WITH_INPUTS if k not in ("jacobian", "jacobian sampled", "gap")]
 
 

@@ -35,7 +35,8 @@ def untouched(model: nn.Module, *, batch_norm: BatchNormMode = "eval") -> Iterat
     Inside, gradients are enabled, autocast is off and every module is in eval mode (dropout is
     off), except that with `batch_norm="train"` normalisation layers use the batch's own statistics,
     without updating the running ones. A K-FAC attached to the model is paused. Attention uses its
-    plain kernel, the one with forward-mode rules.
+    plain kernel, the one with forward-mode rules, and recurrent layers do without cuDNN, which goes
+    backward in train mode only.
     """
     if batch_norm not in get_args(BatchNormMode):
         raise DecaylabError(f"unknown batch_norm mode {batch_norm!r}: use 'eval' or 'train'")
@@ -49,6 +50,8 @@ def untouched(model: nn.Module, *, batch_norm: BatchNormMode = "eval") -> Iterat
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if any(isinstance(module, nn.RNNBase) for module in modules):
+            stack.enter_context(_without_cudnn())
         for kind in {parameter.device.type for parameter in model.parameters()}:
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(kept(model))
@@ -66,6 +69,17 @@ def untouched(model: nn.Module, *, batch_norm: BatchNormMode = "eval") -> Iterat
                 norm.track_running_stats = was
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def _without_cudnn() -> Iterator[None]:
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.enabled
+    cudnn.enabled = False
+    try:
+        yield
+    finally:
+        cudnn.enabled = before
 
 
 def _pauses(modules: list[nn.Module]) -> list[Callable[[], Any]]:
