@@ -78,7 +78,7 @@ def test_effective_learning_rate_does_not_act():
 def test_effective_learning_rate_cannot_be_told():
     unknown = diagnose(records({"conv": sgd(weight_decay=STRONG, power=None)}))["effective l"]
     assert unknown.verdict == "cannot tell"
-    assert "SGD, Adam or K-FAC" in unknown.would_decide
+    assert "train with SGD, K-FAC or Adam" in unknown.would_decide
     l2 = records({"conv": sgd(weight_decay=STRONG, power=1, decay="l2")})
     alone = diagnose(l2)["effective l"]
     assert alone.verdict == "cannot tell"
