@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from decaylab.errors import DecaylabError
+from decaylab.optim.decay import parameter_groups
 from decaylab.optim.kfac import KFAC, KFACOptions
 
 
@@ -100,6 +101,15 @@ def test_parameters_are_given_in_every_way_that_torch_takes():
         assert opt.factors()["2"].A.shape == (3, 3)  # its bias is not among them
         assert opt.factors()["0"].A.shape == (4, 4)
         opt.detach()
+
+
+def test_a_group_that_is_split_has_the_names_of_its_own_parameters():
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    opt = KFAC(model, 0.1, params=parameter_groups(model, weight_decay=0.1))
+    assert [len(group["params"]) for group in opt.param_groups] == [4, 2]
+    for group in opt.param_groups:
+        assert group["names"] == [names[p] for p in group["params"]]
 
 
 def test_the_bias_of_a_layer_whose_weight_a_hook_computes_is_in_no_block():

@@ -100,13 +100,21 @@ def _split(
     """A param group as one of covered parameters and one of the others, where it has them."""
     inside = [p for p in group["params"] if p in covered]
     rest = [p for p in group["params"] if p not in covered]
+    given: Any = group.get("names")  # by `parameter_groups`
+    named = isinstance(given, list) and len(given) == len(group["params"])
+    names = dict(zip(group["params"], given, strict=True)) if named else {}
+
+    def part(params: list[Tensor]) -> dict[str, Any]:
+        own = {"names": [names[p] for p in params]} if named else {}
+        return {**group, "params": params, **own}
+
     if inside:
-        yield {**group, "params": inside, "law": "kfac"}
+        yield {**part(inside), "law": "kfac"}
     if rest:
         # in a group with both kinds its lr is K-FAC's
         own = others["lr"] if inside else group.get("lr", others["lr"])
         lr = group.get("others_lr", own)
-        yield {**others, **group, "lr": lr, "law": others["law"], "params": rest}
+        yield {**others, **part(rest), "lr": lr, "law": others["law"]}
 
 
 def _why_not(
