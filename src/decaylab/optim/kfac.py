@@ -1,6 +1,5 @@
 """K-FAC-F and K-FAC-G (Martens & Grosse 2015; Zhang et al. 2019) as an ordinary torch optimizer."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -394,20 +393,8 @@ class KFAC(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _refresh(self, sums: dict[str, Sums]) -> None:
-        """Fold what was observed into the factors; say so if nothing was, or if a layer hides."""
-        if not sums and any(p.requires_grad for p in self._blocks.slots):
-            if not self._blocks.seen:
-                raise DecaylabError(
-                    "no forward pass was observed before the first step: run the model that KFAC "
-                    "was built with, in train mode and with grad enabled (a compiled model: build "
-                    "KFAC with what torch.compile returned)"
-                )
-            warnings.warn(
-                "a refresh was due, but no forward pass in train mode was observed: "
-                "the factors stay as they are",
-                stacklevel=4,
-            )
-        check_measured(self._blocks.blocks, self._blocks.seen | sums.keys())
+        """Fold what was observed into the factors."""
+        check_measured(self._blocks, sums)
         before = len(self._blocks.seen)
         self._blocks.update(sums, self.factor_decay)
         if len(self._blocks.seen) > before and self._inverted and not self._inversion_due:

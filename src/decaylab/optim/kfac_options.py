@@ -1,5 +1,6 @@
 """Rare options of K-FAC, checks of what it is given, and the optimizer of all other parameters."""
 
+import warnings
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decaylab.curvature.factors import Block, Sums
+from decaylab.curvature.blocks import Blocks
+from decaylab.curvature.factors import Sums
 from decaylab.curvature.observer import CountedRows
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import check_decay
@@ -120,10 +122,22 @@ def check_groups(groups: list[dict[str, Any]]) -> None:
             )
 
 
-def check_measured(blocks: dict[str, Block], measured: set[str]) -> None:
-    """Refuse a layer that learns but does not show itself."""
-    for name in sorted(blocks.keys() - measured):
-        if blocks[name].layer.weight.grad is not None:
+def check_measured(blocks: Blocks, sums: dict[str, Sums]) -> None:
+    """Refuse a refresh that saw nothing, and a layer that learns but does not show itself."""
+    if not sums and any(p.requires_grad for p in blocks.slots):
+        if not blocks.seen:
+            raise DecaylabError(
+                "no forward pass was observed before the first step: run the model that KFAC "
+                "was built with, in train mode and with grad enabled (a compiled model: build "
+                "KFAC with what torch.compile returned)"
+            )
+        warnings.warn(
+            "a refresh was due, but no forward pass in train mode was observed: "
+            "the factors stay as they are",
+            stacklevel=5,
+        )
+    for name in sorted(blocks.blocks.keys() - blocks.seen - sums.keys()):
+        if blocks.blocks[name].layer.weight.grad is not None:
             raise DecaylabError(
                 f"layer {name!r} has a gradient but was never measured: its weight is used "
                 "without the layer being called, a compiled function calls it (compile modules "
