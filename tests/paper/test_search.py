@@ -127,6 +127,26 @@ def test_the_command_says_what_lies_on_the_edge_by_optuna(tmp_path, monkeypatch)
     assert "on the edge of what was tried: weight_decay (give --weight-decay" in done.stdout
 
 
+def test_of_tpe_it_says_that_more_trials_help(tmp_path, monkeypatch):
+    """The largest of the values that were drawn is mostly inside the range."""
+    asked = []
+
+    def train(spec, *, execution, **rest):
+        asked.append(execution.compiled)
+        values = {"test/accuracy": spec.lr, "test/loss": 1.0}
+        yield loop.Progress("finished", spec.id, spec.epochs, spec.epochs, 1, 1, 0.0, values)
+
+    monkeypatch.setattr("decaylab.paper.search.train", train)
+    (tmp_path / "own.toml").write_text(BASE.to_toml())
+    words = ["search", "--config", str(tmp_path / "own.toml"), "--runs", str(tmp_path)]
+    words += ["--method", "tpe", "--trials", "3", "--lr", "0.01,0.1", "--weight-decay", "0.1"]
+    done = CliRunner().invoke(app, [*words, "--compiled"])
+    assert done.exit_code == 0, done.output
+    said = "on the edge of what was tried: lr (give more --trials, or --lr with a wider range)"
+    assert said in done.stdout
+    assert asked == [True] * 3
+
+
 def test_a_winner_that_stays_on_the_edge_is_said_to_be_so(tmp_path, digits, monkeypatch):
     fake_accuracy(monkeypatch, lambda spec: 1 / (1 + spec.weight_decay))
     list(Search(plan(space={"weight_decay": [0.1, 0.3]}, cell=CELL), tmp_path, digits).run())

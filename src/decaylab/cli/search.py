@@ -71,7 +71,9 @@ def search_command(
     ] = False,
     widen: Annotated[
         bool,
-        typer.Option(help="With --runs-only: try more values while the best is at the edge."),
+        typer.Option(
+            help="Try more values while the best is at the edge (--no-widen: with --runs-only)."
+        ),
     ] = True,
     at_once: Annotated[
         int, typer.Option(min=1, help="With --runs-only: this many take turns.")
@@ -113,7 +115,14 @@ def search_command(
         plan = _of_cell(cell or [], scheme, tier, space, limits)
     else:
         plan = _of_file(config, space, limits)
-    _check_options(plan, runs_only, max_minutes)
+    of_runs = {
+        "--no-widen": not widen,
+        "--at-once": at_once > 1,
+        "--processes": processes > 1,
+        "--max-minutes": max_minutes is not None,
+        "--whole-runs": whole_runs,
+    }
+    _check_options(plan, runs_only, [option for option, given in of_runs.items() if given])
     if plan.base.data == "digits":
         torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
         device = "cpu" if device == "auto" else device
@@ -132,7 +141,8 @@ def search_command(
         )
         best = _make_runs(plan, folder, how, widen=widen)
     else:
-        search = Search(plan, folder, load(plan.base.data, data_dir).to(where), where)
+        images = load(plan.base.data, data_dir).to(where)
+        search = Search(plan, folder, images, where, compiled=compiled)
         for trial in search.run():
             print(_line(trial), flush=True)
         best = _say_winner(plan, folder, search.found())
@@ -145,13 +155,16 @@ def search_command(
         print(f"{best.id}: test accuracy {100 * last.values['test/accuracy']:.2f} %")
 
 
-def _check_options(plan: SearchPlan, runs_only: bool, max_minutes: float | None) -> None:
+def _check_options(plan: SearchPlan, runs_only: bool, of_runs: list[str]) -> None:
     if plan.method == "lines" and not runs_only:
         raise DecaylabError("--method lines needs --runs-only: Optuna makes grids and TPE")
     if plan.method == "tpe" and runs_only:
         raise DecaylabError("--method tpe is Optuna's: leave --runs-only out, or take lines")
-    if max_minutes is not None and not runs_only:
-        raise DecaylabError("--max-minutes needs --runs-only: Optuna's trials are not timed")
+    if of_runs and not runs_only:
+        raise DecaylabError(
+            f"{of_runs[0]} needs --runs-only: Optuna makes one trial after the other, to the end,"
+            " and widens its grids"
+        )
 
 
 def _make_runs(plan: SearchPlan, folder: Path, how: How, *, widen: bool) -> RunSpec | None:
@@ -209,7 +222,10 @@ def _say_winner(plan: SearchPlan, folder: Path, found: Winner) -> RunSpec:
     edges = on_edge(found.values, found.tried)
     if edges:
         options_of = ", ".join(f"--{name.replace('_', '-')}" for name in edges)
-        print(f"on the edge of what was tried: {', '.join(edges)} (give {options_of} beyond it)")
+        remedy = f"give {options_of} beyond it"
+        if plan.method == "tpe":  # its values are drawn from a range, mostly inside
+            remedy = f"give more --trials, or {options_of} with a wider range"
+        print(f"on the edge of what was tried: {', '.join(edges)} ({remedy})")
     return best
 
 

@@ -131,9 +131,16 @@ class Search:
     """One search; `run` yields its trials as they end and can be stopped anywhere."""
 
     def __init__(
-        self, plan: SearchPlan, folder: Path, data: DataSet, device: str | torch.device = "cpu"
+        self,
+        plan: SearchPlan,
+        folder: Path,
+        data: DataSet,
+        device: str | torch.device = "cpu",
+        *,
+        compiled: bool = False,
     ) -> None:
         self.plan, self.folder, self._data, self._device = plan, folder, data, device
+        self._execution = Execution(tier=plan.tier, compiled=compiled)
         self.base = _held_out(plan)
         self._own = RunFolder(folder / plan.name)
         self._store = RunStore(folder / "runs")
@@ -204,9 +211,12 @@ class Search:
                     by_epoch.setdefault(row.epoch, {})[name] = row.value
             yield from sorted(by_epoch.items())
             return
-        execution = Execution(tier=self.plan.tier)
         training = train(
-            spec, data=self._data, device=self._device, store=self._store, execution=execution
+            spec,
+            data=self._data,
+            device=self._device,
+            store=self._store,
+            execution=self._execution,
         )
         for progress in training:
             yield progress.epoch, progress.values
