@@ -197,9 +197,23 @@ def test_under_autocast_the_scaled_weights_are_those_that_count(cached):
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
         model(x)  # fills the cache
         defects = invariance(model, x)
-        assert torch.is_autocast_cache_enabled() == cached
+        after = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(after, model(x))  # nothing is left in the cache
     assert defects["0"] < INVARIANCE_THRESHOLD
     assert defects["3"] == pytest.approx(1.0)  # its bias included, it doubles the logits
+
+
+def test_so_they_are_where_the_forward_has_an_autocast_of_its_own():
+    """As accelerate wraps it: one context for all calls, made before anything is measured."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    x = torch.randn(6, 4)
+    with torch.autocast("cpu", enabled=False):  # while one is open, the cache is kept
+        defects = invariance(model, x)
+    assert defects["0"] < INVARIANCE_THRESHOLD
+    assert defects["3"] == pytest.approx(1.0)
 
 
 class Block(nn.Module):

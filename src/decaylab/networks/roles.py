@@ -172,26 +172,21 @@ def _distance(outputs: list[Tensor], reference: list[Tensor]) -> Tensor:
 
 @contextmanager
 def _left_untouched(model: nn.Module) -> Iterator[None]:
-    """Train mode without gradients; afterwards mode, buffers and generators are as they were.
-
-    Autocast, if it is on, stays on but without its cache: that would keep the weights as they were
-    before they are scaled.
-    """
-    cached = torch.is_autocast_cache_enabled()
+    """Train mode without gradients; afterwards mode, buffers and generators are as they were."""
     try:
-        torch.set_autocast_cache_enabled(False)
         with kept(model), torch.no_grad():
             model.train()
             yield
     finally:
-        torch.set_autocast_cache_enabled(cached)
+        torch.clear_autocast_cache()  # of weights that were scaled
 
 
 class _Evaluation:
     """f(inputs) again and again, each time from the same state.
 
     Of the generators, for dropout, and of the buffers: a power iteration (spectral normalisation)
-    goes on from its last one.
+    goes on from its last one. Autocast, the caller's or one in the model's own forward, stays on;
+    what it has cached are weights as they were before they were scaled.
     """
 
     def __init__(self, model: nn.Module, inputs: Any):
@@ -204,6 +199,7 @@ class _Evaluation:
         torch.set_rng_state(self.cpu)
         for device, state in zip(self.devices, self.cuda, strict=True):
             torch.cuda.set_rng_state(state, device)
+        torch.clear_autocast_cache()
         with kept_buffers(self.model):
             return _run(self.model, self.inputs)
 
