@@ -250,6 +250,14 @@ def test_only_refreshes_leave_the_compiled_code(in_place):
     assert calls
 
 
+def test_a_model_that_is_compiled_too_late_is_said_to_be():
+    model = seeded(net)
+    opt = KFAC(model, 0.1)
+    model.compile(backend="eager")  # its calls go past the hooks from now on
+    with pytest.raises(DecaylabError, match=r"build KFAC .* after model\.compile\(\)"):
+        train_step(opt, model, *data())
+
+
 class Teacher(nn.Module):
     """A covered layer that is also run without a graph, and a path through the graph that forks."""
 

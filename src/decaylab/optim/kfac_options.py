@@ -129,7 +129,7 @@ def check_measured(blocks: Blocks, sums: dict[str, Sums]) -> None:
             raise DecaylabError(
                 "no forward pass was observed before the first step: run the model that KFAC "
                 "was built with, in train mode and with grad enabled (a compiled model: build "
-                "KFAC with what torch.compile returned)"
+                "KFAC with what torch.compile returned, or after model.compile())"
             )
         warnings.warn(
             "a refresh was due, but no forward pass in train mode was observed: "
