@@ -143,6 +143,10 @@ def test_folders_of_watch_where_a_run_is_needed(tmp_path):
         assert "mine holds records of `watch`, not a run of `decaylab train`" in refused.stderr
     page = run("report", "--runs", tmp_path)
     assert "records of `watch`: `decaylab diagnose FOLDER --report" in page.stderr
+    (tmp_path / "mine" / "spec.toml").write_text("damaged")  # a run, though it cannot be read
+    page = run("report", "--runs", tmp_path)
+    assert "left out: mine" in page.stderr
+    assert "records of `watch`" not in page.stderr
 
 
 def test_advice(runs, tmp_path):

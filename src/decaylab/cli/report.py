@@ -54,7 +54,8 @@ def report_command(
     for note in written.left_out:
         print(f"left out: {note}", file=sys.stderr)
     if not written.runs:
-        watched = next(runs.glob("*/rows.jsonl"), None)
+        rows = runs.glob("*/rows.jsonl")
+        watched = any(not path.with_name("spec.toml").exists() for path in rows)
         print(f"no runs in {runs}: {WATCHED if watched else REMEDY}", file=sys.stderr)
     if json_output:
         print_json(_plain(written))

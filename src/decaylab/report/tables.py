@@ -54,8 +54,14 @@ class Measured:
         return f"{self.short()} ({counted})" if self.n else "—"
 
     def short(self) -> str:
-        """The same without n, for where that is said beside it."""
-        return number(self.mean) + (f" ± {self.spread:.2g}" if self.spread is not None else "")
+        """The same without n, for where that is said beside it.
+
+        >>> Measured((5056.0, 6476.0)).short()
+        '5766 ± 1004'
+        """
+        if self.spread is None:
+            return number(self.mean)
+        return f"{number(self.mean)} ± {self.spread:{'.2g' if self.spread < 99.5 else '.0f'}}"
 
 
 @dataclass(frozen=True)
