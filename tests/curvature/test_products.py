@@ -136,6 +136,59 @@ def test_functions_whose_backward_hides_from_autograd_are_refused(function):
         products.jacobian_product(model, inputs, vector)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backward_that_hides_is_seen_among_many_parameters_and_rounding(dtype):
+    """In most draws of u, and one that does not hide in none."""
+    refused = {}
+    for function in (_CutSquare, _Square):
+        model, inputs = _Squared(function.apply), torch.randn(6, 400, dtype=dtype)
+        model.first = nn.Linear(400, 5)
+        vector = {"first.weight": torch.randn_like(model.to(dtype).first.weight)}
+        refused[function] = 0
+        for seed in range(20):
+            torch.manual_seed(seed)
+            try:
+                products.jacobian_product(model, inputs, vector)
+            except DecaylabError:
+                refused[function] += 1
+    assert refused[_CutSquare] > 14
+    assert refused[_Square] == 0
+
+
+class _Full(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError
+
+
+class _FullSquare(_Square):
+    """Finds no memory when its backward pass is differentiated."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _Full.apply(_Square.backward(ctx, gradient))
+
+
+def test_a_device_without_memory_is_not_taken_for_an_operation_without_a_rule():
+    calls = []
+
+    def full(x):
+        calls.append(x)
+        raise torch.OutOfMemoryError
+
+    inputs = torch.randn(6, 4).double()
+    for function in (full, _FullSquare.apply):
+        model = squared(function)
+        vector = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+        with pytest.raises(torch.OutOfMemoryError):
+            products.jacobian_product(model, inputs, vector)
+    assert len(calls) == 1  # not tried in a way that needs more
+
+
 def with_a_spare_layer() -> nn.Module:
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "spare": nn.Linear(3, 2)}).double()
     model.forward = lambda x: model["used"](x)
@@ -162,6 +215,16 @@ def test_a_direction_that_does_not_reach_the_logits_does_not_move_them(monkeypat
     direction = {"spare.weight": torch.ones(2, 3).double(), "used.bias": torch.ones(2).double()}
     tangent = products.jacobian_product(model, torch.ones(4, 3).double(), direction)[1]
     assert torch.equal(tangent, torch.ones(4, 2).double())
+
+
+@pytest.mark.parametrize("forward_mode", [True, False])
+def test_products_of_what_the_logits_ignore_are_zero(forward_mode, monkeypatch):
+    if not forward_mode:
+        monkeypatch.setattr(products, "jvp", no_forward_mode)
+    model, inputs = with_a_spare_layer(), torch.ones(4, 3).double()
+    direction = {"spare.weight": torch.ones(2, 3).double()}
+    assert not products.jacobian_product(model, inputs, direction)[1].any()
+    assert not products.curvature_product(model, inputs, direction)["spare.weight"].any()
 
 
 def test_a_part_of_the_parameters_gives_its_own_block():
