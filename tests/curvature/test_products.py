@@ -96,6 +96,28 @@ class _OnceSquare(_Square):
         return _Square.backward(ctx, gradient)
 
 
+class _RuledSquare(torch.autograd.Function):
+    """As the refusal of the two above says to write it."""
+
+    @staticmethod
+    def forward(x):
+        return x**2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        return 2 * ctx.saved_tensors[0] * gradient
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return 2 * ctx.saved_tensors[0] * tangent
+
+
 class _Squared(nn.Module):
     def __init__(self, function) -> None:
         super().__init__()
@@ -111,10 +133,11 @@ def squared(function) -> nn.Module:
 
 
 @pytest.mark.parametrize("curvature", ["gauss-newton", "fisher"])
-def test_products_through_functions_of_the_old_style(curvature):
-    """torch.func refuses them."""
+@pytest.mark.parametrize("function", [_Square, _RuledSquare])
+def test_products_through_functions_of_others(function, curvature):
+    """torch.func refuses those of the old style."""
     inputs = torch.randn(6, 4).double()
-    model, plain = squared(_Square.apply), squared(torch.square)
+    model, plain = squared(function.apply), squared(torch.square)
     vector = {n: torch.randn_like(p) for n, p in model.named_parameters()}
     for one, other in zip(
         products.jacobian_product(model, inputs, vector),
@@ -132,7 +155,7 @@ def test_functions_whose_backward_hides_from_autograd_are_refused(function):
     """Their part of J v would be missing without a word."""
     model, inputs = squared(function.apply), torch.randn(6, 4).double()
     vector = {n: torch.randn_like(p) for n, p in model.named_parameters()}
-    with pytest.raises(DecaylabError, match="cannot be differentiated"):
+    with pytest.raises(DecaylabError, match=r"cannot be differentiated.*setup_context.*jvp"):
         products.jacobian_product(model, inputs, vector)
 
 

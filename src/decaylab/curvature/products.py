@@ -35,7 +35,8 @@ from decaylab.errors import DecaylabError
 
 NOT_TWICE = (
     "an operation of the model has no forward-mode rule, and its backward pass cannot be "
-    "differentiated: give its torch.autograd.Function a `jvp`, or leave this quantity out"
+    "differentiated: give its torch.autograd.Function a `setup_context` and a `jvp`, or leave this "
+    "quantity out"
 )
 
 
