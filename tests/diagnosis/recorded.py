@@ -10,13 +10,14 @@ ELASTICITY = {2: -1.0, 1: 0.0, 0: 1.0}
 
 @dataclass
 class Layer:
-    """|W|^2 = N follows N' = N (1 - s)^2 + growth N^e from |W| = 1; s = lr wd (decoupled)."""
+    """|W|^2 = N follows N' = N (1 - s)^2 + growth N^e from `start`^2; s = lr wd (decoupled)."""
 
     invariant: bool = True
     weight_decay: float = 0.0
     decay: str = "decoupled"
     power: int | None = 2
     lr: float = 0.1
+    start: float = 1.0
     growth: float = 0.0
     e: float | None = None
     damping: float | None = None
@@ -26,7 +27,7 @@ class Layer:
 
     def norms(self, steps):
         e = ELASTICITY.get(self.power, 0.0) if self.e is None else self.e
-        n, found = 1.0, []
+        n, found = self.start**2, []
         for _ in range(steps):
             n = n * (1 - self.lr * self.weight_decay) ** 2 + self.growth * n**e
             found.append(n**0.5)

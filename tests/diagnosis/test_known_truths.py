@@ -206,6 +206,19 @@ def test_a_baseline_of_other_batches_is_not_believed(batches, seeds):
         assert found["effective l"].effect == diagnose(mine)["effective l"].effect
 
 
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("start", [1 / 1.2, 1.2])
+def test_a_small_layer_of_another_seed_begins_elsewhere_and_grows_alike(power, start):
+    layer = {"growth": 1e-3, "power": power}
+    run = records({"a": Layer(weight_decay=5e-3, **layer)})
+    found = diagnose(run, records({"a": Layer(start=start, **layer)}))
+    assert found.baseline is not None
+    assert not found.first
+    found = diagnose(run, records({"a": Layer(start=start, **layer | {"growth": 2e-2})}))
+    assert found.baseline is None
+    assert "batch size" in found.first[0]
+
+
 def test_true_baselines_of_the_records_are_believed():
     names = ("bn-sgd", "bn-adam")
     specs = [path for path in RESULTS.rglob("spec.toml") if any(n in str(path) for n in names)]

@@ -318,6 +318,7 @@ def grown_otherwise(run: Observed, baseline: Observed) -> str:
 
     Pushes lengthen larger weights by a smaller part (`dynamics`: e <= 0 for SGD and Adam), so that
     the baseline's |W|^2 is 1 to exp(2 x exposure) times the run's, if nothing but decay differs.
+    Of another seed, the small layers begin apart, and what they begin with is explained as well.
     """
     logs: dict[int, list[tuple[float, float]]] = {}
     for name, layer in run.layers.items():
@@ -330,13 +331,18 @@ def grown_otherwise(run: Observed, baseline: Observed) -> str:
         for step, apart in squared(ratio(baseline.layers[name].norms, layer.norms)):
             if step in exposure and exposure[step] < EARLY:
                 logs.setdefault(step, []).append((math.log(apart), 2 * exposure[step]))
+    start = None
     for step, found in sorted(logs.items()):
         apart, most = (statistics.fmean(of) for of in zip(*found, strict=True))
-        if not -math.log(SAME_GROWTH) < apart < most + math.log(SAME_GROWTH):
+        if start is None:
+            start = apart if most < 2 * TOO_LITTLE_EXPOSURE else 0.0
+        low, high = min(start, 0.0), max(start, 0.0) + most
+        if not low - math.log(SAME_GROWTH) < apart < high + math.log(SAME_GROWTH):
+            explained = " to ".join(three_digits(math.exp(of)) for of in (low, high))
             return (
                 f"the baseline's scale-invariant layers have {three_digits(math.exp(apart))} times"
-                f" this run's |W|^2 at step {step}, and decay explains 1 to"
-                f" {three_digits(math.exp(most))}: use the same data, batch size and seed"
+                f" this run's |W|^2 at step {step}, and start and decay explain {explained}: use"
+                " the same data, batch size and seed"
             )
     return ""
 
