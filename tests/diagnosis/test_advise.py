@@ -89,6 +89,16 @@ def test_damped_kfac_balances_between_the_two_laws():
     assert balance.norm == pytest.approx(norm, rel=0.05)
 
 
+@pytest.mark.parametrize(("weight_decay", "where"), [(1e-4, "more than"), (8e-3, "less than")])
+def test_a_balance_beyond_all_floats_is_said_to_be_far(weight_decay, where):
+    """K-FAC that is almost undamped: pushes and decay are both in proportion to |W|^2."""
+    layer = Layer(growth=1e-3, weight_decay=weight_decay, power=0, damping=1e-9, share=1 - 1e-5)
+    (row,) = suggest(records({"conv": layer})).layers
+    assert row.suggested == pytest.approx(1e-3 / 2 / layer.lr, rel=0.05)
+    assert row.equilibrium is None
+    assert f"to {where} " in row.reason
+
+
 @pytest.mark.parametrize("e", [-1.0, 0.0])
 def test_the_suggestion_holds_the_norm_that_was_asked_for(e):
     """A run without decay; the suggested decay, put in, keeps |W| within 3 % of the start's."""

@@ -21,6 +21,7 @@ Series = tuple[tuple[int, float], ...]
 """(step, value), by step."""
 
 FLAT = 1e-6  # of 1 - e: below it, pushes count as proportional to N
+FARTHEST = 600.0  # of |log N|, for e near 1: floats end at 700
 
 
 def elasticity(power: int, share: float | None = None) -> float:
@@ -124,7 +125,8 @@ def equilibrium(
     """
     if shrink <= 0 or e >= 1 or growth <= 0:
         return None
-    squared = (growth * norm ** (-2 * e) / (2 * shrink)) ** (1 / (1 - e))
+    log_n = math.log(growth * norm ** (-2 * e) / (2 * shrink)) / (1 - e)
+    squared = math.exp(min(max(log_n, -FARTHEST), FARTHEST))
     return Equilibrium(
         math.sqrt(squared), rotation_per_step(shrink, memory), 1 / (2 * shrink * (1 - e))
     )
