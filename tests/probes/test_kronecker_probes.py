@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from decaylab import probes
+from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 from decaylab.probes.kronecker import eigenvalues
 
@@ -159,3 +160,22 @@ def test_a_model_that_is_one_layer_has_its_factors_under_no_name():
     torch.testing.assert_close(factors.A[:3, :3], inputs.T @ inputs / 6, rtol=1e-12, atol=0)
     f = layer(inputs).detach().square().sum(1).mean()
     assert probes.kfac_gauss_newton_norm(layer, inputs).layers[""] == pytest.approx(float(f))
+
+
+class Overwriting(nn.Module):
+    """Changes the input of `first` behind its back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = x.clone()
+        hidden = self.first(own)
+        own += 1
+        return self.last(hidden + own)
+
+
+def test_errors_name_layers_as_the_model_does():
+    with pytest.raises(DecaylabError, match="the input of layer 'first' was changed in place"):
+        probes.measured_factors(Overwriting(), [torch.randn(4, 3)])

@@ -48,18 +48,24 @@ def measured_factors(
         )
         try:
             kfac.initialize(_checked(bare_model, batches))
-            factors = kfac.factors()
+            return kfac.factors()
         finally:
             kfac.detach()
-    return {name.removeprefix("model").removeprefix("."): of for name, of in factors.items()}
 
 
 class _Training(nn.Module):
-    """A model in whatever mode inside one in train mode, which is what K-FAC observes."""
+    """A model in whatever mode inside one in train mode, which is what K-FAC observes.
+
+    Layers have the names that they have in the model, in errors too.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Those of the model."""
+        return self.model.named_modules(*args, **kwargs)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The model's logits."""
