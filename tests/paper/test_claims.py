@@ -384,6 +384,17 @@ def test_scopes_of_first_and_second_order(tmp_path):
     assert other.claims()["E4"].verdict == "contradicted"
 
 
+def test_each_part_of_e4_needs_support_of_its_own(tmp_path):
+    """Decaying the convolutions does all; the last layer does a hair less than half of it."""
+    found = {"baseline": 0.65, "wd-conv": 0.73, "wd-fc": 0.6899, "wd-all": 0.73}
+    records = Records(tmp_path)
+    records.fill("fig2", lambda cell, seed: {"test/accuracy": found[cell.key["scheme"]]})
+    claim = records.claims()["E4"]
+    assert claim.verdict == "not enough runs"
+    assert "wd-conv, on wd-all's side of the middle: +4.00 points on average" in claim.effect
+    assert "wd-fc, on none's side of the middle: +0.01 points on average" in claim.effect
+
+
 def test_each_part_of_e9_needs_support_of_its_own(tmp_path):
     """Decaying the convolutions helps far beyond the noise; the last layer does no more."""
     found = {"baseline": 0.65, "wd-conv": 0.70, "wd-fc": 0.7001, "wd-all": 0.73}

@@ -60,16 +60,17 @@ def e4(bench: Bench) -> Evidence:
         found = {name: bench.sample(cell) for name, cell in schemes.items()}
         both, none = found["wd-all"], found["baseline"]
         gap = bench.difference("", (1, both), (-1, none))
-        for scheme, sign in (("wd-conv", 1.0), ("wd-fc", -1.0)):
+        for scheme, sign, side in (("wd-conv", 1.0, "wd-all"), ("wd-fc", -1.0, "none")):
             half = ((-0.5 * sign, both), (-0.5 * sign, none))
-            nearer = bench.difference("", (sign, found[scheme]), *half)
+            part = f"{scheme}, on {side}'s side of the middle"
+            nearer = bench.difference("", (sign, found[scheme]), *half, part=part)
             if gap is None or nearer is None:
                 evidence.missing += 1
                 continue
             share = _percent(_share(found, scheme, gap))
             text = f"{named(key)}: gap {gap.value:+.2f}, closed by {scheme} {share}"
             evidence.add(_against_gap(gap, replace(nearer, text=text)))
-    return _mean(evidence, "wd-conv and wd-fc, on their side of the middle between all and none")
+    return _mean(evidence)
 
 
 def e6(bench: Bench) -> Evidence:
