@@ -178,6 +178,22 @@ def test_a_backward_that_hides_is_seen_among_many_parameters_and_rounding(dtype)
     assert refused[_Square] == 0
 
 
+def test_an_autocast_of_the_models_own_is_not_taken_for_something_that_hides(monkeypatch):
+    """As accelerate gives one to a model."""
+    monkeypatch.setattr(products, "jvp", no_forward_mode)
+    torch.manual_seed(0)
+    layers = [part for _ in range(6) for part in (nn.Linear(64, 64), nn.ReLU())]
+    model, inputs = nn.Sequential(*layers, nn.Linear(64, 10)), torch.randn(16, 64)
+    vector = {"0.bias": torch.randn(64)}
+    exact = products.jacobian_product(model, inputs, vector)[1]
+    rounded = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    model.forward = lambda x: rounded(x).float()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        tangent = products.jacobian_product(model, inputs, vector)[1]
+        assert (tangent - exact).norm() < 0.1 * exact.norm()
+
+
 class _Full(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
