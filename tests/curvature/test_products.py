@@ -194,6 +194,17 @@ def test_an_autocast_of_the_models_own_is_not_taken_for_something_that_hides(mon
         assert (tangent - exact).norm() < 0.1 * exact.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_product_that_is_zero_but_for_rounding_is_not_refused(dtype, monkeypatch):
+    """Batch statistics take a bias in front of BN away."""
+    monkeypatch.setattr(products, "jvp", no_forward_mode)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
+    inputs, vector = torch.randn(16, 4, dtype=dtype), {"0.bias": torch.randn(8, dtype=dtype)}
+    tangent = products.jacobian_product(model, inputs, vector, batch_norm="train")[1]
+    assert tangent.abs().max() < 100 * torch.finfo(dtype).eps
+
+
 class _Full(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
