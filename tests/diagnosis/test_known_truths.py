@@ -1,6 +1,7 @@
 """What decay does is known by construction, and the diagnosis once said something else."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,16 @@ def test_a_small_layer_of_another_seed_begins_elsewhere_and_grows_alike(power, s
     found = diagnose(run, records({"a": Layer(start=start, **layer | {"growth": 2e-2})}))
     assert found.baseline is None
     assert "batch size" in found.first[0]
+
+
+def test_a_baseline_whose_squared_norms_are_no_floats_is_left_out():
+    """A float64 run on its way to infinity."""
+    run = records({"a": Layer(weight_decay=1e-3, growth=1e-3)})
+    rows = [
+        replace(row, value=1e200) if row.name == "weight_norm/a" and row.step > 500 else row
+        for row in records({"a": Layer(growth=1e-3)}).rows
+    ]
+    assert "are not comparable" in diagnose(run, Rows(tuple(rows))).first[0]
 
 
 def test_true_baselines_of_the_records_are_believed():

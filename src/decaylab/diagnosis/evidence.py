@@ -328,9 +328,9 @@ def grown_otherwise(run: Observed, baseline: Observed) -> str:
         if setting is None or setting.power not in (1, 2):
             continue
         exposure = dict(layer.exposure)
-        for step, apart in squared(ratio(baseline.layers[name].norms, layer.norms)):
+        for step, apart in ratio(baseline.layers[name].norms, layer.norms):
             if step in exposure and exposure[step] < EARLY:
-                logs.setdefault(step, []).append((math.log(apart), 2 * exposure[step]))
+                logs.setdefault(step, []).append((2 * math.log(apart), 2 * exposure[step]))
     start = None
     for step, found in sorted(logs.items()):
         apart, most = (statistics.fmean(of) for of in zip(*found, strict=True))
@@ -338,11 +338,11 @@ def grown_otherwise(run: Observed, baseline: Observed) -> str:
             start = apart if most < 2 * TOO_LITTLE_EXPOSURE else 0.0
         low, high = min(start, 0.0), max(start, 0.0) + most
         if not low - math.log(SAME_GROWTH) < apart < high + math.log(SAME_GROWTH):
-            explained = " to ".join(three_digits(math.exp(of)) for of in (low, high))
+            said = [three_digits(math.exp(min(of, 700.0))) for of in (apart, low, high)]
             return (
-                f"the baseline's scale-invariant layers have {three_digits(math.exp(apart))} times"
-                f" this run's |W|^2 at step {step}, and start and decay explain {explained}: use"
-                " the same data, batch size and seed"
+                f"the baseline's scale-invariant layers have {said[0]} times this run's |W|^2 at"
+                f" step {step}, and start and decay explain {said[1]} to {said[2]}: use the same"
+                " data, batch size and seed"
             )
     return ""
 
