@@ -65,6 +65,13 @@ def test_samples_of_convolutions_alone_are_samples():
     assert report.passed, str(report)
 
 
+def test_samples_of_a_large_curvature_are_samples():
+    """However short the steps are."""
+    report = audit(lambda model: KFAC(model, lr=0.1, curvature_scale=1e4), curvature_scale=1e4)
+    assert report.sampled
+    assert report.passed, str(report)
+
+
 def test_an_independent_right_one_passes():
     report = audit(made(), curvature="fisher")
     assert report.passed, str(report)

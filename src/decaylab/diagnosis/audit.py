@@ -124,7 +124,8 @@ def audit(
         probe = replace(probe, scale=LARGE, gain=LARGE)
         optimizer, first = take_step(options, probe, seed=0)
         _, again = take_step(options, probe, seed=1)
-        sampled |= not torch.allclose(first, again, rtol=1e-6)
+        differs = float((again - first).norm() / first.norm())
+        sampled |= differs > min(TOLERANCE.values())  # rounding in another order is less
     if sampled:
         options = Options(factory, steps, SAMPLED_REPEATS, SAMPLED_BATCHES)
     tolerance = SAMPLED_TOLERANCE if sampled else TOLERANCE
