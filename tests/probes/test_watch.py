@@ -280,9 +280,14 @@ def test_going_on_in_a_folder_without_its_step_is_said(tmp_path, name):
     assert [row.step for row in watched.records.series("weight_norm")] == [1, 2, 4, 6]
     said = r"up to step 6, do not.*call watched.resume\(step\)"
     watched = probes.watch(model, optimizer, every=2, folder=tmp_path)
-    with watched, pytest.warns(UserWarning, match=said):
-        train(model, optimizer, inputs, labels, 2)
-    assert [row.step for row in read_rows(tmp_path / "rows.jsonl").series("weight_norm")] == [1, 2]
+    with watched:
+        with pytest.warns(UserWarning, match=said):
+            train(model, optimizer, inputs, labels, 2)
+        assert [r.step for r in read_rows(tmp_path / "rows.jsonl").series("weight_norm")] == [1, 2]
+        with (tmp_path / "rows.jsonl").open("a") as file:
+            file.write("\n")  # somebody else; that is said as well
+        with pytest.warns(UserWarning, match="another watch or process writes to it, too"):
+            train(model, optimizer, inputs, labels, 2)
 
 
 def test_two_that_write_to_one_folder_are_told(tmp_path):

@@ -300,7 +300,7 @@ class Watch:
         voided = read_rows(writer.path).rows if self._continues else ()
         writer.append(rows, anew=self.steps == 1)
         if voided:
-            self._warn_once("folder", VOIDED.format(max(row.step for row in voided)))
+            self._warn_once("earlier rows", VOIDED.format(max(row.step for row in voided)))
         if writer.shared:
             self._warn_once("folder", SHARED)
 
