@@ -8,10 +8,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from decaylab.errors import DecaylabError
-from decaylab.records import Manifest, Row, RunStore, files
+from decaylab.records import Manifest, Row, RunStore, TestHits, files
 
 SPEC = 'data = "digits"\nlr = 0.1\n'
 
@@ -126,6 +127,29 @@ def test_a_manifest_with_more_fields_is_read(tmp_path):
     path = folder.path / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "later": 1}))
     assert folder.manifest().status == "finished"
+
+
+def test_hits_come_back_with_the_manifest_and_older_ones_have_none(tmp_path):
+    folder = RunStore(tmp_path).folder("r")
+    correct, labels = np.arange(11) % 3 == 0, np.arange(11)
+    hits = TestHits.pack(correct, labels)
+    with folder.writing(SPEC):
+        folder.write_manifest(manifest(status="finished", test_hits=hits))
+    assert folder.manifest().test_hits == hits
+    assert hits.unpack().tolist() == correct.tolist()
+    assert not hits.comparable(TestHits.pack(correct, labels[::-1]))
+    assert not hits.comparable(TestHits.pack(correct[:-1], labels[:-1]))
+    path = folder.path / "manifest.json"
+    entry = json.loads(path.read_text())
+    del entry["test_hits"]
+    path.write_text(json.dumps(entry))
+    assert folder.manifest().test_hits is None
+
+
+@pytest.mark.parametrize("bits", ["", "oA", "oAAA", "#A=="])
+def test_damaged_hits_are_named(bits):
+    with pytest.raises(DecaylabError, match="train the run again"):
+        TestHits(3, 0, bits).unpack()
 
 
 def test_find_takes_a_unique_start_or_end(tmp_path):

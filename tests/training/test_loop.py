@@ -82,6 +82,14 @@ def test_what_is_recorded(digits, tmp_path):
     manifest = folder.manifest()
     assert (manifest.status, manifest.device, manifest.seed) == ("finished", "cpu", 0)
     assert manifest.torch == torch.__version__
+    # an independent count: the model's own answers on the normalised images
+    last.model.eval()
+    with torch.no_grad():
+        (mean,), (std,) = digits.mean, digits.std
+        logits = last.model((digits.test.images / 255 - mean) / std)
+    expected = logits.argmax(dim=1) == digits.test.labels
+    assert manifest.test_hits.unpack().tolist() == expected.tolist()
+    assert manifest.test_hits.unpack().mean() == last.values["test/accuracy"]
     each = finish(spec, data=digits, execution=Execution(train_set_each_epoch=True))
     assert each.values["train/loss"] == last.values["train/loss"]
 
@@ -241,7 +249,9 @@ def test_stopped_between_its_last_checkpoint_and_its_manifest_it_is_finished_nex
         finish(SPEC, data=digits, store=store)
     assert store.folder(SPEC.id).manifest().status == "interrupted"
     (last,) = train(SPEC, data=digits, store=store)
-    assert store.folder(SPEC.id).manifest().status == "finished"
+    manifest = store.folder(SPEC.id).manifest()
+    assert manifest.status == "finished"
+    assert manifest.test_hits.unpack().mean() == last.values["test/accuracy"]
     assert (last.kind, last.epoch, last.step, last.made_before) == ("finished", 3, 15, False)
     whole = finish(SPEC, data=digits)
     assert same(last.model.state_dict(), whole.model.state_dict())

@@ -22,6 +22,7 @@ from typing import IO, Any, Literal, get_args
 
 from decaylab.errors import DecaylabError
 from decaylab.records.files import disk_errors, replace_text
+from decaylab.records.hits import TestHits
 from decaylab.records.rows import Rows, RowWriter, read_rows
 
 FORMAT = 1
@@ -34,6 +35,8 @@ class Manifest:
 
     `at_once`: how many runs shared the device with it, itself included. Beyond 1 its seconds say
     little, since the others' work is among its own. `compiled`: whether its network was.
+    `test_hits`: which test images it classified correctly when it finished; None before that, and
+    for runs of versions that did not record it.
     """
 
     id: str
@@ -50,6 +53,7 @@ class Manifest:
     resumes: int = 0
     at_once: int = 1
     compiled: bool = False
+    test_hits: TestHits | None = None
     format: int = FORMAT
 
 
@@ -238,6 +242,8 @@ def _parse_manifest(path: Path) -> Manifest:
                 f" {entry.get('version')}, this version reads format {FORMAT}: {advice}"
             )
         known = {field.name for field in fields(Manifest)}
+        if entry.get("test_hits") is not None:
+            entry["test_hits"] = TestHits(**entry["test_hits"])
         manifest = Manifest(**{key: value for key, value in entry.items() if key in known})
         if manifest.status not in get_args(Status):
             raise ValueError(f"status {manifest.status!r}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +18,14 @@ BATCH_SIZE = 1000
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Cross-entropy in nats and accuracy in [0, 1], both means over the images."""
+    """Cross-entropy in nats and accuracy in [0, 1], both means over the images.
+
+    `correct` [N], on the model's device: whether the largest logit of an image is its label's.
+    """
 
     loss: float
     accuracy: float
+    correct: Tensor = field(compare=False, repr=False)
 
 
 def evaluate(
@@ -67,10 +71,10 @@ class Evaluator:
         self._batch_size, self._autocast = batch_size, autocast
         device = data.train.images.device
         self._graphs, self._pool = graphs and device.type == "cuda", pool
-        self._captured: dict[int, tuple[Tensor, Tensor, Captured[None]]] = {}  # by size of batch
+        # by size of batch: images, labels, what is correct, and the work
+        self._captured: dict[int, tuple[Tensor, Tensor, Tensor, Captured[None]]] = {}
         self._places: list[int] = []
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._correct = torch.zeros((), dtype=torch.int64, device=device)
 
     def __call__(self, split: Split) -> Evaluation:
         """Evaluate on all images of `split`; one host synchronisation, at the end."""
@@ -86,37 +90,41 @@ class Evaluator:
         mean, std = self._data.mean, self._data.std
         batches = evaluation_batches(split, batch_size=self._batch_size, mean=mean, std=std)
         self._loss.zero_()
-        self._correct.zero_()
         self._forget_graphs_of_moved_tensors()
         add = self._replay if self._graphs else self._add
+        count, begin = len(split.labels), 0
+        correct = torch.empty(count, dtype=torch.bool, device=self._loss.device)
         with kept_modes(self._model), torch.no_grad():
             self._model.eval()
             for images, labels in batches:
                 between()
-                add(images, labels)
-        sums, count = torch.stack([self._loss, self._correct.double()]), len(split.labels)
+                end = begin + len(labels)
+                add(images, labels, correct[begin:end])
+                begin = end
+        sums = torch.stack([self._loss, correct.sum().double()])
 
         def read() -> Evaluation:
-            loss, correct = sums.tolist()
-            return Evaluation(loss / count, correct / count)
+            loss, hits = sums.tolist()
+            return Evaluation(loss / count, hits / count, correct)
 
         return read
 
-    def _add(self, images: Tensor, labels: Tensor) -> None:
+    def _add(self, images: Tensor, labels: Tensor, correct: Tensor) -> None:
         with self._autocast():
             logits = self._model(images).float()
             self._loss += F.cross_entropy(logits, labels, reduction="sum")
-        self._correct += hits(logits, labels)
+        correct.copy_(is_hit(logits, labels))
 
-    def _replay(self, images: Tensor, labels: Tensor) -> None:
+    def _replay(self, images: Tensor, labels: Tensor, correct: Tensor) -> None:
         size = len(labels)
         if size not in self._captured:
-            fixed = images.clone(), labels.clone()
+            fixed = images.clone(), labels.clone(), correct.clone()
             self._captured[size] = (*fixed, Captured(lambda: self._add(*fixed), pool=self._pool))
-        fixed_images, fixed_labels, add = self._captured[size]
+        fixed_images, fixed_labels, fixed_correct, add = self._captured[size]
         fixed_images.copy_(images)
         fixed_labels.copy_(labels)
         add()
+        correct.copy_(fixed_correct)
 
     def _forget_graphs_of_moved_tensors(self) -> None:
         tensors = (*self._model.parameters(), *self._model.buffers())
@@ -126,6 +134,6 @@ class Evaluator:
             self._places = places
 
 
-def hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """The number of rows of logits [B, C] whose largest entry is the label's, as a tensor."""
-    return (logits.argmax(dim=1) == labels).sum()
+def is_hit(logits: Tensor, labels: Tensor) -> Tensor:
+    """Whether the largest entry of a row of logits [B, C] is the label's: booleans [B]."""
+    return logits.argmax(dim=1) == labels

@@ -14,7 +14,7 @@ import torch
 
 import decaylab
 from decaylab.errors import DecaylabError
-from decaylab.records import Manifest, Row, RunFolder, RunStore, Status
+from decaylab.records import Manifest, Row, RunFolder, RunStore, Status, TestHits
 from decaylab.training import checkpoint
 from decaylab.training.execution import Execution
 from decaylab.training.run import TrainingRun
@@ -107,10 +107,10 @@ class Journal:
         """Wait until the checkpoint is on disk; raises what went wrong with it."""
         self._writer.wait()
 
-    def end(self, status: Status, message: str = "") -> None:
+    def end(self, status: Status, message: str = "", hits: TestHits | None = None) -> None:
         """Say how the run ended; where even that cannot be written, it reads as interrupted."""
         self.ended = True
-        ended = replace(self._manifest, status=status, message=message)
+        ended = replace(self._manifest, status=status, message=message, test_hits=hits)
         if status == "finished":
             self.settle()
             self.folder.write_manifest(ended)

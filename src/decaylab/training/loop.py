@@ -134,7 +134,7 @@ def _guarded(run: TrainingRun, journal: Journal | None, how: Execution) -> Itera
 def _epochs(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterator[Progress]:
     _start(run, journal, how)
     if journal is not None and run.epoch == run.epochs:  # stopped before its last word alone
-        journal.end("finished")
+        _end(run, journal)
         yield _progress(run, "finished", journal.values(run.step))
     while run.epoch < run.epochs:
         run.begin_epoch()
@@ -149,9 +149,15 @@ def _epochs(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterat
             with run.at_work():
                 journal.save(run.state_dict())
             if last:
-                journal.end("finished")
+                _end(run, journal)
         yield _progress(run, "finished" if last else "epoch", values)
         run.next_epoch()
+
+
+def _end(run: TrainingRun, journal: Journal) -> None:
+    with run.at_work():
+        hits = run.test_hits()
+    journal.end("finished", hits=hits)
 
 
 def _start(run: TrainingRun, journal: Journal | None, how: Execution) -> None:

@@ -23,7 +23,7 @@ from decaylab.optim.decay import OPTIMIZERS, decay_rate
 from decaylab.optim.first_order import lay_out_state
 from decaylab.optim.kfac import KFAC
 from decaylab.probes.weights import Layers, layers_of
-from decaylab.records import Row
+from decaylab.records import Row, TestHits
 from decaylab.training.arithmetic import arithmetic, prepare_deterministic
 from decaylab.training.build import CAPTURED, build_batches, build_model, build_optimizer
 from decaylab.training.evaluate import Evaluation, Evaluator
@@ -65,6 +65,7 @@ class TrainingRun:
             self.model, data, autocast=self.autocast, graphs=graphs, pool=self._steps.pool
         )
         self._evaluations: dict[str, Callable[[], Evaluation]] = {}  # begun, not yet read
+        self._test_correct: Tensor | None = None  # of the last evaluation that was read
         self.loss_sum, self.correct = self._steps.loss_sum, self._steps.correct
         cuda = self.device.type == "cuda"
         # ahead of the stream on which K-FAC inverts beside it
@@ -223,12 +224,24 @@ class TrainingRun:
         for name, read in self._evaluations.items():
             result = read()
             values[f"{name}/loss"], values[f"{name}/accuracy"] = result.loss, result.accuracy
+            if name == "test":
+                self._test_correct = result.correct
         self._evaluations = {}
         values["lr"] = self.lr
         values["exposure/stage"] = self.stage_exposure()
         for reading in probes.second_moments(self.layers, self.optimizer):
             values |= reading.rows()
         return values | weight_norms(self.layers)
+
+    def test_hits(self) -> TestHits:
+        """Which test images the model, as it is now, classifies correctly.
+
+        As `measure` found them, or by an evaluation where none was read since the start.
+        """
+        if self._test_correct is None:
+            self._test_correct = self._evaluate(self.data.test).correct
+        labels = self.data.test.labels.cpu().numpy()
+        return TestHits.pack(self._test_correct.cpu().numpy(), labels)
 
     def stage_exposure(self) -> float:
         """Decay so far since the last drop of lr: `decay_rate` summed over its steps."""

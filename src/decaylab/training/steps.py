@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from decaylab.data import Batches
 from decaylab.optim.kfac import KFAC
-from decaylab.training.evaluate import hits
+from decaylab.training.evaluate import is_hit
 from decaylab.training.graphs import Captured
 
 
@@ -89,6 +89,6 @@ class Steps:
             self._optimizer.step()
         self._optimizer.zero_grad()
         self.loss_sum += loss.detach()
-        self.correct += hits(logits.detach(), labels)
+        self.correct += is_hit(logits.detach(), labels).sum()
         self._position += 1
         return loss.detach()
