@@ -3,6 +3,9 @@
 import importlib
 from typing import Any
 
+RUNS_LEFT = 75
+"""Exit code of a command that stopped in time with work left: sysexits' EX_TEMPFAIL, try again."""
+
 
 class DecaylabError(Exception):
     """Wrong input or a missing piece. The command line prints the sentence and exits with 2."""

@@ -7,6 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from decaylab.cli import app
+from decaylab.errors import RUNS_LEFT
 from decaylab.paper import Readings, artefacts, cells
 from decaylab.records import RunStore
 
@@ -77,7 +78,7 @@ def test_one_line_per_finished_run_when_piped_and_a_second_time_nothing(tmp_path
 def test_whole_runs_that_never_fit_ask_for_more_minutes(tmp_path):
     limit = ["--max-minutes", 1e-3, "--whole-runs", "--runs", tmp_path]
     result = decaylab("reproduce", *SMALL, *limit)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == RUNS_LEFT, result.output
     assert "0 runs made, 0 done before, 2 left" in result.stdout
     assert "2 of those left were not begun" in result.stdout
     assert json.loads(decaylab("reproduce", *SMALL, *limit, "--json").stdout)["late"]

@@ -1,31 +1,41 @@
 """`decaylab reproduce`: the runs behind a table or figure of the paper."""
 
 import sys
-import time
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 
 from decaylab.cli import options
+from decaylab.cli.board import follow
 from decaylab.cli.output import console, in_words, print_json
-from decaylab.errors import DecaylabError
-from decaylab.paper import Cell, Readings, artefacts, cells, select, tier_of
+from decaylab.cli.queue import Queue, print_queue, work_off
+from decaylab.errors import RUNS_LEFT, DecaylabError
+from decaylab.paper import Cell, Readings, tier_of
 from decaylab.paper.estimate import Estimator
-from decaylab.paper.plan import PlannedRun, plan, state_of
-from decaylab.paper.reproduce import Event, How, Reproduction
+from decaylab.paper.plan import PlannedRun, chosen_cells, plan, state_of
+from decaylab.paper.reproduce import How, Reproduction
 from decaylab.records import RunStore
+from decaylab.sweeps.queue import read_queue
 
 Name = Annotated[
-    str, typer.Argument(metavar="ARTEFACT", help="table1-3, fig1-9, decay-alone, or all.")
+    str | None, typer.Argument(metavar="ARTEFACT", help="table1-3, fig1-9, decay-alone, or all.")
 ]
-TierOption = Annotated[str, typer.Option("--tier", help="smoke, quick, short or full.")]
+TierOption = Annotated[
+    str | None,
+    typer.Option("--tier", help="smoke, quick, short or full.", show_default="smoke"),
+]
 Seeds = Annotated[
-    int, typer.Option("--seeds", help="Number of runs per cell, with seeds 0, 1, ...")
+    int | None,
+    typer.Option("--seeds", help="Number of runs per cell, with seeds 0, 1, ...", show_default="1"),
+]
+QueueFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--queue", metavar="FILE", help="Work off a queue instead (docs/reproduction.md)."
+    ),
 ]
 Only = Annotated[
     list[str] | None,
@@ -52,10 +62,11 @@ Keep = Annotated[
 
 
 def reproduce_command(
-    artefact: Name,
-    tier: TierOption = "smoke",
-    seeds: Seeds = 1,
+    artefact: Name = None,
+    tier: TierOption = None,
+    seeds: Seeds = None,
     only: Only = None,
+    queue: QueueFile = None,
     max_minutes: MaxMinutes = None,
     whole_runs: options.WholeRuns = False,
     dry_run: DryRun = False,
@@ -81,44 +92,62 @@ def reproduce_command(
 
     Giving the same command again continues: finished runs are skipped, stopped ones continue,
     failed ones are tried once more and listed. Cells that need a search for their settings first
-    are listed too.
+    are listed too. Exit codes: 0 all made, 1 some failed, 75 the time was up with work left.
     """
+    if (artefact is None) == (queue is None):
+        raise DecaylabError("give an artefact (table1, fig4, all ...) or --queue FILE")
+    if queue is not None and (tier or seeds or only or keep_checkpoints):
+        raise DecaylabError("the entries of a queue say --tier, --seeds and --only: leave them out")
+    tier, seeds = tier or "smoke", 1 if seeds is None else seeds
+
+    def how(default_device: str) -> How:
+        return How(
+            device=options.chosen_device(device or default_device),
+            tier=tier,
+            data_dir=data_dir,
+            seconds=None if max_minutes is None else 60 * max_minutes,
+            whole_runs=whole_runs,
+            keep_checkpoints=keep_checkpoints,
+            checkpoint_every=checkpoint_every,
+            at_once=at_once,
+            processes=processes,
+            compiled=compiled,
+        )
+
+    if queue is not None:
+        _work_off(Queue(read_queue(queue), runs), None if dry_run else how("auto"), json_output)
+        return
     store = RunStore(runs)
-    chosen = chosen_cells(artefact, tier, seeds, only or [], runs)
+    chosen = chosen_cells(artefact or "", tier, seeds, only or [], runs)
     planned = plan(chosen, chosen_cells("all", tier, seeds, [], runs))
     if dry_run:
         _print_plan(planned, chosen, store, json_output)
         return
     if tier_of(tier).on_digits:
         torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
-    how = How(
-        device=options.chosen_device(device or tier_of(tier).device),
-        tier=tier,
-        data_dir=data_dir,
-        seconds=None if max_minutes is None else 60 * max_minutes,
-        whole_runs=whole_runs,
-        keep_checkpoints=keep_checkpoints,
-        checkpoint_every=checkpoint_every,
-        at_once=at_once,
-        processes=processes,
-        compiled=compiled,
-    )
-    reproduction = Reproduction(planned, store, how)
+    reproduction = Reproduction(planned, store, how(tier_of(tier).device))
     reproduction.check_data()
     follow(reproduction, sys.stderr if json_output else sys.stdout)
     _summarise(reproduction, chosen, json_output)
-    if reproduction.outcome.failed:
-        raise typer.Exit(1)
+    _exit(bool(reproduction.outcome.failed), bool(reproduction.outcome.left))
 
 
-def chosen_cells(artefact: str, tier: str, seeds: int, only: list[str], runs: Path) -> list[Cell]:
-    """The cells of an artefact, or of all, that match every condition."""
-    tier_of(tier)
-    names = list(artefacts()) if artefact == "all" else [artefact]
-    found = [
-        c for name in names for c in cells(name, tier, seeds, searched_folder=runs / "searched")
-    ]
-    return select(found, only)
+def _exit(failed: bool, left: bool) -> None:
+    """End with an exit code that says whether the same command has something to go on with."""
+    if failed or left:
+        raise typer.Exit(1 if failed else RUNS_LEFT)
+
+
+def _work_off(queue: Queue, how: How | None, json_output: bool) -> None:
+    """Work off a queue, or (without `how`) print what is left."""
+    if how is None:
+        print_queue(queue, json_output)
+        return
+    failed = work_off(queue, how, sys.stderr if json_output else sys.stdout)
+    print_queue(queue, json_output)
+    for name, reason in failed.items():
+        print(f"failed: {name}: {reason}", file=sys.stderr)
+    _exit(bool(failed), any(entry.state == "to do" for entry in queue.standing()))
 
 
 def _plan_entries(planned: list[PlannedRun], store: RunStore) -> list[dict[str, Any]]:
@@ -184,70 +213,6 @@ def _say_missing(missing: dict[str, str]) -> None:
         print(f"\n{len(missing)} cells without a run yet:")
         for reason in dict.fromkeys(missing.values()):
             print(f"  {reason}")
-
-
-def follow(reproduction: Reproduction, stream: TextIO) -> None:
-    """Make the runs: a live table on a terminal, else a line for each that ends."""
-    total = len(reproduction.planned)
-    if not stream.isatty():
-        for event in reproduction.run():
-            if event.kind in ("finished", "failed", "retried"):
-                made = len(reproduction.outcome.finished) + len(reproduction.outcome.before)
-                print(f"{made}/{total} {_line(event)}", file=stream, flush=True)
-        return
-    board = _Board(reproduction)
-    with Live(board.table(), console=Console(file=stream), refresh_per_second=4) as live:
-        for event in reproduction.run():
-            board.note(event)
-            if event.kind in ("failed", "retried"):
-                live.console.print(_line(event), highlight=False, soft_wrap=True)
-            live.update(board.table())
-
-
-def _line(event: Event) -> str:
-    run_id = event.run.spec.id
-    if event.progress is None:
-        again = "failed, trying once more" if event.kind == "retried" else "failed"
-        return f"{run_id} {again}: {event.message}"
-    values = event.progress.values
-    return (
-        f"{run_id} seed {event.run.spec.seed}: test accuracy {100 * values['test/accuracy']:.2f} %,"
-        f" train loss {values['train/loss']:.3g}, {in_words(event.progress.seconds)}"
-    )
-
-
-class _Board:
-    """Done, running, left and the time left, as a small table."""
-
-    def __init__(self, reproduction: Reproduction) -> None:
-        self._reproduction, self._estimator = reproduction, Estimator(reproduction.store)
-        self._begun = time.monotonic()
-        self._spent = 0.0  # estimated seconds of what was made since then
-        self._event: Event | None = None
-
-    def note(self, event: Event) -> None:
-        self._event = event
-        if event.kind == "finished":
-            self._spent += self._estimator.of(event.run.spec).seconds
-
-    def table(self) -> Table:
-        outcome = self._reproduction.outcome
-        ended = {*outcome.finished, *outcome.before, *outcome.failed, *outcome.elsewhere}
-        left = [run.spec for run in self._reproduction.planned if run.spec.id not in ended]
-        seconds = self._estimator.total(left)
-        if self._spent > 0:  # this machine against the estimates
-            seconds *= (time.monotonic() - self._begun) / self._spent
-        running = ""
-        if self._event is not None and self._event.kind in ("begun", "epoch"):
-            at = self._event.progress
-            running = self._event.run.spec.id + (f"  epoch {at.epoch}/{at.epochs}" if at else "")
-        table = Table(box=None, pad_edge=False, show_header=False)
-        table.add_row("done", f"{len(outcome.finished) + len(outcome.before)}")
-        table.add_row("running", running)
-        table.add_row("left", f"{len(left)}, about {in_words(seconds)}")
-        if outcome.failed:
-            table.add_row("failed", str(len(outcome.failed)))
-        return table
 
 
 def _summarise(reproduction: Reproduction, chosen: list[Cell], json_output: bool) -> None:

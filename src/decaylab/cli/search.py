@@ -10,7 +10,7 @@ import torch
 import typer
 
 from decaylab.cli import options
-from decaylab.cli.reproduce import follow
+from decaylab.cli.board import follow
 from decaylab.data import load
 from decaylab.errors import DecaylabError
 from decaylab.paper import artefacts, cells, tier_of
@@ -112,7 +112,7 @@ def search_command(
     space = {name: _numbers(name, text) for name, text in given.items() if text is not None}
     limits: dict[str, Any] = {"method": method, "trials": trials}
     if config is None:
-        plan = _of_cell(cell or [], scheme, tier, space, limits)
+        plan = cell_plan(cell or [], scheme, tier, space, limits)
     else:
         plan = _of_file(config, space, limits)
     of_runs = {
@@ -139,7 +139,7 @@ def search_command(
             processes=processes,
             compiled=compiled,
         )
-        best = _make_runs(plan, folder, how, widen=widen)
+        best = make_runs(plan, folder, how, widen=widen)
     else:
         images = load(plan.base.data, data_dir).to(where)
         search = Search(plan, folder, images, where, compiled=compiled)
@@ -167,7 +167,7 @@ def _check_options(plan: SearchPlan, runs_only: bool, of_runs: list[str]) -> Non
         )
 
 
-def _make_runs(plan: SearchPlan, folder: Path, how: How, *, widen: bool) -> RunSpec | None:
+def make_runs(plan: SearchPlan, folder: Path, how: How, *, widen: bool) -> RunSpec | None:
     """The search's runs, then the winner. None where runs are left: the same command goes on."""
     store = RunStore(folder / "runs")
     until = None if how.seconds is None else time.monotonic() + how.seconds
@@ -241,9 +241,10 @@ def _use(plan: SearchPlan, scheme: str, folder: Path, best: RunSpec) -> str:
     return f"`reproduce` does not use it: no table or figure has this cell with scheme {scheme}"
 
 
-def _of_cell(
+def cell_plan(
     conditions: list[str], scheme: str, tier: str, space: dict[str, Any], limits: dict[str, Any]
 ) -> SearchPlan:
+    """The search of a cell of Table 1, given as key=value."""
     if scheme not in ("l2", "wd", "none"):
         raise DecaylabError(
             f"scheme {scheme!r} cannot be searched: choose l2, wd or none, or give a spec with"

@@ -1,10 +1,13 @@
 """Which runs some cells need, in which order, and where each of them stands."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from decaylab.paper.suite import Cell
+from decaylab.paper.suite import Cell, artefacts, select
+from decaylab.paper.suite import cells as cells_of
+from decaylab.paper.tiers import tier_of
 from decaylab.records import RunStore
 from decaylab.training import RunSpec
 
@@ -13,11 +16,28 @@ State = Literal["finished", "diverged", "busy", "waiting", "ready"]
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run to make: its spec, what to record in it, and the artefacts it serves."""
+    """A run to make: its spec, what to record in it, and the artefacts it serves.
+
+    `tier`: a label kept with the results; empty: that of the whole reproduction.
+    """
 
     spec: RunSpec
     probes: tuple[str, ...]
     artefacts: tuple[str, ...]
+    tier: str = ""
+
+
+def chosen_cells(
+    artefact: str, tier: str, seeds: int, only: Sequence[str], runs: Path
+) -> list[Cell]:
+    """The cells of an artefact, or of all, that match every condition; searches are in `runs`."""
+    tier_of(tier)
+    names = list(artefacts()) if artefact == "all" else [artefact]
+    folder = runs / "searched"
+    chosen = [
+        cell for name in names for cell in cells_of(name, tier, seeds, searched_folder=folder)
+    ]
+    return select(chosen, only)
 
 
 def plan(cells: Iterable[Cell], others: Iterable[Cell] = ()) -> list[PlannedRun]:

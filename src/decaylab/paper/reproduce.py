@@ -279,7 +279,7 @@ class Reproduction:
             every_step=self.how.at_once > 1,
             at_once=self.how.at_once * self.how.processes,
             compiled=self.how.compiled,
-            tier=self.how.tier,
+            tier=planned.tier or self.how.tier,
             observe=observer(planned.probes),
         )
         return train(

@@ -1,0 +1,76 @@
+"""Planned runs on a terminal: a live table, or a line for each that ends."""
+
+import time
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from decaylab.cli.output import in_words
+from decaylab.paper.estimate import Estimator
+from decaylab.paper.reproduce import Event, Reproduction
+
+
+def follow(reproduction: Reproduction, stream: TextIO) -> None:
+    """Make the runs: a live table on a terminal, else a line for each that ends."""
+    total = len(reproduction.planned)
+    if not stream.isatty():
+        for event in reproduction.run():
+            if event.kind in ("finished", "failed", "retried"):
+                made = len(reproduction.outcome.finished) + len(reproduction.outcome.before)
+                print(f"{made}/{total} {_line(event)}", file=stream, flush=True)
+        return
+    board = _Board(reproduction)
+    with Live(board.table(), console=Console(file=stream), refresh_per_second=4) as live:
+        for event in reproduction.run():
+            board.note(event)
+            if event.kind in ("failed", "retried"):
+                live.console.print(_line(event), highlight=False, soft_wrap=True)
+            live.update(board.table())
+
+
+def _line(event: Event) -> str:
+    run_id = event.run.spec.id
+    if event.progress is None:
+        again = "failed, trying once more" if event.kind == "retried" else "failed"
+        return f"{run_id} {again}: {event.message}"
+    values = event.progress.values
+    return (
+        f"{run_id} seed {event.run.spec.seed}: test accuracy {100 * values['test/accuracy']:.2f} %,"
+        f" train loss {values['train/loss']:.3g}, {in_words(event.progress.seconds)}"
+    )
+
+
+class _Board:
+    """Done, running, left and the time left, as a small table."""
+
+    def __init__(self, reproduction: Reproduction) -> None:
+        self._reproduction, self._estimator = reproduction, Estimator(reproduction.store)
+        self._begun = time.monotonic()
+        self._spent = 0.0  # estimated seconds of what was made since then
+        self._event: Event | None = None
+
+    def note(self, event: Event) -> None:
+        self._event = event
+        if event.kind == "finished":
+            self._spent += self._estimator.of(event.run.spec).seconds
+
+    def table(self) -> Table:
+        outcome = self._reproduction.outcome
+        ended = {*outcome.finished, *outcome.before, *outcome.failed, *outcome.elsewhere}
+        left = [run.spec for run in self._reproduction.planned if run.spec.id not in ended]
+        seconds = self._estimator.total(left)
+        if self._spent > 0:  # this machine against the estimates
+            seconds *= (time.monotonic() - self._begun) / self._spent
+        running = ""
+        if self._event is not None and self._event.kind in ("begun", "epoch"):
+            at = self._event.progress
+            running = self._event.run.spec.id + (f"  epoch {at.epoch}/{at.epochs}" if at else "")
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_row("done", f"{len(outcome.finished) + len(outcome.before)}")
+        table.add_row("running", running)
+        table.add_row("left", f"{len(left)}, about {in_words(seconds)}")
+        if outcome.failed:
+            table.add_row("failed", str(len(outcome.failed)))
+        return table

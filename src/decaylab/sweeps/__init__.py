@@ -1,0 +1,1 @@
+"""Many runs: what is left of them, in which order, and who makes them."""

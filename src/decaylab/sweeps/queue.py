@@ -1,0 +1,116 @@
+"""A queue: work for a device in one TOML file, in order, to be worked off in pieces of time.
+
+    [[entry]]
+    name = "Table 1: ResNet32 on CIFAR-10, without BN"
+    reproduce = "table1"                  # an artefact; or `search`, or `command`
+    only = ["dataset=cifar10", "network=resnet32", "batch_norm=0"]
+    tier = "full"
+
+    [[entry]]
+    name = "Fig. 1: L2 of Adam"
+    search = ["dataset=cifar10", "network=vgg16", "batch_norm=0", "augment=0", "optimizer=adam"]
+    tier = "short"
+
+    [[entry]]
+    name = "speed of the inverses"
+    command = ["python", "benchmarks/inverses.py", "--json", "results/inverses.json"]
+    writes = "results/inverses.json"      # done once it is there
+    minutes = 4
+    hold = "waits for the new kernels"    # any entry: listed, not run, until the line is gone
+
+Nothing in the file says what is done: that is read from the records.
+"""
+
+import tomllib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from decaylab.errors import DecaylabError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArtefactEntry:
+    """The runs of some cells of a table or figure."""
+
+    name: str
+    reproduce: str
+    only: list[str] = field(default_factory=list)
+    tier: str = "full"
+    seeds: int = 1
+    hold: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchEntry:
+    """A search of a cell's settings, as by `decaylab search`."""
+
+    name: str
+    search: list[str]
+    scheme: str = "l2"
+    tier: str = "short"
+    method: str = "grid"
+    lr: list[float] = field(default_factory=list)
+    weight_decay: list[float] = field(default_factory=list)
+    damping: list[float] = field(default_factory=list)
+    hold: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandEntry:
+    """Any command, run in the current folder; done once the file that it writes is there."""
+
+    name: str
+    command: list[str]
+    writes: str
+    minutes: float
+    hold: str = ""
+
+
+Entry = ArtefactEntry | SearchEntry | CommandEntry
+KINDS = {"reproduce": ArtefactEntry, "search": SearchEntry, "command": CommandEntry}
+
+
+def read_queue(path: Path) -> list[Entry]:
+    """The entries of a queue, in order; an error that names the entry that is wrong."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise DecaylabError(f"{path} is no readable queue in TOML: {error}") from error
+    entries = values.pop("entry", None)
+    if values or not isinstance(entries, list) or not entries:
+        raise DecaylabError(f"{path} must hold [[entry]] tables and nothing else")
+    return [_entry(entry, f"{path}, entry {n}") for n, entry in enumerate(entries, start=1)]
+
+
+def _entry(values: dict[str, Any], where: str) -> Entry:
+    kinds = [kind for kind in KINDS if kind in values]
+    if len(kinds) != 1:
+        raise DecaylabError(f"{where}: give one of {', '.join(KINDS)}, not {len(kinds)} of them")
+    entry_type = KINDS[kinds[0]]
+    types = get_type_hints(entry_type)
+    required = [item.name for item in fields(entry_type) if item.name in ("name", "writes")]
+    required += ["minutes"] if entry_type is CommandEntry else []
+    if missing := [name for name in required if name not in values]:
+        raise DecaylabError(f"{where}: it lacks {missing[0]}")
+    for key, value in values.items():
+        if key not in types:
+            raise DecaylabError(f"{where}: unknown key {key!r}; there are {', '.join(types)}")
+        if not _fits(value, types[key]):
+            raise DecaylabError(f"{where}: {key} is {value!r}, which is no {_in_words(types[key])}")
+    return entry_type(**values)
+
+
+def _fits(value: Any, expected: Any) -> bool:
+    if get_origin(expected) is list:
+        (item,) = get_args(expected)
+        return isinstance(value, list) and all(_fits(part, item) for part in value)
+    if expected is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    return type(value) is expected
+
+
+def _in_words(expected: Any) -> str:
+    if get_origin(expected) is list:
+        return f"list, each a {_in_words(get_args(expected)[0])}"
+    return {str: "text", int: "whole number", float: "positive number"}[expected]

@@ -1,0 +1,183 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from decaylab.cli import app
+from decaylab.errors import RUNS_LEFT
+from decaylab.records import RunStore
+
+runner = CliRunner()
+TABLE2 = """
+[[entry]]
+name = "pairs"
+reproduce = "table2"
+only = ["network=vgg16", "optimizer=sgd"]
+tier = "smoke"
+"""
+FIGURE = """
+[[entry]]
+name = "the same and two more"
+reproduce = "table2"
+only = ["network=vgg16"]
+tier = "smoke"
+"""
+SEARCH = """
+[[entry]]
+name = "search"
+search = ["dataset=cifar10", "network=vgg16", "batch_norm=0", "augment=0", "optimizer=adam"]
+tier = "smoke"
+lr = [0.001]
+weight_decay = [0.001, 0.01, 0.1]
+"""
+SEARCHED = """
+[[entry]]
+name = "needs the search"
+reproduce = "fig1"
+only = ["dataset=cifar10", "network=vgg16", "batch_norm=0", "optimizer=adam", "scheme=l2"]
+tier = "smoke"
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def queue(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def work(text, *arguments):
+        Path("queue.toml").write_text(text)
+        words = ["reproduce", "--queue", "queue.toml", "--runs", "runs", "--device", "cpu"]
+        return runner.invoke(app, [*words, *map(str, arguments)])
+
+    return work
+
+
+def command(script, minutes=1):
+    words = json.dumps(["python", "-c", script])
+    return f'\n[[entry]]\nname = "c"\ncommand = {words}\nwrites = "out.json"\nminutes = {minutes}\n'
+
+
+def standing(queue, text):
+    result = queue(text, "--dry-run", "--json")
+    assert result.exit_code == 0, result.output
+    entries = json.loads(result.stdout)["entries"]
+    return [(entry["state"], entry["done"], entry["runs"]) for entry in entries]
+
+
+def test_runs_of_neighbouring_entries_are_made_once_and_then_all_is_done(queue):
+    assert standing(queue, TABLE2 + FIGURE) == [("to do", 0, 2), ("to do", 0, 4)]
+    result = queue(TABLE2 + FIGURE, "--at-once", 3)
+    assert result.exit_code == 0, result.output
+    assert "4/4" in result.stdout
+    assert "5/" not in result.stdout
+    assert standing(queue, TABLE2 + FIGURE) == [("done", 2, 2), ("done", 4, 4)]
+    made = {run.id: run.manifest() for run in RunStore("runs").runs()}
+    assert {manifest.tier for manifest in made.values()} == {"smoke"}
+    again = queue(TABLE2 + FIGURE)
+    assert again.exit_code == 0
+    assert {run.id: run.manifest() for run in RunStore("runs").runs()} == made
+
+
+def test_a_search_comes_before_the_cells_that_need_it(queue):
+    text = SEARCH + SEARCHED
+    result = queue(text, "--at-once", 3)
+    assert result.exit_code == 0, result.output
+    assert [state for state, _, _ in standing(queue, text)] == ["done", "done"]
+
+
+def test_a_command_runs_once_and_is_done_by_the_file_it_writes(queue):
+    script = "open('out.json', 'a').write('x')"
+    assert queue(command(script)).exit_code == 0
+    assert queue(command(script)).exit_code == 0
+    assert Path("out.json").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"), [("raise SystemExit(3)", "exit code 3"), ("pass", "wrote no out.json")]
+)
+def test_an_entry_that_fails_does_not_stop_the_next(queue, script, reason):
+    result = queue(command(script) + TABLE2)
+    assert result.exit_code == 1
+    assert reason in result.stderr
+    assert standing(queue, command(script) + TABLE2) == [("to do", 0, 1), ("done", 2, 2)]
+
+
+def test_what_is_held_is_listed_with_its_reason_and_not_run(queue):
+    text = TABLE2 + 'hold = "waits for a fix"\n'
+    result = queue(text)
+    assert result.exit_code == 0
+    assert "waits for a fix" in result.stdout
+    assert not Path("runs").exists()
+
+
+def test_when_the_time_is_up_the_exit_code_says_that_something_is_left(queue):
+    whole = queue(TABLE2 + command("pass", 9), "--whole-runs", "--max-minutes", 0.001)
+    assert whole.exit_code == RUNS_LEFT
+    assert not Path("runs").exists()
+    slow = queue(command("import time; time.sleep(60)"), "--max-minutes", 0.01)
+    assert slow.exit_code == RUNS_LEFT
+
+
+def test_killed_at_any_moment_the_next_call_goes_on(queue, tmp_path):
+    (tmp_path / "queue.toml").write_text(TABLE2 + FIGURE)
+    words = [sys.executable, "-m", "decaylab", "reproduce", "--queue", "queue.toml", "--device"]
+    before = -1
+    for _ in range(2):
+        process = subprocess.Popen([*words, "cpu"], cwd=tmp_path, stdout=subprocess.DEVNULL)
+        while len(list(tmp_path.glob("runs/*/rows.jsonl"))) <= max(before, 0):
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        before = len(list(tmp_path.glob("runs/*/rows.jsonl")))
+    assert queue(TABLE2 + FIGURE).exit_code == 0
+    assert standing(queue, TABLE2 + FIGURE) == [("done", 2, 2), ("done", 4, 4)]
+    assert len(RunStore("runs").runs()) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "must hold"),
+        ("[[entry]]\nname = 'a'\n", "entry 1: give one of reproduce, search, command"),
+        (TABLE2 + "seed = 3\n", "unknown key 'seed'"),
+        (TABLE2 + "seeds = '3'\n", "no whole number"),
+        (TABLE2 + TABLE2.replace("vgg16", "vgg99"), "no cell has network=vgg99"),
+        (command("pass").replace("minutes = 1", "minutes = -1"), "no positive number"),
+        (command("pass").replace('writes = "out.json"', ""), "it lacks writes"),
+        ("[[entry]\n", "no readable queue"),
+    ],
+)
+def test_a_wrong_queue_is_one_sentence_before_anything_runs(queue, text, reason):
+    result = queue(TABLE2 + text if text.startswith("[[entry]]\nname") else text)
+    assert result.exit_code == 2
+    assert reason.replace("entry 1", "entry 2") in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+def test_a_queue_takes_no_options_that_its_entries_say(queue):
+    assert "leave them out" in queue(TABLE2, "--seeds", 2).stderr
+    assert "give an artefact" in queue(TABLE2, "table1").stderr
+
+
+def test_the_queue_of_results_can_be_read():
+    root = Path(__file__).parents[2]
+    words = ["reproduce", "--queue", root / "results/queue.toml", "--runs", root / "results"]
+    result = runner.invoke(app, [*map(str, words), "--dry-run", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["seconds_left"] >= 0
