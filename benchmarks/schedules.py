@@ -40,12 +40,12 @@ from torch import Tensor, nn
 from decaylab import KFAC, watch
 from decaylab.data import load
 from decaylab.diagnosis import EquivalentSchedule, equivalent_schedule, evidence
-from decaylab.diagnosis.dynamics import Series
 from decaylab.diagnosis.findings import judgeable
 from decaylab.diagnosis.layers import LayerRecord
 from decaylab.diagnosis.observed import Observed, observe
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam, sgd
+from decaylab.optim.laws.dynamics import Series
 from decaylab.probes import FREE, Watch
 
 EIGHTHS = 8

@@ -7,7 +7,7 @@ import torch
 from diagnosis.recorded import Layer, records
 
 from decaylab.diagnosis import Stepping, convert_decay, suggest
-from decaylab.diagnosis.dynamics import equilibrium, rotation_per_step
+from decaylab.diagnosis.balance import equilibrium, rotation_per_step
 from decaylab.errors import DecaylabError
 from decaylab.optim.first_order import adam, sgd
 

@@ -9,14 +9,14 @@ from typer.testing import CliRunner
 
 from decaylab import probes
 from decaylab.cli import app
-from decaylab.diagnosis.memory import (
+from decaylab.diagnosis.observed import observe
+from decaylab.optim.laws.memory import (
     effective_adam,
     gradient_squares,
     mean_between,
     moments_at,
     remembered_norms,
 )
-from decaylab.diagnosis.observed import observe
 from decaylab.records import RunStore
 
 BETAS = (0.9, 0.99)

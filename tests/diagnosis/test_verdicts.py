@@ -13,9 +13,10 @@ from diagnosis.recorded import Layer, records
 
 from decaylab import diagnose
 from decaylab.cli import app
-from decaylab.diagnosis.dynamics import equilibrium, norms_without_decay
+from decaylab.diagnosis.balance import equilibrium
 from decaylab.diagnosis.findings import ACTS, NOTHING
 from decaylab.errors import DecaylabError
+from decaylab.optim.laws.dynamics import norms_without_decay
 from decaylab.records import Row, Rows
 
 # Over 1,000 steps at lr 0.1 the exposure is 2, and N doubles or more without decay.

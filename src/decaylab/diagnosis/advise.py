@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from decaylab.diagnosis.dynamics import (
+from decaylab.diagnosis.balance import (
     Equilibrium,
     elasticity,
     equilibrium,

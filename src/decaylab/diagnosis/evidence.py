@@ -5,10 +5,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from decaylab.diagnosis.dynamics import Series, elasticity, norms_without_decay
+from decaylab.diagnosis.balance import elasticity
 from decaylab.diagnosis.layers import TOO_LITTLE_EXPOSURE, LayerRecord, Setting
-from decaylab.diagnosis.memory import interpolated, moments_at
 from decaylab.diagnosis.observed import Observed
+from decaylab.optim.laws.dynamics import Series, norms_without_decay
+from decaylab.optim.laws.memory import interpolated, moments_at
 
 # Decay works over 1/(lr wd) steps and the early records show the start, not the decay: the second
 # half of the records is judged.

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, geometric_mean
 
-from decaylab.diagnosis.dynamics import pushes
 from decaylab.diagnosis.layers import LayerRecord
+from decaylab.optim.laws.dynamics import pushes
 
 # Learning rates within such a factor of the first count as one: those around the top of a cosine.
 ONE_RATE = 1.5

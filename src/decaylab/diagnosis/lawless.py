@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from decaylab.diagnosis.dynamics import Series
 from decaylab.diagnosis.layers import Setting
+from decaylab.optim.laws.dynamics import Series
 
 # Sizes of gradients as near as this, at so many records, are at the bound of a clip.
 SAME_GRADIENT, CLIPPED_RECORDS = 1e-4, 3

@@ -4,9 +4,9 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from decaylab.diagnosis.dynamics import Series
-from decaylab.diagnosis.memory import by_step, effective_adam
 from decaylab.optim.decay import decay_rate
+from decaylab.optim.laws.dynamics import Series
+from decaylab.optim.laws.memory import by_step, effective_adam
 
 # While decay has taken less than a twentieth of the weights, it cannot have done much.
 TOO_LITTLE_EXPOSURE = 0.05

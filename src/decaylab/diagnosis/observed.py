@@ -16,19 +16,19 @@ import torch
 
 from decaylab import networks
 from decaylab.data import DATA_SETS
-from decaylab.diagnosis.dynamics import Series
 from decaylab.diagnosis.lawless import clipped, cut, eps_counts, of_clipped
 from decaylab.diagnosis.layers import TOO_LITTLE_EXPOSURE, LayerRecord, Setting
 from decaylab.errors import DecaylabError
 from decaylab.optim import schedules
 from decaylab.optim.decay import DECAYS, OPTIMIZERS
-from decaylab.optim.laws import POWERS
+from decaylab.optim.laws.dynamics import Series
 from decaylab.probes.watch import Watch
 from decaylab.records import Row, Rows, RunFolder
 from decaylab.records.rows import read_rows
 from decaylab.training import RunSpec
 from decaylab.training.build import build_network, decay_groups
 
+POWERS = {"sgd": 2, "adam": 1, "kfac": 0}
 Source = Watch | Rows | RunFolder | str | Path
 
 # By layer and of the whole model, what a diagnosis reads.

@@ -14,10 +14,10 @@ from torch import nn
 
 from decaylab.diagnosis.findings import judgeable
 from decaylab.diagnosis.layers import LayerRecord, Setting
-from decaylab.diagnosis.memory import gradient_squares, interpolated
 from decaylab.diagnosis.observed import Source, observe
 from decaylab.errors import DecaylabError
 from decaylab.networks import roles
+from decaylab.optim.laws.memory import gradient_squares, interpolated
 from decaylab.records.files import replace_text
 
 

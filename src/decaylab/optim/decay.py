@@ -29,12 +29,13 @@ from decaylab.networks import ParameterRole, roles
 from decaylab.optim.experiment import behaviour, is_torchs, unwrapped
 
 Decay = Literal["none", "l2", "decoupled", "independent"]
-Law = Literal["sgd", "adam", "kfac"]
+LawName = Literal["sgd", "adam", "lion", "muon", "shampoo", "kfac", "schedule-free", "unknown"]
+"""The families of optimizers (`decaylab.optim.laws`)."""
 Scope = str | Callable[[ParameterRole], bool]
 
 DECAYS: tuple[str, ...] = ("none", "l2", "decoupled", "independent")
 SCOPES: tuple[str, ...] = ("all", "conv", "fc")
-OPTIMIZERS: dict[str, Law] = {"sgd": "sgd", "adam": "adam", "kfac-f": "kfac", "kfac-g": "kfac"}
+OPTIMIZERS: dict[str, LawName] = {"sgd": "sgd", "adam": "adam", "kfac-f": "kfac", "kfac-g": "kfac"}
 """By name, how a step depends on the norm of the weights (`probes.effective_learning_rate`)."""
 
 
@@ -128,7 +129,7 @@ def parameter_groups(
 
 
 def decay_rate(
-    weight_decay: float, decay: str, *, law: Law, lr: float, momentum: float = 0.0
+    weight_decay: float, decay: str, *, law: LawName, lr: float, momentum: float = 0.0
 ) -> float:
     """The decay that one step adds to the exposure, to first order (recipe, before line 1).
 
@@ -141,7 +142,7 @@ def decay_rate(
         return 0.0
     if decay == "independent":
         return weight_decay
-    if decay == "l2" and law != "adam":
+    if decay == "l2" and law in ("sgd", "kfac"):
         return lr * weight_decay / (1 - momentum)
     return lr * weight_decay
 

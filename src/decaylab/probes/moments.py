@@ -23,7 +23,7 @@ def second_moments(model: nn.Module | Layers, optimizer: torch.optim.Optimizer) 
     """|v| of every layer: Adam's second moment v = (1 - beta2) sum_k beta2^k g^2, summed (L1).
 
     As the optimizer holds it, not divided by 1 - beta2^step: of two records n steps apart, v - v'
-    beta2^n is what the gradients in between were (`diagnosis.memory` asks for that). One number a
+    beta2^n is what the gradients in between were (`optim.laws.memory` asks for that). One number a
     layer, no pass; nothing where the optimizer keeps none (SGD, Lion, K-FAC's own layers). Of
     others than Adam, what they have in its place (`KEPT`).
     """

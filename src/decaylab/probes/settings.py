@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.untouched import bare
-from decaylab.errors import DecaylabError
 from decaylab.networks import roles
 from decaylab.optim.decay import DECAYS, decay_of
 from decaylab.optim.experiment import behaviour, is_torchs
 from decaylab.optim.kfac import KFAC
-from decaylab.optim.laws import POWERS, law_of, sums_up
+from decaylab.optim.laws import law_of
 from decaylab.probes.moments import kept
 from decaylab.probes.reading import row_name
 from decaylab.probes.weights import Layers, groups_of
@@ -67,15 +66,10 @@ def _of_group(
         values["beta2"] = beta2
     if beta2 > 0 and isinstance(group.get("eps"), float):
         values["eps"] = group["eps"]
-    try:
-        law = law_of(optimizer, group)
-    except DecaylabError:  # an optimizer whose law is not known: the diagnosis says so
-        return values
-    if (decay, law) == ("l2", "sgd") and not sums_up(optimizer, group):
-        return values  # how its momentum gathers the decay is not known either
-    if math.isnan(beta2) and "law" not in group:
-        return values  # nor is the law while norms move: which gradients it divides by
-    values["power"] = float(POWERS[law])
+    power, law = law_of(optimizer, group).norm_power, law_of(optimizer, group).name
+    if power is None or (math.isnan(beta2) and "law" not in group):
+        return values  # not known; nor is it while norms move: which gradients it divides by
+    values["power"] = float(power)
     eps = group.get("eps")
     if law == "kfac" and isinstance(eps, tuple | list) and len(eps) == 2:
         values["floor"] = float(eps[1]) * math.sqrt(weight.numel())

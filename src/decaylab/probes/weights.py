@@ -17,8 +17,8 @@ from decaylab.curvature.untouched import bare, check_inputs, trainable, untouche
 from decaylab.errors import DecaylabError
 from decaylab.networks import invariance, roles
 from decaylab.networks.roles import INVARIANCE_THRESHOLD, scaled_parameters
-from decaylab.optim.decay import Law
-from decaylab.optim.laws import POWERS, law_of
+from decaylab.optim.decay import LawName
+from decaylab.optim.laws import law_named, law_of
 from decaylab.probes.reading import Reading, row_name
 
 
@@ -141,7 +141,7 @@ def effective_learning_rate(
     optimizer: torch.optim.Optimizer,
     inputs: Tensor | None = None,
     *,
-    law: Law | None = None,
+    law: LawName | None = None,
 ) -> EffectiveLearningRate:
     """How fast each scale-invariant layer's direction turns, per unit of what drives it (Eq. 9).
 
@@ -175,16 +175,22 @@ def effective_learning_rate(
     }
     values, used = {}, set()
     for layer, norm in _norms(weights).items():
-        kind = law or law_of(optimizer, groups[layer])
-        used.add(kind)
-        values[layer] = _effective(kind, float(groups[layer]["lr"]), norm)
-    unit = {"sgd": "lr / weight^2", "adam": "lr / weight", "kfac": "lr"}
-    kinds = sorted(used)
+        kind = law_named(law) if law else law_of(optimizer, groups[layer])
+        power = kind.norm_power
+        if power is None:
+            raise DecaylabError(
+                f"the effective learning rate of {type(optimizer).__name__} is not known: say which"
+                " law it follows with law='sgd', 'adam' or 'kfac', or as 'law' in its param groups"
+            )
+        used.add((power, kind.name))
+        values[layer] = _effective(power, float(groups[layer]["lr"]), norm)
+    units = {2: "lr / weight^2", 1: "lr / weight", 0: "lr"}
+    kinds = sorted(used, reverse=True)
     return EffectiveLearningRate(
         "effective_lr",
-        " or ".join(unit[kind] for kind in kinds),
+        " or ".join(dict.fromkeys(units[power] for power, _ in kinds)),
         values,
-        law=" and ".join(kinds),
+        law=" and ".join(name for _, name in kinds),
         defects={layer: layers.defects[layer] for layer in values},
     )
 
@@ -202,8 +208,7 @@ def groups_of(layers: Layers, optimizer: torch.optim.Optimizer) -> dict[str, dic
     return {layer: group for layer, group in found.items() if group is not None}
 
 
-def _effective(kind: Law, lr: float, norm: float) -> float:
-    power = POWERS[kind]
+def _effective(power: int, lr: float, norm: float) -> float:
     return math.inf if norm == 0.0 and power else lr / norm**power
 
 

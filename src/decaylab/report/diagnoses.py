@@ -7,13 +7,13 @@ from pathlib import Path
 
 import decaylab
 from decaylab.diagnosis import Diagnosis, Finding, diagnose
-from decaylab.diagnosis.dynamics import Series
 from decaylab.diagnosis.evidence import FREE_TO_DIFFER, three_digits
 from decaylab.diagnosis.findings import SENSITIVITY
 from decaylab.diagnosis.layers import LayerRecord
 from decaylab.diagnosis.observed import Observed, Source, observe
 from decaylab.diagnosis.result import MECHANISMS, effect_words, layer_table, records_words
 from decaylab.errors import DecaylabError
+from decaylab.optim.laws.dynamics import Series
 from decaylab.paper.survey import Found
 from decaylab.records.files import disk_errors, replace_text
 from decaylab.report.drawing import Line, Panel, check_extra, draw, line

@@ -12,7 +12,7 @@ from decaylab.curvature.outputs import Curvature
 from decaylab.data import Batches, DataSet
 from decaylab.data import load as load_data
 from decaylab.errors import DecaylabError
-from decaylab.optim.decay import OPTIMIZERS, Law, parameter_groups
+from decaylab.optim.decay import OPTIMIZERS, LawName, parameter_groups
 from decaylab.optim.first_order import adam, sgd
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
@@ -109,7 +109,7 @@ CAPTURED = tuple(BUILDERS)
 
 
 def register_optimizer(
-    name: str, build: OptimizerBuilder, *, law: Law, settings: Mapping[str, Any]
+    name: str, build: OptimizerBuilder, *, law: LawName, settings: Mapping[str, Any]
 ) -> None:
     """Make `name` an optimizer that run specs and the command line know.
 

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from itertools import pairwise
 
-from decaylab.diagnosis.dynamics import Series
+from decaylab.optim.laws.dynamics import Series
 
 
 def effective_adam(norms: Series, betas: tuple[float, float], moments: Series = ()) -> Series:

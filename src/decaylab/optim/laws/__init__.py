@@ -1,0 +1,195 @@
+"""The laws of optimizers: how far a step turns a weight, and how much decay takes from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from decaylab.errors import DecaylabError
+from decaylab.optim.decay import LawName, decay_of
+from decaylab.optim.experiment import behaviour, is_torchs, unwrapped
+from decaylab.optim.laws.adam import Adam
+from decaylab.optim.laws.kfac import Kfac
+from decaylab.optim.laws.law import Equilibrium, Law, balance, shrink_for_norm
+from decaylab.optim.laws.lion import Lion
+from decaylab.optim.laws.muon import Muon
+from decaylab.optim.laws.schedule_free import ScheduleFree
+from decaylab.optim.laws.sgd import Sgd
+from decaylab.optim.laws.shampoo import Shampoo
+from decaylab.optim.laws.unknown import Unknown
+
+__all__ = [
+    "Adam",
+    "Equilibrium",
+    "Kfac",
+    "Law",
+    "Lion",
+    "Muon",
+    "ScheduleFree",
+    "Sgd",
+    "Shampoo",
+    "Unknown",
+    "balance",
+    "exposure_rate",
+    "law_for",
+    "law_named",
+    "law_of",
+    "shrink_for_norm",
+    "sums_up",
+]
+
+# torch's optimizers whose step does not change when the gradient is multiplied by a number
+GRADIENT_SCALE_FREE = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
+)
+# Words in the names of classes from elsewhere whose rule is known, the first that fits.
+CLASS_WORDS: dict[str, LawName] = {
+    "schedulefree": "schedule-free",
+    "lion": "lion",
+    "muon": "muon",
+    "shampoo": "shampoo",
+    "soap": "shampoo",
+}
+# Names that people give, where they are not laws' own.
+ALIASES: dict[str, LawName] = {
+    **dict.fromkeys(("adamw", "nadam", "radam", "adamax", "rmsprop", "adagrad"), "adam"),
+    **dict.fromkeys(("adadelta", "adafactor", "ademamix", "adopt"), "adam"),
+    "soap": "shampoo",
+    "kfac-f": "kfac",
+    "kfac-g": "kfac",
+}
+MEMORYLESS = {"rmsprop", "adagrad", "adadelta", "adafactor"}  # no momentum, unless one is given
+POWER_LAWS: dict[int, LawName] = {2: "sgd", 1: "adam", 0: "kfac"}
+# Adagrad forgets nothing. Beside any number of steps, this is as good as 1, and has a mean.
+NEVER_FORGETS = 1 - 1e-9
+
+
+def law_named(name: str, memory: float | None = None, beta2: float | None = None) -> Law:
+    """The law of an optimizer by its usual name; `memory`: its momentum or beta1.
+
+    >>> law_named("AdamW").name, law_named("soap").name
+    ('adam', 'shampoo')
+    """
+    key = name.lower()
+    kind = ALIASES.get(key, key)
+    if kind not in get_args(LawName) or kind == "unknown":
+        known = sorted({*get_args(LawName), *ALIASES} - {"unknown"})
+        raise DecaylabError(f"unknown optimizer {name!r}: choose one of {', '.join(known)}")
+    nesterov = key in ("nadam", "muon")
+    usual = {"sgd": 0.9, "kfac": 0.9, "muon": 0.95}.get(kind, 0.0 if key in MEMORYLESS else 0.9)
+    memory = usual if memory is None else memory
+    if not 0 <= memory < 1:
+        raise DecaylabError(f"momentum must be at least 0 and below 1, and it is {memory}")
+    return _made(kind, memory, beta2, nesterov=nesterov)
+
+
+def _made(kind: str, memory: float, beta2: float | None, *, nesterov: bool) -> Law:
+    if kind == "sgd":
+        return Sgd(memory, nesterov=nesterov)
+    if kind == "adam":
+        return Adam(memory, beta2, nesterov)
+    if kind == "lion":
+        return Lion(memory, 0.99 if beta2 is None else beta2)
+    if kind == "muon":
+        return Muon(memory, nesterov)
+    if kind == "shampoo":
+        return Shampoo(memory, beta2, nesterov)
+    if kind == "kfac":
+        return Kfac(memory)
+    return ScheduleFree(beta2) if kind == "schedule-free" else Unknown()
+
+
+def law_for(settings: Any) -> Law:
+    """The law that recorded settings of a layer (`LayerSettings`) say."""
+    momentum, beta1, beta2 = (settings.momentum, settings.beta1, settings.beta2)
+    memory = momentum if momentum is not None else beta1 or 0.0
+    if beta2 is not None and math.isnan(beta2):
+        return Unknown()  # which gradients it divides by is not known
+    beta2 = None if beta2 is None else min(beta2, NEVER_FORGETS)
+    nesterov = bool(settings.nesterov) or settings.optimizer == "NAdam"
+    if settings.law == "sgd":
+        return Sgd(memory, settings.dampening or 0.0, nesterov)
+    if settings.law == "kfac":
+        return Kfac(memory, settings.step_rms)
+    if settings.law == "lion":
+        memory = beta1 if beta1 is not None else memory
+    return _made(settings.law, memory, beta2, nesterov=nesterov)
+
+
+def law_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Law:
+    """The law that a param group of an optimizer follows.
+
+    Its `"law"` says so; else torch's own and those of known names are known, and others are tried
+    (`behaviour`). `Unknown` where that shows none, and of L2 inside a momentum of unknown kind.
+    """
+    kind, base = _kind(optimizer, group), unwrapped(optimizer)
+    betas = group.get("betas")
+    betas = betas if isinstance(betas, tuple | list) and len(betas) > 1 else None
+    momentum = float(group.get("momentum") or 0.0)
+    memory = float(betas[0]) if betas and kind not in ("sgd", "kfac") else momentum
+    beta2 = float(betas[1]) if betas else group.get("alpha")
+    nesterov = bool(group.get("nesterov")) or isinstance(base, torch.optim.NAdam)
+    if kind == "sgd":
+        return Sgd(memory, float(group.get("dampening") or 0.0), nesterov)
+    if kind == "kfac":
+        return Kfac(memory, getattr(base, "step_rms", None))
+    return _made(kind, memory, beta2, nesterov=nesterov)
+
+
+def _kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+    named = group.get("law")
+    if named in get_args(LawName):
+        return str(named)
+    optimizer = unwrapped(optimizer)
+    if is_torchs(optimizer):
+        if isinstance(optimizer, torch.optim.SGD):
+            return "sgd"
+        if isinstance(optimizer, torch.optim.Muon):
+            return "muon"
+        if isinstance(optimizer, GRADIENT_SCALE_FREE):
+            return "adam"
+    own = type(optimizer).__name__.lower()
+    power = behaviour(optimizer, group).power
+    for word, law in CLASS_WORDS.items():
+        if word in own and (power == 1 or law == "schedule-free"):
+            return law
+    law = POWER_LAWS.get(power, "unknown") if power is not None else "unknown"
+    inside = law == "sgd" and decay_of(dict(group), optimizer)[0] == "l2"
+    return "unknown" if inside and not sums_up(optimizer, group) else law
+
+
+def sums_up(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether what stands in the gradient arrives in the step by torch's momentum.
+
+    So it is in torch's SGD, in groups that name its law or K-FAC's (which preconditions it first),
+    and in another optimizer that was seen to step as SGD does (`behaviour`).
+    """
+    if "law" in group:
+        return group["law"] in ("sgd", "kfac")
+    optimizer = unwrapped(optimizer)
+    if is_torchs(optimizer):
+        return isinstance(optimizer, torch.optim.SGD)
+    return behaviour(optimizer, group).as_sgd
+
+
+def exposure_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float | Tensor:
+    """The decay that one step adds to this group's exposure: `Law.shrink`.
+
+    The sum over steps is the decay exposure (recipe): 1 means that the weights of the start count
+    for 1/e by decay alone. Decoupled: lr * wd; independent: wd; L2 under SGD: lr * wd / (1 -
+    momentum), times 1 - dampening. For L2 under Adam it is the rate before the preconditioner,
+    under K-FAC that before the preconditioner and behind the momentum.
+    """
+    decay, strength = decay_of(dict(group), optimizer)
+    if decay == "none":
+        return 0.0
+    lr = math.nan if group.get("lr") is None else group["lr"]  # some find theirs themselves
+    if decay == "l2" and sums_up(optimizer, group):
+        momentum, dampening = (float(group.get(k) or 0.0) for k in ("momentum", "dampening"))
+        return Sgd(momentum, dampening).shrink(strength, decay, lr)
+    return Unknown().shrink(strength, decay, lr)

@@ -1,0 +1,39 @@
+"""Adam's law, also that of RMSprop, Adagrad, NAdam and others that divide by gradient sizes."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from decaylab.optim.laws.dynamics import Series
+from decaylab.optim.laws.law import Law, momentum_correlation
+from decaylab.optim.laws.memory import effective_adam
+
+
+@dataclass(frozen=True)
+class Adam(Law):
+    """W -= lr m / sqrt(v): the size of the gradients cancels, so that G does not depend on |W|.
+
+    For independent gradients each weight has E[m^2] = v (1 - beta1) / (1 + beta1): |d|^2 = lr^2 n
+    (1 - beta1) / (1 + beta1) and G = lr^2 n, for n weights. A step turns W by lr / |W| once |W| has
+    stood still for 1 / (1 - beta2) steps; before, v remembers other norms (`memory`). `beta2` is
+    None where nothing like v is remembered.
+    """
+
+    beta1: float = 0.9
+    beta2: float | None = 0.999
+    nesterov: bool = False
+    name: ClassVar[str] = "adam"
+
+    @property
+    def norm_power(self) -> int:
+        """1."""
+        return 1
+
+    def correlation(self) -> float:
+        """(1 + beta1) / (1 - beta1); NAdam's less (`momentum_correlation`)."""
+        return momentum_correlation(self.beta1, nesterov=self.nesterov)
+
+    def effective_per_lr(self, norms: Series, moments: Series = ()) -> Series:
+        """N_v / (|W| N_m), with the norms that its averages remember (`memory`)."""
+        if self.beta2 is None or not norms:
+            return super().effective_per_lr(norms)
+        return effective_adam(norms, (self.beta1, self.beta2), moments)
