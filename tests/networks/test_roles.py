@@ -392,6 +392,22 @@ def test_unknown_modules_go_by_shape():
     assert roles(model)["head.weight"].kind == "conv"
 
 
+class OwnRMSNorm(nn.Module):
+    """As in many libraries: no subclass of torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.weight * nn.functional.normalize(x, dim=-1)
+
+
+def test_a_norm_that_is_not_torchs():
+    found = roles(nn.Sequential(nn.Linear(4, 4), OwnRMSNorm()))
+    assert (found["1.weight"].role, found["1.weight"].kind) == ("norm", "norm")
+
+
 def test_nothing_to_find():
     assert roles(nn.ReLU()) == {}
     assert invariance(nn.ReLU(), torch.randn(2)) == {}

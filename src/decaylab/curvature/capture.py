@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from decaylab.errors import DecaylabError
-from decaylab.networks.kept import kept
+from decaylab.networks.preserved import preserved
 
 
 @dataclass(eq=False)
@@ -309,7 +309,7 @@ def as_in_training(model: nn.Module) -> Iterator[None]:
 
     A model in train mode stays as it is: normalisation that is kept in eval mode is part of it.
     """
-    with kept(model), torch.enable_grad():
+    with preserved(model), torch.enable_grad():
         if not model.training:
             model.train()
         yield

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from decaylab.curvature.capture import _Hook, innermost, logits_of
 from decaylab.errors import DecaylabError
-from decaylab.networks.kept import kept
+from decaylab.networks.preserved import preserved
 
 BatchNormMode = Literal["eval", "train"]
 
@@ -54,7 +54,7 @@ def untouched(model: nn.Module, *, batch_norm: BatchNormMode = "eval") -> Iterat
             stack.enter_context(_without_cudnn())
         for kind in {parameter.device.type for parameter in model.parameters()}:
             stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(kept(model))
+        stack.enter_context(preserved(model))
         try:
             model.eval()
             for parameter, _ in gradients:

@@ -11,8 +11,15 @@ from decaylab.errors import DecaylabError
 from decaylab.networks import resnet, vgg
 from decaylab.networks.layers import BATCH_NORM_EPS, Style, initialize_, scaled
 from decaylab.networks.mlp import MLP
+from decaylab.networks.rescaling import INVARIANCE_THRESHOLD, invariance
 from decaylab.networks.resnet import ResNet
-from decaylab.networks.roles import INVARIANCE_THRESHOLD, ParameterRole, invariance, roles
+from decaylab.networks.roles import ParameterRole, roles
+from decaylab.networks.scale_invariance import (
+    Invariance,
+    ScaleGroup,
+    SizeResponse,
+    measure_invariance,
+)
 from decaylab.networks.vgg import VGG
 
 
@@ -75,11 +82,15 @@ __all__ = [
     "NETWORKS",
     "VGG",
     "Blueprint",
+    "Invariance",
     "ParameterRole",
     "ResNet",
+    "ScaleGroup",
+    "SizeResponse",
     "build",
     "initialize_",
     "invariance",
+    "measure_invariance",
     "register",
     "roles",
 ]

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from decaylab.curvature.untouched import bare, check_inputs, trainable, untouched
 from decaylab.errors import DecaylabError
 from decaylab.networks import invariance, roles
-from decaylab.networks.roles import INVARIANCE_THRESHOLD, scaled_parameters
+from decaylab.networks.parameters import scaled_parameters
+from decaylab.networks.rescaling import INVARIANCE_THRESHOLD
 from decaylab.optim.decay import LawName
 from decaylab.optim.laws import law_named, law_of
 from decaylab.probes.reading import Reading, row_name

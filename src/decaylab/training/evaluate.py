@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decaylab.data import DataSet, Split, evaluation_batches
-from decaylab.networks.kept import kept_modes
+from decaylab.networks.preserved import preserved_modes
 from decaylab.training.graphs import Captured
 
 BATCH_SIZE = 1000
@@ -94,7 +94,7 @@ class Evaluator:
         add = self._replay if self._graphs else self._add
         count, begin = len(split.labels), 0
         correct = torch.empty(count, dtype=torch.bool, device=self._loss.device)
-        with kept_modes(self._model), torch.no_grad():
+        with preserved_modes(self._model), torch.no_grad():
             self._model.eval()
             for images, labels in batches:
                 between()

@@ -8,14 +8,18 @@ from torch import nn
 
 
 @contextmanager
-def kept(model: nn.Module) -> Iterator[None]:
+def preserved(model: nn.Module) -> Iterator[None]:
     """Afterwards modes, buffers and torch's generators are as they were."""
-    with kept_modes(model), kept_buffers(model), torch.random.fork_rng(cuda_devices(model)):
+    with (
+        preserved_modes(model),
+        preserved_buffers(model),
+        torch.random.fork_rng(cuda_devices(model)),
+    ):
         yield
 
 
 @contextmanager
-def kept_modes(model: nn.Module) -> Iterator[None]:
+def preserved_modes(model: nn.Module) -> Iterator[None]:
     """Afterwards every module is in train or eval mode as it was."""
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -26,7 +30,7 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def kept_buffers(model: nn.Module) -> Iterator[None]:
+def preserved_buffers(model: nn.Module) -> Iterator[None]:
     """Afterwards every buffer is the tensor that it was, or None, with the values that it had.
 
     Running statistics, power iterations, counters.

@@ -1,0 +1,92 @@
+"""Calling a model on whatever its inputs are, and finding the logits in whatever it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from decaylab.errors import DecaylabError
+
+Inputs = Any
+"""A tensor, a tuple or list of arguments, a mapping of keyword arguments, or a function that takes
+the model and returns its output."""
+LogitsRule = str | int | Callable[[Any], Tensor] | None
+"""Where the logits are in an output: a name, an index or a function; None: see `find_logits`."""
+
+
+def call(model: nn.Module, inputs: Inputs) -> Any:
+    """The model's output for a tensor, a tuple, a mapping, or by a function of the model.
+
+    >>> from torch import ones
+    >>> model = nn.Identity()
+    >>> all(call(model, x).item() == 1 for x in (ones(1), (ones(1),), {"input": ones(1)}))
+    True
+    >>> call(model, lambda model: model(ones(1)) + 1).item()
+    2.0
+    """
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    if callable(inputs):
+        return inputs(model)
+    return model(inputs)
+
+
+def find_logits(output: Any, rule: LogitsRule = None) -> list[Tensor]:
+    """The tensors in a model's output that count as its logits; never empty.
+
+    Without a rule: the output itself if it is a tensor, what it calls `logits` (an attribute or a
+    key, as in Hugging Face models), else every floating-point tensor in it.
+    """
+    if rule is not None:
+        return [_by_rule(output, rule)]
+    if not isinstance(output, Tensor):
+        named = output.get("logits") if isinstance(output, Mapping) else None
+        named = getattr(output, "logits", None) if named is None else named
+        output = named if isinstance(named, Tensor) else output
+    tensors = list(_floating_tensors(output))
+    if not tensors:
+        raise DecaylabError("the model's output holds no floating-point tensor to compare")
+    return tensors
+
+
+def _by_rule(output: Any, rule: str | int | Callable[[Any], Tensor]) -> Tensor:
+    try:
+        if callable(rule):
+            logits = rule(output)
+        elif isinstance(rule, str) and not isinstance(output, Mapping):
+            logits = getattr(output, rule)
+        else:
+            logits = output[rule]
+    except (AttributeError, LookupError, TypeError) as error:
+        raise DecaylabError(
+            f"the model's output, a {type(output).__name__}, has no logits under {rule!r}: give"
+            " the name, the index or a function of the output that returns them"
+        ) from error
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        raise DecaylabError(
+            f"what logits={rule!r} finds in the model's output is no floating-point tensor: give"
+            " the name, the index or a function of the output that returns the logits"
+        )
+    return logits
+
+
+def _floating_tensors(output: Any) -> Iterator[Tensor]:
+    """All floating-point tensors in an output, in order."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+        return
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    elif is_dataclass(output):
+        output = [getattr(output, field.name) for field in fields(output)]
+    if isinstance(output, tuple | list):
+        for part in output:
+            yield from _floating_tensors(part)
