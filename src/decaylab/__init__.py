@@ -1,5 +1,6 @@
 """decaylab: what weight decay does to a network, and a K-FAC that is right."""
 
+from decaylab.attribution import attribute
 from decaylab.diagnosis.audit import audit
 from decaylab.diagnosis.verdict import diagnose
 from decaylab.errors import DecaylabError
@@ -17,6 +18,7 @@ __all__ = [
     "DecaylabError",
     "KFACOptions",
     "__version__",
+    "attribute",
     "audit",
     "decay_table",
     "diagnose",

@@ -1,0 +1,286 @@
+"""The arms of an attribution: each path as with decay or as without, independently.
+
+With k paths (size, rotation; under K-FAC also damping) there are 2^k arms. Two of them are
+ordinary runs, the one with decay and the one without; the others take no decay on the held layers
+and follow, for each path, the one run or the other. All arms of a seed have the same weights at the
+start and the same batches.
+
+Decay also acts on parameters that are not held (biases, gains, layers left out). It is on in every
+arm but the run without decay, and one arm more, the run in which only they decay, tells how much
+they carry. Where L2 stands before a preconditioner it changes the direction of a step, which no
+path carries: then the run with decay is followed in all its paths by an arm without decay, and what
+that arm does not give back is the direction's.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from decaylab.attribution.interventions import Intervention, LayerPaths, Targets
+from decaylab.attribution.reasons import LIMIT, Fault, Unused
+from decaylab.attribution.selection import Selection, select
+from decaylab.errors import DecaylabError
+
+Path = Literal["size", "rotation", "damping"]
+PATHS: tuple[Path, ...] = ("size", "rotation", "damping")
+Loop = tuple[nn.Module, Any, Callable[[], Any], Callable[[], Mapping[str, float]]]
+"""Model, optimizer or optimizers, a function that takes one step, one that evaluates."""
+Make = Callable[[int], Loop]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train.
+
+    Attributes:
+        name: its name in results and files.
+        as_with: the paths that are as with decay; the other followed ones are as without.
+        follows: whether it follows paths at all; an ordinary run does not.
+        decayed: the parameters that decay: all that do, those not held, or none.
+        free: paths that are not followed.
+        size_every: the size is set every so many steps.
+    """
+
+    name: str
+    as_with: frozenset[Path] = frozenset()
+    follows: bool = True
+    decayed: Literal["all", "others", "none"] = "others"
+    free: frozenset[Path] = frozenset()
+    size_every: int = 1
+
+
+WITH = Arm("with decay", follows=False, decayed="all")
+WITHOUT = Arm("without decay", follows=False, decayed="none")
+OTHERS = Arm("decay on the others", follows=False, decayed="others")
+SIZE_FREE_ROTATION = Arm("size, rotation free", frozenset({"size"}), free=frozenset({"rotation"}))
+"""The paper's wn-conv (Fig. 4), step by step: norms as with decay, and what follows from them."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The arms of every seed, those that others follow first.
+
+    Attributes:
+        paths: the paths that are varied.
+        others: whether parameters that are not held decay.
+        direction: whether decay changes directions, so that an arm follows all paths.
+        extra: arms beside those of the design.
+    """
+
+    paths: tuple[Path, ...]
+    others: bool = False
+    direction: bool = False
+    extra: tuple[Arm, ...] = ()
+
+    @property
+    def base(self) -> Arm:
+        """The run without decay on the held layers."""
+        return OTHERS if self.others else WITHOUT
+
+    @property
+    def all_paths(self) -> Arm:
+        """The arm with every path as with decay."""
+        return self.crossed(self.paths) if self.direction else WITH
+
+    def crossed(self, as_with: Sequence[Path]) -> Arm:
+        """The arm with these paths as with decay, the others as without."""
+        ordered = [path for path in self.paths if path in as_with]
+        if not ordered:
+            return self.base
+        if len(ordered) == len(self.paths) and not self.direction:
+            return WITH
+        return Arm(" + ".join(ordered), frozenset(ordered))
+
+    def arms(self) -> list[Arm]:
+        """All of them."""
+        subsets = [chosen for k in range(len(self.paths) + 1) for chosen in _chosen(self.paths, k)]
+        arms = [WITH, WITHOUT, self.base, *(self.crossed(chosen) for chosen in subsets)]
+        return list(dict.fromkeys([*arms, *self.extra]))
+
+
+def _chosen(paths: Sequence[Path], count: int) -> list[tuple[Path, ...]]:
+    return list(combinations(paths, count))
+
+
+def plan_for(selection: Selection, extra: Sequence[Arm] = ()) -> Plan:
+    """The plan for what was selected."""
+    paths = PATHS if selection.damping else PATHS[:2]
+    return Plan(paths, bool(selection.others), selection.direction, tuple(extra))
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """What came of one arm of one seed.
+
+    Attributes:
+        metrics: the numbers of `evaluate` after the last step.
+        errors: path -> layer -> by how much the arm missed it, relatively: the largest deviation
+            of a size or a damping, the root mean square of the angles' relative to theirs.
+        seconds: how long its steps took.
+        start: a fingerprint of the weights before the first step.
+        first_loss: what the first step returned, if a number.
+    """
+
+    arm: str
+    seed: int
+    metrics: Mapping[str, float]
+    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    seconds: float = 0.0
+    start: float = 0.0
+    first_loss: float | None = None
+    finite: bool = True
+
+    @property
+    def unused(self) -> Unused | None:
+        """Why this arm is not used; None if it is."""
+        if not self.finite:
+            return Unused(self.arm, self.seed, Fault.DIVERGED)
+        misses = [(e, path, layer) for path, by in self.errors.items() for layer, e in by.items()]
+        worst = max(misses, default=(0.0, "", ""))
+        if not worst[0] <= LIMIT:
+            return Unused(self.arm, self.seed, Fault.MISSED, worst[1], worst[2], worst[0])
+        return None
+
+
+def run_arm(
+    make: Make,
+    arm: Arm,
+    seed: int,
+    steps: int,
+    paths: Mapping[str, LayerPaths],
+    plan: Plan,
+    only: str | Sequence[str] = "all",
+) -> tuple[ArmResult, LayerPaths]:
+    """Train one arm; `paths` are those of the runs it follows, by the arm's name."""
+    with seeded(seed):
+        model, optimizers, step, evaluate = loop_from(make, seed)
+        selection = select(model, optimizers, only)
+        start = _fingerprint(selection.held)
+        targets = targets_for(arm, plan, paths)
+        intervention = Intervention(
+            selection.optimizers, selection.weights, steps, targets, undecayed(arm, selection)
+        )
+        began = time.perf_counter()
+        with intervention:
+            first = _number(step())
+            for _ in range(steps - 1):
+                step()
+            taken = intervention.paths()
+        seconds = time.perf_counter() - began
+        metrics = {name: float(value) for name, value in evaluate().items()}
+    if not metrics:
+        raise DecaylabError("evaluate() returned no number: let it return a dict of numbers")
+    finite = taken.finite() and all(map(np.isfinite, metrics.values()))
+    result = ArmResult(
+        arm=arm.name,
+        seed=seed,
+        metrics=metrics,
+        errors=held_errors(taken, targets),
+        seconds=seconds,
+        start=start,
+        first_loss=first,
+        finite=bool(finite),
+    )
+    return result, taken
+
+
+def targets_for(arm: Arm, plan: Plan, paths: Mapping[str, LayerPaths]) -> Targets:
+    """The recorded paths that an arm follows."""
+    if not arm.follows:
+        return Targets()
+    followed = {
+        path: paths[WITH.name if path in arm.as_with else plan.base.name]
+        for path in plan.paths
+        if path not in arm.free
+    }
+    return Targets(**followed, size_every=arm.size_every)
+
+
+def undecayed(arm: Arm, selection: Selection) -> list[Tensor]:
+    """The parameters whose decay is held off in an arm."""
+    if arm.decayed == "all":
+        return []
+    return selection.held + (selection.others if arm.decayed == "none" else [])
+
+
+def held_errors(taken: LayerPaths, targets: Targets) -> dict[str, dict[str, float]]:
+    """By how much a run missed the paths it was to follow: path -> layer -> relative error."""
+    errors: dict[str, dict[str, float]] = {}
+    steps, layers = taken.steps, taken.layers
+    if targets.size is not None:
+        aim = _columns(targets.size.sizes, targets.size, layers)[: steps + 1]
+        deviations = ((taken.sizes - aim) / aim).abs()[:: targets.size_every]
+        errors["size"] = _named(layers, deviations.max(0).values)
+    if targets.rotation is not None:
+        aim = _columns(targets.rotation.angles, targets.rotation, layers)[:steps]
+        squares = (taken.angles - aim).square().sum(0)
+        scale = aim.square().sum(0)
+        relative = torch.where(scale > 0, squares / scale, torch.where(squares > 0, torch.inf, 0.0))
+        errors["rotation"] = _named(layers, relative.sqrt())
+    if targets.damping is not None and targets.damping.dampings is not None:
+        assert taken.dampings is not None
+        aim = _columns(targets.damping.dampings, targets.damping, layers)[: steps + 1]
+        deviations = ((taken.dampings - aim) / aim).abs().nan_to_num(0.0)
+        errors["damping"] = _named(layers, deviations.max(0).values)
+    return errors
+
+
+def _columns(table: Tensor, source: LayerPaths, layers: Sequence[str]) -> Tensor:
+    return table[:, [source.layers.index(layer) for layer in layers]]
+
+
+def _named(layers: Sequence[str], values: Tensor) -> dict[str, float]:
+    return dict(zip(layers, values.tolist(), strict=True))
+
+
+def loop_from(make: Make, seed: int) -> Loop:
+    """What `make(seed)` returns, checked."""
+    made = make(seed)
+    try:
+        model, optimizers, step, evaluate = made
+    except (TypeError, ValueError) as error:
+        raise DecaylabError(
+            "make(seed) must return (model, optimizer or list of optimizers, step, evaluate)"
+        ) from error
+    if not isinstance(model, nn.Module) or not callable(step) or not callable(evaluate):
+        raise DecaylabError(
+            "make(seed) must return (model, optimizer or list of optimizers, step, evaluate), step"
+            " and evaluate being functions without arguments"
+        )
+    return model, optimizers, step, evaluate
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """All generators at a seed; the caller's states come back afterwards."""
+    states = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count()))
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def _fingerprint(parts: Sequence[Tensor]) -> float:
+    """A number that tells the weights of two starts apart."""
+    values = [part.detach().double().flatten().cpu() for part in parts]
+    return float(sum(value @ torch.linspace(1, 2, len(value)).double() for value in values))
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value.detach())
+    return float(value) if isinstance(value, int | float) else None

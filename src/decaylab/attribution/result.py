@@ -1,0 +1,133 @@
+"""What an attribution found, as a value: shares by metric, arms, and what could not be used."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from decaylab.attribution import words
+from decaylab.attribution.arms import WITH, ArmResult, Plan
+from decaylab.attribution.interventions import LayerPaths
+from decaylab.attribution.reasons import LayerNote, Unused
+from decaylab.attribution.shares import Estimate, Shares, decompose
+from decaylab.errors import DecaylabError
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """How much of decay's effect goes through each path, by experiment.
+
+    Attributes:
+        plan: the paths that were varied and the arms.
+        layers: the held layers.
+        notes: layers that are not held, and why.
+        seeds, steps: what was trained.
+        results: every arm of every seed.
+        metric: the metric that `total` and `shares` are of.
+        paths: seed -> arm -> what each held layer went through.
+    """
+
+    plan: Plan
+    layers: tuple[str, ...]
+    notes: Mapping[str, LayerNote]
+    seeds: tuple[int, ...]
+    steps: int
+    results: tuple[ArmResult, ...]
+    metric: str
+    paths: Mapping[int, Mapping[str, LayerPaths]]
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics there are, the main one first."""
+        names = [name for result in self.results for name in result.metrics]
+        return list(dict.fromkeys([self.metric, *names]))
+
+    @property
+    def total(self) -> Estimate:
+        """The effect of decay on the main metric."""
+        return self.shares_of(self.metric).total
+
+    @property
+    def shares(self) -> Mapping[str, Estimate]:
+        """Fractions of `total`: "rotation", "size", "interaction", ...; see `Shares`."""
+        return self.shares_of(self.metric).shares
+
+    @property
+    def unused(self) -> list[Unused]:
+        """The arms that are not used, and why."""
+        return [result.unused for result in self.results if result.unused is not None]
+
+    def shares_of(self, metric: str) -> Shares:
+        """The decomposition of a metric."""
+        if metric not in self.metrics:
+            raise DecaylabError(
+                f"evaluate() returned no {metric!r}: choose one of {', '.join(self.metrics)}"
+            )
+        return decompose(metric, self.plan, self.results)
+
+    def sentences(self) -> list[str]:
+        """What to know beside the tables: layers not held, arms not used, doubts."""
+        doubt = self.shares_of(self.metric).doubt
+        return [
+            *([words.doubt_sentence(doubt)] if doubt is not None else []),
+            *(words.unused_sentence(unused) for unused in self.unused),
+            *(words.note_sentence(layer, note) for layer, note in self.notes.items()),
+        ]
+
+    def __str__(self) -> str:
+        """The answer as text of at most 80 columns: a sentence, the shares, the arms."""
+        shares = self.shares_of(self.metric)
+        parts = [words.folded(words.sentence(shares))]
+        parts.append(words.table(words.share_header(self.metric), words.share_rows(shares)))
+        parts.append(words.table(words.ARM_HEADER, words.arm_rows(self.results, self.metric)))
+        if sentences := self.sentences():
+            parts.append("\n".join(words.folded(text) for text in sentences))
+        return "\n\n".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the paths, as plain values for JSON."""
+        return {
+            "metric": self.metric,
+            "sentence": words.sentence(self.shares_of(self.metric)),
+            "paths": list(self.plan.paths),
+            "layers": list(self.layers),
+            "seeds": list(self.seeds),
+            "steps": self.steps,
+            "metrics": {name: _plain(self.shares_of(name)) for name in self.metrics},
+            "arms": [asdict(result) for result in self.results],
+            "unused": [{**asdict(u), "fault": u.fault.value} for u in self.unused],
+            "notes": {layer: note.value for layer, note in self.notes.items()},
+        }
+
+    def worst_errors(self) -> dict[str, float]:
+        """Path -> the largest relative error of any arm that followed it, in any layer."""
+        worst: dict[str, float] = {}
+        for result in self.results:
+            for path, layers in result.errors.items():
+                worst[path] = max(worst.get(path, 0.0), *layers.values())
+        return worst
+
+    def reference(self, seed: int) -> LayerPaths:
+        """The paths of the run with decay."""
+        return self.paths[seed][WITH.name]
+
+
+def _plain(shares: Shares) -> dict[str, Any]:
+    return {**asdict(shares), "doubt": shares.doubt and shares.doubt.value}
+
+
+def check_same_start(results: Sequence[ArmResult]) -> None:
+    """Refuse arms of a seed that began with other weights or another first batch."""
+    first: dict[int, ArmResult] = {}
+    for result in results:
+        reference = first.setdefault(result.seed, result)
+        if reference.start != result.start:
+            raise DecaylabError(
+                f"make({result.seed}) gave other weights when it was called again: draw them from"
+                " generators that it seeds, or from torch's, which is seeded for it"
+            )
+        known = reference.first_loss, result.first_loss
+        if None not in known and abs(known[0] - known[1]) > 1e-3 * abs(known[0]):  # type: ignore
+            raise DecaylabError(
+                f"the first step of make({result.seed}) had another loss when it was made again:"
+                " let it give the same batches in the same order for the same seed"
+            )

@@ -1,0 +1,165 @@
+"""Which layers are held: those that decay, and whose size and rotation can be set."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decaylab.attribution.reasons import LayerNote
+from decaylab.attribution.words import no_layer
+from decaylab.curvature.untouched import bare
+from decaylab.errors import DecaylabError
+from decaylab.networks import roles
+from decaylab.optim.decay import decay_of
+from decaylab.optim.experiment import unwrapped
+from decaylab.optim.kfac import KFAC
+from decaylab.optim.laws import law_of
+from decaylab.probes.weights import layers_of
+
+SCOPES = ("all", "conv", "fc")
+
+
+SEVERAL_STEPS = (torch.optim.LBFGS,)
+"""Optimizers whose step is a line search of several: it cannot be scaled afterwards."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The layers that an attribution holds.
+
+    Attributes:
+        optimizers: those that step the model, without wrappers.
+        weights: held layer -> the tensors of its weight.
+        notes: layer -> why it is not held, or what to know about it.
+        others: parameters that decay and are not held (biases, gains, layers left out).
+        damping: whether a damping path is one of the factors (K-FAC at a fixed damping).
+        direction: whether decay also changes the direction of a step (L2 before a
+            preconditioner), which no path carries.
+    """
+
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    weights: dict[str, list[Tensor]]
+    notes: dict[str, LayerNote]
+    others: list[Tensor]
+    damping: bool
+    direction: bool
+
+    @property
+    def held(self) -> list[Tensor]:
+        """Every held tensor."""
+        return [part for parts in self.weights.values() for part in parts]
+
+
+def select(model: nn.Module, optimizers: Any, only: str | Sequence[str] = "all") -> Selection:
+    """The layers of `only` whose weight decays: "all", "conv", "fc" (the last), or names."""
+    model = bare(model)
+    listed = _listed(optimizers)
+    groups = {id(p): (o, g) for o in listed for g in o.param_groups for p in g["params"]}
+    layers = {name: list(parts.values()) for name, parts in layers_of(model).weights.items()}
+    frozen = _frozen(model, layers.keys())
+    chosen = _chosen(model, [*layers, *frozen], only)
+    weights: dict[str, list[Tensor]] = {}
+    notes = {name: LayerNote.FROZEN for name in frozen if name in chosen}
+    tied = _tied(model)
+    for name in (layer for layer in chosen if layer not in frozen):
+        parts = layers[name]
+        owners = [groups.get(id(part)) for part in parts]
+        stepped = [owner for owner in owners if owner is not None]
+        if not stepped:
+            notes[name] = LayerNote.NOT_STEPPED
+            continue
+        if not any(decay_of(group, optimizer)[1] for optimizer, group in stepped):
+            continue
+        if note := _note(model, name, parts, [optimizer for optimizer, _ in stepped], tied):
+            notes[name] = note
+        if note is None or note.held:
+            weights[name] = parts
+    if not weights:
+        raise DecaylabError(no_layer(notes))
+    held = {id(part) for parts in weights.values() for part in parts}
+    decayed = [(p, *groups[id(p)]) for p in model.parameters() if id(p) in groups]
+    others: list[Tensor] = [p for p, o, g in decayed if id(p) not in held and decay_of(g, o)[1]]
+    holders = {id(groups[i][0]): groups[i][0] for i in held}.values()
+    return Selection(
+        optimizers=tuple(listed),
+        weights=weights,
+        notes=notes,
+        others=others,
+        damping=any(isinstance(o, KFAC) and not o.scale_free.norms for o in holders),
+        direction=any(_turns(*groups[i]) for i in held),
+    )
+
+
+def _listed(optimizers: Any) -> list[torch.optim.Optimizer]:
+    several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    listed = [unwrapped(optimizer) for optimizer in several]
+    for optimizer in listed:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise DecaylabError(
+                f"{type(optimizer).__name__} is no torch optimizer: let make(seed) return (model,"
+                " optimizer or list of optimizers, step, evaluate)"
+            )
+    return listed
+
+
+def _chosen(model: nn.Module, layers: list[str], only: str | Sequence[str]) -> list[str]:
+    if only == "all":
+        return layers
+    heads = {role.module for role in roles(model).values() if role.role == "head"}
+    if only == "fc":
+        return [layer for layer in layers if layer in heads]
+    if only == "conv":
+        return [layer for layer in layers if layer not in heads]
+    names = only.split(",") if isinstance(only, str) else list(only)
+    if unknown := [name for name in names if name not in layers]:
+        raise DecaylabError(
+            f"there is no layer {unknown[0]!r} to hold: choose all, conv, fc, or of"
+            f" {', '.join(layers)}"
+        )
+    return [layer for layer in layers if layer in names]
+
+
+def _frozen(model: nn.Module, trained: Collection[str]) -> list[str]:
+    """Layers whose weight no step moves."""
+    known = roles(model).values()
+    weights = {role.module for role in known if role.role in ("invariant", "weight", "head")}
+    return sorted(weights - set(trained))
+
+
+def _note(
+    model: nn.Module,
+    name: str,
+    parts: list[Tensor],
+    optimizers: list[torch.optim.Optimizer],
+    tied: set[int],
+) -> LayerNote | None:
+    if len(optimizers) < len(parts) or len({id(o) for o in optimizers}) > 1:
+        return LayerNote.SPLIT
+    if isinstance(optimizers[0], SEVERAL_STEPS):
+        return LayerNote.SEVERAL_STEPS
+    if getattr(model.get_submodule(name), "sparse", False):
+        return LayerNote.SPARSE
+    if not all(bool(part.detach().any()) for part in parts):
+        return LayerNote.ZERO
+    return LayerNote.TIED if any(id(part) in tied for part in parts) else None
+
+
+def _tied(model: nn.Module) -> set[int]:
+    """Parameters that several modules share."""
+    seen: set[int] = set()
+    tied: set[int] = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        (tied if id(parameter) in seen else seen).add(id(parameter))
+    return tied
+
+
+def _turns(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the decay of this group turns steps: L2 behind which a preconditioner stands."""
+    if decay_of(group, optimizer)[0] != "l2":
+        return False
+    try:
+        return law_of(optimizer, group) != "sgd"
+    except DecaylabError:
+        return True

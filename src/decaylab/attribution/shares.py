@@ -1,0 +1,215 @@
+r"""How much of decay's effect each path carries, with intervals over seeds.
+
+Let y(P) be a metric of the arm in which the paths P are as with decay and the others as without.
+Of the effect y(all) - y(none), per seed:
+
+    alone(p)    = y({p}) - y({})                                what comes back with p alone
+    shapley(p)  = mean over the orders of the paths of what p adds when its turn comes
+    interaction = y(all) - y({}) - sum_p alone(p)               what only comes together
+
+For two paths shapley(p) is the main effect of p in the 2 x 2 design, (alone(p) + y(all) -
+y(all but p)) / 2. Shapley shares add up to the effect of the paths; with the shares of the others
+(parameters that decay and are not held) and of the direction (`decaylab.attribution.arms`), where
+there are such, to the total effect of decay.
+
+Intervals are 95 % and go by Student's t on the differences of paired seeds. That of a fraction of
+the total is Fieller's: the numbers r for which a t test does not tell effect - r total from zero.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+from scipy import stats
+
+from decaylab.attribution.arms import WITH, WITHOUT, ArmResult, Path, Plan
+from decaylab.attribution.reasons import Doubt
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds and its interval; nan bounds where there is one seed."""
+
+    value: float
+    low: float
+    high: float
+    seeds: int
+
+    def __contains__(self, number: float) -> bool:
+        """Whether the interval holds a number.
+
+        >>> 1.0 in Estimate(0.9, 0.8, 1.1, 3)
+        True
+        """
+        return self.low <= number <= self.high
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of one number per seed and its t interval.
+
+    >>> estimate([1.0, 1.0, 1.0])
+    Estimate(value=1.0, low=1.0, high=1.0, seeds=3)
+    """
+    count = len(values)
+    mean = float(np.mean(values)) if count else math.nan
+    if count < 2:
+        return Estimate(mean, math.nan, math.nan, count)
+    half = _quantile(count) * float(np.std(values, ddof=1)) / math.sqrt(count)
+    return Estimate(mean, mean - half, mean + half, count)
+
+
+def fraction(parts: Sequence[float], totals: Sequence[float]) -> Estimate:
+    """Mean part / mean total with Fieller's interval; unbounded where the total may be zero."""
+    count = len(parts)
+    part, total = (float(np.mean(v)) if count else math.nan for v in (parts, totals))
+    if not count or total == 0:
+        return Estimate(math.nan, -math.inf, math.inf, count)
+    ratio = part / total
+    if count < 2:
+        return Estimate(ratio, math.nan, math.nan, count)
+    (pp, pt), (_, tt) = np.cov(parts, totals) / count
+    t = _quantile(count)
+    leading = total**2 - t**2 * tt
+    if leading <= 0:
+        return Estimate(ratio, -math.inf, math.inf, count)
+    middle = part * total - t**2 * pt
+    last = part**2 - t**2 * pp
+    half = math.sqrt(max(middle**2 - leading * last, 0.0))
+    return Estimate(ratio, (middle - half) / leading, (middle + half) / leading, count)
+
+
+def _quantile(count: int) -> float:
+    return float(stats.t.ppf((1 + LEVEL) / 2, count - 1))
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The decomposition of one metric.
+
+    Attributes:
+        metric: its name.
+        total: with decay minus without, in the metric's unit.
+        effects: by name of a share, in the metric's unit: each path's Shapley effect,
+            "interaction", and where there are such "others" and "direction".
+        alone: path -> what comes back with it alone, in the metric's unit.
+        shares, alone_shares: the same as fractions of the total.
+        factorial: names of paths joined by " x " -> the factorial effect: the difference their
+            joint change makes, averaged over the settings of the other paths.
+        extra: arms beside the design -> what comes back with them, as a fraction of the total.
+        doubt: why shares have no value or no interval; None where they have.
+    """
+
+    metric: str
+    total: Estimate
+    effects: Mapping[str, Estimate] = field(default_factory=dict)
+    alone: Mapping[str, Estimate] = field(default_factory=dict)
+    shares: Mapping[str, Estimate] = field(default_factory=dict)
+    alone_shares: Mapping[str, Estimate] = field(default_factory=dict)
+    factorial: Mapping[str, Estimate] = field(default_factory=dict)
+    extra: Mapping[str, Estimate] = field(default_factory=dict)
+    doubt: Doubt | None = None
+
+
+def decompose(metric: str, plan: Plan, results: Sequence[ArmResult]) -> Shares:
+    """The shares of one metric from the arms that can be used."""
+    values: dict[int, dict[str, float]] = {}
+    for result in results:
+        if result.unused is None and metric in result.metrics:
+            values.setdefault(result.seed, {})[result.arm] = result.metrics[metric]
+    ends = [by for by in values.values() if WITH.name in by and WITHOUT.name in by]
+    total = estimate([by[WITH.name] - by[WITHOUT.name] for by in ends])
+    design = [arm.name for arm in plan.arms() if arm not in plan.extra]
+    whole = [by for by in ends if all(name in by for name in design)]
+    if not whole:
+        return Shares(metric, total, doubt=Doubt.NO_SEED)
+    totals = [by[WITH.name] - by[WITHOUT.name] for by in whole]
+    effects, alone = _effects(plan, whole)
+    shares = {name: fraction(parts, totals) for name, parts in effects.items()}
+    doubt = None
+    if len(whole) == 1:
+        doubt = Doubt.ONE_SEED
+    elif 0.0 in estimate(totals):
+        doubt = Doubt.TOTAL_UNCLEAR
+    return Shares(
+        metric=metric,
+        total=total,
+        effects={name: estimate(parts) for name, parts in effects.items()},
+        alone={name: estimate(parts) for name, parts in alone.items()},
+        shares=shares,
+        alone_shares={name: fraction(parts, totals) for name, parts in alone.items()},
+        factorial=_factorial(plan, whole),
+        extra=_extra(plan, ends),
+        doubt=doubt,
+    )
+
+
+Values = Mapping[str, float]
+"""Arm -> a metric, of one seed."""
+
+
+def _effects(
+    plan: Plan, seeds: Sequence[Values]
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Shapley and other effects by name, and those of each path alone: a number per seed."""
+    effects: dict[str, list[float]] = {}
+    alone: dict[str, list[float]] = {}
+    for by in seeds:
+        none = by[plan.base.name]
+        for path in plan.paths:
+            alone.setdefault(path, []).append(by[plan.crossed([path]).name] - none)
+            effects.setdefault(path, []).append(_shapley(plan, by, path))
+        together = by[plan.all_paths.name] - none
+        singles = sum(alone[path][-1] for path in plan.paths)
+        effects.setdefault("interaction", []).append(together - singles)
+        if plan.others:
+            effects.setdefault("others", []).append(none - by[WITHOUT.name])
+        if plan.direction:
+            effects.setdefault("direction", []).append(by[WITH.name] - by[plan.all_paths.name])
+    return effects, alone
+
+
+def _shapley(plan: Plan, by: Values, path: Path) -> float:
+    """Mean over the orders of the paths of what `path` adds when its turn comes."""
+    rest = [other for other in plan.paths if other != path]
+    total = 0.0
+    for count in range(len(rest) + 1):
+        weight = 1 / (len(plan.paths) * math.comb(len(rest), count))
+        for chosen in combinations(rest, count):
+            after, before = plan.crossed([*chosen, path]), plan.crossed(chosen)
+            total += weight * (by[after.name] - by[before.name])
+    return total
+
+
+def _factorial(plan: Plan, seeds: Sequence[Values]) -> dict[str, Estimate]:
+    """Main effects and interactions of the 2^k design, in the convention of mean differences.
+
+    For paths Q: the mean over the settings of the other paths of the |Q|-fold difference.
+    """
+    found = {}
+    for count in range(1, len(plan.paths) + 1):
+        for chosen in combinations(plan.paths, count):
+            per_seed = [_contrast(plan, by, chosen) for by in seeds]
+            found[" x ".join(chosen)] = estimate(per_seed)
+    return found
+
+
+def _contrast(plan: Plan, by: Values, chosen: Sequence[Path]) -> float:
+    total = 0.0
+    for count in range(len(plan.paths) + 1):
+        for as_with in combinations(plan.paths, count):
+            off = sum(path not in as_with for path in chosen)
+            total += (-1) ** off * by[plan.crossed(as_with).name]
+    return total / 2 ** (len(plan.paths) - len(chosen))
+
+
+def _extra(plan: Plan, ends: Sequence[Values]) -> dict[str, Estimate]:
+    found = {}
+    for arm in plan.extra:
+        seeds = [by for by in ends if arm.name in by and plan.base.name in by]
+        parts = [by[arm.name] - by[plan.base.name] for by in seeds]
+        found[arm.name] = fraction(parts, [by[WITH.name] - by[WITHOUT.name] for by in seeds])
+    return found

@@ -1,0 +1,197 @@
+"""What an attribution says: the only English of this package, beside its errors."""
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from decaylab.attribution.reasons import LIMIT, Doubt, Fault, LayerNote, Unused
+
+if TYPE_CHECKING:
+    from decaylab.attribution.arms import ArmResult
+    from decaylab.attribution.shares import Estimate, Shares
+
+WHY_NOT_HELD = {
+    LayerNote.FROZEN: "it is frozen, so that nothing changes it",
+    LayerNote.SPARSE: "its gradients are sparse; build its nn.Embedding with sparse=False",
+    LayerNote.ZERO: "its weight is zero and has no direction; start from a checkpoint of later",
+    LayerNote.SEVERAL_STEPS: "its optimizer takes several steps in one (LBFGS), which cannot be"
+    " scaled afterwards; use another one",
+    LayerNote.SPLIT: "several optimizers step its tensors; give them to one",
+    LayerNote.NOT_STEPPED: "no optimizer steps it; return all of them from make(seed)",
+}
+NAMES = {
+    "rotation": "rotation",
+    "size": "size",
+    "damping": "damping",
+    "interaction": "interaction",
+    "others": "other parameters",
+    "direction": "step direction",
+}
+
+
+def no_layer(notes: Mapping[str, LayerNote]) -> str:
+    """Why nothing can be held."""
+    if not notes:
+        return (
+            "no layer decays: build the optimizer with weight decay, and the runs without it are"
+            " made from that"
+        )
+    layer, note = next(iter(notes.items()))
+    return f"no layer that decays can be held; {layer}: {WHY_NOT_HELD[note]}"
+
+
+def note_sentence(layer: str, note: LayerNote) -> str:
+    """What is to be said about one layer."""
+    if note is LayerNote.TIED:
+        return f"{layer} is tied to another layer: both are one weight, held once."
+    return f"{layer} is not held: {WHY_NOT_HELD[note]}."
+
+
+def unused_sentence(unused: Unused) -> str:
+    """Why an arm is not used."""
+    which = f"Seed {unused.seed}, arm “{unused.arm}”, is not used:"
+    if unused.fault is Fault.DIVERGED:
+        return f"{which} it diverged."
+    return (
+        f"{which} it missed the {unused.path} of {unused.layer} by"
+        f" {percent(unused.error)} (more than {percent(LIMIT)})."
+    )
+
+
+def doubt_sentence(doubt: Doubt) -> str:
+    """Why shares have no value or no interval."""
+    return {
+        Doubt.NO_SEED: "No seed has all its arms, so there are no shares.",
+        Doubt.ONE_SEED: "This is one seed: without intervals. Give more seeds.",
+        Doubt.TOTAL_UNCLEAR: "The total effect cannot be told from zero, so fractions of it mean"
+        " little: give more seeds or a stronger decay.",
+    }[doubt]
+
+
+def sentence(shares: "Shares") -> str:
+    """The answer for one metric."""
+    total = f"Decay changes {shares.metric} by {amount(shares.total, shares.metric)}"
+    if not shares.alone_shares:
+        return f"{total}."
+    if shares.doubt is Doubt.TOTAL_UNCLEAR:
+        return f"{total}, which is not told from zero."
+    ranked = sorted(shares.alone_shares.items(), key=lambda item: -item[1].value)
+    first, share = ranked[0]
+    parts = [f"{fraction(share)} of it comes back with the {first} alone"]
+    parts += [f"{fraction(share)} with the {path} alone" for path, share in ranked[1:]]
+    for name in ("others", "direction"):
+        if name in shares.shares:
+            parts.append(f"{fraction(shares.shares[name])} is due to the {NAMES[name]}")
+    return f"{total}; {', '.join(parts)}."
+
+
+def share_rows(shares: "Shares") -> list[list[str]]:
+    """A row per share: name, alone, Shapley share, effect in the metric's unit."""
+    rows = [["total", "", "", margin(shares.total, shares.metric)]]
+    for name, effect in shares.effects.items():
+        alone = shares.alone_shares.get(name)
+        rows.append(
+            [
+                NAMES[name],
+                "" if alone is None else fraction(alone),
+                "" if name == "interaction" else fraction(shares.shares[name]),
+                margin(effect, shares.metric),
+            ]
+        )
+    rows += [[name, fraction(share), "", ""] for name, share in shares.extra.items()]
+    return rows
+
+
+def share_header(metric: str) -> list[str]:
+    """The header of `share_rows`."""
+    return ["path", "alone", "share", "effect, points" if in_points(metric) else "effect"]
+
+
+def arm_rows(results: Sequence["ArmResult"], metric: str) -> list[list[str]]:
+    """A row per arm: its metric over the seeds, and how well it held."""
+    by_arm: dict[str, list[ArmResult]] = {}
+    for result in results:
+        by_arm.setdefault(result.arm, []).append(result)
+    rows = []
+    for arm, seeds in by_arm.items():
+        values = [r.metrics[metric] for r in seeds if r.finite and metric in r.metrics]
+        worst: dict[str, float] = {}
+        for result in seeds:
+            for path, layers in result.errors.items():
+                worst[path] = max(worst.get(path, 0.0), *layers.values())
+        held = ", ".join(f"{path} {percent(error)}" for path, error in worst.items())
+        rows.append([arm, spread(values, metric), held or "ordinary run"])
+    return rows
+
+
+ARM_HEADER = ["arm", "mean ± sd", "missed by at most"]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in plain text."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [header, ["-" * width for width in widths], *rows]
+    ]
+    return "\n".join(lines)
+
+
+def folded(text: str) -> str:
+    """A sentence in lines of at most 80 columns."""
+    return textwrap.fill(text, 80)
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def in_points(metric: str) -> bool:
+    """Whether a metric is a fraction that is spoken of in points."""
+    return "accuracy" in metric.lower()
+
+
+def amount(value: "Estimate", metric: str) -> str:
+    """A difference with its interval: `+1.9 [+1.2, +2.6] points`."""
+    factor, unit = (100, " points") if in_points(metric) else (1, "")
+    bounds = _bounds(f"{factor * value.low:+.3g}", f"{factor * value.high:+.3g}", value)
+    return f"{factor * value.value:+.3g}{bounds}{unit}"
+
+
+def margin(value: "Estimate", metric: str) -> str:
+    """A difference with half its interval: `+1.9 ± 0.7`."""
+    factor = 100 if in_points(metric) else 1
+    half = factor * (value.high - value.low) / 2
+    return f"{factor * value.value:+.3g}" + ("" if math.isnan(half) else f" ± {half:.2g}")
+
+
+def fraction(share: "Estimate") -> str:
+    """A fraction with its interval: `92 % [80, 104]`."""
+    if math.isnan(share.value):
+        return "?"
+    bounds = _bounds(f"{100 * share.low:.0f}", f"{100 * share.high:.0f}", share)
+    return f"{100 * share.value:.0f} %{bounds}"
+
+
+def _bounds(low: str, high: str, value: "Estimate") -> str:
+    if math.isnan(value.low):
+        return ""
+    return " [any]" if math.isinf(value.low) else f" [{low}, {high}]"
+
+
+def spread(values: Sequence[float], metric: str) -> str:
+    """Mean and standard deviation over seeds."""
+    if not values:
+        return "diverged"
+    factor = 100 if in_points(metric) else 1
+    mean = sum(values) / len(values)
+    text = f"{factor * mean:.4g}"
+    if len(values) > 1:
+        variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+        text += f" ± {factor * math.sqrt(variance):.2g}"
+    return text
+
+
+def percent(error: float) -> str:
+    """A relative error: `0.3 %`."""
+    return "< 0.001 %" if error < 1e-5 else f"{100 * error:.2g} %"

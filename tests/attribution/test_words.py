@@ -1,0 +1,80 @@
+import math
+
+import pytest
+
+from decaylab.attribution import words
+from decaylab.attribution.arms import SIZE_FREE_ROTATION, ArmResult
+from decaylab.attribution.reasons import Doubt, Fault, LayerNote, Unused
+from decaylab.attribution.shares import Estimate, Shares
+
+
+def shares(metric="test/accuracy", doubt=None):
+    total = Estimate(0.019, 0.012, 0.026, 3)
+    fractions = {"size": Estimate(0.05, -0.1, 0.2, 3), "rotation": Estimate(0.92, 0.8, 1.04, 3)}
+    effects = {"size": Estimate(0.001, 0.0, 0.002, 3), "rotation": Estimate(0.018, 0.01, 0.026, 3)}
+    return Shares(metric, total, effects, effects, fractions, fractions, doubt=doubt)
+
+
+def test_the_answer_is_one_sentence():
+    assert words.sentence(shares()) == (
+        "Decay changes test/accuracy by +1.9 [+1.2, +2.6] points; 92 % [80, 104] of it comes back"
+        " with the rotation alone, 5 % [-10, 20] with the size alone."
+    )
+    assert words.sentence(shares("loss")).startswith(
+        "Decay changes loss by +0.019 [+0.012, +0.026];"
+    )
+    assert "not told from zero" in words.sentence(shares(doubt=Doubt.TOTAL_UNCLEAR))
+    assert words.sentence(Shares("loss", Estimate(1.0, math.nan, math.nan, 1))) == (
+        "Decay changes loss by +1."
+    )
+
+
+def test_numbers_without_bounds():
+    assert words.fraction(Estimate(0.5, math.nan, math.nan, 1)) == "50 %"
+    assert words.fraction(Estimate(0.5, -math.inf, math.inf, 3)) == "50 % [any]"
+    assert words.fraction(Estimate(math.nan, -math.inf, math.inf, 3)) == "?"
+    assert words.percent(3e-9) == "< 0.001 %"
+    assert words.percent(0.031) == "3.1 %"
+
+
+def test_the_rows_of_a_table():
+    rows = words.share_rows(shares())
+    assert rows[0] == ["total", "", "", "+1.9 ± 0.7"]
+    assert rows[2] == ["rotation", "92 % [80, 104]", "92 % [80, 104]", "+1.8 ± 0.8"]
+
+
+@pytest.mark.parametrize("note", LayerNote)
+def test_every_note_has_a_sentence(note):
+    sentence = words.note_sentence("conv1", note)
+    assert sentence.startswith("conv1 is ")
+    assert sentence.endswith(".")
+    if not note.held:
+        assert "conv1" in words.no_layer({"conv1": note})
+
+
+@pytest.mark.parametrize("doubt", Doubt)
+def test_every_doubt_has_a_sentence(doubt):
+    assert words.doubt_sentence(doubt).endswith(".")
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_every_fault_has_a_sentence(fault):
+    unused = Unused("size", 2, fault, "rotation", "conv1", 0.031)
+    sentence = words.unused_sentence(unused)
+    assert sentence.startswith("Seed 2, arm “size”, is not used:")
+    if fault is Fault.MISSED:
+        assert "the rotation of conv1 by 3.1 % (more than 2 %)" in sentence
+
+
+def test_arms_with_what_they_missed():
+    results = [
+        ArmResult("with decay", 0, {"loss": 1.0}),
+        ArmResult("size", 0, {"loss": 2.0}, {"size": {"a": 0.01, "b": 0.001}}),
+        ArmResult("size", 1, {"loss": 2.5}, {"size": {"a": 0.0, "b": 0.015}}),
+        ArmResult(SIZE_FREE_ROTATION.name, 0, {"loss": math.nan}, finite=False),
+    ]
+    assert words.arm_rows(results, "loss") == [
+        ["with decay", "1", "ordinary run"],
+        ["size", "2.25 ± 0.35", "size 1.5 %"],
+        ["size, rotation free", "diverged", "ordinary run"],
+    ]
