@@ -159,7 +159,4 @@ def _turns(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     """Whether the decay of this group turns steps: L2 behind which a preconditioner stands."""
     if decay_of(group, optimizer)[0] != "l2":
         return False
-    try:
-        return law_of(optimizer, group) != "sgd"
-    except DecaylabError:
-        return True
+    return law_of(optimizer, group).name != "sgd"
