@@ -14,7 +14,7 @@ ORDER = [
     {"probes"},
     {"training"},
     {"sweeps"},
-    {"theory", "audit", "paper", "diagnosis", "attribution"},
+    {"theory", "audits", "paper", "diagnosis", "attribution"},
     {"report", "integrations"},
     {"cli"},
     {"__main__"},

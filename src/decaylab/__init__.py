@@ -1,7 +1,7 @@
 """decaylab: what weight decay does to a network, and a K-FAC that is right."""
 
 from decaylab.attribution import attribute
-from decaylab.diagnosis.audit import audit
+from decaylab.audits import audit
 from decaylab.diagnosis.verdict import diagnose
 from decaylab.errors import DecaylabError
 from decaylab.networks import invariance, roles

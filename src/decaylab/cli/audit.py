@@ -10,9 +10,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from decaylab.audits import Audit, audit
+from decaylab.audits.words import summary
 from decaylab.cli import options
 from decaylab.cli.output import console, print_json
-from decaylab.diagnosis.audit import Audit, audit
 from decaylab.errors import DecaylabError
 
 Optimizer = Annotated[
@@ -54,7 +55,7 @@ def audit_command(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the nets are tiny: threads would only wait for each other
     try:
-        found = audit(
+        result = audit(
             factory,
             curvature=curvature,
             damping=damping,
@@ -64,13 +65,12 @@ def audit_command(
     finally:
         torch.set_num_threads(threads)
     if json_output:
-        print_json(found.as_dict())
+        print_json(result.as_dict())
     else:
-        console(140).print(_table(found))
-        unmade = sum(check.passed is None for check in found.checks)
-        but = f", but {unmade} of {len(found.checks)} checks could not be made" if unmade else ""
-        print(f"it passes{but}" if found.passed else "it does not pass")
-    if not found.passed:
+        console(140).print(_table(result))
+        unmade = sum(check.passed is None for check in result.checks)
+        print(summary(result.passed, len(result.checks) - unmade, unmade))
+    if not result.passed:
         raise typer.Exit(1)
 
 
@@ -83,22 +83,22 @@ def imported(name: str) -> Any:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = importlib.import_module(module)
+        namespace = importlib.import_module(module)
     except Exception as error:
         raise DecaylabError(
             f"importing {module} failed ({type(error).__name__}: {error}): run the command where"
             " `import` finds it"
         ) from error
-    factory = getattr(found, attribute, None)
+    factory = getattr(namespace, attribute, None)
     if not callable(factory):
         raise DecaylabError(f"{module} has no function {attribute!r} that builds an optimizer")
     return factory
 
 
-def _table(found: Audit) -> Table:
-    table = Table(box=None, pad_edge=False, title=escape(found.title), title_justify="left")
+def _table(result: Audit) -> Table:
+    table = Table(box=None, pad_edge=False, title=escape(result.title), title_justify="left")
     for heading in ("", "what", "found"):
         table.add_column(heading)
-    for check in found.checks:
+    for check in result.checks:
         table.add_row(MARKS[check.passed], escape(check.name), escape(check.words))
     return table

@@ -2,20 +2,20 @@
 
 A K-FAC that divides by the batch or the positions once too often still trains, at another learning
 rate and damping than it says. Here its steps are taken on nets of a few weights and compared with
-the written-out block (`audit_reference`), at several batch sizes, numbers of positions, strides and
-input scales. The logarithm of the ratio of their lengths, fitted by those of B, T, stride and
+the written-out block (`audits.reference`), at several batch sizes, numbers of positions, strides
+and input scales. The logarithm of the ratio of their lengths, fitted by those of B, T, stride and
 scale, gives the powers that are wrong.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
-from decaylab.diagnosis.audit_reference import CURVATURES, DAMPINGS, Case
-from decaylab.diagnosis.audit_steps import (
+from decaylab.audits.reference import CURVATURES, DAMPINGS, Case
+from decaylab.audits.report import Audit, AuditCheck, Reason
+from decaylab.audits.steps import (
     LARGE,
     Factory,
     Key,
@@ -35,54 +35,6 @@ TOLERANCE = {"power": 0.05, "constant": 0.02, "direction": 0.02, "damping": 0.01
 SAMPLED_TOLERANCE = {"power": 0.25, "constant": 0.25, "direction": 0.2, "damping": 0.5}
 SAMPLED_REPEATS = 8
 SAMPLED_BATCHES = 8  # times as many examples, so that sampled factors are not singular
-
-
-@dataclass(frozen=True)
-class AuditCheck:
-    """One thing checked. `passed` is None where it could not be, and `words` says why."""
-
-    name: str
-    passed: bool | None
-    measured: float | None
-    words: str
-
-
-@dataclass(frozen=True)
-class Audit:
-    """What an audit found. `curvature`, `sharing`: the block that the steps are nearest to."""
-
-    optimizer: str
-    curvature: str
-    sharing: str
-    sampled: bool
-    checks: tuple[AuditCheck, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether no check failed."""
-        return all(check.passed is not False for check in self.checks)
-
-    @property
-    def title(self) -> str:
-        """The optimizer and its block, in words."""
-        directions = [c.passed for c in self.checks if c.name.endswith(": direction")]
-        if not any(directions):
-            return f"{self.optimizer}: no known curvature block"
-        how = "estimated from samples" if self.sampled else "not sampled"
-        return f"{self.optimizer}: {self.curvature} block, {self.sharing}, {how}"
-
-    def __getitem__(self, name: str) -> AuditCheck:
-        return next(check for check in self.checks if check.name == name)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {"passed": self.passed, **asdict(self)}
-
-    def __str__(self) -> str:
-        marks = {True: "ok", False: "WRONG", None: "not checked"}
-        return "\n".join(
-            [self.title, *(f"  {marks[c.passed]:11} {c.name}: {c.words}" for c in self.checks)]
-        )
 
 
 def audit(
@@ -175,25 +127,22 @@ def _direction_checks(
     tolerance: dict[str, float],
 ) -> list[AuditCheck]:
     if key[0] == "none":
-        words = "the steps are plain gradients: no curvature is used"
-        if any(m.off(key) > 1 for m in linear + conv):
-            words = "the steps go up the loss: their sign is wrong"
-        return [AuditCheck("curvature", False, None, words)]
+        uphill = any(m.off(key) > 1 for m in linear + conv)
+        reason = Reason.UPHILL if uphill else Reason.PLAIN_GRADIENTS
+        return [AuditCheck("curvature", False, None, reason)]
     directions = []
     for kind, measured in (("Linear", linear), ("Conv2d", conv)):
         angle = _off(measured, key)
-        words = f"sine of the angle to the block's step {angle:.2g}"
-        if angle > tolerance["direction"]:
-            words += ": no known block gives these directions"
-        name = f"{kind}: direction"
-        directions.append(AuditCheck(name, angle <= tolerance["direction"], angle, words))
-    block = AuditCheck("curvature", True, None, f"nearest to the {key[0]} block, {key[1]}")
+        right = angle <= tolerance["direction"]
+        reason = Reason.DIRECTION if right else Reason.UNKNOWN_DIRECTION
+        directions.append(AuditCheck(f"{kind}: direction", right, angle, reason, {"sine": angle}))
+    nearest = {"curvature": key[0], "sharing": key[1]}
+    block = AuditCheck("curvature", True, None, Reason.NEAREST_BLOCK, nearest)
     if not any(check.passed for check in directions):
-        words = f"no known block; the nearest is the {key[0]} block, {key[1]}"
-        block = AuditCheck("curvature", False, None, words)
+        block = AuditCheck("curvature", False, None, Reason.NO_KNOWN_BLOCK, nearest)
     elif asked is not None and key[0] != asked:
-        words = f"it is the {key[0]} matrix, not the {asked} one that was asked for"
-        block = AuditCheck("curvature", False, None, words)
+        data = {"curvature": key[0], "asked": asked}
+        block = AuditCheck("curvature", False, None, Reason.OTHER_CURVATURE, data)
     return [block, *directions]
 
 
@@ -202,12 +151,6 @@ AXES: dict[str, Callable[[Case], float]] = {
     "positions T": lambda case: case.positions,
     "stride": lambda case: case.stride,
     "input scale": lambda case: case.scale,
-}
-MEANINGS: dict[tuple[str, float], str] = {
-    ("batch size B", 1): " (a sum over the batch where a mean is meant)",
-    ("batch size B", -1): " (divided by the batch once too often)",
-    ("positions T", 1): " (positions counted once too often)",
-    ("positions T", -1): " (a mean over positions where a sum is meant: the factor T is missing)",
 }
 
 
@@ -236,24 +179,24 @@ def _power_checks(
     powers = dict(zip(axes, solution[1:].tolist(), strict=True))
     checks, known = [], _off(measured, key) <= tolerance["direction"]
     for axis, power in powers.items():
-        wrong = abs(power) > tolerance["power"]
-        words = "right at every size"
-        if wrong:
-            nearest = round(2 * power) / 2
-            plain = abs(power - nearest) < max(tolerance["power"], 0.1) and nearest != 0
-            symbol = {"batch size B": "B", "positions T": "T"}.get(axis, axis)
-            words = f"the curvature is off by {symbol}^{nearest if plain else power:.3g}"
-            words += MEANINGS.get((axis, nearest), "") if plain and known else ""
-        checks.append(AuditCheck(f"{kind}: {axis}", not wrong, power, words))
+        name = f"{kind}: {axis}"
+        if abs(power) <= tolerance["power"]:
+            checks.append(AuditCheck(name, True, power, Reason.POWER_RIGHT))
+            continue
+        nearest = round(2 * power) / 2
+        plain = abs(power - nearest) < max(tolerance["power"], 0.1) and nearest != 0
+        data = {"axis": axis, "power": nearest if plain else power, "plain": plain, "known": known}
+        checks.append(AuditCheck(name, False, power, Reason.POWER_OFF, data))
     if rest > 10 * tolerance["power"]:
-        words = f"the ratios are no powers of the sizes (off by {math.expm1(rest):.0%})"
-        checks.append(AuditCheck(f"{kind}: power law", False, rest, words))
+        data = {"off": math.expm1(rest)}
+        checks.append(AuditCheck(f"{kind}: power law", False, rest, Reason.NO_POWER_LAW, data))
     if any(check.passed is False for check in checks):
         return checks  # a constant beside wrong powers means nothing
     constant = math.exp(float(logs.mean())) / curvature_scale
     fair = abs(math.log(constant)) <= math.log1p(tolerance["constant"])
-    words = "right" if fair else f"the curvature is {constant:.3g} times what it should be"
-    return [*checks, AuditCheck(f"{kind}: constant", fair, constant, words)]
+    reason = Reason.CONSTANT_RIGHT if fair else Reason.CONSTANT_OFF
+    data = {"factor": constant}
+    return [*checks, AuditCheck(f"{kind}: constant", fair, constant, reason, data)]
 
 
 def _damped_checks(
@@ -267,35 +210,31 @@ def _damped_checks(
     """Patches, bias and damping at natural scale, where damping matters."""
     names = ("Conv2d: patches", "Linear: bias", "Conv2d: bias", "damping")
     if not right or key[0] == "none":
-        words = "not looked at: first mend what is above"
-        return [AuditCheck(name, None, None, words) for name in names]
+        return [AuditCheck(name, None, None, Reason.MEND_FIRST) for name in names]
     larger = options.larger
     patches = measure(options, Case("Conv2d", larger * 8, 3, 2, LARGE, kernel=2, gain=LARGE))
     angle = patches.off(key)
     fair = angle <= tolerance["direction"]
-    words = f"kernel 2, stride 2: sine of the angle {angle:.2g}"
-    checks = [AuditCheck(names[0], fair, angle, words)]
+    checks = [AuditCheck(names[0], fair, angle, Reason.PATCHES, {"sine": angle})]
     if damping is None or not 0 < damping < math.inf:
-        words = "the damping is not known: give audit(..., damping=...)"
-        return checks + [AuditCheck(name, None, None, words) for name in names[1:]]
+        return checks + [AuditCheck(n, None, None, Reason.DAMPING_UNKNOWN) for n in names[1:]]
     lam = damping / curvature_scale
     plain = measure(options, Case("Linear", larger * 16, scale=1.0), lam)
     errors = {kind: _error(plain, (key[0], key[1], kind), curvature_scale) for kind in DAMPINGS}
     kind = min(errors, key=errors.__getitem__)
     error = errors[kind]
     fair = error <= tolerance["damping"]
-    words = f"nearest to {kind}, lambda {damping:g}: the step is off by {error:.2g} of its length"
-    others = [of for of in errors if of != kind and errors[of] <= tolerance["damping"]]
-    if fair and others:
-        words += f" ({', '.join(others)} would pass, too)"
-    damped = AuditCheck("damping", fair, error, words)
+    passing = [other for other in errors if errors[other] <= tolerance["damping"]]
+    others = [other for other in passing if other != kind] if fair else []
+    data = {"kind": kind, "damping": damping, "error": error, "others": others}
+    damped = AuditCheck("damping", fair, error, Reason.DAMPING, data)
     if not fair:
-        words = "not looked at: first mend the damping, which is part of it"
-        return [*checks, *(AuditCheck(name, None, None, words) for name in names[1:3]), damped]
+        unmade = [AuditCheck(n, None, None, Reason.MEND_DAMPING_FIRST) for n in names[1:3]]
+        return [*checks, *unmade, damped]
     cases = (Case("Linear", larger * 16, bias=True), Case("Conv2d", larger * 8, 2, bias=True))
     for name, case in zip(names[1:3], cases, strict=True):
-        found = measure(options, case, lam)
-        checks.append(_bias_check(name, found, (*key[:2], kind), curvature_scale, tolerance))
+        measured = measure(options, case, lam)
+        checks.append(_bias_check(name, measured, (*key[:2], kind), curvature_scale, tolerance))
     return [*checks, damped]
 
 
@@ -321,11 +260,7 @@ def _bias_check(
         for part, at in parts.items()
     }
     factor = float(step[:, -1].norm() / reference[:, -1].norm())
-    fair = max(errors.values()) <= allowed
-    words = "weight and bias are one block"
-    if not fair:
-        words = (
-            f"with a bias the weight's step is off by {errors['weight']:.2g} and the bias's by"
-            f" {errors['bias']:.2g} of its length (it is {factor:.3g} times the block's)"
-        )
-    return AuditCheck(name, fair, factor, words)
+    if max(errors.values()) <= allowed:
+        return AuditCheck(name, True, factor, Reason.JOINT_BIAS)
+    data = {"weight_error": errors["weight"], "bias_error": errors["bias"], "factor": factor}
+    return AuditCheck(name, False, factor, Reason.BIAS_OFF, data)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decaylab.diagnosis.audit_reference import (
+from decaylab.audits.reference import (
     CURVATURES,
     DAMPINGS,
     Case,
@@ -74,7 +74,7 @@ def conv_cases(larger: int) -> list[Case]:
 
 def measure(options: Options, case: Case, damping: float = 0.0) -> Measured:
     """The mean step over repeats, and the steps of every reference."""
-    found = [take_step(options, case, seed)[1] for seed in range(options.repeats)]
+    steps = [take_step(options, case, seed)[1] for seed in range(options.repeats)]
     model, inputs, labels = case.build()
     nn.functional.cross_entropy(model(inputs), labels).backward()
     gradient = joined(model[0], gradient=True)
@@ -85,7 +85,7 @@ def measure(options: Options, case: Case, damping: float = 0.0) -> Measured:
                 step = reference_step(factors, gradient, damping, kind)
                 references[curvature, sharing, kind] = step
     references["none", "none", "added"] = gradient
-    return Measured(case, torch.stack(found).mean(0), references)
+    return Measured(case, torch.stack(steps).mean(0), references)
 
 
 def take_step(options: Options, case: Case, seed: int) -> tuple[Any, Tensor]:
