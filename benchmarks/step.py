@@ -48,11 +48,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from decaylab.data import DataSet
+from decaylab.optim.graphs import EAGER_RUNS
 from decaylab.optim.kfac import KFAC
 from decaylab.training import RunSpec, TrainingRun
 from decaylab.training.arithmetic import arithmetic, prepare_deterministic
 from decaylab.training.build import build_model
-from decaylab.training.graphs import EAGER_RUNS
 
 IMAGES = 2560
 # By then graphs are captured and lazily made state is there.

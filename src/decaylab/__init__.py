@@ -5,6 +5,7 @@ from decaylab.audits import audit
 from decaylab.diagnosis.verdict import diagnose
 from decaylab.errors import DecaylabError
 from decaylab.networks import invariance, roles
+from decaylab.optim.captured import captured
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
@@ -20,6 +21,7 @@ __all__ = [
     "__version__",
     "attribute",
     "audit",
+    "captured",
     "decay_table",
     "diagnose",
     "invariance",

@@ -26,7 +26,7 @@ def captures(monkeypatch):
     made = []
 
     class Replayed:
-        def __init__(self, work, *, pool=None):
+        def __init__(self, work, graphs):
             self.work, self.calls = work, 0
             made.append(self)
 
@@ -40,7 +40,7 @@ def captures(monkeypatch):
 
 def evaluator(model, data, **options):
     made = MODULE.Evaluator(model, data, **options)
-    made._graphs = True
+    made._graphs = object()
     return made
 
 

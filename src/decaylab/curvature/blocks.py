@@ -8,18 +8,25 @@ import torch
 from torch import Tensor
 
 from decaylab.curvature.factors import Bank, Block, Inversion, KroneckerFactors, Shape, Sums
+from decaylab.curvature.inverses import mean_diagonal
 from decaylab.curvature.ranks import Ranks
 from decaylab.errors import DecaylabError
 
 INPUT_SIDES = {"A", "A_inverse", "A_pending"}
 # So many parts are inverted side by side on CUDA.
 STREAMS = 4
+# A mean eigenvalue of a block that shows none.
+TINY = 1e-12
 PENDING = ("A_pending", "G_pending", "sound")
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in its bank: views, shaped like it, of the stacked gradient and step."""
+    """A parameter's place in its bank: views, shaped like it, of the stacked gradient and step.
+
+    The step lies in memory as the parameter does: gradients are gathered there, in one go, and
+    `Blocks.take_gradients` moves them to their own place, which has margins.
+    """
 
     gradient: Tensor
     step: Tensor
@@ -28,9 +35,9 @@ class Slot:
 class Blocks:
     """Every covered layer's factors, inverses, gradient and preconditioned step.
 
-    `slots` has the views for each covered parameter: write the gradient there, `precondition()`,
-    and read the step. `seen` names the layers that have shown their factors at least once. Several
-    ranks divide the inversions between them.
+    `slots` has the views for each covered parameter: write the gradient where the step will be,
+    `take_gradients()`, `precondition()`, and read the step. `seen` names the layers that have shown
+    their factors at least once. Several ranks divide the inversions between them.
     """
 
     def __init__(
@@ -39,7 +46,7 @@ class Blocks:
         device: torch.device,
         ranks: Ranks = Ranks(),  # noqa: B008 - frozen
     ) -> None:
-        self.blocks, self._ranks = blocks, ranks
+        self.blocks, self.device, self._ranks = blocks, device, ranks
         self.seen: set[str] = set()
         streams = STREAMS if device.type == "cuda" else 0
         self._streams = [torch.cuda.Stream(device) for _ in range(streams)]
@@ -187,6 +194,16 @@ class Blocks:
         """What failed inversions have multiplied each layer's damping by (of groups: the most)."""
         return {name: bank.boost[bank.slices[name]].max() for name, bank in self._home.items()}
 
+    def mean_eigenvalues(self) -> dict[str, Tensor]:
+        """(tr A / dim A) (tr G / dim G) of each layer, [groups]: its block's mean eigenvalue.
+
+        A little more than zero where the layer is dead, so that it can damp.
+        """
+        return {
+            name: (mean_diagonal(bank.A) * mean_diagonal(bank.G)).clamp(min=TINY)[bank.slices[name]]
+            for name, bank in self._home.items()
+        }
+
     def hold(self, parameters: set[Tensor]) -> None:
         """Fill in the gradients of those of `parameters` whose layer's other part moves."""
         if not parameters:
@@ -202,22 +219,36 @@ class Blocks:
         for bank in self._banks:
             bank.precondition()
 
-    def decreases(self) -> dict[Tensor, Tensor]:
-        """Gradient times step, summed over the entries of each covered parameter, in float64."""
-        found = {}
+    def take_gradients(self) -> None:
+        """Take over the gradients that were written to the places of the steps (`slots`)."""
         for bank in self._banks:
-            width = bank.shape.width
-            gradient = bank.gradient[..., :width]
-            weights = (gradient * bank.weight_step).sum((1, 2), dtype=torch.float64)
-            if bank.shape.bias:
-                biases = (bank.gradient[..., width] * bank.bias_step).sum(1, dtype=torch.float64)
+            bank.take_gradients()
+
+    def decreases(self) -> Tensor:
+        """Gradient times step, summed within each entry, in float64: `places` says whose they are.
+
+        Of the entries' weights, then their biases, bank by bank.
+        """
+        return torch.cat([sums for bank in self._banks for sums in bank.decreases()])
+
+    def places(self) -> dict[Tensor, range]:
+        """Where the entries of each covered parameter are in `decreases`."""
+        places, start = {}, 0
+        for bank in self._banks:
             for name, here in bank.slices.items():
                 block, (weight, bias) = self.blocks[name], self._parameters[name]
                 if block.weight:
-                    found[weight] = _total(weights[here])
+                    places[weight] = range(start + here.start, start + here.stop)
                 if block.bias and bias is not None:
-                    found[bias] = _total(biases[here])
-        return found
+                    behind = start + bank.count
+                    places[bias] = range(behind + here.start, behind + here.stop)
+            start += bank.count * (1 + bank.shape.bias)
+        return places
+
+    def scale_steps(self, rms: float) -> None:
+        """Give each block's step this root mean square."""
+        for bank in self._banks:
+            bank.scale_steps(rms)
 
     def factors(self) -> dict[str, KroneckerFactors]:
         """The running averages of every layer, copied."""
@@ -298,8 +329,3 @@ def _dampings(bank: Bank, damping: float, ratios: dict[str, Tensor]) -> Tensor:
         if name in ratios:
             dampings[here] *= ratios[name]
     return dampings
-
-
-def _total(values: Tensor) -> Tensor:
-    """The sum of a vector; of a single value a view."""
-    return values[0] if len(values) == 1 else values.sum()

@@ -297,6 +297,33 @@ class Bank:
         boost.copy_(torch.where(failed, boost * 2, (boost / 2).clamp(min=1)))
         self.failures[part] += failed
 
+    def take_gradients(self) -> None:
+        """Take over the gradients that were written to the places of the steps."""
+        width = self.shape.width
+        self.gradient[..., :width] = self.weight_step
+        if self.shape.bias:
+            self.gradient[..., width] = self.bias_step
+
+    def decreases(self) -> list[Tensor]:
+        """Gradient times step: of the weights [n] and, where there are some, of the biases [n]."""
+        width = self.shape.width
+        gradient = self.gradient[..., :width]
+        sums = [(gradient * self.weight_step).sum((1, 2), dtype=torch.float64)]
+        if self.shape.bias:
+            biases = self.gradient[..., width] * self.bias_step
+            sums.append(biases.sum(1, dtype=torch.float64))
+        return sums
+
+    def scale_steps(self, rms: float) -> None:
+        """Give each block's step, weight and bias together, this root mean square; zero stays."""
+        parts = [self.weight_step, self.bias_step] if self.shape.bias else [self.weight_step]
+        squares = [part.flatten(1).square().sum(1, dtype=torch.float64) for part in parts]
+        length = rms * (self.shape.output_dim * self.shape.input_dim) ** 0.5
+        total = torch.stack(squares).sum(0)
+        scale = torch.where(total > 0, length / total.sqrt(), 0.0).to(self.shape.dtype)
+        for part in parts:
+            part.mul_(scale.view((-1,) + (1,) * (part.dim() - 1)))
+
     def hold(self, here: slice, *, bias: bool) -> None:
         """Let the gradient of a layer's bias, or else of its weight, be what makes its step zero.
 

@@ -37,6 +37,9 @@ def _decay_outside(
     return (optimizer, closure_then_decay), {}
 
 
+_decay_outside.capturable = True  # type: ignore[attr-defined]  # it works on the device alone
+
+
 def _begin_momentum(optimizer: Optimizer) -> None:
     """Zero velocities where there are none, for a GradScaler that may skip the first step.
 

@@ -60,7 +60,7 @@ class Skips:
             return
         if int(self._seen[1]) >= TOLERATED:
             self._said = True
-            warnings.warn(_message(int(self._seen[1])), stacklevel=5)  # who called step
+            warnings.warn(_message(int(self._seen[1])), stacklevel=7)  # who called step
             return
         self._seen.copy_(self.counts, non_blocking=True)
         if self._copied is not None:

@@ -19,8 +19,10 @@ from decaylab.errors import DecaylabError
 from decaylab.optim.coverage import Coverage, plan
 from decaylab.optim.decay import Decay
 from decaylab.optim.first_order import lay_out_state
+from decaylab.optim.graphs import CudaGraphs
 from decaylab.optim.health import Health, Skips
 from decaylab.optim.kfac_options import (
+    DAMPING_SCALINGS,
     KFACOptions,
     check_arguments,
     check_groups,
@@ -33,7 +35,7 @@ from decaylab.optim.kfac_options import (
 )
 from decaylab.optim.parallel import ranks_of, together
 from decaylab.optim.scale_free import ScaleFree, invariant_layers
-from decaylab.optim.update import LossScale, Updater
+from decaylab.optim.update import LossScale, StepSize, Updater
 
 
 class KFAC(torch.optim.Optimizer):
@@ -86,8 +88,12 @@ class KFAC(torch.optim.Optimizer):
         damping: lambda.
         damping_scaling: "fixed", or "scale-free": lambda |W_l(0)|^2 / |W_l|^2 for scale-invariant
             layers, W_l(0) being the weight when the optimizer was built, which keeps the effective
-            damping (Eq. 14) where it was asked to be. Steps then leave |W_l| as it is.
+            damping (Eq. 14) where it was asked to be. Steps then leave |W_l| as it is. "trace":
+            lambda (tr A / dim A) (tr G / dim G), so that it does not depend on the loss's scale.
         kl_clip: c, or None. Nets without normalisation mostly need one; 1e-3 is a good first try.
+        step_scaling: "rms" gives each layer's step v the root mean square `step_rms`, so that lr
+            and decay mean what they mean in AdamW and Muon; no KL clip is needed then.
+        step_rms: see there.
         refresh_every: steps between two measurements of the factors.
         invert_every: steps between two inversions. Within the first so many steps every refresh
             brings one, as the factors of one batch are poor and age fast; not after `initialize`.
@@ -108,6 +114,8 @@ class KFAC(torch.optim.Optimizer):
     _initializing = _initialized = _inverted = _laid_out = False
     _begun: int | None = None  # the step at which the pending inversion began
     _begins = False  # whether one begins behind the step that `before_step` opened
+    _host_part_outside = False
+    _device_steps = 0
 
     def __init__(
         self,
@@ -123,8 +131,10 @@ class KFAC(torch.optim.Optimizer):
         decay: Decay = "decoupled",
         momentum: float = 0.9,
         damping: float = 1e-3,
-        damping_scaling: Literal["fixed", "scale-free"] = "fixed",
+        damping_scaling: Literal["fixed", "scale-free", "trace"] = "fixed",
         kl_clip: float | None = None,
+        step_scaling: Literal["none", "rms"] = "none",
+        step_rms: float = 0.2,
         refresh_every: int = 10,
         invert_every: int = 100,
         factor_decay: float = 0.95,
@@ -143,7 +153,9 @@ class KFAC(torch.optim.Optimizer):
         lag = options.inversion_lag
         check_numbers(
             damping=(damping, damping > 0),
-            damping_scaling=(repr(damping_scaling), damping_scaling in ("fixed", "scale-free")),
+            damping_scaling=(repr(damping_scaling), damping_scaling in DAMPING_SCALINGS),
+            step_scaling=(repr(step_scaling), step_scaling in ("none", "rms")),
+            step_rms=(step_rms, step_rms > 0),
             kl_clip=(kl_clip, kl_clip is None or kl_clip > 0),
             refresh_every=(refresh_every, refresh_every >= 1),
             invert_every=(invert_every, invert_every >= 1),
@@ -151,9 +163,16 @@ class KFAC(torch.optim.Optimizer):
             max_factor_dim=(max_factor_dim, max_factor_dim >= 1),
             inversion_lag=(lag, 0 <= lag < invert_every),
         )
+        if step_scaling == "rms" and kl_clip is not None:
+            raise DecaylabError(
+                "step_scaling='rms' sets how long steps are, and so does kl_clip: leave one out"
+            )
         self.model = innermost(model)
         self.damping, self.kl_clip, self.factor_decay = damping, kl_clip, factor_decay
+        self.step_rms = step_rms if step_scaling == "rms" else None
+        self.damping_scaling = damping_scaling
         self.refresh_every, self.invert_every = refresh_every, invert_every
+        self._rms_behind_momentum = options.rms_behind_momentum
         self._ranks, self._inversion_lag = ranks_of(model, options.process_group), lag
         if others_lr is None:
             others_lr = 1e-3 if others == "adam" else lr
@@ -172,11 +191,19 @@ class KFAC(torch.optim.Optimizer):
         check_groups(self.param_groups)
         self.device = one_device(self.param_groups)
         self._blocks = Blocks(planned.blocks, self.device, self._ranks)
-        self._updater = Updater(self._blocks, self._first_order)
         scaled = damping_scaling == "scale-free"
         layers = invariant_layers(self.model, planned.blocks, options.invariant) if scaled else []
         self.scale_free = ScaleFree(planned.blocks, layers)
         self._skips = Skips(self.device)
+        # a graph reads learning rates from tensors, which torch's fused kernels take as float32
+        double = any(p.dtype == torch.float64 for p in self.model.parameters())
+        self._updater = Updater(
+            self._blocks,
+            self._first_order,
+            self.scale_free,
+            self._skips,
+            CudaGraphs(self.device) if cuda and options.replay and not double else None,
+        )
         seed = torch.initial_seed() if options.seed is None else options.seed
         generator = torch.Generator(self.device).manual_seed(seed)
         self._seed = together(self._ranks, seed, self.scale_free.norms, generator)
@@ -195,10 +222,16 @@ class KFAC(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Refresh if due, invert if due, then update every parameter that has a gradient."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._host_part_outside:
+            self._device_steps += 1
+            if self._device_steps == 1:
+                self.device_step()
+            return None
+        if self._capturing:
             raise DecaylabError(
                 "a captured KFAC.step() would be the same kind of step at each replay: "
-                "capture device_step(), and call before_step() and after_step() around a replay"
+                "use decaylab.captured(step, model, optimizer), which captures each kind apart, or "
+                "capture device_step() and call before_step() and after_step() around a replay"
             )
         loss = None
         if closure is not None:
@@ -206,10 +239,24 @@ class KFAC(torch.optim.Optimizer):
                 loss = closure()
         self.before_step()
         self.device_step()
-        if self.refresh_due:
-            self._skips.look()
         self.after_step()
         return loss
+
+    @contextmanager
+    def host_part_outside(self) -> Iterator[None]:
+        """In here `step` is its device part alone, which a graph can capture.
+
+        The caller makes `before_step` and `after_step` around it. A second `step` is refused.
+        """
+        self._host_part_outside, self._device_steps = True, 0
+        try:
+            yield
+        finally:
+            self._host_part_outside = False
+        if self._device_steps != 1:
+            raise DecaylabError(
+                f"a captured step called KFAC.step() {self._device_steps} times: call it once"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. The empirical Fisher forgets these gradients, too, if no step used them."""
@@ -241,20 +288,30 @@ class KFAC(torch.optim.Optimizer):
                 self._refresh(self._blocks.gather(self._observer.take, self.steps))
             if self.inverts_now:
                 self._invert()
-            with self.scale_free.held(self.state):
-                self._update()
+            self._update()
 
     @torch.no_grad()
     def after_step(self) -> None:
         """The part of `step` that follows: an inversion that is due begins or goes on."""
         if self._begins:
-            self._blocks.begin_inversion(self.damping, self.scale_free.ratios())
+            self._blocks.begin_inversion(self.damping, self._ratios())
             self._begun = self.steps
         if self._begun is not None:
             self._blocks.advance_inversion(self._inversion_lag)
+        if self.refresh_due:
+            self._skips.look()
         self.steps += 1
         if self.refresh_due:
             self._ranks.seed(self.generator, self._seed, self.steps)
+
+    def captured_settings(self) -> tuple[Any, ...]:
+        """The numbers that a graph of the coming step has built in, beside the param groups'."""
+        return (
+            self.kl_clip,
+            self.step_rms,
+            self.factor_decay,
+            self.damping if self.inverts_now else None,
+        )
 
     @property
     def refresh_due(self) -> bool:
@@ -325,7 +382,7 @@ class KFAC(torch.optim.Optimizer):
 
     def dampings(self) -> dict[str, Tensor]:
         """Each block's lambda as an inversion now would use it: scale-free and raised ones too."""
-        ratios = self.scale_free.ratios()
+        ratios = self._ratios()
         return {n: self.damping * ratios.get(n, 1.0) * b for n, b in self._blocks.boosts().items()}
 
     def coverage(self) -> dict[str, Coverage]:
@@ -367,6 +424,7 @@ class KFAC(torch.optim.Optimizer):
         self._blocks.load_state_dict(mine["layers"])
         super().load_state_dict(state_dict)
         lay_out_state(self)
+        self._updater.forget()
         self.steps, self.damping = int(mine["steps"]), float(mine["damping"])
         self._begun, self._inverted = mine["begun"], bool(mine["inverted"])
         self._initialized = bool(mine.get("initialized", True))  # older states did not hurry
@@ -401,14 +459,24 @@ class KFAC(torch.optim.Optimizer):
             self._invert()  # for layers that show themselves late: they would not move until then
 
     @property
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    @property
     def _inversion_due(self) -> bool:
         if self.steps % self.invert_every == 0:
             return True
         hurried = not self._initialized and self.refresh_due and self._begun is None
         return hurried and self.steps + self._inversion_lag <= self.invert_every
 
+    def _ratios(self) -> dict[str, Tensor]:
+        """What each layer's damping is multiplied by, for those where it is not 1."""
+        if self.damping_scaling == "trace":
+            return self._blocks.mean_eigenvalues()
+        return self.scale_free.ratios()
+
     def _invert(self) -> None:
-        self._blocks.invert(self.damping, self.scale_free.ratios())
+        self._blocks.invert(self.damping, self._ratios())
         self._begun, self._inverted = None, True
 
     def _update(self) -> None:
@@ -419,10 +487,9 @@ class KFAC(torch.optim.Optimizer):
                 "scales: use bfloat16 autocast without one, or curvature='fisher'"
             )
         scale = LossScale(getattr(self, "grad_scale", None), skip)
-        self._first_order.state = self.state
-        finite = self._updater(self.param_groups, self.kl_clip, scale)
-        if skip is None:  # a GradScaler looks for its scale by steps that overflow
-            self._skips.count(finite)
+        size = StepSize(self.kl_clip, self.step_rms, self._rms_behind_momentum)
+        replay = not (self._host_part_outside or self._capturing)
+        self._updater(self.param_groups, self.state, size, scale, replay=replay)
 
     @contextmanager
     def _initialization(self) -> Iterator[None]:

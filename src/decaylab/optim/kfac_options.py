@@ -33,6 +33,10 @@ class KFACOptions:
         seed: of the optimizer's own generator; None takes torch's initial seed.
         process_group: of the ranks whose rows make up one batch; None takes it from a
             DistributedDataParallel. Needed where KFAC is given the module inside one.
+        replay: on CUDA, replay what `step` does with gathered gradients as a graph; False launches
+            it anew each time.
+        rms_behind_momentum: with `step_scaling="rms"`, the velocity has the set root mean square,
+            instead of what enters it.
         others_betas: Adam's coefficients for parameters outside the blocks.
         others_eps: Adam's epsilon for them.
     """
@@ -43,6 +47,8 @@ class KFACOptions:
     counted_rows: CountedRows | None = None
     seed: int | None = None
     process_group: Any = None
+    replay: bool = True
+    rms_behind_momentum: bool = False
     others_betas: tuple[float, float] = (0.9, 0.999)
     others_eps: float = 1e-8
 
@@ -62,9 +68,12 @@ def first_order(
     raise DecaylabError(f"others is {method!r}: use adam or sgd")
 
 
+DAMPING_SCALINGS = ("fixed", "scale-free", "trace")
 RANGES = {
     "damping": "> 0",
-    "damping_scaling": "fixed or scale-free",
+    "damping_scaling": "fixed, scale-free or trace",
+    "step_scaling": "none or rms",
+    "step_rms": "> 0",
     "kl_clip": "> 0, or None",
     "refresh_every": ">= 1",
     "invert_every": ">= 1",

@@ -1,11 +1,16 @@
-"""A K-FAC update after the curvature is known: precondition, KL clip, momentum, decay.
+"""A K-FAC update after the curvature is known: precondition, step size, momentum, decay.
 
 Nothing here looks at a tensor's value on the host. A step that must not happen (its gradient or its
 direction is not finite) is left out on the device: nothing decays, and torch's fused kernels return
 at once, which leaves weights and velocities as they are.
+
+Launches do not grow with the number of layers: gradients are gathered in one go, blocks of one
+shape are preconditioned together, and everything behind is one multi-tensor kernel per param group.
+On CUDA all that follows the gather is captured as a graph and replayed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +20,17 @@ from torch import Tensor
 from decaylab.curvature.blocks import Blocks
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import add_decay
+from decaylab.optim.graphs import Captured, Graphs
+from decaylab.optim.health import Skips
+from decaylab.optim.scale_free import ScaleFree
 
 Group = dict[str, Any]
+State = dict[Tensor, dict[str, Any]]
+Rate = float | Tensor
+# So many patterns of which parameters have a gradient, at which settings, are remembered at once.
+PATTERNS = 8
+# What a param group holds besides its settings.
+NO_SETTINGS = frozenset({"params", "names", "lr", "initial_lr", "max_lr", "min_lr"})
 
 
 @dataclass(frozen=True)
@@ -28,108 +42,301 @@ class LossScale:
 
 
 @dataclass(frozen=True)
+class StepSize:
+    """How long a preconditioned step is made: at most one of the two.
+
+    Attributes:
+        kl_clip: c in min(1, sqrt(c / sum lr^2 g.v)), one factor for all layers.
+        rms: the root mean square of each layer's step.
+        behind_momentum: whether `rms` is that of the velocity, instead of the step that enters it.
+    """
+
+    kl_clip: float | None = None
+    rms: float | None = None
+    behind_momentum: bool = False
+
+
+@dataclass(frozen=True)
+class _Members:
+    """Parameters of one param group and dtype that move together."""
+
+    group: int
+    params: list[Tensor]
+    steps: list[Tensor]
+    velocities: list[Tensor]
+
+    @property
+    def alike(self) -> bool:
+        """Whether parameter, step and velocity lie in memory in the same order."""
+        triples = zip(self.params, self.steps, self.velocities, strict=True)
+        return all(
+            not skipped_when_fused(v)
+            and p.dtype == s.dtype == v.dtype
+            and p.stride() == s.stride() == v.stride()
+            for p, s, v in triples
+        )
+
+
+class _Pattern:
+    """What a step touches when certain parameters have a gradient, in lists that are made once."""
+
+    def __init__(self, blocks: Blocks, groups: Sequence[Group], state: State) -> None:
+        slots, places = blocks.slots, blocks.places()
+        self.gathered: list[tuple[list[Tensor], list[Tensor]]] = []  # parameters, their places
+        self.members: list[_Members] = []
+        self.alike: list[bool] = []
+        self.l2: list[tuple[float, list[Tensor], list[Tensor]]] = []
+        self.clipped: list[tuple[int, Tensor | None]] = []  # group, its entries of the decreases
+        self.others: list[tuple[int, list[Tensor]]] = []
+        every = sum(map(len, places.values()))
+        for index, group in enumerate(groups):
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            if group["law"] != "kfac":
+                self.others.append((index, params))
+                continue
+            for dtype in dict.fromkeys(p.dtype for p in params):  # one at a time, on CUDA
+                same = [p for p in params if p.dtype == dtype]
+                steps = [slots[p].step for p in same]
+                velocities = [state[p]["momentum_buffer"] for p in same]
+                self.members.append(_Members(index, same, steps, velocities))
+                self.gathered.append((same, steps))
+            if group["decay"] == "l2" and group["weight_decay"]:
+                steps = [slots[p].step for p in params]
+                self.l2.append((group["weight_decay"], steps, params))
+            entries = [entry for p in params for entry in places[p]]
+            whole = len(entries) == every
+            self.clipped.append((index, None if whole else _on(blocks.device, entries)))
+        self.alike = [members.alike for members in self.members]
+        self.missing = [slot.step for p, slot in slots.items() if p.grad is None]
+        # frozen for the moment; a bias that is trained but not used (before a norm) counts as zero
+        self.held = {p for p in slots if p.grad is None and not p.requires_grad}
+        # for replays: where gradients of the others and learning rates lie
+        self.other_gradients: list[Tensor] = []
+        self.rates: list[Tensor] = []
+        self.filled: list[float | None] = []
+        self.captured: Captured[None] | None = None
+
+
 class Updater:
     """Moves parameters: those in blocks by K-FAC, the others by `first_order`.
 
-    Attributes:
+    Args:
         blocks: the covered layers.
         first_order: torch's fused Adam or SGD; it is lent param groups and state for each step,
             velocities included.
+        scale_free: holds the norms of the layers it knows.
+        skips: counts the steps that were left out.
+        graphs: captures what follows the gather; None runs it as it is.
     """
 
-    blocks: Blocks
-    first_order: torch.optim.Optimizer
+    def __init__(
+        self,
+        blocks: Blocks,
+        first_order: torch.optim.Optimizer,
+        scale_free: ScaleFree,
+        skips: Skips,
+        graphs: Graphs | None = None,
+    ) -> None:
+        self.blocks, self.first_order = blocks, first_order
+        self._scale_free, self._skips, self._graphs = scale_free, skips, graphs
+        self._patterns: dict[Any, _Pattern] = {}
 
     def __call__(
-        self, groups: Sequence[Group], kl_clip: float | None, loss_scale: LossScale
-    ) -> Tensor:
-        """Update every parameter that has a gradient; returns whether all was finite, as a tensor.
+        self,
+        groups: Sequence[Group],
+        state: State,
+        size: StepSize,
+        loss_scale: LossScale,
+        *,
+        replay: bool = True,
+    ) -> None:
+        """Update every parameter that has a gradient.
 
-        (l2: gradient += wd W) -> precondition -> KL clip -> momentum -> (decoupled: + wd W).
+        (l2: gradient += wd W) -> precondition -> step size -> momentum -> (decoupled: + wd W).
+        `replay`: by a graph, where there can be one.
         """
-        slots = self.blocks.slots
-        covered = [_with_gradient(g) for g in groups if g["law"] == "kfac"]
-        others = [_with_gradient(g) for g in groups if g["law"] != "kfac"]
-        for group in groups:
-            if group["law"] == "kfac":
-                self._gather(group, loss_scale)
-        # frozen for the moment; a bias that is trained but not used (before a norm) counts as zero
-        self.blocks.hold({p for p in slots if p.grad is None and not p.requires_grad})
-        self.blocks.precondition()
-        other_gradients: list[Tensor] = [p.grad for group in others for p in group["params"]]
-        if any(gradient.is_sparse for gradient in other_gradients):
+        first_order: Any = self.first_order
+        first_order.state = state
+        replay = replay and self._graphs is not None and loss_scale == LossScale()
+        pattern = self._pattern(groups, state, size, replay)
+        for params, places in pattern.gathered:
+            torch._foreach_copy_(places, _gradients_of(params))
+        if any(g.is_sparse for _, params in pattern.others for g in _gradients_of(params)):
             raise DecaylabError(
                 "a parameter has a sparse gradient, which the first-order step does not take: "
                 "build its nn.Embedding with sparse=False"
             )
-        finite = _all_finite([*self.blocks.steps, *other_gradients])
+        if not replay:
+            rates = [group["lr"] for group in groups]
+            self._apply(pattern, groups, rates, size, loss_scale)
+            return
+        self._replay(pattern, groups, size)
+
+    def forget(self) -> None:
+        """Drop what was remembered of earlier steps, graphs included."""
+        self._patterns.clear()
+
+    def _pattern(
+        self, groups: Sequence[Group], state: State, size: StepSize, replay: bool
+    ) -> _Pattern:
+        """The pattern of this step: a known one, or a new one."""
+        params = [p for group in groups for p in group["params"]]
+        there = [p.grad is not None for p in params]
+        moved = [p for group in groups if group["law"] == "kfac" for p in group["params"]]
+        velocities = [
+            _velocity(state[p], p) if p.grad is not None else p.requires_grad for p in moved
+        ]
+        key: tuple[Any, ...] = (
+            *there,
+            size,
+            *(settings_of(group) for group in groups),
+            *(v if isinstance(v, bool) else id(v) for v in velocities),
+        )
+        if replay:  # what a graph has built in
+            places = map(Tensor.data_ptr, params)
+            rates = (group["lr"] for group in groups)
+            key = (*key, id(state), *places, *(id(lr) for lr in rates if isinstance(lr, Tensor)))
+        pattern = self._patterns.get(key)
+        if pattern is None:
+            if len(self._patterns) >= PATTERNS:
+                self._patterns.clear()
+            pattern = self._patterns[key] = _Pattern(self.blocks, groups, state)
+        return pattern
+
+    def _replay(self, pattern: _Pattern, groups: Sequence[Group], size: StepSize) -> None:
+        """What follows the gather, by a graph."""
+        others = [p for _, params in pattern.others for p in params]
+        if pattern.captured is None:
+            pattern.other_gradients = [torch.empty_like(p) for p in others]
+            device = self.blocks.device
+            pattern.rates = [
+                lr
+                if isinstance(lr := group["lr"], Tensor) and lr.device == device
+                else torch.zeros((), device=device)
+                for group in groups
+            ]
+            pattern.filled = [None] * len(groups)
+            pattern.captured = self._capture(pattern, groups, others, size)
+        for index, group in enumerate(groups):
+            lr, rate = group["lr"], pattern.rates[index]
+            if lr is not rate and (value := float(lr)) != pattern.filled[index]:
+                rate.fill_(value)
+                pattern.filled[index] = value
+        if others:
+            torch._foreach_copy_(pattern.other_gradients, _gradients_of(others))
+        pattern.captured()
+
+    def _capture(
+        self, pattern: _Pattern, groups: Sequence[Group], others: list[Tensor], size: StepSize
+    ) -> Captured[None]:
+        lent = [{**group, "params": list(group["params"])} for group in groups]
+
+        def work() -> None:
+            with _gradients(others, pattern.other_gradients):
+                self._apply(pattern, lent, pattern.rates, size, LossScale())
+
+        assert self._graphs is not None
+        return Captured(work, self._graphs)
+
+    def _apply(
+        self,
+        pattern: _Pattern,
+        groups: Sequence[Group],
+        rates: Sequence[Rate],
+        size: StepSize,
+        loss_scale: LossScale,
+    ) -> None:
+        """All that follows the gather, by numbers that are on the device."""
+        with self._scale_free.held(self.first_order.state):
+            finite = self._move(pattern, groups, rates, size, loss_scale)
+        if loss_scale.skip is None:  # a GradScaler looks for its scale by steps that overflow
+            self._skips.count(finite)
+
+    def _move(
+        self,
+        pattern: _Pattern,
+        groups: Sequence[Group],
+        rates: Sequence[Rate],
+        size: StepSize,
+        loss_scale: LossScale,
+    ) -> Tensor:
+        """Update; returns whether all was finite, as a tensor."""
+        blocks = self.blocks
+        if pattern.missing:
+            torch._foreach_zero_(pattern.missing)
+        if loss_scale.scale is not None:
+            _scale(blocks.steps, 1 / loss_scale.scale)
+        for weight_decay, steps, params in pattern.l2:
+            torch._foreach_copy_(steps, add_decay(steps, params, weight_decay))
+        blocks.take_gradients()
+        blocks.hold(pattern.held)
+        blocks.precondition()
+        other_gradients = [g for _, params in pattern.others for g in _gradients_of(params)]
+        finite = _all_finite([*blocks.steps, *other_gradients])
         move = finite if loss_scale.skip is None else finite & (loss_scale.skip == 0)
-        if kl_clip is not None:
-            scale = self._kl_scale(covered, kl_clip)
-            for step in self.blocks.steps:
-                step.mul_(scale.to(step.dtype))
-        for group in covered:
-            for dtype in dict.fromkeys(p.dtype for p in group["params"]):  # one at a time, on CUDA
-                params = [p for p in group["params"] if p.dtype == dtype]
-                steps = [slots[p].step for p in params]
-                velocities = [_velocity(self.first_order.state[p], p) for p in params]
-                _move({**group, "params": params}, velocities, steps, move)
-        self._step_others([group for group in others if group["params"]], move, loss_scale)
+        if size.rms is not None and not size.behind_momentum:
+            blocks.scale_steps(size.rms)
+        elif size.kl_clip is not None and pattern.clipped:
+            _scale(blocks.steps, self._kl_scale(pattern, rates, size.kl_clip))
+        stay = (~move).float()
+        behind = size.rms is not None and size.behind_momentum
+        if size.rms is not None and behind:
+            for members, alike in zip(pattern.members, pattern.alike, strict=True):
+                momentum = groups[members.group]["momentum"]
+                _accumulate(members, momentum, move, stay, alike=alike)
+            blocks.scale_steps(size.rms)
+        for members, alike in zip(pattern.members, pattern.alike, strict=True):
+            group, rate = groups[members.group], rates[members.group]
+            momentum = 0.0 if behind else group["momentum"]
+            _advance(group, rate, momentum, members, move, stay, alike=alike)
+        self._step_others(pattern, groups, rates, move, stay, loss_scale)
         return finite
 
-    def _gather(self, group: Group, loss_scale: LossScale) -> None:
-        """Copy a group's gradients, with L2's term, to their places in the blocks."""
-        slots = self.blocks.slots
-        for p in group["params"]:
-            if p.grad is None:
-                slots[p].gradient.zero_()
-        params = _with_gradient(group)["params"]
-        if not params:
-            return
-        gradients: Any = [p.grad for p in params]
-        if loss_scale.scale is not None:
-            gradients = torch._foreach_mul(gradients, 1 / loss_scale.scale)
-        if group["decay"] == "l2" and group["weight_decay"]:
-            gradients = add_decay(gradients, params, group["weight_decay"])
-        torch._foreach_copy_([slots[p].gradient for p in params], gradients)
-
-    def _kl_scale(self, groups: list[Group], kl_clip: float) -> Tensor:
+    def _kl_scale(self, pattern: _Pattern, rates: Sequence[Rate], kl_clip: float) -> Tensor:
         """What the KL clip multiplies the step with: min(1, sqrt(c / sum lr^2 g.v))."""
         decreases = self.blocks.decreases()
         terms = [
-            group["lr"] ** 2 * torch.stack([decreases[p] for p in group["params"]]).sum()
-            for group in groups
-            if group["params"]
+            rates[index] ** 2 * (decreases if entries is None else decreases[entries]).sum()
+            for index, entries in pattern.clipped
         ]
-        if not terms:
-            return torch.ones((), dtype=torch.float64, device=self.blocks.steps[0].device)
         quadratic = torch.stack(terms).sum().clamp(min=torch.finfo(torch.float64).tiny)
         return (kl_clip / quadratic).sqrt().clamp(max=1.0)
 
-    def _step_others(self, groups: list[Group], move: Tensor, loss_scale: LossScale) -> None:
+    def _step_others(
+        self,
+        pattern: _Pattern,
+        groups: Sequence[Group],
+        rates: Sequence[Rate],
+        move: Tensor,
+        stay: Tensor,
+        loss_scale: LossScale,
+    ) -> None:
         """Decay as inside the blocks, then torch's own step; L2 is what torch's decay is."""
-        if not groups:
+        if not pattern.others:
             return
         served = []
-        for group in groups:
-            params, weight_decay = group["params"], group["weight_decay"]
-            for p in params:
-                if not _same_order(p, p.grad):  # the fused kernels run through memory
-                    p.grad = _laid_out_like(p, p.grad)
+        for index, params in pattern.others:
+            group, lr = groups[index], rates[index]
+            weight_decay = group["weight_decay"]
+            for p, gradient in zip(params, _gradients_of(params), strict=True):
+                if not _same_order(p, gradient):  # the fused kernels run through memory
+                    p.grad = _laid_out_like(p, gradient)
             if group.get("momentum") and group["law"] == "sgd":
                 # torch would make velocities, and leave them unwritten where nothing may move
                 for p in params:
                     _velocity(self.first_order.state[p], p)
             l2 = weight_decay if group["decay"] == "l2" else 0.0
-            served.append({**group, "weight_decay": l2})
+            served.append({**group, "params": params, "lr": lr, "weight_decay": l2})
             if group["decay"] in ("decoupled", "independent") and weight_decay:
                 one = params[0].new_ones(())
-                rate = one * (group["lr"] if group["decay"] == "decoupled" else 1.0)
+                rate = one * (lr if group["decay"] == "decoupled" else 1.0)
                 amount = torch.where(move, -weight_decay * rate, 0 * one)
                 torch._foreach_copy_(params, add_decay(params, params, amount))
         first_order: Any = self.first_order
         first_order.param_groups = served
-        first_order.found_inf = (~move).float()
+        first_order.found_inf = stay
         first_order.grad_scale = loss_scale.scale
         first_order.step()
 
@@ -141,44 +348,128 @@ def _velocity(state: dict[str, Any], parameter: Tensor) -> Tensor:
     return state["momentum_buffer"]
 
 
-def _with_gradient(group: Group) -> Group:
-    """The group with only those of its parameters that have a gradient."""
-    return {**group, "params": [p for p in group["params"] if p.grad is not None]}
+def settings_of(group: Group) -> tuple[Any, ...]:
+    """The numbers and kinds of a param group, which a step has built in; tensors by their place."""
+    return tuple(
+        id(value) if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key not in NO_SETTINGS and not isinstance(value, list | dict)
+    )
+
+
+@contextmanager
+def _gradients(params: list[Tensor], gradients: list[Tensor]) -> Iterator[None]:
+    """Let parameters have other gradients in here."""
+    before = _gradients_of(params)
+    for p, gradient in zip(params, gradients, strict=True):
+        p.grad = gradient
+    try:
+        yield
+    finally:
+        for p, gradient in zip(params, before, strict=True):
+            p.grad = gradient
+
+
+def _gradients_of(params: list[Tensor]) -> list[Any]:
+    """Gradients of parameters that have one."""
+    return [p.grad for p in params]
+
+
+def _on(device: torch.device, numbers: list[int]) -> Tensor:
+    """Numbers on a device, for which the host does not wait."""
+    cuda = device.type == "cuda"
+    return torch.tensor(numbers, pin_memory=cuda, device="cpu").to(device, non_blocking=True)
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        yield [tensor for tensor in tensors if tensor.dtype == dtype]
+
+
+def _scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors by a scalar, in place."""
+    for same in _by_dtype(tensors):
+        torch._foreach_mul_(same, factor.to(same[0].dtype))
 
 
 def _all_finite(tensors: list[Tensor]) -> Tensor:
     """Whether every entry of every tensor is finite: a scalar bool on the device."""
-    largest = torch._foreach_norm([t for t in tensors if t.numel()], float("inf"))
-    return torch.stack([norm.double() for norm in largest]).isfinite().all()
+    largest = [
+        torch.stack(torch._foreach_norm(same, float("inf"))).double()
+        for same in _by_dtype([t for t in tensors if t.numel()])
+    ]
+    return torch.cat(largest).isfinite().all()
 
 
-def _move(group: Group, velocities: list[Tensor], steps: list[Tensor], move: Tensor) -> None:
+def _accumulate(
+    members: _Members, momentum: float, move: Tensor, stay: Tensor, *, alike: bool
+) -> None:
+    """Velocity <- momentum velocity + step, and let the step be the velocity."""
+    steps, velocities = members.steps, members.velocities
+    if not momentum:
+        return
+    if alike:  # W stays where it is
+        _fused_sgd(members.params, steps, velocities, momentum, 0.0, stay)
+        torch._foreach_copy_(steps, velocities)
+        return
+    for velocity, step in zip(velocities, steps, strict=True):
+        new = torch.where(move, momentum * velocity + step.to(velocity.dtype), velocity)
+        velocity.copy_(new)
+        step.copy_(new)
+
+
+def _fused_sgd(
+    params: list[Tensor],
+    steps: list[Tensor],
+    velocities: list[Tensor],
+    momentum: float,
+    lr: Rate,
+    stay: Tensor,
+) -> None:
+    """Velocity <- momentum velocity + step; W <- W - lr velocity. Nothing, where `stay` is 1."""
+    torch._fused_sgd_(
+        params,
+        steps,
+        velocities if momentum else [],
+        weight_decay=0.0,
+        momentum=momentum,
+        lr=lr,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+        found_inf=stay,
+    )
+
+
+def _advance(
+    group: Group,
+    lr: Rate,
+    momentum: float,
+    members: _Members,
+    move: Tensor,
+    stay: Tensor,
+    *,
+    alike: bool,
+) -> None:
     """Advance velocities and parameters of one param group, in place.
 
     velocity <- momentum velocity + step
     W <- (1 - lr wd [decoupled], or - wd [independent]) W - lr velocity
     """
-    params, weight_decay = group["params"], group["weight_decay"]
-    # the fused kernel runs through memory: what lies there in another order is copied first
-    moved = [v.float() if skipped_when_fused(v) else v for v in velocities]
-    weights = [_laid_out_like(v, p) for p, v in zip(params, moved, strict=True)]
+    params, steps, velocities = members.params, members.steps, members.velocities
+    weight_decay = group["weight_decay"]
+    moved, weights = velocities, params
+    if not alike:
+        # the fused kernel runs through memory: what lies there in another order is copied first
+        moved = [v.float() if skipped_when_fused(v) else v for v in velocities]
+        weights = [_laid_out_like(v, p) for p, v in zip(params, moved, strict=True)]
+        steps = [_laid_out_like(v, step) for step, v in zip(steps, moved, strict=True)]
     if group["decay"] in ("decoupled", "independent") and weight_decay:
         one = torch.ones((), dtype=moved[0].dtype, device=moved[0].device)
-        rate = weight_decay * (group["lr"] if group["decay"] == "decoupled" else 1.0)
+        rate = weight_decay * (lr if group["decay"] == "decoupled" else 1.0)
         torch._foreach_mul_(weights, torch.where(move, one - rate, one))
-    torch._fused_sgd_(
-        weights,
-        [_laid_out_like(v, step) for step, v in zip(steps, moved, strict=True)],
-        moved if group["momentum"] else [],
-        weight_decay=0.0,
-        momentum=group["momentum"],
-        lr=group["lr"],
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-        is_first_step=False,
-        found_inf=(~move).float(),
-    )
+    _fused_sgd(weights, steps, moved, momentum, lr, stay)
     for kept, new in zip([*params, *velocities], [*weights, *moved], strict=True):
         if new is not kept:
             kept.copy_(new)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from decaylab.data import DataSet, Split, evaluation_batches
 from decaylab.networks.preserved import preserved_modes
-from decaylab.training.graphs import Captured
+from decaylab.optim.graphs import Captured, CudaGraphs
 
 BATCH_SIZE = 1000
 
@@ -70,7 +70,7 @@ class Evaluator:
         self._model, self._data = model, data
         self._batch_size, self._autocast = batch_size, autocast
         device = data.train.images.device
-        self._graphs, self._pool = graphs and device.type == "cuda", pool
+        self._graphs = CudaGraphs(pool=pool) if graphs and device.type == "cuda" else None
         # by size of batch: images, labels, what is correct, and the work
         self._captured: dict[int, tuple[Tensor, Tensor, Tensor, Captured[None]]] = {}
         self._places: list[int] = []
@@ -91,7 +91,7 @@ class Evaluator:
         batches = evaluation_batches(split, batch_size=self._batch_size, mean=mean, std=std)
         self._loss.zero_()
         self._forget_graphs_of_moved_tensors()
-        add = self._replay if self._graphs else self._add
+        add = self._add if self._graphs is None else self._replay
         count, begin = len(split.labels), 0
         correct = torch.empty(count, dtype=torch.bool, device=self._loss.device)
         with preserved_modes(self._model), torch.no_grad():
@@ -116,10 +116,11 @@ class Evaluator:
         correct.copy_(is_hit(logits, labels))
 
     def _replay(self, images: Tensor, labels: Tensor, correct: Tensor) -> None:
+        assert self._graphs is not None
         size = len(labels)
         if size not in self._captured:
             fixed = images.clone(), labels.clone(), correct.clone()
-            self._captured[size] = (*fixed, Captured(lambda: self._add(*fixed), pool=self._pool))
+            self._captured[size] = (*fixed, Captured(lambda: self._add(*fixed), self._graphs))
         fixed_images, fixed_labels, fixed_correct, add = self._captured[size]
         fixed_images.copy_(images)
         fixed_labels.copy_(labels)

@@ -5,21 +5,19 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decaylab.data import Batches
-from decaylab.optim.kfac import KFAC
+from decaylab.optim.captured import CapturedStep, captured
 from decaylab.training.evaluate import is_hit
-from decaylab.training.graphs import Captured
 
 
 class Steps:
     """Takes the steps of a run and adds up their losses and hits on the device.
 
-    On CUDA a step's device work (batch, forward, backward, update, sums) is captured once for plain
-    steps, once for K-FAC's refreshes and once for its inversions; position and learning rates are
-    tensors that the graphs read.
+    On CUDA its steps (batch, forward, backward, update, sums) are `captured`; position and learning
+    rates are tensors that the graphs read.
 
     Args:
         forward: images to logits, in train mode.
@@ -31,7 +29,7 @@ class Steps:
 
     def __init__(
         self,
-        forward: Callable[[Tensor], Tensor],
+        forward: nn.Module,
         optimizer: torch.optim.Optimizer,
         batches: Batches,
         autocast: Callable[[], AbstractContextManager[object]],
@@ -44,16 +42,16 @@ class Steps:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
         self._position = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._captured: dict[tuple[bool, bool], Captured[Tensor]] = {}  # by what a K-FAC step does
-        self.pool: Any = None  # the graphs' memory, for others that run in between
+        self.captured: CapturedStep[Tensor] | None = None
         if graphs and self.device.type == "cuda":
-            drawn_from = (optimizer.generator,) if isinstance(optimizer, KFAC) else ()
-            self.pool = torch.cuda.graph_pool_handle()
-            self._captured = {
-                (refresh, invert): Captured(self._work, generators=drawn_from, pool=self.pool)
-                for refresh in (False, True)
-                for invert in (False, True)
-            }
+            self.captured = captured(self._step, forward, optimizer)
+        self.take: Callable[[], Tensor] = self.captured or self._step
+        """One step; the mean loss of its batch, still on the device. No host synchronisation."""
+
+    @property
+    def pool(self) -> Any:
+        """The graphs' memory, for others that run in between; None where there are no graphs."""
+        return None if self.captured is None else getattr(self.captured.graphs, "pool", None)
 
     def begin_epoch(self, position: int, learning_rates: Sequence[float]) -> None:
         """Start at a step of the drawn epoch, with a learning rate for each param group."""
@@ -67,26 +65,13 @@ class Steps:
                 group["lr"] = torch.zeros((), device=self.device)
             group["lr"].fill_(lr)
 
-    def take(self) -> Tensor:
-        """One step; the mean loss of its batch, still on the device. No host synchronisation."""
-        optimizer = self._optimizer
-        if not isinstance(optimizer, KFAC):
-            return self._captured.get((False, False), self._work)()
-        optimizer.before_step()
-        loss = self._captured.get((optimizer.refresh_due, optimizer.inverts_now), self._work)()
-        optimizer.after_step()
-        return loss
-
-    def _work(self) -> Tensor:
+    def _step(self) -> Tensor:
         images, labels = self._batches.batch(self._position)
         with self._autocast():
             logits = self._forward(images)
             loss = F.cross_entropy(logits, labels)
         loss.backward()
-        if isinstance(self._optimizer, KFAC):
-            self._optimizer.device_step()
-        else:
-            self._optimizer.step()
+        self._optimizer.step()
         self._optimizer.zero_grad()
         self.loss_sum += loss.detach()
         self.correct += is_hit(logits.detach(), labels).sum()

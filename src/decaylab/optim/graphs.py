@@ -1,0 +1,176 @@
+"""CUDA graphs: device work that is captured once and replayed, without the host in between."""
+
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+# Runs before the capture: they make lazily created state (momentum buffers, cuDNN plans) and are
+# ordinary runs otherwise.
+EAGER_RUNS = 2
+
+
+class Graphs(Protocol):
+    """What can run device work as it is, and make a replay of it."""
+
+    def stream(self) -> AbstractContextManager[object]:
+        """The stream on which work runs before it is captured."""
+
+    def capture(self, work: Callable[[], Result]) -> Callable[[], Result]:
+        """Record the work without running it; what is returned runs it, with the same result."""
+
+    def host_waits(self) -> AbstractContextManager[list[str]]:
+        """Note where, in here, the host waits for the device: `file:line`."""
+
+
+class CudaGraphs:
+    """CUDA graphs of one device.
+
+    Args:
+        device: a CUDA device.
+        generators: the generators, besides torch's own, that the work draws from.
+        pool: memory shared with other graphs that never run at the same time; None makes one.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        *,
+        generators: Sequence[torch.Generator] = (),
+        pool: Any = None,
+    ) -> None:
+        self._device, self._generators = device, tuple(generators)
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self._own: torch.cuda.Stream | None = None
+
+    def _capturing_stream(self) -> torch.cuda.Stream:
+        """The current stream; one of our own if that is the default, which cannot be captured."""
+        current = torch.cuda.current_stream(self._device)
+        if current != torch.cuda.default_stream(self._device):
+            return current
+        if self._own is None:
+            self._own = torch.cuda.Stream(self._device)
+        return self._own
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """The stream of later captures: nodes of autograd graphs stay on the one they began on."""
+        outer, inner = torch.cuda.current_stream(self._device), self._capturing_stream()
+        inner.wait_stream(outer)
+        try:
+            with torch.cuda.stream(inner):
+                yield
+        finally:
+            outer.wait_stream(inner)
+
+    def capture(self, work: Callable[[], Result]) -> Callable[[], Result]:
+        """Capture the work; an error in it leaves generators as they were."""
+        graph = torch.cuda.CUDAGraph()
+        for generator in self._generators:
+            graph.register_generator_state(generator)
+        try:
+            # thread_local: another thread's (or run's) work on the device does not spoil it
+            with torch.cuda.graph(
+                graph,
+                pool=self.pool,
+                stream=self._capturing_stream(),
+                capture_error_mode="thread_local",
+            ):
+                result = work()
+        except BaseException:
+            self._restore_generators()
+            raise
+
+        def replay() -> Result:
+            graph.replay()
+            return result
+
+        return replay
+
+    def _restore_generators(self) -> None:
+        """Take generators out of a capture that failed, which torch leaves them in."""
+        index = torch.cuda.current_device() if self._device is None else self._device.index or 0
+        for generator in (torch.cuda.default_generators[index], *self._generators):
+            generator.graphsafe_set_state(generator.clone_state())
+
+    @contextmanager
+    def host_waits(self) -> Iterator[list[str]]:
+        """Where torch's sync debug mode sees the host wait for the device."""
+        places: list[str] = []
+        before = torch.cuda.get_sync_debug_mode()
+        module: Any = warnings
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            shown = warnings.showwarning
+
+            def note(
+                message: Warning | str, category: Any, filename: str, lineno: int, *rest: Any
+            ) -> None:
+                if "synchronizing CUDA operation" in str(message):
+                    places.append(_place(filename, lineno))
+                elif "debug mode is a prototype" not in str(message):
+                    shown(message, category, filename, lineno, *rest)
+
+            module.showwarning = note
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield places
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+                module.showwarning = shown
+
+
+def _place(filename: str, lineno: int) -> str:
+    """`file:line` of the innermost frame outside torch, if there is one."""
+    for frame in reversed(traceback.extract_stack()[:-2]):
+        if "/torch/" not in frame.filename and not frame.filename.endswith(("warnings.py",)):
+            return f"{frame.filename}:{frame.lineno}"
+    return f"{filename}:{lineno}"
+
+
+class Captured(Generic[Result]):
+    """Work on the device that runs as it is twice, is then captured, and replayed from there on.
+
+    The work must be the same each time: tensors at fixed addresses, numbers that change (learning
+    rate, position in the epoch) in tensors, no look at a value on the host. What it returns must be
+    tensors (or nothing): they are overwritten by the next replay.
+
+    Args:
+        work: called with no argument.
+        graphs: makes the capture.
+    """
+
+    def __init__(self, work: Callable[[], Result], graphs: Graphs) -> None:
+        self._work, self._graphs = work, graphs
+        self._runs = 0
+        self._replay: Callable[[], Result] | None = None
+
+    @property
+    def replays(self) -> bool:
+        """Whether it is captured."""
+        return self._replay is not None
+
+    @property
+    def captures_next(self) -> bool:
+        """Whether the next call is the one that captures."""
+        return self._replay is None and self._runs >= EAGER_RUNS
+
+    @property
+    def last_run(self) -> bool:
+        """Whether the next call is the last that runs the work as it is."""
+        return self._runs == EAGER_RUNS - 1
+
+    def __call__(self) -> Result:
+        """Run the work, or replay it."""
+        if self._replay is None:
+            if self._runs < EAGER_RUNS:
+                self._runs += 1
+                with self._graphs.stream():
+                    return self._work()
+            self._replay = self._graphs.capture(self._work)
+        return self._replay()

@@ -1,0 +1,245 @@
+"""Captured steps in a loop of the user's own, and replayed updates, on CUDA: the eager numbers.
+
+Deterministic algorithms throughout, so that equal means equal.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import decaylab
+from decaylab.optim.captured import NotCapturable, Obstacle
+from decaylab.optim.kfac import KFAC
+from decaylab.optim.kfac_options import KFACOptions
+
+pytestmark = pytest.mark.gpu
+STEPS = 24
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+class Net(nn.Module):
+    """Convolutions, batch norm, dropout: kernels that draw, and buffers that change."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.second = nn.Conv2d(16, 16, 3, stride=2, padding=1)
+        self.head = nn.Linear(16 * 16, 10)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.first(x)))
+        x = F.dropout(F.relu(self.second(x)), 0.1)
+        return self.head(x.flatten(1))
+
+
+def batch(seed, size=32):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 3, 8, 8, generator=generator)
+    return x, torch.randint(10, (size,), generator=generator)
+
+
+def rate(value):
+    return torch.tensor(value, device="cuda")
+
+
+def new_kfac(model, *, lag=0, replay=True, **more):
+    options = KFACOptions(seed=0, inversion_lag=lag, replay=replay)
+    common = {"refresh_every": 3, "invert_every": 6, "weight_decay": 0.1, "kl_clip": 1e-2}
+    return KFAC(model, rate(0.05), **{**common, **more}, options=options)
+
+
+OPTIMIZERS = {
+    "sgd": lambda m: [torch.optim.SGD(m.parameters(), rate(0.05), momentum=0.9, fused=True)],
+    "adamw": lambda m: [torch.optim.AdamW(m.parameters(), rate(1e-3), capturable=True)],
+    "kfac-f": lambda m: [new_kfac(m)],
+    "kfac-g, lag": lambda m: [new_kfac(m, lag=2, curvature="gauss-newton")],
+    "kfac, sgd for the rest": lambda m: [new_kfac(m, others="sgd", decay="l2")],
+    "two": lambda m: [
+        new_kfac(m, params=[*m.first.parameters(), *m.second.parameters()]),
+        torch.optim.Adam([*m.norm.parameters(), *m.head.parameters()], rate(1e-3), capturable=True),
+    ],
+}
+
+
+def trained(name, *, capture, autocast=False, clip=False, wait=None, size=lambda i: 32, **how):
+    """The model after so many steps of a plain loop, its optimizers' states and its losses."""
+    torch.manual_seed(1)
+    model = Net().cuda()
+    optimizers = OPTIMIZERS[name](model)
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 5, gamma=0.5) for o in optimizers]
+
+    def step(x, y):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if wait is not None:
+            wait(loss)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    take = decaylab.captured(step, model, optimizers, **how) if capture else step
+    torch.manual_seed(2)
+    losses = []
+    for i in range(STEPS):
+        x, y = batch(i, size(i))
+        # from the CPU, as a DataLoader gives them
+        given = (x.pin_memory(), y.pin_memory()) if capture else (x.cuda(), y.cuda())
+        losses.append(take(*given))
+        for schedule in schedules:
+            schedule.step()
+    return model, optimizers, torch.stack(losses), take
+
+
+def assert_same(one, other):
+    assert torch.equal(one[2], other[2])
+    for name, value in one[0].state_dict().items():
+        assert torch.equal(value, other[0].state_dict()[name]), name
+    for a, b in zip(one[1], other[1], strict=True):
+        for p, q in zip(one[0].parameters(), other[0].parameters(), strict=True):
+            for key, value in a.state.get(p, {}).items():
+                assert torch.equal(value, b.state[q][key]), key
+
+
+@pytest.mark.parametrize("mode", ["plain", "autocast", "clip"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_captured_step_is_the_eager_one(name, mode):
+    how = {"autocast": mode == "autocast", "clip": mode == "clip"}
+    eager, replayed = trained(name, capture=False, **how), trained(name, capture=True, **how)
+    assert_same(eager, replayed)
+    assert replayed[3].replayed >= STEPS // 2
+    assert eager[2][-1] < eager[2][0]
+
+
+def test_shapes_have_graphs_of_their_own():
+    def size(i):
+        return 32 if i % 4 else 16
+
+    assert_same(trained("sgd", capture=False, size=size), trained("sgd", capture=True, size=size))
+
+
+@pytest.mark.parametrize(
+    ("wait", "obstacle"),
+    [
+        (lambda loss: loss.item(), Obstacle.HOST_WAIT),
+        (lambda loss: bool(loss > 100), Obstacle.HOST_WAIT),
+        (lambda loss: loss.add(torch.ones(()).to("cuda")), Obstacle.HOST_WAIT),
+        (lambda loss: torch.cuda.synchronize(), Obstacle.CAPTURE),
+    ],
+    ids=["item", "if", "to", "synchronize"],
+)
+@pytest.mark.parametrize("name", ["sgd", "kfac-f"])
+def test_what_cannot_be_captured_goes_on_eagerly_if_asked(name, wait, obstacle):
+    """Also behind a capture that failed half-way: gradients and random numbers are in order."""
+    with pytest.raises(NotCapturable) as failure:
+        trained(name, capture=True, wait=wait)
+    assert failure.value.obstacle is obstacle
+    if obstacle is Obstacle.HOST_WAIT:
+        assert "test_captured_gpu.py" in str(failure.value)
+    with pytest.warns(UserWarning, match="it runs as it is"):
+        stopped = trained(name, capture=True, wait=wait, on_failure="eager")
+    eager = trained(name, capture=False, wait=wait)
+    assert torch.allclose(stopped[2], eager[2], rtol=1e-5)
+    assert stopped[3].replayed == 0
+
+
+def test_torchs_optimizers_that_cannot_be_captured():
+    model = Net().cuda()
+    for optimizer in (
+        torch.optim.Adam(model.parameters()),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    ):
+        with pytest.raises(NotCapturable) as failure:
+            decaylab.captured(lambda: None, model, optimizer)
+        assert failure.value.obstacle is Obstacle.NOT_CAPTURABLE
+
+
+@pytest.mark.parametrize("more", [{}, {"decay": "l2"}, {"others": "sgd"}, {"kl_clip": None}])
+@pytest.mark.parametrize("tensor_rate", [False, True])
+def test_a_replayed_update_is_the_launched_one(more, tensor_rate):
+    """Inside KFAC.step(), with gradients that come and go and a rate that changes."""
+
+    def run(replay):
+        torch.manual_seed(3)
+        model = Net().cuda()
+        optimizer = new_kfac(model, replay=replay, **more)
+        if not tensor_rate and replay:
+            for group in optimizer.param_groups:
+                group["lr"] = float(group["lr"])
+        for i in range(STEPS):
+            x, y = (t.cuda() for t in batch(i))
+            F.cross_entropy(model(x), y).backward()
+            if i in (9, 13):
+                model.norm.weight.grad = None
+                model.second.bias.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            for group in optimizer.param_groups:
+                if tensor_rate or not replay:
+                    group["lr"].mul_(0.5)
+                else:
+                    group["lr"] *= 0.5
+        patterns = optimizer._updater._patterns.values()
+        replays = [p.captured.replays for p in patterns if p.captured is not None]
+        return model, optimizer, replays
+
+    launched, replayed = run(replay=False), run(replay=True)
+    assert any(replayed[2])
+    assert not launched[2]
+    for p, q in zip(launched[0].parameters(), replayed[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert replayed[1].check().skipped == launched[1].check().skipped == 0
+
+
+def test_a_replayed_update_leaves_out_what_is_not_finite():
+    model = Net().cuda()
+    optimizer = new_kfac(model)
+    for i in range(12):
+        x, y = (t.cuda() for t in batch(i))
+        F.cross_entropy(model(x), y).backward()
+        before = copy.deepcopy(model.state_dict())
+        if i == 10:
+            model.second.weight.grad.fill_(torch.nan)
+        optimizer.step()
+        optimizer.zero_grad()
+        moved = not torch.equal(before["second.weight"], model.second.weight)
+        assert moved == (i != 10)
+    assert optimizer.check().skipped == 1
+
+
+def test_a_compiled_model():
+    torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+    model = Net().cuda()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's compiler uses what torch has deprecated
+        compiled = torch.compile(model)
+        optimizer = KFAC(compiled, 0.01, kl_clip=1e-2, refresh_every=5, invert_every=10)
+
+        def step(x, y):
+            loss = F.cross_entropy(compiled(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        take = decaylab.captured(step, compiled, optimizer)
+        losses = [float(take(*batch(0))) for _ in range(40)]
+    assert take.replayed > 30 - 8
+    assert losses[-1] < 0.5 * losses[0]

@@ -1,0 +1,152 @@
+"""Steps of a set size (`step_scaling="rms"`) and damping relative to the trace."""
+
+import copy
+
+import pytest
+import torch
+from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
+from oracle.small_conv import CLASSES, data, flat, net
+from torch import nn
+
+from decaylab.errors import DecaylabError
+from decaylab.optim.kfac import KFAC
+from decaylab.optim.kfac_options import KFACOptions
+
+
+def layers(model):
+    return {name: m for name, m in model.named_modules() if hasattr(m, "weight")}
+
+
+def moved(before, after, layer):
+    """The change of a layer's weight and bias, as one vector."""
+    pairs = zip(
+        before.get_submodule(layer).parameters(),
+        after.get_submodule(layer).parameters(),
+        strict=True,
+    )
+    return torch.cat([(q - p).detach().flatten() for p, q in pairs])
+
+
+def stepped_once(lr=0.1, **options):
+    model = seeded(net)
+    before = copy.deepcopy(model)
+    opt = KFAC(model, lr, **{**EXACT, **options})
+    train_step(opt, model, *data())
+    return before, model
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("rms", [0.2, 0.05])
+def test_a_first_step_has_the_set_size_in_every_layer_and_the_direction_it_had(rms, behind):
+    options = KFACOptions(rms_behind_momentum=behind)
+    before, scaled = stepped_once(step_scaling="rms", step_rms=rms, options=options)
+    _, plain = stepped_once()
+    for layer in layers(before):
+        step, direction = moved(before, scaled, layer), moved(before, plain, layer)
+        assert abs(step.square().mean().sqrt() - 0.1 * rms) <= 1e-10
+        assert abs(torch.cosine_similarity(step, direction, dim=0) - 1) <= 1e-10
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_each_group_of_a_convolution_is_a_block(groups):
+    model = nn.Sequential(nn.Conv2d(2, 4, 2, groups=groups, bias=False), nn.Flatten())
+    model = seeded(lambda: model)
+    before = model[0].weight.detach().clone()
+    opt = KFAC(model, 1.0, step_scaling="rms", momentum=0.0)
+    x = random(5, 2, 2, 2)
+    train_step(opt, model, x, labels_for(5, classes=4))
+    change = (model[0].weight.detach() - before).view(groups, -1)
+    assert torch.allclose(change.square().mean(1).sqrt(), torch.tensor(0.2).double(), rtol=1e-9)
+
+
+def test_behind_momentum_every_step_has_the_set_size():
+    """And ahead of it the velocity is the sum of steps of that size."""
+    options = KFACOptions(rms_behind_momentum=True)
+    model = seeded(net)
+    opt = KFAC(model, 0.1, step_scaling="rms", refresh_every=2, options=options)
+    for i in range(6):
+        before = copy.deepcopy(model)
+        train_step(opt, model, *data(i))
+        for layer in layers(model):
+            assert abs(moved(before, model, layer).square().mean().sqrt() - 0.02) <= 1e-10
+
+
+def test_velocities_are_those_of_momentum():
+    model, other = seeded(net), seeded(net)
+    opt = KFAC(model, 0.1, momentum=0.9, step_scaling="rms", **EXACT)
+    by_hand = KFAC(other, 0.1, momentum=0.0, step_scaling="rms", **EXACT)
+    velocity = 0
+    for i in range(4):
+        other.load_state_dict(model.state_dict())
+        before = flat(model)
+        train_step(opt, model, *data(i))
+        train_step(by_hand, other, *data(i))
+        velocity = 0.9 * velocity + (flat(other) - before)
+        assert torch.allclose(flat(model) - before, velocity, atol=1e-12)
+
+
+def test_a_layer_without_gradient_stays_and_a_step_that_is_not_finite_is_left_out():
+    model = seeded(net)
+    opt = KFAC(model, 0.1, step_scaling="rms", refresh_every=1)
+    head = model[-1]
+    for options in (KFACOptions(), KFACOptions(rms_behind_momentum=True)):
+        opt = KFAC(model, 0.1, step_scaling="rms", refresh_every=1, options=options)
+        train_step(opt, model, *data())
+        before = flat(model)
+        cross_entropy(model(data()[0]), data()[1]).backward()
+        head.weight.grad.fill_(torch.inf)
+        opt.step()
+        opt.zero_grad()
+        assert torch.equal(before, flat(model))
+        assert opt.check().skipped == 1
+        opt.detach()
+    zero = nn.Linear(3, CLASSES, dtype=torch.float64)
+    opt = KFAC(zero, 0.1, step_scaling="rms")
+    before = flat(zero)
+    loss = cross_entropy(zero(random(4, 3)), labels_for(4, classes=CLASSES)) * 0
+    loss.backward()
+    opt.step()
+    assert torch.equal(before, flat(zero))
+
+
+def test_it_does_not_depend_on_the_scale_of_the_loss():
+    """With damping relative to the trace, the whole step does not."""
+    after = []
+    for scale in (1.0, 100.0):
+        model = seeded(net)
+        opt = KFAC(
+            model,
+            0.1,
+            curvature_scale=scale,
+            damping=1e-2,
+            damping_scaling="trace",
+            step_scaling="rms",
+            **EXACT,
+        )
+        for i in range(4):
+            (scale * cross_entropy(model(data(i)[0]), data(i)[1])).backward()
+            opt.step()
+            opt.zero_grad()
+        after.append(flat(model))
+    assert torch.allclose(*after, rtol=1e-9, atol=1e-12)
+
+
+def test_damping_relative_to_the_trace():
+    model = seeded(net)
+    opt = KFAC(model, 0.1, damping=1e-2, damping_scaling="trace", **EXACT)
+    train_step(opt, model, *data())
+    for name, factors in opt.factors().items():
+        G = factors.S * factors.T
+        eigenvalue = factors.A.diagonal().mean() * G.diagonal().mean()
+        assert torch.allclose(opt.dampings()[name], 1e-2 * eigenvalue)
+
+
+def test_what_is_refused():
+    model = seeded(net)
+    for options in (
+        {"step_scaling": "rms", "kl_clip": 1e-3},
+        {"step_scaling": "norm"},
+        {"step_scaling": "rms", "step_rms": 0.0},
+    ):
+        with pytest.raises(DecaylabError):
+            KFAC(model, 0.1, **options)
