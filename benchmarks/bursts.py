@@ -61,7 +61,7 @@ def bursts(norms: Sequence[float], accuracies: Sequence[float]) -> list[dict[str
 def measured(spec: RunSpec, data: DataSet) -> dict[str, Any]:
     """A run: the first layer's norm by epoch, its bursts, and the accuracy at the end."""
     rows = [progress.values for progress in train(spec, data=data)]
-    norms = [float(f"{row['norm/features.0']:.4g}") for row in rows]
+    norms = [float(f"{row['weight_norm/features.0']:.4g}") for row in rows]
     found = bursts(norms, [row["train/running_accuracy"] for row in rows])
     return {"bursts": found, "test accuracy": rows[-1]["test/accuracy"], "norm": norms}
 

@@ -180,15 +180,22 @@ def test_dampening_is_part_of_the_decay():
     train(other, optimizer, 60, scheduler.step)
     a, b = (net[0].weight.detach() / net[0].weight.detach().norm() for net in (model, other))
     assert (a - b).norm() < 1e-8
-    rows = watched.records
-    unrecorded = Rows(tuple(r for r in rows.rows if not r.name.startswith("decay_exposure")))
-    for of in (rows, unrecorded):
+    recording = watched.recording
+    rest = tuple(r for r in recording.rows.rows if not r.name.startswith("decay_exposure"))
+    for of in (recording, replace(recording, rows=Rows(rest))):
         assert observe(of).layers["0"].total_exposure == pytest.approx(60 * 0.1 * 0.2 * 0.2 / 0.1)
-    plain = Rows(tuple(r for r in rows.rows if not r.name.startswith("setting_dampening")))
-    taken, summed = (suggest(of).layers[0] for of in (rows, plain))
+
+    def with_dampening(value):
+        timelines = recording.settings.items()
+        changed = {
+            layer: tuple((step, replace(own, dampening=value)) for step, own in timeline)
+            for layer, timeline in timelines
+        }
+        return suggest(replace(recording, settings=changed)).layers[0]
+
+    taken, summed = suggest(recording).layers[0], with_dampening(None)
     assert taken.suggested == pytest.approx(summed.suggested / 0.2)
-    damped = [replace(r, value=1.0) if "dampening" in r.name else r for r in rows.rows]
-    kept_out = suggest(Rows(tuple(damped))).layers[0]
+    kept_out = with_dampening(1.0)
     assert kept_out.suggested is None
     assert "dampening of 1" in kept_out.reason
 

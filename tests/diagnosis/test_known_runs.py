@@ -213,4 +213,4 @@ def test_records_on_disk_say_the_same(digits, tmp_path):
     in_memory = diagnose(watched)
     assert on_disk.findings == in_memory.findings
     assert diagnose(tmp_path / "run" / "rows.jsonl").findings == in_memory.findings
-    assert diagnose(watched.records).findings == in_memory.findings
+    assert diagnose(watched.recording).findings == in_memory.findings

@@ -8,6 +8,7 @@ from decaylab import watch
 from decaylab.diagnosis.lawless import clipped, cut, eps_counts, of_clipped
 from decaylab.diagnosis.layers import Setting
 from decaylab.diagnosis.observed import observe
+from decaylab.records import LayerSettings
 
 
 def series(values):
@@ -60,8 +61,8 @@ def test_torchs_clip_by_norm_is_seen_in_any_precision(dtype, clip, found):
 @pytest.mark.parametrize(("rounding", "found"), [(0.0, 0.0), (2**-10, 0.0), (2**-7, 1.0)])
 def test_a_layers_own_rounding_says_how_near_clipped_norms_are(rounding, found):
     norms = series([1.0, 0.995, 0.99, 0.985])
-    given = {"gradient_norm": norms, "setting_rounding/a": ((1, rounding),)}
-    assert clipped(given, "a") == found
+    given = {"gradient_norm": norms}
+    assert clipped(given, "a", rounding) == found
     assert clipped(given, "b") == 0.0
 
 
@@ -96,39 +97,34 @@ def test_a_clip_leaves_sgd_no_law_and_adam_its_own():
 
 def adam(moments, eps=1e-3, beta1=0.9, beta2=0.9):
     """|v| of a layer of four numbers, recorded every 100 steps: the bound is (10 eps)^2 each."""
-    given = {"eps": eps, "size": 4.0, "beta2": beta2} | ({} if beta1 is None else {"beta1": beta1})
-    recorded = {f"setting_{name}/a": ((1, value),) for name, value in given.items()}
+    settings = LayerSettings(law="adam", eps=eps, size=4, beta1=beta1, beta2=beta2)
     steps = tuple((100 * step, value) for step, value in series(moments))
-    return recorded | {"second_moment/a": steps}
+    return {"second_moment/a": steps}, "a", settings
 
 
 BOUND = 4 * (10 * 1e-3) ** 2
 
 
 def test_eps_counts_from_a_tenth_of_the_root_of_the_second_moment_on():
-    assert eps_counts(adam([0.98 * BOUND] * 4), "a")
-    assert not eps_counts(adam([1.02 * BOUND] * 4), "a")
-    assert not eps_counts(adam([0.98 * BOUND] * 4), "b")
-    assert not eps_counts(adam([0.98 * BOUND] * 4, eps=0.0), "a")
-    assert not eps_counts(adam([]), "a")
+    assert eps_counts(*adam([0.98 * BOUND] * 4))
+    assert not eps_counts(*adam([1.02 * BOUND] * 4))
+    moments, _, settings = adam([0.98 * BOUND] * 4)
+    assert not eps_counts(moments, "b", settings)
+    assert not eps_counts(*adam([0.98 * BOUND] * 4, eps=0.0))
+    assert not eps_counts(*adam([]))
 
 
 def test_eps_counts_where_it_does_in_over_a_tenth_of_the_later_half():
     much, little = 0.5 * BOUND, 2 * BOUND
-    assert not eps_counts(adam([*[much] * 10, *[little] * 10]), "a")
-    assert not eps_counts(adam([*[little] * 19, much]), "a")
-    assert eps_counts(adam([*[little] * 18, much, much]), "a")
+    assert not eps_counts(*adam([*[much] * 10, *[little] * 10]))
+    assert not eps_counts(*adam([*[little] * 19, much]))
+    assert eps_counts(*adam([*[little] * 18, much, much]))
 
 
 def test_eps_is_beside_what_adam_divides_by():
     """Adam corrects v for its beginning: of 1 - 0.999^100, a part. RMSprop does not."""
     begun = BOUND * (1 - 0.999**100)
-    assert eps_counts(adam([0.98 * begun], beta2=0.999), "a")
-    assert not eps_counts(adam([1.02 * begun], beta2=0.999), "a")
-    assert eps_counts(adam([1.02 * begun], beta1=None, beta2=0.999), "a")
-    assert not eps_counts(adam([1.02 * BOUND], beta1=None, beta2=0.999), "a")
-
-
-def test_the_last_eps_is_the_one_that_counts():
-    lowered = adam([0.98 * BOUND] * 4) | {"setting_eps/a": ((1, 1e-3), (150, 1e-8))}
-    assert not eps_counts(lowered, "a")
+    assert eps_counts(*adam([0.98 * begun], beta2=0.999))
+    assert not eps_counts(*adam([1.02 * begun], beta2=0.999))
+    assert eps_counts(*adam([1.02 * begun], beta1=None, beta2=0.999))
+    assert not eps_counts(*adam([1.02 * BOUND], beta1=None, beta2=0.999))

@@ -145,7 +145,7 @@ def test_the_diagnosis_page_from_top_to_bottom(here, monkeypatch, capsys):
     decayed = next((here / "mine").glob("digits-mlp-bn-sgd-l2-*"))
     transfer = snippet_text("diagnosis.md", "norm transfer").replace("runs/RUN", str(decayed))
     rows = RunFolder(decayed).rows()
-    last = rows.series("norm/features.0")[-1]
+    last = rows.series("weight_norm/features.0")[-1]
     exec(transfer, {"model": net, "step": last.step})
     assert float(net.features[0].weight.detach().norm()) == pytest.approx(last.value, rel=1e-5)
 

@@ -38,7 +38,7 @@ from decaylab.optim.experiment import Behaviour, behaviour
 from decaylab.optim.laws import GRADIENT_SCALE_FREE, exposure_rate, law_of
 from decaylab.optim.table import decay_table
 from decaylab.probes import layers_of
-from decaylab.probes.settings import settings
+from decaylab.probes.settings import layer_settings
 
 
 def tried(kind, **settings):
@@ -127,9 +127,9 @@ def test_settings_follow_from_what_was_seen():
     assert decay_of(dict(group), optimizer) == ("decoupled", 0.25)
     assert law_of(optimizer, group).name == "lion"
     assert exposure_rate(optimizer, group) == 0.125
-    found = settings(optimizer, layers_of(model))
-    assert (found["setting_power/0"], found["setting_beta1/0"]) == (1.0, 0.9)
-    assert "setting_beta2/0" not in found  # it is no memory of squared gradients
+    found = layer_settings([optimizer], layers_of(model))["0"]
+    assert (found.law, found.beta1) == ("adam", 0.9)
+    assert found.beta2 is None  # it is no memory of squared gradients
     group["decay"] = "l2"  # what a group says comes first
     group["law"] = "sgd"
     assert decay_of(dict(group), optimizer) == ("l2", 0.25)
@@ -154,7 +154,7 @@ def test_a_momentum_that_is_a_mean_does_not_add_up_the_decay():
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
     optimizer = RunningMean(model.parameters(), lr=0.5, weight_decay=0.25)
     assert exposure_rate(optimizer, optimizer.param_groups[0]) == 0.125
-    assert "setting_power/0" not in settings(optimizer, layers_of(model))
+    assert layer_settings([optimizer], layers_of(model))["0"].law == "unknown"
 
 
 def test_nothing_of_the_users_is_touched_and_it_is_tried_once(monkeypatch):
@@ -362,6 +362,6 @@ def test_an_optimizer_that_finds_its_own_learning_rate_is_watched():
     optimizer = Lion(model.parameters(), lr=0.1, weight_decay=0.2)
     optimizer.param_groups[0]["lr"] = None
     assert math.isnan(exposure_rate(optimizer, optimizer.param_groups[0]))
-    assert "setting_lr/0" not in settings(optimizer, layers_of(model))
+    assert layer_settings([optimizer], layers_of(model))["0"].lr is None
     row, *_ = decay_table(model, optimizer)
     assert (row.decay, row.factor, row.long_run) == ("decoupled", None, None)

@@ -85,7 +85,7 @@ def test_exposure_of_a_layer_whose_first_weight_is_left_alone():
     with probes.watch(model, optimizer, every=1) as watched:
         model(torch.ones(2, 3))[0].sum().backward()
         optimizer.step()
-    assert watched.records.last("setting_weight_decay/model") == 0.01
+    assert watched.recording.settings["model"][-1][1].weight_decay == 0.01
     assert watched.records.last("decay_exposure/model") == pytest.approx(1e-3)
 
 
@@ -109,7 +109,7 @@ def test_every_probe_by_name():
         train(model, kfac, inputs, labels, 1)
     names = set(watched.records.names())
     assert {
-        *("weight_norm", "update_norm/0", "rotation/0", "effective_lr/0", "invariance_defect/0"),
+        *("weight_norm", "update_norm/0", "rotation/0", "effective_lr/0", "invariance/0"),
         *("decay_exposure/0", "gn_norm", "fr_norm", "jacobian_norm", "kfac_gn_norm/0"),
         *("fisher_trace/0", "fisher_trace_normalised/0", "gn_trace/5", "second_order_share/0"),
         *("effective_damping/0", "factored_damping/0", "factored_share/5"),

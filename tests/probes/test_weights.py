@@ -97,7 +97,7 @@ class TestEffectiveLearningRate:
         got = probes.effective_learning_rate(model, optimizer, inputs)
         assert got.layers
         assert all(0 <= got.defects[layer] < 0.05 for layer in got.layers)
-        assert any(name.startswith("invariance_defect/") for name in got.rows())
+        assert any(name.startswith("invariance/") for name in got.rows())
 
     def test_layer_and_weight_normalisation(self):
         torch.manual_seed(0)

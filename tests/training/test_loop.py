@@ -70,10 +70,10 @@ def test_what_is_recorded(digits, tmp_path):
     rows = folder.rows()
     assert [row.step for row in rows.series("test/loss")] == [5, 10, 15]
     assert [row.epoch for row in rows.series("test/loss")] == [1, 2, 3]
-    assert [row.step for row in rows.series("norm/head")] == [0, 5, 10, 15]
+    assert [row.step for row in rows.series("weight_norm/head")] == [0, 5, 10, 15]
     assert [row.step for row in rows.series("train/loss")] == [15]
     weight = last.model.head.weight.detach().double()
-    assert rows.last("norm/head") == pytest.approx(weight.norm().item(), rel=1e-12)
+    assert rows.last("weight_norm/head") == pytest.approx(weight.norm().item(), rel=1e-12)
     exposures = [row.value for row in rows.series("exposure/stage")]
     per_epoch = 5 * 0.1 * 0.01 / (1 - 0.9)
     assert exposures == pytest.approx([per_epoch, 2 * per_epoch, per_epoch / 10])
@@ -194,7 +194,7 @@ def test_a_loss_that_is_not_finite_keeps_the_records_and_stays_diverged(digits, 
     folder = store.folder(spec.id)
     assert folder.manifest().status == "diverged"
     assert math.isnan(folder.rows().last("train/running_loss"))
-    assert folder.rows().last("norm/head") is not None
+    assert folder.rows().last("weight_norm/head") is not None
     assert not folder.checkpoint.exists()
     with pytest.raises(Diverged, match="earlier start"):
         finish(spec, data=digits, store=store)

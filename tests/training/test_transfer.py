@@ -21,7 +21,7 @@ SOURCE = RunSpec(
 
 
 def weight_norms(model):
-    return {n.removeprefix("norm/"): v for n, v in training_run.weight_norms(model).items()}
+    return {n.removeprefix("weight_norm/"): v for n, v in training_run.weight_norms(model).items()}
 
 
 @pytest.mark.parametrize("network", ["mlp", "vgg11", "resnet20"])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from decaylab.diagnosis.layers import Setting
 from decaylab.optim.laws.dynamics import Series
+from decaylab.records import LayerSettings
 
 # Sizes of gradients as near as this, at so many records, are at the bound of a clip.
 SAME_GRADIENT, CLIPPED_RECORDS = 1e-4, 3
@@ -14,7 +15,7 @@ SELDOM = 0.1
 EPS = 0.1
 
 
-def clipped(series: Mapping[str, Series], layer: str) -> float:
+def clipped(series: Mapping[str, Series], layer: str, rounding: float = 0.0) -> float:
     """At which part of the records a layer's gradients are clipped; 0 where that changes little.
 
     The norm of all gradients, or the size of their largest entries, is then the same: of 16 bits,
@@ -22,7 +23,6 @@ def clipped(series: Mapping[str, Series], layer: str) -> float:
     is the part of the layer's gradient that it cuts off.
     """
     norms, largest = series.get("gradient_norm", ()), series.get("gradient_max", ())
-    rounding = series.get(f"setting_rounding/{layer}", ((0, 0.0),))[-1][1]
     found = len(_at_bound(norms, max(SAME_GRADIENT, 2 * rounding))) / max(len(norms), 1)
     if sum(cut(series, layer).values()) > SELDOM * len(largest):
         found = max(found, len(_at_bound(largest)) / len(largest))
@@ -48,15 +48,13 @@ def of_clipped(setting: Setting, clipped: float) -> Setting:
     return replace(setting, power=law, clipped=bool(clipped))
 
 
-def eps_counts(series: Mapping[str, Series], layer: str) -> bool:
+def eps_counts(series: Mapping[str, Series], layer: str, settings: LayerSettings) -> bool:
     """Whether eps is much beside the root of the second moment, over the half that is judged.
 
     Then steps lie between Adam's law and, where eps is all that they are divided by, SGD's.
     """
-    eps, size, beta1, beta2 = (
-        series.get(f"setting_{name}/{layer}", ((0, 0.0),))[-1][1]
-        for name in ("eps", "size", "beta1", "beta2")
-    )
+    eps, size = settings.eps, settings.size
+    beta1, beta2 = settings.beta1 or 0.0, settings.beta2 or 0.0
     moments = series.get(f"second_moment/{layer}", ())
     late = moments[len(moments) // 2 :]
     if not (eps and size and late):

@@ -1,7 +1,6 @@
 """What records say of a run, in one form: our own run folders and what `watch` recorded.
 
-Nothing is measured here. Of an own run the layers' roles and settings follow from its spec, of a
-watched one from the `setting_*` rows.
+Nothing is measured here: everything is read off a `Recording`.
 """
 
 import math
@@ -12,31 +11,31 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-import torch
-
-from decaylab import networks
-from decaylab.data import DATA_SETS
 from decaylab.diagnosis.lawless import clipped, cut, eps_counts, of_clipped
 from decaylab.diagnosis.layers import TOO_LITTLE_EXPOSURE, LayerRecord, Setting
 from decaylab.errors import DecaylabError
-from decaylab.optim import schedules
-from decaylab.optim.decay import DECAYS, OPTIMIZERS
+from decaylab.networks import INVARIANCE_THRESHOLD
 from decaylab.optim.laws.dynamics import Series
 from decaylab.probes.watch import Watch
-from decaylab.records import Row, Rows, RunFolder
-from decaylab.records.rows import read_rows
+from decaylab.records import (
+    LayerSettings,
+    Recording,
+    Row,
+    Rows,
+    RunFolder,
+    read_recording,
+    recording_from_rows,
+)
 from decaylab.training import RunSpec
-from decaylab.training.build import build_network, decay_groups
 
-POWERS = {"sgd": 2, "adam": 1, "kfac": 0}
-Source = Watch | Rows | RunFolder | str | Path
+POWERS = {"sgd": 2, "adam": 1, "lion": 1, "muon": 1, "shampoo": 1, "kfac": 0}
+Source = Watch | Recording | Rows | RunFolder | str | Path
 
 # By layer and of the whole model, what a diagnosis reads.
 QUANTITIES = (
     *("effective_lr", "rotation", "second_moment"),
     *("second_order_share", "effective_damping", "kfac_gn_norm"),
 )
-SETTINGS = {"lr", "decay", "weight_decay"}
 TOTALS = ("jacobian_norm", "kfac_gn_norm", "gn_norm")
 # What radial_gradient is below before decay acts, if a layer is scale-invariant. Rounding gives up
 # to 0.02 (16 bits); of a layer that is not, it is about 1.
@@ -90,25 +89,18 @@ def observe(source: Source, name: str = "the watched run") -> Observed:
     `name`: what a `Watch` or its records, which have no name of their own, are called.
     """
     if isinstance(source, Watch):
-        return _watched(name, source.records)
+        return _watched(name, source.recording)
     if isinstance(source, Rows):
-        return _watched(name, source)
-    if isinstance(source, RunFolder):
-        return _own(source)
-    if not isinstance(source, (str, Path)):
+        return _watched(name, recording_from_rows(source))
+    if not isinstance(source, (str, Path, RunFolder, Recording)):
         raise DecaylabError(
             f"a {type(source).__name__} holds no records: give what `watch(...)` returned, or a"
             " folder of records"
         )
-    path = Path(source)
-    if (path / "spec.toml").exists():
-        return _own(RunFolder(path))
-    rows = path if path.is_file() else path / "rows.jsonl"
-    if not rows.exists():
-        raise DecaylabError(
-            f"{path} holds no records: give a run folder, or a folder that watch(folder=...) wrote"
-        )
-    return _watched(str(path), read_rows(rows))
+    recording = source if isinstance(source, Recording) else read_recording(source)
+    if recording.meta.spec is not None:
+        return _own(recording)
+    return _watched(recording.name, recording)
 
 
 def _finite(rows: Rows) -> tuple[list[Row], list[str]]:
@@ -118,7 +110,7 @@ def _finite(rows: Rows) -> tuple[list[Row], list[str]]:
         troubles = [f"{len(troubles)} lines are damaged and left out, the first: {troubles[0]}"]
     bad = [row for row in rows.rows if not math.isfinite(row.value)]
     # A Jacobian or a trace may overflow on its own; weights and losses that do end the run.
-    ends = ("norm", "weight_norm", "train/", "test/loss", "update_norm")
+    ends = ("weight_norm", "train/", "test/loss", "update_norm")
     fatal = min((row.step for row in bad if row.name.startswith(ends)), default=None)
     kept = [row for row in rows.rows if math.isfinite(row.value)]
     if fatal is not None:
@@ -173,28 +165,80 @@ def _exposure(settings: tuple[tuple[int, Setting], ...], norms: Series) -> Serie
     return tuple(found)
 
 
+def _settings(
+    recording: Recording, layer: str, clips: float = 0.0
+) -> tuple[tuple[int, Setting], ...]:
+    """How a layer was stepped, where that was recorded in full."""
+    settings: list[tuple[int, Setting]] = []
+    for step, recorded in recording.settings.get(layer, ()):
+        if recorded.lr is not None:
+            setting = of_clipped(_setting(recorded), clips)
+            if not settings or settings[-1][1] != setting:
+                settings.append((step, setting))
+    return tuple(settings)
+
+
+def _setting(recorded: LayerSettings) -> Setting:
+    beta2, memory = recorded.beta2, recorded.momentum
+    return Setting(
+        lr=recorded.lr or 0.0,
+        decay=recorded.decay,
+        weight_decay=recorded.weight_decay,
+        memory=recorded.beta1 or 0.0 if memory is None else memory,
+        dampening=recorded.dampening or 0.0,
+        beta2=None if beta2 is None else min(beta2, NEVER_FORGETS),
+        power=POWERS.get(recorded.law),  # type: ignore[call-overload]
+        damping=recorded.damping,
+        scale_free=bool(recorded.scale_free),
+        factor_decay=recorded.factor_decay or 0.0,
+        refresh_every=recorded.refresh_every or 1,
+        invert_every=recorded.invert_every or 1,
+        rounding=recorded.rounding,
+    )
+
+
+def _last(recording: Recording, layer: str) -> LayerSettings:
+    timeline = recording.settings.get(layer, ())
+    return timeline[-1][1] if timeline else LayerSettings()
+
+
+def _invariant(recording: Recording, layer: str) -> bool:
+    """By measurement, where there is any, else by the order of modules."""
+    if any(name.startswith("invariance/") for name in recording.rows.by_name):
+        defect = recording.rows.last(f"invariance/{layer}")
+        return defect is not None and defect < INVARIANCE_THRESHOLD
+    return _last(recording, layer).normalised
+
+
+def _gains_decay(recording: Recording) -> bool:
+    """Whether gains, which are part of the function as layers are, decay too."""
+    timelines = recording.settings.values()
+    return any(own.role == "gain" and own.decays for timeline in timelines for _, own in timeline)
+
+
 # ---------------------------------------------------------------- watched runs
 
 
-def _watched(name: str, rows: Rows) -> Observed:
-    kept, troubles = _finite(rows)
+def _watched(name: str, recording: Recording) -> Observed:
+    kept, troubles = _finite(recording.rows)
     series = _series(kept)
     if not kept:
         troubles.append("nothing was recorded: train inside `with watch(model, optimizer):`")
-    named = dict.fromkeys(
-        row.name.split("/", 1)[1]
-        for row in kept
-        if row.name.startswith(("weight_norm/", "setting_", "norm/")) and "/" in row.name
-    )
+    recorded = (n.split("/", 1)[1] for n in series if n.startswith("weight_norm/"))
+    gains = {layer for layer in recording.settings if _last(recording, layer).role == "gain"}
+    named = [
+        layer for layer in dict.fromkeys((*recorded, *recording.settings)) if layer not in gains
+    ]
     first = min((row.step for row in kept), default=0)
     if first > 1:
         troubles.append(
             f"its records begin at step {first}, so what decay did before is not judged (with"
             " watch(folder=...), a run that is resumed keeps its records)"
         )
-    clips = {layer: clipped(series, layer) for layer in named}
-    layers = {layer: _watched_layer(series, layer, clips[layer]) for layer in named}
-    if kept and not any(name.startswith("setting_") for name in series):
+    lasts = {layer: _last(recording, layer) for layer in named}
+    clips = {layer: clipped(series, layer, lasts[layer].rounding) for layer in named}
+    layers = {layer: _watched_layer(recording, series, layer, clips[layer]) for layer in named}
+    if kept and not recording.settings:
         troubles.append("the optimizer's settings are not in these records: record them again")
     elif layers and all("less than twice" in layer.skipped for layer in layers.values()):
         troubles.append(
@@ -207,43 +251,34 @@ def _watched(name: str, rows: Rows) -> Observed:
             " in the model, but the gradients point along the weights, so they do not count as"
             " scale-invariant. To measure it, give watch(..., inputs=batch)"
         )
-    if eps := [layer for layer in layers if eps_counts(series, layer)]:
+    if eps := [layer for layer in layers if eps_counts(series, layer, lasts[layer])]:
         names = f"{', '.join(eps[:4])}{' and others' * (len(eps) > 4)}"
         troubles.append(
             f"{names}: the optimizer's eps is more than a tenth of what it is added to, so that its"
             " steps are neither Adam's nor SGD's. Lower it"
         )
     steps = max((row.step for row in kept), default=0)
-    gains = any(count for _, count in series.get("decayed_gains", ()))
     most = max(clips.values(), default=0.0)
-    return Observed(name, layers, _totals(series), steps, tuple(troubles), None, gains, most)
+    decayed_gains = _gains_decay(recording)
+    return Observed(
+        name, layers, _totals(series), steps, tuple(troubles), None, decayed_gains, most
+    )
 
 
-def _watched_layer(series: Mapping[str, Series], layer: str, clips: float) -> LayerRecord:
-    values: dict[int, dict[str, float]] = {}
-    for name, rows in series.items():
-        if name.startswith("setting_") and name.split("/", 1)[1] == layer:
-            key = name.split("/", 1)[0].removeprefix("setting_")
-            for step, value in rows:
-                values.setdefault(step, {})[key] = value
-    now: dict[str, float] = {}
-    settings: list[tuple[int, Setting]] = []
-    for step in sorted(values):
-        now = now | values[step]
-        if now.keys() >= SETTINGS:  # records may be cut off between two of them
-            setting = of_clipped(_setting(now), clips)
-            if not settings or settings[-1][1] != setting:
-                settings.append((step, setting))
-    recorded = series.get(f"weight_norm/{layer}", series.get(f"norm/{layer}", ()))
+def _watched_layer(
+    recording: Recording, series: Mapping[str, Series], layer: str, clips: float
+) -> LayerRecord:
+    last, settings = _last(recording, layer), _settings(recording, layer, clips)
+    recorded = series.get(f"weight_norm/{layer}", ())
     norms = _norms(recorded)
-    floor = any(norm < now.get("floor", 0.0) for _, norm in norms)  # between lr and lr/|W|
-    if floor or eps_counts(series, layer):
-        settings = [(step, replace(setting, power=None)) for step, setting in settings]
+    floor = any(norm < (last.floor or 0.0) for _, norm in norms)  # between lr and lr/|W|
+    if floor or eps_counts(series, layer, last):
+        settings = tuple((step, replace(setting, power=None)) for step, setting in settings)
     exposures = dict(series.get(f"decay_exposure/{layer}", ()))
     exposure = tuple((step, exposures[step]) for step, _ in norms if step in exposures)
     resumed = any(after < before for (_, before), (_, after) in pairwise(exposure))
     if len(exposure) < len(norms) or resumed:  # a resumed watch counts from zero again
-        exposure = _exposure(tuple(settings), norms)
+        exposure = _exposure(settings, norms)
     known, cut_off = dict(exposure), cut(series, layer)
     early = [
         value
@@ -254,22 +289,22 @@ def _watched_layer(series: Mapping[str, Series], layer: str, clips: float) -> La
     along = bool(early) and math.sqrt(fmean(value**2 for value in early)) > ALONG
     return LayerRecord(
         layer,
-        invariant=now.get("invariant", 0.0) == 1.0 and not along,
-        settings=tuple(settings),
+        invariant=_invariant(recording, layer) and not along,
+        settings=settings,
         norms=norms,
         exposure=exposure,
         series=_by_layer(series, layer),
-        skipped=_why_skipped(now, recorded, series.get(f"update_norm/{layer}", ())),
-        size=int(now.get("size", 0)),
+        skipped=_why_skipped(last, recorded, series.get(f"update_norm/{layer}", ())),
+        size=last.size,
     )
 
 
-def _why_skipped(now: Mapping[str, float], recorded: Series, updates: Series) -> str:
-    if now.get("frozen") and len(recorded) < 2:  # else it was trained for a time
+def _why_skipped(last: LayerSettings, recorded: Series, updates: Series) -> str:
+    if last.frozen and len(recorded) < 2:  # else it was trained for a time
         return "frozen: it is not trained"
-    if now.get("moved") == 0.0:
+    if not last.stepped and not last.frozen:
         return "the watched optimizer does not hold it"
-    if not now.keys() >= SETTINGS:
+    if last.lr is None and not last.frozen:
         return "its optimizer's settings are not in the records"
     if len(recorded) < 2:
         return "its norm was recorded less than twice: record weight_norm more often"
@@ -281,57 +316,35 @@ def _why_skipped(now: Mapping[str, float], recorded: Series, updates: Series) ->
     return ""
 
 
-def _setting(now: Mapping[str, float]) -> Setting:
-    power, beta2 = now.get("power"), now.get("beta2")
-    return Setting(
-        lr=now["lr"],
-        decay=DECAYS[int(now["decay"])],
-        weight_decay=now["weight_decay"],
-        memory=now.get("momentum", now.get("beta1", 0.0)),
-        dampening=now.get("dampening", 0.0),
-        beta2=None if beta2 is None else min(beta2, NEVER_FORGETS),
-        power=None if power is None else int(power),
-        damping=now.get("damping"),
-        scale_free=bool(now.get("scale_free")),
-        factor_decay=now.get("factor_decay", 0.0),
-        refresh_every=int(now.get("refresh_every", 1)),
-        invert_every=int(now.get("invert_every", 1)),
-        rounding=now.get("rounding", 0.0),
-    )
-
-
 # ---------------------------------------------------------------- our own runs
 
 
-def _own(folder: RunFolder) -> Observed:
-    spec = RunSpec.of_run(folder).resolved()
-    kept, troubles = _finite(folder.rows())
-    manifest = folder.manifest()
-    status = manifest.status if manifest else "not started"
+def _own(recording: Recording) -> Observed:
+    meta = recording.meta
+    spec = RunSpec.from_mapping(meta.spec or {}).resolved()
+    kept, troubles = _finite(recording.rows)
     epochs = max((row.epoch for row in kept), default=0)
-    if status == "diverged" and not any("diverged" in trouble for trouble in troubles):
-        troubles.insert(0, f"it diverged ({manifest.message if manifest else ''})")
-    elif status != "finished" and status != "diverged":
+    if meta.status == "diverged" and not any("diverged" in trouble for trouble in troubles):
+        troubles.insert(0, f"it diverged ({meta.message})")
+    elif meta.status != "finished" and meta.status != "diverged":
         troubles.insert(
-            0, f"it is not finished ({status}): {epochs} of {spec.epochs} epochs are judged"
+            0, f"it is not finished ({meta.status}): {epochs} of {spec.epochs} epochs are judged"
         )
-    if not any(row.name.startswith("norm/") for row in kept):
-        troubles.append("no norms are recorded: train it first")
     series = _series(kept)
-    per_epoch = next((row.step // row.epoch for row in reversed(kept) if row.epoch), 0)
-    names = [name.removeprefix("norm/") for name in series if name.startswith("norm/")]
-    invariant, decayed = _invariant_and_decayed(spec)
+    names = [n.removeprefix("weight_norm/") for n in series if n.startswith("weight_norm/")]
+    if not names:
+        troubles.append("no norms are recorded: train it first")
     layers = {}
     for name in names:
-        settings = _timeline(spec, max(per_epoch, 1), name in decayed)
-        recorded = series[f"norm/{name}"]
+        settings = _settings(recording, name)
+        recorded = series[f"weight_norm/{name}"]
         norms = _norms(recorded)
         skipped = ZEROS if len(norms) < 2 else ""
         if len(recorded) < 2:
             skipped = "its norm was recorded less than twice: train longer"
         layers[name] = LayerRecord(
             name,
-            invariant=name in invariant,
+            invariant=_invariant(recording, name),
             settings=settings,
             norms=norms,
             exposure=_exposure(settings, norms),
@@ -339,39 +352,4 @@ def _own(folder: RunFolder) -> Observed:
             skipped=skipped,
         )
     steps = max((row.step for row in kept), default=0)
-    return Observed(folder.id, layers, _totals(series), steps, tuple(troubles), spec)
-
-
-def _invariant_and_decayed(spec: RunSpec) -> tuple[set[str], set[str]]:
-    """Names of the scale-invariant layers and of those that decay; no weight is made."""
-    facts = DATA_SETS[spec.data]
-    with torch.device("meta"):
-        model = build_network(spec, facts.classes, *facts.shape[:2])
-    found = networks.roles(model)
-    invariant = {role.module for role in found.values() if role.role == "invariant"}
-    decayed = [group for group in decay_groups(spec, model) if group["weight_decay"]]
-    return invariant, {found[name].module for group in decayed for name in group["names"]}
-
-
-def _timeline(spec: RunSpec, per_epoch: int, decayed: bool) -> tuple[tuple[int, Setting], ...]:
-    kind = OPTIMIZERS[spec.optimizer]
-    betas = spec.betas or (0.0, 0.0)
-    schedule = schedules.step(spec.lr_drop_every or 1, spec.lr_drop_factor)
-    found: list[tuple[int, Setting]] = []
-    for epoch in range(spec.epochs or 0):
-        setting = Setting(
-            lr=schedule(epoch, spec.lr or 0.0),
-            decay=spec.decay if decayed else "none",
-            weight_decay=spec.weight_decay if decayed else 0.0,
-            memory=betas[0] if kind == "adam" else spec.momentum or 0.0,
-            beta2=betas[1] if kind == "adam" else None,
-            power=POWERS[kind],
-            damping=spec.damping,
-            scale_free=spec.damping_scaling == "scale-free",
-            factor_decay=spec.factor_decay or 0.0,
-            refresh_every=spec.refresh_every or 1,
-            invert_every=spec.invert_every or 1,
-        )
-        if not found or found[-1][1] != setting:
-            found.append((epoch * per_epoch + 1, setting))
-    return tuple(found)
+    return Observed(recording.name, layers, _totals(series), steps, tuple(troubles), spec)

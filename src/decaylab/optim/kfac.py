@@ -314,6 +314,11 @@ class KFAC(torch.optim.Optimizer):
         )
 
     @property
+    def curvature(self) -> Curvature:
+        """Whose curvature it is."""
+        return self._observer.measure.curvature
+
+    @property
     def refresh_due(self) -> bool:
         """Whether the coming step measures the factors."""
         return self._initializing or self.steps % self.refresh_every == 0

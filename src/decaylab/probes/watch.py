@@ -34,7 +34,7 @@ from decaylab.probes.gradients import Scaled, gradient_sizes, radial_gradients
 from decaylab.probes.jacobian import jacobian_norm
 from decaylab.probes.moments import has_stepped, second_moments
 from decaylab.probes.reading import NonFiniteWarning, Reading
-from decaylab.probes.settings import decayed_gains, frozen_layers, gains_of, settings, stored
+from decaylab.probes.settings import layer_settings
 from decaylab.probes.traces import curvature_traces
 from decaylab.probes.weights import (
     Layers,
@@ -45,7 +45,18 @@ from decaylab.probes.weights import (
     snapshot,
     weight_norms,
 )
-from decaylab.records.rows import Row, Rows, RowWriter, Tracker, read_rows
+from decaylab.records.recording import Recording, recording_of
+from decaylab.records.rows import (
+    Contents,
+    Row,
+    Rows,
+    RowWriter,
+    SettingsChange,
+    Tracker,
+    read_contents,
+    read_rows,
+)
+from decaylab.records.settings import LayerSettings
 
 Cost = Literal["free", "one backward", "many"]
 
@@ -165,7 +176,8 @@ class Watch:
         self._scaled: Scaled = {}
         self._closure = self._continues = False
         self._warned: set[str] = set()
-        self._settings: dict[str, float] = {}
+        self._changes: list[SettingsChange] = []
+        self._settings: dict[str, LayerSettings] = {}
         self._before_step: Any = None
         self._after_step: Any = optimizer.register_step_post_hook(self._step_ended)
         self._listen_if_due()
@@ -174,6 +186,12 @@ class Watch:
     def records(self) -> Rows:
         """Everything recorded so far, in the format of a run's own rows."""
         return Rows(tuple(self._rows))
+
+    @property
+    def recording(self) -> Recording:
+        """The same with settings, outcomes and events: what `diagnose` reads."""
+        contents = Contents(self.records, tuple(self._changes))
+        return recording_of("the watched run", contents, steps_per_epoch=self._steps_per_epoch)
 
     def resume(self, step: int) -> None:
         """Count on from `step`, that of a checkpoint; rows recorded past it do not count any more.
@@ -184,10 +202,12 @@ class Watch:
         self._exposure = Exposure(self.optimizer)
         self._exposure.begin(self._layers)
         self._rows = [row for row in self._rows if row.step <= step]
+        self._changes = [change for change in self._changes if change.step <= step]
         self._settings = {}  # those that changed past the checkpoint are to be recorded again
         if self._writer is not None:
             self._writer.resume(step)
-            self._rows = list(read_rows(self._writer.path).rows)
+            contents = read_contents(self._writer.path)
+            self._rows, self._changes = list(contents.rows.rows), list(contents.settings)
         self._listen_if_due()
 
     def detach(self) -> None:
@@ -210,8 +230,6 @@ class Watch:
     def _find_layers(self) -> None:
         self._trained = [p.requires_grad for p in self.model.parameters()]
         self._layers = layers_of(self.model, self.inputs)
-        self._fixed = frozen_layers(self.model) | stored(self._layers)
-        self._gains = gains_of(self.model)
         self._exposure.begin(self._layers)
 
     def _due(self, step: int) -> bool:
@@ -284,36 +302,34 @@ class Watch:
                     found |= reading.rows()
                     if reading.non_finite:
                         trouble[probe.name] = reading.not_finite_sentence()
-        found |= self._gradients | self._changed_settings()
+        found |= self._gradients
+        changes = self._changed_settings()
         seconds = time.perf_counter() - self._began
         epoch = 0 if self._steps_per_epoch is None else (self.steps - 1) // self._steps_per_epoch
         # one string for all rows of a name: they stay in memory
         rows = [Row(self.steps, epoch, seconds, sys.intern(k), v) for k, v in found.items()]
         self._rows.extend(rows)
+        self._changes.extend(changes)
         self._show(rows)
         for name, what in trouble.items():
             self._warn_once(name, what)
         if self._writer is not None:  # behind all else: a disk may be full
-            self._write(self._writer, rows)
+            self._write(self._writer, [*rows, *changes])
 
-    def _write(self, writer: RowWriter, rows: Sequence[Row]) -> None:
+    def _write(self, writer: RowWriter, entries: Sequence[Row | SettingsChange]) -> None:
         voided = read_rows(writer.path).rows if self._continues else ()
-        writer.append(rows, anew=self.steps == 1)
+        writer.append(entries, anew=self.steps == 1)
         if voided:
             self._warn_once("earlier rows", VOIDED.format(max(row.step for row in voided)))
         if writer.shared:
             self._warn_once("folder", SHARED)
 
-    def _changed_settings(self) -> dict[str, float]:
-        """How layers are stepped (`probes.settings`), as far as it is not what it was."""
-        now = settings(self.optimizer, self._layers) | self._fixed
-        now |= decayed_gains(self.optimizer, self._gains)
-        changed = {name: value for name, value in now.items() if value != self._settings.get(name)}
-        for name in self._settings.keys() - now:  # given to the optimizer since, thawed since
-            gone = {"setting_moved": 1.0, "setting_frozen": 0.0}.get(name.partition("/")[0])
-            changed |= {} if gone is None else {name: gone}
+    def _changed_settings(self) -> list[SettingsChange]:
+        """How layers are stepped, as far as it is not what it was."""
+        now = layer_settings([self.optimizer], self._layers)
+        changed = {k: v for k, v in now.items() if v != self._settings.get(k)}
         self._settings = now
-        return changed
+        return [SettingsChange(self.steps, layer, own) for layer, own in changed.items()]
 
     def _show(self, rows: Sequence[Row]) -> None:
         """Hand rows to the trackers; one that fails, maybe after a long wait, is asked no more."""

@@ -6,7 +6,7 @@ gain. Frozen weights are left out. None of this runs the model, except where `in
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from decaylab.curvature.untouched import bare, check_inputs, trainable, untouched
 from decaylab.errors import DecaylabError
-from decaylab.networks import invariance, roles
+from decaylab.networks import ParameterRole, invariance, roles
 from decaylab.networks.parameters import scaled_parameters
 from decaylab.networks.rescaling import INVARIANCE_THRESHOLD
 from decaylab.optim.decay import LawName
 from decaylab.optim.laws import law_named, law_of
 from decaylab.probes.reading import Reading, row_name
+from decaylab.records.settings import LayerRole
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,19 @@ class Layers:
         weights: layer name -> parameter name -> parameter (not a copy).
         defects: invariant layer -> how far from invariant it is; nan where it was not measured.
         scaled: invariant layer that was not measured -> what Eq. 8 multiplies, weight and bias.
+        gains: as weights, of the gains of normalisations and of normalised weights.
+        roles: what each layer is, gains and frozen ones included.
+        normalised: the layers whose next module is a normalisation, by the order of modules.
+        frozen: the layers that are not trained.
     """
 
     weights: Mapping[str, Mapping[str, Tensor]]
     defects: Mapping[str, float]
     scaled: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    gains: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    roles: Mapping[str, LayerRole] = field(default_factory=dict)
+    normalised: frozenset[str] = frozenset()
+    frozen: tuple[str, ...] = ()
 
 
 def layers_of(model: nn.Module | Layers, inputs: Tensor | None = None) -> Layers:
@@ -50,18 +59,39 @@ def layers_of(model: nn.Module | Layers, inputs: Tensor | None = None) -> Layers
     model = bare(model)
     parameters, known = trainable(model), roles(model)
     weights: dict[str, dict[str, Tensor]] = {}
-    for name, parameter in parameters.items():
-        if known[name].role in ("invariant", "weight", "head"):
-            weights.setdefault(known[name].module, {})[name] = parameter
+    gains: dict[str, dict[str, Tensor]] = {}
+    kinds: dict[str, LayerRole] = {}
+    for name, parameter in model.named_parameters():
+        role = known[name]
+        if role.role in ("invariant", "weight", "head"):
+            embedding = role.kind == "embedding" and role.role != "head"
+            kind: LayerRole = "head" if role.role == "head" else "weight"
+            kinds.setdefault(role.module, "embedding" if embedding else kind)
+            if name in parameters:
+                weights.setdefault(role.module, {})[name] = parameter
+        elif name in parameters and _is_gain(role):
+            # the gain of a normalised weight shares its module with the weight
+            layer = role.module if role.kind in ("norm", "other") else name
+            gains.setdefault(layer, {})[name] = parameter
+            kinds.setdefault(layer, "gain")
+    normalised = frozenset(role.module for role in known.values() if role.role == "invariant")
+    frozen = tuple(layer for layer in kinds if layer not in weights and layer not in gains)
     if inputs is None:
-        chosen = {role.module for role in known.values() if role.role == "invariant"}
-        found = {layer: math.nan for layer in weights if layer in chosen}
-        scaled = scaled_parameters(model)
-        return Layers(weights, found, {layer: scaled[layer] for layer in found})
-    check_inputs(model, inputs)
-    with untouched(model):
-        defects = invariance(model, inputs)
-    return Layers(weights, {k: v for k, v in defects.items() if v < INVARIANCE_THRESHOLD})
+        defects = {layer: math.nan for layer in weights if layer in normalised}
+        every = scaled_parameters(model)
+        scaled = {layer: every[layer] for layer in defects}
+    else:
+        check_inputs(model, inputs)
+        with untouched(model):
+            measured = invariance(model, inputs)
+        defects, scaled = {k: v for k, v in measured.items() if v < INVARIANCE_THRESHOLD}, {}
+    return Layers(weights, defects, scaled, gains, kinds, normalised, frozen)
+
+
+def _is_gain(role: ParameterRole) -> bool:
+    """Of a normalisation, torch's or another (a vector called `weight`); shifts are none."""
+    last = role.parameter.rpartition(".")[2]
+    return last != "bias" if role.role == "norm" else role.role == "other" and last == "weight"
 
 
 def weight_norms(model: nn.Module | Layers) -> Reading:
@@ -132,9 +162,9 @@ class EffectiveLearningRate(Reading):
     defects: Mapping[str, float] = field(default_factory=dict)
 
     def rows(self) -> dict[str, float]:
-        """As `Reading.rows`, with the measured defects under `invariance_defect/layer`."""
+        """As `Reading.rows`, with the measured defects under `invariance/layer`."""
         measured = {k: v for k, v in self.defects.items() if not math.isnan(v)}
-        return super().rows() | {row_name("invariance_defect", k): v for k, v in measured.items()}
+        return super().rows() | {row_name("invariance", k): v for k, v in measured.items()}
 
 
 def effective_learning_rate(
@@ -197,16 +227,28 @@ def effective_learning_rate(
 
 
 def groups_of(layers: Layers, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """The param group that steps each layer's weight; layers that this optimizer does not hold: no.
+    """The param group that steps each layer's weight; layers it does not step are left out.
 
     Of a module with several weights, the group of the first that has one.
     """
-    known = {p: group for group in optimizer.param_groups for p in group["params"]}
-    found = {
-        layer: next((known[p] for p in weights.values() if p in known), None)
+    holders = stepped_by([optimizer])
+    held = {
+        layer: next((holders[p][1] for p in weights.values() if p in holders), None)
         for layer, weights in layers.weights.items()
     }
-    return {layer: group for layer, group in found.items() if group is not None}
+    return {layer: group for layer, group in held.items() if group is not None}
+
+
+def stepped_by(
+    optimizers: Iterable[torch.optim.Optimizer],
+) -> dict[Tensor, tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    """Who steps each parameter: the optimizer, the first of several, and its param group."""
+    holders: dict[Tensor, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                holders.setdefault(parameter, (optimizer, group))
+    return holders
 
 
 def _effective(power: int, lr: float, norm: float) -> float:

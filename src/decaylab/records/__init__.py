@@ -1,7 +1,25 @@
 """Records: one folder per run, append-only rows, a manifest that tells how the run went."""
 
 from decaylab.records.hits import TestHits
-from decaylab.records.rows import Row, Rows, Tracker
+from decaylab.records.recording import Meta, Recording, read_recording, recording_from_rows
+from decaylab.records.rows import Event, Row, Rows, SettingsChange, Tracker
+from decaylab.records.settings import LayerSettings
 from decaylab.records.store import Manifest, RunFolder, RunStore, Status
 
-__all__ = ["Manifest", "Row", "Rows", "RunFolder", "RunStore", "Status", "TestHits", "Tracker"]
+__all__ = [
+    "Event",
+    "LayerSettings",
+    "Manifest",
+    "Meta",
+    "Recording",
+    "Row",
+    "Rows",
+    "RunFolder",
+    "RunStore",
+    "SettingsChange",
+    "Status",
+    "TestHits",
+    "Tracker",
+    "read_recording",
+    "recording_from_rows",
+]

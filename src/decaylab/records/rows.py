@@ -1,14 +1,30 @@
-"""The rows of a run: an append-only file of one JSON object per line."""
+"""The numbers of a run, and the append-only file that a run writes.
+
+One JSON object per line, of these kinds:
+
+    {"step": 10, "epoch": 0, "seconds": 1.5, "values": {"weight_norm/fc": 2.0}}    numbers
+    {"step": 10, "layer": "fc", "settings": {"law": "sgd", "lr": 0.1}}             `LayerSettings`
+    {"step": 10, "event": "optimizer changed", "data": {"from": "SGD"}}            `Event`
+    {"meta": {"version": "0.1.0"}}                                                 facts of the run
+    {"resumed_from": 10}          what stands above and was recorded past this step does not count
+
+Older files have a line for each number, with `name` and `value`.
+"""
 
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from decaylab.records.files import disk_errors
+from decaylab.records.settings import LayerSettings
+
+# What older versions called a quantity -> its name.
+RENAMED = {"norm": "weight_norm", "invariance_defect": "invariance"}
 
 
 @dataclass(frozen=True, slots=True)  # a long run has millions
@@ -41,17 +57,27 @@ class Rows:
         voided = f"{self.superseded} rows past a checkpoint were superseded by a resume"
         return (*self.damaged, voided)
 
+    @cached_property
+    def by_name(self) -> dict[str, list[Row]]:
+        """All rows of each name, by step; names in the order of their first row."""
+        series: dict[str, list[Row]] = {}
+        for row in self.rows:
+            series.setdefault(row.name, []).append(row)
+        for rows in series.values():
+            rows.sort(key=lambda row: row.step)
+        return series
+
     def names(self) -> list[str]:
         """The recorded names, in the order of their first row."""
-        return list(dict.fromkeys(row.name for row in self.rows))
+        return list(self.by_name)
 
     def series(self, name: str) -> list[Row]:
         """All rows of one name, by step."""
-        return sorted((row for row in self.rows if row.name == name), key=lambda row: row.step)
+        return list(self.by_name.get(name, ()))
 
     def last(self, name: str) -> float | None:
         """The latest value of one name, or None."""
-        series = self.series(name)
+        series = self.by_name.get(name)
         return series[-1].value if series else None
 
 
@@ -62,8 +88,39 @@ class Tracker(Protocol):
         """Take rows, in the order in which they were recorded."""
 
 
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to the recording itself, such as a resume or a changed optimizer."""
+
+    step: int
+    kind: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SettingsChange:
+    """From step `step` on, `layer` is stepped like this."""
+
+    step: int
+    layer: str
+    settings: LayerSettings
+
+
+Entry = Row | SettingsChange | Event
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything that a file of records says, as far as it counts."""
+
+    rows: Rows = Rows(())
+    settings: tuple[SettingsChange, ...] = ()
+    events: tuple[Event, ...] = ()
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
 class RowWriter:
-    """Appends rows; each call of `append` is on disk when it returns.
+    """Appends rows, settings and events; each call of `append` is on disk when it returns.
 
     What could not be written (a full disk) is tried again, in its order, before what comes next.
 
@@ -83,14 +140,18 @@ class RowWriter:
         if mark := self._mark(step):
             self._write(mark)
 
-    def append(self, rows: Iterable[Row], *, anew: bool = False) -> None:
-        """Append rows and force them to disk; `anew`: those that are there become void."""
-        lines = [json.dumps(_plain(row)) for row in rows]
+    def append(self, entries: Iterable[Entry], *, anew: bool = False) -> None:
+        """Append entries and force them to disk; `anew`: those that are there become void."""
+        lines = _lines(entries)
         self._write(self._mark(-1) + lines if anew else lines)
+
+    def describe(self, meta: Mapping[str, Any]) -> None:
+        """Append facts of the run, beside or in place of those that are there."""
+        self._write([json.dumps({"meta": dict(meta)})])
 
     def _mark(self, step: int) -> list[str]:
         """What voids the rows past `step`; nothing where there are none."""
-        there = self.path.exists() and self.path.stat().st_size
+        there = any(p.exists() and p.stat().st_size for p in (self.path, packed_path(self.path)))
         return [json.dumps({"resumed_from": step})] if there else []
 
     def _write(self, lines: list[str]) -> None:
@@ -109,43 +170,117 @@ class RowWriter:
         self._waiting = []
 
 
+def packed_path(path: Path) -> Path:
+    """Where the compact form of a file of rows lies (`records.packing`)."""
+    return path.with_name("rows.json.gz")
+
+
 def read_rows(path: Path) -> Rows:
     """Read rows: the last per (step, name); damaged lines and voided rows are left out."""
-    if not path.exists():
-        return Rows(())
-    kept: dict[tuple[int, str], Row] = {}
-    damaged: list[str] = []
-    superseded = 0
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    return read_contents(path).rows
+
+
+def read_contents(path: Path) -> Contents:
+    """Read everything in a file of rows, and in its compact form where there is one."""
+    parser = _Parser(path.name)
+    if path.exists():
+        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+            if line.strip():
+                parser.take(number, line)
+    return parser.contents()
+
+
+class _Parser:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.rows: dict[tuple[int, str], Row] = {}
+        self.settings: dict[tuple[int, str], SettingsChange] = {}
+        self.events: list[Event] = []
+        self.meta: dict[str, Any] = {}
+        self.damaged: list[str] = []
+        self.superseded = 0
+        self._names: dict[str, str] = {}  # one string for all rows of a name
+
+    def take(self, number: int, line: bytes) -> None:
         try:
             entry = json.loads(line)
-            if "resumed_from" in entry:
-                past = [key for key in kept if key[0] > int(entry["resumed_from"])]
-                superseded += len(past)
-                for key in past:
-                    del kept[key]
-                continue
-            row = _row(entry)
-        except (ValueError, TypeError, KeyError):
-            damaged.append(f"line {number} of {path.name} is damaged")
-            continue
-        kept.pop((row.step, row.name), None)
-        kept[row.step, row.name] = row
-    return Rows(tuple(kept.values()), tuple(damaged), superseded)
+            if "value" in entry:
+                self._row(entry, entry["name"], entry["value"])
+            elif "values" in entry:
+                for name, value in entry["values"].items():
+                    self._row(entry, name, value)
+            elif "resumed_from" in entry:
+                self._void(int(entry["resumed_from"]))
+            elif "settings" in entry:
+                settings = LayerSettings.from_json(entry["settings"])
+                change = SettingsChange(int(entry["step"]), entry["layer"], settings)
+                self.settings[change.step, change.layer] = change
+            elif "event" in entry:
+                event = Event(int(entry["step"]), entry["event"], entry.get("data", {}))
+                self.events.append(event)
+            else:
+                self.meta |= entry["meta"]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            self.damaged.append(f"line {number} of {self.name} is damaged")
+
+    def _row(self, entry: dict[str, Any], name: Any, value: Any) -> None:
+        step, epoch = entry["step"], entry["epoch"]
+        if not (type(step) is int and type(epoch) is int and isinstance(name, str)):
+            raise ValueError("not a row")
+        known = self._names.get(name) or self._names.setdefault(name, current_name(name))
+        self.rows.pop((step, known), None)
+        self.rows[step, known] = Row(step, epoch, float(entry["seconds"]), known, float(value))
+
+    def _void(self, step: int) -> None:
+        past = [key for key in self.rows if key[0] > step]
+        self.superseded += len(past)
+        for key in past:
+            del self.rows[key]
+        self.settings = {key: change for key, change in self.settings.items() if key[0] <= step}
+        self.events = [event for event in self.events if event.step <= step]
+
+    def contents(self) -> Contents:
+        rows = Rows(tuple(self.rows.values()), tuple(self.damaged), self.superseded)
+        return Contents(rows, tuple(self.settings.values()), tuple(self.events), self.meta)
 
 
-def _plain(row: Row) -> dict[str, object]:
+def current_name(name: str) -> str:
+    """The name of a row as it is called now.
+
+    >>> current_name("norm/fc"), current_name("jacobian_norm")
+    ('weight_norm/fc', 'jacobian_norm')
+    """
+    quantity, slash, layer = name.partition("/")
+    return f"{RENAMED[quantity]}/{layer}" if slash and quantity in RENAMED else name
+
+
+def _lines(entries: Iterable[Entry]) -> list[str]:
+    """Entries as lines; rows of one moment that follow each other are one line."""
+    lines: list[str] = []
+    moment, values = None, dict[str, Any]()
+    for entry in entries:
+        if isinstance(entry, Row):
+            if moment != (now := (entry.step, entry.epoch, entry.seconds)):
+                lines += _numbers(moment, values)
+                moment, values = now, {}
+            values[entry.name] = _plain(entry.value)
+        elif isinstance(entry, SettingsChange):
+            own = {"layer": entry.layer, "settings": entry.settings.to_json()}
+            lines.append(json.dumps({"step": entry.step, **own}))
+        else:
+            event = {"event": entry.kind, "data": dict(entry.data)}
+            lines.append(json.dumps({"step": entry.step, **event}))
+    return lines + _numbers(moment, values)
+
+
+def _numbers(moment: tuple[int, int, float] | None, values: dict[str, Any]) -> list[str]:
+    if moment is None:
+        return []
+    step, epoch, seconds = moment
+    entry = {"step": step, "epoch": epoch, "seconds": seconds, "values": values}
+    return [json.dumps(entry)]
+
+
+def _plain(value: float) -> float | str:
     # JSON has no nan and no inf: they are written as the strings that float() reads.
-    entry = asdict(row)
-    if not math.isfinite(row.value):
-        entry["value"] = str(row.value)
-    return entry
-
-
-def _row(entry: dict[str, object]) -> Row:
-    step, epoch, name = entry["step"], entry["epoch"], entry["name"]
-    if not (type(step) is int and type(epoch) is int and isinstance(name, str)):
-        raise ValueError("not a row")
-    return Row(step, epoch, float(str(entry["seconds"])), name, float(str(entry["value"])))
+    return value if math.isfinite(value) else str(value)

@@ -319,8 +319,9 @@ class TrainingRun:
 
 
 def weight_norms(layers: Layers) -> dict[str, float]:
-    """`norm/<module>`: the Euclidean norm of each layer's weight, without bias."""
-    return {f"norm/{layer}": norm for layer, norm in probes.weight_norms(layers).layers.items()}
+    """`weight_norm/<module>`: the Euclidean norm of each layer's weight, without bias."""
+    norms = probes.weight_norms(layers).layers
+    return {probes.row_name("weight_norm", layer): norm for layer, norm in norms.items()}
 
 
 def _wake_backward_thread(device: torch.device) -> None:

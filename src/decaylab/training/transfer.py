@@ -26,8 +26,8 @@ def source_norms(store: RunStore | None, source: str, epochs: int) -> Norms:
         )
     norms: dict[int, dict[str, float]] = {}
     for row in folder.rows().rows:
-        if row.name.startswith("norm/"):
-            norms.setdefault(row.epoch, {})[row.name.removeprefix("norm/")] = row.value
+        if row.name.startswith("weight_norm/"):
+            norms.setdefault(row.epoch, {})[row.name.removeprefix("weight_norm/")] = row.value
     if missing := [epoch for epoch in range(1, epochs) if epoch not in norms]:
         raise DecaylabError(
             f"run {source} has no norms after epoch {missing[0]}: norm_source must name a run of at"

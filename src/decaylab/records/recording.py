@@ -1,0 +1,156 @@
+"""What was recorded of a run, in one form: of our own runs, of a `watch`, of older versions.
+
+Everything that judges a run reads a `Recording` and nothing else.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from decaylab.errors import DecaylabError
+from decaylab.records import migration
+from decaylab.records.rows import Contents, Event, Rows, SettingsChange, packed_path, read_contents
+from decaylab.records.settings import LayerSettings
+from decaylab.records.store import RunFolder
+
+Series = tuple[tuple[int, float], ...]
+"""(step, value), by step."""
+
+LOGGED = "outcome/"
+"""What the row names of logged outcomes begin with."""
+# What our own trainer calls its outcomes.
+OUTCOMES = {
+    "train/running_loss": "loss",
+    "train/running_accuracy": "accuracy",
+    "train/loss": "train_loss",
+    "train/accuracy": "train_accuracy",
+    "test/loss": "test_loss",
+    "test/accuracy": "test_accuracy",
+}
+
+
+@dataclass(frozen=True)
+class Meta:
+    """Facts of a recorded run; None where they are not known.
+
+    Attributes:
+        folder: where the records lie. version: of decaylab, that made them.
+        steps_per_epoch, batch_size: of the training. epochs: as planned.
+        status, message: how a run of ours stands (`Manifest`); "" for others.
+        spec: the spec of a run of ours, key by key.
+        probes: by name, how each probe measured: mode of batch normalisation, examples, batch.
+    """
+
+    folder: Path | None = None
+    version: str | None = None
+    steps_per_epoch: int | None = None
+    batch_size: int | None = None
+    epochs: int | None = None
+    status: str = ""
+    message: str = ""
+    spec: Mapping[str, Any] | None = None
+    probes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """All that was recorded of one run.
+
+    Attributes:
+        name: what to call it.
+        rows: the numbers; `quantity`, or `quantity/layer` with layers named by `named_modules`.
+        settings: by layer, (from step, how it is stepped), by step.
+        outcomes: by name, losses and accuracies: as logged, and of our own runs `loss` and
+            `accuracy` (running, in training), `train_loss`, `test_loss`, `train_accuracy` and
+            `test_accuracy`.
+        events: what happened to the recording itself.
+        meta: facts of the run.
+    """
+
+    name: str
+    rows: Rows
+    settings: Mapping[str, tuple[tuple[int, LayerSettings], ...]] = field(default_factory=dict)
+    outcomes: Mapping[str, Series] = field(default_factory=dict)
+    events: tuple[Event, ...] = ()
+    meta: Meta = field(default_factory=Meta)
+
+    def series(self, name: str) -> Series:
+        """(step, value) of one name, by step; nothing where it was not recorded."""
+        return tuple((row.step, row.value) for row in self.rows.by_name.get(name, ()))
+
+    def settings_at(self, layer: str, step: int) -> LayerSettings | None:
+        """How a layer was stepped at `step`; before the first record of it, as in that one."""
+        timeline = self.settings.get(layer, ())
+        passed = [settings for start, settings in timeline if start <= step]
+        return passed[-1] if passed else timeline[0][1] if timeline else None
+
+
+def read_recording(source: str | Path | RunFolder) -> Recording:
+    """Read a run folder of ours, or one that `watch(folder=...)` wrote, of this version or older.
+
+    A file of rows may be given instead of its folder.
+    """
+    path = source.path if isinstance(source, RunFolder) else Path(source)
+    folder = path.parent if path.is_file() else path
+    rows = path if path.is_file() else path / "rows.jsonl"
+    own = (folder / "spec.toml").exists()
+    if not (own or rows.exists() or packed_path(rows).exists()):
+        raise DecaylabError(
+            f"{path} holds no records: give a run folder, or a folder that watch(folder=...) wrote"
+        )
+    contents = read_contents(rows)
+    if not own:
+        return recording_of(str(path), contents, folder=folder)
+    run = RunFolder(folder)
+    manifest, spec = run.manifest(), run.spec_values()
+    return recording_of(
+        run.id,
+        contents,
+        folder=folder,
+        spec=spec,
+        batch_size=spec.get("batch_size"),
+        epochs=spec.get("epochs"),
+        status=manifest.status if manifest else "not started",
+        message=manifest.message if manifest else "",
+        **({"version": manifest.version} if manifest else {}),
+    )
+
+
+def recording_of(name: str, contents: Contents, **facts: Any) -> Recording:
+    """The recording that a file's contents make; `facts` are fields of `Meta` known besides."""
+    rows, changes = contents.rows, list(contents.settings)
+    known = {key: value for key, value in contents.meta.items() if key in Meta.__annotations__}
+    meta = Meta(**{**known, **facts})
+    if not changes and meta.spec is not None:
+        changes = migration.settings_from_spec(meta.spec, rows)
+    elif not changes:
+        rows, changes = migration.settings_from_rows(rows)
+    if meta.steps_per_epoch is None:
+        meta = Meta(**{**vars(meta), "steps_per_epoch": migration.steps_per_epoch(rows)})
+    return Recording(name, rows, _timelines(changes), _outcomes(rows), contents.events, meta)
+
+
+def recording_from_rows(rows: Rows, name: str = "the watched run") -> Recording:
+    """The recording of rows alone, as older versions returned them."""
+    return recording_of(name, Contents(rows))
+
+
+def _timelines(
+    changes: Iterable[SettingsChange],
+) -> dict[str, tuple[tuple[int, LayerSettings], ...]]:
+    timelines: dict[str, list[tuple[int, LayerSettings]]] = {}
+    for change in sorted(changes, key=lambda change: change.step):
+        timeline = timelines.setdefault(change.layer, [])
+        if not timeline or timeline[-1][1] != change.settings:
+            timeline.append((change.step, change.settings))
+    return {layer: tuple(timeline) for layer, timeline in timelines.items()}
+
+
+def _outcomes(rows: Rows) -> dict[str, Series]:
+    outcomes = {}
+    for name, series in rows.by_name.items():
+        logged = name.removeprefix(LOGGED) if name.startswith(LOGGED) else OUTCOMES.get(name)
+        if logged is not None:
+            outcomes[logged] = tuple((row.step, row.value) for row in series)
+    return outcomes
