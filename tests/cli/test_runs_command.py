@@ -54,7 +54,7 @@ def test_show(runs):
     result = runner.invoke(app, ["runs", "show", "digits-mlp-sgd", "--runs", str(runs)])
     assert result.exit_code == 0
     assert 'optimizer = "sgd"' in result.stdout
-    assert re.search(r"^layer +norm$", result.stdout, re.MULTILINE)
+    assert re.search(r"^layer +weight_norm$", result.stdout, re.MULTILINE)
     assert re.search(r"^head +[0-9.]+$", result.stdout, re.MULTILINE)
     arguments = ["runs", "show", "digits-mlp-sgd", "--runs", str(runs), "--json"]
     entry = json.loads(runner.invoke(app, arguments).stdout)

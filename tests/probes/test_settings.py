@@ -22,8 +22,8 @@ def settings(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, La
     return layer_settings([optimizer], layers_of(model))
 
 
-FIRST = {"normalised": True, "size": 12}
-LAST = {"role": "head", "size": 8}
+FIRST = {"invariant": True, "size": 12}
+LAST = {"invariant": False, "role": "head", "size": 8}
 
 
 def test_sgd():

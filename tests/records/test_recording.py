@@ -98,7 +98,7 @@ def test_settings_that_were_rows():
     rows += [Row(1, 0, 0.0, "setting_moved/head", 0.0), Row(1, 0, 0.0, "decayed_gains", 2.0)]
     rows += [Row(7, 0, 0.0, "setting_lr/fc", 0.01), Row(7, 0, 0.0, "weight_norm/fc", 3.0)]
     recording = recording_from_rows(Rows(tuple(rows)))
-    first = LayerSettings("", "adam", 0.1, "decoupled", 0.5, beta1=0.9, normalised=True, size=12)
+    first = LayerSettings("", "adam", 0.1, "decoupled", 0.5, beta1=0.9, invariant=True, size=12)
     assert recording.settings["fc"] == ((1, first), (7, replace(first, lr=0.01)))
     assert recording.settings["head"] == ((1, LayerSettings(stepped=False)),)
     assert recording.settings["decayed_gains"][0][1].decays
@@ -162,7 +162,7 @@ def test_the_settings_of_our_own_older_runs_follow_from_their_specs():
                         None if own.beta1 is None else (own.beta1, own.beta2),
                         own.damping,
                         own.refresh_every,
-                        own.normalised,
+                        own.invariant,
                     ),
                 )
                 for step, own in changes

@@ -14,7 +14,7 @@ from statistics import fmean
 from decaylab.diagnosis.lawless import clipped, cut, eps_counts, of_clipped
 from decaylab.diagnosis.layers import TOO_LITTLE_EXPOSURE, LayerRecord, Setting
 from decaylab.errors import DecaylabError
-from decaylab.networks import INVARIANCE_THRESHOLD
+from decaylab.optim.laws import law_for
 from decaylab.optim.laws.dynamics import Series
 from decaylab.probes.watch import Watch
 from decaylab.records import (
@@ -28,7 +28,6 @@ from decaylab.records import (
 )
 from decaylab.training import RunSpec
 
-POWERS = {"sgd": 2, "adam": 1, "lion": 1, "muon": 1, "shampoo": 1, "kfac": 0}
 Source = Watch | Recording | Rows | RunFolder | str | Path
 
 # By layer and of the whole model, what a diagnosis reads.
@@ -187,7 +186,7 @@ def _setting(recorded: LayerSettings) -> Setting:
         memory=recorded.beta1 or 0.0 if memory is None else memory,
         dampening=recorded.dampening or 0.0,
         beta2=None if beta2 is None else min(beta2, NEVER_FORGETS),
-        power=POWERS.get(recorded.law),  # type: ignore[call-overload]
+        power=law_for(recorded).norm_power,
         damping=recorded.damping,
         scale_free=bool(recorded.scale_free),
         factor_decay=recorded.factor_decay or 0.0,
@@ -200,14 +199,6 @@ def _setting(recorded: LayerSettings) -> Setting:
 def _last(recording: Recording, layer: str) -> LayerSettings:
     timeline = recording.settings.get(layer, ())
     return timeline[-1][1] if timeline else LayerSettings()
-
-
-def _invariant(recording: Recording, layer: str) -> bool:
-    """By measurement, where there is any, else by the order of modules."""
-    if any(name.startswith("invariance/") for name in recording.rows.by_name):
-        defect = recording.rows.last(f"invariance/{layer}")
-        return defect is not None and defect < INVARIANCE_THRESHOLD
-    return _last(recording, layer).normalised
 
 
 def _gains_decay(recording: Recording) -> bool:
@@ -289,7 +280,7 @@ def _watched_layer(
     along = bool(early) and math.sqrt(fmean(value**2 for value in early)) > ALONG
     return LayerRecord(
         layer,
-        invariant=_invariant(recording, layer) and not along,
+        invariant=bool(last.invariant) and not along,
         settings=settings,
         norms=norms,
         exposure=exposure,
@@ -344,7 +335,7 @@ def _own(recording: Recording) -> Observed:
             skipped = "its norm was recorded less than twice: train longer"
         layers[name] = LayerRecord(
             name,
-            invariant=_invariant(recording, name),
+            invariant=bool(_last(recording, name).invariant),
             settings=settings,
             norms=norms,
             exposure=_exposure(settings, norms),

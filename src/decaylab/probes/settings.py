@@ -38,7 +38,7 @@ def layer_settings(optimizers: Optimizers, layers: Layers) -> dict[str, LayerSet
         found[layer or "model"] = replace(
             own,
             role=layers.roles.get(layer, "gain"),
-            normalised=layer in layers.normalised,
+            invariant=layers.invariant(layer),
             size=sum(weight.numel() for weight in weights.values()),
             rounding=_rounding(weights.values()),
         )

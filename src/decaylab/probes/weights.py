@@ -34,7 +34,6 @@ class Layers:
         scaled: invariant layer that was not measured -> what Eq. 8 multiplies, weight and bias.
         gains: as weights, of the gains of normalisations and of normalised weights.
         roles: what each layer is, gains and frozen ones included.
-        normalised: the layers whose next module is a normalisation, by the order of modules.
         frozen: the layers that are not trained.
     """
 
@@ -43,8 +42,11 @@ class Layers:
     scaled: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     gains: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     roles: Mapping[str, LayerRole] = field(default_factory=dict)
-    normalised: frozenset[str] = frozenset()
     frozen: tuple[str, ...] = ()
+
+    def invariant(self, layer: str) -> bool | None:
+        """Whether a layer is scale-invariant; gains are not asked for."""
+        return layer in self.defects if layer in self.weights else None
 
 
 def layers_of(model: nn.Module | Layers, inputs: Tensor | None = None) -> Layers:
@@ -74,7 +76,7 @@ def layers_of(model: nn.Module | Layers, inputs: Tensor | None = None) -> Layers
             layer = role.module if role.kind in ("norm", "other") else name
             gains.setdefault(layer, {})[name] = parameter
             kinds.setdefault(layer, "gain")
-    normalised = frozenset(role.module for role in known.values() if role.role == "invariant")
+    normalised = {role.module for role in known.values() if role.role == "invariant"}
     frozen = tuple(layer for layer in kinds if layer not in weights and layer not in gains)
     if inputs is None:
         defects = {layer: math.nan for layer in weights if layer in normalised}
@@ -85,7 +87,7 @@ def layers_of(model: nn.Module | Layers, inputs: Tensor | None = None) -> Layers
         with untouched(model):
             measured = invariance(model, inputs)
         defects, scaled = {k: v for k, v in measured.items() if v < INVARIANCE_THRESHOLD}, {}
-    return Layers(weights, defects, scaled, gains, kinds, normalised, frozen)
+    return Layers(weights, defects, scaled, gains, kinds, frozen)
 
 
 def _is_gain(role: ParameterRole) -> bool:

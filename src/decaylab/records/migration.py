@@ -61,7 +61,7 @@ def _from_floats(values: Mapping[str, float]) -> LayerSettings:
     return LayerSettings(
         law=LAWS[int(values["power"])] if "power" in values else "unknown",
         decay=DECAYS[int(values.get("decay", 0.0))],
-        normalised=values.get("invariant") == 1.0,
+        invariant=bool(values["invariant"]) if "invariant" in values else None,
         frozen=bool(values.get("frozen")),
         stepped=values.get("moved") != 0.0,
         **same,
@@ -107,7 +107,7 @@ def settings_from_spec(spec: Mapping[str, Any], rows: Rows) -> list[SettingsChan
             decay=spec["decay"] if decayed else "none",
             weight_decay=spec["weight_decay"] if decayed else 0.0,
             role="head" if head else "weight",
-            normalised=normalised,
+            invariant=normalised,
             scale_free=common.scale_free and normalised,
         )
         for epoch in range(0, spec["epochs"], spec["lr_drop_every"]):

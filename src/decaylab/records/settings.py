@@ -23,8 +23,10 @@ class LayerSettings:
             scale_free is whether the damping follows this layer's norm.
         step_rms: the size to which the optimizer scales each step (Muon's kind).
         floor: the norm below which steps do not follow the norm any more (Adafactor).
-        role: what it is in the network. normalised: whether a normalisation comes next by the
-            order of modules; measured invariance has rows of its own.
+        role: what it is in the network.
+        invariant: whether the logits do not depend on its scale, as far as that is known: measured
+            where there are rows `invariance/layer`, else by the order of modules.
+        together: the layers, this one included, that are scale-invariant only together.
         size: how many numbers the weight has; 0 where that was not recorded.
         rounding: how far apart its numbers are, relative, if they have fewer than 32 bits; else 0.
         frozen: whether it is not trained. stepped: False for layers no watched optimizer steps.
@@ -51,7 +53,8 @@ class LayerSettings:
     step_rms: float | None = None
     floor: float | None = None
     role: LayerRole = "weight"
-    normalised: bool = False
+    invariant: bool | None = None
+    together: tuple[str, ...] = ()
     size: int = 0
     rounding: float = 0.0
     frozen: bool = False
@@ -86,4 +89,6 @@ _FLOATS = {f.name for f in fields(LayerSettings) if f.type is float or float in 
 
 
 def _read(name: str, value: Any) -> Any:
-    return float(value) if name in _FLOATS and isinstance(value, str | int) else value
+    if name in _FLOATS and isinstance(value, str | int):
+        return float(value)
+    return tuple(value) if isinstance(value, list) else value

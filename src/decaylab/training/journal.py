@@ -3,7 +3,7 @@
 import os
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
@@ -14,7 +14,8 @@ import torch
 
 import decaylab
 from decaylab.errors import DecaylabError
-from decaylab.records import Manifest, Row, RunFolder, RunStore, Status, TestHits
+from decaylab.records import Manifest, RunFolder, RunStore, Status, TestHits
+from decaylab.records.rows import Entry
 from decaylab.training import checkpoint
 from decaylab.training.execution import Execution
 from decaylab.training.run import TrainingRun
@@ -83,9 +84,10 @@ class Journal:
         self.folder.write_manifest(self._manifest)
         self.folder.rows_writer.resume(-1 if step is None else step)
 
-    def append(self, rows: Iterable[Row]) -> None:
-        """Append rows, on disk when it returns."""
-        self.folder.rows_writer.append(rows)
+    def append(self, entries: Sequence[Entry]) -> None:
+        """Append rows and settings, on disk when it returns."""
+        if entries:
+            self.folder.rows_writer.append(entries)
 
     def values(self, step: int) -> dict[str, float]:
         """What was recorded after `step` steps."""

@@ -138,6 +138,8 @@ def _epochs(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterat
         yield _progress(run, "finished", journal.values(run.step))
     while run.epoch < run.epochs:
         run.begin_epoch()
+        if journal is not None:
+            journal.append(run.changed_settings())
         while run.position < run.steps_per_epoch:
             with run.at_work():
                 loss = _advance(run, journal, how)

@@ -22,8 +22,9 @@ from decaylab.optim import schedules
 from decaylab.optim.decay import OPTIMIZERS, decay_rate
 from decaylab.optim.first_order import lay_out_state
 from decaylab.optim.kfac import KFAC
+from decaylab.probes.settings import layer_settings
 from decaylab.probes.weights import Layers, layers_of
-from decaylab.records import Row, TestHits
+from decaylab.records import LayerSettings, Row, SettingsChange, TestHits
 from decaylab.training.arithmetic import arithmetic, prepare_deterministic
 from decaylab.training.build import CAPTURED, build_batches, build_model, build_optimizer
 from decaylab.training.evaluate import Evaluation, Evaluator
@@ -81,6 +82,8 @@ class TrainingRun:
         self.whole = False  # False before an epoch and inside a step: must not be saved then
         self.train_seconds = 0.0
         self.norms: Norms | None = None  # of another run, taken over after each epoch
+        self._settings: dict[str, LayerSettings] = {}
+        self._settings_lr = 0.0
         self._random = _seeded_states(spec.seed, self.device)
         self._seconds = 0.0
         self._since: float | None = None  # when it went to work; None while it rests
@@ -255,6 +258,15 @@ class TrainingRun:
             lr=self.lr,
             momentum=spec.momentum or 0.0,
         )
+
+    def changed_settings(self) -> list[SettingsChange]:
+        """How layers are stepped from the coming step on, as far as it is not what it was."""
+        if self._settings and self.lr == self._settings_lr:  # nothing else changes on the way
+            return []
+        now = layer_settings([self.optimizer], self.layers)
+        changed = {k: own for k, own in now.items() if own != self._settings.get(k)}
+        self._settings, self._settings_lr = now, self.lr
+        return [SettingsChange(self.step + 1, layer, own) for layer, own in changed.items()]
 
     def rows(self, values: dict[str, float]) -> list[Row]:
         """Values as rows of this moment."""
