@@ -128,7 +128,7 @@ def test_settings_follow_from_what_was_seen():
     assert law_of(optimizer, group).name == "lion"
     assert exposure_rate(optimizer, group) == 0.125
     found = layer_settings([optimizer], layers_of(model))["0"]
-    assert (found.law, found.beta1) == ("adam", 0.9)
+    assert (found.law, found.beta1) == ("lion", 0.9)
     assert found.beta2 is None  # it is no memory of squared gradients
     group["decay"] = "l2"  # what a group says comes first
     group["law"] = "sgd"
