@@ -20,7 +20,6 @@ from decaylab.errors import DecaylabError
 from decaylab.paper import Readings, RunReading, artefact_of
 from decaylab.paper.claims import CLAIMS
 from decaylab.paper.evidence import Bench, Comparison, Sample
-from decaylab.paper.survey import survey
 from decaylab.records import RunFolder, RunStore
 from decaylab.report.diagnoses import baseline_of
 from decaylab.report.drawing import Line, Panel, draw
@@ -37,6 +36,7 @@ from decaylab.report.names import counted_seeds, key_title, named
 from decaylab.report.page import grid_markdown, text_grid
 from decaylab.report.results import SCHEDULES, Results
 from decaylab.report.tables import Measured, number, seeds_words, to_grid
+from decaylab.sweeps.survey import survey
 
 RESULTS = Path(__file__).parents[1] / "results"
 NET = ("dataset", "network", "batch_norm", "augment")  # Table 1's columns that tell a net

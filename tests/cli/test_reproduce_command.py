@@ -168,7 +168,6 @@ def test_a_damaged_line_and_another_format_are_left_out_and_named(tmp_path):
 
 
 def test_search_of_a_cell_and_of_a_spec_file(tmp_path):
-    pytest.importorskip("optuna")
     cell = ["dataset=cifar10", "network=vgg16", "batch_norm=0", "augment=0", "optimizer=adam"]
     result = decaylab(
         "search", *cell, "--tier", "smoke", "--lr", "0.001", "--weight-decay", "1e-3,1e-2,1e-1",
@@ -183,26 +182,35 @@ def test_search_of_a_cell_and_of_a_spec_file(tmp_path):
     assert "test accuracy" in own.stdout
 
 
-def test_a_grid_made_without_optuna_is_found_by_the_search(tmp_path, monkeypatch):
-    pytest.importorskip("optuna")
+def test_a_search_by_tpe_alone_needs_optuna(tmp_path, monkeypatch):
     (tmp_path / "spec.toml").write_text("hidden = [8]\nepochs = 1\nbatch_size = 256\nlr = 0.1\n")
     search = ["search", "--config", tmp_path / "spec.toml", "--runs", tmp_path, "--lr", "0.01,0.1"]
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "optuna", None)
-        made = decaylab(*search, "--runs-only", "--at-once", "2")
-        assert made.exit_code == 0, made.output
-        assert "2 of 2 runs made" in made.stdout
-        assert "winner: lr " in made.stdout
-        assert "pip install" in decaylab(*search).stderr
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    made = decaylab(*search, "--at-once", "2")
+    assert made.exit_code == 0, made.output
+    assert "winner: lr " in made.stdout
+    assert "pip install" in decaylab(*search, "--method", "tpe").stderr
 
-    def no_training(*arguments, **more):
-        raise AssertionError("trained again")
 
-    monkeypatch.setattr("decaylab.paper.search.train", no_training)
-    found = decaylab(*search)
-    assert found.exit_code == 0, found.output
-    runs = len(list((tmp_path / "searched" / "runs").iterdir()))  # those beyond the edge too
-    assert found.stdout.count("complete") == runs >= 2
+def test_a_tier_for_gpus_is_refused_where_there_is_none_unless_a_cpu_is_asked_for(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    result = decaylab("reproduce", "table1", "--tier", "full", "--runs", tmp_path)
+    assert result.exit_code == 2
+    assert "--device cpu" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_reproduce_makes_the_searches_that_its_cells_need(tmp_path, monkeypatch):
+    monkeypatch.setattr("decaylab.paper.settings._packaged", lambda: ())
+    cell = ["batch_norm=0", "network=vgg16", "optimizer=adam", "scheme=l2"]
+    words = [word for condition in cell for word in ("--only", condition)]
+    listed = decaylab("reproduce", "fig1", *words, "--runs", tmp_path, "--no-search")
+    assert "0 of 1 cells filled" in listed.stdout
+    result = decaylab("reproduce", "fig1", *words, "--runs", tmp_path, "--at-once", 4)
+    assert result.exit_code == 0, result.output
+    assert "1 of 1 cells filled" in result.stdout
+    assert (tmp_path / "searched" / "smoke-digits-vgg16-adam-l2.toml").exists()
 
 
 @pytest.mark.parametrize(
@@ -216,7 +224,6 @@ def test_a_grid_made_without_optuna_is_found_by_the_search(tmp_path, monkeypatch
     ],
 )  # fmt: skip
 def test_search_says_what_a_cell_is(tmp_path, arguments, said):
-    pytest.importorskip("optuna")
     result = decaylab("search", *arguments, "--runs", tmp_path)
     assert result.exit_code == 2
     assert said in result.stderr

@@ -10,8 +10,8 @@ from decaylab.paper import Readings, cells, select
 from decaylab.paper.evidence import Bench
 from decaylab.paper.mechanism_claims import _correlation
 from decaylab.paper.plan import plan
-from decaylab.paper.reproduce import How, Reproduction
 from decaylab.records import RunStore
+from decaylab.sweeps.worker import Worker, WorkerOptions
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,8 @@ def quick(tmp_path_factory):
     def made(artefact, *only):
         chosen = select(cells(artefact, "quick"), only)
         everything = [cell for name in ("fig3", "fig5", "table2") for cell in cells(name, "quick")]
-        how = How(torch.device("cpu"), "quick")
-        reproduction = Reproduction(plan(chosen, everything), store, how)
+        how = WorkerOptions(torch.device("cpu"))
+        reproduction = Worker(plan(chosen, everything, tier="quick"), store, how)
         reproduction._data["digits"] = digits
         list(reproduction.run())
         assert not reproduction.outcome.failed

@@ -95,7 +95,7 @@ def test_the_same_run_serves_every_artefact():
         weight_decay=0,
     )  # fmt: skip
     (shared,) = [run for run in planned if run.spec.id == vgg.runs[0].id]
-    assert set(shared.artefacts) == {"table1", "table2", "fig5", "fig1", "fig8", "decay-alone"}
+    assert set(shared.purposes) == {"table1", "table2", "fig5", "fig1", "fig8", "decay-alone"}
     assert set(shared.probes) == {"effective_lr", "damping", "jacobian", "kfac_gn"}  # the union
 
 

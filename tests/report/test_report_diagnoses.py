@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from decaylab import diagnose, watch
 from decaylab.cli import app
 from decaylab.paper import cells
-from decaylab.paper.survey import survey
 from decaylab.records import Manifest, Row, RunStore
 from decaylab.report import write
 from decaylab.report.diagnoses import diagnosed, diagnoses_section
 from decaylab.report.page import Block
+from decaylab.sweeps.survey import survey
 from decaylab.training import RunSpec
 
 runner = CliRunner()

@@ -3,9 +3,9 @@ from report.synthetic import write_run
 
 from decaylab.cli.demo import demo_specs
 from decaylab.paper import Readings
-from decaylab.paper.survey import survey
 from decaylab.records import RunStore
 from decaylab.report.mechanisms import MECHANISMS, TIER, demo_runs, demo_section, mechanism_grid
+from decaylab.sweeps.survey import survey
 
 FIRST = MECHANISMS[0]  # effective learning rate: weight decay should raise it
 

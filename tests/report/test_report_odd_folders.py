@@ -8,12 +8,12 @@ from report.synthetic import everything, write_run
 from decaylab.cli.demo import demo_specs
 from decaylab.errors import DecaylabError
 from decaylab.paper import Readings, cells
-from decaylab.paper.survey import survey
 from decaylab.records import RunStore
 from decaylab.report.blocks import BLOCKS
 from decaylab.report.diagnoses import diagnosed
 from decaylab.report.mechanisms import TIER, demo_runs, demo_section
 from decaylab.report.results import Results
+from decaylab.sweeps.survey import survey
 from decaylab.training import RunSpec
 
 

@@ -8,22 +8,22 @@ from rich.live import Live
 from rich.table import Table
 
 from decaylab.cli.output import in_words
-from decaylab.paper.estimate import Estimator
-from decaylab.paper.reproduce import Event, Reproduction
+from decaylab.sweeps.estimate import Estimator
+from decaylab.sweeps.worker import Event, Worker
 
 
-def follow(reproduction: Reproduction, stream: TextIO) -> None:
+def follow(worker: Worker, stream: TextIO) -> None:
     """Make the runs: a live table on a terminal, else a line for each that ends."""
-    total = len(reproduction.planned)
+    total = len(worker.planned)
     if not stream.isatty():
-        for event in reproduction.run():
-            if event.kind in ("finished", "failed", "retried"):
-                made = len(reproduction.outcome.finished) + len(reproduction.outcome.before)
+        for event in worker.run():
+            if event.kind in ("finished", "pruned", "failed", "retried"):
+                made = len(worker.outcome.finished) + len(worker.outcome.before)
                 print(f"{made}/{total} {_line(event)}", file=stream, flush=True)
         return
-    board = _Board(reproduction)
+    board = _Board(worker)
     with Live(board.table(), console=Console(file=stream), refresh_per_second=4) as live:
-        for event in reproduction.run():
+        for event in worker.run():
             board.note(event)
             if event.kind in ("failed", "retried"):
                 live.console.print(_line(event), highlight=False, soft_wrap=True)
@@ -45,8 +45,8 @@ def _line(event: Event) -> str:
 class _Board:
     """Done, running, left and the time left, as a small table."""
 
-    def __init__(self, reproduction: Reproduction) -> None:
-        self._reproduction, self._estimator = reproduction, Estimator(reproduction.store)
+    def __init__(self, worker: Worker) -> None:
+        self._worker, self._estimator = worker, Estimator(worker.store)
         self._begun = time.monotonic()
         self._spent = 0.0  # estimated seconds of what was made since then
         self._event: Event | None = None
@@ -57,9 +57,9 @@ class _Board:
             self._spent += self._estimator.of(event.run.spec).seconds
 
     def table(self) -> Table:
-        outcome = self._reproduction.outcome
+        outcome = self._worker.outcome
         ended = {*outcome.finished, *outcome.before, *outcome.failed, *outcome.elsewhere}
-        left = [run.spec for run in self._reproduction.planned if run.spec.id not in ended]
+        left = [run.spec for run in self._worker.planned if run.spec.id not in ended]
         seconds = self._estimator.total(left)
         if self._spent > 0:  # this machine against the estimates
             seconds *= (time.monotonic() - self._begun) / self._spent

@@ -10,10 +10,10 @@ from decaylab.cli import options
 from decaylab.cli.output import print_json
 from decaylab.paper import Readings
 from decaylab.paper.claims import Claim
-from decaylab.paper.survey import survey
 from decaylab.records import RunStore
 from decaylab.report.provenance import seeds_of, tiers_of
 from decaylab.report.sections import judged
+from decaylab.sweeps.survey import survey
 
 TierOption = Annotated[
     str | None,

@@ -2,7 +2,8 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,11 +21,9 @@ from decaylab.cli import options
 from decaylab.cli.output import console, print_json
 from decaylab.cli.probe import first_images
 from decaylab.cli.report import Out
-from decaylab.data import load
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 from decaylab.paper import Readings
-from decaylab.paper.survey import survey
 from decaylab.records import RunStore
 from decaylab.report.drawing import check_extra
 from decaylab.report.mechanisms import (
@@ -40,7 +39,10 @@ from decaylab.report.mechanisms import (
 from decaylab.report.page import Grid
 from decaylab.report.sections import theory_checks
 from decaylab.report.write import write_report
-from decaylab.training import Execution, RunSpec, TrainingRun, train_to_end
+from decaylab.sweeps.plan import PlannedRun
+from decaylab.sweeps.survey import survey
+from decaylab.sweeps.worker import Worker, WorkerOptions
+from decaylab.training import RunSpec, TrainingRun
 
 Seed = Annotated[int, typer.Option("--seed", help="First seed; it sets everything random.")]
 Seeds = Annotated[int, typer.Option("--seeds", help="Number of runs (seeds) per setting.")]
@@ -164,25 +166,34 @@ def demo_command(
 
 def _train(specs: list[RunSpec], store: RunStore, device: torch.device) -> None:
     """Train what is not finished, with a bar on a terminal and a line per optimizer elsewhere."""
-    data = load("digits")
-    execution = Execution(tier=TIER, observe=observe)
-    left = [spec for spec in specs if not store.folder(spec.id).is_finished()]
-    for spec in _followed(left):
-        train_to_end(spec, data=data, device=device, store=store, execution=execution)
+    planned = [PlannedRun(spec, (), ("demo",), TIER, observe) for spec in specs]
+    worker = Worker(planned, store, WorkerOptions(device, keep_checkpoints=True))
+    started = time.perf_counter()
+    with _bar(len(specs)) as advance:
+        for event in worker.run():
+            outcome = worker.outcome
+            number = len(outcome.before) + len(outcome.finished) + len(outcome.failed)
+            if event.kind in ("finished", "failed"):
+                advance(number, time.perf_counter() - started)
+    for reason in worker.outcome.failed.values():
+        raise DecaylabError(reason)
 
 
-def _followed(specs: list[RunSpec]) -> Iterator[RunSpec]:
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int, float], None]]:
+    """What is told how many networks are trained, after how many seconds."""
     if sys.stderr.isatty():
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("networks"), TimeRemainingColumn())
         with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-            yield from bar.track(specs)
+            task = bar.add_task("", total=total)
+            yield lambda number, _: bar.update(task, completed=number)
         return
-    started = time.perf_counter()
-    for number, spec in enumerate(specs, start=1):
-        yield spec
-        if number % 12 == 0 or number == len(specs):
-            seconds = time.perf_counter() - started
-            print(f"{number}/{len(specs)} networks, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+    def line(number: int, seconds: float) -> None:
+        if number % 12 == 0 or number == total:
+            print(f"{number}/{total} networks, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+    yield line
 
 
 def _show(demo: Demo, seeds: int) -> None:

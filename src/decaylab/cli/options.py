@@ -48,11 +48,27 @@ Processes = Annotated[
         help="How many copies of this command you run side by side on the device.",
     ),
 ]
+AtOnce = Annotated[
+    int,
+    typer.Option("--at-once", min=1, help="Runs that take turns on the device; 2 to 4 suit a GPU."),
+]
 WholeRuns = Annotated[
     bool,
     typer.Option(
         "--whole-runs", help="With --max-minutes: start only runs that should end in time."
     ),
+]
+
+
+def _positive(minutes: float | None) -> float | None:
+    if minutes is not None and not minutes > 0:
+        raise DecaylabError(f"--max-minutes must be positive, not {minutes}")
+    return minutes
+
+
+MaxMinutes = Annotated[
+    float | None,
+    typer.Option("--max-minutes", callback=_positive, help="Stop cleanly after this many minutes."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
@@ -75,13 +91,6 @@ def chosen_device(name: str) -> torch.device:
             " cpu, or a torch with CUDA"
         )
     return device
-
-
-def positive_minutes(minutes: float | None) -> float | None:
-    """The value of --max-minutes, checked."""
-    if minutes is not None and not minutes > 0:
-        raise DecaylabError(f"--max-minutes must be positive, not {minutes}")
-    return minutes
 
 
 def found_run(name: str, runs: Path) -> RunFolder:

@@ -15,17 +15,16 @@ from rich.table import Table
 
 from decaylab.cli.board import follow
 from decaylab.cli.output import console, in_words, print_json
-from decaylab.cli.search import cell_plan, make_runs
-from decaylab.errors import DecaylabError
+from decaylab.cli.search import make_search
 from decaylab.paper import Cell
-from decaylab.paper.estimate import Estimator
-from decaylab.paper.grid import first_line, second_line
-from decaylab.paper.plan import PlannedRun, chosen_cells, plan, state_of
-from decaylab.paper.reproduce import How, Reproduction
-from decaylab.paper.search import SearchPlan, grid_specs
+from decaylab.paper.plan import chosen_cells, plan
+from decaylab.paper.searches import cell_plan
 from decaylab.records import RunStore
+from decaylab.sweeps.estimate import Estimator
+from decaylab.sweeps.plan import PlannedRun, has_ended
 from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, Entry, SearchEntry
-from decaylab.training import RunSpec
+from decaylab.sweeps.search import SearchPlan, first_specs
+from decaylab.sweeps.worker import Worker, WorkerOptions
 
 State = Literal["done", "to do", "held"]
 GRACE = 30.0  # seconds a command has to end after SIGTERM
@@ -68,7 +67,7 @@ class Queue:
                 done, runs, lacking, seconds = int(self._is_there(entry)), 1, 0, 60 * entry.minutes
             else:
                 store, planned, lacking = self._runs(entry)
-                ended = {run.spec.id for run in planned if _is_done(run, store)}
+                ended = {run.spec.id for run in planned if has_ended(run, store)}
                 left = [r.spec for r in planned if r.spec.id not in ended | counted]
                 counted |= {spec.id for spec in left}
                 done, runs = len(ended), len(planned)
@@ -105,12 +104,12 @@ class Queue:
 
     def _runs(self, entry: Entry) -> tuple[RunStore, list[PlannedRun], int]:
         if isinstance(entry, SearchEntry):
-            specs = _search_specs(_search_plan(entry))
+            specs = first_specs(_search_plan(entry))
             return self.searches, [PlannedRun(s, (), ("search",), entry.tier) for s in specs], 0
         assert isinstance(entry, ArtefactEntry)
         chosen = self._cells(entry)
         everything = chosen_cells("all", entry.tier, entry.seeds, [], self.runs)
-        planned = [replace(run, tier=entry.tier) for run in plan(chosen, everything)]
+        planned = plan(chosen, everything, tier=entry.tier)
         return self.store, planned, sum(bool(cell.missing) for cell in chosen)
 
     def _cells(self, entry: ArtefactEntry) -> list[Cell]:
@@ -148,18 +147,18 @@ def print_queue(queue: Queue, json_output: bool) -> None:
     print(f"\n{entries} of {len(standing)} entries to do, about {in_words(left)}")
 
 
-def work_off(queue: Queue, how: How, stream: Any) -> dict[str, str]:
+def work_off(queue: Queue, limits: WorkerOptions, stream: Any) -> dict[str, str]:
     """Make what is left, in order; what failed, by run or entry, with the reason.
 
     Ends early when the time is up; a stage that fails does not keep the next from its turn.
     """
     failed: dict[str, str] = {}
-    until = math.inf if how.seconds is None else time.monotonic() + how.seconds
+    until = math.inf if limits.seconds is None else time.monotonic() + limits.seconds
     for entries in queue.stages():
         left = until - time.monotonic()
         if left <= 0:
             break
-        limited = replace(how, seconds=None if math.isinf(left) else left)
+        limited = replace(limits, seconds=None if math.isinf(left) else left)
         first = entries[0]
         if isinstance(first, CommandEntry):
             if reason := _run_command(first, limited, stream):
@@ -167,21 +166,20 @@ def work_off(queue: Queue, how: How, stream: Any) -> dict[str, str]:
         elif isinstance(first, SearchEntry):
             search = _search_plan(first)
             if not queue.is_searched(search):
-                how_searched = replace(limited, tier=first.tier)
-                make_runs(search, queue.runs / "searched", how_searched, widen=True)
+                make_search(search, queue.runs / "searched", limited, stream)
         else:
-            reproduction = Reproduction(queue.planned(entries), queue.store, limited)
-            reproduction.check_data()
-            follow(reproduction, stream)
-            failed |= reproduction.outcome.failed
+            worker = Worker(queue.planned(entries), queue.store, limited)
+            worker.check_data()
+            follow(worker, stream)
+            failed |= worker.outcome.failed
     return failed
 
 
-def _run_command(entry: CommandEntry, how: How, stream: Any) -> str:
+def _run_command(entry: CommandEntry, limits: WorkerOptions, stream: Any) -> str:
     """Run a command to its end or the end of the time; why it failed, else nothing."""
     if Path(entry.writes).exists():
         return ""
-    if how.whole_runs and how.seconds is not None and 60 * entry.minutes > how.seconds:
+    if limits.whole_runs and limits.seconds is not None and 60 * entry.minutes > limits.seconds:
         return ""
     words = [sys.executable if entry.command[0] == "python" else entry.command[0]]
     print(f"{entry.name}: {' '.join(entry.command)}", file=stream, flush=True)
@@ -190,7 +188,7 @@ def _run_command(entry: CommandEntry, how: How, stream: Any) -> str:
     except OSError as error:
         return f"{words[0]} cannot be started ({error.strerror})"
     try:
-        code = process.wait(how.seconds)
+        code = process.wait(limits.seconds)
     except subprocess.TimeoutExpired:
         return ""  # it is begun anew by the next call
     finally:
@@ -206,27 +204,11 @@ def _run_command(entry: CommandEntry, how: How, stream: Any) -> str:
     return "" if Path(entry.writes).exists() else f"it ended well but wrote no {entry.writes}"
 
 
-def _is_done(run: PlannedRun, store: RunStore) -> bool:
-    """Finished, or diverged, which it would again."""
-    try:
-        return state_of(run, store) in ("finished", "diverged")
-    except DecaylabError:  # a damaged folder: said when its turn comes
-        return False
-
-
 def _search_plan(entry: SearchEntry) -> SearchPlan:
     given = {"lr": entry.lr, "weight_decay": entry.weight_decay, "damping": entry.damping}
+    given["kl_clip"] = entry.kl_clip
     space = {name: values for name, values in given.items() if values}
-    return cell_plan(entry.search, entry.scheme, entry.tier, space, {"method": entry.method})
-
-
-def _search_specs(search: SearchPlan) -> list[RunSpec]:
-    """The runs of a search before any widening; of its second line, at some weight decay."""
-    if search.method != "lines":
-        return grid_specs(search)
-    decays = sorted(search.space["weight_decay"])
-    lines = first_line(search), second_line(search, decays[len(decays) // 2])
-    return list({spec.id: spec for line in lines for spec in grid_specs(line)}.values())
+    return cell_plan(entry.search, entry.scheme, entry.tier, space, method=entry.method)
 
 
 def _plain(s: Standing) -> dict[str, Any]:

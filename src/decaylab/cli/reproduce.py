@@ -1,6 +1,8 @@
 """`decaylab reproduce`: the runs behind a table or figure of the paper."""
 
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +14,16 @@ from decaylab.cli import options
 from decaylab.cli.board import follow
 from decaylab.cli.output import console, in_words, print_json
 from decaylab.cli.queue import Queue, print_queue, work_off
+from decaylab.cli.search import make_search
 from decaylab.errors import RUNS_LEFT, DecaylabError
 from decaylab.paper import Cell, Readings, tier_of
-from decaylab.paper.estimate import Estimator
-from decaylab.paper.plan import PlannedRun, chosen_cells, plan, state_of
-from decaylab.paper.reproduce import How, Reproduction
+from decaylab.paper.plan import chosen_cells, plan
+from decaylab.paper.searches import missing_searches
 from decaylab.records import RunStore
-from decaylab.sweeps.queue import read_queue
+from decaylab.sweeps.estimate import Estimator
+from decaylab.sweeps.plan import PlannedRun, state_of
+from decaylab.sweeps.queue import CommandEntry, read_queue
+from decaylab.sweeps.worker import Worker, WorkerOptions
 
 Name = Annotated[
     str | None, typer.Argument(metavar="ARTEFACT", help="table1-3, fig1-9, decay-alone, or all.")
@@ -41,14 +46,6 @@ Only = Annotated[
     list[str] | None,
     typer.Option("--only", metavar="KEY=VALUE", help="Run only these cells; may be repeated."),
 ]
-MaxMinutes = Annotated[
-    float | None,
-    typer.Option(
-        "--max-minutes",
-        callback=options.positive_minutes,
-        help="Stop cleanly after this many minutes.",
-    ),
-]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Only print the plan and an estimate of the time.")
 ]
@@ -67,21 +64,19 @@ def reproduce_command(
     seeds: Seeds = None,
     only: Only = None,
     queue: QueueFile = None,
-    max_minutes: MaxMinutes = None,
+    max_minutes: options.MaxMinutes = None,
     whole_runs: options.WholeRuns = False,
     dry_run: DryRun = False,
+    search: Annotated[
+        bool, typer.Option(help="First search the settings of cells that have none (L2 of Fig. 1).")
+    ] = True,
     runs: options.Runs = options.RUNS,
     data_dir: options.DataDir = None,
     device: Annotated[
         str | None,
         typer.Option("--device", help="cpu, cuda or auto; the tier decides the default."),
     ] = None,
-    at_once: Annotated[
-        int,
-        typer.Option(
-            "--at-once", min=1, help="Runs that take turns on the device; 2 to 4 suit a GPU."
-        ),
-    ] = 1,
+    at_once: options.AtOnce = 1,
     processes: options.Processes = 1,
     compiled: options.Compiled = False,
     checkpoint_every: options.CheckpointEvery = 60.0,
@@ -91,8 +86,8 @@ def reproduce_command(
     """Make the runs behind a table or figure of the paper.
 
     Giving the same command again continues: finished runs are skipped, stopped ones continue,
-    failed ones are tried once more and listed. Cells that need a search for their settings first
-    are listed too. Exit codes: 0 all made, 1 some failed, 75 the time was up with work left.
+    failed ones are tried once more and listed. Cells whose settings must be searched first are
+    searched. Exit codes: 0 all made, 1 some failed, 75 the time was up with work left.
     """
     if (artefact is None) == (queue is None):
         raise DecaylabError("give an artefact (table1, fig4, all ...) or --queue FILE")
@@ -100,10 +95,16 @@ def reproduce_command(
         raise DecaylabError("the entries of a queue say --tier, --seeds and --only: leave them out")
     tier, seeds = tier or "smoke", 1 if seeds is None else seeds
 
-    def how(default_device: str) -> How:
-        return How(
-            device=options.chosen_device(device or default_device),
-            tier=tier,
+    def worker_options(*tiers: str) -> WorkerOptions:
+        """For runs of these tiers; an error where they would take weeks here."""
+        on_digits = all(tier_of(name).on_digits for name in tiers)
+        if device is None and not on_digits and not torch.cuda.is_available():
+            raise DecaylabError(
+                "tiers short and full are for a GPU, and torch sees none: give --tier quick, or"
+                " --device cpu to begin all the same"
+            )
+        return WorkerOptions(
+            device=options.chosen_device(device or ("cpu" if on_digits else "auto")),
             data_dir=data_dir,
             seconds=None if max_minutes is None else 60 * max_minutes,
             whole_runs=whole_runs,
@@ -115,21 +116,40 @@ def reproduce_command(
         )
 
     if queue is not None:
-        _work_off(Queue(read_queue(queue), runs), None if dry_run else how("auto"), json_output)
+        entries = read_queue(queue)
+        tiers = [entry.tier for entry in entries if not isinstance(entry, CommandEntry)]
+        limits = None if dry_run else worker_options(*tiers)
+        _work_off(Queue(entries, runs), limits, json_output)
         return
     store = RunStore(runs)
     chosen = chosen_cells(artefact or "", tier, seeds, only or [], runs)
-    planned = plan(chosen, chosen_cells("all", tier, seeds, [], runs))
+    planned = plan(chosen, chosen_cells("all", tier, seeds, [], runs), tier=tier)
     if dry_run:
         _print_plan(planned, chosen, store, json_output)
         return
     if tier_of(tier).on_digits:
         torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
-    reproduction = Reproduction(planned, store, how(tier_of(tier).device))
-    reproduction.check_data()
-    follow(reproduction, sys.stderr if json_output else sys.stdout)
-    _summarise(reproduction, chosen, json_output)
-    _exit(bool(reproduction.outcome.failed), bool(reproduction.outcome.left))
+    stream = sys.stderr if json_output else sys.stdout
+    limits = worker_options(tier)
+    searches = missing_searches(chosen, tier) if search else []
+    ends = None if limits.seconds is None else time.monotonic() + limits.seconds
+    for search_plan in searches:
+        make_search(search_plan, runs / "searched", _until(limits, ends), stream)
+    if searches:
+        chosen = chosen_cells(artefact or "", tier, seeds, only or [], runs)
+        planned = plan(chosen, chosen_cells("all", tier, seeds, [], runs), tier=tier)
+    worker = Worker(planned, store, _until(limits, ends))
+    worker.check_data()
+    follow(worker, stream)
+    _summarise(worker, chosen, tier, json_output)
+    _exit(bool(worker.outcome.failed), bool(worker.outcome.left))
+
+
+def _until(limits: WorkerOptions, ends: float | None) -> WorkerOptions:
+    """The options with what is left of their time."""
+    if ends is None:
+        return limits
+    return replace(limits, seconds=max(ends - time.monotonic(), 1e-3))
 
 
 def _exit(failed: bool, left: bool) -> None:
@@ -138,12 +158,12 @@ def _exit(failed: bool, left: bool) -> None:
         raise typer.Exit(1 if failed else RUNS_LEFT)
 
 
-def _work_off(queue: Queue, how: How | None, json_output: bool) -> None:
-    """Work off a queue, or (without `how`) print what is left."""
-    if how is None:
+def _work_off(queue: Queue, worker_options: WorkerOptions | None, json_output: bool) -> None:
+    """Work off a queue, or (without options) print what is left."""
+    if worker_options is None:
         print_queue(queue, json_output)
         return
-    failed = work_off(queue, how, sys.stderr if json_output else sys.stdout)
+    failed = work_off(queue, worker_options, sys.stderr if json_output else sys.stdout)
     print_queue(queue, json_output)
     for name, reason in failed.items():
         print(f"failed: {name}: {reason}", file=sys.stderr)
@@ -163,7 +183,7 @@ def _plan_entries(planned: list[PlannedRun], store: RunStore) -> list[dict[str, 
         entries.append(
             {
                 "run": run.spec.id,
-                "artefacts": list(run.artefacts),
+                "artefacts": list(run.purposes),
                 "state": {"ready": "to do", "waiting": "to do, after its source"}.get(state, state),
                 "seconds": estimate.seconds,
                 "recorded": estimate.recorded,
@@ -215,8 +235,8 @@ def _say_missing(missing: dict[str, str]) -> None:
             print(f"  {reason}")
 
 
-def _summarise(reproduction: Reproduction, chosen: list[Cell], json_output: bool) -> None:
-    outcome, store = reproduction.outcome, reproduction.store
+def _summarise(worker: Worker, chosen: list[Cell], tier: str, json_output: bool) -> None:
+    outcome, store = worker.outcome, worker.store
     readings = Readings(store)
     lacking = dict(readings.lacking(chosen))
     filled = sum(bool(cell.runs) and all(map(readings.of, cell.runs)) for cell in chosen)
@@ -256,5 +276,5 @@ def _summarise(reproduction: Reproduction, chosen: list[Cell], json_output: bool
     _say_missing(missing)
     if filled:
         print(f"`decaylab report --runs {store.root}` shows them beside the paper's")
-    if reproduction.how.tier == "smoke":
+    if tier == "smoke":
         print("tier smoke only shows that everything runs: --tier quick trains for minutes")

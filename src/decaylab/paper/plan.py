@@ -1,30 +1,14 @@
-"""Which runs some cells need, in which order, and where each of them stands."""
+"""Which runs some cells need, in which order."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from decaylab.paper.observe import observer
 from decaylab.paper.suite import Cell, artefacts, select
 from decaylab.paper.suite import cells as cells_of
 from decaylab.paper.tiers import tier_of
-from decaylab.records import RunStore
+from decaylab.sweeps.plan import PlannedRun
 from decaylab.training import RunSpec
-
-State = Literal["finished", "diverged", "busy", "waiting", "ready"]
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run to make: its spec, what to record in it, and the artefacts it serves.
-
-    `tier`: a label kept with the results; empty: that of the whole reproduction.
-    """
-
-    spec: RunSpec
-    probes: tuple[str, ...]
-    artefacts: tuple[str, ...]
-    tier: str = ""
 
 
 def chosen_cells(
@@ -40,7 +24,9 @@ def chosen_cells(
     return select(chosen, only)
 
 
-def plan(cells: Iterable[Cell], others: Iterable[Cell] = ()) -> list[PlannedRun]:
+def plan(
+    cells: Iterable[Cell], others: Iterable[Cell] = (), *, tier: str = "custom"
+) -> list[PlannedRun]:
     """The runs of some cells, each once, with the union of the probes that any cell wants.
 
     `others` (of other artefacts) bring no runs of their own, but what they want of these is
@@ -67,22 +53,8 @@ def plan(cells: Iterable[Cell], others: Iterable[Cell] = ()) -> list[PlannedRun]
             if spec.id in ordered:
                 serves[spec.id][cell.artefact] = None
                 probes[spec.id].update(dict.fromkeys(cell.probes))
-    return [
-        PlannedRun(spec, tuple(sorted(probes[run_id])), tuple(serves[run_id]))
-        for run_id, spec in ordered.items()
-    ]
-
-
-def state_of(planned: PlannedRun, store: RunStore) -> State:
-    """Where a run stands; `waiting` is for the run whose norms it takes over."""
-    folder = store.folder(planned.spec.id)
-    manifest = folder.manifest()
-    if manifest is not None and manifest.status in ("finished", "diverged"):
-        folder.check_same_spec(planned.spec.to_toml())
-        return "finished" if manifest.status == "finished" else "diverged"
-    if folder.locked():
-        return "busy"
-    source = planned.spec.norm_source
-    if source and not store.folder(source).is_finished():
-        return "waiting"
-    return "ready"
+    planned = []
+    for run_id, spec in ordered.items():
+        names = tuple(sorted(probes[run_id]))
+        planned.append(PlannedRun(spec, names, tuple(serves[run_id]), tier, observer(names)))
+    return planned

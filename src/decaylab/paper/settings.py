@@ -9,7 +9,7 @@
 import csv
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from decaylab.errors import DecaylabError
+from decaylab.sweeps.search import on_edge
 
 ROW = ("dataset", "network", "batch_norm", "augment", "optimizer")
 SCHEMES = ("none", "wd", "l2", "wd-conv", "wd-fc", "wn-conv", "wd-fc+wn-conv", "undecayed")
@@ -113,19 +114,6 @@ def searched(
             ):
                 return found
     return None
-
-
-def on_edge(chosen: Mapping[str, float], tried: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
-    """The fields whose value is the smallest or the largest of several that were tried.
-
-    >>> on_edge({"lr": 0.1, "weight_decay": 0.01}, {"lr": [0.1, 1], "weight_decay": [0.01]})
-    ('lr',)
-    """
-    return tuple(
-        field
-        for field, values in tried.items()
-        if min(values) < max(values) and chosen[field] in (min(values), max(values))
-    )
 
 
 def _all_searched(folder: Path | None) -> list[Searched]:

@@ -26,7 +26,7 @@ from decaylab.records.hits import TestHits
 from decaylab.records.rows import Rows, RowWriter, read_rows
 
 FORMAT = 1
-Status = Literal["running", "finished", "diverged", "interrupted", "failed"]
+Status = Literal["running", "finished", "diverged", "interrupted", "failed", "pruned"]
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from decaylab.diagnosis.observed import Observed, Source, observe
 from decaylab.diagnosis.result import MECHANISMS, effect_words, layer_table, records_words
 from decaylab.errors import DecaylabError
 from decaylab.optim.laws.dynamics import Series
-from decaylab.paper.survey import Found
 from decaylab.records.files import disk_errors, replace_text
 from decaylab.report.drawing import Line, Panel, check_extra, draw, line
 from decaylab.report.names import counted_seeds, differing, named
 from decaylab.report.page import Block, Cell, Grid, Image, Report, Section, Tone, to_html
+from decaylab.sweeps.survey import Found
 from decaylab.training import RunSpec
 
 TONES: dict[str, Tone] = {"acts": "good", "does not act": "plain", "cannot tell": "near"}

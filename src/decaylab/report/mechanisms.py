@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from decaylab.paper import Readings, RunReading
-from decaylab.paper.survey import Found
 from decaylab.report.drawing import Panel, draw, line
 from decaylab.report.names import counted_seeds, named
 from decaylab.report.page import Block, Cell, Grid, Image, Section, Tone
 from decaylab.report.tables import Measured, number
+from decaylab.sweeps.survey import Found
 
 TIER = "demo"
 OPTIMIZERS = ("sgd", "adam", "kfac-f", "kfac-g")

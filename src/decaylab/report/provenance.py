@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from decaylab.paper import TIERS
-from decaylab.paper.survey import Found
 from decaylab.report.page import Block, Cell, Grid, Section, Tone
+from decaylab.sweeps.survey import Found
 
 MOST_SEEDS = 10  # a seed may also be a date
 TONES: dict[str, Tone] = {"finished": "good", "diverged": "bad", "failed": "bad"}

@@ -13,14 +13,14 @@ from decaylab.errors import DecaylabError
 from decaylab.paper import Cell as PaperCell
 from decaylab.paper import Readings, RunReading, artefact_of, artefacts
 from decaylab.paper.claims import Claim
-from decaylab.paper.estimate import Estimator
-from decaylab.paper.survey import Found, survey
 from decaylab.records import RunStore
 from decaylab.report.names import differing, key_words, named, percent
 from decaylab.report.page import text_grid
 from decaylab.report.provenance import seeds_of, tiers_of
 from decaylab.report.searches import by_cell
 from decaylab.report.sections import Filled, fill, judged, titled
+from decaylab.sweeps.estimate import Estimator
+from decaylab.sweeps.survey import Found, survey
 
 SCHEDULES = {"full": "the paper's schedule", "short": "one fifth of the paper's schedule"}
 

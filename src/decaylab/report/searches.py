@@ -9,9 +9,9 @@ from typing import Any
 
 from decaylab.paper import Readings
 from decaylab.paper.settings import on_edge, searched
-from decaylab.paper.survey import Found
 from decaylab.report.names import key_words, named, percent
 from decaylab.report.page import text_grid
+from decaylab.sweeps.survey import Found
 
 ACCURACY, LOSS = "test/accuracy", "train/running_loss"  # a trial is tested on the held-out images
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import decaylab
 from decaylab.paper import Readings
-from decaylab.paper.survey import Found, survey
 from decaylab.records import RunStore
 from decaylab.records.files import disk_errors, replace_file, replace_text
 from decaylab.report.diagnoses import Case, diagnosed, diagnoses_section
@@ -30,6 +29,7 @@ from decaylab.report.sections import (
     theory_section,
 )
 from decaylab.report.tables import to_csv
+from decaylab.sweeps.survey import Found, survey
 from decaylab.theory import Check
 
 

@@ -53,6 +53,7 @@ class SearchEntry:
     lr: list[float] = field(default_factory=list)
     weight_decay: list[float] = field(default_factory=list)
     damping: list[float] = field(default_factory=list)
+    kl_clip: list[float] = field(default_factory=list)
     hold: str = ""
 
 

@@ -9,7 +9,7 @@ from decaylab.training.build import (
 )
 from decaylab.training.evaluate import Evaluation, evaluate
 from decaylab.training.execution import Execution
-from decaylab.training.loop import Progress, train, train_to_end
+from decaylab.training.loop import Progress, Pruned, train, train_to_end
 from decaylab.training.run import TrainingRun
 from decaylab.training.signals import Interrupted
 from decaylab.training.spec import RunSpec
@@ -20,6 +20,7 @@ __all__ = [
     "Execution",
     "Interrupted",
     "Progress",
+    "Pruned",
     "RunSpec",
     "TrainingRun",
     "build_data",

@@ -23,6 +23,10 @@ from decaylab.training.spec import RunSpec
 from decaylab.training.transfer import source_norms
 
 
+class Pruned(Exception):
+    """Thrown into `train` by its caller: the run ends here, recorded as given up."""
+
+
 @dataclass(frozen=True)
 class Progress:
     """Where a run stands. `values` are the numbers recorded after an epoch, none after a step.
@@ -117,6 +121,9 @@ def _guarded(run: TrainingRun, journal: Journal | None, how: Execution) -> Itera
         if journal is not None:
             journal.end("diverged", str(error))
         raise
+    except Pruned:
+        if journal is not None:
+            journal.end("pruned")
     except (KeyboardInterrupt, GeneratorExit) as error:
         if journal is not None and not journal.ended:
             # Inside a step (a second signal) the state is not whole: the last checkpoint stands.

@@ -1,6 +1,6 @@
 """Reproduces a small grid in processes that are killed at random moments, or in two at a time.
 
-Usage: killed_reproductions.py RUNS SEED KILLS. With KILLS = 0 two processes share the folder; each
+Usage: killed_workers.py RUNS SEED KILLS. With KILLS = 0 two processes share the folder; each
 prints the runs it made. The moments are those of training/killed_runs.py: in a step, around a
 rename, while a checkpoint or a line of rows is written.
 """
@@ -18,14 +18,14 @@ from training.killed_runs import Countdown, prepare
 from decaylab.data import load
 from decaylab.paper import cells, select
 from decaylab.paper.plan import plan
-from decaylab.paper.reproduce import How, Reproduction
 from decaylab.records import RunStore
+from decaylab.sweeps.worker import Worker, WorkerOptions
 
 
 def small_grid():
     """Fig. 4's four schemes and a K-FAC pair: two runs wait for a third one's norms."""
     chosen = select(cells("fig4", "smoke"), ["network=vgg16"])
-    return plan([*chosen, *select(cells("fig7", "smoke"), ["network=vgg16"])])
+    return plan([*chosen, *select(cells("fig7", "smoke"), ["network=vgg16"])], tier="smoke")
 
 
 @cache
@@ -34,8 +34,8 @@ def digits():
 
 
 def reproduce(runs, checkpoint_every=0.0):
-    how = How(torch.device("cpu"), "smoke", checkpoint_every=checkpoint_every, poll=0.05)
-    reproduction = Reproduction(small_grid(), RunStore(runs), how)
+    how = WorkerOptions(torch.device("cpu"), checkpoint_every=checkpoint_every, poll=0.05)
+    reproduction = Worker(small_grid(), RunStore(runs), how)
     reproduction._data["digits"] = digits()
     for _ in reproduction.run():
         pass

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from decaylab.data import load
-from decaylab.paper.plan import PlannedRun
-from decaylab.paper.reproduce import How, Reproduction
 from decaylab.records import RunStore
+from decaylab.sweeps.plan import PlannedRun
+from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.training import RunSpec
 from decaylab.training.build import load_run
 
@@ -25,8 +25,8 @@ SPECS = [
 def made(folder, at_once):
     store = RunStore(folder)
     planned = [PlannedRun(spec.resolved(), (), ("test",)) for spec in SPECS]
-    how = How(torch.device("cpu"), "custom", keep_checkpoints=True, at_once=at_once)
-    reproduction = Reproduction(planned, store, how)
+    how = WorkerOptions(torch.device("cpu"), keep_checkpoints=True, at_once=at_once)
+    reproduction = Worker(planned, store, how)
     reproduction._data["digits"] = load("digits")
     begun = {event.run.spec.id: event.kind for event in reproduction.run()}
     assert list(reproduction.outcome.failed) == [SPECS[-1].id]
@@ -51,9 +51,9 @@ def test_taking_turns_changes_nothing(tmp_path, at_once):
 
 
 def test_the_record_says_how_many_runs_shared_the_device(tmp_path):
-    how = How(torch.device("cpu"), "custom", at_once=2, processes=3)
+    how = WorkerOptions(torch.device("cpu"), at_once=2, processes=3)
     planned = [PlannedRun(SPECS[0].resolved(), (), ("test",))]
-    reproduction = Reproduction(planned, RunStore(tmp_path), how)
+    reproduction = Worker(planned, RunStore(tmp_path), how)
     for _ in reproduction.run():
         pass
     assert RunStore(tmp_path).folder(SPECS[0].id).manifest().at_once == 6

@@ -9,8 +9,8 @@ import torch
 
 from decaylab.data.facts import DATA_SETS
 from decaylab.optim.decay import OPTIMIZERS
-from decaylab.paper.survey import survey
 from decaylab.records import RunStore
+from decaylab.sweeps.survey import survey
 from decaylab.training import RunSpec
 
 # ms per step, by the optimizer's law (of K-FACs the slower one). The paper's nets at batch 128:

@@ -8,9 +8,9 @@ from report.synthetic import CLOCK, write_run
 
 from decaylab.networks import NETWORKS
 from decaylab.optim.decay import OPTIMIZERS
-from decaylab.paper.estimate import Estimator
-from decaylab.paper.survey import device_seconds
 from decaylab.records import RunStore
+from decaylab.sweeps.estimate import Estimator
+from decaylab.sweeps.survey import device_seconds
 from decaylab.training import RunSpec
 from decaylab.training.spec import PUBLISHED
 

@@ -1,11 +1,11 @@
-"""Running what an artefact lacks: in order, once each, to be stopped and started at any time."""
+"""Making planned runs in this process: in order, once each; it may be stopped at any time."""
 
 import math
 import signal
 import threading
 import time
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -14,11 +14,10 @@ import torch
 
 from decaylab.data import DataSet, load
 from decaylab.errors import DecaylabError, Diverged
-from decaylab.paper.estimate import Estimator
-from decaylab.paper.observe import observer
-from decaylab.paper.plan import PlannedRun, State, state_of
 from decaylab.records import RunStore
-from decaylab.training import Execution, Interrupted, Progress, take_turns, train
+from decaylab.sweeps.estimate import Estimator
+from decaylab.sweeps.plan import PlannedRun, State, state_of
+from decaylab.training import Execution, Interrupted, Progress, Pruned, take_turns, train
 from decaylab.training.signals import is_stopping, requests
 
 
@@ -26,7 +25,7 @@ from decaylab.training.signals import is_stopping, requests
 class Event:
     """Something that happened: a run began, went on by an epoch, or ended."""
 
-    kind: Literal["begun", "epoch", "finished", "failed", "retried"]
+    kind: Literal["begun", "epoch", "finished", "pruned", "failed", "retried"]
     run: PlannedRun
     progress: Progress | None = None
     message: str = ""
@@ -39,6 +38,7 @@ class Outcome:
     finished: list[str] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    pruned: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)  # of those left: too long for the time there was
@@ -46,11 +46,10 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class How:
+class WorkerOptions:
     """Where and how long: nothing here changes a run's numbers, but for the rounding of `compiled`.
 
     Attributes:
-        tier: a label kept with the results.
         seconds: stop cleanly after so long; None is never.
         whole_runs: of a limited time: begin only runs that should end in it, by `Estimator` (for a
             machine whose checkpoints are lost with it).
@@ -65,7 +64,6 @@ class How:
     """
 
     device: torch.device
-    tier: str
     data_dir: Path | None = None
     seconds: float | None = None
     whole_runs: bool = False
@@ -77,7 +75,7 @@ class How:
     poll: float = 2.0
 
 
-class Reproduction:
+class Worker:
     """Makes planned runs, `at_once` at a time, skipping what is done or done by another process.
 
     A run that fails is tried once more; if it fails again, or diverges, it is listed in `outcome`
@@ -85,15 +83,17 @@ class Reproduction:
     second takes the next run; a run that waits for another process's source waits.
     """
 
-    def __init__(self, planned: list[PlannedRun], store: RunStore, how: How) -> None:
-        self.planned, self.store, self.how = planned, store, how
+    def __init__(self, planned: list[PlannedRun], store: RunStore, options: WorkerOptions) -> None:
+        self.planned, self.store, self.options = planned, store, options
         self.outcome = Outcome()
         self._data: dict[str, DataSet] = {}
-        self._estimator = Estimator(store, how.device) if how.whole_runs else None
+        self._estimator = Estimator(store, options.device) if options.whole_runs else None
         self._left: dict[str, float] = {}  # seconds that runs under way should still need
         self._late: set[str] = set()  # runs that did not fit when they were looked at
         self._ends = math.inf
         self._joined, self._look_at = 0, 0.0
+        self.stop_early: Callable[[PlannedRun, Progress], bool] | None = None
+        """Asked after each epoch; a run that it says yes to ends there, as pruned."""
 
     def check_data(self) -> None:
         """Load the data sets that unfinished runs need: what is missing is said before all."""
@@ -108,10 +108,10 @@ class Reproduction:
     def run(self) -> Iterator[Event]:
         """Make the runs; `outcome` is complete when this ends."""
         todo = list(self.planned)
-        if self.how.seconds is not None:
-            self._ends = time.monotonic() + self.how.seconds
+        if self.options.seconds is not None:
+            self._ends = time.monotonic() + self.options.seconds
         active: dict[str, Iterator[Event | None]] = {}
-        with _time_limit(self.how.seconds), requests.listening():  # between runs, too
+        with _time_limit(self.options.seconds), requests.listening():  # between runs, too
             try:
                 while self._begin(todo, active):
                     turns = take_turns(active)
@@ -129,7 +129,7 @@ class Reproduction:
         unfinished = [
             planned.spec.id
             for planned in self.planned
-            if planned.spec.id not in self.outcome.failed
+            if planned.spec.id not in (*self.outcome.failed, *self.outcome.pruned)
             and not self.store.folder(planned.spec.id).is_finished()
         ]
         self.outcome.elsewhere = [run for run in unfinished if run in self.outcome.elsewhere]
@@ -144,7 +144,7 @@ class Reproduction:
         """
         if active and len(active) == self._joined and time.monotonic() < self._look_at:
             return True
-        while len(active) < self.how.at_once:
+        while len(active) < self.options.at_once:
             chosen = self._next(todo, wait=not active)
             if chosen is None:  # the rest is made elsewhere, or cannot be made
                 break
@@ -154,13 +154,13 @@ class Reproduction:
             todo.remove(chosen)
             self._left[chosen.spec.id] = self._estimated(chosen)
             active[chosen.spec.id] = self._made(chosen)
-        self._joined, self._look_at = len(active), time.monotonic() + self.how.poll
+        self._joined, self._look_at = len(active), time.monotonic() + self.options.poll
         return bool(active)
 
     def _fits(self, planned: PlannedRun) -> bool:
         """Whether a run should end in time, with those under way, on its share of the device."""
         needed = self._estimated(planned) + sum(self._left.values())
-        return needed * self.how.processes <= self._ends - time.monotonic()
+        return needed * self.options.processes <= self._ends - time.monotonic()
 
     def _estimated(self, planned: PlannedRun) -> float:
         """Seconds of the device, where that matters."""
@@ -198,7 +198,7 @@ class Reproduction:
                     source = planned.spec.norm_source
                     self.outcome.failed[planned.spec.id] = f"its source {source} is not there"
                 return None
-            _sleep(self.how.poll)
+            _sleep(self.options.poll)
         return None
 
     def _source_may_come(self, planned: PlannedRun, states: dict[str, str]) -> bool:
@@ -242,6 +242,13 @@ class Reproduction:
                         if progress.kind == "epoch":
                             self._left[run_id] = whole * (1 - progress.epoch / progress.epochs)
                             yield Event("epoch", planned, progress)
+                            if self.stop_early and self.stop_early(planned, progress):
+                                with suppress(StopIteration):
+                                    training.throw(Pruned())
+                                self._clean(planned)
+                                self.outcome.pruned.append(run_id)
+                                yield Event("pruned", planned, progress)
+                                return
                         elif progress.kind == "step":
                             yield None
                 self._clean(planned)
@@ -275,28 +282,28 @@ class Reproduction:
 
     def _training(self, planned: PlannedRun) -> Generator[Progress, None, None]:
         execution = Execution(
-            checkpoint_every=self.how.checkpoint_every,
-            every_step=self.how.at_once > 1,
-            at_once=self.how.at_once * self.how.processes,
-            compiled=self.how.compiled,
-            tier=planned.tier or self.how.tier,
-            observe=observer(planned.probes),
+            checkpoint_every=self.options.checkpoint_every,
+            every_step=self.options.at_once > 1,
+            at_once=self.options.at_once * self.options.processes,
+            compiled=self.options.compiled,
+            tier=planned.tier,
+            observe=planned.observe,
         )
         return train(
             planned.spec,
             data=self._load(planned.spec.data),
-            device=self.how.device,
+            device=self.options.device,
             store=self.store,
             execution=execution,
         )
 
     def _load(self, name: str) -> DataSet:
         if name not in self._data:
-            self._data[name] = load(name, self.how.data_dir).to(self.how.device)
+            self._data[name] = load(name, self.options.data_dir).to(self.options.device)
         return self._data[name]
 
     def _clean(self, planned: PlannedRun) -> None:
-        if not self.how.keep_checkpoints:
+        if not self.options.keep_checkpoints:
             self.store.folder(planned.spec.id).checkpoint.unlink(missing_ok=True)
 
 

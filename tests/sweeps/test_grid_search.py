@@ -1,4 +1,4 @@
-"""A grid search that is read from records, without Optuna."""
+"""Searches by grid and by lines, which need no Optuna."""
 
 import math
 import sys
@@ -11,15 +11,24 @@ from report.synthetic import write_run
 from typer.testing import CliRunner
 
 from decaylab.cli import app
-from decaylab.errors import DecaylabError
-from decaylab.paper.grid import Point, first_line, points, second_line, winner
-from decaylab.paper.search import SearchPlan, Winner, grid_specs, widened
+from decaylab.errors import RUNS_LEFT, DecaylabError
 from decaylab.records import RunStore
-from decaylab.training import RunSpec
+from decaylab.sweeps.search import (
+    Search,
+    SearchPlan,
+    Winner,
+    first_line,
+    grid_specs,
+    second_line,
+    widened,
+)
+from decaylab.sweeps.worker import WorkerOptions
+from decaylab.training import Progress, RunSpec
 
 BASE = RunSpec(hidden=(8,), batch_size=256, epochs=3, decay="l2", weight_decay=0.1)
 SPACE = {"lr": [0.1, 0.01], "weight_decay": [1e-4, 1e-3, 1e-2]}
 CELL = ["dataset=cifar10", "network=vgg16", "batch_norm=0", "augment=0", "optimizer=adam"]
+CPU = WorkerOptions(torch.device("cpu"))
 PLAN = SearchPlan("a-search", BASE, SPACE)
 
 
@@ -43,37 +52,72 @@ def record(store, accuracy, *, loss=lambda spec: 1.0, diverged=lambda spec: Fals
         write_run(store, spec, values, tier="quick", status=status)
 
 
+def winner(plan, store):
+    return Search(replace(plan, widen=False), store.root.parent, CPU).winner()
+
+
 def test_the_winner_has_the_highest_last_accuracy_and_of_equals_the_lower_loss(store):
     record(store, lambda spec: 0.9 - abs(spec.weight_decay - 1e-3), loss=lambda spec: spec.lr)
-    found = winner([PLAN], store)
+    found = winner(PLAN, store)
     assert found.values == {"lr": 0.01, "weight_decay": 1e-3}
     assert found.score == pytest.approx(0.9, rel=1e-12)
     assert found.tried == {"lr": [0.01, 0.1], "weight_decay": [1e-4, 1e-3, 1e-2]}
     assert found.trials == 6
 
 
-def test_the_winner_by_training_loss(store):
-    plan = replace(PLAN, by="train/running_loss")
+@pytest.mark.parametrize("row", ["train/running_loss", "train/pass_loss"])
+def test_the_winner_by_training_loss(store, row):
+    plan = replace(PLAN, by="train/pass_loss")
     for spec in grid_specs(plan):
         loss = spec.lr + abs(spec.weight_decay - 1e-3)
-        values = {"test/accuracy": loss, "test/loss": -loss, "train/running_loss": loss}
+        values = {"test/accuracy": loss, "test/loss": -loss, "train/running_loss": 1.0, row: loss}
         write_run(store, spec, values, tier="quick")
-    found = winner([plan], store)
+    found = winner(plan, store)
     assert found.values == {"lr": 0.01, "weight_decay": 1e-3}
     assert found.score == pytest.approx(-0.01)
 
 
 def test_a_run_that_diverged_does_not_win(store):
     record(store, lambda spec: spec.lr, diverged=lambda spec: spec.lr == 0.1)
-    assert winner([PLAN], store).values["lr"] == 0.01
+    assert winner(PLAN, store).values["lr"] == 0.01
 
 
 def test_nothing_is_chosen_before_all_runs_are_there(store):
-    spec, *_ = grid_specs(PLAN)
+    spec, *others = grid_specs(PLAN)
     write_run(store, spec, {"test/accuracy": 0.5, "test/loss": 1.0}, tier="quick")
-    assert len(points(PLAN, store)) == 1
-    with pytest.raises(DecaylabError, match="5 runs of a-search are missing"):
-        winner([PLAN], store)
+    assert winner(PLAN, store) is None
+    asked = Search(PLAN, store.root.parent, CPU).ask()
+    assert [spec.id for spec in asked] == [spec.id for spec in others]
+
+
+def test_where_all_diverge_the_remedy_is_said(store):
+    record(store, lambda spec: 0.1, diverged=lambda spec: True)
+    with pytest.raises(DecaylabError, match="lower the learning rates"):
+        winner(PLAN, store)
+
+
+def test_a_narrower_search_does_not_replace_a_better_winner(store):
+    folder, cell = store.root.parent, {"dataset": "cifar10", "scheme": "wd"}
+    wide = replace(PLAN, cell=cell, widen=False)
+    record(store, lambda spec: 0.9 - abs(spec.weight_decay - 1e-3) - spec.lr, plan=wide)
+    search = Search(wide, folder, CPU)
+    before = search.write_winner(search.winner())
+    narrow = replace(wide, space={"lr": [0.1, 0.3]})
+    record(store, lambda spec: 0.5 + spec.lr / 10, plan=narrow)
+    search = Search(narrow, folder, CPU)
+    assert search.winner().values == {"lr": 0.3}
+    standing = search.write_winner(search.winner())
+    assert standing.values == before.values == {"lr": 0.01, "weight_decay": 1e-3}
+    written = tomllib.loads((folder / "a-search.toml").read_text())
+    assert written["winner"] == before.values
+    assert written["search"]["lr_tried"] == [0.01, 0.1, 0.3]
+    better = replace(wide, space={"lr": [0.001]})
+    record(store, lambda spec: 0.95, plan=better)
+    search = Search(better, folder, CPU)
+    assert search.write_winner(search.winner()).values == {
+        "lr": 0.001,
+        "weight_decay": BASE.weight_decay,
+    }
 
 
 @pytest.mark.parametrize(
@@ -90,7 +134,7 @@ def test_the_grid_grows_beyond_the_edges_that_won(store, lr, decay, added):
     plan = replace(PLAN, space={**SPACE, "lr": [0.01, 0.03, 0.1]})
     distance = lambda spec: abs(spec.lr - lr) + abs(spec.weight_decay - decay)  # noqa: E731
     record(store, lambda spec: 0.9 - distance(spec), plan=plan)
-    wider = widened(plan, winner([plan], store))
+    wider = widened(plan, winner(plan, store))
     if added is None:
         assert wider is None
     else:
@@ -113,30 +157,31 @@ def test_a_grid_that_grows_twice_is_back_at_a_power_of_ten():
 
 def test_a_search_by_lines_chooses_among_both(store):
     """Its runs are a cross."""
-    plan = SearchPlan("a-search", replace(BASE, lr=0.1), SPACE, "lines")
+    plan = SearchPlan("a-search", replace(BASE, lr=0.1), SPACE, "lines", widen=False)
     down = first_line(plan)
     assert down.space == {"lr": [0.1], "weight_decay": SPACE["weight_decay"]}
     record(store, lambda spec: 0.9 - abs(spec.weight_decay - 1e-3) - spec.lr, plan=down)
-    across = second_line(plan, winner([down], store).values["weight_decay"])
-    with pytest.raises(DecaylabError, match="1 runs of a-search are missing"):
-        winner([down, across], store)
+    search = Search(plan, store.root.parent, CPU)
+    (asked,) = search.ask()
+    assert (asked.lr, asked.weight_decay) == (0.01, 1e-3)
+    across = second_line(plan, 1e-3)
     record(store, lambda spec: 0.9 - abs(spec.weight_decay - 1e-3) - spec.lr, plan=across)
-    found = winner([down, across], store)
+    found = search.winner()
     assert found.values == {"lr": 0.01, "weight_decay": 1e-3}
     assert found.tried == {"lr": [0.01, 0.1], "weight_decay": [1e-4, 1e-3, 1e-2]}
     assert found.trials == 4
 
 
-def search(tmp_path, *more, lr="0.001", cell=CELL):
+def search(tmp_path, *more, lr="0.001", cell=CELL, code=0):
     words = [*cell, "--scheme", "wd", "--tier", "smoke", "--lr", lr, "--runs", tmp_path]
-    done = CliRunner().invoke(app, ["search", *map(str, [*words, "--runs-only", *more])])
-    assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(app, ["search", *map(str, [*words, *more])])
+    assert done.exit_code == code, done.output
     return done.stdout
 
 
 def test_the_command_makes_the_grid_chooses_and_writes_what_reproduce_reads(tmp_path):
     said = search(tmp_path, "--weight-decay", "0.01,0.1,1", "--no-widen", "--at-once", "2")
-    assert "3 of 3 runs made" in said
+    assert "3 runs of smoke-digits-vgg16-adam-wd recorded" in said
     found = tomllib.loads((tmp_path / "searched" / "smoke-digits-vgg16-adam-wd.toml").read_text())
     assert found["cell"]["scheme"] == "wd"
     assert found["search"]["trials"] == 3
@@ -146,7 +191,8 @@ def test_the_command_makes_the_grid_chooses_and_writes_what_reproduce_reads(tmp_
     assert spec.weight_decay == found["winner"]["weight_decay"]
     assert f"winner: lr 0.001, weight_decay {spec.weight_decay:g}" in said
     again = search(tmp_path, "--weight-decay", "0.01,0.1,1", "--no-widen")
-    assert "3 of 3 runs made" in again
+    assert "recorded" not in again  # there was nothing to make
+    assert "winner: lr 0.001" in again
 
 
 def test_the_command_says_what_reproduce_makes_of_the_winner(tmp_path):
@@ -169,7 +215,8 @@ def test_a_constant_lr_is_searched_by_training_loss_and_taken_by_fig9_alone(tmp_
     assert "at tier smoke, `reproduce` uses it in fig9\n" in said
     name = "smoke-digits-vgg16-batch_norm-kfac-g-none-640-constant_lr.toml"
     found = tomllib.loads((tmp_path / "searched" / name).read_text())
-    assert found["search"]["by"] == "train/running_loss"
+    assert found["search"]["by"] == "train/pass_loss"
+    assert found["search"]["epochs"] == 10
     losses = {}
     for folder in RunStore(tmp_path / "searched" / "runs").runs():
         spec, last = RunSpec.of_run(folder), folder.rows().last("train/running_loss")
@@ -191,10 +238,8 @@ def test_a_scheme_that_cannot_be_searched_is_refused(scheme):
 def test_the_command_searches_by_lines(tmp_path):
     decays = ("--weight-decay", "0.01,0.1,1", "--no-widen")
     said = search(tmp_path, *decays, "--method", "lines", lr="0.001,0.003,0.01")
-    assert [line for line in said.splitlines() if "runs made" in line] == [
-        "3 of 3 runs made",
-        "3 of 3 runs made",  # of which one is of the first line
-    ]
+    recorded = [line.split()[0] for line in said.splitlines() if line.endswith("recorded")]
+    assert recorded == ["3", "5"]
     found = tomllib.loads((tmp_path / "searched" / "smoke-digits-vgg16-adam-wd.toml").read_text())
     assert found["search"]["method"] == "lines"
     assert found["search"]["trials"] == 5
@@ -202,21 +247,17 @@ def test_the_command_searches_by_lines(tmp_path):
     assert found["search"]["lr_tried"] == [0.001, 0.003, 0.01]
 
 
-def test_both_lines_grow(tmp_path, monkeypatch):
+def test_both_lines_grow(tmp_path, store, monkeypatch):
     """Up to the best, which lies beyond both of their first edges."""
     best = {"weight_decay": 0.0316, "lr": 0.01}
 
-    def accuracies(plan, store):
-        return [
-            Point(
-                spec, "cpu", -sum(abs(math.log(getattr(spec, f) / v)) for f, v in best.items()), 0
-            )
-            for spec in grid_specs(plan)
-        ]
+    def train(spec, *, store, **rest):
+        far = sum(abs(math.log(getattr(spec, f) / v)) for f, v in best.items())
+        write_run(store, spec, {"test/accuracy": 0.9 - far / 100, "test/loss": 1.0}, tier="smoke")
+        values = {"test/accuracy": 0.5, "train/loss": 0.0}
+        yield Progress("finished", spec.id, spec.epochs, spec.epochs, 1, 1, 0.0, values)
 
-    for module in ("decaylab.paper.grid", "decaylab.cli.search"):
-        monkeypatch.setattr(f"{module}.points", accuracies)
-    monkeypatch.setattr("decaylab.cli.search.follow", lambda *_: None)
+    monkeypatch.setattr("decaylab.sweeps.worker.train", train)
     words = ("--weight-decay", "0.1,0.316", "--method", "lines")
     assert "winner: lr 0.01, weight_decay 0.0316" in search(tmp_path, *words, lr="0.001,0.00316")
     found = tomllib.loads((tmp_path / "searched" / "smoke-digits-vgg16-adam-wd.toml").read_text())
@@ -225,16 +266,14 @@ def test_both_lines_grow(tmp_path, monkeypatch):
     assert found["search"]["on_edge"] == []
 
 
-def test_lines_need_runs_only_and_weight_decays():
+def test_lines_need_weight_decays():
     words = [*CELL, "--scheme", "none", "--method", "lines"]
     done = CliRunner().invoke(app, ["search", *words, "--lr", "0.1"])
     assert "give some" in done.stderr
-    done = CliRunner().invoke(app, ["search", *CELL, "--method", "lines"])
-    assert "--runs-only" in done.stderr
 
 
 def test_the_minutes_end_it_without_a_choice(tmp_path):
-    said = search(tmp_path, "--weight-decay", "0.01,0.1", "--max-minutes", "1e-6")
-    assert "2 of 2 runs made" not in said
+    said = search(tmp_path, "--weight-decay", "0.01,0.1", "--max-minutes", "1e-6", code=RUNS_LEFT)
+    assert "0 runs of" in said
     assert "winner" not in said
     assert not list((tmp_path / "searched").glob("*.toml"))

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from paper.killed_reproductions import reproduce, small_grid
+from sweeps.killed_workers import reproduce, small_grid
 
 from decaylab.data import load
 from decaylab.errors import DecaylabError
-from decaylab.paper import reproduce as module
-from decaylab.paper.plan import PlannedRun
-from decaylab.paper.reproduce import How, Reproduction
 from decaylab.records import RunFolder, RunStore
+from decaylab.sweeps import worker as module
+from decaylab.sweeps.plan import PlannedRun
+from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.training import Interrupted, RunSpec, checkpoint
 from decaylab.training.journal import Journal
 
@@ -45,16 +45,17 @@ def numbers(runs):
 
 
 def script(*arguments):
+    path = os.pathsep.join([str(TESTS), *sys.path])
     return subprocess.run(
-        [sys.executable, "-W", "ignore", str(TESTS / "paper" / "killed_reproductions.py"),
+        [sys.executable, "-W", "ignore", str(TESTS / "sweeps" / "killed_workers.py"),
          *map(str, arguments)],
-        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(TESTS)},
+        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path},
     )  # fmt: skip
 
 
 def reproduction(specs, runs, **how):
     planned = [PlannedRun(spec.resolved(), (), ("test",)) for spec in specs]
-    made = Reproduction(planned, RunStore(runs), How(torch.device("cpu"), "custom", **how))
+    made = Worker(planned, RunStore(runs), WorkerOptions(torch.device("cpu"), **how))
     made._data["digits"] = load("digits")
     return made
 
@@ -146,8 +147,8 @@ def test_a_signal_ends_it_also_if_the_last_checkpoint_cannot_be_written(
 def test_a_signal_after_the_last_step_of_a_run_lets_no_other_begin(tmp_path, monkeypatch, at_once):
     end = Journal.end
 
-    def ask(journal, status, message=""):
-        end(journal, status, message)
+    def ask(journal, status, *more, **named):
+        end(journal, status, *more, **named)
         if status == "finished":
             os.kill(os.getpid(), signal.SIGTERM)
 
