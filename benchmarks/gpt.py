@@ -71,7 +71,7 @@ class Muon(torch.optim.Optimizer):
                 update = _zeropower_via_newtonschulz(update, coefficients, 5, 1e-7)
                 rate = group["lr"] * (0.2 * math.sqrt(max(p.shape)))
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(rate * update)
+                p.sub_(rate * update.float())
 
 
 def adamw(parameters: Any, lr: float, weight_decay: float, cuda: bool) -> torch.optim.Optimizer:
@@ -92,7 +92,7 @@ def optimizers_for(
         rest = [p for p in model.parameters() if id(p) not in known]
         return [Muon(inside, own["lr"], own["weight_decay"]), adamw(rest, own["lr"], 0.0, cuda)]
     behind = own.pop("rms_behind_momentum", False)
-    common = {"curvature": "gauss-newton", "step_scaling": "rms", "others_lr": own["lr"]}
+    common = {"curvature": "gauss-newton", "step_scaling": "rms", "others_lr": 2e-3}
     options = KFACOptions(rms_behind_momentum=behind, others_betas=(0.9, 0.95))
     return [KFAC(model, options=options, **{**common, **own})]
 
