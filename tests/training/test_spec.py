@@ -17,6 +17,7 @@ ranges = {
     "momentum": st.floats(0, 0.999),
     "factor_decay": st.floats(0, 0.999),
     "seed": st.integers(0, 2**63 - 1),
+    "step_rms": st.just(0.0),  # which few combinations take
     "norm_source": st.sampled_from(["", "digits-mlp-bn-sgd-l2-0f08e4a1"]),
 }
 
@@ -168,3 +169,16 @@ def test_overrides_win_over_the_file(tmp_path):
     spec = RunSpec.from_file(tmp_path / "spec.toml", {"lr": 0.25})
     assert (spec.lr, spec.network) == (0.25, "vgg11")
     assert json.dumps(spec.lr) == "0.25"
+
+
+def test_steps_of_a_set_size_are_k_facs_own_and_exclude_the_kl_clip():
+    plain = RunSpec(network="vgg11", batch_norm=True, optimizer="kfac-g")
+    scaled = replace(plain, step_rms=0.2)
+    assert plain.id != scaled.id
+    with pytest.raises(DecaylabError, match="kl_clip"):
+        replace(scaled, kl_clip=1e-3)
+    with pytest.raises(DecaylabError, match="kl_clip"):  # which such nets have by default
+        replace(scaled, batch_norm=False)
+    replace(scaled, batch_norm=False, kl_clip=0.0)
+    with pytest.raises(DecaylabError, match="sgd"):
+        RunSpec(optimizer="sgd", step_rms=0.2)

@@ -95,6 +95,9 @@ def _adam(spec: RunSpec, model: nn.Module, groups: Groups) -> torch.optim.Optimi
 def _kfac(spec: RunSpec, model: nn.Module, groups: Groups) -> torch.optim.Optimizer:
     own = spec.optimizer_settings()
     own["kl_clip"] = own["kl_clip"] or None
+    own["step_scaling"] = "rms" if spec.step_rms else "none"
+    if spec.step_rms:
+        own["step_rms"] = spec.step_rms
     options = KFACOptions(seed=spec.seed, inversion_lag=own.pop("inversion_lag"))
     return KFAC(model, params=groups, curvature=CURVATURES[spec.optimizer], options=options, **own)
 

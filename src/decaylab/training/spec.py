@@ -64,7 +64,7 @@ _POSITIVE = {
 }
 _NOT_NEGATIVE = {
     *("weight_decay", "kl_clip", "initialize_batches", "seed", "momentum", "batch_norm_eps"),
-    *("betas", "factor_decay", "inversion_lag"),
+    *("betas", "factor_decay", "inversion_lag", "step_rms"),
 }
 _BELOW_ONE = {"momentum", "factor_decay", "betas"}
 
@@ -112,6 +112,9 @@ class RunSpec:
     kl_clip: float | None = _option(
         None, "Limit on the size of a step (KL clip); 0 for none.", "K-FAC"
     )
+    step_rms: float = _option(
+        0.0, "Root mean square of each layer's step before momentum; 0: as it comes.", "K-FAC"
+    )
     curvature_scale: float | None = _option(None, "Factor on the curvature.", "K-FAC")
     refresh_every: int | None = _option(None, "Steps between factor refreshes.", "K-FAC")
     invert_every: int | None = _option(None, "Steps between inversions.", "K-FAC")
@@ -148,6 +151,12 @@ class RunSpec:
             raise DecaylabError(
                 f"weight_decay is {self.weight_decay} but decay is none: set decay (--decay) to l2,"
                 " decoupled or independent"
+            )
+        if self.step_rms and OPTIMIZERS[self.optimizer] != "kfac":
+            raise DecaylabError(f"step_rms is no setting of {self.optimizer}: leave it out")
+        if self.step_rms and self.resolved().kl_clip:
+            raise DecaylabError(
+                "step_rms sets how long steps are, as kl_clip does: set kl_clip (--kl-clip) to 0"
             )
         if self.norm_source and not self.batch_norm:
             raise DecaylabError("norm_source rescales layers under BN: set batch_norm = true")
