@@ -29,7 +29,7 @@ def observer(wanted: Iterable[str]) -> Observer | None:
 
     - `effective_lr`: at the start and after each epoch, by layer (Eq. 9). No pass.
     - `traces`: at the start and after each epoch, tr F and tr G of the first layer's normalised
-      weights (Fig. 7), sampled, on the first training images, BN in eval mode.
+      weights (Fig. 7), sampled, on the first training images, BN in train mode on batches of 128.
     - `jacobian`: at the end, exact, on the whole test set (Table 2): the mean, and the median. A
       backward pass per class.
     - `kfac_gn`: at the end, exact outputs, on the first 1,280 training images (Fig. 5). A backward
@@ -61,9 +61,11 @@ def _traces(run: TrainingRun) -> dict[str, float]:
     first = next(iter(probes.layers_of(run.model).weights))
     values = {}
     for curvature in ("fisher", "gauss-newton"):
-        reading = probes.curvature_traces(run.model, inputs, curvature=curvature, samples=draws)
-        name = f"{reading.name}_normalised"
-        values[probes.row_name(name, first)] = reading.normalised[first]
+        reading = probes.curvature_traces(
+            run.model, inputs, curvature=curvature, samples=draws, batch_norm="train"
+        )
+        (name,) = (name for name in reading.rows() if name.endswith(f"_normalised_train/{first}"))
+        values[name] = reading.normalised[first]
     return values
 
 

@@ -23,6 +23,8 @@ from decaylab.probes.kronecker import grouped, seen, without_bias
 from decaylab.probes.reading import Reading, numbers, row_name, standard_error
 from decaylab.probes.weights import layers_of
 
+TRAIN = "_train"
+BATCH = 128  # what traces in train mode, which depend on the batch, are taken on
 NAMES = {"gauss-newton": "gn_trace", "fisher": "fisher_trace"}
 UNITS = {"gauss-newton": "logit^2 / weight^2", "fisher": "nat / weight^2"}
 
@@ -41,8 +43,12 @@ class TraceReading(Reading):
     normalised_errors: Mapping[str, float] = field(default_factory=dict)
 
     def rows(self) -> dict[str, float]:
-        """As `Reading.rows`, with the normalised ones under `name_normalised/layer`."""
-        name = f"{self.name}_normalised"
+        """As `Reading.rows`, with the normalised ones under `name_normalised/layer`.
+
+        In train mode the names end in `_train`: the two modes are never mixed.
+        """
+        name = self.name.removesuffix(TRAIN)
+        name = f"{name}_normalised{TRAIN if name != self.name else ''}"
         return super().rows() | {row_name(name, layer): v for layer, v in self.normalised.items()}
 
 
@@ -61,6 +67,12 @@ def curvature_traces(
     Exact by default: a backward pass per row and class (see `exact_traces`). With `samples=k`, k
     backward passes per chunk of `chunk` examples and standard errors. In nats (Fisher) or logit^2
     (Gauss-Newton) per weight^2. The total is the trace of the whole matrix.
+
+    With `batch_norm="train"` normalisation uses the statistics of fixed batches of `chunk` examples
+    (128 in all records), without touching the running ones: the mode in which Eq. 13 holds, so that
+    `normalised` is tr C(W/|W|). The trace then depends on the size of the batch; what does not fill
+    a last one is left out. Rows of this mode are called `fisher_trace_train`, `gn_trace_train`,
+    `fisher_trace_normalised_train` and `gn_trace_normalised_train`.
     """
     check_inputs(model, inputs)
     if curvature not in NAMES:
@@ -70,17 +82,25 @@ def curvature_traces(
         "likelihood": likelihood,
         "batch_norm": batch_norm,
     }
-    if samples is None:
-        by_parameter = {n: t[None].double() for n, t in exact_traces(model, inputs, **kind).items()}
-    else:
-        by_parameter = _sampled(model, inputs, samples, chunk, kind)
+    parts = [inputs]
+    if batch_norm == "train" and chunk is not None and len(inputs) > chunk:
+        parts = [part for part in inputs.split(chunk) if len(part) == chunk]
+    by_parameter: dict[str, Tensor] = {}
+    for part in parts:
+        if samples is None:
+            traces = {n: t[None].double() for n, t in exact_traces(model, part, **kind).items()}
+        else:
+            traces = _sampled(model, part, samples, chunk, kind)
+        for name, draws in traces.items():
+            by_parameter[name] = by_parameter.get(name, 0) + draws / len(parts)
     layers = layer_names(trainable(model))
-    draws = {layer: _sum(by_parameter[n] for n in names) for layer, names in layers.items()}
+    by_layer = {layer: _sum(by_parameter[n] for n in names) for layer, names in layers.items()}
     normalised = {}
     for layer, weights in layers_of(model).weights.items():
         square = _sum(w.detach().double().square().sum() for w in weights.values())
         normalised[layer] = square * _sum(by_parameter[name] for name in weights)
-    return _reading(NAMES[curvature], UNITS[curvature], draws, normalised)
+    name = NAMES[curvature] + (TRAIN if batch_norm == "train" else "")
+    return _reading(name, UNITS[curvature], by_layer, normalised)
 
 
 def kfac_traces(model: nn.Module, factors: Mapping[str, KroneckerFactors]) -> TraceReading:
