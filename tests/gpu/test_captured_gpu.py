@@ -195,8 +195,7 @@ def test_a_replayed_update_is_the_launched_one(more, tensor_rate):
                     group["lr"].mul_(0.5)
                 else:
                     group["lr"] *= 0.5
-        patterns = optimizer._updater._patterns.values()
-        replays = [p.captured.replays for p in patterns if p.captured is not None]
+        replays = [captured.replays for captured in optimizer._updater._captured.values()]
         return model, optimizer, replays
 
     launched, replayed = run(replay=False), run(replay=True)

@@ -200,7 +200,6 @@ class KFAC(torch.optim.Optimizer):
         self._updater = Updater(
             self._blocks,
             self._first_order,
-            self.scale_free,
             self._skips,
             CudaGraphs(self.device) if cuda and options.replay and not double else None,
         )
@@ -494,7 +493,7 @@ class KFAC(torch.optim.Optimizer):
         scale = LossScale(getattr(self, "grad_scale", None), skip)
         size = StepSize(self.kl_clip, self.step_rms, self._rms_behind_momentum)
         replay = not (self._host_part_outside or self._capturing)
-        self._updater(self.param_groups, self.state, size, scale, replay=replay)
+        self._updater(self.param_groups, self.state, size, self.scale_free, scale, replay=replay)
 
     @contextmanager
     def _initialization(self) -> Iterator[None]:

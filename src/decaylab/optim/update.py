@@ -9,6 +9,7 @@ shape are preconditioned together, and everything behind is one multi-tensor ker
 On CUDA all that follows the gather is captured as a graph and replayed.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,7 +117,6 @@ class _Pattern:
         self.other_gradients: list[Tensor] = []
         self.rates: list[Tensor] = []
         self.filled: list[float | None] = []
-        self.captured: Captured[None] | None = None
 
 
 class Updater:
@@ -126,7 +126,6 @@ class Updater:
         blocks: the covered layers.
         first_order: torch's fused Adam or SGD; it is lent param groups and state for each step,
             velocities included.
-        scale_free: holds the norms of the layers it knows.
         skips: counts the steps that were left out.
         graphs: captures what follows the gather; None runs it as it is.
     """
@@ -135,19 +134,20 @@ class Updater:
         self,
         blocks: Blocks,
         first_order: torch.optim.Optimizer,
-        scale_free: ScaleFree,
         skips: Skips,
         graphs: Graphs | None = None,
     ) -> None:
         self.blocks, self.first_order = blocks, first_order
-        self._scale_free, self._skips, self._graphs = scale_free, skips, graphs
+        self._skips, self._graphs = skips, graphs
         self._patterns: dict[Any, _Pattern] = {}
+        self._captured: dict[_Pattern, Captured[None]] = {}
 
     def __call__(
         self,
         groups: Sequence[Group],
         state: State,
         size: StepSize,
+        scale_free: ScaleFree,
         loss_scale: LossScale,
         *,
         replay: bool = True,
@@ -155,12 +155,13 @@ class Updater:
         """Update every parameter that has a gradient.
 
         (l2: gradient += wd W) -> precondition -> step size -> momentum -> (decoupled: + wd W).
-        `replay`: by a graph, where there can be one.
+        `scale_free` holds the norms of the layers it knows. `replay`: by a graph, where there can
+        be one.
         """
         first_order: Any = self.first_order
         first_order.state = state
         replay = replay and self._graphs is not None and loss_scale == LossScale()
-        pattern = self._pattern(groups, state, size, replay)
+        pattern = self._pattern(groups, state, (size, scale_free), replay)
         for params, places in pattern.gathered:
             torch._foreach_copy_(places, _gradients_of(params))
         if any(g.is_sparse for _, params in pattern.others for g in _gradients_of(params)):
@@ -170,16 +171,17 @@ class Updater:
             )
         if not replay:
             rates = [group["lr"] for group in groups]
-            self._apply(pattern, groups, rates, size, loss_scale)
+            self._apply(pattern, groups, rates, size, scale_free, loss_scale)
             return
-        self._replay(pattern, groups, size)
+        self._replay(pattern, groups, size, scale_free)
 
     def forget(self) -> None:
         """Drop what was remembered of earlier steps, graphs included."""
         self._patterns.clear()
+        self._captured.clear()
 
     def _pattern(
-        self, groups: Sequence[Group], state: State, size: StepSize, replay: bool
+        self, groups: Sequence[Group], state: State, ways: tuple[Any, ...], replay: bool
     ) -> _Pattern:
         """The pattern of this step: a known one, or a new one."""
         params = [p for group in groups for p in group["params"]]
@@ -190,7 +192,7 @@ class Updater:
         ]
         key: tuple[Any, ...] = (
             *there,
-            size,
+            *ways,
             *(settings_of(group) for group in groups),
             *(v if isinstance(v, bool) else id(v) for v in velocities),
         )
@@ -201,14 +203,16 @@ class Updater:
         pattern = self._patterns.get(key)
         if pattern is None:
             if len(self._patterns) >= PATTERNS:
-                self._patterns.clear()
+                self.forget()
             pattern = self._patterns[key] = _Pattern(self.blocks, groups, state)
         return pattern
 
-    def _replay(self, pattern: _Pattern, groups: Sequence[Group], size: StepSize) -> None:
+    def _replay(
+        self, pattern: _Pattern, groups: Sequence[Group], size: StepSize, scale_free: ScaleFree
+    ) -> None:
         """What follows the gather, by a graph."""
         others = [p for _, params in pattern.others for p in params]
-        if pattern.captured is None:
+        if pattern not in self._captured:
             pattern.other_gradients = [torch.empty_like(p) for p in others]
             device = self.blocks.device
             pattern.rates = [
@@ -218,7 +222,7 @@ class Updater:
                 for group in groups
             ]
             pattern.filled = [None] * len(groups)
-            pattern.captured = self._capture(pattern, groups, others, size)
+            self._captured[pattern] = self._capture(pattern, groups, others, size, scale_free)
         for index, group in enumerate(groups):
             lr, rate = group["lr"], pattern.rates[index]
             if lr is not rate and (value := float(lr)) != pattern.filled[index]:
@@ -226,16 +230,24 @@ class Updater:
                 pattern.filled[index] = value
         if others:
             torch._foreach_copy_(pattern.other_gradients, _gradients_of(others))
-        pattern.captured()
+        self._captured[pattern]()
 
     def _capture(
-        self, pattern: _Pattern, groups: Sequence[Group], others: list[Tensor], size: StepSize
+        self,
+        pattern: _Pattern,
+        groups: Sequence[Group],
+        others: list[Tensor],
+        size: StepSize,
+        scale_free: ScaleFree,
     ) -> Captured[None]:
         lent = [{**group, "params": list(group["params"])} for group in groups]
+        own = weakref.ref(self)  # without a cycle: graphs and their memory go with the updater
 
         def work() -> None:
+            updater = own()
+            assert updater is not None
             with _gradients(others, pattern.other_gradients):
-                self._apply(pattern, lent, pattern.rates, size, LossScale())
+                updater._apply(pattern, lent, pattern.rates, size, scale_free, LossScale())
 
         assert self._graphs is not None
         return Captured(work, self._graphs)
@@ -246,10 +258,11 @@ class Updater:
         groups: Sequence[Group],
         rates: Sequence[Rate],
         size: StepSize,
+        scale_free: ScaleFree,
         loss_scale: LossScale,
     ) -> None:
         """All that follows the gather, by numbers that are on the device."""
-        with self._scale_free.held(self.first_order.state):
+        with scale_free.held(self.first_order.state):
             finite = self._move(pattern, groups, rates, size, loss_scale)
         if loss_scale.skip is None:  # a GradScaler looks for its scale by steps that overflow
             self._skips.count(finite)
