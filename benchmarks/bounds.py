@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from decaylab.curvature.factors import LARGEST_PRECISE
+from decaylab.curvature.preconditioner import LARGEST_PRECISE
 from decaylab.networks import build
 
 

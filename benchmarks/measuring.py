@@ -15,8 +15,8 @@ import torch
 
 import decaylab
 from decaylab.curvature import observer
-from decaylab.curvature.blocks import Blocks
-from decaylab.curvature.factors import Sums
+from decaylab.curvature.factors import RunningFactors, Sums
+from decaylab.curvature.preconditioner import Preconditioner
 from decaylab.data import DataSet, Split
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.update import Updater
@@ -33,9 +33,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "sampled backward": [(observer, "back_propagate")],
     "factor products": [(Sums, "add_inputs"), (Sums, "add_gradients")],
-    "fold": [(Blocks, "update")],
-    "inversion": [(Blocks, n) for n in ("invert", "begin_inversion", "end_inversion")],
-    "preconditioning": [(Blocks, "precondition")],
+    "fold": [(RunningFactors, "update")],
+    "inversion": [(Preconditioner, n) for n in ("invert", "begin_inversion", "end_inversion")],
+    "preconditioning": [(Preconditioner, "precondition")],
     "whole update": [(Updater, "__call__")],
 }
 PARTS_OF = {

@@ -67,7 +67,7 @@ def gradients_of(run: TrainingRun, batches: int) -> Iterator[None]:
 
 def joined(optimizer: KFAC, of: str) -> Steps:
     """[weight, bias] of each layer, as its factors order them: gradients, or steps."""
-    found, blocks = {}, optimizer._blocks
+    found, blocks = {}, optimizer._preconditioner
     for name, block in blocks.blocks.items():
         own = [p for p in (block.layer.weight, block.layer.bias) if p is not None]
         parts = [getattr(blocks.slots[p], of) for p in own if p in blocks.slots]
@@ -84,10 +84,10 @@ def steps_of(run: TrainingRun) -> Steps:
     with run.at_work():
         for group in optimizer.param_groups:
             if group["law"] == "kfac":
-                slots = optimizer._blocks.slots
+                slots = optimizer._preconditioner.slots
                 for p in group["params"]:
                     slots[p].gradient.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
-        optimizer._blocks.precondition()
+        optimizer._preconditioner.precondition()
     return joined(optimizer, "step")
 
 
@@ -97,7 +97,7 @@ def errors(run: TrainingRun, batches: int) -> dict[str, dict[str, float]]:
     with run.at_work(), torch.no_grad():
         optimizer._invert()
     worst: dict[str, dict[str, float]] = {}
-    banks = optimizer._blocks._banks
+    banks = optimizer._preconditioner.banks
     exact_inverses = [(bank.A_inverse.clone(), bank.G_inverse.clone()) for bank in banks]
     for _ in gradients_of(run, batches):
         with torch.no_grad():

@@ -119,7 +119,8 @@ def train(args: argparse.Namespace, weight_decay: float) -> tuple[Watch, float]:
         optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / args.steps))
     )
     if isinstance(optimizer, KFAC) and weight_decay:
-        for reason in sorted({c.reason for c in optimizer.coverage().values() if c.block is None}):
+        outside = [c for c in optimizer.coverage().values() if c.block is None]
+        for reason in sorted({c.explanation for c in outside}):
             print(f"  outside K-FAC's blocks, stepped by Adam: {reason}")
     probes = ["weight_norm", "movement", "effective_lr", "decay_exposure", "gn_norm"]
     if isinstance(optimizer, KFAC):

@@ -5,8 +5,8 @@ import torch
 from oracle.kfac_runs import EXACT, labels_for, library_factors, random, seeded, train_step
 from torch import nn
 
-from decaylab.curvature.factors import Shape
-from decaylab.curvature.layers import _copy_runs
+from decaylab.curvature.kinds.conv import copy_runs
+from decaylab.curvature.kinds.kind import Shape
 from decaylab.optim.kfac import KFAC
 
 
@@ -54,7 +54,7 @@ def test_copies_by_runs_of_numbers():
                 room = torch.zeros_like(numbers)
                 target = views(room)[place]
                 if target.shape == source.shape:
-                    _copy_runs(target, source)
+                    copy_runs(target, source)
                     assert torch.equal(target, source)
                     assert room.count_nonzero() == source.numel()
 

@@ -223,7 +223,7 @@ def test_a_dropped_inversion_does_not_write_into_memory_that_is_used_again(dropp
     train_step(opt, model, images, labels)
     state = opt.state_dict()
     train_step(opt, model, images, labels)
-    with torch.cuda.stream(opt._blocks._stream(0)):
+    with torch.cuda.stream(opt._preconditioner._stream(0)):
         torch.cuda._sleep(10**9)  # half a second
     train_step(opt, model, images, labels)  # begins an inversion, behind the sleep
     if dropped == "loaded":
@@ -242,20 +242,21 @@ def test_tf32_takes_nothing_from_the_step_of_a_small_badly_conditioned_layer(sid
     model = nn.Sequential(nn.Linear(inputs, outputs, bias=False)).cuda()
     optimizer = KFAC(model, lr=0.1, damping=1e-3)
     train_step(optimizer, model, torch.randn(8, inputs).cuda(), labels_for(8, classes=4).cuda())
-    bank = optimizer._blocks._banks[0]
+    inverses = optimizer._preconditioner.banks[0]
+    bank = inverses.bank
     for side in (bank.A, bank.G):
         basis = torch.linalg.qr(torch.randn_like(side[0]).double())[0]
         scales = torch.logspace(0, -6, len(basis), dtype=torch.float64, device="cuda")
         side[0] = basis * scales @ basis.mT
-    bank.gradient.normal_()
+    inverses.gradient.normal_()
     with arithmetic("tf32"), torch.no_grad():
         optimizer._invert()
-        optimizer._blocks.precondition()
+        optimizer._preconditioner.precondition()
     extra = factored_damping(bank.A.double(), bank.G.double(), torch.tensor([1e-3]).cuda())
     A, G = (damped(side.double(), more) for side, more in zip((bank.A, bank.G), extra, strict=True))
-    gradient = bank.gradient[..., :inputs].double()
+    gradient = inverses.gradient[..., :inputs].double()
     wanted = torch.linalg.solve(G, torch.linalg.solve(A, gradient, left=False))
-    assert (bank.weight_step - wanted).norm() < 1e-3 * wanted.norm()
+    assert (inverses.weight_step - wanted).norm() < 1e-3 * wanted.norm()
 
 
 def test_a_loop_that_goes_nowhere_is_told_so_without_a_synchronisation():

@@ -21,11 +21,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from decaylab.curvature.factors import Inversion
+from decaylab.curvature.distribution import distribution_of
+from decaylab.curvature.preconditioner import Inversion
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
-from decaylab.optim.parallel import ranks_of
 
 CLASSES = 3
 SIZE, DEVICE = (int(sys.argv[3]), sys.argv[4]) if __name__ == "__main__" else (2, "cpu")
@@ -588,7 +588,7 @@ def samples_of_the_initial_pass(rank):
     opt.initialize([batch])
     after = opt.generator.get_state()
     alike = alone(new(net))
-    alike._ranks = opt._ranks  # the seed of this rank, the rows of this rank alone
+    alike._distribution = opt._distribution  # the seed of this rank, the rows of this rank alone
     alike._seed = opt._seed
     alike.initialize([batch])
     own = on_all(alike.factors()["5"].S)
@@ -825,8 +825,9 @@ def a_group_of_some(rank):
     if rank:
         assert_close(norms, {name: new(net)[int(name)].weight.norm() for name in ("0", "3")})
         assert_close(flat(model), flat(expected))
-        assert ranks_of(model, lone).size == 1  # a group that is named counts
-        assert (ranks_of(model, None).rank, ranks_of(model, None).size) == (rank - 1, 2)
+        assert distribution_of(model, lone).size == 1  # a group that is named counts
+        two = distribution_of(model, None)
+        assert (two.rank, two.size) == (rank - 1, 2)
     assert_same_bits(weights[1:])
     assert seeds.tolist() == [10, 11, 11]
 

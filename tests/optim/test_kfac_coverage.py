@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+from decaylab.curvature.kinds.kind import Reason
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.kfac import KFAC, KFACOptions
@@ -54,12 +55,13 @@ REASONS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:K-FAC covers")
 @pytest.mark.parametrize("others", ["adam", "sgd"])
 def test_reasons(others):
     model = Net()
     opt = KFAC(model, 0.1, others=others, options=KFACOptions(exclude=("out",)))
     found = opt.coverage()
-    assert {name: found[name].reason for name in REASONS} == REASONS
+    assert {name: found[name].explanation for name in REASONS} == REASONS
     computed = {name for name in found if name.startswith("computed.")}
     assert found.keys() == REASONS.keys() | computed
     assert len(computed) == 3  # a bias, and what the weight is computed from
@@ -112,11 +114,12 @@ def test_a_group_that_is_split_has_the_names_of_its_own_parameters():
         assert group["names"] == [names[p] for p in group["params"]]
 
 
+@pytest.mark.filterwarnings("ignore:K-FAC covers")
 def test_the_bias_of_a_layer_whose_weight_a_hook_computes_is_in_no_block():
     """As torch's older spectral norm does it: the weight is no parameter, the class is Linear."""
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3)), nn.Linear(3, 2))
     found = KFAC(model, 0.1).coverage()
-    assert found["0.bias"].reason == "its weight is computed (parametrized)"
+    assert found["0.bias"].reason is Reason.COMPUTED
     assert {name for name, entry in found.items() if entry.block} == {"1.weight", "1.bias"}
 
 

@@ -187,18 +187,22 @@ def test_a_refresh_without_forward_pass_later_warns_and_keeps_the_factors():
 
 
 def test_a_weight_used_behind_the_layers_back():
+    """All such layers are named, and of each what has a gradient: of a bias alone, too."""
+
     class Direct(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.second.weight.requires_grad_(False)
+            self.last = nn.Linear(4, CLASSES)
 
         def forward(self, x):
-            return self.last(torch.nn.functional.linear(x, self.first.weight))
+            return self.last(x @ self.first.weight.T + self.second.bias)
 
     model = seeded(Direct)
     opt = KFAC(model, 0.1)
     cross_entropy(model(data()[0]), data()[1]).backward()
-    with pytest.raises(DecaylabError, match=r"'first'.*exclude"):
+    with pytest.raises(DecaylabError, match=r"layers 'first', 'second'.*\('first', 'second',\)"):
         opt.step()
 
 

@@ -214,7 +214,7 @@ def test_small_layers_are_preconditioned_in_full_precision_whatever_the_caller_a
     train_step(optimizer, model, random(6, 700), labels_for(6, classes=3))
     monkeypatch.setattr(torch, "bmm", recorded)
     with arithmetic("tf32"):
-        optimizer._blocks.precondition()
+        optimizer._preconditioner.precondition()
         assert matmul.fp32_precision == "tf32"
     assert seen.pop((4, 701)) == {"tf32"}
     assert seen.pop((3, 5)) == {"ieee"}

@@ -11,6 +11,7 @@ from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 
 CLASSES = 3
+pytestmark = pytest.mark.filterwarnings("ignore:K-FAC covers")
 
 
 class Mixed(nn.Module):

@@ -6,9 +6,9 @@ from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, t
 from oracle.two_ranks import failures
 from torch import nn
 
-from decaylab.curvature import ranks
-from decaylab.curvature.factors import Inversion
-from decaylab.curvature.ranks import Ranks
+from decaylab.curvature import distribution, guards
+from decaylab.curvature.distribution import Alone, Ranks
+from decaylab.curvature.preconditioner import Inversion
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 
@@ -55,7 +55,7 @@ def test_an_empty_batch_under_synchronized_batch_norm_is_refused(monkeypatch):
     opt.observe(logits)  # a single process goes on
     opt = KFAC(model, 0.1, logits="observed", **EXACT)
     logits = model(data()[0])[:0]
-    monkeypatch.setattr(ranks, "several", lambda: True)
+    monkeypatch.setattr(guards, "several", lambda: True)
     with pytest.raises(DecaylabError, match="at least one row"):
         opt.observe(logits)
 
@@ -63,9 +63,9 @@ def test_an_empty_batch_under_synchronized_batch_norm_is_refused(monkeypatch):
 def test_a_captured_step_of_several_ranks_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     cuda = torch.device("cuda")
-    Ranks().check_step(cuda)
+    Alone().check_step(cuda)
     with pytest.raises(DecaylabError, match="several ranks"):
-        Ranks(group="two", size=2).check_step(cuda)
+        Ranks("two", 0, 2).check_step(cuda)
 
 
 @pytest.mark.parametrize("sizes", [(9, 7, 7, 5, 4, 4, 3, 2, 2, 1), (1, 2, 2, 3, 4, 4, 5, 7, 7, 9)])
@@ -93,7 +93,7 @@ def test_many_tensors_are_few_messages(monkeypatch):
         flat.mul_(2)
 
     monkeypatch.setattr(torch.distributed, "all_reduce", doubled)
-    monkeypatch.setattr(ranks, "SENT_AT_ONCE", 800)
+    monkeypatch.setattr(distribution, "SENT_AT_ONCE", 800)
     shapes = [(3, 4), (200,), (2, 2), (5, 5), ()]
     tensors = [random(*shape, seed=i) for i, shape in enumerate(shapes)]
     tensors += [tensor.float().t() for tensor in tensors[2:4]]  # in another order in memory

@@ -83,8 +83,10 @@ def test_a_layer_that_shows_itself_later_moves_from_then_on(build):
 def test_an_inversion_for_a_layer_that_shows_itself_is_not_made_twice(monkeypatch):
     model = seeded(Branches)
     opt = KFAC(model, 0.1, refresh_every=1, invert_every=2)
-    made, invert = [], opt._blocks.invert
-    monkeypatch.setattr(opt._blocks, "invert", lambda *a: made.append(opt.steps) or invert(*a))
+    made, invert = [], opt._preconditioner.invert
+    monkeypatch.setattr(
+        opt._preconditioner, "invert", lambda *a: made.append(opt.steps) or invert(*a)
+    )
     opt.initialize([X])
     made.clear()
     for model.both in (False, False, True, True, True):

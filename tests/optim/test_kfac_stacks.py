@@ -23,7 +23,7 @@ def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def in_parts(monkeypatch, entries: int) -> None:
-    monkeypatch.setattr("decaylab.curvature.factors.INVERTED_AT_ONCE", entries * ENTRY)
+    monkeypatch.setattr("decaylab.curvature.preconditioner.INVERTED_AT_ONCE", entries * ENTRY)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])

@@ -284,7 +284,7 @@ def test_a_traced_pass_is_not_observed():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, in newer versions
         torch.jit.trace(model, data()[0])
-    assert not opt._observer.sums
+    assert not opt.estimator.sums
 
 
 def test_pruning_a_layer_later():

@@ -7,11 +7,10 @@ import torch
 from oracle.kfac_runs import random
 from torch import nn
 
+from decaylab.curvature.distribution import Alone, Ranks
 from decaylab.curvature.factors import Sums
-from decaylab.curvature.ranks import Ranks
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
-from decaylab.optim.parallel import together
 
 CPU = torch.device("cpu")
 
@@ -28,7 +27,7 @@ def test_random_numbers_depend_on_seed_step_and_rank():
     drawn = [tuple(first_numbers(Ranks("many", rank, 12), seed, s)) for seed, s, rank in given]
     assert len(set(drawn)) == len(given)
     assert first_numbers(Ranks("many", 1, 12), 11, 1) == list(drawn[given.index((11, 1, 1))])
-    assert first_numbers(Ranks(), 1, 1) == first_numbers(Ranks(), 2, 2)  # those that it has
+    assert first_numbers(Alone(), 1, 1) == first_numbers(Alone(), 2, 2)  # those that it has
 
 
 @pytest.mark.parametrize("first", [3, 2**31 + 3, 2**62 + 3])
@@ -40,11 +39,11 @@ def test_all_begin_with_the_seed_and_the_norms_of_the_first(monkeypatch, first):
     monkeypatch.setattr(
         torch.distributed, "broadcast", lambda flat, group, group_src: sent.append(flat.clone())
     )
-    seeds = [together(Ranks("two", 0, 2), first, norms[0], generators[0])]
+    seeds = [Ranks("two", 0, 2).together(first, norms[0], generators[0])]
     monkeypatch.setattr(
         torch.distributed, "broadcast", lambda flat, group, group_src: flat.copy_(sent.pop(0))
     )
-    seeds.append(together(Ranks("two", 1, 2), 2**64 - 1, norms[1], generators[1]))
+    seeds.append(Ranks("two", 1, 2).together(2**64 - 1, norms[1], generators[1]))
     assert seeds == [first, first]
     assert norms[1] == norms[0] == {"a": torch.tensor(1.5), "b": torch.tensor(3.0)}
     for rank, generator in enumerate(generators):
@@ -54,24 +53,24 @@ def test_all_begin_with_the_seed_and_the_norms_of_the_first(monkeypatch, first):
 
 def test_a_process_alone_keeps_its_seed_and_its_numbers():
     generator = torch.Generator().manual_seed(5)
-    assert together(Ranks(), 2**64 - 1, {"a": torch.tensor(1.0)}, generator) == 2**64 - 1
+    assert Alone().together(2**64 - 1, {"a": torch.tensor(1.0)}, generator) == 2**64 - 1
     again = torch.Generator().manual_seed(5)
     assert torch.equal(torch.rand(2, generator=generator), torch.rand(2, generator=again))
 
 
 def gathered(monkeypatch, own, steps=(7, 7), failures=0):
     """`own` sums of a layer, where the second rank has twice as much of everything but the step."""
-    blocks = KFAC(nn.Sequential(nn.Linear(2, 1)).double(), 0.1)._blocks.blocks
+    sites = KFAC(nn.Sequential(nn.Linear(2, 1)).double(), 0.1).estimator.sites
 
     def added(flat, group):
-        if flat.numel() == 6:  # the table: here, positions, rows; failures, step, its square
+        if flat.numel() == 6:  # the table: here, rows, positions; failures, step, its square
             more = [1.0, *(2 * flat[1:3]).tolist(), failures, steps[1], steps[1] ** 2]
             flat += torch.tensor(more, dtype=flat.dtype)
         else:
             flat *= 3
 
     monkeypatch.setattr(torch.distributed, "all_reduce", added)
-    return Ranks("two", 0, 2).gather(lambda: own, blocks, steps[0], CPU)
+    return Ranks("two", 0, 2).gather(lambda: own, sites, steps[0], CPU)
 
 
 def test_counts_of_ranks_are_exact(monkeypatch):

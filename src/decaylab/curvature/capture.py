@@ -4,6 +4,10 @@ On a refresh, a forward hook on each covered layer keeps its input and the gradi
 output (not the output: an in-place ReLU behind the layer would overwrite it). A hook on the model
 takes the logits and back-propagates curvature vectors through the same graph: one forward, one
 extra backward per vector. Parameter gradients are not computed in it.
+
+Products that no module's hook sees (attention's projections, a layer's weight given to `F.linear`)
+are met where they are made: while the model runs in an observed pass, and only then, the functions
+`F.linear` and `F.conv1d` to `F.conv3d` report the calls whose weight is a covered one.
 """
 
 import weakref
@@ -15,10 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
 
-from decaylab.errors import DecaylabError
+from decaylab.curvature import guards
+from decaylab.curvature.kinds.kind import Site
 from decaylab.networks.preserved import preserved
+
+# Functions that are called with (input, weight, bias, ...) for a layer's product.
+FUNCTIONS = ("linear", "conv1d", "conv2d", "conv3d")
 
 
 @dataclass(eq=False)
@@ -31,32 +40,48 @@ class Pass:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a covered layer: its input, its output's shape and edge, and its pass.
+    """One use of a site's matrix: its input, its output's shape and edge, and its pass.
 
-    `counted` [output's axes but the last]: its positions that take part, of a masked pass. There is
-    no edge where the loss's own gradients are listened to: the hook that does so would
-    hold the graph, which holds the hook, and neither would ever be freed.
+    `counted` [output's axes but the last]: its positions that take part, of a masked pass. `offset`
+    is where the used part of the parameter begins. There is no edge where the loss's own gradients
+    are listened to: the hook that does so would hold the graph, which holds the hook, and neither
+    would ever be freed.
     """
 
-    name: str
+    site: Site
     inputs: Tensor
     shape: torch.Size
     edge: GradientEdge | None
+    offset: int = 0
     observed: Pass | None = None
     counted: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._version = _version(self.inputs)
 
+    @property
+    def name(self) -> str:
+        """Of the site."""
+        return self.site.name
+
     def count(self, gradient: Tensor) -> None:
-        """Of a masked pass, take in the positions that a gradient comes back to.
+        """In a masked pass, count the positions that the mask has, and those with a gradient.
 
         Padding gets none; a token whose own row is not counted may be attended to by one that is.
+        Positions of a functional call may be in another order than the mask's: there the gradient
+        decides alone.
         """
         mask = None if self.observed is None else self.observed.mask
-        if mask is not None and mask.shape == self.shape[:-1]:
-            before = mask != 0 if self.counted is None else self.counted
-            self.counted = before | (gradient != 0).any(-1)
+        if mask is None:
+            return
+        if not self.site.kind.hooked:
+            before = torch.zeros_like(gradient[..., 0], dtype=torch.bool)
+        elif mask.shape == self.shape[:-1]:
+            before = mask != 0
+        else:
+            return
+        before = before if self.counted is None else self.counted
+        self.counted = before | (gradient != 0).any(-1)
 
     @property
     def overwritten(self) -> bool:
@@ -82,11 +107,9 @@ class _Hook:
         owner = self._owner()
         if owner is None:
             return
-        if getattr(module, "_is_replica", False) and owner.acts():
-            raise DecaylabError(
-                "nn.DataParallel runs copies of the model side by side, of which K-FAC cannot tell "
-                "one pass from another: use DistributedDataParallel"
-            )
+        replica = getattr(module, "_is_replica", False)
+        if replica and self._method != "_leave" and owner.acts():
+            guards.refuse_replicas()
         getattr(owner, self._method)(self._name, *event)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -102,27 +125,34 @@ class Capture:
     Args:
         model: the model, or what `torch.compile` made of it (a refresh then runs the eager module)
             or DistributedDataParallel.
-        layers: covered layers by name.
-        due: whether a refresh is due now.
+        sites: where covered matrices meet vectors, by name.
+        due: whether forward passes are to be observed now.
         on_output: called with the model's output and the keyword arguments it was called with,
             after each observed forward pass.
         on_gradient: if given, called with (call, gradient) when the loss's own backward pass
             reaches a layer's output; the gradient may have the shape of a view of it.
+        in_training: whether only passes in train mode are observed.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        layers: dict[str, nn.Module],
+        sites: dict[str, Site],
         due: Callable[[], bool],
         on_output: Callable[[Any, dict[str, Any]], None],
         on_gradient: Callable[[Call, Tensor], None] | None = None,
+        *,
+        in_training: bool = True,
     ) -> None:
         self.model = innermost(model)
         self.calls: list[Call] = []
-        self._layers = layers
+        self._sites = sites
+        self._hooked = {name: s.module for name, s in sites.items() if s.kind.hooked}
+        self._by_weight = {s.weight: s for s in sites.values() if s.kind.functional}
+        self._met_last: tuple[Call, weakref.ref[Tensor]] | None = None
         self.without_grad: set[str] = set()
         self._due, self._on_output, self._on_gradient = due, on_output, on_gradient
+        self._in_training = in_training
         self._pauses = 0
         self._inside, self._detached = False, False
         self._handles = [
@@ -132,9 +162,11 @@ class Capture:
                 layer.register_forward_hook(
                     _Hook(self, "_layer", name), prepend=True, with_kwargs=True
                 )
-                for name, layer in layers.items()
+                for name, layer in self._hooked.items()
             ),
             self.model.register_forward_hook(_Hook(self, "_end"), with_kwargs=True),
+            # also after an error
+            self.model.register_forward_hook(_Hook(self, "_leave"), always_call=True),
         ]
         self._undo_dispatch = [_run_eagerly_when(m, self._runs_eagerly) for m in model.modules()]
 
@@ -155,16 +187,15 @@ class Capture:
             self._pauses == 0
             and not self._detached
             and torch.is_grad_enabled()
-            and self.model.training
+            and (self.model.training or not self._in_training)
             and self._due()
             and not torch._C._are_functorch_transforms_active()
             and not torch.jit.is_tracing()
         )
 
-    def trained(self, *names: str) -> bool:
-        """Whether any of these layers, or of all, is not frozen now."""
-        layers = [self._layers[name] for name in names or self._layers]
-        return any(p.requires_grad for layer in layers for p in layer.parameters())
+    def trained(self) -> bool:
+        """Whether any covered layer is not frozen now."""
+        return any(site.trained for site in self._sites.values())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -189,6 +220,7 @@ class Capture:
             handle.remove()
         for undo in self._undo_dispatch:
             undo()
+        _reports.leave(self)
         self.calls.clear()
 
     def _begin(self, _: str, *event: Any) -> None:
@@ -196,30 +228,97 @@ class Capture:
         if self._inside:
             self.calls.clear()
             self.without_grad.clear()
+            self._met_last = None
+            _reports.join(self)
             # hooks that came later, too, make the model's output, and follow a layer
-            _move(self.model, self._handles[-1], to_end=True)
-            for layer, handle in zip(self._layers.values(), self._handles[1:-1], strict=True):
+            _move(self.model, self._handles[-2], to_end=True)
+            for layer, handle in zip(self._hooked.values(), self._handles[1:-2], strict=True):
                 _move(layer, handle, to_end=False)
 
     def _layer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self._inside and not torch.is_grad_enabled() and self._pauses == 0:
-            self.without_grad.add(name)
-        if not self.acts() or not output.requires_grad:
+        inputs = args[0] if args else next(iter(kwargs.values()))
+        last, self._met_last = self._met_last, None
+        if last is not None and last[0].name == name and last[1]() is output:
+            last[0].inputs = inputs.detach()  # as the module got it: a convolution may have padded
             return
-        if not self.trained(name):
-            return  # frozen for the moment
-        inputs = args[0] if args else kwargs["input"]
+        self._add(self._sites[name], inputs, output, 0)
+
+    def met(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        """A product was made by one of FUNCTIONS."""
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        weight = given["weight"]
+        base = weight if weight._base is None or weight in self._by_weight else weight._base
+        site = self._by_weight.get(base)
+        if site is None or (not weight.is_contiguous() and weight is not base):
+            return
+        rest = {key: kwargs[key] for key in kwargs.keys() - {"input", "weight", "bias"}}
+        whole = weight.numel() == base.numel()
+        if site.kind.hooked and not (whole and site.kind.same_call(site.module, args[3:], rest)):
+            return  # and if nothing else is seen of the layer, it is refused
+        offset = weight.storage_offset() - base.storage_offset()
+        call = self._add(site, given["input"], output, offset)
+        if call is not None and site.kind.hooked:
+            self._met_last = call, weakref.ref(output)
+
+    def _add(self, site: Site, inputs: Tensor, output: Tensor, offset: int) -> Call | None:
+        """Take down a use of a site, if the pass is observed and the site is trained."""
+        if self._inside and not torch.is_grad_enabled() and self._pauses == 0:
+            self.without_grad.add(site.name)
+        if not self.acts() or not output.requires_grad or not site.trained:
+            return None
         made = _in_the_graph(output)
         edge = get_gradient_edge(made) if self._on_gradient is None else None
-        call = Call(name, inputs.detach(), output.shape, edge)
+        call = Call(site, inputs.detach(), output.shape, edge, offset)
         self.calls.append(call)
         if self._on_gradient is not None:
             made.register_hook(partial(self._on_gradient, call))
+        return call
 
     def _end(self, _: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         inside, self._inside = self._inside, False
+        _reports.leave(self)
         if inside and self.acts():
             self._on_output(output, kwargs)
+
+    def _leave(self, _: str, *event: Any) -> None:
+        _reports.leave(self)
+
+
+class _Reports:
+    """Lets FUNCTIONS report their calls to captures that listen; without any, they are torch's."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Capture] = []
+        self._before: dict[str, Any] = {}
+        self._ours: dict[str, Any] = {}
+
+    def join(self, capture: Capture) -> None:
+        if not self._listeners:
+            for name in FUNCTIONS:
+                self._before[name] = getattr(F, name)
+                self._ours[name] = partial(self._called, self._before[name])
+                setattr(F, name, self._ours[name])
+        if capture not in self._listeners:
+            self._listeners.append(capture)
+
+    def leave(self, capture: Capture) -> None:
+        if capture not in self._listeners:
+            return
+        self._listeners.remove(capture)
+        if not self._listeners:
+            for name in FUNCTIONS:
+                if getattr(F, name) is self._ours[name]:
+                    setattr(F, name, self._before[name])
+
+    def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = function(*args, **kwargs)
+        if isinstance(output, Tensor) and not torch.compiler.is_compiling():
+            for capture in self._listeners:
+                capture.met(args, kwargs, output)
+        return output
+
+
+_reports = _Reports()
 
 
 def _move(module: nn.Module, hook: Any, *, to_end: bool) -> None:
@@ -257,18 +356,6 @@ def back_propagate(
     found = torch.autograd.grad(logits, edges, vectors, retain_graph=True, allow_unused=True)
     shapes = [call.shape for call in calls]
     return [None if g is None else g.reshape(s) for g, s in zip(found, shapes, strict=True)]
-
-
-def nodes_behind(tensor: Tensor) -> Iterator[Node]:
-    """Every node of the graph that made a tensor, once, beginning with its own."""
-    seen: set[Node] = set()
-    nodes = [tensor.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            yield node
-            seen.add(node)
-            nodes.extend(parent for parent, _ in node.next_functions)
 
 
 def wrappings(model: nn.Module) -> Iterator[nn.Module]:

@@ -1,4 +1,4 @@
-"""Kronecker factors A and S: sums over a refresh, running averages, inverses, preconditioning.
+"""Kronecker factors A and S: sums over a refresh, and their running averages.
 
 Scaling, for a loss averaged over the rows of the logits (recipe line 6):
 
@@ -12,30 +12,23 @@ convolutions, sequences and layers that are called several times alike. Blocks o
 stacked, so that each operation runs once per shape.
 """
 
-from contextlib import nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from decaylab.curvature.inverses import damped, factored_damping, ieee_products, invert_
+from decaylab.curvature import guards
+from decaylab.curvature.blocks import Block
+from decaylab.curvature.inverses import diagonal_of, mean_diagonal
 from decaylab.curvature.kernels import fold_
-from decaylab.curvature.layers import (
-    Columns,
-    Layer,
-    Sharing,
-    gradient_rows,
-    groups_of,
-    input_rows,
-    is_channels_last,
-    second_moment,
-)
+from decaylab.curvature.kinds.kind import Shape, Site, Use
+from decaylab.curvature.kinds.rows import Sharing
 
-# Bytes of factors that are inverted in one go: more are no faster, and need room for all of them.
-INVERTED_AT_ONCE = 2**27
-# Layers with sides up to this one, whose products are small, are preconditioned in full float32.
-LARGEST_PRECISE = 640
+# A mean eigenvalue of a block that shows none.
+TINY = 1e-12
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,8 @@ class KroneckerFactors:
     `A` [in (+1), in (+1)] is in the order of `weight.flatten(1)` with the bias last, `S` [out,
     out] by output channel; with a leading axis of groups where the layer has more than one. A side
     longer than `max_factor_dim` is its diagonal only, and is returned as that diagonal matrix's
-    vector. `T` is a scalar tensor.
+    vector. `T` is a scalar tensor; of experts, which meet different numbers of rows, that of the
+    first: S is so scaled that the product is right.
     """
 
     A: Tensor
@@ -53,84 +47,12 @@ class KroneckerFactors:
     T: Tensor
 
 
-class Shape(NamedTuple):
-    """What blocks must share to be stacked: the lengths of both sides, and which are diagonal.
-
-    `input_dim` counts the bias (the homogeneous 1), where there is one: it comes last.
-    """
-
-    input_dim: int
-    output_dim: int
-    bias: bool
-    input_diagonal: bool
-    output_diagonal: bool
-    dtype: torch.dtype
-
-    @property
-    def width(self) -> int:
-        """The input side without the bias."""
-        return self.input_dim - self.bias
-
-    def wide(self, device: torch.device) -> int:
-        """The input side with zeros behind it, to a size that tensor cores take."""
-        return -(-self.input_dim // 32) * 32 if device.type == "cuda" else self.input_dim
-
-
-@dataclass(frozen=True)
-class Block:
-    """One layer's place among the blocks: which of its parameters are trained, and its shape."""
-
-    name: str
-    layer: Layer
-    weight: bool
-    bias: bool
-    shape: Shape
-    channels_last: bool = False
-
-    @staticmethod
-    def of(name: str, layer: Layer, *, weight: bool, bias: bool, max_factor_dim: int) -> "Block":
-        """The block of a layer whose weight and/or bias is trained."""
-        groups = groups_of(layer)
-        fan_in = layer.weight[0].numel() * weight + bias
-        fan_out = layer.weight.shape[0] // groups
-        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-        diagonal = fan_in > max_factor_dim, fan_out > max_factor_dim
-        shape = Shape(fan_in, fan_out, bias, *diagonal, dtype)
-        return Block(name, layer, weight, bias, shape, weight and is_channels_last(layer))
-
-    @property
-    def groups(self) -> int:
-        """Number of stacked entries: one per group of a convolution."""
-        return groups_of(self.layer)
-
-    def as_weight(self, rows: Tensor) -> Tensor:
-        """A view [groups, out / groups, in / groups] of a stack in the shape of the weight."""
-        shape = self.layer.weight.shape
-        if not self.channels_last:
-            return rows.view(shape)
-        return rows.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
-
-    def in_weight_order(self, side: Tensor) -> Tensor:
-        """A stored input side [groups, dim(, dim)] in the order of `weight.flatten(1)`."""
-        return _reordered(side, self._stored_at(side)) if self.channels_last else side
-
-    def in_stored_order(self, side: Tensor) -> Tensor:
-        """What undoes `in_weight_order`."""
-        if not self.channels_last:
-            return side
-        return _reordered(side, self._stored_at(side).argsort())
-
-    def _stored_at(self, side: Tensor) -> Tensor:
-        """For each entry in weight order, where it is stored."""
-        shape = self.layer.weight.shape[1:]
-        width = shape.numel()
-        stored = torch.arange(width).view(*shape[1:], shape[0]).movedim(-1, 0).flatten()
-        return torch.cat([stored, torch.arange(width, side.shape[1])]).to(side.device)
-
-
 @dataclass
 class Sums:
-    """What one layer has shown since the last refresh: sums and counts, so that passes add up."""
+    """What one site has shown since the last refresh: sums and counts, so that passes add up.
+
+    `positions` is a number (on the device, of masked rows) or one for each group.
+    """
 
     A: Tensor | None = None
     G: Tensor | None = None
@@ -138,12 +60,12 @@ class Sums:
     rows: Tensor | float = 0.0
 
     @staticmethod
-    def none(block: Block, device: torch.device) -> "Sums":
+    def none(site: Site, device: torch.device) -> "Sums":
         """The sums of no rows, to which others can be added."""
-        shape, dtype = block.shape, block.shape.dtype
+        shape, dtype = site.shape, site.shape.dtype
         A = (shape.wide(device),) * (2 - shape.input_diagonal)
         G = (shape.output_dim,) * (2 - shape.output_diagonal)
-        sides = (torch.zeros(block.groups, *s, dtype=dtype, device=device) for s in (A, G))
+        sides = (torch.zeros(site.groups, *s, dtype=dtype, device=device) for s in (A, G))
         return Sums(*sides)
 
     @property
@@ -153,30 +75,33 @@ class Sums:
         assert self.G is not None
         return self.A, self.G
 
+    @property
+    def means(self) -> tuple[Tensor, Tensor]:
+        """The sides divided by their counts; nan without a row."""
+        A, G = self.sides
+        return A / _along(self.positions, A), G / self.rows
+
     def traces(self) -> Tensor:
         """The traces of the means, added, [groups]: finite where all of both is, and rows count."""
         A, G = self.sides
-        return _diagonal(A).sum(1) / self.positions + _diagonal(G).sum(1) / self.rows
+        return diagonal_of(A).sum(1) / self.positions + diagonal_of(G).sum(1) / self.rows
 
-    def add_inputs(
-        self, block: Block, inputs: list[Tensor], sharing: Sharing, masks: list[Tensor] | None
-    ) -> None:
-        """Add the sum of a a' over the rows of the layer's calls in one pass."""
-        ready = [_product_ready(x.to_dense(), block.shape.dtype) for x in inputs]
-        wide = block.shape.wide(inputs[0].device)
-        columns = Columns(block.weight, block.bias, wide, block.channels_last)
-        rows, count = input_rows(block.layer, ready, columns, sharing, masks)
-        total = _moment(rows, block.shape.dtype, diagonal=block.shape.input_diagonal)
+    def add_inputs(self, site: Site, uses: list[Use], sharing: Sharing) -> None:
+        """Add the sum of a a' over the rows of the site's uses in one pass."""
+        total, count = site.kind.input_moment(site, uses, sharing)
         self.A = total if self.A is None else self.A.add_(total)
         self.positions = self.positions + count
 
     def add_gradients(
-        self, block: Block, gradients: list[Tensor], sharing: Sharing, scale: Tensor | float
+        self,
+        site: Site,
+        uses: list[Use],
+        gradients: list[Tensor],
+        sharing: Sharing,
+        scale: Tensor | float,
     ) -> None:
-        """Add scale times the sum of g g' over the rows of the layer's calls in one pass."""
-        ready = [_product_ready(g, block.shape.dtype) for g in gradients]
-        rows = gradient_rows(block.layer, ready, sharing)
-        total = _moment(rows, block.shape.dtype, diagonal=block.shape.output_diagonal).mul_(scale)
+        """Add scale times the sum of g g' over those rows."""
+        total = site.kind.gradient_moment(site, uses, gradients, sharing).mul_(scale)
         self.G = total if self.G is None else self.G.add_(total)
 
     def add_rows(self, rows: Tensor | float) -> None:
@@ -184,45 +109,59 @@ class Sums:
         self.rows = self.rows + rows
 
 
-@dataclass
-class Inversion:
-    """An inversion on its way: damped copies of the factors of a part of a bank, then inverses."""
+def merged(head: Sums, embedding: Sums) -> Sums:
+    """One product for a weight [tokens, width] that is a head and an embedding: the sum of two.
 
-    A: Tensor
-    G: Tensor
-    sound: Tensor
+    As a head it is multiplied with h [width], as an embedding by counting tokens:
 
-    @property
-    def cost(self) -> float:
-        """Multiplications, but for a factor: d^3 of a matrix, d of a diagonal."""
-        return sum(
-            side.numel() * float(side.shape[-1]) ** (side.dim() == 3) for side in (self.A, self.G)
-        )
+        block = A (x) G + S_e (x) C_e,    A = E[h h'], G = diag(sum g^2), S_e of the embedding's
+                                          gradients [width, width], C_e of its counts [tokens]
 
-    def run(self) -> None:
-        """Invert the copies in place; the inverses in use stay as they are."""
-        for side in (self.A, self.G):
-            self.sound &= invert_(side)
+    (without the products of one use with the other). With f and f_e the means of both products'
+    diagonals, A^ and so on the sides divided by the means of their own, and w = f / (f + f_e),
 
-    def stay_for(self, stream: torch.cuda.Stream) -> None:
-        """Give no memory away before `stream` is done with it: an inversion may be dropped."""
-        for tensor in (self.A, self.G, self.sound):
-            tensor.record_stream(stream)
+        block ~ (w A^ + (1 - w) S_e^) (x) (f G^ + f_e C_e^)
+
+    which has the trace of the sum, is exact where one of the two vanishes or where they are
+    multiples of each other on one side, and is positive. Without an embedding's gradient it is the
+    head's block.
+    """
+    A, G = head.means
+    C, S = embedding.means
+    C, S = C[:, : G.shape[1]], _padded(S, A)
+    A_mean, G_mean, S_mean, C_mean = map(mean_diagonal, (A, G, S, C))
+    both = A_mean * G_mean + S_mean * C_mean
+    share = torch.where(both > 0, A_mean * G_mean / both, 1.0)
+    A = _along(share, A) * A + _along(_ratio((1 - share) * A_mean, S_mean), S) * S
+    G = G + _along(_ratio(S_mean, A_mean), C) * C
+    return Sums(A * head.positions, G * head.rows, head.positions, head.rows)
+
+
+def of_blocks(sums: Mapping[str, Sums], blocks: Mapping[str, Block]) -> dict[str, Sums]:
+    """The sums by site as sums by block."""
+    result = {}
+    for name, block in blocks.items():
+        head = sums.get(block.site.name)
+        embedding = None if block.tied is None else sums.get(block.tied.name)
+        if head is not None:
+            result[name] = head if embedding is None else merged(head, embedding)
+        elif embedding is not None:  # the head was not used: the same product, turned round
+            C, S = embedding.sides
+            A = S.new_zeros(1, *(block.shape.wide(S.device),) * (S.dim() - 1))
+            turned = _padded(S, A), C[:, : block.shape.output_dim]
+            result[name] = Sums(*turned, embedding.rows, embedding.positions)
+    return result
 
 
 @dataclass
 class Bank:
-    """All blocks of one shape, stacked: A [n, a, a], G [n, g, g] (or diagonals), and inverses.
+    """The factors of all blocks of one shape, stacked: A [n, a, a], G [n, g, g] (or diagonals).
 
-    Buffers are allocated once and written in place. `ready` says which blocks have a factor; until
-    then the inverse is zero, so that a layer that was never seen is not moved. `boost` multiplies
-    the damping of blocks whose last Cholesky factorisation failed. `shares` is between how many
-    ranks the inversions are divided.
+    Buffers are allocated once and written in place. `ready` says which blocks have a factor.
     """
 
     shape: Shape
     device: torch.device
-    shares: int = 1
     slices: dict[str, slice] = field(default_factory=dict)
     count: int = 0
 
@@ -232,37 +171,24 @@ class Bank:
         self.count += block.groups
 
     def allocate(self, ready: Tensor) -> None:
-        """Make the buffers, zero: nothing is known, nothing is moved. `ready` [n] is taken over."""
+        """Make the buffers, zero: nothing is known. `ready` [n] is taken over."""
         n, a, g = self.count, self.shape.input_dim, self.shape.output_dim
         wide = self.shape.wide(self.device)
 
-        def zeros(*size: int, dtype: torch.dtype = self.shape.dtype) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=self.device)
+        def zeros(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=self.shape.dtype, device=self.device)
 
-        one, two = self.shape.input_diagonal, self.shape.output_diagonal
-        self._wide_A, self._wide_inverse = (zeros(n, *(wide,) * (2 - one)) for _ in range(2))
-        within = (slice(None), *(slice(a),) * (2 - one))
-        self.A, self.A_inverse = self._wide_A[within], self._wide_inverse[within]
-        self.G, self.G_inverse = (zeros(n, *(g,) * (2 - two)) for _ in range(2))
-        self.gradient = zeros(n, g, wide)
-        # apart and without a margin, so that a step lies in memory as its parameter does
-        self.weight_step, self.bias_step = (
-            zeros(n, g, self.shape.width),
-            zeros(n, g * self.shape.bias),
-        )
-        self.T, self.boost, self.failures = zeros(n), zeros(n) + 1, zeros(n, dtype=torch.int64)
-        self.ready = ready
+        axes = 2 - self.shape.input_diagonal
+        self._wide_A = zeros(n, *(wide,) * axes)
+        self.A = self._wide_A[(slice(None), *(slice(a),) * axes)]
+        self.G = zeros(n, *(g,) * (2 - self.shape.output_diagonal))
+        self.T, self.ready = zeros(n), ready
 
-    def state(self) -> dict[str, Tensor]:
-        """The tensors that outlive a step."""
-        names = ("A", "G", "A_inverse", "G_inverse", "T", "boost", "failures", "ready")
-        return {name: getattr(self, name) for name in names}
-
-    def fold(self, sums: dict[str, Sums], keep: Tensor) -> None:
+    def fold(self, sums: Mapping[str, Sums], keep: Tensor) -> None:
         """F <- keep F + (1 - keep) mean, for each entry; where `keep` [n] is 1, nothing changes."""
         keep = keep.to(self.shape.dtype)
-        self.T *= keep
         gain = 1 - keep
+        self.T *= keep
         for name, layer in sums.items():
             here, (A, G) = self.slices[name], layer.sides
             fold_(self._wide_A[here], A, keep[here], layer.positions)
@@ -271,129 +197,115 @@ class Bank:
             rows = layer.rows.clamp(min=1) if isinstance(layer.rows, Tensor) else max(layer.rows, 1)
             self.T[here] += gain[here] * (layer.positions / rows)
 
-    @property
-    def parts(self) -> list[slice]:
-        """The entries that are inverted together: as many as need no more than INVERTED_AT_ONCE."""
-        entry = self.A[0].nbytes + self.G[0].nbytes
-        length = max(1, min(INVERTED_AT_ONCE // entry, -(-self.count // self.shares)))
-        return [slice(i, i + length) for i in range(0, self.count, length)]
-
-    def begin_inversion(self, part: slice, damping: Tensor) -> Inversion:
-        """Take a damped copy of the factors: `damping` [n] times each block's boost."""
-        A, G = self.A[part], self.G[part]
-        extra_A, extra_G = factored_damping(A, G, damping[part] * self.boost[part])
-        return Inversion(damped(A, extra_A), damped(G, extra_G), self.ready[part].clone())
-
-    def end_inversion(self, part: slice, done: Inversion) -> None:
-        """Use the new inverses.
-
-        Where the factorisation failed the old inverse stays and the boost doubles for the next try;
-        where it worked the boost halves towards 1.
-        """
-        failed = self.ready[part] & ~done.sound
-        for old, new in ((self.A_inverse[part], done.A), (self.G_inverse[part], done.G)):
-            old.copy_(torch.where(done.sound.view((-1,) + (1,) * (old.dim() - 1)), new, old))
-        boost = self.boost[part]
-        boost.copy_(torch.where(failed, boost * 2, (boost / 2).clamp(min=1)))
-        self.failures[part] += failed
-
-    def take_gradients(self) -> None:
-        """Take over the gradients that were written to the places of the steps."""
-        width = self.shape.width
-        self.gradient[..., :width] = self.weight_step
-        if self.shape.bias:
-            self.gradient[..., width] = self.bias_step
-
-    def decreases(self) -> list[Tensor]:
-        """Gradient times step: of the weights [n] and, where there are some, of the biases [n]."""
-        width = self.shape.width
-        gradient = self.gradient[..., :width]
-        sums = [(gradient * self.weight_step).sum((1, 2), dtype=torch.float64)]
-        if self.shape.bias:
-            biases = self.gradient[..., width] * self.bias_step
-            sums.append(biases.sum(1, dtype=torch.float64))
-        return sums
-
-    def scale_steps(self, rms: float) -> None:
-        """Give each block's step, weight and bias together, this root mean square; zero stays."""
-        parts = [self.weight_step, self.bias_step] if self.shape.bias else [self.weight_step]
-        squares = [part.flatten(1).square().sum(1, dtype=torch.float64) for part in parts]
-        length = rms * (self.shape.output_dim * self.shape.input_dim) ** 0.5
-        total = torch.stack(squares).sum(0)
-        scale = torch.where(total > 0, length / total.sqrt(), 0.0).to(self.shape.dtype)
-        for part in parts:
-            part.mul_(scale.view((-1,) + (1,) * (part.dim() - 1)))
-
-    def hold(self, here: slice, *, bias: bool) -> None:
-        """Let the gradient of a layer's bias, or else of its weight, be what makes its step zero.
-
-        The other part's step is then that of its own block, as if the held one were a constant:
-        with zeros instead, it would rely on the held one to move along, and be far too long.
-        """
-        if self.shape.input_diagonal:  # neither part knows of the other
-            return
-        last, inverse = self.shape.width, self.A_inverse[here]
-        weights, biases = self.gradient[here, :, :last], self.gradient[here, :, last:][..., :1]
-        known = inverse[:, last:, last:] > 0  # zero before the layer was seen
-        if bias:
-            coupling = inverse[:, :last, last:] / torch.where(known, inverse[:, last:, last:], 1.0)
-            biases.copy_(-weights @ coupling)
-            return
-        identity = torch.eye(last + 1, dtype=torch.float64, device=inverse.device)
-        sound = torch.where(known, inverse.double(), identity)
-        row = torch.linalg.solve_ex(sound, identity[:, last:].expand(len(sound), -1, -1))[0].mT
-        weights.copy_(biases * (row[..., :last] / row[..., last:]))
-
-    def precondition(self) -> None:
-        """Apply the inverse of A (x) G to each gradient [out, in (+1)]: G^-1 gradient A^-1.
-
-        Small layers without TF32: at the end of training ResNet32's first and last one, which are
-        its smallest, lost 2 % of their step to it (benchmarks/precision.py).
-        """
-        small = max(self.shape.input_dim, self.shape.output_dim) <= LARGEST_PRECISE
-        with ieee_products(self.device) if small else nullcontext():
-            self._precondition()
-
-    def _precondition(self) -> None:
-        if self.shape.input_diagonal:
-            half = self.gradient * self._wide_inverse[:, None, :]
-        else:
-            half = torch.bmm(self.gradient, self._wide_inverse)
-        width = self.shape.width
-        parts = [(half[..., :width], self.weight_step)]
-        if self.shape.bias:
-            parts.append((half[..., width : width + 1], self.bias_step[..., None]))
-        for part, step in parts:
-            if self.shape.output_diagonal:
-                torch.mul(part, self.G_inverse[:, :, None], out=step)
-            else:
-                torch.bmm(self.G_inverse, part, out=step)
-
     def factors(self, block: Block) -> KroneckerFactors:
         """One layer's factors, copied."""
         here = self.slices[block.name]
         T = self.T[here][0].clone()
-        A = block.in_weight_order(self.A[here]).clone()
+        A = block.site.in_weight_order(self.A[here]).clone()
         S = self.G[here] / torch.where(T > 0, T, 1.0)  # T is 0 before a layer was seen
         return KroneckerFactors(A, S, T) if len(A) > 1 else KroneckerFactors(A[0], S[0], T)
 
 
-def _product_ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the factor's dtype, but for bf16 and fp16 on CUDA, whose products accumulate in fp32."""
-    reduced = tensor.dtype in (torch.bfloat16, torch.float16)
-    return tensor if tensor.is_cuda and reduced and dtype == torch.float32 else tensor.to(dtype)
+class RunningFactors:
+    """The running averages of every block, stacked by shape.
+
+    `seen` names the blocks that have shown their factors at least once.
+    """
+
+    STATE = ("A", "G", "T", "ready")
+
+    def __init__(self, blocks: dict[str, Block], device: torch.device) -> None:
+        self.blocks, self.device = blocks, device
+        self.seen: set[str] = set()
+        self.home: dict[str, Bank] = {}
+        banks: dict[Shape, Bank] = {}
+        for name, block in blocks.items():
+            self.home[name] = banks.setdefault(block.shape, Bank(block.shape, device))
+            self.home[name].add(block)
+        self.banks = list(banks.values())
+        entries = sum(bank.count for bank in self.banks)
+        # in one piece, so that all blocks are looked at in one go
+        self._ready = torch.zeros(entries, dtype=torch.bool, device=device)
+        for bank, ready in zip(self.banks, self._by_bank(self._ready), strict=True):
+            bank.allocate(ready)
+
+    def update(self, by_site: Mapping[str, Sums], factor_decay: float) -> None:
+        """Fold a refresh into the averages: F <- decay F + (1 - decay) mean; the first sets them.
+
+        A layer that was not seen, or whose mean is not finite, is left out, on the device.
+        """
+        sums = of_blocks(by_site, self.blocks)
+        unseen = self._ready.double() * torch.nan if len(sums) < len(self.home) else self._ready
+        shown = [
+            sums[name].traces() if name in sums else nothing[here]
+            for bank, nothing in zip(self.banks, self._by_bank(unseen), strict=True)
+            for name, here in bank.slices.items()
+        ]
+        sound = torch.cat(shown).isfinite()
+        keep = torch.where(sound, self._ready.double() * factor_decay, 1.0)
+        for bank, kept in zip(self.banks, self._by_bank(keep), strict=True):
+            bank.fold({name: sums[name] for name in bank.slices if name in sums}, kept)
+        self._ready |= sound
+        # not yet, if it was called with no example
+        self.seen |= {n for n, s in sums.items() if isinstance(s.positions, Tensor) or s.positions}
+
+    def forget(self) -> None:
+        """Let the next `update` set the factors instead of averaging into them."""
+        self._ready.zero_()
+
+    def factors(self) -> dict[str, KroneckerFactors]:
+        """The running averages of every block, copied."""
+        return {name: bank.factors(self.blocks[name]) for name, bank in self.home.items()}
+
+    def mean_eigenvalues(self) -> dict[str, Tensor]:
+        """(tr A / dim A) (tr G / dim G) of each layer, [groups]: its block's mean eigenvalue.
+
+        A little more than zero where the layer is dead, so that it can damp.
+        """
+        return {
+            name: (mean_diagonal(bank.A) * mean_diagonal(bank.G)).clamp(min=TINY)[bank.slices[name]]
+            for name, bank in self.home.items()
+        }
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """What outlives a step, of one block, copied; A in the order of `weight.flatten(1)`."""
+        bank = self.home[name]
+        own = {key: getattr(bank, key)[bank.slices[name]].clone() for key in self.STATE}
+        own["A"] = self.blocks[name].site.in_weight_order(own["A"])
+        own["seen"] = torch.full_like(own["ready"][0], name in self.seen)
+        return own
+
+    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Put back the `state` of every block."""
+        for name, own in state.items():
+            bank = self.home[name]
+            for key in self.STATE:
+                buffer = getattr(bank, key)[bank.slices[name]]
+                guards.check_saved_shape(name, own[key], buffer)
+                value = own[key].to(buffer.device)
+                if key == "A":
+                    value = self.blocks[name].site.in_stored_order(value)
+                buffer.copy_(value)
+        # a layer may have been seen and not be ready: of values that are not finite
+        self.seen = {n for n, own in state.items() if bool(own.get("seen", own["ready"].any()))}
+
+    def _by_bank(self, entries: Tensor) -> tuple[Tensor, ...]:
+        """A vector over all entries, cut into those of each bank."""
+        return entries.split([bank.count for bank in self.banks])
 
 
-def _moment(rows: Tensor, dtype: torch.dtype, *, diagonal: bool) -> Tensor:
-    """Sum over rows of r r', or of its diagonal only: [groups, dim, dim] or [groups, dim]."""
-    return rows.to(dtype).square().sum(1) if diagonal else second_moment(rows, dtype)
+def _along(values: Tensor | float, side: Tensor) -> Tensor | float:
+    """Numbers, one per group, in the axes of a side [groups, dim(, dim)]; a scalar as it is."""
+    if not isinstance(values, Tensor) or values.dim() == 0:
+        return values
+    return values.view((-1,) + (1,) * (side.dim() - 1)).to(side.dtype)
 
 
-def _reordered(side: Tensor, order: Tensor) -> Tensor:
-    """Rows, and in a matrix columns too, of [n, dim(, dim)] taken in another order."""
-    side = side[:, order]
-    return side if side.dim() == 2 else side[:, :, order]
+def _ratio(one: Tensor, other: Tensor) -> Tensor:
+    """One over the other, zero where that is zero."""
+    return torch.where(other > 0, one / torch.where(other > 0, other, 1.0), 0.0)
 
 
-def _diagonal(side: Tensor) -> Tensor:
-    return side if side.dim() == 2 else side.diagonal(dim1=1, dim2=2)
+def _padded(side: Tensor, like: Tensor) -> Tensor:
+    """A side with zeros behind it, up to the length of another."""
+    return F.pad(side, (0, like.shape[-1] - side.shape[-1]) * (side.dim() - 1))

@@ -37,7 +37,12 @@ def factored_damping(A: Tensor, G: Tensor, damping: Tensor) -> tuple[Tensor, Ten
 
 def mean_diagonal(side: Tensor) -> Tensor:
     """Trace over dimension of each factor: [n, d, d] or [n, d] to [n]."""
-    return (side if side.dim() == 2 else side.diagonal(dim1=1, dim2=2)).mean(1)
+    return diagonal_of(side).mean(1)
+
+
+def diagonal_of(side: Tensor) -> Tensor:
+    """The diagonal [n, d] of each factor."""
+    return side if side.dim() == 2 else side.diagonal(dim1=1, dim2=2)
 
 
 def damped(side: Tensor, damping: Tensor) -> Tensor:

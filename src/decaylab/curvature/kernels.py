@@ -20,9 +20,12 @@ _usable = True
 def fold_(average: Tensor, total: Tensor, keep: Tensor, count: Tensor | float) -> None:
     """average[i] <- keep[i] average[i] + (1 - keep[i]) total[i] / count, in place.
 
-    average and total are [n, ...], keep is [n]. Where keep[i] is 1 nothing is read of total[i]: one
-    that is not finite does not spread. On CUDA one pass over the memory.
+    average and total are [n, ...], keep is [n], count a number or [n]. Where keep[i] is 1 nothing
+    is read of total[i]: one that is not finite does not spread. On CUDA one pass over the memory.
     """
+    if isinstance(count, Tensor) and count.dim():
+        # an entry without rows, whose count is zero, is one that is left as it is
+        count = count.view((-1,) + (1,) * (total.dim() - 1)).to(total.dtype)
     if average.is_cuda and total.is_contiguous() and _folded(average, total, keep, count):
         return
     kept = keep.view((-1,) + (1,) * (total.dim() - 1))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decaylab.curvature.observer import CountedRows
+from decaylab.curvature.estimator import CountedRows
 from decaylab.curvature.untouched import bare
 from decaylab.errors import DecaylabError, needed
 from decaylab.probes.watch import FREE, Probe, Watch, watch

@@ -1,21 +1,42 @@
 """Which parameters K-FAC preconditions, layer by layer, and who steps the others."""
 
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from decaylab.curvature.factors import Block
-from decaylab.curvature.layers import LAYER_TYPES
+from decaylab.curvature.blocks import Verdict
+from decaylab.curvature.kinds.kind import Reason
 from decaylab.errors import DecaylabError
 
 # Arguments of KFAC that a param group cannot have for itself.
 OF_ALL_GROUPS = {
     *("curvature", "curvature_scale", "damping", "damping_scaling", "factor_decay"),
     *("invert_every", "kl_clip", "likelihood", "logits", "max_factor_dim", "options"),
-    *("others", "outputs", "reduction", "refresh_every", "sharing"),
+    *("others", "outputs", "reduction", "refresh_every", "sharing", "step_rms", "step_scaling"),
+}
+
+
+# The sentence of each reason; {0}, {1} and {all} are what the reason is about.
+WORDS = {
+    Reason.COVERED: "{all}",
+    Reason.FROZEN: "frozen when the optimizer was built",
+    Reason.TIED: "tied: shared by {all}",
+    Reason.EXCLUDED: "excluded by name",
+    Reason.OWN_CODE: "{0} is a {1} with code of its own",
+    Reason.NO_BLOCK: "{0} has no Kronecker-factored block",
+    Reason.NO_PART: "{0!r} is no weight or bias of a {1}",
+    Reason.COMPUTED: "its weight is computed (parametrized)",
+    Reason.RECURRENT: "{0} multiplies in one kernel with its gates, where no product can be seen",
+    Reason.SPARSE: "{0} has sparse gradients",
+    Reason.RENORMALISED: "{0} renormalises its weight in every pass (max_norm)",
+    Reason.BY_FREQUENCY: "{0} scales its gradient by the frequency of tokens",
+    Reason.SHARED_BIAS: "its weight shares a block with others, where it has no place",
+    Reason.OTHER_PRODUCT: "{0} does not multiply its experts one by one: "
+    'model.set_experts_implementation("eager") covers them',
 }
 
 
@@ -26,72 +47,73 @@ class Coverage:
     Attributes:
         block: the layer whose Kronecker-factored block it is in, or None.
         method: "kfac", or the first-order method that steps it: "adam" or "sgd".
-        reason: in words.
+        reason: why.
+        about: the names that belong to the reason: classes of layers, places of a tied parameter.
+        size: number of entries of the parameter.
     """
 
     block: str | None
     method: str
-    reason: str
+    reason: Reason
+    about: tuple[str, ...] = ()
+    size: int = 0
+
+    @property
+    def explanation(self) -> str:
+        """The reason in words."""
+        return WORDS[self.reason].format(*self.about, all=", ".join(self.about))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The blocks by layer name, the coverage by parameter name, and the param groups by method."""
+def coverage_of(
+    verdicts: Mapping[Tensor, Verdict], names: Mapping[Tensor, str], others: str
+) -> dict[str, Coverage]:
+    """The coverage by parameter name; a warning where it is less than half of what is trained."""
+    coverage = {
+        names[p]: Coverage(
+            verdict.block,
+            others if verdict.block is None else "kfac",
+            verdict.reason,
+            verdict.about,
+            p.numel(),
+        )
+        for p, verdict in verdicts.items()
+    }
+    wanted = [c for c in coverage.values() if c.reason not in (Reason.FROZEN, Reason.EXCLUDED)]
+    inside, total = (
+        sum(c.size for c in those) for those in ([c for c in wanted if c.block is not None], wanted)
+    )
+    if 2 * inside < total:
+        largest = max((c for c in wanted if c.block is None), key=lambda c: c.size)
+        name = next(name for name, c in coverage.items() if c is largest)
+        warnings.warn(
+            f"K-FAC covers {inside / total:.0%} of the parameters, and {others} steps the others: "
+            f"the largest is {name!r} ({largest.explanation}); coverage() lists them all",
+            stacklevel=4,
+        )
+    return coverage
 
-    blocks: dict[str, Block]
-    coverage: dict[str, Coverage]
-    groups: list[dict[str, Any]]
 
+def checked_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, Any]]:
+    """Param groups from what torch's optimizers take (parameters, named ones, or dicts).
 
-def plan(
-    model: nn.Module,
-    params: Iterable[Any] | None,
-    *,
-    exclude: Iterable[str],
-    max_factor_dim: int,
-    others: dict[str, Any],
-) -> Plan:
-    """Sort a model's parameters into blocks and others, and split each param group accordingly.
-
-    `params` is what torch's optimizers take (parameters, named ones, or dicts); None is every
-    parameter. A group with both kinds becomes two; `others` holds the options of the groups that
-    first-order steps serve.
+    None is every parameter of the model.
     """
     groups = _as_groups(model.parameters() if params is None else params)
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    layers: dict[str, Any] = dict(model.named_modules())
     _refuse_without_effect(groups)
-    chosen = [p for group in groups for p in group["params"]]
-    _check_parameters(chosen, names)
-    _check_excluded(layers, exclude)
-    owners = _owners(model)
-    coverage: dict[str, Coverage] = {}
-    members: dict[str, set[str]] = {}  # of each block: "weight", "bias" or both
-    for parameter in chosen:
-        home, attribute = owners[parameter][0]
-        reason = _why_not(parameter, layers[home], owners[parameter], exclude)
-        if reason is None:
-            coverage[names[parameter]] = Coverage(home, "kfac", type(layers[home]).__name__)
-            members.setdefault(home, set()).add(attribute)
-        else:
-            coverage[names[parameter]] = Coverage(None, others["law"], reason)
-    if not members:
-        raise DecaylabError(
-            "K-FAC covers no layer of this model: it needs a trainable Linear or Conv1d/2d/3d "
-            "layer; use torch.optim for a model without one"
-        )
-    blocks = {
-        name: Block.of(
-            name,
-            layers[name],
-            weight="weight" in own,
-            bias="bias" in own,
-            max_factor_dim=max_factor_dim,
-        )
-        for name, own in members.items()
-    }
-    covered = {p for p in chosen if coverage[names[p]].block is not None}
-    return Plan(blocks, coverage, [part for g in groups for part in _split(g, covered, others)])
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    _check_parameters([p for group in groups for p in group["params"]], names)
+    return groups
+
+
+def split_groups(
+    groups: Iterable[dict[str, Any]], verdicts: Mapping[Tensor, Verdict], others: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Each group as one of covered parameters and one of the others, where it has them.
+
+    `others` holds the options of the groups that first-order steps serve.
+    """
+    covered = {p for p, verdict in verdicts.items() if verdict.block is not None}
+    return [part for group in groups for part in _split(group, covered, others)]
 
 
 def _split(
@@ -117,39 +139,6 @@ def _split(
         yield {**others, **part(rest), "lr": lr, "law": others["law"]}
 
 
-def _why_not(
-    parameter: Tensor, module: nn.Module, owners: list[tuple[str, str]], exclude: Iterable[str]
-) -> str | None:
-    """Why a parameter of `module` is in no block; None if it is in its layer's."""
-    name, attribute = owners[0]
-    if not parameter.requires_grad:
-        return "frozen when the optimizer was built"
-    if len(owners) > 1:
-        return f"tied: shared by {', '.join(f'{home}.{a}' for home, a in owners)}"
-    if name in exclude:
-        return "excluded by name"
-    if type(module) not in LAYER_TYPES:
-        for known in LAYER_TYPES:
-            if isinstance(module, known):
-                return f"{type(module).__name__} is a {known.__name__} with code of its own"
-        return f"{type(module).__name__} has no Kronecker-factored block"
-    if attribute not in ("weight", "bias"):
-        return f"{attribute!r} is no weight or bias of a {type(module).__name__}"
-    if not isinstance(module._parameters.get("weight"), Tensor):
-        return "its weight is computed (parametrized)"
-    return None
-
-
-def _owners(model: nn.Module) -> dict[Tensor, list[tuple[str, str]]]:
-    """For each parameter, its places (module name, attribute); a module met twice counts once."""
-    owners: dict[Tensor, list[tuple[str, str]]] = {}
-    for name, module in model.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(parameter, []).append((name, attribute))
-    return owners
-
-
 def _check_parameters(chosen: list[Tensor], names: dict[Tensor, str]) -> None:
     """Refuse parameters that are not the model's, or have no shape yet."""
     strangers = sum(p not in names for p in chosen)
@@ -163,23 +152,6 @@ def _check_parameters(chosen: list[Tensor], names: dict[Tensor, str]) -> None:
             raise DecaylabError(
                 f"parameter {names[parameter]!r} has no shape yet: "
                 "run one batch through the model before building KFAC"
-            )
-
-
-def _check_excluded(layers: dict[str, nn.Module], exclude: Iterable[str]) -> None:
-    """Refuse names of no module, and of modules that hold layers instead of being one."""
-    unknown = sorted(set(exclude) - layers.keys())
-    if unknown:
-        raise DecaylabError(f"exclude names no layer of the model: {', '.join(unknown)}")
-    for name in exclude:
-        inside = [
-            f"{name}.{child}".removeprefix(".")
-            for child, module in layers[name].named_modules()
-            if child and type(module) in LAYER_TYPES
-        ]
-        if inside:
-            raise DecaylabError(
-                f"exclude: {name!r} is not a layer, it has some in it: name these, as {inside[0]!r}"
             )
 
 

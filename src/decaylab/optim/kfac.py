@@ -9,14 +9,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from decaylab.curvature.blocks import Blocks
+from decaylab.curvature import guards
 from decaylab.curvature.capture import as_in_training, innermost
+from decaylab.curvature.distribution import distribution_of
+from decaylab.curvature.estimator import KroneckerEstimator
 from decaylab.curvature.factors import KroneckerFactors, Sums
-from decaylab.curvature.layers import Sharing
-from decaylab.curvature.observer import Measure, Observer
+from decaylab.curvature.kinds.rows import Sharing
 from decaylab.curvature.outputs import Curvature, Likelihood
+from decaylab.curvature.preconditioner import Preconditioner
 from decaylab.errors import DecaylabError
-from decaylab.optim.coverage import Coverage, plan
+from decaylab.optim.coverage import Coverage, checked_groups, coverage_of, split_groups
 from decaylab.optim.decay import Decay
 from decaylab.optim.first_order import lay_out_state
 from decaylab.optim.graphs import CudaGraphs
@@ -26,14 +28,11 @@ from decaylab.optim.kfac_options import (
     KFACOptions,
     check_arguments,
     check_groups,
-    check_initial,
     check_measured,
     check_numbers,
     check_saved,
     first_order,
-    one_device,
 )
-from decaylab.optim.parallel import ranks_of, together
 from decaylab.optim.scale_free import ScaleFree, invariant_layers
 from decaylab.optim.update import LossScale, StepSize, Updater
 
@@ -67,7 +66,7 @@ class KFAC(torch.optim.Optimizer):
     inverses; at every step two matrix products per layer.
 
     Data-parallel training: give it `DistributedDataParallel(model)`, or name the process group in
-    `KFACOptions`; see `decaylab.optim.parallel`.
+    `KFACOptions`; see `decaylab.curvature.distribution`.
 
     Args:
         model: the model whose training-mode forward passes are observed; or `torch.compile(model)`.
@@ -146,9 +145,6 @@ class KFAC(torch.optim.Optimizer):
         max_factor_dim: int = 8192,
         options: KFACOptions = KFACOptions(),  # noqa: B008 - frozen
     ) -> None:
-        measure = Measure(
-            curvature, likelihood, outputs, curvature_scale, reduction, sharing, logits
-        )
         check_arguments(model, lr)
         lag = options.inversion_lag
         check_numbers(
@@ -173,50 +169,56 @@ class KFAC(torch.optim.Optimizer):
         self.damping_scaling = damping_scaling
         self.refresh_every, self.invert_every = refresh_every, invert_every
         self._rms_behind_momentum = options.rms_behind_momentum
-        self._ranks, self._inversion_lag = ranks_of(model, options.process_group), lag
+        self._distribution = distribution_of(model, options.process_group)
+        self._inversion_lag = lag
         if others_lr is None:
             others_lr = 1e-3 if others == "adam" else lr
         cuda = any(p.is_cuda for p in self.model.parameters())
         self._first_order = first_order(others, others_lr, momentum, options, cuda=cuda)
-        planned = plan(
-            self.model,
-            params,
+        groups = checked_groups(self.model, params)
+        # nothing here refers back to self: its memory and hooks go with the last reference to it
+        own = weakref.ref(self)
+        self.estimator = KroneckerEstimator(
+            model,
+            parameters=[p for group in groups for p in group["params"]],
+            curvature=curvature,
+            likelihood=likelihood,
+            outputs=outputs,
+            curvature_scale=curvature_scale,
+            reduction=reduction,
+            sharing=sharing,
+            logits=logits,
             exclude=options.exclude,
             max_factor_dim=max_factor_dim,
-            others={**self._first_order.defaults, "law": others, "weight_decay": weight_decay},
+            counted_rows=options.counted_rows,
+            seed=options.seed,
+            due=lambda: (kfac := own()) is not None and kfac.refresh_due,
+            distribution=self._distribution,
         )
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        self._coverage = coverage_of(self.estimator.verdicts, names, others)
+        first = {**self._first_order.defaults, "law": others, "weight_decay": weight_decay}
         defaults = {"lr": lr, "weight_decay": weight_decay, "decay": decay, "momentum": momentum}
-        super().__init__(planned.groups, defaults)
-        self._coverage, self._laid_out = planned.coverage, True
+        super().__init__(split_groups(groups, self.estimator.verdicts, first), defaults)
+        self._laid_out = True
         check_groups(self.param_groups)
-        self.device = one_device(self.param_groups)
-        self._blocks = Blocks(planned.blocks, self.device, self._ranks)
+        self.device, blocks = self.estimator.device, self.estimator.blocks
+        self._preconditioner = Preconditioner(self.estimator.running, self._distribution)
         scaled = damping_scaling == "scale-free"
-        layers = invariant_layers(self.model, planned.blocks, options.invariant) if scaled else []
-        self.scale_free = ScaleFree(planned.blocks, layers)
+        layers = invariant_layers(self.model, blocks, options.invariant) if scaled else []
+        self.scale_free = ScaleFree(blocks, layers)
         self._skips = Skips(self.device)
         # a graph reads learning rates from tensors, which torch's fused kernels take as float32
         double = any(p.dtype == torch.float64 for p in self.model.parameters())
         self._updater = Updater(
-            self._blocks,
+            self._preconditioner,
             self._first_order,
             self._skips,
             CudaGraphs(self.device) if cuda and options.replay and not double else None,
         )
-        seed = torch.initial_seed() if options.seed is None else options.seed
-        generator = torch.Generator(self.device).manual_seed(seed)
-        self._seed = together(self._ranks, seed, self.scale_free.norms, generator)
-        # nothing here refers back to self: its memory and hooks go with the last reference to it
-        own = weakref.ref(self)
-        self._observer = Observer(
-            model,
-            planned.blocks,
-            measure,
-            lambda: (kfac := own()) is not None and kfac.refresh_due,
-            generator,
-            options.counted_rows,
+        self._seed = self._distribution.together(
+            self.estimator.seed, self.scale_free.norms, self.generator
         )
-        weakref.finalize(self, self._observer.capture.detach).atexit = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -259,14 +261,14 @@ class KFAC(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. The empirical Fisher forgets these gradients, too, if no step used them."""
-        self._observer.forget_loss_gradients()
+        self.estimator.forget_loss_gradients()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def before_step(self) -> None:
         """The part of `step` that precedes its device work: pending inverses come into use."""
         if self._begun is not None and self.steps - self._begun >= self._inversion_lag:
-            self._blocks.end_inversion()
+            self._preconditioner.end_inversion()
             self._begun = None
         # asked before the step's own inversion, which a replayed graph makes without this object
         self._begins = self._inversion_due and not self.inverts_now
@@ -281,10 +283,10 @@ class KFAC(torch.optim.Optimizer):
         changes must be a tensor on the device, in every param group; all other numbers (damping,
         KL clip, weight decay) stay as captured, and `load_state_dict` asks for a new capture.
         """
-        self._ranks.check_step(self.device)
+        self._distribution.check_step(self.device)
         with torch.autocast(self.device.type, enabled=False):
             if self.refresh_due:
-                self._refresh(self._blocks.gather(self._observer.take, self.steps))
+                self._refresh(self.estimator.gather(self.estimator.take, self.steps))
             if self.inverts_now:
                 self._invert()
             self._update()
@@ -293,15 +295,15 @@ class KFAC(torch.optim.Optimizer):
     def after_step(self) -> None:
         """The part of `step` that follows: an inversion that is due begins or goes on."""
         if self._begins:
-            self._blocks.begin_inversion(self.damping, self._ratios())
+            self._preconditioner.begin_inversion(self.damping, self._ratios())
             self._begun = self.steps
         if self._begun is not None:
-            self._blocks.advance_inversion(self._inversion_lag)
+            self._preconditioner.advance_inversion(self._inversion_lag)
         if self.refresh_due:
             self._skips.look()
         self.steps += 1
         if self.refresh_due:
-            self._ranks.seed(self.generator, self._seed, self.steps)
+            self._distribution.seed(self.generator, self._seed, self.steps)
 
     def captured_settings(self) -> tuple[Any, ...]:
         """The numbers that a graph of the coming step has built in, beside the param groups'."""
@@ -330,7 +332,7 @@ class KFAC(torch.optim.Optimizer):
     @property
     def generator(self) -> torch.Generator:
         """The optimizer's own generator, which a CUDA graph of a refresh must be told about."""
-        return self._observer.generator
+        return self.estimator.generator
 
     def observe(self, logits: Tensor | Sequence[Tensor], mask: Tensor | None = None) -> None:
         """Hand over the logits of the last forward pass, where the model's output is not them.
@@ -339,11 +341,11 @@ class KFAC(torch.optim.Optimizer):
         losses add up) or padded rows (`mask`, true for rows that count; then build KFAC with
         `logits="observed"`). Free when no refresh is due.
         """
-        self._observer.observe(logits, mask)
+        self.estimator.take_logits(logits, mask)
 
     def paused(self) -> AbstractContextManager[None]:
         """Silence the hooks: forward passes in here are not observed."""
-        return self._observer.capture.paused()
+        return self.estimator.capture.paused()
 
     def initialize(
         self,
@@ -364,30 +366,33 @@ class KFAC(torch.optim.Optimizer):
             loss: (output, labels) -> loss, for the empirical Fisher; a batch is then (inputs,
                 labels).
         """
-        if loss is None and self._observer.measure.curvature == "empirical-fisher":
+        if loss is None and self.estimator.measurement.curvature == "empirical-fisher":
             raise DecaylabError(
                 "the empirical Fisher is made of the loss's gradients: "
                 "call initialize(batches, loss=...)"
             )
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         with self._initialization():
-            passes = partial(self._observer.measured, batches, forward, loss, trained)
-            sums = self._blocks.gather(passes, self.steps)
-        check_initial(sums)
+            passes = partial(self.estimator.measured, batches, forward, loss, trained)
+            sums = self.estimator.gather(passes, self.steps)
+        guards.check_initial(sums)
         with torch.no_grad():
-            self._blocks.forget()
-            self._blocks.update(sums, self.factor_decay)
+            self.estimator.running.forget()
+            self.estimator.running.update(sums, self.factor_decay)
             self._invert()
         self._initialized = True
 
     def factors(self) -> dict[str, KroneckerFactors]:
         """The running averages A, S and T of every covered layer, by name, copied."""
-        return self._blocks.factors()
+        return self.estimator.factors()
 
     def dampings(self) -> dict[str, Tensor]:
         """Each block's lambda as an inversion now would use it: scale-free and raised ones too."""
         ratios = self._ratios()
-        return {n: self.damping * ratios.get(n, 1.0) * b for n, b in self._blocks.boosts().items()}
+        return {
+            n: self.damping * ratios.get(n, 1.0) * b
+            for n, b in self._preconditioner.boosts().items()
+        }
 
     def coverage(self) -> dict[str, Coverage]:
         """For every parameter: which block it is in, or why it is in none and who steps it."""
@@ -395,11 +400,11 @@ class KFAC(torch.optim.Optimizer):
 
     def check(self) -> Health:
         """Read the counters (one host sync); raise if the last ten steps were skipped."""
-        return Health(self.steps, *self._skips.read(), self._blocks.failures())
+        return Health(self.steps, *self._skips.read(), self._preconditioner.failures())
 
     def detach(self) -> None:
         """Remove the hooks from the model; the optimizer is not to be stepped afterwards."""
-        self._observer.capture.detach()
+        self.estimator.capture.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's state dict and, under "kfac", factors, inverses, counters and generator state."""
@@ -413,9 +418,9 @@ class KFAC(torch.optim.Optimizer):
             "damping": self.damping,
             "skips": self._skips.counts.clone(),
             "seed": self._seed,
-            "generator": self._observer.generator.get_state(),
+            "generator": self.generator.get_state(),
             "initial_norms": {name: norm.clone() for name, norm in self.scale_free.norms.items()},
-            "layers": self._blocks.state_dict(),
+            "layers": self._preconditioner.state_dict(),
         }
         return state
 
@@ -425,7 +430,7 @@ class KFAC(torch.optim.Optimizer):
         if mine is None:
             raise DecaylabError("this state dict holds no K-FAC factors: it is another optimizer's")
         check_saved(state_dict, self.param_groups, list(self._coverage))
-        self._blocks.load_state_dict(mine["layers"])
+        self._preconditioner.load_state_dict(mine["layers"])
         super().load_state_dict(state_dict)
         lay_out_state(self)
         self._updater.forget()
@@ -433,9 +438,9 @@ class KFAC(torch.optim.Optimizer):
         self._begun, self._inverted = mine["begun"], bool(mine["inverted"])
         self._initialized = bool(mine.get("initialized", True))  # older states did not hurry
         self._skips.counts.copy_(mine["skips"])
-        self._observer.generator.set_state(mine["generator"].cpu())
+        self.generator.set_state(mine["generator"].cpu())
         self._seed = int(mine.get("seed", self._seed))
-        self._ranks.seed(self.generator, self._seed, self.steps)
+        self._distribution.seed(self.generator, self._seed, self.steps)
         for name, norm in self.scale_free.norms.items():
             norm.copy_(mine["initial_norms"].get(name, norm))
 
@@ -456,10 +461,11 @@ class KFAC(torch.optim.Optimizer):
 
     def _refresh(self, sums: dict[str, Sums]) -> None:
         """Fold what was observed into the factors."""
-        check_measured(self._blocks, sums)
-        before = len(self._blocks.seen)
-        self._blocks.update(sums, self.factor_decay)
-        if len(self._blocks.seen) > before and self._inverted and not self._inversion_due:
+        running = self.estimator.running
+        check_measured(running, sums)
+        before = len(running.seen)
+        running.update(sums, self.factor_decay)
+        if len(running.seen) > before and self._inverted and not self._inversion_due:
             self._invert()  # for layers that show themselves late: they would not move until then
 
     @property
@@ -476,16 +482,16 @@ class KFAC(torch.optim.Optimizer):
     def _ratios(self) -> dict[str, Tensor]:
         """What each layer's damping is multiplied by, for those where it is not 1."""
         if self.damping_scaling == "trace":
-            return self._blocks.mean_eigenvalues()
+            return self.estimator.running.mean_eigenvalues()
         return self.scale_free.ratios()
 
     def _invert(self) -> None:
-        self._blocks.invert(self.damping, self._ratios())
+        self._preconditioner.invert(self.damping, self._ratios())
         self._begun, self._inverted = None, True
 
     def _update(self) -> None:
         skip = getattr(self, "found_inf", None)  # set by a GradScaler around its step
-        if skip is not None and self._observer.measure.curvature == "empirical-fisher":
+        if skip is not None and self.estimator.measurement.curvature == "empirical-fisher":
             raise DecaylabError(
                 "the empirical Fisher is measured on the loss's gradients, which a GradScaler "
                 "scales: use bfloat16 autocast without one, or curvature='fisher'"
@@ -498,10 +504,10 @@ class KFAC(torch.optim.Optimizer):
     @contextmanager
     def _initialization(self) -> Iterator[None]:
         self._initializing = True
-        self._ranks.seed(self.generator, self._seed, -1 - self.steps)
+        self._distribution.seed(self.generator, self._seed, -1 - self.steps)
         try:
             with as_in_training(self.model):
                 yield
         finally:
             self._initializing = False
-            self._ranks.seed(self.generator, self._seed, self.steps)
+            self._distribution.seed(self.generator, self._seed, self.steps)

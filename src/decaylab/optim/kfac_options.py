@@ -1,6 +1,7 @@
 """Rare options of K-FAC, checks of what it is given, and the optimizer of all other parameters."""
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -8,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decaylab.curvature.blocks import Blocks
-from decaylab.curvature.factors import Sums
-from decaylab.curvature.observer import CountedRows
+from decaylab.curvature.estimator import CountedRows
+from decaylab.curvature.factors import RunningFactors, Sums
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import check_decay
 from decaylab.optim.update import skipped_when_fused
@@ -131,10 +131,11 @@ def check_groups(groups: list[dict[str, Any]]) -> None:
             )
 
 
-def check_measured(blocks: Blocks, sums: dict[str, Sums]) -> None:
-    """Refuse a refresh that saw nothing, and a layer that learns but does not show itself."""
-    if not sums and any(p.requires_grad for p in blocks.slots):
-        if not blocks.seen:
+def check_measured(factors: RunningFactors, sums: Mapping[str, Sums]) -> None:
+    """Refuse a refresh that saw nothing, and layers that learn but do not show themselves."""
+    blocks = factors.blocks
+    if not sums and any(block.site.trained for block in blocks.values()):
+        if not factors.seen:
             raise DecaylabError(
                 "no forward pass was observed before the first step: run the model that KFAC "
                 "was built with, in train mode and with grad enabled (a compiled model: build "
@@ -145,26 +146,21 @@ def check_measured(blocks: Blocks, sums: dict[str, Sums]) -> None:
             "the factors stay as they are",
             stacklevel=5,
         )
-    for name in sorted(blocks.blocks.keys() - blocks.seen - sums.keys()):
-        if blocks.blocks[name].layer.weight.grad is not None:
-            raise DecaylabError(
-                f"layer {name!r} has a gradient but was never measured: its weight is used "
-                "without the layer being called, a compiled function calls it (compile modules "
-                "instead), or its output does not lead to the logits. Leave it to the "
-                f"first-order method with options=KFACOptions(exclude=({name!r},))"
-            )
-
-
-def check_initial(sums: dict[str, Sums]) -> None:
-    """Refuse an initial pass that measured nothing, or nothing that is finite, of a layer."""
-    if not sums:
-        raise DecaylabError("initialize got no batch to measure the curvature on")
-    for name, measured in sums.items():
-        if not all(bool(side.isfinite().all()) for side in measured.sides):
-            raise DecaylabError(
-                f"initialize met values that are not finite in layer {name!r}: "
-                "look for nan or inf in the batches and in the weights"
-            )
+    unseen = [
+        name
+        for name in sorted(blocks.keys() - factors.seen)
+        if not any(site.name in sums for site in blocks[name].sites)
+        and any(part.grad is not None for part in blocks[name].site.parts)
+    ]
+    if unseen:
+        names = ", ".join(map(repr, unseen))
+        subject = f"layer {names} has" if len(unseen) == 1 else f"layers {names} have"
+        raise DecaylabError(
+            f"{subject} a gradient but was never measured: the weight is used "
+            "without the layer being called, a compiled function calls it (compile modules "
+            "instead), or its output does not lead to the logits. Leave it to the "
+            f"first-order method with options=KFACOptions(exclude=({names},))"
+        )
 
 
 def has_gaps(tensor: Tensor) -> bool:
@@ -186,20 +182,3 @@ def check_saved(state: dict[str, Any], groups: list[dict[str, Any]], names: list
                 f"this state dict has a state of {other['law']} for parameters outside the "
                 f"blocks: build KFAC with others={other['law']!r}"
             )
-
-
-def one_device(groups: list[dict[str, Any]]) -> torch.device:
-    """The device of all parameters."""
-    devices = {p.device for group in groups for p in group["params"]}
-    if len(devices) > 1:
-        raise DecaylabError(
-            f"the parameters are on several devices ({', '.join(sorted(map(str, devices)))}): "
-            "move the model to one before building KFAC"
-        )
-    device = devices.pop()
-    if device.type == "meta":
-        raise DecaylabError(
-            "the model is on the meta device, without memory: call model.to_empty(device=...) and "
-            "give it its weights before building KFAC"
-        )
-    return device

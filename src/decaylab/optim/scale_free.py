@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decaylab.curvature.factors import Block
+from decaylab.curvature.blocks import Block
 from decaylab.errors import DecaylabError
 from decaylab.networks import roles
 from decaylab.networks.roles import normalised_layers
@@ -75,7 +75,9 @@ def invariant_layers(
     by_order = named is None
     if named is None:
         named = [r.module for r in roles(model).values() if r.role == "invariant"]
-    found = [name for name, block in blocks.items() if name in set(named) and block.weight]
+    found = [
+        name for name, block in blocks.items() if name in set(named) and block.site.trains_weight
+    ]
     if by_order and (guessed := _guessed(model, found)):
         warnings.warn(
             f"scale-free damping takes layer {guessed[0]!r} (of {len(guessed)} such) for "
@@ -113,5 +115,5 @@ def _guessed(model: nn.Module, layers: Sequence[str]) -> list[str]:
 
 def _parts(block: Block) -> list[Tensor]:
     """A layer's weight, and its bias where that is trained."""
-    layer = block.layer
-    return [layer.weight, *([layer.bias] if block.bias and layer.bias is not None else [])]
+    site = block.site
+    return [site.weight, *([site.bias] if site.trains_bias and site.bias is not None else [])]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decaylab.curvature.blocks import Blocks
+from decaylab.curvature.preconditioner import Preconditioner
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import add_decay
 from decaylab.optim.graphs import Captured, Graphs
@@ -81,7 +81,7 @@ class _Members:
 class _Pattern:
     """What a step touches when certain parameters have a gradient, in lists that are made once."""
 
-    def __init__(self, blocks: Blocks, groups: Sequence[Group], state: State) -> None:
+    def __init__(self, blocks: Preconditioner, groups: Sequence[Group], state: State) -> None:
         slots, places = blocks.slots, blocks.places()
         self.gathered: list[tuple[list[Tensor], list[Tensor]]] = []  # parameters, their places
         self.members: list[_Members] = []
@@ -132,7 +132,7 @@ class Updater:
 
     def __init__(
         self,
-        blocks: Blocks,
+        blocks: Preconditioner,
         first_order: torch.optim.Optimizer,
         skips: Skips,
         graphs: Graphs | None = None,

@@ -1,6 +1,6 @@
 """Kronecker factors for the probes: measured on any model, and what is read off them.
 
-The factors are always `decaylab.optim.kfac`'s own; nothing here computes them a second time.
+The factors are `curvature.estimator`'s, which are the optimizer's; nothing is computed twice.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from decaylab.curvature.estimator import KroneckerEstimator
 from decaylab.curvature.factors import KroneckerFactors
 from decaylab.curvature.outputs import Curvature, Likelihood
 from decaylab.curvature.untouched import check_inputs, check_logits, trainable, untouched
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC, KFACOptions
 
 
 def measured_factors(
@@ -37,39 +37,23 @@ def measured_factors(
     with untouched(model) as bare_model:
         for module in bare_model.modules():
             module.training = isinstance(module, _NormBase)
-        kfac = KFAC(
-            _Training(bare_model),
-            lr=1.0,
-            params=list(trainable(bare_model).values()),
+
+        def logits(batch: Any) -> Tensor:
+            inputs = batch[0] if isinstance(batch, tuple | list) else batch
+            return check_logits(bare_model(inputs))
+
+        estimator = KroneckerEstimator(
+            bare_model,
+            parameters=trainable(bare_model).values(),
             curvature=curvature,
             likelihood=likelihood,
             outputs=outputs,
-            options=KFACOptions(seed=seed),
+            seed=seed,
         )
         try:
-            kfac.initialize(_checked(bare_model, batches))
-            return kfac.factors()
+            return estimator.measure(_checked(bare_model, batches), forward=logits)
         finally:
-            kfac.detach()
-
-
-class _Training(nn.Module):
-    """A model in whatever mode inside one in train mode, which is what K-FAC observes.
-
-    Layers have the names that they have in the model, in errors too.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """Those of the model."""
-        return self.model.named_modules(*args, **kwargs)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """The model's logits."""
-        return check_logits(self.model(inputs))
+            estimator.detach()
 
 
 def _checked(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:

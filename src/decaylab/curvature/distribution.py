@@ -1,0 +1,294 @@
+"""With whom the rows of a batch are shared: nobody, or the ranks of a data-parallel training.
+
+    model = DistributedDataParallel(network)
+    optimizer = KFAC(model, lr=0.03)            # the rest of the loop is that of any optimizer
+
+Every rank observes its own rows. Sums and counts are added up over the ranks before they become
+factors, which so are those of all rows together, each row counting alike, also where ranks have
+different numbers of them. Each rank then inverts a share of the blocks, and gets the others' from
+those who inverted them. Gradients are DistributedDataParallel's, a mean over ranks. As factors,
+inverses and gradients are the same bits on every rank, so are the steps, where the ranks compute
+alike: the same kind of device, and the same software. Without DistributedDataParallel (a group
+named in `KFACOptions`), the loop must see to it that weights and gradients are the same everywhere.
+
+A layer may be used by some ranks only, a batch may be empty, and the ranks may give `initialize`
+different batches, but for SyncBatchNorm, whose ranks wait for each other in every pass.
+
+The empirical Fisher takes a mean loss to be the mean over the rank's own rows. Sampled outputs are
+drawn by each rank for its own rows, from numbers that depend on seed, step and rank alone:
+what the first rank's `state_dict()` holds lets all ranks go on bit for bit (load it on every rank);
+another number of ranks, or one, goes on with other samples.
+
+Cost, beside that of one process: at a refresh the sums of A and G are added up over the ranks, and
+the host waits once; each rank inverts a share of the blocks, and inverses are sent around.
+
+Not covered, and refused: parameters in shards (FSDP, tensor parallelism), layers that
+DistributedDataParallel was told to ignore, or met frozen, `model.join()`, CUDA graphs of a step.
+Another way to distribute is another class with the methods of `Distribution`.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from decaylab.curvature import guards
+from decaylab.curvature.capture import wrappings
+from decaylab.curvature.factors import Sums
+from decaylab.curvature.kinds.kind import Site
+from decaylab.curvature.preconditioner import Inversion
+
+# Bytes that are sent in one go: small tensors travel together, and large ones need no second room.
+SENT_AT_ONCE = 2**27
+
+Measuring = Callable[[], dict[str, Sums]]
+
+
+class Distribution(Protocol):
+    """What those who train one model together tell each other.
+
+    All must call the same methods in the same order, and must get the same bits from them.
+    """
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def gather(
+        self, measure: Measuring, sites: Mapping[str, Site], step: int, device: torch.device
+    ) -> dict[str, Sums]:
+        """The sums that `measure` returns, of all together."""
+
+    def check_step(self, device: torch.device) -> None:
+        """Refuse a step that would not be the same for all."""
+
+    def divided(self, inversions: Sequence[Inversion]) -> tuple[list[Inversion], list[Inversion]]:
+        """Those that this process runs, and those of others."""
+
+    def share(self, inversions: Sequence[Inversion]) -> None:
+        """Get each inversion from who ran it."""
+
+    def seed(self, generator: torch.Generator, seed: int, step: int) -> None:
+        """Begin the random numbers that this process draws at a step."""
+
+    def together(self, seed: int, norms: Mapping[str, Tensor], generator: torch.Generator) -> int:
+        """Let all begin with the first one's seed, which is returned, and norms.
+
+        They may differ where a rank has a seed of its own, and has yet to get its weights from the
+        first.
+        """
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A single process. `early`: there was no process group of any kind yet."""
+
+    early: bool = False
+    size: int = 1
+
+    def gather(
+        self, measure: Measuring, sites: Mapping[str, Site], step: int, device: torch.device
+    ) -> dict[str, Sums]:
+        """Its own."""
+        guards.check_ranks(early=self.early, wrapper=None)
+        return measure()
+
+    def check_step(self, device: torch.device) -> None:
+        """Refuse to go on alone where others have come."""
+        guards.check_ranks(early=self.early, wrapper=None)
+
+    def divided(self, inversions: Sequence[Inversion]) -> tuple[list[Inversion], list[Inversion]]:
+        """All of them."""
+        return list(inversions), []
+
+    def share(self, inversions: Sequence[Inversion]) -> None:
+        """Nothing to do."""
+
+    def seed(self, generator: torch.Generator, seed: int, step: int) -> None:
+        """It goes on with the numbers it has."""
+
+    def together(self, seed: int, norms: Mapping[str, Tensor], generator: torch.Generator) -> int:
+        """Its own."""
+        return seed
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a process group, each with rows and gradients as DistributedDataParallel has.
+
+    Attributes:
+        group: the process group. What adding up over it gives must be the same bits on each of its
+            ranks, as it is with NCCL and gloo.
+        rank: of this process within it.
+        size: how many there are.
+        wrapper: the DistributedDataParallel, if it is known.
+    """
+
+    group: Any
+    rank: int
+    size: int
+    wrapper: Any = None
+
+    def from_first(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite the tensors with those of the first rank."""
+        for bucket in _buckets(tensors):
+            _all_at_once(bucket, lambda flat: dist.broadcast(flat, group=self.group, group_src=0))
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite the tensors with their sums over the ranks."""
+        for bucket in _buckets(tensors):
+            _all_at_once(bucket, lambda flat: dist.all_reduce(flat, group=self.group))
+
+    def gather(
+        self, measure: Measuring, sites: Mapping[str, Site], step: int, device: torch.device
+    ) -> dict[str, Sums]:
+        """The sums that `measure` returns, added up over the ranks: the same dict on all of them.
+
+        A site is in it if one rank saw it. An error in `measure`, and ranks that are not at the
+        same `step`, are an error on every rank: none waits for another that has given up. Cost: a
+        table of counts, for which the host waits, and then all sums of A and G.
+        """
+        guards.check_ranks(early=False, wrapper=self.wrapper)
+        guards.refuse_own_gradients(self.wrapper, {n: site.parts for n, site in sites.items()})
+        failure = None
+        try:
+            sums = measure()
+        except Exception as error:  # the others are told before it is raised
+            sums, failure = {}, error
+        step %= 2**20  # its square, and that of a sum of it, must be exact
+        table = [
+            [name in sums, sums.get(name, Sums()).rows, *_positions(sums.get(name, Sums()), site)]
+            for name, site in sites.items()
+        ]
+        table.append([failure is not None, step, step**2])
+        *counts, (failures, steps, squares) = self._added_up(table, device)
+        if failure is not None:
+            raise failure
+        guards.check_ranks_agree(self.size, failures, steps, squares)
+        total: dict[str, Sums] = {}
+        for (name, site), (seen, rows, *positions) in zip(sites.items(), counts, strict=True):
+            if seen:
+                total[name] = own = sums.get(name) or Sums.none(site, device)
+                own.rows, own.positions = rows, positions[0]
+                if len(positions) > 1:
+                    own.positions = torch.tensor(positions, dtype=torch.float64, device=device)
+        self.add_up([side for own in total.values() for side in own.sides])
+        return total
+
+    def _added_up(self, table: list[list[Any]], device: torch.device) -> list[list[float]]:
+        """The sums over the ranks of numbers, some of which (masked rows) are on the device."""
+        flat = [number for row in table for number in row]
+        known = [0.0 if isinstance(number, Tensor) else float(number) for number in flat]
+        sums = torch.tensor(known, dtype=torch.float64, device=device)
+        for entry, number in enumerate(flat):
+            if isinstance(number, Tensor):
+                sums[entry] = number
+        self.add_up([sums])
+        numbers = iter(sums.tolist())
+        return [[next(numbers) for _ in row] for row in table]
+
+    def check_step(self, device: torch.device) -> None:
+        """Refuse `join()`, and a CUDA graph."""
+        guards.check_ranks(early=False, wrapper=self.wrapper)
+        guards.refuse_captured_ranks(device)
+
+    def divided(self, inversions: Sequence[Inversion]) -> tuple[list[Inversion], list[Inversion]]:
+        """Those that this rank runs, and those of others: the largest to who has least to do."""
+        work = [0.0] * self.size
+        mine: list[Inversion] = []
+        others: list[Inversion] = []
+        for inversion in sorted(inversions, key=lambda inversion: -inversion.cost):
+            least = work.index(min(work))
+            work[least] += inversion.cost
+            (mine if least == self.rank else others).append(inversion)
+        return mine, others
+
+    def share(self, inversions: Sequence[Inversion]) -> None:
+        """Get each inversion from the rank that ran it: the others add zeros to it."""
+        guards.check_ranks(early=False, wrapper=self.wrapper)
+        for inversion in self.divided(inversions)[1]:
+            for tensor in (inversion.A, inversion.G, inversion.sound):
+                tensor.zero_()
+        sound = [inversion.sound.to(inversion.A.dtype) for inversion in inversions]
+        self.add_up([side for i in inversions for side in (i.A, i.G)] + sound)
+        for inversion, total in zip(inversions, sound, strict=True):
+            inversion.sound = total > 0
+
+    def seed(self, generator: torch.Generator, seed: int, step: int) -> None:
+        """Begin the random numbers that this rank draws at a step, from nothing else than these.
+
+        So that ranks draw different ones, and go on with the same ones after a resume from a state
+        that the first rank saved.
+        """
+        digest = hashlib.sha256(f"{seed} {step} {self.rank}".encode()).digest()
+        generator.manual_seed(int.from_bytes(digest[:8], "little"))
+
+    def together(self, seed: int, norms: Mapping[str, Tensor], generator: torch.Generator) -> int:
+        """The first one's seed, and norms."""
+        common = torch.tensor(seed % 2**63, device=generator.device)
+        self.from_first([common, *norms.values()])
+        seed = int(common)
+        self.seed(generator, seed, 0)
+        return seed
+
+
+def distribution_of(model: nn.Module, group: Any) -> Distribution:
+    """The ranks that train a model together: of `group`, or of its DistributedDataParallel."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Alone(early=True)
+    guards.refuse_shards(model)
+    parallel = nn.parallel.DistributedDataParallel
+    wrapper: Any = next((m for m in wrappings(model) if isinstance(m, parallel)), None)
+    if group is None and wrapper is not None:
+        group = wrapper.process_group
+    if group is not None:
+        size = dist.get_world_size(group)
+        return Ranks(group, dist.get_rank(group), size, wrapper) if size > 1 else Alone()
+    if guards.several():
+        warnings.warn(
+            "there are several processes, and KFAC was given a model that is not in a "
+            "DistributedDataParallel: its factors are those of this process's rows. For a model of "
+            "its own that is right; where the processes train one together, build "
+            "KFAC(DistributedDataParallel(model), ...), or "
+            "options=KFACOptions(process_group=torch.distributed.group.WORLD)",
+            stacklevel=3,
+        )
+    return Alone()
+
+
+def _positions(sums: Sums, site: Site) -> list[Tensor | float]:
+    """The counts of a site's groups where each has its own, else the one of all."""
+    positions = sums.positions
+    if isinstance(positions, Tensor) and positions.dim():
+        return [*positions]
+    return [positions] * (site.groups if site.kind.counts_groups else 1)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors, those of one dtype together, in pieces of no more than SENT_AT_ONCE."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket: list[Tensor] = []
+        room = SENT_AT_ONCE
+        for tensor in tensors:
+            if tensor.dtype != dtype:
+                continue
+            if bucket and tensor.nbytes > room:
+                yield bucket
+                bucket, room = [], SENT_AT_ONCE
+            bucket.append(tensor)
+            room -= tensor.nbytes
+        yield bucket
+
+
+def _all_at_once(tensors: list[Tensor], send: Callable[[Tensor], Any]) -> None:
+    """Send the tensors as one, in place."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    send(flat)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))

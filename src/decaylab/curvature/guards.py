@@ -1,0 +1,374 @@
+"""Every refusal of the curvature package: what it cannot measure, in one sentence with the remedy.
+
+Each function returns nothing (or what it looked up) where all is well.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from decaylab.errors import DecaylabError
+
+# -- planning --
+
+
+def check_excluded(
+    layers: Mapping[str, nn.Module], exclude: Iterable[str], is_layer: Callable[[nn.Module], bool]
+) -> None:
+    """Refuse names of no module, and of modules that hold layers instead of being one."""
+    unknown = sorted(set(exclude) - layers.keys())
+    if unknown:
+        raise DecaylabError(f"exclude names no layer of the model: {', '.join(unknown)}")
+    for name in exclude:
+        inside = [
+            f"{name}.{child}".removeprefix(".")
+            for child, module in layers[name].named_modules()
+            if child and is_layer(module)
+        ]
+        if inside and not is_layer(layers[name]):
+            raise DecaylabError(
+                f"exclude: {name!r} is not a layer, it has some in it: name these, as {inside[0]!r}"
+            )
+
+
+def refuse_without_blocks(blocks: Collection[str]) -> None:
+    """Refuse a model without a layer that has a block."""
+    if not blocks:
+        raise DecaylabError(
+            "K-FAC covers no layer of this model: it needs a trainable Linear or Conv1d/2d/3d "
+            "layer; use torch.optim for a model without one"
+        )
+
+
+def one_device(parameters: Iterable[Tensor]) -> torch.device:
+    """The device of all parameters."""
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) > 1:
+        raise DecaylabError(
+            f"the parameters are on several devices ({', '.join(sorted(map(str, devices)))}): "
+            "move the model to one before building KFAC"
+        )
+    device = devices.pop()
+    if device.type == "meta":
+        raise DecaylabError(
+            "the model is on the meta device, without memory: call model.to_empty(device=...) and "
+            "give it its weights before building KFAC"
+        )
+    return device
+
+
+def check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:
+    """Refuse a value that is none of the known ones; each is given with those."""
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise DecaylabError(f"unknown {name} {value!r}: use one of {', '.join(known)}")
+
+
+def check_scale(scale: float) -> None:
+    """Refuse a curvature that would not be positive."""
+    if not scale > 0:
+        raise DecaylabError(f"curvature_scale is {scale}: it must be positive")
+
+
+# -- forward passes --
+
+
+def refuse_replicas() -> NoReturn:
+    """Refuse nn.DataParallel."""
+    raise DecaylabError(
+        "nn.DataParallel runs copies of the model side by side, of which K-FAC cannot tell "
+        "one pass from another: use DistributedDataParallel"
+    )
+
+
+def refuse_uneven_calls(examples: Sequence[int]) -> None:
+    """Refuse calls of one layer that cannot be matched example by example."""
+    if len(set(examples)) > 1:
+        raise DecaylabError(
+            "a layer was called with different numbers of examples in one forward pass: "
+            "build KFAC with sharing='expand'"
+        )
+
+
+def refuse_overwritten(layer: str) -> NoReturn:
+    """Refuse an input that is no longer what the layer saw."""
+    raise DecaylabError(
+        f"the input of layer {layer!r} was changed in place after the layer saw "
+        "it: write x = x + y instead of x += y, and give each batch a new tensor"
+    )
+
+
+def refuse_single_batch(batches: Any) -> None:
+    """Refuse a tensor where an iterable of batches is meant."""
+    if isinstance(batches, Tensor):
+        raise DecaylabError(
+            "initialize takes an iterable of batches, and a tensor is one batch: give [batch]"
+        )
+
+
+def check_initial(sums: Mapping[str, Any]) -> None:
+    """Refuse an initial pass that measured nothing, or nothing that is finite, of a layer."""
+    if not sums:
+        raise DecaylabError("initialize got no batch to measure the curvature on")
+    for name, measured in sums.items():
+        if not all(bool(side.isfinite().all()) for side in measured.sides):
+            raise DecaylabError(
+                f"initialize met values that are not finite in layer {name!r}: "
+                "look for nan or inf in the batches and in the weights"
+            )
+
+
+# -- logits --
+
+
+def refuse_without_logits(model: nn.Module) -> NoReturn:
+    """Refuse a refresh whose passes had no end."""
+    raise DecaylabError(
+        f"a refresh was due, but {type(model).__name__} was not called itself,"
+        " or did not return logits as one tensor [..., C]: build KFAC with the module that"
+        " does, or call opt.observe(logits) after the forward pass"
+    )
+
+
+def refuse_logits_without_calls() -> NoReturn:
+    """Refuse logits that are handed over twice, or too late."""
+    raise DecaylabError(
+        "opt.observe(logits) found nothing to observe: call it once, right after the "
+        "forward pass, and build KFAC with logits='observed' if the model returns a tensor"
+    )
+
+
+def refuse_unreached(reached: Collection[Any]) -> None:
+    """Refuse logits that no observed layer leads to."""
+    if not reached:
+        raise DecaylabError(
+            "the logits do not depend on the last forward pass of any covered layer: "
+            "call opt.observe(logits) right after the forward pass that made them"
+        )
+
+
+def check_heads(
+    heads: Sequence[Tensor], mask: Tensor | None, device: torch.device, measurement: Any
+) -> None:
+    """Refuse what are no logits, with their classes last, on the device, with a graph."""
+    for head in heads:
+        if not isinstance(head, Tensor) or head.dim() < 2 or not head.is_floating_point():
+            what = list(head.shape) if isinstance(head, Tensor) else type(head).__name__
+            raise DecaylabError(
+                f"K-FAC needs logits of shape [..., C] and got {what}: "
+                "pass them with opt.observe(logits) and logits='observed' (a single output "
+                "per row as logits[..., None])"
+            )
+        if not head.requires_grad:
+            raise DecaylabError("the logits have no graph: call opt.observe before detaching them")
+        if head.device.type != device.type:
+            raise DecaylabError(
+                f"the logits are on {head.device} and KFAC was built on {device}: "
+                "move the model before building KFAC"
+            )
+        if mask is not None and mask.shape != head.shape[:-1]:
+            raise DecaylabError(
+                f"the mask has shape {list(mask.shape)} and the rows of the logits "
+                f"{list(head.shape[:-1])}: give one entry per row"
+            )
+    categorical = (measurement.curvature, measurement.likelihood) == ("fisher", "categorical")
+    if categorical and any(head.shape[-1] == 1 for head in heads):
+        raise DecaylabError(
+            "a categorical likelihood over one class has no curvature: "
+            "use likelihood='bernoulli' or 'gaussian'"
+        )
+
+
+def check_classes(heads: Sequence[Tensor], before: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The number of classes of each head; refused if it has changed."""
+    classes = tuple(head.shape[-1] for head in heads)
+    if before is not None and classes != before:
+        raise DecaylabError(
+            f"the class axis of the logits was {before} long and is now {classes}: "
+            "put the classes last and keep their number, and build KFAC with logits='observed' "
+            "if what the model returns is not the logits"
+        )
+    return classes
+
+
+def check_graph(heads: Sequence[Tensor], outputs: Mapping[Node, Any], measurement: Any) -> None:
+    """Refuse logits with the classes in axis 1, and heads of an earlier pass.
+
+    `outputs` has the sites whose outputs the nodes make.
+    """
+    categorical = (measurement.curvature, measurement.likelihood) == ("fisher", "categorical")
+    for head in heads:
+        node: Any = get_gradient_edge(head).node
+        while node.name().startswith("Upsample"):  # segmentation nets enlarge their logits
+            node = node.next_functions[0][0]
+        last = outputs.get(node)
+        if last is not None and not last.kind.classes_last and categorical:
+            raise DecaylabError(
+                "the logits are a convolution's output, whose classes are not the last axis: "
+                "build KFAC with logits='observed' and call "
+                "opt.observe(logits.movedim(1, -1))"
+            )
+        if outputs and len(heads) > 1 and outputs.keys().isdisjoint(nodes_behind(head)):
+            raise DecaylabError(
+                "some of the logits do not depend on the last forward pass of any covered "
+                "layer: call opt.observe after each forward pass, with its logits"
+            )
+
+
+def refuse_reentrant_checkpoints(logits: Tensor, hidden: Collection[str]) -> None:
+    """Refuse checkpoints that hide layers: `hidden` ran without grad."""
+    if hidden and any("CheckpointFunction" in node.name() for node in nodes_behind(logits)):
+        raise DecaylabError(
+            f"layer {min(hidden)!r} runs under reentrant activation checkpointing, which hides "
+            "it from K-FAC: "
+            "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        )
+
+
+def nodes_behind(tensor: Tensor) -> Iterator[Node]:
+    """Every node of the graph that made a tensor, once, beginning with its own."""
+    seen: set[Node] = set()
+    nodes = [tensor.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            yield node
+            seen.add(node)
+            nodes.extend(parent for parent, _ in node.next_functions)
+
+
+# -- saved states --
+
+
+def check_saved_layers(saved: Collection[str], covered: Collection[str]) -> None:
+    """Refuse the state of another set of layers."""
+    differ = sorted(set(saved) ^ set(covered))
+    if not differ:
+        return
+    remedy = "build KFAC with the options it was saved with"
+    if set(saved) < set(covered):  # of a version that did not cover them yet, or excluded
+        remedy += f", as with KFACOptions(exclude=({', '.join(map(repr, differ))},))"
+    raise DecaylabError(
+        f"this state dict covers other layers than the model ({', '.join(differ[:3])}): {remedy}"
+    )
+
+
+def check_saved_shape(layer: str, saved: Tensor, buffer: Tensor) -> None:
+    """Refuse the state of a layer of another shape."""
+    if saved.shape != buffer.shape:
+        raise DecaylabError(
+            f"layer {layer!r} has another shape in this state dict: it was saved from another model"
+        )
+
+
+# -- several ranks --
+
+
+def several() -> bool:
+    """Whether there are process groups, with more than one rank."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def refuse_static_graph(heads: Sequence[Tensor]) -> None:
+    """Refuse to go backward through the end of a DistributedDataParallel(static_graph=True).
+
+    It takes the first such pass for the loss's, and does not add up gradients in that one.
+    """
+    for node in (node for head in heads for node in nodes_behind(head)) if several() else ():
+        wrapper: Any = getattr(node, "ddp_weakref", None)
+        if wrapper is not None and wrapper().static_graph:
+            raise DecaylabError(
+                "K-FAC's backward pass goes through DistributedDataParallel, which with "
+                "static_graph=True takes it for the loss's: build it without static_graph, or "
+                "let the model return its logits (and call model.module in initialize)"
+            )
+
+
+def refuse_to_stay_away(model: nn.Module) -> None:
+    """Refuse a batch without rows under SyncBatchNorm: other ranks wait in their extra passes."""
+    if several() and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        raise DecaylabError(
+            "this rank has a batch without rows, and SyncBatchNorm lets the others wait for it: "
+            "give every rank at least one row"
+        )
+
+
+def refuse_shards(model: nn.Module) -> None:
+    """Refuse parameters that no rank has whole."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    if any(isinstance(p, DTensor) for p in model.parameters()) or any(
+        isinstance(module, FullyShardedDataParallel) for module in model.modules()
+    ):
+        raise DecaylabError(
+            "the model's parameters are in shards (FSDP or tensor parallelism), and K-FAC needs "
+            "whole layers: use DistributedDataParallel, or another optimizer"
+        )
+
+
+def check_ranks(*, early: bool, wrapper: Any) -> None:
+    """Refuse ranks that would step apart, or would wait for one that does not come."""
+    if early and several():
+        raise DecaylabError(
+            "this KFAC was built before the processes knew of each other, and has factors of "
+            "its own rows alone: build it after init_process_group (which TrainingArguments or "
+            "Accelerator() may have called)"
+        )
+    if wrapper is not None and wrapper._join_config.enable:
+        raise DecaylabError(
+            "model.join() lets a rank leave before the others, who would wait for its part of "
+            "K-FAC's factors: give all ranks equally many batches, as DistributedSampler does "
+            "(behind a join(), which torch leaves on, wrap the network anew)"
+        )
+
+
+def refuse_own_gradients(wrapper: Any, parameters: Mapping[str, Sequence[Tensor]]) -> None:
+    """Refuse layers that the wrapper ignores: their gradients are each rank's own.
+
+    And those that it met frozen, which it knows by their number alone. `parameters` by layer.
+    """
+    if wrapper is None:
+        return
+    trained = sum(p.requires_grad for p in wrapper._module_parameters)
+    if trained > wrapper._get_ddp_logging_data()["num_parameter_tensors"]:
+        raise DecaylabError(
+            "DistributedDataParallel adds up the gradients of what was not frozen when it was "
+            "built, and more is trained now: the ranks would step apart. Thaw first, then "
+            "wrap the network anew and build KFAC with that"
+        )
+    common = {*wrapper._module_parameters, *wrapper._delay_all_reduce_params}
+    for name, own in parameters.items():
+        if any(p.requires_grad for p in set(own) - common):
+            raise DecaylabError(
+                f"DistributedDataParallel was told to ignore layer {name!r}, of which each "
+                "rank has gradients of its own, and the ranks would step apart: let it take "
+                "care of all that KFAC covers, or exclude it (KFACOptions)"
+            )
+
+
+def refuse_captured_ranks(device: torch.device) -> None:
+    """Refuse a CUDA graph: it would not wait for the other ranks."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise DecaylabError(
+            "a step of several ranks cannot be captured in a CUDA graph, as the host reads "
+            "what they have seen: call KFAC.step() as it is"
+        )
+
+
+def check_ranks_agree(size: int, failures: float, steps: float, squares: float) -> None:
+    """Refuse to go on where a rank failed, or is at another step than this one."""
+    if failures:
+        raise DecaylabError(
+            f"{failures:.0f} of the {size} ranks could not measure the curvature: "
+            "see the error that they raised"
+        )
+    if steps**2 != squares * size:  # their spread
+        raise DecaylabError(
+            "the ranks' KFACs are not at the same step: call load_state_dict on every rank, "
+            "and step() equally often"
+        )

@@ -1,0 +1,164 @@
+"""Convolutions: nn.Conv1d, nn.Conv2d, nn.Conv3d, whose rows are patches; groups are entries."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from decaylab.curvature.kinds.kind import Kind, Site, Use
+from decaylab.curvature.kinds.rows import (
+    Columns,
+    Sharing,
+    counted_rows,
+    joined,
+    product_ready,
+    rows_like,
+    second_moment,
+    shared,
+)
+from decaylab.networks.layers import NormalisedConv2d
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+class Conv(Kind):
+    """s[position] = W patch[position] + b, each group for itself."""
+
+    bases = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    known = (NormalisedConv2d,)
+    masked = False
+    classes_last = False
+
+    def matches(self, module: nn.Module) -> bool:
+        """A convolution whose `forward`, and what that calls, is torch's."""
+        kind: Any = type(module)
+        base: Any = self.base(module)
+        inherited = base is not None and kind._conv_forward is base._conv_forward
+        return inherited and super().matches(module)
+
+    def sides(self, module: Any, weight: Tensor) -> tuple[int, int, int]:
+        """Groups, channels times kernel, output channels of a group."""
+        return module.groups, weight[0].numel(), weight.shape[0] // module.groups
+
+    def stored_order(self, module: Any) -> Tensor | None:
+        """Of a channels-last weight, which lies in memory as (out, kernel axes, in)."""
+        weight = module.weight
+        if weight.is_contiguous() or not weight.movedim(1, -1).is_contiguous():
+            return None
+        shape = weight.shape[1:]
+        return torch.arange(shape.numel()).view(*shape[1:], shape[0]).movedim(-1, 0).flatten()
+
+    def as_weight(self, site: Site, rows: Tensor) -> Tensor:
+        """A view of rows [groups, out / groups, in / groups] in the shape of the weight."""
+        shape = site.weight.shape
+        if site.order is None:
+            return rows.view(shape)
+        return rows.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+
+    def input_moment(
+        self, site: Site, uses: list[Use], sharing: Sharing
+    ) -> tuple[Tensor, Tensor | float]:
+        """Sum of patch patch' over examples and output positions, and how many there are."""
+        columns = site.columns(uses[0].inputs.device)
+        inputs = [product_ready(use.inputs.to_dense(), site.shape.dtype) for use in uses]
+        calls = [_patch_rows(site, x, columns) for x in inputs]
+        rows, count = counted_rows(calls, None, sharing)
+        return second_moment(rows, site.shape.dtype, diagonal=site.shape.input_diagonal), count
+
+    def gradient_moment(
+        self, site: Site, uses: list[Use], gradients: list[Tensor], sharing: Sharing
+    ) -> Tensor:
+        """Sum of g g' over them."""
+        module: Any = site.module
+        axes = len(module.kernel_size)
+        ready = [product_ready(g, site.shape.dtype) for g in gradients]
+        batched = [g[None] if g.dim() == axes + 1 else g for g in ready]
+        split = [g.flatten(2).unflatten(1, (module.groups, -1)) for g in batched]
+        rows = shared(joined([g.permute(1, 0, 3, 2) for g in split], sharing), sharing, torch.sum)
+        return second_moment(rows, site.shape.dtype, diagonal=site.shape.output_diagonal)
+
+    def same_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a functional call (behind input, weight and bias) is the module's own."""
+        names = ("stride", "padding", "dilation", "groups")
+        defaults = dict(zip(names, (1, 0, 1, 1), strict=True))
+        given = defaults | kwargs | dict(zip(names, args, strict=False))
+
+        def tuples(value: Any) -> Any:
+            return (value,) * len(module.kernel_size) if isinstance(value, int) else value
+
+        same = all(tuple(tuples(given[n])) == tuple(getattr(module, n)) for n in names[:3])
+        return same and given["groups"] == module.groups and module.padding_mode == "zeros"
+
+
+def patches(layer: Convolution, inputs: Tensor, *, channels_last: bool) -> Tensor:
+    """The patch under each output position: a view [groups, examples, *positions, *patch].
+
+    Of the padded input, without a copy; any number of axes, stride, padding (numbers, 'same',
+    'valid', and every padding mode), dilation, groups and memory format. `patch` runs over
+    (channel, kernel axes), or with `channels_last` over (kernel axes, channel), which is the order
+    in memory if the inputs are in that format.
+    """
+    axes = len(layer.kernel_size)
+    if inputs.dim() == axes + 1:
+        inputs = inputs[None]
+    margins = [m for before_after in reversed(_padding(layer)) for m in before_after]
+    if any(margins):
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        inputs = F.pad(inputs, margins, mode=mode)
+    examples, channels, *sizes = inputs.shape
+    per_group = channels // layer.groups
+    kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
+    outputs = [(sizes[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(axes)]
+    by_example, by_channel, *by_axis = inputs.stride()
+    view = inputs.as_strided(
+        (layer.groups, examples, *outputs, per_group, *kernel),
+        (
+            by_channel * per_group,
+            by_example,
+            *(by_axis[i] * stride[i] for i in range(axes)),
+            by_channel,
+            *(by_axis[i] * dilation[i] for i in range(axes)),
+        ),
+    )
+    return view.movedim(2 + axes, -1) if channels_last else view
+
+
+def _patch_rows(site: Site, inputs: Tensor, columns: Columns) -> Tensor:
+    """[groups, examples, positions, wide] of a convolution's inputs: its patches, copied once."""
+    layer: Any = site.module
+    axes = len(layer.kernel_size)
+    view = patches(layer, inputs, channels_last=site.order is not None)
+    outputs, patch = view.shape[2 : 2 + axes], view.shape[2 + axes :]
+    shape = (view.shape[0], view.shape[1], outputs.numel())
+    rows = rows_like(view, shape, patch.numel(), columns)
+    if columns.weight:
+        room = rows[..., : patch.numel()].view(*view.shape)
+        copy_runs(room, view)
+    return rows
+
+
+def copy_runs(target: Tensor, source: Tensor) -> None:
+    """Copy; where both lie in runs of 16 bytes, run by run instead of number by number."""
+    run = 16 // source.element_size()
+    for tensor in (target, source):
+        if (
+            tensor.stride(-1) != 1
+            or tensor.shape[-1] % run
+            or tensor.data_ptr() % 16
+            or tensor.storage_offset() % run  # memory of others may begin anywhere
+            or any(stride % run for stride in tensor.stride()[:-1])
+        ):
+            target.copy_(source)
+            return
+    target.view(torch.complex128).copy_(source.view(torch.complex128))
+
+
+def _padding(layer: Convolution) -> list[tuple[int, int]]:
+    """Padding before and after each spatial axis; 'same' puts the odd one after, as torch does."""
+    if layer.padding == "valid":
+        return [(0, 0)] * len(layer.kernel_size)
+    if layer.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(p, p) for p in layer.padding if not isinstance(p, str)]
