@@ -45,7 +45,7 @@ def test_the_total_weighs_layers_by_their_directions(grouped):
     found = probes.effective_damping(model, factors, {"0": 0.3, "2": 0.02})
     shares = []
     for layer, damping in (("0", 0.3), ("2", 0.02)):
-        values = probes.spectrum(model.get_submodule(layer), factors[layer])
+        values = probes.spectrum(factors[layer])
         assert len(values) == model.get_submodule(layer).weight.numel()
         shares.append(values / (values + damping))
     assert found.total == pytest.approx(float(torch.cat(shares).mean()), **CLOSE)

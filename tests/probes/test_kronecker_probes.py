@@ -51,7 +51,7 @@ def test_groups_whose_sides_are_diagonal_or_not(groups, limit):
     assert traces.layers["0"] == pytest.approx(trace, **CLOSE)
     weights = float(conv.weight.detach().square().sum())
     assert traces.normalised["0"] == pytest.approx(weights * own_trace, **CLOSE)
-    got = probes.spectrum(conv, of).sort().values
+    got = probes.spectrum(of).sort().values
     torch.testing.assert_close(got, spectrum, rtol=1e-9, atol=1e-12)
     share = probes.effective_damping(model, factors, 0.1).layers["0"]
     assert share == pytest.approx(float((spectrum / (spectrum + 0.1)).mean()), **CLOSE)

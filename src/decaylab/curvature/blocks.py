@@ -109,9 +109,20 @@ def _site(part: Part, trained: Iterable[str], max_factor_dim: int) -> Site:
     diagonal = part.kind.input_diagonal or fan_in > max_factor_dim
     diagonals = diagonal, fan_out > max_factor_dim
     shape = Shape(fan_in, fan_out, trains_bias, *diagonals, dtype, part.kind.transposed)
-    order = part.kind.stored_order(module) if trains_weight else None
+    prefix = f"{part.home}." if part.home else ""
     return Site(
-        part.name, part.kind, module, weight, bias, trains_weight, trains_bias, groups, shape, order
+        name=part.name,
+        kind=part.kind,
+        module=module,
+        weight=weight,
+        bias=bias,
+        weight_name=f"{prefix}{part.weight}",
+        bias_name=f"{prefix}{part.bias}",
+        trains_weight=trains_weight,
+        trains_bias=trains_bias,
+        groups=groups,
+        shape=shape,
+        order=part.kind.stored_order(module) if trains_weight else None,
     )
 
 
@@ -204,5 +215,5 @@ def _parts(layers: dict[str, nn.Module]) -> dict[Place, Part]:
             home = names[part.module]
             for attribute in (part.weight, part.bias):
                 if attribute is not None:
-                    parts.setdefault((home, attribute), part)
+                    parts.setdefault((home, attribute), part._replace(home=home))
     return parts

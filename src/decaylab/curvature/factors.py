@@ -39,12 +39,13 @@ class KroneckerFactors:
     out] by output channel; with a leading axis of groups where the layer has more than one. A side
     longer than `max_factor_dim` is its diagonal only, and is returned as that diagonal matrix's
     vector. `T` is a scalar tensor; of experts, which meet different numbers of rows, that of the
-    first: S is so scaled that the product is right.
+    first: S is so scaled that the product is right. `site` says whose they are.
     """
 
     A: Tensor
     S: Tensor
     T: Tensor
+    site: Site
 
 
 @dataclass
@@ -203,7 +204,8 @@ class Bank:
         T = self.T[here][0].clone()
         A = block.site.in_weight_order(self.A[here]).clone()
         S = self.G[here] / torch.where(T > 0, T, 1.0)  # T is 0 before a layer was seen
-        return KroneckerFactors(A, S, T) if len(A) > 1 else KroneckerFactors(A[0], S[0], T)
+        sides = (A, S) if len(A) > 1 else (A[0], S[0])
+        return KroneckerFactors(*sides, T, block.site)
 
 
 class RunningFactors:

@@ -317,7 +317,7 @@ class KFAC(torch.optim.Optimizer):
     @property
     def curvature(self) -> Curvature:
         """Whose curvature it is."""
-        return self._observer.measure.curvature
+        return self.estimator.measurement.curvature
 
     @property
     def refresh_due(self) -> bool:

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from decaylab.curvature.factors import KroneckerFactors
 from decaylab.curvature.inverses import factored_damping
-from decaylab.curvature.untouched import bare
 from decaylab.errors import DecaylabError
-from decaylab.probes.kronecker import eigenvalues, grouped, seen, without_bias
+from decaylab.probes.kronecker import eigenvalues, grouped, named, seen, weight_of, without_bias
 from decaylab.probes.reading import Reading, row_name
 
 
@@ -72,14 +71,13 @@ def effective_damping(
     scale-invariant. Scaling as the factors: curvature of the loss averaged over rows. `damping`:
     one number or one per layer. Cost: the eigenvalues of A and S; no pass through the model.
     """
-    modules = dict(bare(model).named_modules())
+    parameters = named(model)
     details, counts = {}, {}
     for layer, factor in seen(factors).items():
-        module = modules[layer]
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and weight.requires_grad:
+        weight = weight_of(parameters, factor)
+        if weight is not None:
             value = damping if isinstance(damping, int | float) else damping[layer]
-            details[layer] = _layer_damping(module, factor, float(value))
+            details[layer] = _layer_damping(weight, factor, float(value))
             counts[layer] = weight.numel()
     if not details:
         raise DecaylabError(
@@ -90,30 +88,29 @@ def effective_damping(
     return DampingReading("second_order_share", "1", shares, total, details=details)
 
 
-def spectrum(module: nn.Module, factors: KroneckerFactors) -> Tensor:
+def spectrum(factors: KroneckerFactors) -> Tensor:
     """All eigenvalues of the weight's block T A (x) S, unsorted, in float64: [in * out]."""
-    a, g = _sides(module, factors)
+    a, g = _sides(factors)
     return (a[..., :, None] * g[..., None, :]).flatten()
 
 
-def _sides(module: nn.Module, factors: KroneckerFactors) -> tuple[Tensor, Tensor]:
+def _sides(factors: KroneckerFactors) -> tuple[Tensor, Tensor]:
     """Eigenvalues of A and of G = T S, of the weight's own block A (x) G: [(groups,) dim]."""
-    own = without_bias(module, factors)
-    a, s = (eigenvalues(side, grouped=grouped(module)) for side in (own.A, own.S))
+    own = without_bias(factors)
+    a, s = (eigenvalues(side, grouped=grouped(factors)) for side in (own.A, own.S))
     return a, own.T.double() * s
 
 
-def _layer_damping(module: nn.Module, factors: KroneckerFactors, damping: float) -> LayerDamping:
-    weight: Tensor = module.weight  # type: ignore[assignment]
+def _layer_damping(weight: Tensor, factors: KroneckerFactors, damping: float) -> LayerDamping:
     square = float(weight.detach().double().square().sum())
-    a, g = _sides(module, factors)
+    a, g = _sides(factors)
     T = factors.T.double()
     A, G = factors.A.double(), T * factors.S.double()
-    if not grouped(module):
+    if not grouped(factors):
         A, G = A[None], G[None]
     lambdas = torch.full((len(A),), damping, dtype=torch.float64, device=T.device)
     extra_a, extra_g = factored_damping(A, G, lambdas)
-    if not grouped(module):
+    if not grouped(factors):
         extra_a, extra_g = extra_a[0], extra_g[0]
     plain = a[..., :, None] * g[..., None, :]
     used = (a + extra_a[..., None])[..., :, None] * (g + extra_g[..., None])[..., None, :]

@@ -22,7 +22,7 @@ from decaylab.curvature.untouched import (
     trainable,
 )
 from decaylab.errors import DecaylabError
-from decaylab.probes.kronecker import joined_weight, measured_factors, seen, times
+from decaylab.probes.kronecker import joined_weight, measured_factors, named, seen, times
 from decaylab.probes.reading import Reading, numbers, standard_error
 
 Kind = tuple[Curvature, Likelihood]
@@ -71,10 +71,10 @@ def kfac_norm(model: nn.Module, factors: Mapping[str, KroneckerFactors]) -> Read
     paper's K-FAC Gauss-Newton norm. Layers without factors are not in it; the total is the sum of
     the layers, since K-FAC has no blocks between them. No pass through the model.
     """
-    modules = dict(bare(model).named_modules())
+    parameters = named(model)
     layers = {}
     for layer, factor in seen(factors).items():
-        weight = joined_weight(modules[layer], factor)
+        weight = joined_weight(parameters, factor)
         half = times(weight, factor.A.double())
         other = times(weight.mT, factor.S.double()).mT
         layers[layer] = factor.T.double() * (half * other).sum()
@@ -94,9 +94,9 @@ def kfac_gauss_newton_norm(
     The factors are those of `KFAC(curvature="gauss-newton")`, averaged over `batches` of inputs, or
     of (inputs, labels), which are not read. BN uses the batch's own statistics, as K-FAC does;
     dropout is off. outputs="exact": a backward pass per class and batch; exact but for BN, whose
-    rows see each other: there it is unbiased (see `Measure`). outputs="sampled": one per draw and
-    batch; the values are means over `draws` draws of the vectors, with their standard errors. In
-    logit^2.
+    rows see each other: there it is unbiased (see `curvature.estimator.Measurement`).
+    outputs="sampled": one per draw and batch; the values are means over `draws` draws of the
+    vectors, with their standard errors. In logit^2.
     """
     if outputs not in ("exact", "sampled"):
         raise DecaylabError(f"unknown outputs {outputs!r}: use 'exact' or 'sampled'")

@@ -4,6 +4,7 @@ The factors are `curvature.estimator`'s, which are the optimizer's; nothing is c
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from decaylab.curvature.estimator import KroneckerEstimator
 from decaylab.curvature.factors import KroneckerFactors
 from decaylab.curvature.outputs import Curvature, Likelihood
-from decaylab.curvature.untouched import check_inputs, check_logits, trainable, untouched
+from decaylab.curvature.untouched import bare, check_inputs, check_logits, trainable, untouched
 from decaylab.errors import DecaylabError
 
 
@@ -71,25 +72,36 @@ def seen(factors: Mapping[str, KroneckerFactors]) -> dict[str, KroneckerFactors]
     return found
 
 
-def grouped(module: nn.Module) -> bool:
+def grouped(factors: KroneckerFactors) -> bool:
     """Whether a layer's factors have an axis of groups in front."""
-    return getattr(module, "groups", 1) > 1
+    return factors.site.groups > 1
 
 
-def joined_weight(module: nn.Module, factors: KroneckerFactors) -> Tensor:
+def weight_of(parameters: Mapping[str, Tensor], factors: KroneckerFactors) -> Tensor | None:
+    """The weight that factors are of, among a model's; None where it is frozen, or not in them."""
+    weight = parameters.get(factors.site.weight_name)
+    trained = weight is not None and factors.site.trains_weight and weight.requires_grad
+    return weight if trained else None
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a model by every name that they have."""
+    return dict(bare(model).named_parameters(remove_duplicate=False))
+
+
+def joined_weight(parameters: Mapping[str, Tensor], factors: KroneckerFactors) -> Tensor:
     """[weight, bias] of a layer as its factors order it: [out, in (+1)], groups in front if any.
 
     In float64, which an autocast around the probe leaves alone.
     """
-    weight: Any = module.weight
-    bias: Any = module.bias
-    flat = weight.detach().flatten(1).double()
-    columns = factors.A.shape[-1]
-    parts = [flat] if columns >= flat.shape[1] else []  # a frozen weight is in no factor
-    if columns != flat.shape[1]:
-        parts.append(bias.detach().to(flat.dtype)[:, None])
-    joined = torch.cat(parts, 1)
-    return joined.unflatten(0, (module.groups, -1)) if grouped(module) else joined
+    site, parts = factors.site, []
+    if site.trains_weight:  # a frozen one is in no factor
+        parts.append(site.as_matrix(parameters[site.weight_name].detach().double()))
+    if site.trains_bias:
+        bias = parameters[site.bias_name].detach().double()
+        parts.append(bias.view(site.groups, -1, 1))
+    joined = torch.cat(parts, 2)
+    return joined if grouped(factors) else joined[0]
 
 
 def times(matrix: Tensor, side: Tensor) -> Tensor:
@@ -97,13 +109,11 @@ def times(matrix: Tensor, side: Tensor) -> Tensor:
     return matrix @ side if side.dim() == matrix.dim() else matrix * side[..., None, :]
 
 
-def without_bias(module: nn.Module, factors: KroneckerFactors) -> KroneckerFactors:
+def without_bias(factors: KroneckerFactors) -> KroneckerFactors:
     """The factors of the weight's own block: the row and column of the homogeneous 1 left out."""
-    weight: Any = module.weight
-    width = weight[0].numel()
-    A = factors.A
-    A = A[..., :width] if A.dim() == 1 + grouped(module) else A[..., :width, :width]
-    return KroneckerFactors(A, factors.S, factors.T)
+    width, A = factors.site.shape.width, factors.A
+    A = A[..., :width] if A.dim() == 1 + grouped(factors) else A[..., :width, :width]
+    return replace(factors, A=A)
 
 
 def eigenvalues(side: Tensor, *, grouped: bool) -> Tensor:

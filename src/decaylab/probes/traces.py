@@ -19,7 +19,7 @@ from decaylab.curvature.untouched import (
     trainable,
 )
 from decaylab.errors import DecaylabError
-from decaylab.probes.kronecker import grouped, seen, without_bias
+from decaylab.probes.kronecker import grouped, named, seen, weight_of, without_bias
 from decaylab.probes.reading import Reading, numbers, row_name, standard_error
 from decaylab.probes.weights import layers_of
 
@@ -109,21 +109,20 @@ def kfac_traces(model: nn.Module, factors: Mapping[str, KroneckerFactors]) -> Tr
     A convolution's positions are taken as independent, so it differs from the exact trace there.
     Scaling as the factors: mean over rows.
     """
-    modules = dict(bare(model).named_modules())
+    parameters = named(model)
     traces, normalised = {}, {}
     for layer, factor in seen(factors).items():
-        module = modules[layer]
-        traces[layer] = _kronecker_trace(module, factor)[None]
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and weight.requires_grad:
-            own = _kronecker_trace(module, without_bias(module, factor))
+        traces[layer] = _kronecker_trace(factor)[None]
+        weight = weight_of(parameters, factor)
+        if weight is not None:
+            own = _kronecker_trace(without_bias(factor))
             normalised[layer] = (own * weight.detach().double().square().sum())[None]
     return _reading("kfac_trace", "curvature", traces, normalised)
 
 
-def _kronecker_trace(module: nn.Module, factors: KroneckerFactors) -> Tensor:
+def _kronecker_trace(factors: KroneckerFactors) -> Tensor:
     def trace(side: Tensor) -> Tensor:
-        diagonal = side if side.dim() == 1 + grouped(module) else side.diagonal(dim1=-2, dim2=-1)
+        diagonal = side if side.dim() == 1 + grouped(factors) else side.diagonal(dim1=-2, dim2=-1)
         return diagonal.sum(-1)
 
     return factors.T * (trace(factors.A) * trace(factors.S)).sum()

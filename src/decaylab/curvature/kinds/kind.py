@@ -93,6 +93,7 @@ class Site:
         kind: what the layer does.
         module: the layer.
         weight, bias: its parameters, as they were when this was planned.
+        weight_name, bias_name: what `named_parameters` calls them, tied ones included.
         trains_weight, trains_bias: which of them the block is of.
         groups: number of matrices: of a grouped convolution, of query, key and value, of experts.
         shape: of each.
@@ -104,6 +105,8 @@ class Site:
     module: nn.Module
     weight: Tensor
     bias: Tensor | None
+    weight_name: str
+    bias_name: str
     trains_weight: bool
     trains_bias: bool
     groups: int
@@ -129,6 +132,12 @@ class Site:
         """A view of rows [groups, out, in] in the shape of the weight."""
         return self.kind.as_weight(self, rows)
 
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        """A tensor in the shape of the weight as [groups, out, in], in the order of `weight`."""
+        if self.shape.transposed:
+            return weight.mT[None]
+        return weight.reshape(self.groups, self.shape.output_dim, -1)
+
     def in_weight_order(self, side: Tensor) -> Tensor:
         """A stored input side [groups, dim(, dim)] in the order of `weight.flatten(1)`."""
         return side if self.order is None else _reordered(side, self._stored_at(side))
@@ -144,13 +153,14 @@ class Site:
 
 
 class Part(NamedTuple):
-    """Which parameters of which module make a site: attributes of the module."""
+    """Which parameters of which module make a site: attributes of the module, named `home`."""
 
     name: str
     module: nn.Module
     kind: "Kind"
     weight: str = "weight"
     bias: str | None = "bias"
+    home: str = ""
 
 
 class Kind:
