@@ -30,6 +30,19 @@ NAMES = {
 }
 
 
+SHORT_NAMES = {"others": "others", "direction": "direction", "interaction": "together"}
+PATHS_TEXT = (
+    "What a layer went through in each arm. An arm takes each path either from the run with decay"
+    " or from the run without it: lines that lie on one another show that it held."
+)
+METHOD = (
+    "Arms of a seed share weights and batches. Size, rotation and damping of every held layer are"
+    " as in the run with decay or as without, independently. Alone: what comes back of the total"
+    " with one path as with decay. Share: Shapley's, the mean over the orders in which paths are"
+    " switched. Intervals are 95 %: Student's t over paired seeds, Fieller's for fractions."
+)
+
+
 def no_layer(notes: Mapping[str, LayerNote]) -> str:
     """Why nothing can be held."""
     if not notes:
@@ -136,6 +149,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for row in [header, ["-" * width for width in widths], *rows]
     ]
     return "\n".join(lines)
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 seed`, `3 seeds`."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def folded(text: str) -> str:

@@ -1,0 +1,130 @@
+"""An attribution as a page of its own: shares, arms, and the paths that the arms followed."""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from torch import Tensor
+
+import decaylab
+from decaylab.attribution import Attribution, Shares, words
+from decaylab.attribution.interventions import LayerPaths
+from decaylab.errors import DecaylabError
+from decaylab.records.files import disk_errors, replace_text
+from decaylab.report.drawing import Bars, Line, Panel, check_extra, draw
+from decaylab.report.page import Block, Cell, Grid, Image, Report, Section, to_html
+
+POINTS = 200  # of a drawn path
+
+
+def write_attribution(path: Path, result: Attribution, title: str = "") -> None:
+    """Write an attribution with its figures as one offline HTML file."""
+    if path.suffix not in (".html", ".htm"):
+        raise DecaylabError(f"the report is an HTML file: give {path.with_suffix('.html')}")
+    check_extra()
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, to_html(attribution_report(result, title)))
+
+
+def attribution_report(result: Attribution, title: str = "") -> Report:
+    """The sections of the page."""
+    answers = [words.sentence(result.shares_of(metric)) for metric in result.metrics]
+    shares = [_shares_block(result.shares_of(metric)) for metric in result.metrics]
+    arms = Grid(
+        [*map(Cell, words.ARM_HEADER)],
+        [[*map(Cell, row)] for row in words.arm_rows(result.results, result.metric)],
+    )
+    return Report(
+        title or "What carries the effect of weight decay",
+        f"{words.counted(len(result.seeds), 'seed')}, {result.steps} steps,"
+        f" {words.counted(len(result.layers), 'held layer')}; {datetime.now(UTC):%Y-%m-%d %H:%M}"
+        f" UTC, decaylab {decaylab.__version__}",
+        [
+            Section("answer", "Answer", answers, shares),
+            Section("arms", "Arms", blocks=[Block("arms", result.metric, grids=[arms])]),
+            Section("paths", "Paths", [words.PATHS_TEXT], [_paths_block(result)]),
+        ],
+        result.sentences(),
+        words.METHOD,
+        notices_title="Know this first",
+    )
+
+
+def _shares_block(shares: Shares) -> Block:
+    rows = [[*map(Cell, row)] for row in words.share_rows(shares)]
+    panel = effects_panel(shares)
+    return Block(
+        f"shares-{shares.metric.replace('/', '-')}",
+        shares.metric,
+        images=[] if panel.empty else [Image(draw(panel), words.sentence(shares))],
+        grids=[Grid([*map(Cell, words.share_header(shares.metric))], rows)],
+    )
+
+
+def effects_panel(shares: Shares) -> Panel:
+    """The total and its parts as bars, with intervals as whiskers."""
+    factor = 100 if words.in_points(shares.metric) else 1
+    bars = {"total": shares.total, **shares.effects}
+    halves = [(effect.high - effect.low) / 2 * factor for effect in bars.values()]
+    drawn = bool(shares.effects)
+    return Panel(
+        shares.metric,
+        "",
+        "effect, points" if factor == 100 else "effect",
+        [
+            Bars(
+                "",
+                [effect.value * factor for effect in bars.values()] if drawn else [],
+                [half if half == half else None for half in halves] if drawn else [],
+            )
+        ],
+        [words.SHORT_NAMES.get(name, name) for name in bars] if drawn else [],
+    )
+
+
+def _paths_block(result: Attribution) -> Block:
+    seed = result.seeds[0]
+    by_arm = result.paths[seed]
+    images = [
+        Image(draw(panel), f"{panel.title} of {layer}, seed {seed}, in every arm")
+        for layer in _shown(result.layers)
+        for panel in path_panels(by_arm, layer)
+        if not panel.empty
+    ]
+    return Block("paths", f"Seed {seed}", images=images)
+
+
+def path_panels(by_arm: Mapping[str, LayerPaths], layer: str) -> list[Panel]:
+    """Size and angle of one layer in every arm, and its damping under K-FAC."""
+    tables = {
+        "size": {arm: paths.sizes for arm, paths in by_arm.items()},
+        "radians per step": {arm: paths.angles for arm, paths in by_arm.items()},
+        "λ|W|²": {arm: p.dampings for arm, p in by_arm.items() if p.dampings is not None},
+    }
+    return [
+        Panel(
+            f"{quantity}, {layer}",
+            "step",
+            quantity,
+            [
+                _line(arm, table[:, by_arm[arm].layers.index(layer)])
+                for arm, table in by_quantity.items()
+            ],
+            log_y=quantity != "size",
+        )
+        for quantity, by_quantity in tables.items()
+        if by_quantity
+    ]
+
+
+def _line(arm: str, values: Tensor) -> Line:
+    every = max(1, len(values) // POINTS)
+    shown = values[::every].tolist()
+    return Line(arm, [every * i for i in range(len(shown))], shown)
+
+
+def _shown(layers: Sequence[str]) -> list[str]:
+    """The first, the middle and the last layer."""
+    places = dict.fromkeys([0, len(layers) // 2, len(layers) - 1])
+    return [layers[place] for place in places]
