@@ -7,12 +7,12 @@ from torch import nn
 
 import decaylab
 from decaylab.attribution.arms import held_errors
-from decaylab.attribution.interventions import Intervention, LayerPaths, Targets
-from decaylab.attribution.reasons import LayerNote
-from decaylab.attribution.selection import select
 from decaylab.errors import DecaylabError
 from decaylab.optim.first_order import sgd
 from decaylab.probes.weights import movement, snapshot, weight_norms
+from decaylab.training.held_layers import LayerNote, select
+from decaylab.training.interventions import Intervention
+from decaylab.training.paths import LayerPaths, Targets
 
 STEPS = 12
 

@@ -24,10 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from decaylab.attribution.interventions import Intervention, LayerPaths, Targets
 from decaylab.attribution.reasons import LIMIT, Fault, Unused
-from decaylab.attribution.selection import Selection, select
 from decaylab.errors import DecaylabError
+from decaylab.training.held_layers import Selection, select
+from decaylab.training.interventions import Intervention
+from decaylab.training.paths import LayerPaths, Targets
 
 Path = Literal["size", "rotation", "damping"]
 PATHS: tuple[Path, ...] = ("size", "rotation", "damping")

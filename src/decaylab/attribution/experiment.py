@@ -19,11 +19,11 @@ from decaylab.attribution.arms import (
     run_arm,
     seeded,
 )
-from decaylab.attribution.interventions import LayerPaths
 from decaylab.attribution.result import Attribution, check_same_start
-from decaylab.attribution.selection import Selection, select
 from decaylab.errors import DecaylabError
 from decaylab.records.files import disk_errors, replace_text
+from decaylab.training.held_layers import Selection, select
+from decaylab.training.paths import LayerPaths
 
 REFERENCES = (WITH, WITHOUT, OTHERS)
 

@@ -1,27 +1,10 @@
-"""Why a layer is not held, why an arm is not used, why a share cannot be told: as data."""
+"""Why an arm is not used, why a share cannot be told: as data."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 LIMIT = 0.02
 """An arm that missed a path by more than this, relatively, is not used."""
-
-
-class LayerNote(Enum):
-    """What is to be said about a layer in the scope of an attribution."""
-
-    FROZEN = "frozen"
-    TIED = "tied"
-    SPARSE = "sparse"
-    ZERO = "zero"
-    SEVERAL_STEPS = "several steps in one"
-    SPLIT = "split between optimizers"
-    NOT_STEPPED = "not stepped"
-
-    @property
-    def held(self) -> bool:
-        """Whether such a layer is held all the same."""
-        return self is LayerNote.TIED
 
 
 class Fault(Enum):

@@ -6,10 +6,11 @@ from typing import Any
 
 from decaylab.attribution import words
 from decaylab.attribution.arms import WITH, ArmResult, Plan
-from decaylab.attribution.interventions import LayerPaths
-from decaylab.attribution.reasons import LayerNote, Unused
+from decaylab.attribution.reasons import Unused
 from decaylab.attribution.shares import Estimate, Shares, decompose
 from decaylab.errors import DecaylabError
+from decaylab.training.held_layers import LayerNote
+from decaylab.training.paths import LayerPaths
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Attribution:
     @property
     def metrics(self) -> list[str]:
         """The metrics there are, the main one first."""
-        names = [name for result in self.results for name in result.metrics]
-        return list(dict.fromkeys([self.metric, *names]))
+        names = dict.fromkeys(name for result in self.results for name in result.metrics)
+        return sorted(names, key=lambda name: name != self.metric)
 
     @property
     def total(self) -> Estimate:
@@ -58,9 +59,9 @@ class Attribution:
 
     def shares_of(self, metric: str) -> Shares:
         """The decomposition of a metric."""
-        if metric not in self.metrics:
+        if self.metrics and metric not in self.metrics:  # no arm has any where all diverged
             raise DecaylabError(
-                f"evaluate() returned no {metric!r}: choose one of {', '.join(self.metrics)}"
+                f"there is no metric {metric!r}: choose one of {', '.join(self.metrics)}"
             )
         return decompose(metric, self.plan, self.results)
 

@@ -2,24 +2,16 @@
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from decaylab.attribution.reasons import LIMIT, Doubt, Fault, LayerNote, Unused
+from decaylab.attribution.reasons import LIMIT, Doubt, Fault, Unused
+from decaylab.training.held_layers import WHY_NOT_HELD, LayerNote
 
 if TYPE_CHECKING:
     from decaylab.attribution.arms import ArmResult
     from decaylab.attribution.shares import Estimate, Shares
 
-WHY_NOT_HELD = {
-    LayerNote.FROZEN: "it is frozen, so that nothing changes it",
-    LayerNote.SPARSE: "its gradients are sparse; build its nn.Embedding with sparse=False",
-    LayerNote.ZERO: "its weight is zero and has no direction; start from a checkpoint of later",
-    LayerNote.SEVERAL_STEPS: "its optimizer takes several steps in one (LBFGS), which cannot be"
-    " scaled afterwards; use another one",
-    LayerNote.SPLIT: "several optimizers step its tensors; give them to one",
-    LayerNote.NOT_STEPPED: "no optimizer steps it; return all of them from make(seed)",
-}
 NAMES = {
     "rotation": "rotation",
     "size": "size",
@@ -41,17 +33,6 @@ METHOD = (
     " with one path as with decay. Share: Shapley's, the mean over the orders in which paths are"
     " switched. Intervals are 95 %: Student's t over paired seeds, Fieller's for fractions."
 )
-
-
-def no_layer(notes: Mapping[str, LayerNote]) -> str:
-    """Why nothing can be held."""
-    if not notes:
-        return (
-            "no layer decays: build the optimizer with weight decay, and the runs without it are"
-            " made from that"
-        )
-    layer, note = next(iter(notes.items()))
-    return f"no layer that decays can be held; {layer}: {WHY_NOT_HELD[note]}"
 
 
 def note_sentence(layer: str, note: LayerNote) -> str:
@@ -129,12 +110,14 @@ def arm_rows(results: Sequence["ArmResult"], metric: str) -> list[list[str]]:
     rows = []
     for arm, seeds in by_arm.items():
         values = [r.metrics[metric] for r in seeds if r.finite and metric in r.metrics]
-        worst: dict[str, float] = {}
-        for result in seeds:
-            for path, layers in result.errors.items():
-                worst[path] = max(worst.get(path, 0.0), *layers.values())
-        held = ", ".join(f"{path} {percent(error)}" for path, error in worst.items())
-        rows.append([arm, spread(values, metric), held or "ordinary run"])
+        misses = [
+            (error, path)
+            for result in seeds
+            for path, layers in result.errors.items()
+            for error in layers.values()
+        ]
+        worst, path = max(misses, default=(0.0, ""))
+        rows.append([arm, spread(values, metric), f"{percent(worst)}, {path}" if path else ""])
     return rows
 
 

@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 
 from decaylab import __version__
 from decaylab.cli import advise, demo, runs
+from decaylab.cli.attribute import attribute_command
 from decaylab.cli.audit import audit_command
 from decaylab.cli.claims import claims_command
 from decaylab.cli.data import data_app
@@ -87,6 +88,7 @@ app.command("decay-table")(decay_table_command)
 app.command("probe")(probe_command)
 app.command("diagnose")(diagnose_command)
 app.add_typer(advise.app, name="advise")
+app.command("attribute")(attribute_command)
 app.command("audit")(audit_command)
 app.command("theory")(theory_command)
 app.command("reproduce")(reproduce_command)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 import decaylab
 from decaylab.attribution import Attribution, Shares, words
-from decaylab.attribution.interventions import LayerPaths
 from decaylab.errors import DecaylabError
 from decaylab.records.files import disk_errors, replace_text
 from decaylab.report.drawing import Bars, Line, Panel, check_extra, draw
 from decaylab.report.page import Block, Cell, Grid, Image, Report, Section, to_html
+from decaylab.training.paths import LayerPaths
 
 POINTS = 200  # of a drawn path
 

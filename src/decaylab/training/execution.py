@@ -19,6 +19,8 @@ class Execution:
         tier: a label kept with the results.
         at_once: how many runs take turns, this one included; recorded, since their seconds mingle.
         compiled: the network goes through torch.compile, which rounds otherwise; recorded, too.
+        record_paths: record what each layer goes through at every step, for other runs to follow:
+            `paths.safetensors` in the run's folder. Runs that follow others record theirs anyway.
         observe: called with the run at the start and after each epoch; the numbers it returns are
             recorded with the others.
     """
@@ -29,4 +31,5 @@ class Execution:
     tier: str = "custom"
     at_once: int = 1
     compiled: bool = False
+    record_paths: bool = False
     observe: "Callable[[TrainingRun], Mapping[str, float]] | None" = None

@@ -17,6 +17,7 @@ from decaylab.training.arithmetic import prepare_deterministic
 from decaylab.training.build import chosen_split
 from decaylab.training.execution import Execution
 from decaylab.training.journal import Journal, open_journal
+from decaylab.training.paths import followed_paths, paths_file
 from decaylab.training.run import TrainingRun, weight_norms
 from decaylab.training.signals import requests
 from decaylab.training.spec import RunSpec
@@ -79,6 +80,8 @@ def train(
     run.beside_others = how.at_once > 1
     if spec.norm_source:
         run.norms = source_norms(store, spec.norm_source, run.epochs)
+    if how.record_paths or spec.followed or not spec.held_decay:
+        run.follow(followed_paths(store, spec.followed))
     with ExitStack() as stack:
         journal = None
         if store is not None:
@@ -166,6 +169,9 @@ def _epochs(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterat
 def _end(run: TrainingRun, journal: Journal) -> None:
     with run.at_work():
         hits = run.test_hits()
+        paths = None if run.intervention is None else run.intervention.paths()
+    if paths is not None:
+        paths.save(paths_file(journal.folder))
     journal.end("finished", hits=hits)
 
 

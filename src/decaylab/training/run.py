@@ -28,6 +28,9 @@ from decaylab.records import LayerSettings, Row, SettingsChange, TestHits
 from decaylab.training.arithmetic import arithmetic, prepare_deterministic
 from decaylab.training.build import CAPTURED, build_batches, build_model, build_optimizer
 from decaylab.training.evaluate import Evaluation, Evaluator
+from decaylab.training.held_layers import select
+from decaylab.training.interventions import Intervention
+from decaylab.training.paths import Targets
 from decaylab.training.spec import RunSpec
 from decaylab.training.steps import Steps
 from decaylab.training.transfer import Norms, rescale
@@ -84,6 +87,7 @@ class TrainingRun:
         self.norms: Norms | None = None  # of another run, taken over after each epoch
         self._settings: dict[str, LayerSettings] = {}
         self._settings_lr = 0.0
+        self.intervention: Intervention | None = None  # records its paths, follows another's
         self._random = _seeded_states(spec.seed, self.device)
         self._seconds = 0.0
         self._since: float | None = None  # when it went to work; None while it rests
@@ -171,6 +175,17 @@ class TrainingRun:
 
         with self.autocast():
             self.optimizer.initialize(images())
+
+    def follow(self, targets: Targets) -> None:
+        """From the first step on, record the paths of its layers and follow `targets`."""
+        spec = self.spec
+        only = spec.held_layers.split(",") if "," in spec.held_layers else spec.held_layers
+        chosen = select(self.model, self.optimizer, only, decayed=not spec.held_decay)
+        undecayed = () if spec.held_decay else chosen.held
+        steps = self.epochs * self.steps_per_epoch
+        self.intervention = Intervention(
+            chosen.optimizers, chosen.weights, steps, targets, undecayed
+        ).__enter__()
 
     def begin_epoch(self) -> None:
         """Draw the batches of the epoch (again, after a resume) and set its learning rate."""
@@ -299,6 +314,7 @@ class TrainingRun:
             "batches": self.batches.state_dict(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            **({"paths": self.intervention.state_dict()} if self.intervention else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -314,6 +330,13 @@ class TrainingRun:
                 " another order, as archive and parquet files have them: give it the files it was"
                 " begun with (--data-dir), or use another --runs folder"
             )
+        if self.intervention is not None:
+            if "paths" not in state:
+                raise DecaylabError(
+                    f"run {self.spec.id} was begun without recording its paths: give another --runs"
+                    " folder"
+                )
+            self.intervention.load_state_dict(state["paths"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         lay_out_state(self.optimizer)

@@ -107,6 +107,19 @@ class RunSpec:
     norm_source: str = _option(
         "", "Id of a run whose layer norms this one takes over after each epoch.", "Decay"
     )
+    size_source: str = _option(
+        "", "Id of a run whose layer norms this one takes over at each step.", "Paths"
+    )
+    rotation_source: str = _option(
+        "", "Id of a run whose layers' angles this one takes over at each step.", "Paths"
+    )
+    damping_source: str = _option(
+        "", "K-FAC: id of a run whose effective damping this one takes over.", "Paths"
+    )
+    held_layers: str = _option(
+        "all", "Which layers follow: all, conv, fc (the last), or names: 0,3.", "Paths"
+    )
+    held_decay: bool = _option(True, "Whether the layers that follow decay, too.", "Paths")
     damping: float | None = _option(None, "Damping lambda.", "K-FAC")
     damping_scaling: str | None = _option(None, "fixed or scale-free.", "K-FAC")
     kl_clip: float | None = _option(
@@ -160,10 +173,37 @@ class RunSpec:
             )
         if self.norm_source and not self.batch_norm:
             raise DecaylabError("norm_source rescales layers under BN: set batch_norm = true")
+        self._check_paths()
         if self.network != "mlp" and (self.hidden is not None or self.activation != "relu"):
             raise DecaylabError(
                 f"hidden and activation belong to mlp, not to {self.network}: leave them out"
             )
+
+    def _check_paths(self) -> None:
+        if self.damping_source and not self.optimizer.startswith("kfac"):
+            raise DecaylabError(
+                f"damping_source is K-FAC's, and the optimizer is {self.optimizer}: leave it out"
+            )
+        if self.damping_source and self.damping_scaling == "scale-free":
+            raise DecaylabError(
+                "scale-free damping follows no other run's: set damping_scaling to fixed, or leave"
+                " damping_source out"
+            )
+        if not self.held_decay and not self.weight_decay:
+            raise DecaylabError("held_decay is false and nothing decays: leave it out")
+        if self.held_layers != "all" and not (self.followed or not self.held_decay):
+            raise DecaylabError(
+                f"held_layers is {self.held_layers} and no path is followed: name a source, or"
+                " leave it out"
+            )
+
+    @property
+    def followed(self) -> dict[str, str]:
+        """The paths that this run follows: size, rotation, damping -> id of the run."""
+        sources = {
+            name: getattr(self, f"{name}_source") for name in ("size", "rotation", "damping")
+        }
+        return {name: source for name, source in sources.items() if source}
 
     def resolved(self) -> "RunSpec":
         """The same run with every setting of its optimizer filled in."""

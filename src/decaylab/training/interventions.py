@@ -26,9 +26,7 @@ weights, and a few passes over them at each step.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
-from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any, Self
 
@@ -39,81 +37,10 @@ from decaylab.errors import DecaylabError
 from decaylab.optim.decay import OUTSIDE
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.scale_free import ScaleFree
-from decaylab.training import checkpoint
+from decaylab.training.paths import LayerPaths, Targets
 
 Weights = Mapping[str, Sequence[Tensor]]
 """Layer name -> the tensors of its weight."""
-
-
-@dataclass(frozen=True)
-class LayerPaths:
-    """What happened to each held layer, step by step, on the host in float64.
-
-    Attributes:
-        layers: their names, in the order of the columns.
-        sizes: [steps + 1, layers], |W_l| before each step, and after the last.
-        angles: [steps, layers], radians by which each step turned W_l.
-        dampings: [steps + 1, layers], K-FAC's lambda_l |W_l|^2 (nan for layers it does not
-            cover); None under other optimizers.
-    """
-
-    layers: tuple[str, ...]
-    sizes: Tensor
-    angles: Tensor
-    dampings: Tensor | None = None
-
-    @property
-    def steps(self) -> int:
-        """How many steps were recorded."""
-        return len(self.angles)
-
-    def finite(self) -> bool:
-        """Whether the weights stayed finite all along."""
-        return bool(self.sizes.isfinite().all() and self.angles.isfinite().all())
-
-    def save(self, path: FilePath) -> None:
-        """Write the paths as one safetensors file."""
-        state = {"layers": list(self.layers), "sizes": self.sizes, "angles": self.angles}
-        checkpoint.Snapshot({**state, "dampings": self.dampings}).write(path)
-
-    @classmethod
-    def load(cls, path: FilePath) -> "LayerPaths":
-        """Read what `save` wrote."""
-        state = checkpoint.load(path)
-        with checkpoint.fitting(path):
-            return cls(tuple(state["layers"]), state["sizes"], state["angles"], state["dampings"])
-
-
-@dataclass(frozen=True)
-class Targets:
-    """The runs whose paths are followed; None leaves a path free.
-
-    `size_every`: the size is set after every so many steps (per epoch, say), and free in between.
-    """
-
-    size: LayerPaths | None = None
-    rotation: LayerPaths | None = None
-    damping: LayerPaths | None = None
-    size_every: int = 1
-
-    def check(self, layers: Sequence[str], steps: int) -> None:
-        """Refuse paths of other layers or of fewer steps."""
-        for paths in (self.size, self.rotation, self.damping):
-            if paths is None:
-                continue
-            if missing := [layer for layer in layers if layer not in paths.layers]:
-                raise DecaylabError(
-                    f"the recorded paths have no layer {missing[0]}: record them on this network"
-                )
-            if paths.steps < steps:
-                raise DecaylabError(
-                    f"the recorded paths have {paths.steps} steps and the run takes {steps}: record"
-                    " a run of at least as many steps at the same batch size"
-                )
-        if self.damping is not None and self.damping.dampings is None:
-            raise DecaylabError("the recorded paths hold no damping: record them under K-FAC")
-        if self.size_every < 1:
-            raise DecaylabError(f"size_every must be one or more, not {self.size_every}")
 
 
 class Intervention:

@@ -1,14 +1,13 @@
 """Which layers are held: those that decay, and whose size and rotation can be set."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from decaylab.attribution.reasons import LayerNote
-from decaylab.attribution.words import no_layer
 from decaylab.curvature.untouched import bare
 from decaylab.errors import DecaylabError
 from decaylab.networks import roles
@@ -19,6 +18,34 @@ from decaylab.optim.laws import law_of
 from decaylab.probes.weights import layers_of
 
 SCOPES = ("all", "conv", "fc")
+
+
+class LayerNote(Enum):
+    """What is to be said about a layer in the scope of an attribution."""
+
+    FROZEN = "frozen"
+    TIED = "tied"
+    SPARSE = "sparse"
+    ZERO = "zero"
+    SEVERAL_STEPS = "several steps in one"
+    SPLIT = "split between optimizers"
+    NOT_STEPPED = "not stepped"
+
+    @property
+    def held(self) -> bool:
+        """Whether such a layer is held all the same."""
+        return self is LayerNote.TIED
+
+
+WHY_NOT_HELD = {
+    LayerNote.FROZEN: "it is frozen, so that nothing changes it",
+    LayerNote.SPARSE: "its gradients are sparse; build its nn.Embedding with sparse=False",
+    LayerNote.ZERO: "its weight is zero and has no direction; start from a checkpoint of later",
+    LayerNote.SEVERAL_STEPS: "its optimizer takes several steps in one (LBFGS), which cannot be"
+    " scaled afterwards; use another one",
+    LayerNote.SPLIT: "several optimizers step its tensors; give them to one",
+    LayerNote.NOT_STEPPED: "no optimizer steps it; return all of them from make(seed)",
+}
 
 
 SEVERAL_STEPS = (torch.optim.LBFGS,)
@@ -52,8 +79,17 @@ class Selection:
         return [part for parts in self.weights.values() for part in parts]
 
 
-def select(model: nn.Module, optimizers: Any, only: str | Sequence[str] = "all") -> Selection:
-    """The layers of `only` whose weight decays: "all", "conv", "fc" (the last), or names."""
+def select(
+    model: nn.Module,
+    optimizers: Any,
+    only: str | Sequence[str] = "all",
+    *,
+    decayed: bool = True,
+) -> Selection:
+    """The layers of `only` whose weight decays: "all", "conv", "fc" (the last), or names.
+
+    With `decayed=False` those that do not decay, too.
+    """
     model = bare(model)
     listed = _listed(optimizers)
     groups = {id(p): (o, g) for o in listed for g in o.param_groups for p in g["params"]}
@@ -70,17 +106,17 @@ def select(model: nn.Module, optimizers: Any, only: str | Sequence[str] = "all")
         if not stepped:
             notes[name] = LayerNote.NOT_STEPPED
             continue
-        if not any(decay_of(group, optimizer)[1] for optimizer, group in stepped):
+        if decayed and not any(decay_of(group, optimizer)[1] for optimizer, group in stepped):
             continue
         if note := _note(model, name, parts, [optimizer for optimizer, _ in stepped], tied):
             notes[name] = note
         if note is None or note.held:
             weights[name] = parts
     if not weights:
-        raise DecaylabError(no_layer(notes))
+        raise DecaylabError(_no_layer(notes))
     held = {id(part) for parts in weights.values() for part in parts}
-    decayed = [(p, *groups[id(p)]) for p in model.parameters() if id(p) in groups]
-    others: list[Tensor] = [p for p, o, g in decayed if id(p) not in held and decay_of(g, o)[1]]
+    known = [(p, *groups[id(p)]) for p in model.parameters() if id(p) in groups]
+    others: list[Tensor] = [p for p, o, g in known if id(p) not in held and decay_of(g, o)[1]]
     holders = {id(groups[i][0]): groups[i][0] for i in held}.values()
     return Selection(
         optimizers=tuple(listed),
@@ -160,3 +196,14 @@ def _turns(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     if decay_of(group, optimizer)[0] != "l2":
         return False
     return law_of(optimizer, group).name != "sgd"
+
+
+def _no_layer(notes: Mapping[str, LayerNote]) -> str:
+    """Why nothing can be held."""
+    if not notes:
+        return (
+            "no layer decays: build the optimizer with weight decay, and the runs without it are"
+            " made from that"
+        )
+    layer, note = next(iter(notes.items()))
+    return f"no layer that decays can be held; {layer}: {WHY_NOT_HELD[note]}"

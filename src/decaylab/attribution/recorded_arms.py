@@ -1,0 +1,199 @@
+"""The arms of a spec as ordinary recorded runs: with ids, resumed where they were stopped.
+
+They lie in a store of their own, `attribution/` in a folder of runs, since runs elsewhere did not
+record their paths, and since an arm is no run to compare others with.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from decaylab import probes
+from decaylab.attribution.arms import WITH, WITHOUT, Arm, ArmResult, Plan, held_errors, plan_for
+from decaylab.attribution.result import Attribution
+from decaylab.data import DataSet, evaluation_batches
+from decaylab.errors import DecaylabError, Diverged
+from decaylab.records import RunFolder, RunStore
+from decaylab.training import (
+    Execution,
+    Progress,
+    RunSpec,
+    TrainingRun,
+    build_model,
+    build_optimizer,
+    take_turns,
+    train,
+)
+from decaylab.training.build import chosen_split
+from decaylab.training.held_layers import Selection, select
+from decaylab.training.paths import LayerPaths, followed_paths, paths_file
+
+METRICS = ("test/accuracy", "test/loss", "train/loss", "jacobian_norm")
+FOLDER = "attribution"
+CHUNK = 250  # test images whose Jacobians are made together
+
+Tell = Callable[[int, str, Progress], None]
+"""Called with seed, arm and progress after each epoch."""
+
+
+def arm_store(runs: Path) -> RunStore:
+    """Where the arms in a folder of runs lie."""
+    return RunStore(runs / FOLDER)
+
+
+def arm_spec(spec: RunSpec, arm: Arm, plan: Plan, seed: int, only: str = "all") -> RunSpec:
+    """The run that an arm is; `spec` is the run with decay."""
+    if spec.followed or not spec.held_decay or spec.norm_source:
+        raise DecaylabError("this run follows another one already: give an ordinary run with decay")
+    ordinary = replace(spec.resolved(), seed=seed)
+    if arm == WITH:
+        return ordinary
+    without = replace(ordinary, decay="none", weight_decay=0.0, decay_scope="all")
+    if arm == WITHOUT:
+        return without
+    held = replace(ordinary, held_decay=False, held_layers=only)
+    if not arm.follows:
+        return held
+    sources = {True: ordinary.id, False: held.id if plan.others else without.id}
+    followed = {
+        f"{path}_source": sources[path in arm.as_with]
+        for path in plan.paths
+        if path not in arm.free
+    }
+    return RunSpec.from_mapping({**_values(held), **followed})
+
+
+def _values(spec: RunSpec) -> dict[str, object]:
+    return {name: getattr(spec, name) for name in spec.__dataclass_fields__}
+
+
+def selection_for(spec: RunSpec, data: DataSet, only: str = "all") -> Selection:
+    """What of a run with decay is held."""
+    if not spec.weight_decay:
+        raise DecaylabError(
+            "this run has no weight decay whose effect could be attributed: give one with it"
+        )
+    model = build_model(spec, chosen_split(spec, data))
+    return select(model, build_optimizer(spec, model), only.split(",") if "," in only else only)
+
+
+def attribute_spec(
+    spec: RunSpec,
+    *,
+    data: DataSet,
+    store: RunStore,
+    seeds: Sequence[int] = (0, 1, 2),
+    only: str = "all",
+    extra: Sequence[Arm] = (),
+    metric: str = METRICS[0],
+    device: str | torch.device = "cpu",
+    execution: Execution | None = None,
+    keep_checkpoints: bool = True,
+    tell: Tell | None = None,
+) -> Attribution:
+    """Train the arms of a spec that are not yet there, and work out the shares.
+
+    `store` holds the arms (`arm_store`); the same call again continues. `execution.at_once` runs
+    take turns; those that others follow come first.
+    """
+    selection = selection_for(spec, data, only)
+    plan = plan_for(selection, extra)
+    how = replace(execution or Execution(), record_paths=True, observe=_jacobian_at_end)
+    arms = {
+        (seed, arm.name): (arm, arm_spec(spec, arm, plan, seed, only))
+        for seed in seeds
+        for arm in plan.arms()
+    }
+    results: dict[tuple[int, str], ArmResult] = {}
+    taken: dict[int, dict[str, LayerPaths]] = {seed: {} for seed in seeds}
+    for follows in (False, True):
+        stage = {key: s for key, (arm, s) in arms.items() if arm.follows == follows}
+        lost = {seed for (seed, _), result in results.items() if not result.finite}
+        stage = {key: s for key, s in stage.items() if key[0] not in lost}
+        _train_all(stage, data, store, device, how, keep_checkpoints, tell)
+        for key, its_spec in stage.items():
+            seed, name = key
+            results[key], paths = _result(store, name, its_spec)
+            if paths is not None:
+                taken[seed][name] = paths
+    return Attribution(
+        plan=plan,
+        layers=tuple(selection.weights),
+        notes=selection.notes,
+        seeds=tuple(seeds),
+        steps=max((paths.steps for by in taken.values() for paths in by.values()), default=0),
+        results=tuple(results[key] for key in arms if key in results),
+        metric=metric,
+        paths=taken,
+    )
+
+
+def _train_all(
+    specs: Mapping[tuple[int, str], RunSpec],
+    data: DataSet,
+    store: RunStore,
+    device: str | torch.device,
+    how: Execution,
+    keep_checkpoints: bool,
+    tell: Tell | None,
+) -> None:
+    """Train what is not finished, `how.at_once` runs at a time; a run that diverges is left."""
+    todo = {key: spec for key, spec in specs.items() if not _ended(store.folder(spec.id))}
+    how = replace(how, every_step=how.at_once > 1)
+    waiting = iter(todo.items())
+    active: dict[tuple[int, str], Iterator[Progress]] = {}
+
+    def begin() -> None:
+        for key, spec in waiting:
+            active[key] = train(spec, data=data, device=device, store=store, execution=how)
+            if len(active) >= how.at_once:
+                return
+
+    begin()
+    for key, progress in take_turns(active):
+        if isinstance(progress, Diverged):
+            begin()
+        elif isinstance(progress, Exception):
+            raise progress
+        elif progress.kind != "step" and tell is not None:
+            tell(*key, progress)
+        if isinstance(progress, Progress) and progress.kind == "finished":
+            if not keep_checkpoints:
+                store.folder(progress.run).checkpoint.unlink(missing_ok=True)
+            begin()
+
+
+def _ended(folder: RunFolder) -> bool:
+    manifest = folder.manifest()
+    return manifest is not None and manifest.status in ("finished", "diverged")
+
+
+def _result(store: RunStore, arm: str, spec: RunSpec) -> tuple[ArmResult, LayerPaths | None]:
+    folder = store.folder(spec.id)
+    if not folder.is_finished():
+        return ArmResult(arm, spec.seed, {}, finite=False), None
+    rows = folder.rows().rows
+    last = max(row.step for row in rows)
+    values = {row.name: row.value for row in rows if row.step == last}
+    taken = LayerPaths.load(paths_file(folder))
+    result = ArmResult(
+        arm=arm,
+        seed=spec.seed,
+        metrics={name: values[name] for name in METRICS if name in values},
+        errors=held_errors(taken, followed_paths(store, spec.followed)),
+        seconds=max(row.seconds for row in rows),
+        finite=taken.finite(),
+    )
+    return result, taken
+
+
+def _jacobian_at_end(run: TrainingRun) -> dict[str, float]:
+    """Table 2's Jacobian norm at the end: exact, in eval mode, on the whole test set."""
+    if run.complete_epochs != run.epochs:
+        return {}
+    data = run.data
+    batches = evaluation_batches(data.test, batch_size=8 * CHUNK, mean=data.mean, std=data.std)
+    norms = [probes.jacobian_norms(run.model, images, chunk=CHUNK) for images, _ in batches]
+    return {"jacobian_norm": float(torch.cat(norms).mean())}

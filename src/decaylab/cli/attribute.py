@@ -1,0 +1,200 @@
+"""`decaylab attribute`: which path carries decay's effect, by experiment."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from decaylab.attribution import SIZE_FREE_ROTATION, Arm, ArmResult, Attribution, attribute
+from decaylab.attribution.branches import branch_from, train_to
+from decaylab.attribution.recorded_arms import METRICS, arm_store, attribute_spec
+from decaylab.cli import options
+from decaylab.cli.output import in_words, print_json
+from decaylab.data import DataSet, load
+from decaylab.errors import DecaylabError
+from decaylab.paper.tiers import sized, tier_of
+from decaylab.report.attributions import write_attribution
+from decaylab.report.drawing import check_extra
+from decaylab.training import Execution, Progress, RunSpec
+
+Spec = Annotated[
+    str | None,
+    typer.Argument(metavar="SPEC", help="A spec in TOML, or a run with decay: its id or folder."),
+]
+Seeds = Annotated[int, typer.Option("--seeds", min=1, help="How many seeds, from 0.")]
+Only = Annotated[
+    str,
+    typer.Option(
+        "--only",
+        metavar="layers=WHICH",
+        help="Which layers are held: all that decay, conv (those before the last), fc, or names.",
+    ),
+]
+Metric = Annotated[str, typer.Option("--metric", help=f"One of {', '.join(METRICS)}.")]
+Tier = Annotated[
+    str | None,
+    typer.Option("--tier", help="Size the spec for a tier: short is a fifth of the epochs."),
+]
+From = Annotated[
+    str | None, typer.Option("--from", metavar="RUN", help="Branch from this run with decay.")
+]
+At = Annotated[int | None, typer.Option("--at", metavar="EPOCH", help="The epoch to branch at.")]
+For = Annotated[
+    int | None, typer.Option("--for", metavar="STEPS", help="How many steps each arm takes.")
+]
+NormsAlone = Annotated[
+    bool,
+    typer.Option(
+        "--norms-alone", help="One more arm: norms as with decay, rotation free (Fig. 4's wn-conv)."
+    ),
+]
+AtOnce = Annotated[
+    int,
+    typer.Option("--at-once", min=1, help="Runs that take turns on the device; 2 to 4 suit a GPU."),
+]
+Keep = Annotated[bool, typer.Option("--keep-checkpoints", help="Keep the models of finished arms.")]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE.html", help="Also write a page with figures."),
+]
+
+
+def attribute_command(
+    spec: Spec = None,
+    seeds: Seeds = 3,
+    only: Only = "layers=all",
+    metric: Metric = METRICS[0],
+    tier: Tier = None,
+    start: From = None,
+    at: At = None,
+    steps: For = None,
+    norms_alone: NormsAlone = False,
+    runs: options.Runs = options.RUNS,
+    data_dir: options.DataDir = None,
+    device: options.Device = "auto",
+    at_once: AtOnce = 1,
+    compiled: options.Compiled = False,
+    checkpoint_every: options.CheckpointEvery = 60.0,
+    keep_checkpoints: Keep = False,
+    report: ReportFile = None,
+    json_output: options.Json = False,
+) -> None:
+    """Find out how much of decay's effect goes through size, rotation and damping.
+
+    Trains the run with decay, the one without, and arms in which each path is as with decay or as
+    without: 4 a seed, 8 under K-FAC, and one more where biases and gains decay, too. They are
+    recorded in RUNS/attribution. Giving the same command again continues.
+    """
+    if (spec is None) == (start is None):
+        raise DecaylabError(
+            "give a spec or a run, or branch with --from RUN --at EPOCH --for STEPS"
+        )
+    if report is not None:
+        check_extra()
+    where = options.chosen_device(device)
+    base = _spec(start or spec or "", runs, tier)
+    data = load(base.data, data_dir)
+    execution = Execution(
+        checkpoint_every=checkpoint_every,
+        at_once=at_once,
+        compiled=compiled,
+        tier=tier or "custom",
+    )
+    extra = [SIZE_FREE_ROTATION] if norms_alone else []
+    if start is not None:
+        branch = runs / "attribution" / f"{base.id}-at-{at}"
+        result = _branched(
+            base, at, steps, seeds, _layers(only), extra, metric, data, where, branch, execution
+        )
+    else:
+        if at is not None or steps is not None:
+            raise DecaylabError("--at and --for belong to --from RUN: leave them out")
+        result = attribute_spec(
+            base,
+            data=data,
+            store=arm_store(runs),
+            seeds=range(seeds),
+            only=_layers(only),
+            extra=extra,
+            metric=metric,
+            device=where,
+            execution=execution,
+            keep_checkpoints=keep_checkpoints,
+            tell=None if json_output else _tell,
+        )
+    _show(result, base, report, json_output)
+
+
+def _branched(
+    spec: RunSpec,
+    epoch: int | None,
+    steps: int | None,
+    seeds: int,
+    only: str,
+    extra: Sequence[Arm],
+    metric: str,
+    data: DataSet,
+    device: torch.device,
+    folder: Path,
+    execution: Execution,
+) -> Attribution:
+    if epoch is None or steps is None:
+        raise DecaylabError("--from RUN needs --at EPOCH and --for STEPS")
+    path = train_to(spec, epoch, data=data, folder=folder, device=device, execution=execution)
+    make = branch_from(path, spec, data, device)
+    return attribute(
+        make,
+        steps=steps,
+        seeds=seeds,
+        only=only.split(",") if "," in only else only,
+        extra=extra,
+        metric=metric,
+        folder=folder / f"{steps}-steps-{only.replace(',', '+')}",
+        report=_tell_arm,
+    )
+
+
+def _spec(name: str, runs: Path, tier: str | None) -> RunSpec:
+    """A spec from a TOML file, or that of a run; sized for a tier where one is given."""
+    path = Path(name)
+    if path.suffix == ".toml":
+        spec = RunSpec.from_file(path)
+    else:
+        spec = RunSpec.of_run(options.found_run(name, runs))
+    if tier is None:
+        return spec
+    values = {item.name: getattr(spec.resolved(), item.name) for item in fields(RunSpec)}
+    return RunSpec.from_mapping(sized(values, tier_of(tier)))
+
+
+def _layers(only: str) -> str:
+    key, equals, value = only.partition("=")
+    if key != "layers" or not equals or not value:
+        raise DecaylabError(f"--only {only}: give layers=all, layers=conv, layers=fc or names")
+    return value
+
+
+def _tell(seed: int, arm: str, progress: Progress) -> None:
+    if progress.kind == "finished":
+        accuracy = 100 * progress.values.get("test/accuracy", float("nan"))
+        time = "made before" if progress.made_before else in_words(progress.seconds)
+        print(f"seed {seed}, {arm}: test accuracy {accuracy:.2f} % ({time})", flush=True)
+
+
+def _tell_arm(result: ArmResult) -> None:
+    print(f"seed {result.seed}, {result.arm}: {in_words(result.seconds)}", flush=True)
+
+
+def _show(result: Attribution, spec: RunSpec, report: Path | None, json_output: bool) -> None:
+    result.shares_of(result.metric)
+    if report is not None:
+        write_attribution(report, result, f"What carries the effect of decay in {spec.id}")
+    if json_output:
+        print_json({"spec": spec.id, **result.as_dict()})
+        return
+    print(f"\n{result}")
+    if report is not None:
+        print(f"\nreport: {report}")

@@ -1,0 +1,110 @@
+"""Paths: what each layer of a run went through, step by step, for other runs to follow."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from decaylab.errors import DecaylabError
+from decaylab.records import RunFolder, RunStore
+from decaylab.training import checkpoint
+
+
+@dataclass(frozen=True)
+class LayerPaths:
+    """What happened to each held layer, step by step, on the host in float64.
+
+    Attributes:
+        layers: their names, in the order of the columns.
+        sizes: [steps + 1, layers], |W_l| before each step, and after the last.
+        angles: [steps, layers], radians by which each step turned W_l.
+        dampings: [steps + 1, layers], K-FAC's lambda_l |W_l|^2 (nan for layers it does not
+            cover); None under other optimizers.
+    """
+
+    layers: tuple[str, ...]
+    sizes: Tensor
+    angles: Tensor
+    dampings: Tensor | None = None
+
+    @property
+    def steps(self) -> int:
+        """How many steps were recorded."""
+        return len(self.angles)
+
+    def finite(self) -> bool:
+        """Whether the weights stayed finite all along."""
+        return bool(self.sizes.isfinite().all() and self.angles.isfinite().all())
+
+    def save(self, path: Path) -> None:
+        """Write the paths as one safetensors file."""
+        state = {"layers": list(self.layers), "sizes": self.sizes, "angles": self.angles}
+        checkpoint.Snapshot({**state, "dampings": self.dampings}).write(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "LayerPaths":
+        """Read what `save` wrote."""
+        state = checkpoint.load(path)
+        with checkpoint.fitting(path):
+            return cls(tuple(state["layers"]), state["sizes"], state["angles"], state["dampings"])
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The runs whose paths are followed; None leaves a path free.
+
+    `size_every`: the size is set after every so many steps (per epoch, say), and free in between.
+    """
+
+    size: LayerPaths | None = None
+    rotation: LayerPaths | None = None
+    damping: LayerPaths | None = None
+    size_every: int = 1
+
+    def check(self, layers: Sequence[str], steps: int) -> None:
+        """Refuse paths of other layers or of fewer steps."""
+        for paths in (self.size, self.rotation, self.damping):
+            if paths is None:
+                continue
+            if missing := [layer for layer in layers if layer not in paths.layers]:
+                raise DecaylabError(
+                    f"the recorded paths have no layer {missing[0]}: record them on this network"
+                )
+            if paths.steps < steps:
+                raise DecaylabError(
+                    f"the recorded paths have {paths.steps} steps and the run takes {steps}: record"
+                    " a run of at least as many steps at the same batch size"
+                )
+        if self.damping is not None and self.damping.dampings is None:
+            raise DecaylabError("the recorded paths hold no damping: record them under K-FAC")
+        if self.size_every < 1:
+            raise DecaylabError(f"size_every must be one or more, not {self.size_every}")
+
+
+def paths_file(folder: RunFolder) -> Path:
+    """Where a run's paths lie, if they were recorded: no part of what is committed."""
+    return folder.path / "paths.safetensors"
+
+
+def followed_paths(store: RunStore | None, followed: Mapping[str, str]) -> Targets:
+    """What a run follows: size, rotation, damping -> the id of a finished run in the store."""
+    known = {source: source_paths(store, source) for source in set(followed.values())}
+    size, rotation, damping = (
+        known[followed[path]] if path in followed else None
+        for path in ("size", "rotation", "damping")
+    )
+    return Targets(size, rotation, damping)
+
+
+def source_paths(store: RunStore | None, source: str) -> LayerPaths:
+    """The recorded paths of the finished run `source`, which another one follows."""
+    if store is None:
+        raise DecaylabError(f"this run follows the paths of run {source}: give the store with it")
+    folder = store.folder(source)
+    if folder.is_finished() and paths_file(folder).exists():
+        return LayerPaths.load(paths_file(folder))
+    raise DecaylabError(
+        f"this run follows the paths of run {source}, and {store.root} has no finished run of that"
+        " id with its paths recorded: `decaylab attribute` trains both in order"
+    )

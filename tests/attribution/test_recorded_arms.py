@@ -1,0 +1,285 @@
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from decaylab.attribution import SIZE_FREE_ROTATION
+from decaylab.attribution.arms import WITH, WITHOUT, Plan
+from decaylab.attribution.branches import branch_from, train_to
+from decaylab.attribution.reasons import Fault
+from decaylab.attribution.recorded_arms import METRICS, arm_spec, arm_store, attribute_spec
+from decaylab.cli import app
+from decaylab.data import load
+from decaylab.errors import DecaylabError
+from decaylab.records import RunStore
+from decaylab.training import Execution, RunSpec, train, train_to_end
+from decaylab.training.paths import LayerPaths, paths_file
+
+SPEC = RunSpec(
+    data="digits",
+    network="mlp",
+    hidden=(16,),
+    batch_norm=True,
+    momentum=0.0,
+    lr=0.3,
+    decay="l2",
+    weight_decay=0.05,
+    decay_scope="conv",
+    bias=False,
+    epochs=2,
+    lr_drop_every=2,
+)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load("digits")
+
+
+@pytest.fixture(scope="module")
+def attributed(digits, tmp_path_factory):
+    store = arm_store(tmp_path_factory.mktemp("runs"))
+    extra = [SIZE_FREE_ROTATION]
+    return store, attribute_spec(SPEC, data=digits, store=store, seeds=(0, 1), extra=extra)
+
+
+def test_the_arms_of_a_spec_are_runs(attributed):
+    store, result = attributed
+    assert len(store.runs()) == 2 * 5
+    assert all(folder.is_finished() for folder in store.runs())
+    assert result.layers == ("layers.0",) or len(result.layers) == 1
+    assert set(result.metrics) == set(METRICS)
+    assert not result.unused
+    assert result.steps == 2 * math.ceil(1437 // 128)
+    assert max(result.worst_errors().values()) < 1e-5
+
+
+def test_the_corners_are_ordinary_runs(attributed, digits, tmp_path):
+    store, _ = attributed
+    last = train_to_end(SPEC, data=digits, store=RunStore(tmp_path))
+    rows = store.folder(SPEC.id).rows().rows
+    recorded = {row.name: row.value for row in rows if row.step == last.step}
+    for name in ("test/loss", "train/loss", "test/accuracy"):
+        assert recorded[name] == last.values[name]
+
+
+def test_nothing_is_trained_twice(attributed, digits):
+    store, result = attributed
+    told = []
+    again = attribute_spec(
+        SPEC,
+        data=digits,
+        store=store,
+        seeds=(0, 1),
+        extra=[SIZE_FREE_ROTATION],
+        tell=lambda *progress: told.append(progress),
+    )
+    assert not told
+    assert again.shares == result.shares
+
+
+def test_under_batch_norm_the_rotation_gives_back_the_run_with_decay(attributed):
+    """In train mode: in eval mode running statistics lag behind sizes that change fast."""
+    store, _ = attributed
+    plan = Plan(("size", "rotation"))
+
+    def running_loss(arm, seed):
+        rows = store.folder(arm_spec(SPEC, arm, plan, seed).id).rows().rows
+        return [row.value for row in rows if row.name == "train/running_loss"][-1]
+
+    for seed in (0, 1):
+        decayed, free = running_loss(WITH, seed), running_loss(WITHOUT, seed)
+        rotation, size = (running_loss(plan.crossed([p]), seed) for p in ("rotation", "size"))
+        assert abs(rotation - decayed) < 0.1 * abs(decayed - free)
+        assert abs(size - free) < 0.1 * abs(decayed - free)
+
+
+def test_an_arm_that_was_stopped_goes_on_bit_for_bit(attributed, digits, tmp_path):
+    store, _ = attributed
+    arm = arm_spec(
+        SPEC, Plan(("size", "rotation")).crossed(["rotation"]), Plan(("size", "rotation")), 0
+    )
+    whole = LayerPaths.load(paths_file(store.folder(arm.id)))
+    copy = RunStore(tmp_path)
+    for source in set(arm.followed.values()):
+        target = copy.folder(source).path
+        target.mkdir(parents=True)
+        for file in store.folder(source).path.iterdir():
+            (target / file.name).write_bytes(file.read_bytes())
+    training = train(arm, data=digits, store=copy, execution=Execution(every_step=True))
+    for progress in training:
+        if progress.step == 5:
+            break
+    training.close()
+    train_to_end(arm, data=digits, store=copy)
+    resumed = LayerPaths.load(paths_file(copy.folder(arm.id)))
+    assert torch.equal(resumed.sizes, whole.sizes)
+    assert torch.equal(resumed.angles, whole.angles)
+
+
+def test_a_reference_that_was_begun_without_its_paths_is_refused(digits, tmp_path):
+    training = train(SPEC, data=digits, store=RunStore(tmp_path))
+    next(training)
+    training.close()
+    with pytest.raises(DecaylabError, match="without recording its paths"):
+        train_to_end(
+            SPEC, data=digits, store=RunStore(tmp_path), execution=Execution(record_paths=True)
+        )
+
+
+def test_kfac_has_a_damping_path(digits, tmp_path):
+    spec = replace(
+        SPEC,
+        optimizer="kfac-f",
+        decay="decoupled",
+        decay_scope="all",
+        weight_decay=1.0,
+        lr=0.03,
+        initialize_batches=1,
+        refresh_every=2,
+        invert_every=4,
+        epochs=1,
+    )
+    result = attribute_spec(spec, data=digits, store=RunStore(tmp_path), seeds=(0,))
+    assert set(result.shares) == {"size", "rotation", "damping", "interaction"}
+    assert len(result.results) == 8
+    assert not result.unused
+    assert max(result.worst_errors().values()) < 1e-5
+    parts = [result.shares[name].value for name in ("size", "rotation", "damping")]
+    assert sum(parts) == pytest.approx(1) or math.isnan(parts[0])
+
+
+def test_runs_that_take_turns_are_the_same(attributed, digits, tmp_path):
+    _, result = attributed
+    turns = attribute_spec(
+        SPEC,
+        data=digits,
+        store=RunStore(tmp_path),
+        seeds=(0, 1),
+        execution=Execution(at_once=3),
+        keep_checkpoints=False,
+    )
+    assert turns.shares == result.shares
+    assert not list(tmp_path.glob("*/checkpoint.safetensors"))
+
+
+def test_a_seed_whose_reference_diverges_is_left_out(digits, tmp_path):
+    spec = replace(SPEC, lr=1e30, epochs=1, lr_drop_every=1)
+    result = attribute_spec(spec, data=digits, store=RunStore(tmp_path), seeds=(0,))
+    assert {unused.fault for unused in result.unused} == {Fault.DIVERGED}
+    assert all(r.arm in ("with decay", "without decay") for r in result.results)
+
+
+def test_specs_that_make_no_sense_are_refused(digits, tmp_path):
+    store = RunStore(tmp_path)
+    none = replace(SPEC, decay="none", weight_decay=0.0)
+    with pytest.raises(DecaylabError, match="no weight decay"):
+        attribute_spec(none, data=digits, store=store)
+    follower = replace(SPEC, size_source=SPEC.id)
+    with pytest.raises(DecaylabError, match="follows another"):
+        arm_spec(follower, WITH, Plan(("size", "rotation")), 0)
+    with pytest.raises(DecaylabError, match="no finished run of that id"):
+        train_to_end(follower, data=digits, store=store)
+    with pytest.raises(DecaylabError, match="K-FAC"):
+        replace(SPEC, damping_source="x")
+    with pytest.raises(DecaylabError, match="held_decay"):
+        replace(none, held_decay=False)
+    with pytest.raises(DecaylabError, match="held_layers"):
+        replace(SPEC, held_layers="fc")
+    with pytest.raises(DecaylabError, match="no layer 'nowhere'"):
+        attribute_spec(SPEC, data=digits, store=store, only="nowhere")
+
+
+def test_paths_of_a_shorter_run_are_refused(attributed, digits):
+    store, _ = attributed
+    longer = replace(SPEC, epochs=3, size_source=SPEC.id)
+    with pytest.raises(DecaylabError, match="steps and the run takes"):
+        train_to_end(longer, data=digits, store=store)
+
+
+def test_the_ids_of_ordinary_runs_know_nothing_of_paths():
+    assert RunSpec(data="digits", network="mlp").id == "digits-mlp-sgd-none-928a37b9"
+
+
+# ---------------------------------------------------------------- branches
+
+
+def test_the_arm_with_decay_goes_on_as_the_run_did(digits, tmp_path):
+    whole = train_to_end(SPEC, data=digits, store=RunStore(tmp_path / "whole"))
+    path = train_to(SPEC, 1, data=digits, folder=tmp_path / "branch")
+    assert train_to(SPEC, 1, data=digits, folder=tmp_path / "branch") == path
+    make = branch_from(path, SPEC, digits)
+    _, _, step, evaluate = make(0)
+    losses = [float(step()) for _ in range(11)]
+    values = evaluate()
+    for name in ("test/loss", "train/loss", "test/accuracy"):
+        assert values[name] == whole.values[name]
+    _, _, other_step, _ = make(1)
+    assert [float(other_step()) for _ in range(11)] != losses
+
+
+@pytest.mark.parametrize("epoch", [0, 2, 5])
+def test_an_epoch_that_is_none_to_branch_at_is_refused(epoch, digits, tmp_path):
+    with pytest.raises(DecaylabError, match="choose 1 to 1"):
+        train_to(SPEC, epoch, data=digits, folder=tmp_path)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["attribute", *map(str, arguments)])
+
+
+@pytest.fixture
+def spec_file(tmp_path):
+    path = tmp_path / "spec.toml"
+    path.write_text(SPEC.to_toml())
+    return path
+
+
+def test_the_command(spec_file, tmp_path):
+    page = tmp_path / "page.html"
+    runs = ("--runs", tmp_path / "runs", "--device", "cpu")
+    done = run(spec_file, "--seeds", 2, *runs, "--report", page, "--norms-alone")
+    assert done.exit_code == 0, done.output
+    assert "Decay changes test/accuracy by" in done.output
+    assert "size, rotation free" in done.output
+    assert page.read_text().count("<img") >= 5
+    done = run(spec_file, "--seeds", 2, *runs, "--json", "--norms-alone", "--metric", "train/loss")
+    found = json.loads(done.output)
+    assert found["metric"] == "train/loss"
+    assert set(found["metrics"]["train/loss"]["shares"]) == {"size", "rotation", "interaction"}
+    by_run = run(SPEC.id, "--runs", tmp_path / "runs" / "attribution", "--seeds", 1, "--json")
+    assert by_run.exit_code == 0, by_run.output
+
+
+def test_the_command_from_the_middle_of_a_run(spec_file, tmp_path):
+    common = ("--runs", tmp_path / "runs", "--device", "cpu", "--seeds", 2)
+    done = run("--from", spec_file, "--at", 1, "--for", 6, *common)
+    assert done.exit_code == 0, done.output
+    assert done.output.count("seed 1,") == 4
+    again = run("--from", spec_file, "--at", 1, "--for", 6, *common)
+    assert again.output.splitlines()[-5:] == done.output.splitlines()[-5:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give a spec"),
+        (("x.toml", "--from", "y"), "give a spec"),
+        (("{spec}", "--only", "conv"), "layers=all"),
+        (("{spec}", "--at", "1"), "belong to --from"),
+        (("--from", "{spec}", "--at", "1"), "--for STEPS"),
+        (("{spec}", "--metric", "beauty"), "beauty"),
+        (("{spec}", "--tier", "huge"), "huge"),
+    ],
+)
+def test_bad_input(arguments, said, spec_file, tmp_path):
+    given = [a.format(spec=spec_file) for a in arguments]
+    done = run(*given, "--runs", tmp_path / "runs", "--device", "cpu", "--seeds", 1)
+    assert done.exit_code == 2
+    assert said in done.output
