@@ -18,7 +18,11 @@ ranges = {
     "factor_decay": st.floats(0, 0.999),
     "seed": st.integers(0, 2**63 - 1),
     "step_rms": st.just(0.0),  # which few combinations take
-    "norm_source": st.sampled_from(["", "digits-mlp-bn-sgd-l2-0f08e4a1"]),
+    **dict.fromkeys(
+        ("norm_source", "size_source", "rotation_source", "damping_source"),
+        st.sampled_from(["", "digits-mlp-bn-sgd-l2-0f08e4a1"]),
+    ),
+    "held_layers": st.sampled_from(["all", "conv", "fc", "0,3"]),
 }
 
 
@@ -51,6 +55,12 @@ def specs(draw):
         values["decay"] = "l2"
     if values.get("norm_source"):
         values["batch_norm"] = True
+    if not optimizer.startswith("kfac") or values.get("damping_scaling") == "scale-free":
+        values.pop("damping_source", None)
+    if not values.get("weight_decay"):
+        values.pop("held_decay", None)
+    if not any(values.get(f"{path}_source") for path in ("size", "rotation", "damping")):
+        values.pop("held_layers", None)
     return values
 
 
