@@ -123,7 +123,7 @@ def select(
         weights=weights,
         notes=notes,
         others=others,
-        damping=any(isinstance(o, KFAC) and not o.scale_free.norms for o in holders),
+        damping=any(isinstance(o, KFAC) and o.damping_scaling == "fixed" for o in holders),
         direction=any(_turns(*groups[i]) for i in held),
     )
 
