@@ -146,14 +146,14 @@ def _verdict(
 
     if not parameter.requires_grad:
         return refused(Reason.FROZEN)
+    if any(_excluded(home, exclude) for home, _ in places[parameter]):
+        return refused(Reason.EXCLUDED)
     if len(places[parameter]) > 1:
         both = _head_and_embedding(places[parameter], parts, exclude)
         if both is None:
             return refused(Reason.TIED, *(".".join(place) for place in places[parameter]))
         classes = tuple(type(each.module).__name__ for each in both)
         return Verdict(name, Reason.COVERED, classes), both
-    if _excluded(name, exclude):
-        return refused(Reason.EXCLUDED)
     if part is None:
         if isinstance(module, nn.RNNBase | nn.RNNCellBase):
             return refused(Reason.RECURRENT, class_name)

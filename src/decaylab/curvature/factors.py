@@ -123,9 +123,11 @@ def merged(head: Sums, embedding: Sums) -> Sums:
 
         block ~ (w A^ + (1 - w) S_e^) (x) (f G^ + f_e C_e^)
 
-    which has the trace of the sum, is exact where one of the two vanishes or where they are
-    multiples of each other on one side, and is positive. Without an embedding's gradient it is the
-    head's block.
+    which has the sum's trace and both of its partial traces, is exact where one of the two vanishes
+    or where they are multiples of each other on one side, and is positive. On a small language
+    model it is 4 % (at first) to 16 % (where both uses count alike) away from the sum, which the
+    head's block alone misses by 6 % to 49 %; diagonal G and the products of one use with the other,
+    which any K-FAC leaves out, are 48 % to 81 % (tests/curvature/test_tied.py).
     """
     A, G = head.means
     C, S = embedding.means

@@ -88,7 +88,7 @@ def coverage_of(
         warnings.warn(
             f"K-FAC covers {inside / total:.0%} of the parameters, and {others} steps the others: "
             f"the largest is {name!r} ({largest.explanation}); coverage() lists them all",
-            stacklevel=4,
+            stacklevel=3,
         )
     return coverage
 
