@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle.kfac_runs import cross_entropy, labels_for, random, seeded
+from oracle.kfac_runs import cross_entropy, labels_for, random, seeded, train_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -270,3 +270,30 @@ def test_ten_skipped_steps_are_told_if_they_are_in_a_row():
     skips.look()  # takes the news
     with pytest.warns(UserWarning, match="the last 10 steps"):
         skips.look()
+
+
+def test_layers_have_hooks_only_while_a_refresh_is_due():
+    """Which torch calls slower; a refresh that comes sooner than it was planned is seen, too."""
+    model = net()
+    opt = KFAC(model, 0.1, refresh_every=3)
+
+    def hooks() -> int:
+        return sum(len(layer._forward_hooks) for layer in model)
+
+    seen = []
+    for _ in range(4):
+        seen.append(hooks())
+        train_step(opt, model, X, Y)
+    assert seen == [2, 0, 0, 2]
+    before = opt.factors()["0"].A
+    opt.refresh_every = 1
+    train_step(opt, model, 2 * X, Y)
+    assert not torch.equal(opt.factors()["0"].A, before)
+    opt.refresh_every = 3
+    other = KFAC(model, 0.1, refresh_every=3)
+    state = opt.state_dict()
+    opt.detach()
+    other.load_state_dict(state)
+    assert (other.steps, hooks()) == (5, 0)
+    other.initialize([X])
+    assert hooks() == 0

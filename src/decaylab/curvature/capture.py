@@ -155,20 +155,32 @@ class Capture:
         self._in_training = in_training
         self._pauses = 0
         self._inside, self._detached = False, False
-        self._handles = [
+        self._on_layers: list[Any] = []
+        self._on_model = [
             self.model.register_forward_pre_hook(_Hook(self, "_begin")),
-            *(
-                # before hooks of others, which may replace the output
-                layer.register_forward_hook(
-                    _Hook(self, "_layer", name), prepend=True, with_kwargs=True
-                )
-                for name, layer in self._hooked.items()
-            ),
             self.model.register_forward_hook(_Hook(self, "_end"), with_kwargs=True),
             # also after an error
             self.model.register_forward_hook(_Hook(self, "_leave"), always_call=True),
         ]
         self._undo_dispatch = [_run_eagerly_when(m, self._runs_eagerly) for m in model.modules()]
+
+    def arm(self, due: bool = True) -> None:
+        """Let hooks be on the layers, or not: torch calls a module without them faster.
+
+        A pass of the model arms by itself; this is for passes of its parts, too.
+        """
+        if due and not self._on_layers and not self._detached:
+            self._on_layers = [
+                # before hooks of others, which may replace the output
+                layer.register_forward_hook(
+                    _Hook(self, "_layer", name), prepend=True, with_kwargs=True
+                )
+                for name, layer in self._hooked.items()
+            ]
+        elif not due:
+            for handle in self._on_layers:
+                handle.remove()
+            self._on_layers = []
 
     def acts(self) -> bool:
         """Whether a forward pass is observed now.
@@ -216,7 +228,7 @@ class Capture:
         if self._detached:
             return
         self._detached = True
-        for handle in self._handles:
+        for handle in [*self._on_model, *self._on_layers]:
             handle.remove()
         for undo in self._undo_dispatch:
             undo()
@@ -231,8 +243,9 @@ class Capture:
             self._met_last = None
             _reports.join(self)
             # hooks that came later, too, make the model's output, and follow a layer
-            _move(self.model, self._handles[-2], to_end=True)
-            for layer, handle in zip(self._hooked.values(), self._handles[1:-2], strict=True):
+            _move(self.model, self._on_model[1], to_end=True)
+            self.arm()
+            for layer, handle in zip(self._hooked.values(), self._on_layers, strict=True):
                 _move(layer, handle, to_end=False)
 
     def _layer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -152,16 +152,19 @@ class KroneckerEstimator:
             partial(_forwarded, own, KroneckerEstimator._loss_gradient) if empirical else None,
             in_training=due is not None,
         )
+        self.capture.arm(due is not None)
         weakref.finalize(self, self.capture.detach).atexit = False
 
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Forward passes with grad in here are observed, where `due` was not given."""
         before, self._observing = self._observing, True
+        self.capture.arm()
         try:
             yield
         finally:
             self._observing = before
+            self.capture.arm(before)
 
     def observe(self, inputs: Any) -> None:
         """Observe a forward pass on `inputs`: a tensor, or a mapping of keyword arguments."""

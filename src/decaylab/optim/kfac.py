@@ -302,6 +302,7 @@ class KFAC(torch.optim.Optimizer):
         if self.refresh_due:
             self._skips.look()
         self.steps += 1
+        self.estimator.capture.arm(self.refresh_due)
         if self.refresh_due:
             self._distribution.seed(self.generator, self._seed, self.steps)
 
@@ -441,6 +442,7 @@ class KFAC(torch.optim.Optimizer):
         self.generator.set_state(mine["generator"].cpu())
         self._seed = int(mine.get("seed", self._seed))
         self._distribution.seed(self.generator, self._seed, self.steps)
+        self.estimator.capture.arm(self.refresh_due)
         for name, norm in self.scale_free.norms.items():
             norm.copy_(mine["initial_norms"].get(name, norm))
 
@@ -504,10 +506,12 @@ class KFAC(torch.optim.Optimizer):
     @contextmanager
     def _initialization(self) -> Iterator[None]:
         self._initializing = True
+        self.estimator.capture.arm()
         self._distribution.seed(self.generator, self._seed, -1 - self.steps)
         try:
             with as_in_training(self.model):
                 yield
         finally:
             self._initializing = False
+            self.estimator.capture.arm(self.refresh_due)
             self._distribution.seed(self.generator, self._seed, self.steps)
