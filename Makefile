@@ -8,7 +8,7 @@ INSTALLED := .venv/installed
 # An independent library that the tests compare with; its own requirements would pull in torchvision.
 ORACLES := curvlinops-for-pytorch einconv linear-operator backpack-for-pytorch
 
-.PHONY: demo test test-browser check docs results-pages fix clean
+.PHONY: demo test test-browser test-engines check docs results-pages fix clean
 
 demo: $(DEMO)
 	$(BIN)/decaylab demo
@@ -19,6 +19,10 @@ test: $(INSTALLED) check
 # Needs Chromium (Debian: apt-get install chromium).
 test-browser: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m browser tests/browser
+
+# Sweeps on a real Slurm (needs root; Debian: apt-get install slurm-wlm) and a local Ray cluster.
+test-engines: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slurm or ray" tests/sweeps
 
 check: $(INSTALLED) docs
 	$(BIN)/ruff check .

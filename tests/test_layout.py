@@ -60,7 +60,7 @@ def test_the_check_sees_imports():
 
 
 def test_the_core_imports_nothing_optional_at_import_time():
-    optional = {"pyarrow", "PIL", "matplotlib", "jinja2", "optuna", "torchvision"}
+    optional = {"pyarrow", "PIL", "matplotlib", "jinja2", "optuna", "torchvision", "ray"}
     optional |= {"lightning", "pytorch_lightning", "transformers", "accelerate"}
     optional |= {"tensorboard", "wandb", "mlflow"}
     for path in FILES:

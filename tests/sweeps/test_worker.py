@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from sweeps.killed_workers import reproduce, small_grid
+from sweeps.records import numbers
 
 from decaylab.data import load
 from decaylab.errors import DecaylabError
@@ -32,16 +33,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def numbers(runs):
-    """Everything recorded, but for times."""
-    found = {}
-    for folder in RunStore(runs).runs():
-        rows = folder.rows().rows
-        timeless = {(r.step, r.name): (r.epoch, r.value) for r in rows if r.name != "train/seconds"}
-        found[folder.id] = (folder.manifest().status, folder.spec_text(), timeless)
-    return found
 
 
 def script(*arguments):

@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from decaylab import __version__
-from decaylab.cli import advise, demo, runs
+from decaylab.cli import advise, demo, runs, sweep
 from decaylab.cli.attribute import attribute_command
 from decaylab.cli.audit import audit_command
 from decaylab.cli.claims import claims_command
@@ -83,6 +83,7 @@ def _options(
 app.command("demo")(demo.demo_command)
 app.command("train")(train_command)
 app.add_typer(runs.app, name="runs")
+app.add_typer(sweep.app, name="sweep")
 app.add_typer(data_app, name="data")
 app.command("decay-table")(decay_table_command)
 app.command("probe")(probe_command)

@@ -15,6 +15,7 @@ from decaylab.cli.board import follow
 from decaylab.cli.output import console, in_words, print_json
 from decaylab.cli.queue import Queue, print_queue, work_off
 from decaylab.cli.search import make_search
+from decaylab.cli.sweep import engine_options, submit
 from decaylab.errors import RUNS_LEFT, DecaylabError
 from decaylab.paper import Cell, Readings, tier_of
 from decaylab.paper.plan import chosen_cells, plan
@@ -81,6 +82,29 @@ def reproduce_command(
     compiled: options.Compiled = False,
     checkpoint_every: options.CheckpointEvery = 60.0,
     keep_checkpoints: Keep = False,
+    engine: Annotated[
+        str, typer.Option("--engine", help="Who makes the runs: local, slurm or ray.")
+    ] = "local",
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs", min=1, help="Processes at a time (local: one per GPU), or jobs at least."
+        ),
+    ] = None,
+    job_minutes: Annotated[
+        float, typer.Option("--job-minutes", min=0.01, help="How long a job may be, estimated.")
+    ] = 60.0,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option("--sbatch", metavar="KEY=VALUE", help="An option of Slurm's sbatch."),
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Slurm: stay, and submit once more what is left.")
+    ] = False,
+    run: Annotated[
+        list[str] | None,
+        typer.Option("--run", metavar="ID", help="Make only these of the runs; may be repeated."),
+    ] = None,
     json_output: options.Json = False,
 ) -> None:
     """Make the runs behind a table or figure of the paper.
@@ -124,6 +148,31 @@ def reproduce_command(
     store = RunStore(runs)
     chosen = chosen_cells(artefact or "", tier, seeds, only or [], runs)
     planned = plan(chosen, chosen_cells("all", tier, seeds, [], runs), tier=tier)
+    if run:
+        planned = _only_these(planned, run)
+    how = engine_options(engine, jobs, job_minutes, sbatch or [], wait, device == "cpu")
+    if not run and not how.in_this_process:
+        if max_minutes is not None or whole_runs:
+            raise DecaylabError("--max-minutes and --whole-runs are for one process: give --jobs 1")
+        words = ["reproduce", artefact or "", "--tier", tier, "--seeds", str(seeds)]
+        words += [word for condition in only or [] for word in ("--only", condition)]
+        words += ["--runs", str(runs.resolve()), "--at-once", str(at_once)]
+        words += [] if data_dir is None else ["--data-dir", str(data_dir.resolve())]
+        words += [] if device is None else ["--device", device]
+        words += ["--checkpoint-every", f"{checkpoint_every:g}"]
+        words += ["--compiled"] * compiled + ["--keep-checkpoints"] * keep_checkpoints
+        on_gpus = not tier_of(tier).on_digits and device != "cpu"
+        submit(
+            planned,
+            runs,
+            words,
+            how,
+            gpus=float(on_gpus),
+            dry_run=dry_run,
+            stream=sys.stderr if json_output else sys.stdout,
+        )
+        _say_missing({} if dry_run else _missing(chosen))
+        return
     if dry_run:
         _print_plan(planned, chosen, store, json_output)
         return
@@ -131,7 +180,7 @@ def reproduce_command(
         torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
     stream = sys.stderr if json_output else sys.stdout
     limits = worker_options(tier)
-    searches = missing_searches(chosen, tier) if search else []
+    searches = missing_searches(chosen, tier) if search and not run else []
     ends = None if limits.seconds is None else time.monotonic() + limits.seconds
     for search_plan in searches:
         make_search(search_plan, runs / "searched", _until(limits, ends), stream)
@@ -143,6 +192,16 @@ def reproduce_command(
     follow(worker, stream)
     _summarise(worker, chosen, tier, json_output)
     _exit(bool(worker.outcome.failed), bool(worker.outcome.left))
+
+
+def _only_these(planned: list[PlannedRun], ids: list[str]) -> list[PlannedRun]:
+    """Some of the planned runs, by id."""
+    known = {run.spec.id for run in planned}
+    if unknown := [run for run in ids if run not in known]:
+        raise DecaylabError(
+            f"--run {unknown[0]} is none of these {len(planned)} runs: --dry-run lists them"
+        )
+    return [run for run in planned if run.spec.id in ids]
 
 
 def _until(limits: WorkerOptions, ends: float | None) -> WorkerOptions:

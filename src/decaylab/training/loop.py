@@ -64,9 +64,9 @@ def train(
     to the run's folder; a run that was stopped there continues, and one that is finished yields
     its last Progress at once. The last one has kind `finished`: everything is on disk by then.
 
-    A loss that is not finite raises `Diverged`; SIGINT, SIGTERM and SIGHUP raise `Interrupted`
-    after a checkpoint; closing the generator at a yield saves a checkpoint too. Checkpoints in
-    between are written while training goes on.
+    A loss that is not finite raises `Diverged`; SIGINT, SIGTERM, SIGHUP and SIGUSR1 raise
+    `Interrupted` after a checkpoint; closing the generator at a yield saves a checkpoint too.
+    Checkpoints in between are written while training goes on.
 
     >>> spec = RunSpec(data="digits", network="mlp", hidden=(16,), epochs=2)
     >>> [progress.kind for progress in train(spec)]

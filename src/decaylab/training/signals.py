@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP as a request, heeded at the next step: there the state is whole."""
+"""Signals as a request, heeded at the next step: there the state is whole."""
 
 import signal
 import threading
@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+# USR1 is what clusters send before a time limit (Slurm's --signal, Lightning's convention).
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -41,7 +44,7 @@ class _Requests:
         if self._listeners == 0:
             self.received = None
             self._previous = {}
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in STOPPING:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # a nohup stays one
                     self._previous[number] = signal.signal(number, self._receive)
         self._listeners += 1

@@ -1,0 +1,43 @@
+"""Engines start ordinary `decaylab` commands and say what became of them.
+
+All state stays in the run folders: any engine, or a person, can go on where another stopped. An
+engine is a class with three methods (`Engine`) in a module of its own here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+JobState = Literal["waiting", "running", "ended", "failed"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command to start: its words, what it needs, and how long it should take."""
+
+    command: tuple[str, ...]
+    seconds: float = 0.0
+    gpus: float = 0.0
+    cpus: int = 1
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """Where a job stands, by its place in what was started; and why, where there is a reason."""
+
+    number: int
+    state: JobState
+    reason: str = ""
+
+
+class Engine(Protocol):
+    """Starts jobs; `handle` is what finds them again from another process."""
+
+    def start(self, jobs: Sequence[Job]) -> str:
+        """Start all of them, now or when there is room; returns the handle."""
+
+    def look(self, handle: str) -> list[JobStatus]:
+        """Where those stand that the engine still knows."""
+
+    def cancel(self, handle: str) -> None:
+        """Stop them; runs under way save a checkpoint first."""

@@ -1,0 +1,104 @@
+"""Jobs as processes on this machine, one per GPU, or as many at a time as asked for."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from decaylab.sweeps.engines import Job, JobStatus
+from decaylab.training.signals import requests
+
+
+class LocalEngine:
+    """At most `slots` processes at a time; with GPUs, each slot has one of them for itself.
+
+    `start` begins the first ones, `look` begins others where some have ended. What they print goes
+    to `folder`/N.out. Ended with this process: by a signal it passes on, so that they save
+    checkpoints.
+    """
+
+    def __init__(self, folder: Path, slots: int, gpus: int = 0) -> None:
+        self.folder, self.slots, self.gpus = folder, slots, gpus
+        self._waiting: list[tuple[int, Job]] = []
+        self._running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # slot -> number, ...
+        self._ended: list[JobStatus] = []
+
+    def start(self, jobs: Sequence[Job]) -> str:
+        """Start as many as there are slots; the others wait."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._waiting = list(enumerate(jobs))
+        self._fill()
+        return str(os.getpid())
+
+    def look(self, handle: str = "") -> list[JobStatus]:
+        """Where all jobs stand."""
+        for slot, (number, process) in list(self._running.items()):
+            code = process.poll()
+            if code is not None:
+                del self._running[slot]
+                reason = "" if code == 0 else last_line(self.folder / f"{number}.out", code)
+                self._ended.append(JobStatus(number, "failed" if code else "ended", reason))
+        self._fill()
+        running = [JobStatus(number, "running") for number, _ in self._running.values()]
+        waiting = [JobStatus(number, "waiting") for number, _ in self._waiting]
+        return sorted([*self._ended, *running, *waiting], key=lambda status: status.number)
+
+    def wait(self, poll: float = 0.1) -> list[JobStatus]:
+        """Until all have ended; a signal is passed on, and raised when they have."""
+        with requests.listening():
+            try:
+                while True:
+                    states = self.look()
+                    if not self._running and not self._waiting:
+                        return states
+                    requests.check()
+                    time.sleep(poll)
+            except BaseException:
+                self.cancel()
+                raise
+
+    def cancel(self, handle: str = "") -> None:
+        """Ask all to stop, and wait until they have."""
+        self._waiting = []
+        for _, process in self._running.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+        for _, process in self._running.values():
+            process.wait()
+
+    def _fill(self) -> None:
+        for slot in range(self.slots):
+            if slot in self._running or not self._waiting:
+                continue
+            number, job = self._waiting.pop(0)
+            environment = dict(os.environ)
+            if self.gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = _visible(slot % self.gpus)
+            with (self.folder / f"{number}.out").open("ab") as out:
+                # a session of its own: a Ctrl-C is passed on once, by `cancel`
+                process = subprocess.Popen(
+                    job.command,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
+            self._running[slot] = (number, process)
+
+
+def last_line(path: Path, code: int | None = None) -> str:
+    """The last line that a job printed, which says why it ended."""
+    with suppress(OSError):
+        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        if lines:
+            return lines[-1]
+    return "" if code is None else f"it ended with exit code {code}"
+
+
+def _visible(index: int) -> str:
+    """The name of a GPU of those that this process sees."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[index] if named else str(index)

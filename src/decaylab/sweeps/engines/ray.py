@@ -1,0 +1,137 @@
+"""Jobs as tasks of Ray Core, on a running cluster ($RAY_ADDRESS) or a local one (extra `ray`).
+
+A task that is lost with its worker or node is started again by Ray; the run goes on from its
+checkpoint, which lies in the run folder: all nodes must see it.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from decaylab.errors import DecaylabError, needed
+from decaylab.sweeps.engines import Job, JobStatus
+from decaylab.sweeps.engines.local import last_line
+
+RETRIES = 3
+
+
+class RayEngine:
+    """Tasks with GPUs, or parts of one; what they print goes to `folder`/N.out."""
+
+    def __init__(self, folder: Path, cpus: int | None = None) -> None:
+        self.folder = folder.resolve()
+        self._ray = needed("ray", "ray", "--engine ray")
+        self._tasks: dict[Any, int] = {}
+        self._ended: list[JobStatus] = []
+        self._cpus = cpus
+
+    def start(self, jobs: Sequence[Job]) -> str:
+        """Start all of them, once every node that is there sees the folder."""
+        ray = self._ray
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not ray.is_initialized():
+            own = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": self._cpus}
+            try:
+                ray.init(log_to_driver=False, include_dashboard=False, **own)
+            except (RuntimeError, ConnectionError) as error:
+                raise DecaylabError(
+                    f"Ray cannot be reached ({str(error).splitlines()[0]}): check $RAY_ADDRESS, and"
+                    " that the cluster has the same versions of Ray and Python"
+                ) from error
+        self._check_folder()
+        self._check_gpus(jobs)
+        work = ray.remote(_work)
+        for number, job in enumerate(jobs):
+            options = {"num_cpus": job.cpus, "num_gpus": job.gpus, "max_retries": RETRIES}
+            words = job.command, str(Path.cwd()), str(self.folder / f"{number}.out")
+            self._tasks[work.options(**options).remote(*words)] = number
+        return "ray"
+
+    def look(self, handle: str = "", timeout: float = 0.0) -> list[JobStatus]:
+        """Where all tasks stand."""
+        if self._tasks:
+            ready, _ = self._ray.wait(list(self._tasks), num_returns=1, timeout=timeout)
+            for task in ready:
+                number = self._tasks.pop(task)
+                try:
+                    code, reason = self._ray.get(task), ""
+                except self._ray.exceptions.RayError as error:
+                    code, reason = 1, str(error).splitlines()[0]
+                if code and not reason:
+                    reason = last_line(self.folder / f"{number}.out", code)
+                self._ended.append(JobStatus(number, "failed" if code else "ended", reason))
+        running = [JobStatus(number, "running") for number in self._tasks.values()]
+        return sorted([*self._ended, *running], key=lambda status: status.number)
+
+    def wait(self, poll: float = 0.5) -> list[JobStatus]:
+        """Until all have ended."""
+        try:
+            while self._tasks:
+                self.look(timeout=poll)
+            return self.look()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self, handle: str = "") -> None:
+        """Stop the tasks: a run under way goes on from its last checkpoint later."""
+        for task in self._tasks:
+            self._ray.cancel(task, force=True)
+        self._tasks = {}
+
+    def _check_folder(self) -> None:
+        """Refuse a folder that a node does not see: its runs would be lost there."""
+        token = self.folder / f"seen-{uuid.uuid4().hex}"
+        token.touch()
+        try:
+            affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+            answers = []
+            for node in self._ray.nodes():
+                if node["Alive"]:
+                    there = affinity(node["NodeID"], soft=False)
+                    sees = self._ray.remote(_sees).options(num_cpus=0, scheduling_strategy=there)
+                    answers.append((node["NodeManagerHostname"], sees.remote(str(token))))
+            for host, answer in answers:
+                if not self._ray.get(answer):
+                    raise DecaylabError(
+                        f"node {host} does not see {self.folder}: give a --runs folder that all"
+                        " nodes share, or run decaylab on the nodes and copy the run folders"
+                    )
+        finally:
+            token.unlink()
+
+    def _check_gpus(self, jobs: Sequence[Job]) -> None:
+        there = self._ray.cluster_resources().get("GPU", 0)
+        most = max(job.gpus for job in jobs)
+        if most > there:
+            raise DecaylabError(
+                f"a job asks for {most:g} GPUs and the Ray cluster has {there:g}: add a node, or"
+                " give --device cpu"
+            )
+
+
+def _work(command: Sequence[str], workdir: str, out: str) -> int:
+    """In a worker of Ray: a command to its end, which comes with the worker's at the latest."""
+    with Path(out).open("ab") as file:
+        return subprocess.run(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=workdir,
+            check=False,
+            preexec_fn=_end_with_parent,
+        ).returncode
+
+
+def _sees(path: str) -> bool:
+    return Path(path).exists()
+
+
+def _end_with_parent() -> None:
+    """Linux: a worker that is killed takes its command with it, else two would share a run."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)

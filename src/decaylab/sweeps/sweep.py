@@ -1,0 +1,168 @@
+"""A sweep: planned runs shared out among the jobs of an engine, and what became of them.
+
+RUNS/sweeps/NAME/sweep.json says which engine has which runs; the runs themselves say the rest.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from decaylab.errors import DecaylabError
+from decaylab.records import RunStore
+from decaylab.records.files import replace_text
+from decaylab.sweeps.engines import Job, JobStatus
+from decaylab.sweeps.engines.slurm import SlurmEngine
+from decaylab.sweeps.estimate import Estimator
+from decaylab.sweeps.plan import PlannedRun, has_ended
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What was given to an engine at one time: a job's runs, by id."""
+
+    engine: str
+    handle: str
+    jobs: list[list[str]]
+
+
+@dataclass
+class Sweep:
+    """All that was submitted for one command."""
+
+    name: str
+    command: list[str]
+    submissions: list[Submission] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A run, with the last job that has or had it."""
+
+    run: str
+    engine: str
+    job: JobStatus | None
+
+
+def sweep_name(command: Sequence[str]) -> str:
+    """A short name of a command: its words that are names, and a hash of all.
+
+    >>> sweep_name(["reproduce", "table1", "--tier", "full"])
+    'reproduce-table1-full-30c6'
+    """
+    words = [word for word in command if word.isalnum()]
+    digest = hashlib.sha256("\0".join(command).encode()).hexdigest()[:4]
+    return "-".join([*words[:4], digest])
+
+
+def folder_of(name: str, runs: Path) -> Path:
+    """Where a sweep's file and its jobs' output lie."""
+    return runs / "sweeps" / name
+
+
+def read_sweep(name: str, runs: Path) -> Sweep | None:
+    """A sweep by name, None if there is none."""
+    path = folder_of(name, runs) / "sweep.json"
+    if not path.exists():
+        return None
+    try:
+        entry = json.loads(path.read_bytes())
+        submissions = [Submission(**submission) for submission in entry.pop("submissions")]
+        return Sweep(**entry, submissions=submissions)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DecaylabError(
+            f"{path} is damaged ({error!r}): delete it; the runs are unharmed, and the same command"
+            " submits what is left"
+        ) from error
+
+
+def write_sweep(sweep: Sweep, runs: Path) -> None:
+    """Keep a sweep in its folder."""
+    folder = folder_of(sweep.name, runs)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / "sweep.json", json.dumps(asdict(sweep), indent=1) + "\n")
+
+
+def sweeps_in(runs: Path) -> list[str]:
+    """The names of all sweeps of a folder of runs."""
+    return sorted(path.parent.name for path in (runs / "sweeps").glob("*/sweep.json"))
+
+
+def pack(
+    planned: Iterable[PlannedRun], seconds: Mapping[str, float], *, jobs: int, longest: float
+) -> list[list[PlannedRun]]:
+    """Share out runs: longest first, each to the job with the least so far.
+
+    At least `jobs` jobs where there are so many runs, and as many as keep each under `longest`
+    seconds. A run stays with the one whose norms it takes over.
+    """
+    groups: dict[str, list[PlannedRun]] = {}
+    for run in planned:
+        groups.setdefault(run.spec.norm_source or run.spec.id, []).append(run)
+
+    def lasts(group: Sequence[PlannedRun]) -> float:
+        return sum(seconds[run.spec.id] for run in group)
+
+    ordered = sorted(groups.values(), key=lasts, reverse=True)
+    total = sum(map(lasts, ordered))
+    count = min(len(ordered), max(jobs, -int(-total // longest)))
+    packs: list[list[PlannedRun]] = [[] for _ in range(count)]
+    loads = [0.0] * count
+    for group in ordered:
+        least = loads.index(min(loads))
+        packs[least] += group
+        loads[least] += lasts(group)
+    return packs
+
+
+def make_jobs(
+    packs: Sequence[Sequence[PlannedRun]],
+    command: Sequence[str],
+    seconds: Mapping[str, float],
+    *,
+    gpus: float,
+) -> list[Job]:
+    """A job for each pack: the command, with the runs that are its own."""
+    return [
+        Job(
+            command=(*command, *(word for run in runs for word in ("--run", run.spec.id))),
+            seconds=sum(seconds[run.spec.id] for run in runs),
+            gpus=gpus,
+        )
+        for runs in packs
+    ]
+
+
+def estimates(planned: Iterable[PlannedRun], store: RunStore) -> dict[str, float]:
+    """Seconds by run."""
+    estimator = Estimator(store)
+    return {run.spec.id: estimator.of(run.spec).seconds for run in planned}
+
+
+def left_of(planned: Iterable[PlannedRun], store: RunStore) -> list[PlannedRun]:
+    """The runs that have not ended."""
+    return [run for run in planned if not has_ended(run, store)]
+
+
+def assignments(sweep: Sweep, runs: Path) -> list[Assignment]:
+    """Each run of a sweep with where its last job stands; None where no engine knows it now."""
+    latest: dict[str, Assignment] = {}
+    for submission in sweep.submissions:
+        known: dict[int, JobStatus] = {}
+        if submission.engine == "slurm":
+            engine = SlurmEngine(sweep.name, folder_of(sweep.name, runs), {})
+            known = {status.number: status for status in engine.look(submission.handle)}
+        for number, ids in enumerate(submission.jobs):
+            for run in ids:
+                latest[run] = Assignment(run, submission.engine, known.get(number))
+    return list(latest.values())
+
+
+def under_way(sweep: Sweep, runs: Path) -> set[str]:
+    """The runs that a job of an engine has now, or will have."""
+    return {
+        assignment.run
+        for assignment in assignments(sweep, runs)
+        if assignment.job is not None and assignment.job.state in ("waiting", "running")
+    }

@@ -1,0 +1,79 @@
+"""A Slurm cluster of one node with two processors, for the time of a test."""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from contextlib import contextmanager
+
+CONFIGURATION = """\
+ClusterName=decaylab
+SlurmctldHost={host}
+AuthType=auth/none
+AuthInfo=cred_expire=5
+CredType=cred/none
+SlurmUser=root
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+ReturnToService=2
+JobRequeue=1
+KillWait=2
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
+NodeName={host} CPUs=2 State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def is_there():
+    """Whether Slurm is installed and this user may run it."""
+    return os.geteuid() == 0 and all(map(shutil.which, ("slurmctld", "slurmd", "sbatch")))
+
+
+@contextmanager
+def cluster(folder):
+    """Start a controller and a node; stopped at the end, with their jobs."""
+    folder.mkdir(parents=True)
+    (folder / "state").mkdir()
+    (folder / "spool").mkdir()
+    host = socket.gethostname().split(".")[0]
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("", 0))
+        two.bind(("", 0))
+        ports = one.getsockname()[1], two.getsockname()[1]
+    path = folder / "slurm.conf"
+    path.write_text(CONFIGURATION.format(host=host, ports=ports, folder=folder))
+    environment = os.environ | {"SLURM_CONF": str(path)}
+    daemons = []
+    try:
+        for daemon in ("slurmctld", "slurmd"):
+            with (folder / f"{daemon}.log").open("wb") as log:
+                words = [daemon, "-D", *(["-N", host] if daemon == "slurmd" else [])]
+                daemons.append(
+                    subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                )
+        for _ in range(200):
+            words = ["sinfo", "-h", "-o", "%T"]
+            sinfo = subprocess.run(words, env=environment, capture_output=True, text=True)
+            if sinfo.stdout.strip() == "idle":
+                break
+            time.sleep(0.1)
+        else:
+            raise RuntimeError((folder / "slurmctld.log").read_text()[-2000:])
+        yield environment
+    finally:
+        subprocess.run(["scancel", "--full", "-u", "root"], env=environment, capture_output=True)
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            daemon.wait(20)

@@ -1,0 +1,156 @@
+"""What runs are shared out to which jobs, processes on this machine, and what is refused."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from decaylab.cli import app
+from decaylab.sweeps.engines import Job
+from decaylab.sweeps.engines.local import LocalEngine
+from decaylab.sweeps.engines.slurm import SlurmEngine
+from decaylab.sweeps.plan import PlannedRun
+from decaylab.sweeps.sweep import make_jobs, pack
+from decaylab.training import Interrupted, RunSpec
+
+TINY = RunSpec(hidden=(8,), batch_norm=True, epochs=1)
+
+
+def planned(count):
+    return [PlannedRun(replace(TINY, seed=seed)) for seed in range(count)]
+
+
+def python(script):
+    return Job((sys.executable, "-c", script))
+
+
+def test_runs_are_shared_out_by_their_estimates_and_each_once():
+    runs = planned(9)
+    seconds = {run.spec.id: float(10 * (1 + n % 3)) for n, run in enumerate(runs)}
+    packs = pack(runs, seconds, jobs=3, longest=1e9)
+    loads = [sum(seconds[run.spec.id] for run in runs_of_job) for runs_of_job in packs]
+    assert loads == [60.0, 60.0, 60.0]
+    assert sorted(r.spec.seed for runs_of_job in packs for r in runs_of_job) == list(range(9))
+    shorter = pack(runs, seconds, jobs=1, longest=50.0)
+    assert len(shorter) == 4
+    assert len(pack(runs, seconds, jobs=50, longest=1e9)) == 9
+    (job, *_) = make_jobs(packs, ["decaylab", "reproduce"], seconds, gpus=0.5)
+    assert job.command[:3] == ("decaylab", "reproduce", "--run")
+    assert (job.seconds, job.gpus) == (60.0, 0.5)
+
+
+def test_a_run_stays_with_the_one_whose_norms_it_takes_over():
+    source, other = planned(2)
+    behind = [PlannedRun(replace(TINY, seed=5 + n, norm_source=source.spec.id)) for n in range(2)]
+    runs = [source, other, *behind]
+    packs = pack(runs, {run.spec.id: 1.0 for run in runs}, jobs=4, longest=1.0)
+    assert packs == [[source, *behind], [other]]
+
+
+def test_processes_take_their_turns_and_say_why_they_failed(tmp_path):
+    script = "import time; time.sleep(0.3); print('x')"
+    engine = LocalEngine(tmp_path, slots=2)
+    engine.start([python(script), python(script), python("raise SystemExit('no luck')")])
+    states = [status.state for status in engine.look()]
+    assert states == ["running", "running", "waiting"]
+    ended = engine.wait()
+    assert [status.state for status in ended] == ["ended", "ended", "failed"]
+    assert ended[2].reason == "no luck"
+    assert (tmp_path / "0.out").read_text() == "x\n"
+
+
+def test_each_process_sees_a_gpu_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    engine = LocalEngine(tmp_path, slots=2, gpus=2)
+    engine.start([python("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")] * 2)
+    engine.wait()
+    assert {(tmp_path / f"{n}.out").read_text().strip() for n in (0, 1)} == {"GPU-a", "GPU-b"}
+
+
+def test_a_signal_is_passed_on_to_the_processes(tmp_path):
+    script = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(143)))\n"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    engine = LocalEngine(tmp_path, slots=2)
+    engine.start([python(script)] * 2)
+    while any("ready" not in (tmp_path / f"{n}.out").read_text() for n in (0, 1)):
+        time.sleep(0.02)
+    sender = subprocess.Popen(
+        [sys.executable, "-c", f"import os, time; time.sleep(0.3); os.kill({os.getpid()}, 15)"]
+    )
+    with pytest.raises(Interrupted):
+        engine.wait()
+    sender.wait()
+    assert all("saved" in (tmp_path / f"{n}.out").read_text() for n in (0, 1))
+
+
+def test_the_script_has_what_was_asked_for_and_the_users_options_win(tmp_path):
+    jobs = [Job(("decaylab", "reproduce", "--only", "a b"), seconds=600.0, gpus=1.0)] * 3
+    script = SlurmEngine("a-sweep", tmp_path, {"partition": "gpu", "time": "30"}).script(jobs)
+    for line in (
+        "#SBATCH --array=0-2",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --gpus-per-task=1",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --time=30",
+        "2) set -- decaylab reproduce --only 'a b' ;;",
+    ):
+        assert line in script.splitlines()
+    assert script.count("--time=") == 1
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=True).returncode == 0
+    theirs = SlurmEngine("a-sweep", tmp_path, {"gres": "gpu:a100:1"}).script(jobs)
+    assert "gpus-per-task" not in theirs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--engine", "k8s"], "choose one of local, slurm, ray"),
+        (["--sbatch", "time=3"], "for --engine slurm"),
+        (["--engine", "slurm", "--sbatch", "--time=3"], "give KEY=VALUE"),
+        (["--engine", "slurm"], "there is no sbatch here"),
+        (["--jobs", "2", "--max-minutes", "3"], "for one process"),
+        (["--run", "digits-nothing"], "is none of these"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_one_sentence_before_anything_runs(
+    tmp_path, monkeypatch, arguments, reason
+):
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    words = ["reproduce", "table2", "--runs", str(tmp_path / "runs"), *arguments]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert reason in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_of_a_cluster_save_a_checkpoint(tmp_path, number):
+    words = ["train", "--hidden", "8", "--epochs", "20000", "--runs", str(tmp_path)]
+    process = subprocess.Popen([sys.executable, "-m", "decaylab", *words, "--device", "cpu"])
+    while not any(path.stat().st_size for path in tmp_path.glob("*/rows.jsonl")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert list(tmp_path.glob("*/checkpoint.safetensors"))
+
+
+def test_two_processes_make_a_sweep_and_its_status_says_so(tmp_path):
+    words = ["reproduce", "table2", "--only", "network=vgg16", "--runs", str(tmp_path)]
+    result = CliRunner().invoke(app, [*words, "--jobs", "2"])
+    assert result.exit_code == 0, result.output
+    assert "4 runs in 2 jobs" in result.stdout
+    assert "4 of 4 runs ended, 0 left" in result.stdout
+    status = CliRunner().invoke(app, ["sweep", "status", "--runs", str(tmp_path)])
+    assert status.stdout.splitlines()[1].split()[1:] == ["local", "4", "0", "0", "0", "0", "4"]
+    gone = CliRunner().invoke(app, ["sweep", "cancel", "other", "--runs", str(tmp_path)])
+    assert "no sweep 'other'" in gone.stderr

@@ -1,0 +1,184 @@
+"""A real slurmctld and slurmd on this machine: requeued, killed and timed-out tasks all finish.
+
+Needs root and Debian's slurm-wlm: `pytest -m slurm tests/sweeps`.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from sweeps.records import numbers
+from sweeps.slurm_cluster import cluster, is_there
+
+from decaylab.records import RunStore
+
+pytestmark = pytest.mark.slurm
+EIGHT = ["reproduce", "table1", "--tier", "quick"]
+EIGHT += ["--only", "dataset=cifar10", "--only", "network=vgg16", "--only", "batch_norm=0"]
+EIGHT += ["--checkpoint-every", "0.2"]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    if not is_there():
+        pytest.skip("needs root and slurm-wlm")
+    with cluster(tmp_path_factory.mktemp("slurm") / "cluster") as environment:
+        yield environment
+
+
+def words(*arguments):
+    return [sys.executable, "-m", "decaylab", *map(str, arguments)]
+
+
+def decaylab(environment, *arguments):
+    return subprocess.run(
+        words(*arguments), env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def pending(pid, number):
+    """Whether a signal waits for a stopped process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = [line.split()[1] for line in status.splitlines() if line.startswith("ShdPnd")]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+class Tasks:
+    """The sweep's processes, stopped in the middle of their runs."""
+
+    def __init__(self, runs, submitted):
+        self.store, self.submitted = RunStore(runs), submitted
+        self.taken = set()
+
+    def stopped_in_the_middle(self):
+        """Run id and process of the next run that is under way, stopped there."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            assert self.submitted.poll() is None, self.submitted.communicate()
+            for folder in self.store.runs():
+                if folder.id in self.taken or not folder.locked():
+                    continue
+                if max((row.epoch for row in folder.rows().rows), default=0) < 1:
+                    continue
+                pid = self._process(folder.id)
+                if pid is None:
+                    continue
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+                    time.sleep(0.05)
+                    if folder.locked() and not folder.is_finished():
+                        self.taken.add(folder.id)
+                        return folder.id, pid
+                    os.kill(pid, signal.SIGCONT)
+            time.sleep(0.02)
+        raise AssertionError("no run under way")
+
+    def _process(self, run_id):
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                parts = path.read_bytes().split(b"\0")
+                if run_id.encode() in parts and parts[0].endswith(b"python"):
+                    return int(path.parent.name)
+        return None
+
+
+def task_of(environment, run_id):
+    """The job and task of Slurm that has a run."""
+    squeue = ["squeue", "-h", "-r", "-t", "running", "-o", "%F_%K"]
+    for task in subprocess.check_output(squeue, env=environment, text=True).split():
+        number = task.split("_")[1]
+        script = subprocess.check_output(
+            ["scontrol", "write", "batch_script", task.split("_")[0], "-"],
+            env=environment, text=True,
+        )  # fmt: skip
+        (line,) = [text for text in script.splitlines() if text.startswith(f"{number}) ")]
+        if run_id in line:
+            return task
+    raise AssertionError(f"no task has {run_id}")
+
+
+def test_requeued_killed_and_timed_out_tasks_end_as_an_undisturbed_local_sweep(slurm, tmp_path):
+    local = decaylab(slurm, *EIGHT, "--runs", tmp_path / "local", "--engine", "local", "--jobs", 2)
+    assert local.returncode == 0, local.stderr
+    assert "8 of 8 runs ended, 0 left" in local.stdout
+    runs = tmp_path / "slurm"
+    arguments = [*EIGHT, "--runs", runs, "--engine", "slurm", "--jobs", 8, "--wait"]
+    submitted = subprocess.Popen(
+        words(*arguments, "--sbatch", "time=1"),
+        env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    tasks = Tasks(runs, submitted)
+    killed, pid = tasks.stopped_in_the_middle()
+    os.kill(pid, signal.SIGKILL)
+    requeued, _ = tasks.stopped_in_the_middle()
+    subprocess.check_call(["scontrol", "requeue", task_of(slurm, requeued)], env=slurm)
+    late, pid = tasks.stopped_in_the_middle()
+    deadline = time.monotonic() + 150
+    while not pending(pid, signal.SIGUSR1):  # Slurm looks at time limits every 30 s
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    os.kill(pid, signal.SIGCONT)
+    output, _ = submitted.communicate(timeout=400)
+    assert submitted.returncode == 0, output
+    assert output.count("submitted as Slurm job") == 2, output  # the killed one, once more
+    assert "8 of 8 runs ended, 0 left" in output
+    assert numbers(runs) == numbers(tmp_path / "local")
+    store = RunStore(runs)
+    assert all(store.folder(run).manifest().resumes >= 1 for run in (killed, requeued, late))
+    status = json.loads(decaylab(slurm, "sweep", "status", "--runs", runs, "--json").stdout)
+    assert [(entry["finished"], entry["left"]) for entry in status] == [(8, 0)]
+    again = decaylab(slurm, *arguments)
+    assert "submitted" not in again.stdout
+    assert again.returncode == 0
+
+
+def test_what_slurm_refuses_is_one_sentence_and_nothing_is_submitted(slurm, tmp_path):
+    refused = decaylab(
+        slurm, *EIGHT, "--runs", tmp_path, "--engine", "slurm", "--sbatch", "partition=nowhere"
+    )
+    assert refused.returncode == 2
+    assert "partition" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    gpus = decaylab(
+        slurm, *EIGHT, "--runs", tmp_path, "--engine", "slurm", "--sbatch", "gpus=b200:1"
+    )
+    assert gpus.returncode == 2
+    assert gpus.stderr.count("\n") == 1
+    nothing = decaylab(slurm, "sweep", "status", "--runs", tmp_path)
+    assert "no sweeps" in nothing.stdout
+    without = slurm | {"SLURM_CONF": str(tmp_path / "none.conf")}
+    unreachable = decaylab(without, *EIGHT, "--runs", tmp_path, "--engine", "slurm")
+    assert unreachable.returncode == 2
+    assert unreachable.stderr.count("\n") == 1
+
+
+def test_a_cancelled_sweep_saves_checkpoints_and_is_said_to_be_left(slurm, tmp_path):
+    arguments = [*EIGHT, "--runs", tmp_path, "--engine", "slurm", "--jobs", 8]
+    submitted = decaylab(slurm, *arguments)
+    assert submitted.returncode == 0, submitted.stderr
+    name = submitted.stdout.split()[1].rstrip(":")
+    store = RunStore(tmp_path)
+    deadline = time.monotonic() + 60
+    while not any(folder.rows().rows for folder in store.runs()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    twice = decaylab(slurm, *arguments)
+    assert "submitted as" not in twice.stdout  # a job has each of them
+    cancelled = decaylab(slurm, "sweep", "cancel", name, "--runs", tmp_path)
+    assert cancelled.returncode == 0, cancelled.stderr
+    deadline = time.monotonic() + 60
+    while True:
+        result = decaylab(slurm, "sweep", "status", name, "--runs", tmp_path, "--json")
+        (status,) = json.loads(result.stdout)
+        if not status["running"] + status["waiting"]:
+            break
+        assert time.monotonic() < deadline
+    assert status["left"] > 0
+    stopped = [run for run in store.runs() if not run.is_finished() and run.rows().rows]
+    assert all(run.checkpoint.exists() for run in stopped)
