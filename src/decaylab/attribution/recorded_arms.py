@@ -100,7 +100,7 @@ def attribute_spec(
     """
     selection = selection_for(spec, data, only)
     plan = plan_for(selection, extra)
-    how = replace(execution or Execution(), record_paths=True, observe=_jacobian_at_end)
+    how = execution or Execution()
     arms = {
         (seed, arm.name): (arm, arm_spec(spec, arm, plan, seed, only))
         for seed in seeds
@@ -112,10 +112,10 @@ def attribute_spec(
         stage = {key: s for key, (arm, s) in arms.items() if arm.follows == follows}
         lost = {seed for (seed, _), result in results.items() if not result.finite}
         stage = {key: s for key, s in stage.items() if key[0] not in lost}
-        _train_all(stage, data, store, device, how, keep_checkpoints, tell)
+        train_all(stage, data, store, device, how, keep_checkpoints, tell)
         for key, its_spec in stage.items():
             seed, name = key
-            results[key], paths = _result(store, name, its_spec)
+            results[key], paths = arm_result(store, name, its_spec)
             if paths is not None:
                 taken[seed][name] = paths
     return Attribution(
@@ -130,7 +130,7 @@ def attribute_spec(
     )
 
 
-def _train_all(
+def train_all(
     specs: Mapping[tuple[int, str], RunSpec],
     data: DataSet,
     store: RunStore,
@@ -139,9 +139,12 @@ def _train_all(
     keep_checkpoints: bool,
     tell: Tell | None,
 ) -> None:
-    """Train what is not finished, `how.at_once` runs at a time; a run that diverges is left."""
+    """Train what is not finished, `how.at_once` runs at a time; a run that diverges is left.
+
+    All record their paths, and their Jacobian norm at the end.
+    """
     todo = {key: spec for key, spec in specs.items() if not _ended(store.folder(spec.id))}
-    how = replace(how, every_step=how.at_once > 1)
+    how = replace(how, every_step=how.at_once > 1, record_paths=True, observe=_jacobian_at_end)
     waiting = iter(todo.items())
     active: dict[tuple[int, str], Iterator[Progress]] = {}
 
@@ -170,7 +173,8 @@ def _ended(folder: RunFolder) -> bool:
     return manifest is not None and manifest.status in ("finished", "diverged")
 
 
-def _result(store: RunStore, arm: str, spec: RunSpec) -> tuple[ArmResult, LayerPaths | None]:
+def arm_result(store: RunStore, arm: str, spec: RunSpec) -> tuple[ArmResult, LayerPaths | None]:
+    """What came of a recorded arm, and its paths if it came to its end."""
     folder = store.folder(spec.id)
     if not folder.is_finished():
         return ArmResult(arm, spec.seed, {}, finite=False), None

@@ -10,6 +10,7 @@ from decaylab.training.held_layers import WHY_NOT_HELD, LayerNote
 
 if TYPE_CHECKING:
     from decaylab.attribution.arms import ArmResult
+    from decaylab.attribution.matching import Match
     from decaylab.attribution.shares import Estimate, Shares
 
 NAMES = {
@@ -122,6 +123,24 @@ def arm_rows(results: Sequence["ArmResult"], metric: str) -> list[list[str]]:
 
 
 ARM_HEADER = ["arm", "mean ± sd", "missed by at most"]
+
+
+MATCH_HEADER = ["metric", "A - B", "left when matched", "gone"]
+
+
+def match_sentence(found: "Match") -> str:
+    """What a match did to the difference of the first metric."""
+    if not found.differences:
+        return "No seed has all three runs, so there is nothing to compare."
+    metric = next(iter(found.differences))
+    total, left = found.differences[metric], found.left[metric]
+    text = f"A and B differ in {metric} by {amount(total, metric)}"
+    if total.seeds > 1 and 0.0 in total:
+        return f"{text}, which is not told from zero."
+    return (
+        f"{text}; with B's {found.path} as A's, {amount(left, metric)} are left:"
+        f" {fraction(found.gone[metric])} of the difference is gone."
+    )
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

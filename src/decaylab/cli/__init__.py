@@ -11,6 +11,7 @@ from decaylab.cli import advise, demo, runs, sweep
 from decaylab.cli.attribute import attribute_command
 from decaylab.cli.audit import audit_command
 from decaylab.cli.claims import claims_command
+from decaylab.cli.compare import compare_command
 from decaylab.cli.data import data_app
 from decaylab.cli.decay import decay_table_command
 from decaylab.cli.diagnose import diagnose_command
@@ -90,6 +91,7 @@ app.command("probe")(probe_command)
 app.command("diagnose")(diagnose_command)
 app.add_typer(advise.app, name="advise")
 app.command("attribute")(attribute_command)
+app.command("compare")(compare_command)
 app.command("audit")(audit_command)
 app.command("theory")(theory_command)
 app.command("reproduce")(reproduce_command)

@@ -34,7 +34,7 @@ Only = Annotated[
     ),
 ]
 Metric = Annotated[str, typer.Option("--metric", help=f"One of {', '.join(METRICS)}.")]
-Tier = Annotated[
+TierOption = Annotated[
     str | None,
     typer.Option("--tier", help="Size the spec for a tier: short is a fifth of the epochs."),
 ]
@@ -67,7 +67,7 @@ def attribute_command(
     seeds: Seeds = 3,
     only: Only = "layers=all",
     metric: Metric = METRICS[0],
-    tier: Tier = None,
+    tier: TierOption = None,
     start: From = None,
     at: At = None,
     steps: For = None,
@@ -95,7 +95,7 @@ def attribute_command(
     if report is not None:
         check_extra()
     where = options.chosen_device(device)
-    base = _spec(start or spec or "", runs, tier)
+    base = spec_from(start or spec or "", runs, tier)
     data = load(base.data, data_dir)
     execution = Execution(
         checkpoint_every=checkpoint_every,
@@ -123,7 +123,7 @@ def attribute_command(
             device=where,
             execution=execution,
             keep_checkpoints=keep_checkpoints,
-            tell=None if json_output else _tell,
+            tell=None if json_output else tell_finished,
         )
     _show(result, base, report, json_output)
 
@@ -157,7 +157,7 @@ def _branched(
     )
 
 
-def _spec(name: str, runs: Path, tier: str | None) -> RunSpec:
+def spec_from(name: str, runs: Path, tier: str | None) -> RunSpec:
     """A spec from a TOML file, or that of a run; sized for a tier where one is given."""
     path = Path(name)
     if path.suffix == ".toml":
@@ -177,7 +177,8 @@ def _layers(only: str) -> str:
     return value
 
 
-def _tell(seed: int, arm: str, progress: Progress) -> None:
+def tell_finished(seed: int, arm: str, progress: Progress) -> None:
+    """A line for each run that is made."""
     if progress.kind == "finished":
         accuracy = 100 * progress.values.get("test/accuracy", float("nan"))
         time = "made before" if progress.made_before else in_words(progress.seconds)

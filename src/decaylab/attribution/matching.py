@@ -1,0 +1,162 @@
+"""Two optimizers at the same decay: the second follows a path of the first, or its timescale.
+
+Is one better for its steps, or for what its decay does to the layers? A run B that turns its layers
+as far per step as A does (or has A's norms, or A's timescale of decay) differs from A in what is
+left: the directions of its steps. What the match takes away of the difference was decay's, or the
+learning rate's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+import torch
+
+from decaylab.attribution import words
+from decaylab.attribution.reasons import Unused
+from decaylab.attribution.recorded_arms import METRICS, Tell, arm_result, train_all
+from decaylab.attribution.shares import Estimate, estimate, fraction
+from decaylab.data import DataSet
+from decaylab.errors import DecaylabError
+from decaylab.optim.decay import OPTIMIZERS, decay_rate
+from decaylab.records import RunStore
+from decaylab.training import Execution, RunSpec
+
+Matched = Literal["rotation", "norm", "timescale"]
+SAME = ("data", "network", "width", "hidden", "batch_norm", "batch_size", "epochs", "held_out")
+
+
+@dataclass(frozen=True)
+class Match:
+    """What became of the difference between two runs when a path was matched.
+
+    Attributes:
+        a, b: ids of the two runs, of the first seed.
+        path: what was matched.
+        differences: metric -> A minus B, as they are.
+        left: metric -> A minus the B that follows A.
+        gone: metric -> the part of the difference that the match took away.
+        unused: runs that are not used, and why.
+    """
+
+    a: str
+    b: str
+    path: Matched
+    seeds: tuple[int, ...]
+    differences: dict[str, Estimate]
+    left: dict[str, Estimate]
+    gone: dict[str, Estimate]
+    unused: tuple[Unused, ...] = ()
+
+    def __str__(self) -> str:
+        """A sentence and a table of at most 80 columns."""
+        rows = [
+            [
+                metric,
+                words.margin(self.differences[metric], metric),
+                words.margin(self.left[metric], metric),
+                words.fraction(self.gone[metric]),
+            ]
+            for metric in self.differences
+        ]
+        parts = [words.folded(words.match_sentence(self)), words.table(words.MATCH_HEADER, rows)]
+        parts += [words.folded(words.unused_sentence(unused)) for unused in self.unused]
+        return "\n\n".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        unused = [{**asdict(each), "fault": each.fault.value} for each in self.unused]
+        return {**asdict(self), "unused": unused}
+
+
+def matched_spec(a: RunSpec, b: RunSpec, path: Matched) -> RunSpec:
+    """B as it follows A."""
+    if path not in get_args(Matched):
+        raise DecaylabError(f"cannot match {path!r}: choose one of {', '.join(get_args(Matched))}")
+    a, b = a.resolved(), b.resolved()
+    for name in SAME:
+        if getattr(a, name) != getattr(b, name):
+            raise DecaylabError(
+                f"the runs cannot be matched step by step: {name} is {getattr(a, name)!r} and"
+                f" {getattr(b, name)!r}; give runs that differ in optimizer and decay alone"
+            )
+    if path == "timescale":
+        return replace(b, weight_decay=b.weight_decay * _rate(a) / _rate(b))
+    source = "rotation_source" if path == "rotation" else "size_source"
+    return RunSpec.from_mapping(
+        {**{item.name: getattr(b, item.name) for item in fields(b)}, source: a.id}
+    )
+
+
+def _rate(spec: RunSpec) -> float:
+    """What decay takes per step at the first learning rate: one over its timescale."""
+    law = OPTIMIZERS[spec.optimizer]
+    assert spec.lr is not None
+    if spec.decay == "l2" and law != "sgd":
+        raise DecaylabError(
+            f"L2 under {spec.optimizer} has no timescale of its own: give a run with decoupled"
+            " decay, or match the rotation or the norm"
+        )
+    rate = decay_rate(
+        spec.weight_decay, spec.decay, law=law, lr=spec.lr, momentum=spec.momentum or 0.0
+    )
+    if not rate:
+        raise DecaylabError(f"{spec.id} does not decay: a timescale needs decay in both runs")
+    return rate
+
+
+def match(
+    a: RunSpec,
+    b: RunSpec,
+    path: Matched,
+    *,
+    data: DataSet,
+    store: RunStore,
+    seeds: Sequence[int] = (0, 1, 2),
+    device: str | torch.device = "cpu",
+    execution: Execution | None = None,
+    keep_checkpoints: bool = True,
+    tell: Tell | None = None,
+) -> Match:
+    """Train A, B, and B as it follows A, as recorded runs, and compare them."""
+    runs = {
+        (seed, name): spec
+        for seed in seeds
+        for name, spec in _three(replace(a, seed=seed), replace(b, seed=seed), path).items()
+    }
+    how = execution or Execution()
+    for stage in (("A", "B"), ("B matched",)):
+        specs = {key: spec for key, spec in runs.items() if key[1] in stage}
+        train_all(specs, data, store, device, how, keep_checkpoints, tell)
+    results = {key: arm_result(store, key[1], spec)[0] for key, spec in runs.items()}
+    unused = tuple(r.unused for r in results.values() if r.unused is not None)
+    left_out = {each.seed for each in unused}
+    whole = [seed for seed in seeds if seed not in left_out]
+    differences, left, gone = {}, {}, {}
+    for metric in METRICS:
+        values = {key: result.metrics.get(metric) for key, result in results.items()}
+        there = [s for s in whole if all(values[s, n] is not None for n in ("A", "B", "B matched"))]
+        if not there:
+            continue
+        before = [results[s, "A"].metrics[metric] - results[s, "B"].metrics[metric] for s in there]
+        after = [
+            results[s, "A"].metrics[metric] - results[s, "B matched"].metrics[metric] for s in there
+        ]
+        differences[metric], left[metric] = estimate(before), estimate(after)
+        removed = [one - other for one, other in zip(before, after, strict=True)]
+        gone[metric] = fraction(removed, before)
+    first = seeds[0]
+    return Match(
+        runs[first, "A"].id,
+        runs[first, "B"].id,
+        path,
+        tuple(seeds),
+        differences,
+        left,
+        gone,
+        unused,
+    )
+
+
+def _three(a: RunSpec, b: RunSpec, path: Matched) -> dict[str, RunSpec]:
+    return {"A": a.resolved(), "B": b.resolved(), "B matched": matched_spec(a, b, path)}

@@ -1,0 +1,108 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from decaylab.attribution.matching import match, matched_spec
+from decaylab.cli import app
+from decaylab.data import load
+from decaylab.errors import DecaylabError
+from decaylab.records import RunStore
+from decaylab.training import RunSpec
+from decaylab.training.paths import LayerPaths, paths_file
+
+A = RunSpec(
+    data="digits",
+    network="mlp",
+    hidden=(16,),
+    lr=0.3,
+    decay="l2",
+    weight_decay=0.01,
+    momentum=0.0,
+    epochs=2,
+    lr_drop_every=2,
+)
+B = RunSpec(
+    data="digits",
+    network="mlp",
+    hidden=(16,),
+    optimizer="adam",
+    lr=0.003,
+    decay="decoupled",
+    weight_decay=0.1,
+    epochs=2,
+    lr_drop_every=2,
+)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load("digits")
+
+
+def paths(store, spec):
+    return LayerPaths.load(paths_file(store.folder(spec.id)))
+
+
+@pytest.mark.parametrize(("path", "quantity"), [("rotation", "angles"), ("norm", "sizes")])
+def test_b_follows_a(path, quantity, digits, tmp_path):
+    store = RunStore(tmp_path)
+    result = match(A, B, path, data=digits, store=store, seeds=(0, 1))
+    assert not result.unused
+    for seed in (0, 1):
+        a, b = replace(A, seed=seed), replace(B, seed=seed)
+        expected = getattr(paths(store, a), quantity)
+        followed = getattr(paths(store, matched_spec(a, b, path)), quantity)
+        torch.testing.assert_close(followed, expected, rtol=1e-3, atol=0)
+        assert not torch.allclose(getattr(paths(store, b), quantity), expected, rtol=0.05)
+    before, after = result.differences["test/loss"], result.left["test/loss"]
+    assert result.gone["test/loss"].value == pytest.approx(1 - after.value / before.value)
+    assert max(map(len, str(result).splitlines())) <= 80
+
+
+def test_a_run_matched_with_itself_differs_in_nothing(digits, tmp_path):
+    result = match(A, A, "rotation", data=digits, store=RunStore(tmp_path), seeds=(0,))
+    assert result.differences["test/loss"].value == 0
+    assert abs(result.left["test/loss"].value) < 1e-4
+
+
+def test_a_timescale_is_matched_by_the_weight_decay():
+    """lr wd / (1 - momentum) of SGD's L2 is lr wd of a decoupled decay."""
+    fast = replace(A, momentum=0.9)
+    matched = matched_spec(fast, B, "timescale")
+    assert matched.lr * matched.weight_decay == pytest.approx(0.3 * 0.01 / (1 - 0.9))
+    assert not matched.followed
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "path", "said"),
+    [
+        (A, replace(B, epochs=3), "rotation", "epochs"),
+        (A, replace(B, batch_size=64), "rotation", "batch_size"),
+        (A, replace(B, hidden=(8,)), "norm", "hidden"),
+        (A, replace(B, decay="l2"), "timescale", "no timescale"),
+        (A, replace(B, decay="none", weight_decay=0.0), "timescale", "does not decay"),
+        (A, B, "colour", "colour"),
+    ],
+)
+def test_what_cannot_be_matched_is_refused(a, b, path, said):
+    with pytest.raises(DecaylabError, match=said):
+        matched_spec(a, b, path)
+
+
+def test_the_command(tmp_path):
+    files = []
+    for name, spec in (("a", A), ("b", B)):
+        files.append(tmp_path / f"{name}.toml")
+        files[-1].write_text(spec.to_toml())
+    common = ["--runs", str(tmp_path / "runs"), "--device", "cpu", "--seeds", "1"]
+    done = CliRunner().invoke(app, ["compare", *map(str, files), "--match", "rotation", *common])
+    assert done.exit_code == 0, done.output
+    assert "of the difference is gone" in done.output
+    done = CliRunner().invoke(app, ["compare", *map(str, files), *common, "--json"])
+    assert json.loads(done.output)["path"] == "rotation"
+    done = CliRunner().invoke(app, ["compare", *map(str, files), "--match", "colour", *common])
+    assert done.exit_code == 2
+    assert "colour" in done.output
