@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
+from decaylab import __version__
 from decaylab.attribution import SIZE_FREE_ROTATION, Arm, ArmResult, Attribution, attribute
 from decaylab.attribution.branches import branch_from, train_to
 from decaylab.attribution.recorded_arms import METRICS, arm_store, attribute_spec
@@ -18,7 +20,10 @@ from decaylab.errors import DecaylabError
 from decaylab.paper.tiers import sized, tier_of
 from decaylab.report.attributions import write_attribution
 from decaylab.report.drawing import check_extra
+from decaylab.report.names import named
 from decaylab.training import Execution, Progress, RunSpec
+from decaylab.training.journal import code_commit
+from decaylab.training.loop import device_name
 
 Spec = Annotated[
     str | None,
@@ -125,7 +130,7 @@ def attribute_command(
             keep_checkpoints=keep_checkpoints,
             tell=None if json_output else tell_finished,
         )
-    _show(result, base, report, json_output)
+    _show(result, base, where, report, json_output)
 
 
 def _branched(
@@ -170,6 +175,11 @@ def spec_from(name: str, runs: Path, tier: str | None) -> RunSpec:
     return RunSpec.from_mapping(sized(values, tier_of(tier)))
 
 
+def _words(spec: RunSpec) -> str:
+    norm = " BN" if spec.batch_norm else ""
+    return f"{named(spec.optimizer)}, {named(spec.network)}{norm}"
+
+
 def _layers(only: str) -> str:
     key, equals, value = only.partition("=")
     if key != "layers" or not equals or not value:
@@ -189,12 +199,22 @@ def _tell_arm(result: ArmResult) -> None:
     print(f"seed {result.seed}, {result.arm}: {in_words(result.seconds)}", flush=True)
 
 
-def _show(result: Attribution, spec: RunSpec, report: Path | None, json_output: bool) -> None:
+def _show(
+    result: Attribution, spec: RunSpec, device: torch.device, report: Path | None, json_output: bool
+) -> None:
     result.shares_of(result.metric)
     if report is not None:
         write_attribution(report, result, f"What carries the effect of decay in {spec.id}")
     if json_output:
-        print_json({"spec": spec.id, **result.as_dict()})
+        about = {
+            "device": device_name(device),
+            "date": datetime.now(UTC).date().isoformat(),
+            "torch": torch.__version__,
+            "version": __version__,
+            "commit": code_commit(),
+        }
+        title = f"{_words(spec)} on {named(spec.data)}"
+        print_json({"title": title, "spec": spec.id, "about": about, **result.as_dict()})
         return
     print(f"\n{result}")
     if report is not None:
