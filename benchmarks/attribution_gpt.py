@@ -12,6 +12,7 @@ that are finished are not trained again.
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,15 @@ def maker(name: str, data: tuple[Tensor, Tensor], options: argparse.Namespace) -
     return make
 
 
+def finite(value: Any) -> Any:
+    """JSON has no nan and no inf: they are null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    return [finite(part) for part in value] if isinstance(value, list) else value
+
+
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--optimizers", nargs="+", default=list(SETTINGS), choices=SETTINGS)
@@ -135,7 +145,7 @@ def main(given: list[str] | None = None) -> None:
         title = f"GPT ({size}), {name}"
         written = {"title": title, "about": about, **result.as_dict()}
         path = options.out / f"gpt-{name}-{size}.json"
-        path.write_text(json.dumps(written, indent=1) + "\n")
+        path.write_text(json.dumps(finite(written), indent=1) + "\n")
 
 
 if __name__ == "__main__":

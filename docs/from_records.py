@@ -6,6 +6,7 @@ command makes them. `mkdocs build` loads this file as a hook.
 """
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from decaylab.attribution import Estimate
+from decaylab.attribution.words import fraction, margin
 from decaylab.diagnosis import Finding, diagnose
 from decaylab.diagnosis.result import MECHANISMS as DIAGNOSED
 from decaylab.errors import DecaylabError
@@ -293,6 +296,41 @@ def bursts_figure(records: Records) -> Figure:
     return Figure("bursts", [panel] if lines else [])
 
 
+def attributions(records: Records) -> str:
+    """What every attribution in results/attribution found: a row per setting and metric."""
+    rows, about = [], dict[str, None]()
+    for path in sorted((records.root / "attribution").glob("*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        told = f"{len(found['seeds'])} seeds, {found['steps']} steps"
+        for metric, shares in found["metrics"].items():
+            unclear = shares["doubt"] is not None
+            rows.append(
+                [
+                    f"{found['title']} ({told})" if metric == found["metric"] else "",
+                    metric,
+                    margin(_estimate(shares["total"]), metric),
+                    *(
+                        "—" if unclear or name not in shares["shares"] else fraction(share)
+                        for name in ("rotation", "size", "damping", "others", "direction")
+                        for share in [_estimate(shares["shares"].get(name))]
+                    ),
+                ]
+            )
+        about["{device}, {date}, torch {torch}, decaylab {version}".format(**found["about"])] = None
+    if not rows:
+        return "*Not run yet.* `decaylab attribute SPEC --json > results/attribution/NAME.json`\n"
+    header = ["run", "metric", "total", "rotation", "size", "damping", "others", "direction"]
+    said = "Effect of decay, with minus without, and the shares of it; accuracies in points. —: the"
+    said += f" total cannot be told from zero, or there is no such path. {'; '.join(about)}."
+    return f"{text_grid(header, rows)}\n<small>{said}</small>\n"
+
+
+def _estimate(values: dict[str, Any] | None) -> Estimate:
+    """From JSON, where what is not finite is null."""
+    known = {"value": None, "low": None, "high": None, "seeds": 0, **(values or {})}
+    return Estimate(**{key: math.nan if v is None else v for key, v in known.items()})
+
+
 def _range(value: Any) -> str:
     return " to ".join(f"{x:.2f}" for x in value) if isinstance(value, list) else str(value)
 
@@ -392,6 +430,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "schedules-kfac": lambda records: schedules(records, "kfac"),
     "schedules-one-run": lambda records: schedules(records, "one-run"),
     "bursts": bursts,
+    "attributions": attributions,
     "demo-accuracy": demo_accuracy,
     "demo-mechanism-1": lambda records: demo_numbers(records, MECHANISMS[0]),
     "demo-mechanism-2": lambda records: demo_numbers(records, MECHANISMS[1]),
