@@ -361,14 +361,98 @@ def logits_of(output: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def back_propagate(
-    logits: list[Tensor], vectors: list[Tensor], calls: list[Call]
-) -> list[Tensor | None]:
-    """Gradients of sum(vector * logits) at each call's output; None where the logits ignore it."""
-    edges = [call.edge for call in calls if call.edge is not None]
-    found = torch.autograd.grad(logits, edges, vectors, retain_graph=True, allow_unused=True)
-    shapes = [call.shape for call in calls]
-    return [None if g is None else g.reshape(s) for g, s in zip(found, shapes, strict=True)]
+class BackPropagation:
+    """Backward passes from the logits, whose gradients are used up as they come by.
+
+    Only calls that no other call lies behind are what the pass is for; the gradients of the others
+    are looked at on the way and freed, so that they are never there all at once. Which these are is
+    found by a walk through the graph, and remembered for passes of the same calls.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[str, ...], frozenset[int]] = {}
+
+    def __call__(
+        self,
+        logits: list[Tensor],
+        vectors: list[Tensor],
+        calls: list[Call],
+        use: Callable[[Call, Tensor], None],
+    ) -> None:
+        """Call `use` with the gradient of sum(vector * logits) at each call's output.
+
+        Not for calls that the logits ignore.
+        """
+        names = tuple(call.name for call in calls)
+        known = self._ends.get(names)
+        ends = _ends(logits, calls) if known is None else known
+        missed = self._through(logits, vectors, calls, ends, use)
+        if known is not None and missed and _ends(logits, calls) != known:
+            # another graph than last time: what it has in other places is asked for by itself
+            del self._ends[names]
+            rest = [calls[i] for i in missed]
+            self._through(logits, vectors, rest, frozenset(range(len(rest))), use)
+            return
+        self._ends[names] = ends
+
+    def _through(
+        self,
+        logits: list[Tensor],
+        vectors: list[Tensor],
+        calls: list[Call],
+        ends: frozenset[int],
+        use: Callable[[Call, Tensor], None],
+    ) -> list[int]:
+        """A pass to the calls in `ends`; returns the calls that it did not come by."""
+        missed = dict.fromkeys(range(len(calls)))
+
+        def arrived(index: int, gradient: Tensor | None) -> None:
+            if gradient is not None and index in missed:
+                del missed[index]
+                use(calls[index], gradient.detach().reshape(calls[index].shape))
+
+        handles, targets = [], []
+        for index, call in enumerate(calls):
+            assert call.edge is not None
+            node, output = call.edge.node, call.edge.output_nr
+            if index in ends:
+                targets.append((index, call.edge))
+            else:
+                look = partial(lambda i, o, given: arrived(i, given[o]), index, output)
+                handles.append(node.register_prehook(look))
+        try:
+            edges = [edge for _, edge in targets]
+            reached = torch.autograd.grad(
+                logits, edges, vectors, retain_graph=True, allow_unused=True
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        for (index, _), gradient in zip(targets, reached, strict=True):
+            arrived(index, gradient)
+        return list(missed)
+
+
+def _ends(logits: list[Tensor], calls: list[Call]) -> frozenset[int]:
+    """The calls that no other call lies behind, and those that the logits do not lead to."""
+    own = {call.edge.node for call in calls if call.edge is not None}
+    leads: dict[Any, bool] = {}  # whether a call lies behind a node
+    roots = [head.grad_fn for head in logits]
+    stack: list[tuple[Any, bool]] = [(node, False) for node in roots if node is not None]
+    while stack:
+        node, visited = stack.pop()
+        if visited:
+            behind = [parent for parent, _ in node.next_functions if parent is not None]
+            leads[node] = any(parent in own or leads.get(parent, False) for parent in behind)
+        elif node not in leads:
+            leads[node] = False
+            stack.append((node, True))
+            stack.extend((parent, False) for parent, _ in node.next_functions if parent is not None)
+    return frozenset(
+        index
+        for index, call in enumerate(calls)
+        if call.edge is not None and not leads.get(call.edge.node, False)
+    )
 
 
 def wrappings(model: nn.Module) -> Iterator[nn.Module]:

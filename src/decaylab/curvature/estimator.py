@@ -9,6 +9,7 @@ Fisher costs none: it listens to the loss's own backward pass.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,10 +22,10 @@ from torch import Tensor, nn
 from decaylab.curvature import guards
 from decaylab.curvature.blocks import plan_blocks
 from decaylab.curvature.capture import (
+    BackPropagation,
     Call,
     Capture,
     Pass,
-    back_propagate,
     frozen_batch_norm,
     innermost,
     logits_of,
@@ -140,6 +141,7 @@ class KroneckerEstimator:
         self._loss_gradients: dict[Call, Tensor] = {}
         self._classes: tuple[int, ...] | None = None
         self._observing = False
+        self._through_the_graph = BackPropagation()
         self.sites = {site.name: site for block in self.blocks.values() for site in block.sites}
         empirical = curvature == "empirical-fisher"
         # nothing refers back to self: its memory and hooks go with the last reference to it
@@ -289,14 +291,24 @@ class KroneckerEstimator:
 
     def _back_propagate(self, heads: list[Tensor], calls: list[Call], observed: Pass) -> None:
         reached: dict[Call, None] = {}
+        uses = Counter(call.name for call in calls)
         for vectors in self._vectors(heads, observed):
+            waiting: dict[str, list[tuple[Call, Tensor]]] = {}
+
+            def use(call: Call, gradient: Tensor, waiting: Any = waiting) -> None:
+                """Add a site's gradients as soon as those of all its calls are there."""
+                own = waiting.setdefault(call.name, [])
+                own.append((call, gradient))
+                if len(own) == uses[call.name]:
+                    self._add_gradients(waiting.pop(call.name), self.measurement.scale)
+                reached[call] = None
+
             with torch.enable_grad(), frozen_batch_norm(self.capture.model):
-                gradients = back_propagate(heads, vectors, calls)
-            pairs = [(c, g) for c, g in zip(calls, gradients, strict=True) if g is not None]
-            self._add_gradients(pairs, self.measurement.scale)
-            reached.update(dict.fromkeys(call for call, _ in pairs))
+                self._through_the_graph(heads, vectors, calls, use)
+            for own in waiting.values():  # of sites with calls that the logits ignore
+                self._add_gradients(own, self.measurement.scale)
         guards.refuse_unreached(reached)
-        self._add_inputs(list(reached), observed)
+        self._add_inputs([call for call in calls if call in reached], observed)
 
     def _add_gradients(self, pairs: list[tuple[Call, Tensor]], scale: Tensor | float) -> None:
         by_site: dict[str, list[tuple[Call, Tensor]]] = {}

@@ -24,6 +24,9 @@ from torch import Tensor
 
 from decaylab.errors import DecaylabError
 
+# Numbers of logits for which vectors are drawn in one go.
+SAMPLED_AT_ONCE = 2**25
+
 Curvature = Literal["fisher", "gauss-newton", "empirical-fisher"]
 Likelihood = Literal["categorical", "gaussian", "bernoulli"]
 
@@ -57,10 +60,23 @@ def sampled(
     """One random vector per row, v with E[v v'] = H, shaped like `logits`. One backward pass.
 
     Fisher: v = p - y with y drawn from the model's own predictive distribution (never from the
-    data's labels). Gauss-Newton: v ~ N(0, I). Draws without a host synchronisation.
+    data's labels). Gauss-Newton: v ~ N(0, I). Draws without a host synchronisation. Logits of more
+    than SAMPLED_AT_ONCE numbers are drawn for part by part: there are several tensors of a part's
+    size in float32.
     """
     kind = output_hessian(curvature, likelihood)
     z = logits.detach()
+    if z.numel() <= SAMPLED_AT_ONCE:
+        return _drawn(z, kind, generator)
+    vectors = torch.empty_like(z, memory_format=torch.contiguous_format)
+    rows = max(1, SAMPLED_AT_ONCE // z.shape[-1])
+    parts = z.reshape(-1, z.shape[-1]).split(rows)
+    for part, room in zip(parts, vectors.view(-1, z.shape[-1]).split(rows), strict=True):
+        room.copy_(_drawn(part, kind, generator))
+    return vectors
+
+
+def _drawn(z: Tensor, kind: Likelihood, generator: torch.Generator | None) -> Tensor:
     if kind == "gaussian":
         # drawn in float32 at least, then rounded: the sample does not depend on the autocast dtype
         wide = torch.promote_types(z.dtype, torch.float32)
@@ -71,8 +87,8 @@ def sampled(
         return (p - y.to(p.dtype)).to(z.dtype)
     # argmax of p / Exp(1) is a draw from p (the exponential race): no host check as in multinomial
     race = torch.empty_like(p).exponential_(generator=generator)
-    y = torch.zeros_like(p).scatter_(-1, (p / race).argmax(-1, keepdim=True), 1.0)
-    return (p - y).to(z.dtype)
+    drawn = torch.div(p, race, out=race).argmax(-1, keepdim=True)
+    return p.scatter_add_(-1, drawn, -torch.ones_like(p[..., :1])).to(z.dtype)
 
 
 def exact(logits: Tensor, curvature: Curvature, likelihood: Likelihood) -> Iterator[Tensor]:
