@@ -11,7 +11,7 @@ weights, `lr/r` and `lr, damping r²`, which it would be if the optimizer rememb
 `none`, which leaves the learning rate as it is.
 
 - first-order: by the paper's law (the probe `effective_lr`: lr/|W|, SGD: lr/|W|^2), by the one that
-  `diagnose` reads (`LayerRecord.effective`: with what Adam remembers), and the rotation per step.
+  `diagnose` reads (`Layer.effective`: with what Adam remembers), and the rotation per step.
 - kfac: the rotation per step.
 - one-run: what decay does to K-FAC's effective damping, as reconstructed from one run, over what it
   does against the baseline: of layers that `diagnose` reconstructs, and of those for which it
@@ -39,10 +39,8 @@ from torch import Tensor, nn
 
 from decaylab import KFAC, watch
 from decaylab.data import load
-from decaylab.diagnosis import EquivalentSchedule, equivalent_schedule, evidence
-from decaylab.diagnosis.findings import judgeable
-from decaylab.diagnosis.layers import LayerRecord
-from decaylab.diagnosis.observed import Observed, observe
+from decaylab.diagnosis import EquivalentSchedule, effects, equivalent_schedule
+from decaylab.diagnosis.runs import Layer, Run, read_run
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam, sgd
 from decaylab.optim.laws.dynamics import Series
@@ -173,12 +171,12 @@ def train(
     return watched
 
 
-def runs_of(case: Case, seed: int, steps: int) -> dict[str, Observed]:
+def runs_of(case: Case, seed: int, steps: int) -> dict[str, Run]:
     """The run with decay, under the name "", and those without it, by schedule."""
     start = net(seed)
     model = copy.deepcopy(start)
     decayed = train(model, case.decayed(model), steps)
-    found = {"": observe(decayed)}
+    found = {"": read_run(decayed)}
     written = equivalent_schedule(decayed)
     for name in case.schedules:
         schedule = {"advise schedule": written, "none": replace(written, lr=written.others)}.get(
@@ -186,7 +184,7 @@ def runs_of(case: Case, seed: int, steps: int) -> dict[str, Observed]:
         )
         model = copy.deepcopy(start)
         optimizer = case.optimizer(model, schedule.groups(model))
-        found[name] = observe(train(model, optimizer, steps, schedule))
+        found[name] = read_run(train(model, optimizer, steps, schedule))
     return found
 
 
@@ -198,15 +196,15 @@ def means(series: Series, parts: int) -> list[float]:
 
 
 def ratios(
-    run: Observed, decayed: Observed, of: Callable[[LayerRecord], Series], parts: int = EIGHTHS
+    run: Run, decayed: Run, of: Callable[[Layer], Series], parts: int = EIGHTHS
 ) -> Iterator[float]:
     """Of the means over each part, for the layers that the schedule is for."""
-    for layer in judgeable(decayed):
+    for layer in decayed.turned_layers:
         both = (means(of(found), parts) for found in (run.layers[layer.name], layer))
         yield from (one / other for one, other in zip(*both, strict=True))
 
 
-QUANTITIES: dict[str, Callable[[LayerRecord], Series]] = {
+QUANTITIES: dict[str, Callable[[Layer], Series]] = {
     "paper's law": lambda layer: layer.series["effective_lr"],
     "effective learning rate": lambda layer: layer.effective,
     "rotation per step": lambda layer: layer.series["rotation"],
@@ -224,7 +222,7 @@ def compared(case: Case, seeds: int, steps: int, quantities: Iterable[str]) -> l
             )
             for quantity in quantities
         }
-        taken = {layer.setting.rate for layer in judgeable(runs[0][""]) if layer.setting}
+        taken = {layer.rate(layer.first) for layer in runs[0][""].turned_layers}
         rows.append(
             {
                 "run": case.name,
@@ -263,13 +261,14 @@ def reconstructions(settings: Row, seed: int, steps: int) -> list[tuple[bool, fl
     for weight_decay in (settings["weight_decay"], 0.0):
         model = net(seed)
         optimizer = KFAC(model, **{**settings, "weight_decay": weight_decay})
-        runs.append(observe(train(model, optimizer, steps, **watching)))
+        runs.append(read_run(train(model, optimizer, steps, **watching)))
     found = []
-    for layer in judgeable(runs[0]):
-        both = evidence.damping_effect(layer, runs[1].layers[layer.name])
-        refused = evidence.remembers_too_much(layer)
-        with mock.patch.object(evidence, "REMEMBERED_TOO_MUCH", math.inf):
-            alone = evidence.damping_effect(layer, None)
+    for layer in runs[0].turned_layers:
+        both = effects.damping_effect(layer, runs[1].layers[layer.name])
+        refused = effects.old_factors(layer)
+        lenient = replace(effects.RULES, remembered_too_much=math.inf)
+        with mock.patch.object(effects, "RULES", lenient):
+            alone = effects.damping_effect(layer, None)
         assert both is not None
         assert alone is not None
         found.append((refused, alone.value / both.value))

@@ -17,8 +17,7 @@ from typing import Any
 
 from decaylab.attribution import Estimate
 from decaylab.attribution.words import fraction, margin
-from decaylab.diagnosis import Finding, diagnose
-from decaylab.diagnosis.result import MECHANISMS as DIAGNOSED
+from decaylab.diagnosis import Finding, diagnose, reasons
 from decaylab.errors import DecaylabError
 from decaylab.paper import Readings, RunReading, artefact_of
 from decaylab.paper.claims import CLAIMS
@@ -200,9 +199,9 @@ def verdicts(records: Records) -> str:
         if words in (row[: len(words)] for row in rows):
             continue
         result = diagnose(*folders)
-        judged_from = "both runs" if result.baseline else "the run alone"
+        judged_from = "both runs" if result.baselines else "the run alone"
         rows.append([*words, *map(_finding, result.findings), judged_from, tier])
-    header = ["network", "optimizer", *DIAGNOSED, "judged from", "tier"]
+    header = ["network", "optimizer", *reasons.Mechanism, "judged from", "tier"]
     return text_grid(header, rows) if rows else _commands("table1")
 
 
@@ -212,7 +211,7 @@ def reconstructed(records: Records) -> str:
     for tier, words, folders in _decayed(records):
         both, alone = (diagnose(*of) for of in (folders, folders[:1]))
         effects = [result.findings[0].effect for result in (alone, both)]
-        if both.baseline and all(effects):
+        if both.baselines and all(effects):
             rows.append([*words, *(number(e.value) for e in effects if e), tier])
     header = ["network", "optimizer", "from the run alone", "against its baseline", "tier"]
     return text_grid(header, rows) if rows else _commands("table1")

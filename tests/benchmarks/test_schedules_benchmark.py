@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from decaylab.diagnosis import EquivalentSchedule, equivalent_schedule
-from decaylab.diagnosis.layers import LayerRecord, Setting
-from decaylab.diagnosis.observed import Observed
+from decaylab.diagnosis.runs import Layer, Run
+from decaylab.records import LayerSettings, Rows
+from decaylab.records.recording import Recording
 
 ROOT = Path(__file__).parents[2]
 STEPS = 440
@@ -65,16 +66,16 @@ def test_kfac_g_turns_as_far(script, every, momentum, lr, tolerance):
 
 
 def layer(rotations):
-    setting = Setting(lr=0.1, decay="decoupled", weight_decay=0.1)
+    setting = LayerSettings(law="sgd", lr=0.1, decay="decoupled", weight_decay=0.1)
     series = {"rotation": tuple(enumerate(rotations))}
-    return LayerRecord("a", invariant=True, settings=((1, setting),), series=series)
+    return Layer("a", invariant=True, settings=((1, setting),), series=series)
 
 
 def test_ratios_are_of_means_without_the_first_record(script, monkeypatch):
     with_decay, without = layer([9, 1, 3, *[2] * 6]), layer([1, 2, 2, *[2] * 5, 1])
     runs = {
-        "": Observed("", {"a": with_decay}, {}, 8),
-        "other": Observed("", {"a": without}, {}, 8),
+        "": Run(Recording("", Rows(())), {"a": with_decay}, {}, 8),
+        "other": Run(Recording("", Rows(())), {"a": without}, {}, 8),
     }
     assert ratios(script, runs, "rotation per step", "other", parts=4) == [1, 1, 1, 0.75]
     case = script.Case("made up", None, {}, 0.1, schedules=("other",))

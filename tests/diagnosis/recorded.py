@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from decaylab.diagnosis import Because
 from decaylab.optim.decay import DECAYS
 from decaylab.records import Row, Rows
 
@@ -64,3 +65,23 @@ def records(layers, totals=None, steps=1000, every=50):
             rows += [Row(step, 0, 0.0, f"{k}/{name}", v) for k, v in values.items()]
     rows += [Row(step, 0, 0.0, k, v) for step in at for k, v in (totals or {}).items()]
     return Rows(tuple(rows))
+
+
+def reasons(*items):
+    """Every `Reason` in findings, rows, reasons and lists of these, nested ones included."""
+    found = set()
+    for item in items:
+        if isinstance(item, Because):
+            found |= {item.reason} | reasons(*item.data.get("why", ()))
+        elif isinstance(item, list | tuple):
+            found |= reasons(*item)
+        elif item is not None:
+            parts = ("reasons", "remedies", "notes", "why", "follows", "troubles")
+            found |= reasons(*(getattr(item, part, None) for part in parts))
+    return found
+
+
+def only(items, reason):
+    """The one `Because` of this reason."""
+    (found,) = [item for item in items if item.reason is reason]
+    return found

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 from diagnosis.invariant_runs import SIZE, angle, mean_square, random_run
-from diagnosis.recorded import Layer, records
+from diagnosis.recorded import Layer, reasons, records
 from oracle.formulas import Lion
 from torch import nn
 
 from decaylab import watch
-from decaylab.diagnosis import Stepping, convert_decay, suggest
+from decaylab.diagnosis import Reason, Stepping, convert_decay, suggest
 
 
 def torch_nadam(groups, **settings):
@@ -49,7 +49,7 @@ def test_turns_of_nesterovs_momentum():
 def test_a_turn_that_was_asked_for_is_got(build, lr, rotation):
     watched, _, _ = random_run(build, 1000, start=6.0, lr=lr, weight_decay=0.0)
     (row,) = suggest(watched, rotation=rotation).layers
-    assert row.reason == ""
+    assert row.notes == ()
     _, _, turns = random_run(build, 1000, row.target, lr=lr, weight_decay=row.suggested)
     assert mean_square(turns[500:]) == pytest.approx(rotation, rel=0.07)
 
@@ -60,7 +60,7 @@ def test_a_turn_that_mixes_decay_and_momentum_is_called_rough():
     (row,) = suggest(watched, rotation=0.03).layers
     _, _, turns = random_run(Lion, 1000, row.target, lr=0.001, weight_decay=row.suggested)
     assert mean_square(turns[500:]) > 1.5 * 0.03
-    assert "while steps still agree" in row.reason
+    assert reasons(row) == {Reason.MIXED}
 
 
 def test_without_records_of_turns_lions_is_not_known():
@@ -70,7 +70,7 @@ def test_without_records_of_turns_lions_is_not_known():
     assert row.rotation is None
     (row,) = suggest(records({"a": layer}), rotation=0.01).layers
     assert row.suggested is None
-    assert "keep `movement` among watch's probes" in row.reason
+    assert reasons(row) == {Reason.NO_ROTATION}
 
 
 @pytest.mark.parametrize("weight_decay", [0.2, 1.0])

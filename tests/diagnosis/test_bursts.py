@@ -1,27 +1,29 @@
 """Bursts: what counts as one, and that those of a real run are where its loss leaps."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from diagnosis.recorded import only, reasons
 from torch.nn.functional import cross_entropy
 
 from decaylab import diagnose, watch
 from decaylab.data import load
-from decaylab.diagnosis.bursts import Burst, burst_words, bursts
-from decaylab.diagnosis.layers import LayerRecord, Setting
-from decaylab.diagnosis.observed import observe
+from decaylab.diagnosis import Reason
+from decaylab.diagnosis.bursts import Burst, bursts
+from decaylab.diagnosis.runs import Layer, read_run
 from decaylab.networks import build
 from decaylab.optim.decay import DECAYS
-from decaylab.records import Row, Rows
+from decaylab.records import LayerSettings, Row, Rows
 
 FALL = [8.0, 7.0, 6.0, 5.0, 4.5, 4.0]
 
 
 def layer(norms, *rates):
     """Records every 10 steps; `rates`: (from step, lr)."""
-    settings = [(s, Setting(lr, "l2", 0.1, power=2)) for s, lr in rates or ((0, 0.1),)]
-    return LayerRecord("a", norms=tuple(enumerate(norms)), settings=tuple(settings))
+    settings = [
+        (s, LayerSettings(law="sgd", lr=lr, decay="l2", weight_decay=0.1))
+        for s, lr in rates or ((0, 0.1),)
+    ]
+    return Layer("a", norms=tuple(enumerate(norms)), settings=tuple(settings))
 
 
 @pytest.mark.parametrize(
@@ -50,20 +52,6 @@ def test_weights_that_grow_by_a_larger_lr_do_not_burst():
     assert bursts(layer(norms, (0, 0.1), (6, 0.05))) != []
 
 
-def test_what_helps_depends_on_the_optimizer():
-    found = bursts(layer([*FALL, 9.0, *FALL, 8.5]))
-    said = burst_words(found, Setting(0.1, "l2", 0.1, power=2))
-    assert "after step 5 the norm of a grew from 4 to 9" in said
-    assert "There is 1 more like it." in said
-    assert "There are 2 more like it." in burst_words([*found, found[0]], None)
-    assert "What helps: a smaller lr or less decay" in said
-    kfac = Setting(0.1, "decoupled", 0.1, power=0, damping=0.01)
-    assert 'What helps: damping_scaling="scale-free", a smaller lr' in burst_words(found, kfac)
-    free = replace(kfac, scale_free=True)
-    assert "What helps: a larger damping, a smaller lr" in burst_words(found[:1], free)
-    assert "more like it" not in burst_words(found[:1], free)
-
-
 def test_the_largest_burst_is_named_with_what_helps_its_own_layer():
     """Layers may be stepped in different ways: K-FAC leaves some to SGD."""
 
@@ -76,18 +64,14 @@ def test_the_largest_burst_is_named_with_what_helps_its_own_layer():
             how |= {} if damping is None else {"damping": damping, "scale_free": 0.0}
             rows += [Row(1, 0, 0.0, f"setting_{k}/{name}", float(v)) for k, v in how.items()]
             rows += [Row(s, 0, 0.0, f"weight_norm/{name}", n) for s, n in enumerate(norms, 1)]
-        (said,) = [
-            words for words in diagnose(Rows(tuple(rows))).consequences if "A burst" in words
-        ]
-        return said
+        return only(diagnose(Rows(tuple(rows))).follows, Reason.BURST)
 
     larger_in_sgd = run((0, 2.0, 0.0, 0.01), (3, 3.0, 2.0, None))
-    assert "after step 9 the norm of sgd grew from 0.59 to 3 " in larger_in_sgd
-    assert "There is 1 more like it." in larger_in_sgd
-    assert "What helps: a smaller lr or less decay" in larger_in_sgd
+    assert larger_in_sgd["burst"] == Burst("sgd", 9, pytest.approx(0.9**5), 3.0)
+    assert (larger_in_sgd["others"], larger_in_sgd["damped"]) == (1, False)
     larger_in_kfac = run((3, 3.0, 0.0, 0.01), (0, 2.0, 2.0, None))
-    assert "after step 9 the norm of kfac" in larger_in_kfac
-    assert 'What helps: damping_scaling="scale-free", a smaller lr' in larger_in_kfac
+    assert (larger_in_kfac["burst"].layer, larger_in_kfac["burst"].step) == ("kfac", 9)
+    assert (larger_in_kfac["damped"], larger_in_kfac["scale_free"]) == (True, False)
 
 
 def trained(weight_decay: float, steps: int = 2000):
@@ -114,19 +98,18 @@ def trained(weight_decay: float, steps: int = 2000):
 
 def test_sgd_under_bn_and_strong_decay():
     watched, losses = trained(0.03)
-    found = [one for one in observe(watched).layers.values() if one.invariant]
+    found = [one for one in read_run(watched).layers.values() if one.invariant]
     found = [burst for one in found for burst in bursts(one)]
     assert found
     usual = sorted(losses[500:])[750]
     for burst in found:
         around = losses[max(burst.step - 20, 0) : burst.step + 40]
         assert max(around) > 10 * usual, burst
-    (said,) = [words for words in diagnose(watched).consequences if words.startswith("A burst")]
-    largest = max(found, key=lambda burst: burst.after / burst.before)
-    assert f"after step {largest.step} the norm of {largest.layer} grew" in said
-    assert "a smaller lr or less decay" in said
+    said = only(diagnose(watched).follows, Reason.BURST)
+    assert said["burst"] == max(found, key=lambda burst: burst.after / burst.before)
+    assert said["others"] == len(found) - 1
 
 
 def test_little_decay_does_not_burst():
     watched, _ = trained(1e-4, steps=1000)
-    assert not any("burst" in words for words in diagnose(watched).consequences)
+    assert Reason.BURST not in reasons(diagnose(watched))

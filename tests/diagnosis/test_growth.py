@@ -10,10 +10,12 @@ from decaylab.diagnosis.growth import (
     growth_over,
     late,
     longest_stretch,
+    seen_correlation,
     seen_elasticity,
-    seen_memory,
 )
-from decaylab.diagnosis.layers import LayerRecord, Setting
+from decaylab.diagnosis.runs import Layer
+from decaylab.optim.laws.law import momentum_correlation
+from decaylab.records import LayerSettings
 
 SHRINK, PUSH, MEMORY = 0.01, 0.3, 0.6
 STEPS = (0, 10, 25, 60, 70)
@@ -21,10 +23,10 @@ STEPS = (0, 10, 25, 60, 70)
 
 def layer(norms, rates=((0, 0.1),), *, exposure=(), turns=(), **setting):
     """`norms`, `exposure` and `turns`: (step, value); `rates`: (from step, lr)."""
-    given = {"decay": "decoupled", "weight_decay": 0.1, "power": 2, **setting}
-    settings = tuple((step, Setting(lr=lr, **given)) for step, lr in rates)
+    given = {"decay": "decoupled", "weight_decay": 0.1, "law": "sgd", **setting}
+    settings = tuple((step, LayerSettings(lr=lr, **given)) for step, lr in rates)
     series = {"rotation": tuple(turns)} if turns else {}
-    return LayerRecord("a", True, settings, tuple(norms), tuple(exposure), series)
+    return Layer("a", settings, tuple(norms), tuple(exposure), series, invariant=True)
 
 
 def at_rates(*rates, every=10):
@@ -83,15 +85,17 @@ def test_the_momentum_by_which_steps_turn_as_far_as_recorded(memory):
     lengths = {step: PUSH / norm**2 * (1 - memory) / (1 + memory) for step, norm in norms}
     turns = {step: math.sqrt(lengths[step]) / norm for step, norm in norms}
     turns |= {STEPS[0]: 9.0, STEPS[2]: 0.0}  # of a step before, and not known
-    found = layer(norms, exposure=exposure, turns=turns.items(), memory=0.9)
-    assert seen_memory(found, STEPS, -1.0) == pytest.approx(memory, rel=1e-12, abs=1e-12)
+    found = layer(norms, exposure=exposure, turns=turns.items(), momentum=0.9)
+    expected = (1 + memory) / (1 - memory)
+    assert seen_correlation(found, STEPS, -1.0) == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_momentum_is_the_optimizers_where_steps_do_not_show_it():
     still = [(step, 2.0) for step in STEPS]
     turns = [(step, 0.1) for step in STEPS]
-    assert seen_memory(layer(still, turns=turns, memory=0.9), STEPS, -1.0) == 0.9
-    assert seen_memory(layer(path([PUSH] * 4)[0], memory=0.9), STEPS, -1.0) == 0.9
+    own = momentum_correlation(0.9)
+    assert seen_correlation(layer(still, turns=turns, momentum=0.9), STEPS, -1.0) == own
+    assert seen_correlation(layer(path([PUSH] * 4)[0], momentum=0.9), STEPS, -1.0) == own
 
 
 def test_adams_longer_steps_are_brought_to_those_at_rest():
@@ -114,13 +118,11 @@ def test_adams_longer_steps_are_brought_to_those_at_rest():
         c = (norms[b] ** 2 - norms[a] ** 2 * left) * 2 * 0.05 / (1 - left)
         expected += c / (longer[a] * longer[b]) / 5
     turns = {step: math.sqrt(length) * longer[step] / norm for step, norm in norms.items()}
-    given = {"exposure": exposure.items(), "turns": turns.items(), "power": 1, "beta2": beta2}
+    given = {"exposure": exposure.items(), "turns": turns.items(), "law": "adam", "beta2": beta2}
     found = layer(norms.items(), **given)
     assert min(longer.values()) < 0.95
     assert growth_over(found, [*norms], 0.0)[0] == pytest.approx(expected, rel=1e-12)
-    part = length / expected
-    memory = (1 - part) / (1 + part)
-    assert seen_memory(found, [*norms], 0.0) == pytest.approx(memory, rel=1e-12)
+    assert seen_correlation(found, [*norms], 0.0) == pytest.approx(expected / length, rel=1e-12)
 
 
 SCATTER = (0.31, 0.24, 0.35, 0.2, 0.28, 0.33, 0.22)

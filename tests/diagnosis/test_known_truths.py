@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from diagnosis.recorded import Layer, records
+from diagnosis.recorded import Layer, only, reasons, records
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.lr_scheduler import LambdaLR
 
 from decaylab import diagnose, watch
-from decaylab.diagnosis import suggest
-from decaylab.diagnosis.evidence import comparable, grown_otherwise
-from decaylab.diagnosis.observed import observe
+from decaylab.diagnosis import Reason, suggest
+from decaylab.diagnosis.comparable import comparable, grown_otherwise
+from decaylab.diagnosis.runs import read_run
 from decaylab.records import Row, Rows
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -59,9 +59,10 @@ def test_gains_are_part_of_the_function(decayed):
         return train(model, optimizer, inputs=INPUTS, probes=["weight_norm", "jacobian_norm"])
 
     found = diagnose(run(0.5), run(0.0))
-    assert all(row.reason.startswith("scale-invariant") for row in found["Jacobian"].layers)
+    layers = [row for row in found["Jacobian"].layers if row.layer in ("0", "2")]
+    assert all(reasons(row) == {Reason.INVARIANT} for row in layers)
     assert found["Jacobian"].verdict == ("acts" if decayed else "does not act")
-    assert ("gains of normalisations" in " ".join(found.consequences)) is decayed
+    assert any(item.data.get("gains") for item in found.follows) is decayed
 
 
 class Residual(nn.Module):
@@ -101,10 +102,10 @@ def test_the_order_of_modules_is_checked_by_the_gradients(dtype):
         model = model.to(dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.5)
         watched = train(model, optimizer, batch=INPUTS.to(dtype))
-        said = {row.layer: row.reason for row in diagnose(watched)["Jacobian"].layers}
-        assert said[name].startswith("scale-invariant") is invariant
-        first = " ".join(diagnose(watched).first)
-        assert ("give watch(..., inputs=batch)" in first) is not invariant
+        found = diagnose(watched)
+        why = {row.layer: reasons(row) for row in found["Jacobian"].layers}
+        assert (why[name] == {Reason.INVARIANT}) is invariant
+        assert (Reason.GRADIENTS_ALONG in reasons(found.troubles)) is not invariant
 
 
 def test_the_jacobian_is_a_product_over_layers():
@@ -125,7 +126,7 @@ def test_the_jacobian_is_a_product_over_layers():
 def test_runs_that_begin_otherwise_are_not_compared():
     decayed, plain = Layer(weight_decay=0.01, growth=1e-3), Layer(growth=1e-3)
     run, baseline = records({"a": decayed}), records({"a": plain})
-    assert diagnose(run, baseline).baseline is not None
+    assert diagnose(run, baseline).baselines
     larger = Rows(
         tuple(
             Row(*(row.step, row.epoch, row.seconds, row.name), row.value * 2)
@@ -135,13 +136,13 @@ def test_runs_that_begin_otherwise_are_not_compared():
         )
     )
     found = diagnose(run, larger)
-    assert found.baseline is None
-    assert "before decay can act" in found.first[0]
+    assert not found.baselines
+    assert reasons(found.troubles) == {Reason.OTHER_START}
     runs = [
         train(model, torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=weight_decay))
         for model, weight_decay in ((batch_norm_net(8), 0.1), (batch_norm_net(10), 0.0))
     ]
-    assert "48 and 60 weights" in diagnose(*runs).first[0]
+    assert only(diagnose(*runs).troubles, Reason.OTHER_SIZE)["pair"] == (48, 60)
 
 
 def test_a_decay_that_rounding_undoes():
@@ -156,10 +157,10 @@ def test_a_decay_that_rounding_undoes():
     )
     alone = diagnose(runs[0])["effective l"]
     assert alone.verdict == "cannot tell"
-    assert "rounding may undo the decay" in alone.reason
+    assert Reason.ROUNDED_AWAY in reasons(alone)
     against = diagnose(*runs)["effective l"]
     assert against.verdict == "does not act"
-    assert "removed" not in against.reason
+    assert only(against.reasons, Reason.CHANGED)["taken"] is None
     assert suggest(runs[0]).weight_decay is None
 
 
@@ -170,8 +171,9 @@ def test_more_than_decay_can_do_is_not_put_down_to_it():
     baseline = records({"a": Layer(growth=1e-2, **kfac)})
     found = diagnose(run, baseline)["effective d"]
     assert found.verdict == "cannot tell"
-    assert "removed 9.5 % of the initial weights, which makes 1.22 at most" in found.reason
-    assert "batch size" in found.would_decide
+    why = only(found.reasons, Reason.MORE_THAN_DECAY)
+    assert (why["taken"], why["most"]) == (pytest.approx(0.1), pytest.approx(math.exp(0.2)))
+    assert reasons(found.remedies) == {Reason.SAME_DATA}
 
 
 @pytest.mark.parametrize(
@@ -199,11 +201,11 @@ def test_a_baseline_of_other_batches_is_not_believed(batches, seeds):
     mine, other = (run(*of) for of in zip((5e-3, 0.0), batches, seeds, strict=True))
     found = diagnose(mine, other)
     if batches[0] == batches[1]:
-        assert found.baseline is not None
+        assert found.baselines
         assert not found.first
     else:
-        assert found.baseline is None
-        assert "use the same data, batch size and seed): judged without" in found.first[0]
+        assert not found.baselines
+        assert Reason.OTHER_GROWTH in reasons(found.troubles)
         assert found["effective l"].effect == diagnose(mine)["effective l"].effect
 
 
@@ -213,11 +215,11 @@ def test_a_small_layer_of_another_seed_begins_elsewhere_and_grows_alike(power, s
     layer = {"growth": 1e-3, "power": power}
     run = records({"a": Layer(weight_decay=5e-3, **layer)})
     found = diagnose(run, records({"a": Layer(start=start, **layer)}))
-    assert found.baseline is not None
+    assert found.baselines
     assert not found.first
     found = diagnose(run, records({"a": Layer(start=start, **layer | {"growth": 2e-2})}))
-    assert found.baseline is None
-    assert "batch size" in found.first[0]
+    assert not found.baselines
+    assert reasons(found.troubles) == {Reason.OTHER_GROWTH}
 
 
 def test_a_baseline_whose_squared_norms_are_no_floats_is_left_out():
@@ -227,13 +229,13 @@ def test_a_baseline_whose_squared_norms_are_no_floats_is_left_out():
         replace(row, value=1e200) if row.name == "weight_norm/a" and row.step > 500 else row
         for row in records({"a": Layer(growth=1e-3)}).rows
     ]
-    assert "are not comparable" in diagnose(run, Rows(tuple(rows))).first[0]
+    assert Reason.OTHER_GROWTH in reasons(diagnose(run, Rows(tuple(rows))).troubles)
 
 
 def test_true_baselines_of_the_records_are_believed():
     names = ("bn-sgd", "bn-adam")
     specs = [path for path in RESULTS.rglob("spec.toml") if any(n in str(path) for n in names)]
-    runs = [observe(path.parent) for path in specs]
+    runs = [read_run(path.parent) for path in specs]
     decayed, plain = ([run for run in runs if run.decays is decays] for decays in (True, False))
     pairs = [(run, of) for run in decayed for of in plain if not comparable(run, of)[0]]
     assert len(pairs) > 20
@@ -243,15 +245,11 @@ def test_true_baselines_of_the_records_are_believed():
 def test_records_of_others_are_not_said_to_have_no_decay(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(9)))
-    assert (
-        diagnose(tmp_path)
-        .first[0]
-        .endswith("9 lines are damaged and left out, the first: line 1 of rows.jsonl is damaged")
-    )
+    assert only(diagnose(tmp_path).troubles, Reason.DAMAGED)["count"] == 9
     found = diagnose(Rows(tuple(Row(s, 0, 0.0, "weight_norm/a", 1.0 + s) for s in range(1, 9))))
     assert {finding.verdict for finding in found.findings} == {"cannot tell"}
-    assert "no layer" not in found.first[-1]
-    assert found.consequences == ("Nothing yet: no layer with decay could be judged.",)
+    assert Reason.NO_DECAY not in reasons(found.troubles)
+    assert reasons(found.follows) == {Reason.NOTHING_YET}
 
 
 @pytest.mark.parametrize("clips", [(1e-3, 1e-3), (1e-3, None), (None, 1e-3), (None, None)])
@@ -265,7 +263,7 @@ def test_clipped_gradients_do_not_follow_sgds_law(clips):
     found = diagnose(*runs)["effective l"]
     clipped = clips != (None, None)
     assert found.verdict == ("cannot tell" if clipped else "acts")
-    assert ("clipped at 100 % of the records" in found.reason) is clipped
+    assert any(x.data.get("share") == 1.0 for x in found.reasons) is clipped
     assert diagnose(runs[0])["effective l"].verdict == ("cannot tell" if clips[0] else "acts")
 
 
@@ -289,7 +287,7 @@ def test_gradients_clipped_by_value_do_not_follow_sgds_law(bound, law):
     for given in (runs, runs[:1]):
         found = diagnose(*given)["effective l"]
         assert found.verdict == ("cannot tell" if law == 1 else "acts")
-        assert ("clipped at 100 % of the records" in found.reason) is (law == 1)
+        assert any(x.data.get("share") == 1.0 for x in found.reasons) is (law == 1)
 
 
 @pytest.mark.parametrize(("refresh", "invert"), [(10, 100), (1, 1)])
@@ -308,7 +306,7 @@ def test_a_curvature_of_longer_weights_makes_kfacs_steps_longer(refresh, invert)
     assert found["effective d"].verdict == "does not act"
     old = refresh > 1
     assert found["effective l"].verdict == ("cannot tell" if old else "does not act")
-    assert ("could be left out" in " ".join(found.consequences)) is not old
+    assert (Reason.NO_EFFECT in reasons(found.follows)) is not old
 
 
 def test_one_layer_of_many_is_not_lost_in_the_mean():
@@ -319,28 +317,28 @@ def test_one_layer_of_many_is_not_lost_in_the_mean():
         found = diagnose(*given)
         assert found["effective l"].effect.value < 1.1
         assert found["effective l"].verdict == "cannot tell"
-        assert "by more: strong" in found["effective l"].reason
+        assert only(found["effective l"].reasons, Reason.SOME_LAYERS_MORE)["layers"] == ["strong"]
         # layers that are stepped differently have no schedule in common
-        assert "advise schedule" not in " ".join(found.consequences)
+        assert Reason.SCHEDULE not in reasons(found.follows)
 
 
 def test_an_opposite_change_is_not_called_none():
     run = records({"a": Layer(invariant=False, weight_decay=0.05)}, {"jacobian_norm": 30.0})
     baseline = records({"a": Layer(invariant=False)}, {"jacobian_norm": 10.0})
-    assert "(a) goes with a larger Jacobian." in " ".join(diagnose(run, baseline).consequences)
+    assert only(diagnose(run, baseline).follows, Reason.FUNCTION)["opposite"]
     run, baseline = (
         records({"a": Layer(weight_decay=of[0], growth=of[1], power=0, damping=1e-3, share=0.5)})
         for of in ((0.01, 0.01), (0.0, 1e-4))
     )
     found = diagnose(run, baseline)
-    assert "predicts the opposite" in found["effective d"].reason
-    assert "no effect" not in " ".join(found.consequences)
+    assert Reason.OPPOSITE in reasons(found["effective d"])
+    assert Reason.NO_EFFECT not in reasons(found.follows)
 
 
 def test_weights_that_decay_takes_all_of():
     run = records({"a": Layer(weight_decay=0.1), "b": Layer(weight_decay=0.01)})
-    (first,) = diagnose(run).first
-    assert "nearly all of a: it is too strong" in first
+    (trouble,) = diagnose(run).troubles
+    assert (trouble.reason, trouble["layers"]) == (Reason.COLLAPSED, ["a"])
 
 
 def test_a_suggestion_for_sgd_is_what_torchs_sgd_calls_weight_decay():
@@ -377,8 +375,10 @@ def test_a_suggestion_for_a_far_norm_is_called_rough():
     found = suggest(records({"a": Layer(growth=0.05)}))
     (row,) = found.layers
     assert row.norm > 2 * row.target
-    assert f"rough: up to {(row.norm / row.target) ** 2:.2g} times too strong" in row.reason
-    assert suggest(records({"a": Layer(growth=1e-4)})).layers[0].reason == ""
+    note = only(row.notes, Reason.ROUGH)
+    assert note["factor"] == pytest.approx((row.norm / row.target) ** 2)
+    assert note["way"] == "strong"
+    assert suggest(records({"a": Layer(growth=1e-4)})).layers[0].notes == ()
 
 
 def test_a_suggestion_does_not_hang_on_how_often_a_schedule_is_recorded():

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from decaylab import watch
-from decaylab.diagnosis.lawless import clipped, cut, eps_counts, of_clipped
-from decaylab.diagnosis.layers import Setting
-from decaylab.diagnosis.observed import observe
+from decaylab.diagnosis.limits import clipped, cut_entries, eps_counts
+from decaylab.diagnosis.runs import Layer, read_run
 from decaylab.records import LayerSettings
 
 
@@ -55,7 +54,7 @@ def test_torchs_clip_by_norm_is_seen_in_any_precision(dtype, clip, found):
             optimizer.step()
     norms = [row.value for row in watched.records.series("gradient_norm")]
     assert max(norms) / min(norms) - 1 > (0.1 if clip is None else 0.0)
-    assert observe(watched).clipped == found
+    assert read_run(watched).clipped == found
 
 
 @pytest.mark.parametrize(("rounding", "found"), [(0.0, 0.0), (2**-10, 0.0), (2**-7, 1.0)])
@@ -84,15 +83,17 @@ def test_a_clip_by_value_counts_by_what_it_cuts_off_the_layer(norms, largest, pa
     given = {name: series(values) for name, values in given.items()}
     assert clipped(given, "a") == pytest.approx(found, rel=1e-12)
     at_bound = [step for step, size in given["gradient_max"] if size == 1.0]
-    assert cut(given, "a") == {step: parts[step - 1] for step in at_bound}
-    assert cut(given, "b") == {}
+    assert cut_entries(given, "a") == {step: parts[step - 1] for step in at_bound}
+    assert cut_entries(given, "b") == {}
 
 
 def test_a_clip_leaves_sgd_no_law_and_adam_its_own():
-    sgd, adam = (Setting(0.1, "l2", 0.1, power=power, beta2=0.9) for power in (2, 1))
-    assert (of_clipped(sgd, 0.5).power, of_clipped(sgd, 0.5).clipped) == (None, True)
-    assert (of_clipped(adam, 0.5).power, of_clipped(adam, 0.5).clipped) == (1, True)
-    assert [of_clipped(one, 0.0) for one in (sgd, adam)] == [sgd, adam]
+    settings = [LayerSettings(law=law, lr=0.1, beta2=0.9) for law in ("sgd", "adam")]
+    free = [Layer("a", ((1, each),)).law for each in settings]
+    held = [Layer("a", ((1, each),), clipped=True).law for each in settings]
+    assert [law.name for law in free] == ["sgd", "adam"]
+    assert [law.name for law in held] == ["unknown", "adam"]
+    assert (free[1].beta2, held[1].beta2) == (0.9, None)
 
 
 def adam(moments, eps=1e-3, beta1=0.9, beta2=0.9):

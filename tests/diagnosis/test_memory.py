@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from decaylab import probes
 from decaylab.cli import app
-from decaylab.diagnosis.observed import observe
+from decaylab.diagnosis.runs import read_run
 from decaylab.optim.laws.memory import (
     effective_adam,
     gradient_squares,
@@ -133,12 +133,12 @@ def test_our_own_runs_of_adam_record_it(tmp_path):
     done = CliRunner().invoke(app, ["train", *words, "--runs", str(tmp_path)])
     assert done.exit_code == 0, done.output
     (folder,) = RunStore(tmp_path).runs()
-    layer = observe(folder).layers["features.0"]
+    layer = read_run(folder).layers["features.0"]
     assert [step for step, _ in layer.series["second_moment"]] == [
         step for step, _ in layer.norms if step
     ]
     measured, assumed = (
-        layer.effective_per_lr(layer.norms, moments)
+        layer.law.effective_per_lr(layer.norms, moments)
         for moments in (layer.series["second_moment"], ())
     )
     assert layer.effective[-1][1] == pytest.approx(0.003 * measured[-1][1])

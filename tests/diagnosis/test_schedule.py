@@ -9,10 +9,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from decaylab import KFAC, diagnose, watch
-from decaylab.diagnosis import EquivalentSchedule, NormTransfer, equivalent_schedule
+from decaylab.diagnosis import EquivalentSchedule, Reason, equivalent_schedule
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import sgd
+from decaylab.training import NormTransfer
 
 STEPS = 60
 
@@ -146,7 +147,8 @@ def test_what_has_no_schedule():
     )
     with pytest.raises(DecaylabError, match="Adam without amsgrad"):
         equivalent_schedule(watched)
-    assert "Adam without amsgrad" in diagnose(watched)["effective l"].would_decide
+    remedies = diagnose(watched)["effective l"].remedies
+    assert [remedy.reason for remedy in remedies] == [Reason.NAME_THE_LAW]
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1)
     with pytest.raises(DecaylabError, match="gradients are clipped"):

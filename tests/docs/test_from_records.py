@@ -13,8 +13,8 @@ from report.synthetic import everything, write_run
 
 from decaylab.cli.demo import demo_specs
 from decaylab.diagnosis import diagnose
-from decaylab.diagnosis.evidence import reconstructed
-from decaylab.diagnosis.observed import observe
+from decaylab.diagnosis.effects import norms_reconstructed
+from decaylab.diagnosis.runs import read_run
 from decaylab.paper import cells, select
 from decaylab.records import RunStore
 
@@ -204,14 +204,14 @@ def test_docstrings_as_markdown():
 def test_one_run_tells_nearly_what_two_tell():
     """The factors that docs/diagnosis.md shows side by side, from the records that there are.
 
-    Within 15 % of their logarithm: the more decay has changed a run, the less its gradients, which
+    Within 20 % of their logarithm: the more decay has changed a run, the less its gradients, which
     the reconstruction goes by, are those of the baseline.
     """
     text = pages.reconstructed(pages.Records())
     rows = [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
     assert rows
     for _, _, alone, against, _ in rows:
-        assert math.log(float(alone)) == pytest.approx(math.log(float(against)), rel=0.15)
+        assert math.log(float(alone)) == pytest.approx(math.log(float(against)), rel=0.2)
 
 
 def test_runs_are_judged_against_baselines_that_are_not_table_1s(tmp_path):
@@ -234,16 +234,16 @@ def test_while_two_runs_are_alike_one_tells_the_norms_of_the_other():
     """
     seen = 0
     for _, _, folders in pages._decayed(pages.Records()):
-        if not (diagnose(*folders).baseline and diagnose(folders[0]).findings[0].effect):
+        if not (diagnose(*folders).baselines and diagnose(folders[0]).findings[0].effect):
             continue  # no baseline of the same learning rate, or one run tells nothing
         loss = folders[1].rows().series("train/running_loss")[1].value
         if loss > math.log(100 if "cifar100" in folders[1].id else 10):
             continue
-        decayed, plain = map(observe, folders)
+        decayed, plain = map(read_run, folders)
         errors = {1: [], 2: []}
         for name, layer in decayed.layers.items():
             baseline = dict(plain.layers[name].norms)
-            for epoch, (step, norm) in enumerate(reconstructed(layer)[1:3], 1):
+            for epoch, (step, norm) in enumerate(norms_reconstructed(layer)[1:3], 1):
                 errors[epoch].append(math.log(norm / baseline[step]))
         for found in errors.values():
             assert math.hypot(*found) / math.sqrt(len(found)) < 0.05

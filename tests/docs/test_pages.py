@@ -115,7 +115,10 @@ def test_the_quick_start_from_top_to_bottom(here, capsys):
         *("report", "claims"),
     ]
     said = {line[0]: ran([*line, *SHORTER.get(" ".join(line), [])]) for line in words}
-    for verdict in ("effective learning rate: acts", "Jacobian norm: acts"):
+    for verdict in (
+        "effective learning rate: decay keeps it high",
+        "Jacobian norm: decay shrinks it",
+    ):
         assert verdict in said["diagnose"]
     assert final_accuracy(said["train"]) > 90
     assert (here / "runs" / "report" / "index.html").exists()
@@ -243,7 +246,7 @@ def test_ones_own_command(here):
     assert [line[0] for line in lines] == ["train", "diagnose", "reproduce", "report"]
     said = {line[0]: ran(line) for line in lines}
     assert final_accuracy(said["train"]) > 80
-    assert re.search(r"effective learning rate\W+acts", said["diagnose"])
+    assert re.search(r"effective learning rate: decay keeps it high", said["diagnose"])
     assert "scopes_without_bn 8/8" in said["report"]
     page = (here / "runs" / "report" / "index.html").read_text()
     assert "scopes_without_bn: Which layers to decay, without batch normalisation" in page

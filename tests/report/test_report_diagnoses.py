@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from decaylab import diagnose, watch
 from decaylab.cli import app
+from decaylab.diagnosis import Reason, words
 from decaylab.paper import cells
 from decaylab.records import Manifest, Row, RunStore
 from decaylab.report import write
@@ -62,11 +63,11 @@ def test_runs_are_paired_with_the_same_run_without_decay(tmp_path):
     write_run(store, replace(DECAYED, lr=0.03), decayed=True)
     first, alone = sorted(cases_of(store), key=lambda case: -len(case.seeds))
     assert first.seeds == (0, 1)
-    assert [result.baseline for result in first.diagnoses] == [
-        replace(BASE, seed=seed).resolved().id for seed in (0, 1)
+    assert [result.baselines for result in first.diagnoses] == [
+        (replace(BASE, seed=seed).resolved().id,) for seed in (0, 1)
     ]
     assert [result.first for result in first.diagnoses] == [(), ()]
-    assert alone.diagnoses[0].baseline is None
+    assert not alone.diagnoses[0].baselines
     section = diagnoses_section([first, alone])
     rows = section.blocks[0].grids[0].rows
     # geometric mean of 0.9^(-2 epoch) over epochs 5 to 10
@@ -109,8 +110,8 @@ def test_seeds_that_disagree_are_counted(tmp_path):
     cell = verdicts.grids[0].rows[0][2]
     assert cell.text == "acts 1 of 2; does not act 1 of 2 (1 to 4)"
     assert cell.tone == "near"
-    head = "Decay of what is not scale-invariant (head)"
-    assert f"Seed 0: {head} matters: it makes the Jacobian smaller." in details.text
+    head = "Decay of the layers whose size counts (head)"
+    assert f"Seed 0: {head} changes the function: it makes the Jacobian smaller." in details.text
     assert f"Seed 1: {head} has little effect on the Jacobian." in details.text
     shared = [words for words in details.text if words.startswith("Decay of the scale-inv")]
     assert len(shared) == 1
@@ -122,7 +123,7 @@ def test_another_seed_serves_and_is_named(tmp_path):
     write_run(store, BASE, decayed=False, seed=0)
     write_run(store, BASE, decayed=False, seed=5, status="interrupted")
     (case,) = cases_of(store)
-    assert case.diagnoses[0].first == ("seed differs: 3 and 0",)
+    assert [item.reason for item in case.diagnoses[0].troubles] == [Reason.DIFFERS]
     block = diagnoses_section([case]).blocks[1]
     assert "seed differs: 3 and 0" in block.text
 
@@ -201,19 +202,21 @@ def test_a_page_of_its_own(watched, tmp_path):
     result = diagnose(*pair)
     assert result["effective l"].verdict == "acts"
     for finding in result.findings:
-        assert f"{finding.mechanism.capitalize()}: {finding.verdict}</h3>" in text
-        assert finding.reason.replace("'", "&#39;") in text
+        assert f"{words.verdict_title(finding)[1:]}</h3>" in text
+        assert words.finding_text(finding).replace("'", "&#39;") in text
+    assert words.headline(result).split(":")[0] in text
     assert "frozen: it is not trained" in text
     assert text.count("data:image/png;base64,") >= 2
     assert not re.search(r"https?://|@import|url\(|<script", text)
     printed = runner.invoke(app, ["diagnose", *pair, "--report", str(out), "--json"]).stdout
-    assert json.loads(printed)["run"] == pair[0]
+    assert json.loads(printed)["runs"] == [pair[0]]
 
 
 def test_what_is_wrong_stands_first_on_the_page(watched, tmp_path):
     out = tmp_path / "page.html"
-    swapped = [str(watched / name) for name in ("plain", "decayed")]
-    assert runner.invoke(app, ["diagnose", *swapped, "--report", str(out)]).exit_code == 0
+    plain, decayed = (str(watched / name) for name in ("plain", "decayed"))
+    typed = ["diagnose", plain, "--against", decayed, "--report", str(out)]
+    assert runner.invoke(app, typed).exit_code == 0
     text = out.read_text(encoding="utf-8")
     assert text.index("Know this first") < text.index("did you swap the two?")
     assert text.index("did you swap the two?") < text.index("Verdicts")

@@ -14,7 +14,7 @@ from decaylab.cli.claims import claims_command
 from decaylab.cli.compare import compare_command
 from decaylab.cli.data import data_app
 from decaylab.cli.decay import decay_table_command
-from decaylab.cli.diagnose import diagnose_command
+from decaylab.cli.diagnose import SeveralAgainst, diagnose_command
 from decaylab.cli.probe import probe_command
 from decaylab.cli.report import report_command
 from decaylab.cli.reproduce import reproduce_command
@@ -88,7 +88,7 @@ app.add_typer(sweep.app, name="sweep")
 app.add_typer(data_app, name="data")
 app.command("decay-table")(decay_table_command)
 app.command("probe")(probe_command)
-app.command("diagnose")(diagnose_command)
+app.command("diagnose", cls=SeveralAgainst)(diagnose_command)
 app.add_typer(advise.app, name="advise")
 app.command("attribute")(attribute_command)
 app.command("compare")(compare_command)

@@ -1,20 +1,29 @@
-"""Diagnosis: which mechanism decay acts through in a run, and what to do about it."""
+"""Diagnosis: whether decay helped, through what, and what to try next."""
 
-from decaylab.diagnosis.advise import Stepping, Suggestion, convert_decay, suggest
-from decaylab.diagnosis.result import Diagnosis, Finding
+from decaylab.diagnosis.advice import (
+    Stepping,
+    Suggestion,
+    convert_decay,
+    scale_decay,
+    suggest,
+)
+from decaylab.diagnosis.reasons import Because, Mechanism, Reason, Verdict
 from decaylab.diagnosis.schedule import EquivalentSchedule, equivalent_schedule
-from decaylab.diagnosis.transfer import NormTransfer
-from decaylab.diagnosis.verdict import diagnose
+from decaylab.diagnosis.verdict import Diagnosis, Finding, diagnose
 
 __all__ = [
+    "Because",
     "Diagnosis",
     "EquivalentSchedule",
     "Finding",
-    "NormTransfer",
+    "Mechanism",
+    "Reason",
     "Stepping",
     "Suggestion",
+    "Verdict",
     "convert_decay",
     "diagnose",
     "equivalent_schedule",
+    "scale_decay",
     "suggest",
 ]

@@ -6,14 +6,11 @@ and lengthens this step, until it breaks out and throws W far off (Lobacheva et 
 arXiv:2106.15739). Here it is seen by the norms alone; benchmarks/bursts.py counts them by accuracy.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from decaylab.diagnosis.layers import LayerRecord, Setting
-
-FALLING = 5  # intervals between records in which the norm fell, one after the other
-GROWTH = 1.2  # the least factor by which it grows in the next
+from decaylab.diagnosis.rules import RULES
+from decaylab.diagnosis.runs import Layer
 
 
 @dataclass(frozen=True)
@@ -26,33 +23,17 @@ class Burst:
     after: float
 
 
-def bursts(layer: LayerRecord) -> list[Burst]:
-    """Where the norm fell for `FALLING` intervals, and the next, at no larger lr, undid it all.
+def bursts(layer: Layer) -> list[Burst]:
+    """Where the norm fell for several intervals, and the next, at no larger lr, undid it all.
 
     Slower growth is not one: that is how weights move when training gets going.
     """
-    found, norms = [], layer.norms
-    for i in range(FALLING, len(norms) - 1):
+    found, norms, falling = [], layer.norms, RULES.burst_falling
+    for i in range(falling, len(norms) - 1):
         (step, before), (later, after) = norms[i], norms[i + 1]
-        falling = all(b < a for (_, a), (_, b) in pairwise(norms[i - FALLING : i + 1]))
-        undone = after >= GROWTH * before and after > norms[i - FALLING][1]
-        if falling and undone and layer.setting_at(later).lr <= layer.setting_at(step).lr:
+        fell = all(b < a for (_, a), (_, b) in pairwise(norms[i - falling : i + 1]))
+        undone = after >= RULES.burst_growth * before and after > norms[i - falling][1]
+        rates = [layer.settings_at(at).lr or 0.0 for at in (later, step)]
+        if fell and undone and rates[0] <= rates[1]:
             found.append(Burst(layer.name, step, before, after))
     return found
-
-
-def burst_words(found: Sequence[Burst], setting: Setting | None) -> str:
-    """What happened, why, and what helps; `setting`: of the layer of the first, which is named."""
-    first = found[0]
-    remedy = "a smaller lr or less decay"
-    if setting is not None and setting.damping is not None:
-        free = "a larger damping" if setting.scale_free else 'damping_scaling="scale-free"'
-        remedy = f"{free}, {remedy}"
-    others = len(found) - 1
-    more = f" There {'is' if others == 1 else 'are'} {others} more like it." if others else ""
-    return (
-        f"A burst: after step {first.step} the norm of {first.layer} grew from {first.before:.3g}"
-        f" to {first.after:.3g} by the next record.{more} Decay had shortened these weights, which"
-        f" makes each step turn them further, until one was too long. What helps: {remedy}, at that"
-        " stage."
-    )

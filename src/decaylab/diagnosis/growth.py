@@ -1,6 +1,7 @@
 """How fast a recorded layer is pushed outwards, and how that hangs on its norm, as a run shows it.
 
-G = c N^e (`dynamics`), N = |W|^2. Here c, e and how far single steps turn the weight are measured.
+G = c N^e (`laws.dynamics`), N = |W|^2. Here c, e and how far single steps turn the weight are
+measured.
 """
 
 import math
@@ -8,26 +9,25 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, geometric_mean
 
-from decaylab.diagnosis.layers import LayerRecord
+from decaylab.diagnosis.rules import RULES
+from decaylab.diagnosis.runs import Layer
+from decaylab.optim.laws import Adam
 from decaylab.optim.laws.dynamics import pushes
 
-# Learning rates within such a factor of the first count as one: those around the top of a cosine.
-ONE_RATE = 1.5
-# How much the middle counts, times the scatter of log G: ten records of it.
-SCATTERED = 10.0
 
-
-def longest_stretch(layer: LayerRecord) -> Sequence[int]:
+def longest_stretch(layer: Layer) -> Sequence[int]:
     """The recorded steps of the longest time with nearly one learning rate, at least two."""
     stretches: list[list[int]] = []
     rate = math.nan
     for (before, _), (step, _) in pairwise(layer.norms):
-        lr = layer.setting_at(step).lr
-        if not rate / ONE_RATE <= lr <= rate * ONE_RATE:
+        lr = layer.settings_at(step).lr or 0.0
+        if not rate / RULES.one_rate <= lr <= rate * RULES.one_rate:
             stretches.append([before])
             rate = lr
         stretches[-1].append(step)
-    return max(stretches, key=lambda of: (layer.setting_at(of[-1]).lr > 0, of[-1] - of[0]))
+    return max(
+        stretches, key=lambda of: ((layer.settings_at(of[-1]).lr or 0.0) > 0, of[-1] - of[0])
+    )
 
 
 def late(stretch: Sequence[int]) -> Sequence[int]:
@@ -35,7 +35,7 @@ def late(stretch: Sequence[int]) -> Sequence[int]:
     return stretch[min(len(stretch) // 2, len(stretch) - 2) :]
 
 
-def growth_over(layer: LayerRecord, steps: Sequence[int], e: float) -> tuple[float, float]:
+def growth_over(layer: Layer, steps: Sequence[int], e: float) -> tuple[float, float]:
     """G per step between these records, brought to one norm by G = c N^e, and that norm: the mean.
 
     Where Adam remembers other norms, its steps are longer or shorter than at rest (`memory`): G is
@@ -46,7 +46,7 @@ def growth_over(layer: LayerRecord, steps: Sequence[int], e: float) -> tuple[flo
     return sum(_pushed(layer, steps, e)) * norm ** (2 * e) / (steps[-1] - steps[0]), norm
 
 
-def _pushed(layer: LayerRecord, steps: Sequence[int], e: float) -> list[float]:
+def _pushed(layer: Layer, steps: Sequence[int], e: float) -> list[float]:
     """The sum of c between each two of these records."""
     norms, exposure, longer = dict(layer.norms), dict(layer.exposure), _longer(layer)
     return [
@@ -56,16 +56,16 @@ def _pushed(layer: LayerRecord, steps: Sequence[int], e: float) -> list[float]:
     ]
 
 
-def _longer(layer: LayerRecord) -> dict[int, float]:
+def _longer(layer: Layer) -> dict[int, float]:
     """By step, N_v / N_m (`memory`): how much longer Adam's steps are than at norms at rest."""
-    if layer.setting is None or layer.setting.power != 1:
+    if not isinstance(layer.law, Adam) or not layer.invariant:
         return {}
     norms = dict(layer.norms)
-    effective = layer.effective_per_lr(layer.norms, layer.moments)
+    effective = layer.law.effective_per_lr(layer.norms, layer.moments)
     return {step: value * norms[step] for step, value in effective}
 
 
-def seen_elasticity(layer: LayerRecord, stretch: Sequence[int], law: float) -> float:
+def seen_elasticity(layer: Layer, stretch: Sequence[int], law: float) -> float:
     """The e of G = c N^e that the run's own norms show, between the law's e and 0.
 
     The law takes |grad L(u)| to be constant. Under SGD it falls with the norm, as smaller steps
@@ -93,19 +93,18 @@ def seen_elasticity(layer: LayerRecord, stretch: Sequence[int], law: float) -> f
     scatter = sum((y - slope * x) ** 2 for x, y in moved) / (len(moved) - 2)
     exposure = dict(layer.exposure)
     decayed = exposure.get(stretch[-1], 0.0) - exposure.get(stretch[0], 0.0)
-    weight = SCATTERED * scatter * (1 + decayed)
+    weight = RULES.scattered * scatter * (1 + decayed)
     if not squares + weight:
         return law
     return min(max((product + weight * law / 2) / (squares + weight), law), 0.0)
 
 
-def seen_memory(layer: LayerRecord, steps: Sequence[int], e: float) -> float | None:
-    """The momentum m by which single steps turn a weight as far as was recorded.
+def seen_correlation(layer: Layer, steps: Sequence[int], e: float) -> float | None:
+    """The C of `laws.law` by which single steps turn a weight as far as was recorded.
 
-    |d|^2 = G (1 - m) / (1 + m) (`dynamics.equilibrium`), and |d| = rotation |W|. It stands for all
-    that makes steps agree or not: NAdam's own schedule, Lion's signs, Nesterov's momentum,
-    gradients that are not independent. Without records of the rotation it is the optimizer's own;
-    None where that does not say it (averages of other kinds than Adam's), or nothing grows.
+    |d|^2 = G / C, and |d| = rotation |W|. It stands for all that makes steps agree or not: NAdam's
+    own schedule, Lion's signs, Nesterov's momentum, gradients that are not independent. Without
+    records of the rotation it is the law's; None where that does not say it, or nothing grows.
     """
     norms, turns, longer = dict(layer.norms), dict(layer.series.get("rotation", ())), _longer(layer)
     growth, norm = growth_over(layer, steps, e)
@@ -115,7 +114,6 @@ def seen_memory(layer: LayerRecord, steps: Sequence[int], e: float) -> float | N
         if turns.get(step)
     ]
     if lengths and growth > 0:
-        part = fmean(lengths) / growth
-        return (1 - part) / (1 + part)
-    setting = layer.setting_at(steps[-1])
-    return None if setting.power == 1 and setting.beta2 is None else setting.memory
+        return growth / fmean(lengths)
+    averages = isinstance(layer.law, Adam) and layer.law.beta2 is None  # of other kinds than Adam's
+    return None if averages else layer.law.correlation()

@@ -12,13 +12,15 @@ from typing import Any
 
 from torch import nn
 
-from decaylab.diagnosis.findings import judgeable
-from decaylab.diagnosis.layers import LayerRecord, Setting
-from decaylab.diagnosis.observed import Source, observe
+from decaylab.diagnosis.reasons import Reason
+from decaylab.diagnosis.runs import Layer, read_run
 from decaylab.errors import DecaylabError
 from decaylab.networks import roles
+from decaylab.optim.laws import Adam, Kfac, Sgd
 from decaylab.optim.laws.memory import gradient_squares, interpolated
 from decaylab.records.files import replace_text
+from decaylab.records.settings import LayerSettings
+from decaylab.records.sources import Source
 
 
 @dataclass(frozen=True)
@@ -142,70 +144,77 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
     Needs a decay of one strength on them, and no L2 inside Adam or K-FAC. Where `watch` recorded
     the run, a change of lr is known to within `every` steps.
     """
-    observed = observe(run)
-    layers = judgeable(observed)
+    read = read_run(run, "the watched run")
+    layers = [layer for layer in read.decayed_layers if layer.invariant]
     if not layers:
         raise DecaylabError(
-            f"{observed.name} has no scale-invariant layer that decays and is recorded: there is"
+            f"{read.name} has no scale-invariant layer that decays and is recorded: there is"
             " nothing to replace by a schedule"
         )
     first = layers[0]
-    setting = first.setting
-    assert setting is not None
-    if setting.power is None and setting.clipped:
+    if first.clipped and first.law.norm_power is None:
         raise DecaylabError(
             "the gradients are clipped, and how such steps depend on the norm is not known: train"
             " without clipping"
         )
-    if first.unknown:
+    if (unknown := first.unknown) is not None:
+        from decaylab.diagnosis.words import sentence
+
+        rounded = unknown.reason is Reason.ROUNDED_AWAY
+        kind = "32-bit weights has one" if rounded else "a fixed fraction does"
         raise DecaylabError(
-            f"{first.unknown}: no fixed part of the weights is taken per step, so no schedule can"
-            " replace it. Decoupled decay of 32-bit weights has one"
+            f"{sentence(unknown)}: no fixed part of the weights is taken per step, so no schedule"
+            f" can replace it. Decoupled decay of {kind}"
         )
-    if setting.power is None:
+    if first.law.norm_power is None:
         raise DecaylabError(
             "the law of this optimizer is not known; those of SGD, K-FAC and Adam without amsgrad"
             " are"
         )
-    if any(layer.settings != first.settings for layer in layers):
+    if any(layer.stepping != first.stepping for layer in layers):
         raise DecaylabError(
             "the scale-invariant layers are stepped differently: a schedule is for one lr and one"
             " weight decay"
         )
-    per_step = list(_by_step(first, observed.steps))
-    remaining = _remaining(per_step)
+    per_step = list(_by_step(first, read.steps))
+    remaining = _remaining(first, per_step)
     means = [1.0] * len(per_step)
-    if setting.power != 2:
+    if not isinstance(first.law, Sgd):
         squares = [_remembered(layer, per_step, remaining) for layer in layers]
-        means = [geometric_mean(of) for of in zip(*squares, strict=True)]
-    lr, damping = zip(*_equivalent(per_step, remaining, means), strict=True)
-    known = setting.damping is not None
+        means = [geometric_mean(values) for values in zip(*squares, strict=True)]
+    lr, damping = zip(*_equivalent(first, per_step, remaining, means), strict=True)
     return EquivalentSchedule(
-        tuple(layer.name for layer in layers),
+        tuple(name for layer in layers for name in layer.members or (layer.name,)),
         tuple(lr),
-        tuple(s.lr for s in per_step),
-        tuple(damping) if known else (),
+        tuple(settings.lr or 0.0 for settings in per_step),
+        tuple(damping) if first.first.damping is not None else (),
     )
 
 
-def _by_step(layer: LayerRecord, steps: int) -> Iterator[Setting]:
-    changes = dict(layer.settings)
-    now = layer.settings[0][1]
+def _by_step(layer: Layer, steps: int) -> Iterator[LayerSettings]:
+    changes = dict(layer.stepping)
+    now = layer.first
     for step in range(1, steps + 1):
         now = changes.get(step, now)
         yield now
 
 
-def _remaining(settings: list[Setting]) -> list[float]:
+def _memory(settings: LayerSettings) -> float:
+    """Momentum, or beta1."""
+    return settings.momentum if settings.momentum is not None else settings.beta1 or 0.0
+
+
+def _remaining(layer: Layer, timeline: list[LayerSettings]) -> list[float]:
     """The r of `equivalent_schedule` before each step, and after the last."""
     r, velocity = [1.0], 0.0
-    for step, setting in enumerate(settings):
-        if setting.decay == "l2":  # what decay alone does to a weight of one, from rest
-            intake = setting.intake if step else 1.0  # torch does not dampen the first step
-            velocity = setting.memory * velocity + intake * setting.weight_decay * r[-1]
-            after = r[-1] - setting.lr * velocity
+    for step, settings in enumerate(timeline):
+        if settings.decay == "l2":  # what decay alone does to a weight of one, from rest
+            # torch does not dampen the first step
+            intake = 1 - (settings.dampening or 0.0) if step else 1.0
+            velocity = _memory(settings) * velocity + intake * settings.weight_decay * r[-1]
+            after = r[-1] - (settings.lr or 0.0) * velocity
         else:
-            after = r[-1] * (1 - setting.rate)
+            after = r[-1] * (1 - layer.rate(settings))
         if after <= 0:
             raise DecaylabError("decay takes the whole weight in a few steps: no schedule does it")
         r.append(after)
@@ -213,36 +222,39 @@ def _remaining(settings: list[Setting]) -> list[float]:
 
 
 def _remembered(
-    layer: LayerRecord, settings: list[Setting], remaining: list[float]
+    layer: Layer, timeline: list[LayerSettings], remaining: list[float]
 ) -> Iterator[float]:
     """The b of each step: the mean of r^2 over what Adam's v or K-FAC's factors remember."""
-    adam = settings[0].power == 1
-    sizes = gradient_squares(layer.series.get("second_moment", ()), settings[0].remembered or 0.0)
+    law = layer.law
+    kept = (law.beta2 or 0.0) if isinstance(law, Adam) else 0.0
+    kfac = isinstance(law, Kfac)
+    sizes = gradient_squares(layer.series.get("second_moment", ()), kept)
     total = weight = b = 0.0
-    for step, (setting, r) in enumerate(zip(settings, remaining, strict=False)):
-        if adam:
-            keep, size = setting.remembered or 0.0, sizes(step + 1)
+    for step, (settings, r) in enumerate(zip(timeline, remaining, strict=False)):
+        if not kfac:
+            keep, size = kept, sizes(step + 1)
         else:
-            keep, size = setting.factor_decay, interpolated(layer.norms, step) ** -2
+            keep, size = settings.factor_decay or 0.0, interpolated(layer.norms, step) ** -2
             size /= 1 if step else 1 - keep  # the first refresh is the whole, not a part
-        if adam or step % setting.refresh_every == 0:
+        if not kfac or step % (settings.refresh_every or 1) == 0:
             total, weight = keep * total + size * r**2, keep * weight + size
-        if adam or step % setting.invert_every == 0:
+        if not kfac or step % (settings.invert_every or 1) == 0:
             b = total / weight
         yield b
 
 
 def _equivalent(
-    settings: list[Setting], remaining: list[float], means: list[float]
+    layer: Layer, timeline: list[LayerSettings], remaining: list[float], means: list[float]
 ) -> Iterator[tuple[float, float]]:
     """(lr', damping') of each step, as `equivalent_schedule` says; `means`: its b."""
+    power = layer.law.norm_power
     total = weight = 0.0  # what the momentum sees of r
-    for step, (setting, b) in enumerate(zip(settings, means, strict=True)):
+    for step, (settings, b) in enumerate(zip(timeline, means, strict=True)):
         r, after = remaining[step : step + 2]
-        seen = r / b if setting.power == 0 else r
-        total, weight = setting.memory * total + seen, setting.memory * weight + 1
-        mean = seen if setting.decay == "l2" else total / weight
-        root = math.sqrt(b) if setting.power == 1 else 1.0
+        seen, memory = r / b if power == 0 else r, _memory(settings)
+        total, weight = memory * total + seen, memory * weight + 1
+        mean = seen if settings.decay == "l2" else total / weight
+        root = math.sqrt(b) if power == 1 else 1.0
         # a scale-free damping follows the norms by itself
-        damping = (setting.damping or 0.0) * (1.0 if setting.scale_free else b)
-        yield setting.lr * root / (after * mean), damping
+        damping = (settings.damping or 0.0) * (1.0 if settings.scale_free else b)
+        yield (settings.lr or 0.0) * root / (after * mean), damping

@@ -1,251 +1,715 @@
-"""Verdicts: which of the three mechanisms decay acts through, from records alone."""
+"""Verdicts: whether decay helped, which mechanism it acts through, and what follows."""
 
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
 from statistics import fmean, geometric_mean
+from typing import Any
 
-from decaylab.diagnosis.evidence import (
-    comparable,
+from decaylab.diagnosis.bursts import Burst, bursts
+from decaylab.diagnosis.comparable import comparable, same_training
+from decaylab.diagnosis.effects import (
+    Effect,
+    Evidence,
+    Motion,
     damping_effect,
     effect_of,
     effective_lr_effect,
     longer_by_memory,
-    over_layers,
+    motion,
+    old_factors,
+    pooled,
     ratio,
+    rotation_effect,
     share_without_decay,
-    three_digits,
+    too_few_shares,
 )
-from decaylab.diagnosis.findings import (
-    ACTS,
-    DAMPING_NEGLIGIBLE,
-    GIVE_BASELINE,
-    JACOBIAN_ACTS,
-    JACOBIAN_NOTHING,
-    LARGER,
-    SENSITIVITY,
-    SMALLER,
-    at_once,
-    by_kfac,
-    collapsed,
-    decayed_layers,
-    found_by,
-    function_row,
-    judgeable,
-    last_share,
-    layer_rows,
-    no_decay,
-    record,
-    same,
-    same_share,
-    what_follows,
-)
-from decaylab.diagnosis.layers import LayerRecord
-from decaylab.diagnosis.observed import Observed, Source, observe
-from decaylab.diagnosis.result import MECHANISMS, Diagnosis, Finding
+from decaylab.diagnosis.outcome import Outcome, outcome_of
+from decaylab.diagnosis.reasons import Because, Mechanism, Reason, Verdict, because, has
+from decaylab.diagnosis.rules import RULES
+from decaylab.diagnosis.runs import Layer, Run, counterpart, read_run
+from decaylab.records.sources import Source
+
+ACTS, DOES_NOT_ACT, CANNOT_TELL = Verdict.ACTS, Verdict.DOES_NOT_ACT, Verdict.CANNOT_TELL
+# Which row stands for the function's sensitivity, best first (Sec. 4.2, Table 2, Fig. 5).
+SENSITIVITY = ("jacobian_norm", "kfac_gn_norm", "gn_norm")
+
+Effects = Callable[[Layer, Layer | None], Effect | None]
 
 
-def diagnose(run: Source, baseline: Source | None = None) -> Diagnosis:
-    """Which of the paper's three mechanisms weight decay acts through in a run.
+@dataclass(frozen=True)
+class LayerRow:
+    """One layer's part in a mechanism. Without an effect, `why` says why."""
+
+    layer: str
+    verdict: Verdict | None
+    effect: Effect | None
+    why: Because | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One mechanism: the verdict, why, and what would decide it.
+
+    `quantity`: the row that the effect of the whole model is read from. `layer_quantity`: what the
+    layers' effects are of. `remedies` are empty unless the verdict is "cannot tell".
+    """
+
+    mechanism: Mechanism
+    verdict: Verdict
+    reasons: tuple[Because, ...]
+    effect: Effect | None = None
+    layers: tuple[LayerRow, ...] = ()
+    remedies: tuple[Because, ...] = ()
+    quantity: str = ""
+    layer_quantity: str = ""
+
+    def because_of(self, reason: Reason) -> Because | None:
+        """The reason with its data, if it is one of this finding's."""
+        return next((item for item in self.reasons if item.reason is reason), None)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What decay does in a run, or in several seeds of it.
+
+    Attributes:
+        runs, baselines: their names. address: what commands call the (first) run.
+        outcome: whether decay helped.
+        first: what must be known before anything else, each with the run it is said of ("": both).
+        findings: the three mechanisms, in the paper's order.
+        motions: how every layer turns (of the first seed).
+        follows: what follows from all together.
+        skipped: layers that could not be judged, with the reason.
+        seeds: the diagnoses of single seeds, where there are several.
+    """
+
+    runs: tuple[str, ...]
+    baselines: tuple[str, ...]
+    address: str
+    outcome: Outcome
+    first: tuple[tuple[str, Because], ...]
+    findings: tuple[Finding, ...]
+    motions: tuple[Motion, ...]
+    follows: tuple[Because, ...]
+    skipped: dict[str, Because]
+    seeds: tuple["Diagnosis", ...] = ()
+    decays: bool = True
+    baseline_address: str = ""
+
+    def __getitem__(self, mechanism: str) -> Finding:
+        """The finding of a mechanism, by how its name begins: `diagnosis["effective l"]`."""
+        for finding in self.findings:
+            if finding.mechanism.startswith(mechanism):
+                return finding
+        raise KeyError(mechanism)
+
+    @property
+    def troubles(self) -> tuple[Because, ...]:
+        """The reasons of `first`, whatever run they are said of."""
+        return tuple(item for _, item in self.first)
+
+    def __str__(self) -> str:
+        return self.to_markdown()
+
+    def _repr_markdown_(self) -> str:
+        """What a notebook shows."""
+        return self.to_markdown()
+
+    def to_markdown(self) -> str:
+        """The whole result as Markdown."""
+        from decaylab.diagnosis.words import markdown
+
+        return markdown(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON, and the sentences."""
+        from decaylab.diagnosis.words import plain
+
+        return plain(self)
+
+
+def diagnose(
+    run: Source | Sequence[Source], baseline: Source | Sequence[Source] | None = None
+) -> Diagnosis:
+    """Did weight decay help, and which of the paper's three mechanisms did it act through.
 
     `run` and `baseline` (the same training without decay): a run folder, a folder that
-    `watch(folder=...)` wrote, a `Watch`, or its records. Reads records only; measures nothing.
+    `watch(folder=...)` wrote, a `Watch`, its records, or lists of these: several seeds. Reads
+    records only; measures nothing.
 
     With a baseline, effective learning rates, Jacobian norms and effective dampings are compared.
     Without one, the first and the third are compared with a reconstruction of the norms without
-    decay (`dynamics.norms_without_decay`); the second cannot be told. Thresholds: the
-    constants of `findings`.
+    decay (`laws.dynamics`); the second cannot be told. Thresholds: `rules.Rules`.
     """
-    mine = observe(run)
-    given = other = observe(baseline, "the baseline") if baseline is not None else None
-    first = [f"{mine.name}: {trouble}" for trouble in mine.troubles]
-    if other is not None:
-        called = other.name if other.name == "the baseline" else f"the baseline ({other.name})"
-        first += [f"{called}: {trouble}" for trouble in other.troubles]
-        why_not, differs = comparable(mine, other)
-        first += differs
-        if why_not:
-            first.append(f"{why_not}: judged without the baseline")
-            other = None
-    if lost := collapsed(mine):
-        first.append(
-            f"{mine.name}: decay has taken nearly all of {lost}: it is too strong. Weights as small"
-            " as that are no more scale-invariant, and the factors below mean little"
+    several = isinstance(run, list | tuple)
+    sources = list(run) if isinstance(run, list | tuple) else [run]
+    others = [] if baseline is None else [baseline]
+    if isinstance(baseline, list | tuple):
+        others, several = list(baseline), True
+    if not several or (len(sources) == 1 and len(others) <= 1):
+        name = "the baseline"
+        return _one(
+            read_run(sources[0], "the watched run"),
+            read_run(others[0], name) if others else None,
         )
-    if not mine.decays and mine.settled:
-        swapped = given is not None and given.decays
-        hint = ", but the baseline has it: did you swap the two?" if swapped else ""
-        first.append(f"no layer of {mine.name} has weight decay{hint}")
-    findings = (
-        _effective_learning_rate(mine, other),
-        replace(_jacobian(mine, other), layer_quantity=f"the layer's own norm{SMALLER}"),
-        _damping(mine, other),
+    mine = [read_run(source, f"run {i}") for i, source in enumerate(sources, start=1)]
+    theirs = [read_run(source, f"baseline {i}") for i, source in enumerate(others, start=1)]
+    return _several(mine, theirs)
+
+
+def _several(runs: list[Run], baselines: list[Run]) -> Diagnosis:
+    """Seeds judged one by one, each against a baseline of its own seed if there is one."""
+    left_out: list[tuple[str, Because]] = []
+    for group in (runs, baselines):
+        for other in list(group[1:]):
+            why_not, _ = same_training(group[0], other, free=set())
+            if why_not is not None:
+                left_out.append((other.name, because(Reason.SEED_LEFT_OUT, why=why_not)))
+                group.remove(other)
+    found = [_one(run, other) for run, other in _paired(runs, baselines)]
+    used = [item for item in found if item.baselines]
+    findings = tuple(
+        _over_seeds([item.findings[place] for item in found]) for place in range(len(Mechanism))
     )
+    first = dict.fromkeys((name, _Key(item)) for each in found for name, item in each.first)
+    said = [(name, key.item) for name, key in first]
+    compared = baselines if used else []
+    return replace(
+        found[0],
+        runs=tuple(run.name for run in runs),
+        baselines=tuple(run.name for run in compared),
+        outcome=outcome_of(runs, compared),
+        first=(*left_out, *(x for x in said if x[1].reason is not Reason.DIFFERS)),
+        findings=findings,
+        follows=tuple(
+            _follows(runs[0], findings, _shares(runs[0], compared[0] if compared else None))
+        ),
+        seeds=tuple(found) if len(found) > 1 else (),
+    )
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A reason that can be told from others, whatever its data are."""
+
+    item: Because
+
+    def __hash__(self) -> int:
+        return hash(repr(self.item))
+
+
+def _paired(runs: list[Run], baselines: list[Run]) -> list[tuple[Run, Run | None]]:
+    if not baselines:
+        return [(run, None) for run in runs]
+    of_seed = {run.spec["seed"]: run for run in baselines if run.spec and "seed" in run.spec}
+    turns = cycle(baselines)
+    pairs: list[tuple[Run, Run | None]] = []
+    for run in runs:
+        own = of_seed.get(run.spec["seed"]) if run.spec and "seed" in run.spec else None
+        following = next(turns)
+        pairs.append((run, own or following))
+    return pairs
+
+
+def _over_seeds(findings: Sequence[Finding]) -> Finding:
+    """One finding of several seeds': theirs if they agree, else "cannot tell" with the count."""
+    first, verdicts = findings[0], [finding.verdict for finding in findings]
+    effect = pooled(finding.effect for finding in findings)
+    rows = []
+    for place, row in enumerate(first.layers):
+        same = [f.layers[place] for f in findings if len(f.layers) > place]
+        joined = pooled(other.effect for other in same if other.layer == row.layer)
+        rows.append(replace(row, effect=joined))
+    if len(set(verdicts)) == 1:
+        reasons = first.reasons
+        if effect is not None and (changed := first.because_of(Reason.CHANGED)) is not None:
+            of_all = replace(changed, data={**changed.data, "effect": effect})
+            reasons = tuple(of_all if item is changed else item for item in reasons)
+        return replace(first, effect=effect, layers=tuple(rows), reasons=reasons)
+    counts = {verdict: verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)}
+    return replace(
+        first,
+        verdict=CANNOT_TELL,
+        reasons=(because(Reason.SEEDS_DISAGREE, counts=counts),),
+        effect=effect,
+        layers=tuple(rows),
+        remedies=(because(Reason.MORE_SEEDS, baseline=True),),
+    )
+
+
+def _one(run: Run, given: Run | None) -> Diagnosis:
+    first = [(run.name, trouble) for trouble in run.troubles]
+    baseline = given
+    if given is not None:
+        first += [(given.name, trouble) for trouble in given.troubles]
+        why_not, differs = comparable(run, given)
+        first += [("", item) for item in differs]
+        if why_not is not None:
+            first.append(("", why_not))
+            baseline = None
+    if taken := [layer.name for layer in run.decayed_layers if has_collapsed(layer)]:
+        first.append((run.name, because(Reason.COLLAPSED, layers=taken)))
+    if not run.decays and run.settled and not run.unwatched:
+        swapped = given is not None and given.decays
+        first.append((run.name, because(Reason.SWAPPED if swapped else Reason.NO_DECAY)))
+    damping = _damping(run, baseline)
+    findings = (
+        _effective_learning_rate(run, baseline, damping),
+        replace(_jacobian(run, baseline), layer_quantity="weight_norm"),
+        damping,
+    )
+    per_epoch = run.recording.meta.steps_per_epoch
+    judged = [x for x in run.layers.values() if not x.skipped and x.norms]
+    compared = [baseline] if baseline is not None else []
     return Diagnosis(
-        mine.name,
-        other.name if other is not None else None,
+        (run.name,),
+        (baseline.name,) if baseline is not None else (),
+        run.address,
+        outcome_of([run], [given] if given is not None and not given.decays else compared),
         tuple(first),
         findings,
-        tuple(what_follows(mine, findings, _shares(mine, other))),
-        {name: layer.skipped for name, layer in mine.layers.items() if layer.skipped},
+        tuple(motion(x, counterpart(x, baseline), run.steps, per_epoch) for x in judged),
+        tuple(_follows(run, findings, _shares(run, baseline))),
+        {name: layer.skipped for name, layer in run.layers.items() if layer.skipped},
+        decays=run.decays,
+        baseline_address=baseline.address if baseline is not None else "",
     )
 
 
-def _effective_learning_rate(run: Observed, baseline: Observed | None) -> Finding:
-    name, quantity = MECHANISMS[0], f"effective learning rate{LARGER}"
-    early = at_once(run, name, quantity)
+def has_collapsed(layer: Layer) -> bool:
+    """Whether hardly anything is left of its norm."""
+    return layer.norms[-1][1] < RULES.collapsed * layer.norms[0][1]
+
+
+def judged(
+    effect: Effect | None, acts: float = RULES.acts, nothing: float = RULES.nothing
+) -> Verdict:
+    """The verdict on one factor."""
+    if effect is None:
+        return CANNOT_TELL
+    if effect.value >= acts:
+        return ACTS
+    return DOES_NOT_ACT if effect.value <= nothing else CANNOT_TELL
+
+
+# ---------------------------------------------------------------- before anything is compared
+
+
+def _no_decay(run: Run, mechanism: Mechanism, *, joint: bool = False) -> Finding | None:
+    """Where the records show nothing, where nothing decays, or too little.
+
+    `joint`: what decay takes of each layer adds up, as in the Jacobian, a product over layers.
+    """
+    skipped = [layer.skipped for layer in run.layers.values()]
+    if skipped and all(why is not None and why.reason is Reason.FROZEN for why in skipped):
+        return Finding(mechanism, DOES_NOT_ACT, (because(Reason.ALL_FROZEN),))
+    if all(why is not None for why in skipped):
+        remedy = Reason.TRAIN_LONGER if run.spec is not None else Reason.RECORD_MORE
+        reasons = (because(Reason.NONE_JUDGEABLE),)
+        return Finding(mechanism, CANNOT_TELL, reasons, remedies=(because(remedy),))
+    if not run.decayed_layers and not run.gains and run.unwatched:
+        reasons = (because(Reason.UNWATCHED, layers=run.unwatched),)
+        return Finding(mechanism, CANNOT_TELL, reasons, remedies=(because(Reason.WATCH_ALL),))
+    if not run.decayed_layers and not run.gains:
+        return Finding(mechanism, DOES_NOT_ACT, (because(Reason.NO_LAYER_DECAYS),))
+    return _too_little(run, mechanism, run.decayed_layers, sum if joint else max)
+
+
+def _too_little(
+    run: Run,
+    mechanism: Mechanism,
+    layers: list[Layer],
+    together: Callable[[list[float]], float] = max,
+) -> Finding | None:
+    """Where decay took next to nothing of any of these layers, or of all of them together."""
+    exposures = [layer.total_exposure for layer in layers if layer.total_exposure is not None]
+    if not exposures or len(exposures) < len(layers):
+        return None
+    if together(exposures) >= RULES.too_little_exposure:
+        return None
+    first = min(step for layer in layers for step, _ in layer.norms)
+    reason = because(Reason.TOO_LITTLE, taken=max(exposures), first=first, last=run.steps)
+    return Finding(mechanism, DOES_NOT_ACT, (reason,))
+
+
+def _at_once(run: Run, mechanism: Mechanism) -> Finding | None:
+    """As `_no_decay`, for what acts on layers whose size is no part of the function."""
+    early = _no_decay(run, mechanism)
     if early is not None:
         return early
-    of = judgeable(run)
-    others = [other for layer in of if (other := same(layer, baseline)) is not None]
-    powers = {layer.setting.power for layer in [*of, *others] if layer.setting}
+    if layers := run.turned_layers:
+        return _too_little(run, mechanism, layers)
+    rows = _layer_rows(run, None, lambda layer, other: None)
+    if hidden := [x.name for x in run.decayed_layers if x.size_counts is None]:
+        reasons = (because(Reason.INVARIANCE_UNKNOWN, layers=hidden),)
+        remedies = (because(Reason.GIVE_INPUTS),)
+        return Finding(mechanism, CANNOT_TELL, reasons, layers=rows, remedies=remedies)
+    some = any(layer.invariant for layer in run.layers.values())
+    reason = because(Reason.NO_INVARIANT_DECAYS if some else Reason.NO_INVARIANT)
+    return Finding(mechanism, DOES_NOT_ACT, (reason,), layers=rows)
+
+
+def _layer_rows(
+    run: Run, baseline: Run | None, effect_on: Effects, *, kfac_only: bool = False
+) -> tuple[LayerRow, ...]:
+    """A row for every layer; `effect_on` is asked of those that the mechanism can act on."""
+    rows = []
+    for layer in run.layers.values():
+        apart = layer.skipped or _why_apart(layer)
+        if apart is None and kfac_only and not layer.preconditioned:
+            apart = because(Reason.NOT_KFAC)
+        if apart is not None:
+            rows.append(LayerRow(layer.name, None, None, apart))
+            continue
+        other = counterpart(layer, baseline)
+        effect = effect_on(layer, other)
+        why = None
+        if effect is None:
+            why = _no_effect(layer) if other is None else because(Reason.NO_COMMON_STEP)
+        rows.append(LayerRow(layer.name, judged(effect), effect, why))
+    return tuple(rows)
+
+
+def _why_apart(layer: Layer) -> Because | None:
+    if layer.size_counts is None:
+        return because(Reason.INVARIANCE_UNKNOWN, layers=[layer.name])
+    if layer.size_counts:
+        return because(Reason.SIZE_COUNTS, response=layer.size_response)
+    return None if layer.decayed else because(Reason.NOT_DECAYED)
+
+
+def _no_effect(layer: Layer) -> Because:
+    """Why one run shows no effect on a layer that the mechanism can act on."""
+    if (unknown := layer.unknown) is not None:
+        return unknown
+    if layer.preconditioned and layer.clipped:
+        return because(Reason.GRADIENTS_CLIPPED)
+    if layer.preconditioned and "second_order_share" not in layer.series:
+        return because(Reason.NO_SHARES)
+    if too_few_shares(layer):
+        return because(Reason.FEW_SHARES)
+    return because(Reason.OLD_FACTORS if old_factors(layer) else Reason.LAW_UNKNOWN)
+
+
+# ---------------------------------------------------------------- the three mechanisms
+
+
+def _effective_learning_rate(run: Run, baseline: Run | None, damping: Finding) -> Finding:
+    mechanism = Mechanism.EFFECTIVE_LR
+    early = _at_once(run, mechanism)
+    if early is not None:
+        return early
+    layers = run.turned_layers
+    others = [other for layer in layers if (other := counterpart(layer, baseline)) is not None]
+    both = [*layers, *others]
+    unknown = [layer for layer in both if layer.law.norm_power is None]
+    kfac_clipped = any(layer.preconditioned and layer.clipped for layer in both)
+    recorded = baseline is not None and all(
+        rotation_effect(layer, counterpart(layer, baseline)) is not None for layer in layers
+    )
     clipped = max(run.clipped, baseline.clipped if baseline is not None else 0.0)
-    if clipped and (None in powers or any(layer.kfac_clipped for layer in [*of, *others])):
-        return Finding(
-            *(name, quantity, "cannot tell"),
-            f"The gradients are clipped at {100 * clipped:.0f} % of the records. How far such"
-            " steps turn weights of another norm is not known.",
-            would_decide="train without clipping, or with Adam",
-        )
-    if None in powers:
-        return Finding(
-            *(name, quantity, "cannot tell"),
-            "How this optimizer's step depends on the norm of the weights is not known.",
-            would_decide='name its law in its param groups, as group["law"] (docs/extend.md), or'
-            " train with SGD, K-FAC or Adam without amsgrad",
-        )
-    if powers == {0}:
-        damped = any(layer.setting.damping is not None for layer in of if layer.setting)
-        longer = geometric_mean(longer_by_memory(layer, same(layer, baseline)) for layer in of)
-        if damped and longer >= ACTS:
-            return Finding(
-                *(name, quantity, "cannot tell"),
-                "Without damping, K-FAC's step turns the weights by lr, whatever their norm (Eq."
-                " 13). But here it divides by the curvature of earlier weights, and decay has"
-                f" shortened these since: steps are {three_digits(longer)} times longer.",
-                would_decide="renew the curvature more often (KFAC's refresh_every, invert_every)",
-            )
-        return Finding(
-            *(name, quantity, "does not act"),
-            "Without damping, K-FAC's step turns the weights by lr, whatever their norm (Eq. 13)."
-            " The norm acts through the damping, see below."
-            if damped
-            else "This optimizer's step turns the weights as far, whatever their norm.",
-        )
-    rows = layer_rows(run, baseline, effective_lr_effect)
-    effect = over_layers(row.effect for row in rows if row.effect)
-    return found_by(name, quantity, effect, rows, run)
+    invariant = any(layer.invariant for layer in layers)
+    if clipped and (unknown or kfac_clipped) and (invariant or not recorded):
+        reasons, remedy = (because(Reason.CLIPPED, share=clipped),), Reason.NO_CLIPPING
+        return Finding(mechanism, CANNOT_TELL, reasons, remedies=(because(remedy),))
+    if unknown and not recorded:
+        reasons, remedy = (because(Reason.LAW_UNKNOWN),), Reason.NAME_THE_LAW
+        return Finding(mechanism, CANNOT_TELL, reasons, remedies=(because(remedy),))
+    if all(layer.preconditioned and layer.law.norm_power == 0 for layer in both):
+        return _of_kfac(run, baseline, layers, damping)
+    rows = _layer_rows(run, baseline, effective_lr_effect)
+    effect = pooled(row.effect for row in rows)
+    return _found(mechanism, "effective_lr", effect, rows, run)
 
 
-def _damping(run: Observed, baseline: Observed | None) -> Finding:
-    name, quantity = MECHANISMS[2], f"effective damping{SMALLER}"
-    if run.settled and not any(map(by_kfac, run.layers.values())):
-        reason = "Only K-FAC has a damping, and this optimizer is not K-FAC."
-        return Finding(name, quantity, "does not act", reason)
-    early = at_once(run, name, quantity)
+def _of_kfac(run: Run, baseline: Run | None, layers: list[Layer], damping: Finding) -> Finding:
+    """K-FAC turns weights by lr, whatever their norm; but for its damping and old curvature."""
+    mechanism = Mechanism.EFFECTIVE_LR
+    if not any(layer.first.damping is not None for layer in layers):
+        return Finding(mechanism, DOES_NOT_ACT, (because(Reason.BY_LR),))
+    pairs = [(layer, counterpart(layer, baseline)) for layer in layers]
+    longer = geometric_mean(longer_by_memory(layer, other) for layer, other in pairs)
+    if longer < RULES.acts:
+        return Finding(mechanism, DOES_NOT_ACT, (because(Reason.UNDAMPED_BY_LR),))
+    turned = pooled(rotation_effect(layer, other) for layer, other in pairs if other is not None)
+    data = {"longer": longer, "turned": turned, "clip": run.totals.get("clip_coefficient") != ()}
+    reasons = (because(Reason.OLD_CURVATURE, **data),)
+    if turned is not None and damping.verdict is not ACTS:
+        rows = _layer_rows(run, baseline, rotation_effect)
+        return Finding(mechanism, ACTS, reasons, turned, rows, quantity="rotation")
+    remedies = (because(Reason.RENEW_CURVATURE),)
+    return Finding(mechanism, CANNOT_TELL, reasons, turned, remedies=remedies)
+
+
+def _damping(run: Run, baseline: Run | None) -> Finding:
+    mechanism = Mechanism.DAMPING
+    if run.settled and not any(layer.preconditioned for layer in run.layers.values()):
+        return Finding(mechanism, DOES_NOT_ACT, (because(Reason.ONLY_KFAC_DAMPS),))
+    early = _at_once(run, mechanism)
     if early is not None:
         return early
-    of = _damped(run)
-    if not of:
-        reason = "K-FAC preconditions no scale-invariant layer that has decay."
-        return Finding(name, quantity, "does not act", reason)
-    if all(layer.setting and layer.setting.scale_free for layer in of):
-        reason = (
-            "The damping is scale-free: it follows the norms, so decay does not change its effect."
-        )
-        return Finding(name, quantity, "does not act", reason)
-    rows = layer_rows(run, baseline, damping_effect, kfac_only=True)
-    effect = over_layers(row.effect for row in rows if row.effect)
+    layers = _damped(run)
+    if not layers:
+        return Finding(mechanism, DOES_NOT_ACT, (because(Reason.NO_KFAC_LAYER),))
+    if all(layer.first.scale_free for layer in layers):
+        return Finding(mechanism, DOES_NOT_ACT, (because(Reason.SCALE_FREE),))
+    rows = _layer_rows(run, baseline, damping_effect, kfac_only=True)
+    effect = pooled(row.effect for row in rows)
     shares = _shares(run, baseline)
-    if effect is None and shares["with decay"] is not None:
-        return found_by(name, quantity, effect, rows, run)
-    known = {key: value for key, value in shares.items() if value is not None}
-    if len(known) < len(shares):
-        return Finding(
-            *(name, quantity, "cannot tell"),
-            "The second-order share is not recorded, so it is not known whether damping matters.",
-            effect,
-            rows,
-            would_decide=record(run),
-        )
-    said = ", ".join(f"{100 * value:.0f} % {key}" for key, value in known.items())
-    if min(known.values()) >= DAMPING_NEGLIGIBLE:
+    if effect is None and shares.run is not None:
+        return _found(mechanism, "effective_damping", effect, rows, run)
+    if shares.run is None or shares.baseline is None:
+        reasons = (because(Reason.SHARE_UNKNOWN),)
+        remedies = (because(Reason.RECORD_SHARE, own=run.spec is not None),)
+        return Finding(mechanism, CANNOT_TELL, reasons, effect, rows, remedies)
+    said = because(Reason.SHARES, **shares.data())
+    if min(shares.run, shares.baseline) >= RULES.damping_negligible:
         # whatever the factor of a damping that does not matter
-        rows = tuple(replace(x, verdict="does not act") if x.verdict else x for x in rows)
-        return Finding(
-            *(name, quantity, "does not act"),
-            f"Damping hardly matters: the second-order share is {said}.",
-            effect,
-            rows,
-        )
-    found = found_by(name, quantity, effect, rows, run)
-    reason = f"{found.reason} The second-order share is {said}."
-    if found.verdict == "acts" and same_share(shares):
-        reason += " It is the same: the curvature of the normalised weights is lower, too."
-    return replace(found, reason=reason)
+        rows = tuple(replace(x, verdict=DOES_NOT_ACT) if x.verdict else x for x in rows)
+        reasons = (because(Reason.DAMPING_NEGLIGIBLE, **shares.data()),)
+        return Finding(mechanism, DOES_NOT_ACT, reasons, effect, rows)
+    found = _found(mechanism, "effective_damping", effect, rows, run)
+    same = found.verdict is ACTS and shares.same
+    more = (said, because(Reason.SAME_SHARES)) if same else (said,)
+    return replace(found, reasons=(*found.reasons, *more))
 
 
-def _damped(run: Observed) -> list[LayerRecord]:
-    return [layer for layer in judgeable(run) if by_kfac(layer)]
+@dataclass(frozen=True)
+class Shares:
+    """K-FAC's second-order share at the end; without decay measured, or `estimated`."""
+
+    run: float | None
+    baseline: float | None
+    estimated: bool
+
+    @property
+    def same(self) -> bool:
+        """Whether two measured runs are as much second-order with decay as without."""
+        if self.run is None or self.baseline is None or self.estimated:
+            return False
+        return abs(self.run - self.baseline) < RULES.same_share
+
+    def data(self) -> dict[str, Any]:
+        """As the data of a reason."""
+        return {"run": self.run, "baseline": self.baseline, "estimated": self.estimated}
 
 
-def _shares(run: Observed, baseline: Observed | None) -> dict[str, float | None]:
-    """The second-order share at the end, with decay and without; None where not recorded."""
-    of = _damped(run)
-    shares = {"with decay": last_share(of)}
+def _damped(run: Run) -> list[Layer]:
+    return [layer for layer in run.turned_layers if layer.preconditioned]
+
+
+def _shares(run: Run, baseline: Run | None) -> Shares:
+    layers = _damped(run)
+    mine = _last_share(layers)
     if baseline is not None:
-        others = [other for x in of if (other := same(x, baseline)) is not None]
-        return {**shares, "without": last_share(others)}
-    estimates = [s for layer in of if (s := share_without_decay(layer)) is not None]
-    return {**shares, "without (a rough estimate)": fmean(estimates) if estimates else None}
+        others = [other for x in layers if (other := counterpart(x, baseline)) is not None]
+        return Shares(mine, _last_share(others), estimated=False)
+    estimates = [s for layer in layers if (s := share_without_decay(layer)) is not None]
+    return Shares(mine, fmean(estimates) if estimates else None, estimated=True)
 
 
-def _jacobian(run: Observed, baseline: Observed | None) -> Finding:
-    name, quantity = MECHANISMS[1], f"squared Jacobian norm{SMALLER}"
-    early = no_decay(run, name, quantity, joint=True)
+def _last_share(layers: Iterable[Layer]) -> float | None:
+    known = [s for x in layers if (s := x.last("second_order_share")) is not None]
+    return fmean(known) if known else None
+
+
+def _jacobian(run: Run, baseline: Run | None) -> Finding:
+    mechanism = Mechanism.JACOBIAN
+    early = _no_decay(run, mechanism, joint=True)
     if early is not None:
         return early
-    rows = tuple(function_row(layer, baseline) for layer in run.layers.values())
-    if all(layer.invariant for layer in decayed_layers(run)) and not run.decayed_gains:
-        reason = (
-            "Every decayed layer is scale-invariant, so decay does not change the function by"
-            " itself. A change of the Jacobian comes through the other two mechanisms."
-        )
-        return Finding(name, quantity, "does not act", reason, layers=rows)
+    rows = tuple(_function_row(layer, baseline) for layer in run.layers.values())
+    known = not run.unwatched and not run.gains
+    if known and all(layer.invariant for layer in run.decayed_layers):
+        reasons = (because(Reason.ALL_INVARIANT),)
+        return Finding(mechanism, DOES_NOT_ACT, reasons, layers=rows)
     if baseline is None:
-        return Finding(
-            *(name, quantity, "cannot tell"),
-            "One run does not show what the Jacobian would be without decay.",
-            layers=rows,
-            would_decide=f"{GIVE_BASELINE}. {_recorded_too(run)}",
-        )
+        recorded = any(row in run.totals for row in SENSITIVITY)
+        too = Reason.RECORD_SAME_WAY if recorded else Reason.RECORD_IN_BOTH
+        both = (_give_baseline(run), because(too, own=run.spec is not None))
+        reasons = (because(Reason.JACOBIAN_ALONE),)
+        return Finding(mechanism, CANNOT_TELL, reasons, layers=rows, remedies=both)
     effects = {
         row: effect_of(
-            ratio(baseline.totals.get(row, ()), run.totals.get(row, ())), (row,), "baseline"
+            ratio(baseline.totals.get(row, ()), run.totals.get(row, ())), (row,), Evidence.BASELINE
         )
         for row in SENSITIVITY
     }
     row = next((row for row, effect in effects.items() if effect is not None), None)
     if row is None:
-        return Finding(
-            *(name, quantity, "cannot tell"),
-            "Neither a Jacobian nor a Gauss-Newton norm is recorded in both runs at a common step.",
-            layers=rows,
-            would_decide=record(run, both=True),
-        )
-    quantity, thresholds = f"{SENSITIVITY[row]}{SMALLER}", (JACOBIAN_ACTS, JACOBIAN_NOTHING)
-    found = found_by(name, quantity, effects[row], rows, run, thresholds, joint=True)
+        remedies = (because(Reason.RECORD_IN_BOTH, own=run.spec is not None),)
+        reasons = (because(Reason.NO_SENSITIVITY),)
+        return Finding(mechanism, CANNOT_TELL, reasons, layers=rows, remedies=remedies)
+    thresholds = (RULES.jacobian_acts, RULES.jacobian_nothing)
+    found = _found(mechanism, row, effects[row], rows, run, thresholds, joint=True)
     # a scale-free damping leaves decay of these layers no way to act
-    others = [x for x in judgeable(run) if not (x.setting and x.setting.scale_free)]
-    if found.verdict == "acts" and others:
-        kinds = dict.fromkeys(MECHANISMS[2 if by_kfac(x) else 0] for x in others)
-        through = " and the ".join(kinds)
-        note = f"Part of it may come through the {through} of the scale-invariant layers."
-        found = replace(found, reason=f"{found.reason} {note}")
+    others = [x for x in run.turned_layers if not x.first.scale_free]
+    if found.verdict is ACTS and others:
+        kinds = [Mechanism.DAMPING if x.preconditioned else Mechanism.EFFECTIVE_LR for x in others]
+        through = because(Reason.THROUGH_OTHERS, mechanisms=list(dict.fromkeys(kinds)))
+        found = replace(found, reasons=(*found.reasons, through))
     return found
 
 
-def _recorded_too(run: Observed) -> str:
-    """What a baseline must have recorded for the Jacobian, and this run where it has not."""
-    if any(row in run.totals for row in SENSITIVITY):
-        return "Record it in the same way"
-    said = record(run, both=True)
-    return said[0].upper() + said[1:]
+def _function_row(layer: Layer, baseline: Run | None) -> LayerRow:
+    """A layer's part in the Jacobian: its norm (or its K-FAC norm), against the baseline."""
+    if layer.skipped or not layer.decayed:
+        return LayerRow(layer.name, None, None, layer.skipped or because(Reason.NOT_DECAYED))
+    if layer.invariant:
+        return LayerRow(layer.name, None, None, because(Reason.INVARIANT))
+    other = counterpart(layer, baseline)
+    if other is None:
+        return LayerRow(layer.name, None, None, because(Reason.NEEDS_BASELINE))
+    own, others = (x.series.get("kfac_gn_norm", ()) for x in (layer, other))
+    probe = "kfac_gn_norm" if ratio(others, own) else "weight_norm"
+    ratios = ratio(others, own) or ratio(other.norms, layer.norms)
+    effect = effect_of(ratios, (probe,), Evidence.BASELINE)
+    return LayerRow(layer.name, None, effect, None if effect else because(Reason.NO_COMMON_STEP))
+
+
+# ---------------------------------------------------------------- a measured factor
+
+
+def _give_baseline(run: Run) -> Because:
+    return because(Reason.GIVE_BASELINE, run=run.address)
+
+
+def _found(
+    mechanism: Mechanism,
+    quantity: str,
+    effect: Effect | None,
+    rows: tuple[LayerRow, ...],
+    run: Run,
+    thresholds: tuple[float, float] = (RULES.acts, RULES.nothing),
+    *,
+    joint: bool = False,
+) -> Finding:
+    """The finding on a measured factor; `joint`: as in `_no_decay`."""
+    verdict = judged(effect, *thresholds)
+    if effect is None:
+        why = list({_Key(row.why): row.why for row in rows if row.verdict and row.why}.values())
+        apart = has(tuple(why), Reason.NO_COMMON_STEP)
+        remedy = because(Reason.SAME_STEPS) if apart else _give_baseline(run)
+        nothing = (because(Reason.NOTHING_TO_COMPARE, why=why),)
+        return Finding(
+            mechanism, verdict, nothing, layers=rows, remedies=(remedy,), quantity=quantity
+        )
+    finding = Finding(mechanism, verdict, (), effect, rows, quantity=quantity)
+    compared = [run.layers[row.layer] for row in rows if row.effect]
+    exposures = _exposures_at(compared or run.layers.values(), effect.steps[1])
+    if (early := _implausible(finding, exposures, joint=joint)) is not None:
+        return early
+    data = {"quantity": quantity, "effect": effect, "taken": max(exposures, default=None)}
+    reasons = [because(Reason.CHANGED, **data, verdict=verdict)]
+    if effect.value < 1 / thresholds[0]:
+        reasons = [because(Reason.OPPOSITE, **data)]
+    more = [row.layer for row in rows if row.effect and row.effect.value >= RULES.acts]
+    remedies: list[Because] = []
+    if verdict is DOES_NOT_ACT and more and not joint:
+        verdict = CANNOT_TELL  # one layer of many is not lost in the mean
+        reasons.append(because(Reason.SOME_LAYERS_MORE, layers=more))
+        remedies = [because(Reason.MORE_SEEDS, baseline=effect.source is Evidence.BASELINE)]
+    elif verdict is CANNOT_TELL:
+        reasons.append(because(Reason.BETWEEN, nothing=thresholds[1], acts=thresholds[0]))
+        remedies = [because(Reason.MORE_SEEDS, baseline=effect.source is Evidence.BASELINE)]
+        if effect.source is Evidence.BASELINE:
+            remedies.append(because(Reason.ATTRIBUTE, run=run.address, own=run.spec is not None))
+        else:
+            remedies.append(_give_baseline(run))
+    return replace(finding, verdict=verdict, reasons=tuple(reasons), remedies=tuple(remedies))
+
+
+def _implausible(finding: Finding, exposures: list[float], *, joint: bool) -> Finding | None:
+    """Where decay cannot have changed so much by then: 1/|W|^2 by exp(2 x exposure) at most."""
+    effect = finding.effect
+    if not exposures or effect is None:
+        return None
+    reached = max(exposures)
+    if (sum(exposures) if joint else reached) < RULES.too_little_exposure:
+        reason, remedy = (
+            because(Reason.TOO_EARLY, step=effect.steps[1], taken=reached),
+            Reason.RECORD_FURTHER,
+        )
+    else:
+        most = math.exp(min(2 * reached, 700))
+        if joint or effect.source is not Evidence.BASELINE or effect.value <= RULES.acts * most:
+            return None
+        data = {"quantity": finding.quantity, "effect": effect, "taken": reached, "most": most}
+        reason, remedy = because(Reason.MORE_THAN_DECAY, **data), Reason.SAME_DATA
+    return replace(finding, verdict=CANNOT_TELL, reasons=(reason,), remedies=(because(remedy),))
+
+
+def _exposures_at(layers: Iterable[Layer], step: int) -> list[float]:
+    """The decay exposure of each layer at a step, where it is recorded."""
+    known = [layer for layer in layers if layer.total_exposure is not None]
+    reached = [[value for s, value in layer.exposure if s <= step] for layer in known]
+    return [values[-1] for values in reached if values]
+
+
+# ---------------------------------------------------------------- what follows
+
+
+def _follows(run: Run, findings: tuple[Finding, ...], shares: Shares) -> list[Because]:
+    """Which decay matters, and what would replace it."""
+    lr, jacobian, damping = findings
+    turned = run.turned_layers
+    rest = [layer.name for layer in run.decayed_layers if layer.size_counts is not False]
+    gains = bool(run.gains) and bool(run.decayed_layers)
+    said: list[Because] = []
+    if turned:
+        names = [layer.name for layer in turned]
+        exact = all(layer.invariant for layer in turned)
+        said.append(because(Reason.DIRECTION_ONLY, layers=names, exact=exact))
+        ways = [f.mechanism for f in (lr, damping) if f.verdict is ACTS]
+        if lr.verdict is not ACTS and damping.verdict is ACTS and shares.same:
+            said.append(because(Reason.NO_MORE_SECOND_ORDER))
+        elif ways:
+            said.append(because(Reason.MATTERS, mechanisms=ways))
+        if lr.verdict is damping.verdict is DOES_NOT_ACT:
+            if not (opposite(lr) or opposite(damping) or run.diverged):
+                said.append(because(Reason.NO_EFFECT))
+        else:
+            said += _schedule(run, [layer for layer in turned if layer.invariant])
+    if rest or gains:
+        data = {"layers": rest, "gains": gains, "verdict": jacobian.verdict}
+        said.append(because(Reason.FUNCTION, **data, opposite=opposite(jacobian)))
+    if not said:
+        unsure = run.decays or not run.settled or run.unwatched
+        said.append(because(Reason.NOTHING_YET if unsure else Reason.NOTHING_TO_DROP))
+    found: list[Burst] = [burst for layer in turned for burst in bursts(layer)]
+    if found:
+        worst = min(found, key=lambda burst: burst.before / burst.after)
+        settings = run.layers[worst.layer].first
+        damped = settings.damping is not None
+        data = {"burst": worst, "others": len(found) - 1, "damped": damped}
+        said.append(because(Reason.BURST, **data, scale_free=bool(settings.scale_free)))
+    kfac = [x for x in run.layers.values() if x.invariant and x.preconditioned]
+    share = _last_share(kfac)
+    if share is not None and share < RULES.damping_dominates:
+        fixed = [x for x in kfac if x.norms and not x.first.scale_free]
+        grown = sum(math.log(x.norms[-1][1] / x.norms[0][1]) for x in fixed) > 0
+        data = {"share": share, "burst": bool(found), "grown": grown}
+        said.append(because(Reason.DAMPING_DOMINATES, **data))
+    return said
+
+
+def opposite(finding: Finding) -> bool:
+    """Whether the change is as large as that of a mechanism that acts, but the other way."""
+    jacobian = finding.mechanism is Mechanism.JACOBIAN
+    acts = RULES.jacobian_acts if jacobian else RULES.acts
+    return finding.effect is not None and finding.effect.value < 1 / acts
+
+
+def _schedule(run: Run, layers: list[Layer]) -> list[Because]:
+    """By how much lr would have to grow without decay (`advise schedule` writes it out)."""
+    if not layers:
+        return []
+    first = max(layers, key=lambda layer: layer.total_exposure or 0.0)  # one may be frozen early
+    exposure, power = first.total_exposure, first.law.norm_power
+    if not (exposure and power) or any(layer.stepping != first.stepping for layer in layers):
+        return []  # one schedule is for layers that are stepped alike
+    factor = math.exp(min(power * exposure, 700))
+    data = {"exposure": exposure, "power": power, "factor": factor, "run": run.address}
+    return [because(Reason.SCHEDULE, **data)]

@@ -6,34 +6,37 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import decaylab
-from decaylab.diagnosis import Diagnosis, Finding, diagnose
-from decaylab.diagnosis.evidence import FREE_TO_DIFFER, three_digits
-from decaylab.diagnosis.findings import SENSITIVITY
-from decaylab.diagnosis.layers import LayerRecord
-from decaylab.diagnosis.observed import Observed, Source, observe
-from decaylab.diagnosis.result import MECHANISMS, effect_words, layer_table, records_words
+from decaylab.diagnosis import Diagnosis, Finding, Mechanism, Verdict, diagnose, words
+from decaylab.diagnosis.comparable import FREE_TO_DIFFER
+from decaylab.diagnosis.runs import Layer, Run, read_run
+from decaylab.diagnosis.verdict import LayerRow
 from decaylab.errors import DecaylabError
 from decaylab.optim.laws.dynamics import Series
 from decaylab.records.files import disk_errors, replace_text
+from decaylab.records.sources import Source
 from decaylab.report.drawing import Line, Panel, check_extra, draw, line
 from decaylab.report.names import counted_seeds, differing, named
 from decaylab.report.page import Block, Cell, Grid, Image, Report, Section, Tone, to_html
 from decaylab.sweeps.survey import Found
 from decaylab.training import RunSpec
 
-TONES: dict[str, Tone] = {"acts": "good", "does not act": "plain", "cannot tell": "near"}
+TONES: dict[str, Tone] = {
+    Verdict.ACTS: "good",
+    Verdict.DOES_NOT_ACT: "plain",
+    Verdict.CANNOT_TELL: "near",
+}
 SAYS = {
-    MECHANISMS[0]: "If a layer is normalised, the scale of its weights W does not change what the"
-    " network computes. It only sets how far a step turns them. Decay keeps |W| small, and so keeps"
-    " this effective learning rate high.",
-    MECHANISMS[1]: "If a layer's norm is part of the function, decay makes the outputs react less"
-    " to a change of the inputs.",
-    MECHANISMS[2]: "K-FAC adds a damping λ to the curvature. Compared with the curvature of the"
+    Mechanism.EFFECTIVE_LR: "If a layer is normalised, the scale of its weights W does not change"
+    " what the network computes. It only sets how far a step turns them. Decay keeps |W|"
+    " small, and so keeps this effective learning rate high.",
+    Mechanism.JACOBIAN: "If a layer's norm is part of the function, decay makes the outputs react"
+    " less to a change of the inputs.",
+    Mechanism.DAMPING: "K-FAC adds a damping λ to the curvature. Compared with the curvature of the"
     " normalised weights it counts as λ|W|²: as the weights grow, K-FAC turns into SGD. Decay keeps"
     " them small.",
 }
 WITH, WITHOUT = "weight decay", "baseline"
-LAYERS = "Scale-invariant layers"
+LAYERS = "Layers whose size does not count"
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def _setting(spec: RunSpec, without: set[str]) -> tuple[object, ...]:
 
 def diagnoses_section(cases: Sequence[Case]) -> Section:
     """A row per setting with the verdict on each mechanism, and what it rests on, folded."""
-    header = [Cell("run"), *(Cell(name) for name in MECHANISMS), Cell("compared with")]
+    header = [Cell("run"), *(Cell(name) for name in Mechanism), Cell("compared with")]
     titles = _titles(cases)
     rows = [
         [Cell(title, "words"), *_verdicts(case), _compared(case)]
@@ -100,8 +103,8 @@ def diagnoses_section(cases: Sequence[Case]) -> Section:
     ]
     text = [
         "Which of the three mechanisms decay acts through, for every run with decay, judged from"
-        " the records (`decaylab diagnose RUN BASELINE`). The factor in brackets says by how much"
-        " decay raises the effective learning rate, or lowers the squared Jacobian norm (or a"
+        " the records (`decaylab diagnose RUN --against BASE`). The factor in brackets says by how"
+        " much decay raises the effective learning rate, or lowers the squared Jacobian norm (or a"
         " Gauss-Newton norm) or the effective damping. With several seeds, it is the smallest and"
         " the largest. A run is judged alone if no run without decay is otherwise the same. This is"
         " often so at the paper's settings, which have another learning rate without decay."
@@ -144,14 +147,14 @@ def _words(spec: RunSpec) -> str:
 
 
 def _verdicts(case: Case) -> Iterable[Cell]:
-    for place in range(len(MECHANISMS)):
+    for place in range(len(Mechanism)):
         of = [result.findings[place] for result in case.diagnoses]
         kinds = list(dict.fromkeys(finding.verdict for finding in of))
         # seeds that disagree are not told apart by a colour
         verdict = kinds[0] if len(kinds) == 1 else "; ".join(_counted(kinds, of))
         factors = [finding.effect.value for finding in of if finding.effect]
         if factors:
-            low, high = three_digits(min(factors)), three_digits(max(factors))
+            low, high = words.three_digits(min(factors)), words.three_digits(max(factors))
             verdict += f" ({low})" if low == high else f" ({low} to {high})"
         yield Cell(verdict, tone=TONES[kinds[0]] if len(kinds) == 1 else "near")
 
@@ -161,7 +164,7 @@ def _counted(kinds: Iterable[str], of: Sequence[Finding]) -> Iterable[str]:
 
 
 def _compared(case: Case) -> Cell:
-    with_baseline = sum(result.baseline is not None for result in case.diagnoses)
+    with_baseline = sum(bool(result.baselines) for result in case.diagnoses)
     seeds = counted_seeds(len(case.seeds))
     if with_baseline == len(case.diagnoses):
         return Cell(f"no decay, {seeds}")
@@ -172,21 +175,21 @@ def _compared(case: Case) -> Cell:
 
 def _details(number: int, title: str, case: Case) -> Block:
     """The evidence of a setting: what to know first, the reasons, factors by layer and seed."""
-    first = [sentence for result in case.diagnoses for sentence in result.first]
+    first = [words.first_text(*item) for result in case.diagnoses for item in result.first]
     seeds = [str(seed) for seed in case.seeds]
-    follows = _by_seed([result.consequences for result in case.diagnoses], seeds)
+    follows = _by_seed([words.follow_texts(result) for result in case.diagnoses], seeds)
     grids = [_reasons([r.findings for r in case.diagnoses], seeds)]
-    for place in range(len(MECHANISMS)):
+    for place in range(len(Mechanism)):
         of = [result.findings[place] for result in case.diagnoses]
         if any(row.effect for finding in of for row in finding.layers):
             grids.append(_layers_by_seed(of, seeds))
-    left_out = case.diagnoses[0].left_out().items()
+    left_out = words.left_out(case.diagnoses[0]).items()
     skipped = [f"Left out: {layers} ({why})." for why, layers in left_out]
     return Block(
         f"diagnosis-{number}",
         title,
         text=[*dict.fromkeys(first), *follows, *skipped],
-        note="Runs: " + ", ".join(result.run for result in case.diagnoses) + ".",
+        note="Runs: " + ", ".join(name for result in case.diagnoses for name in result.runs) + ".",
         grids=grids,
         folded=True,
     )
@@ -213,11 +216,11 @@ def _reasons(findings: Sequence[Sequence[Finding]], seeds: Sequence[str]) -> Gri
     """A row per mechanism and seed; seeds of which the same is to be said share one."""
     header = [Cell("mechanism"), Cell("seeds"), Cell("verdict"), Cell("why"), Cell("records")]
     rows = []
-    for place, mechanism in enumerate(MECHANISMS):
+    for place, mechanism in enumerate(Mechanism):
         said: dict[tuple[str, str, str], list[str]] = {}
         for of, seed in zip(findings, seeds, strict=True):
             one = of[place]
-            said.setdefault((one.verdict, _why(one), records_words(one)), []).append(seed)
+            said.setdefault((one.verdict, _why(one), words.records_words(one)), []).append(seed)
         rows += [
             [
                 Cell(mechanism),
@@ -231,9 +234,10 @@ def _reasons(findings: Sequence[Sequence[Finding]], seeds: Sequence[str]) -> Gri
 
 
 def _why(finding: Finding) -> str:
-    if finding.would_decide:
-        return f"{finding.reason} To decide it: {finding.would_decide}."
-    return finding.reason
+    text = words.finding_text(finding)
+    if finding.remedies:
+        return f"{text} To decide it: {words.remedy_text(finding)}."
+    return text
 
 
 def _layers_by_seed(findings: Sequence[Finding], seeds: Sequence[str]) -> Grid:
@@ -243,51 +247,63 @@ def _layers_by_seed(findings: Sequence[Finding], seeds: Sequence[str]) -> Grid:
     rows: list[list[Cell]] = []
     for name in names:
         of = [next((x for x in f.layers if x.layer == name), None) for f in findings]
-        words = [x.effect.words() if x and x.effect else x.reason if x else "—" for x in of]
-        cells = [Cell(text, "words") for text in words]
+        texts = [_effect(x) for x in of]
+        cells = [Cell(text, "words") for text in texts]
         if rows and rows[-1][1:] == cells and not any(x and x.effect for x in of):
             rows[-1][0] = Cell(f"{rows[-1][0].text}, {name}", "words")  # layers for one reason
         else:
             rows.append([Cell(name, "key"), *cells])
-    return Grid(header, rows, f"By layer: {findings[0].layer_heading}")
+    return Grid(header, rows, f"By layer: {words.layer_heading(findings[0])}")
 
 
 # ---------------------------------------------------------------- a page of its own
 
 
-def write_diagnosis(path: Path, run: Source, baseline: Source | None = None) -> Diagnosis:
+def write_diagnosis(
+    path: Path, runs: Source | Sequence[Source], baselines: Source | Sequence[Source] = ()
+) -> Diagnosis:
     """Diagnose, and write the result with its figures as one offline HTML file; the result."""
     if path.suffix not in (".html", ".htm"):
         raise DecaylabError(f"the report is an HTML file: give {path.with_suffix('.html')}")
     check_extra()
-    result = diagnose(run, baseline)
-    mine = observe(run)
+    mine, others = _listed(runs), _listed(baselines)
+    one = len(mine) == 1 and len(others) <= 1
+    result = diagnose(mine[0], others[0] if others else None) if one else diagnose(mine, others)
     # what is not comparable is not drawn beside it
-    other = observe(baseline) if baseline is not None and result.baseline is not None else None
+    other = read_run(others[0]) if others and result.baselines else None
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, to_html(diagnosis_report(result, mine, other)))
+    replace_text(path, to_html(diagnosis_report(result, read_run(mine[0]), other)))
     return result
 
 
-def diagnosis_report(result: Diagnosis, run: Observed, baseline: Observed | None) -> Report:
-    """One diagnosis as a page: verdicts, what follows, and each mechanism with its evidence."""
-    against = f"against {result.baseline}" if result.baseline else "from this run alone"
+def _listed(sources: Source | Sequence[Source] | None) -> list[Source]:
+    if isinstance(sources, list | tuple):
+        return list(sources)
+    return [] if sources is None else [sources]
+
+
+def diagnosis_report(result: Diagnosis, run: Run, baseline: Run | None) -> Report:
+    """One diagnosis as a page: the answer, verdicts, what follows, each mechanism's evidence."""
+    others = ", ".join(result.baselines)
+    against = f"against {others}" if others else "from this run alone"
     header = [Cell(name) for name in ("mechanism", "verdict", "effect")]
     rows = [
         [
             Cell(finding.mechanism, "key"),
             Cell(finding.verdict, tone=TONES[finding.verdict]),
-            Cell(effect_words(finding) or "—"),
+            Cell(words.effect_words(finding) or "—"),
         ]
         for finding in result.findings
     ]
     verdicts = [
-        Block("verdicts", "Verdicts", grids=[Grid(header, rows)]),
-        Block("follows", "What follows", text=result.consequences),
+        Block("verdicts", "Verdicts", text=[words.headline(result)], grids=[Grid(header, rows)]),
+        Block("follows", "What follows", text=words.follow_texts(result)),
     ]
+    if result.motions:
+        verdicts.append(_motions(result))
     if result.skipped:
-        left = result.left_out().items()
+        left = words.left_out(result).items()
         cells = [[Cell(layers, "words"), Cell(why, "words")] for why, layers in left]
         grid = Grid([Cell("layers"), Cell("why")], cells)
         verdicts.append(Block("skipped", "Layers left out", grids=[grid]))
@@ -296,14 +312,14 @@ def diagnosis_report(result: Diagnosis, run: Observed, baseline: Observed | None
         for number, finding in enumerate(result.findings, start=1)
     ]
     return Report(
-        f"What weight decay does in {result.run}",
+        f"What weight decay does in {', '.join(result.runs)}",
         f"Judged {against}, {run.steps} steps, on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by"
         f" decaylab {decaylab.__version__}",
         [
             Section("result", "Result", blocks=verdicts),
             Section("evidence", "Evidence", blocks=evidence),
         ],
-        result.first,
+        [words.first_text(*item) for item in result.first],
         "Every number is from a record. Factors are means over the second half of the records. The"
         " range is over these records, or over layers for a factor of several layers. In figures,"
         " every line is one layer of one run. Mechanisms: Zhang, Wang, Xu, Grosse, Three Mechanisms"
@@ -312,18 +328,18 @@ def diagnosis_report(result: Diagnosis, run: Observed, baseline: Observed | None
     )
 
 
-def _evidence(number: int, finding: Finding, run: Observed, baseline: Observed | None) -> Block:
+def _evidence(number: int, finding: Finding, run: Run, baseline: Run | None) -> Block:
     panels = _panels(finding, run, baseline)
     table = [  # a name is not broken, a list of them is
-        [Cell(names, "words" if "," in names else "key"), _verdict(verdict), Cell(words, "words")]
-        for names, verdict, words in layer_table(finding)
+        [Cell(names, "words" if "," in names else "key"), _verdict(verdict), Cell(text, "words")]
+        for names, verdict, text in words.layer_table(finding)
     ]
-    header = [Cell("layer"), Cell("verdict"), Cell(finding.layer_heading)]
+    header = [Cell("layer"), Cell("verdict"), Cell(words.layer_heading(finding))]
     return Block(
         f"mechanism-{number}",
-        f"{number}. {finding.mechanism.capitalize()}: {finding.verdict}",
+        f"{number}. {_capital(words.verdict_title(finding))}",
         text=[SAYS[finding.mechanism], _why(finding)],
-        note=records_words(finding),
+        note=words.records_words(finding),
         images=[
             Image(draw(panel), f"{panel.title}: {panel.y_label} over steps") for panel in panels
         ],
@@ -331,24 +347,45 @@ def _evidence(number: int, finding: Finding, run: Observed, baseline: Observed |
     )
 
 
-def _verdict(words: str) -> Cell:
-    return Cell(words, tone=TONES[words]) if words in TONES else Cell(words)
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
-def _panels(finding: Finding, run: Observed, baseline: Observed | None) -> list[Panel]:
+def _effect(row: LayerRow | None) -> str:
+    if row is None:
+        return "—"
+    if row.effect is not None:
+        return words.effect_range(row.effect)
+    return words.sentence(row.why) if row.why is not None else ""
+
+
+def _motions(result: Diagnosis) -> Block:
+    header = [Cell(name) for name in words.MOTION_HEADINGS]
+    rows = [[Cell(text, "words") for text in row] for row in words.motion_rows(result)]
+    text = [*words.insight(result), words.motion_legend(result)]
+    return Block("motions", "How far each layer turns", text=text, grids=[Grid(header, rows)])
+
+
+def _verdict(text: str) -> Cell:
+    return Cell(text, tone=TONES[text]) if text in TONES else Cell(text)
+
+
+def _panels(finding: Finding, run: Run, baseline: Run | None) -> list[Panel]:
     """What is recorded of a mechanism over the steps, a line per layer and run."""
     runs = [(WITH, run), *([(WITHOUT, baseline)] if baseline is not None else [])]
-    place = MECHANISMS.index(finding.mechanism)
-    if place == 1:
+    if finding.mechanism is Mechanism.JACOBIAN:
         row = next(iter(finding.effect.probes if finding.effect else ()), "")
         lines = [line(label, of.totals.get(row, ())) for label, of in runs]
-        found = [Panel("Whole model", "step", SENSITIVITY.get(row, row), lines, log_y=True)]
-    elif place == 0:
-        kfac = all(x.setting and x.setting.power == 0 for x in run.layers.values())
+        quantity = words.QUANTITIES.get(row, row)
+        found = [Panel("Whole model", "step", quantity, lines, log_y=True)]
+    elif finding.mechanism is Mechanism.EFFECTIVE_LR:
+        kfac = all(layer.preconditioned for layer in run.layers.values())
         effective = [] if kfac else _of_layers(runs, lambda layer: layer.effective)
+        turns = _of_layers(runs, lambda layer: layer.series.get("rotation", ()))
         found = [
             Panel(LAYERS, "step", "effective learning rate", effective, log_y=True),
             Panel(LAYERS, "step", "norm |W|", _of_layers(runs, lambda x: x.norms), log_y=True),
+            Panel(LAYERS, "step", "angle per step", turns, log_y=True),
         ]
     else:
         damping = _of_layers(runs, lambda layer: layer.series.get("effective_damping", ()))
@@ -360,12 +397,10 @@ def _panels(finding: Finding, run: Observed, baseline: Observed | None) -> list[
     return [panel for panel in found if not panel.empty]
 
 
-def _of_layers(
-    runs: Sequence[tuple[str, Observed]], what: Callable[[LayerRecord], Series]
-) -> list[Line]:
+def _of_layers(runs: Sequence[tuple[str, Run]], what: Callable[[Layer], Series]) -> list[Line]:
     return [
         line(label, what(layer))
         for label, of in runs
         for layer in of.layers.values()
-        if layer.invariant and not layer.skipped
+        if layer.size_counts is False and not layer.skipped
     ]

@@ -13,12 +13,14 @@ from decaylab.training.loop import Progress, Pruned, train, train_to_end
 from decaylab.training.run import TrainingRun
 from decaylab.training.signals import Interrupted
 from decaylab.training.spec import RunSpec
+from decaylab.training.transfer import NormTransfer
 from decaylab.training.turns import take_turns
 
 __all__ = [
     "Evaluation",
     "Execution",
     "Interrupted",
+    "NormTransfer",
     "Progress",
     "Pruned",
     "RunSpec",

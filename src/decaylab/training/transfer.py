@@ -1,5 +1,6 @@
 """Norm transfer, "wn-conv" (Sec. 4.1, Fig. 4; recipe line 16): another run's effective lr."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -10,6 +11,7 @@ from decaylab.errors import DecaylabError
 from decaylab.networks import roles
 from decaylab.networks.roles import normalised_layers
 from decaylab.records import RunStore
+from decaylab.records.sources import Source, as_recording
 
 Norms = Mapping[int, Mapping[str, float]]
 """Epochs complete -> layer -> |W_l| (the weight without its bias) at that moment."""
@@ -60,3 +62,38 @@ def rescale(model: nn.Module, norms: Mapping[str, float]) -> None:
         if mean is not None and var is not None:
             mean.mul_(factor.to(mean.dtype))
             var.mul_(factor.square().to(var.dtype))
+
+
+class NormTransfer:
+    """Gives the scale-invariant layers of a model the norms they had in another run, in any loop.
+
+    The function stays what it is; only the effective learning rate becomes the other run's (Fig. 4,
+    recipe line 16). The optimizer's state is left alone. Call it between steps:
+
+        transfer = NormTransfer(model, "runs/with-decay")
+        for step, (x, y) in enumerate(loader, start=1):
+            ...; optimizer.step()
+            transfer(step)          # rescales where the source has a record of this step
+
+    `source`: a run folder, a folder that `watch(folder=...)` wrote, a `Watch` or its records.
+    """
+
+    def __init__(self, model: nn.Module, source: Source) -> None:
+        self.model = model
+        recording = as_recording(source)
+        self.norms: dict[int, dict[str, float]] = {}  # step -> layer -> |W|
+        for row in recording.rows.rows:
+            quantity, _, layer = row.name.partition("/")
+            if quantity == "weight_norm" and layer and 0 < row.value < math.inf:
+                self.norms.setdefault(row.step, {})[layer] = row.value
+        if not self.norms:
+            raise DecaylabError(
+                f"{recording.name} has no recorded norms: nothing can be taken over"
+            )
+
+    def __call__(self, step: int) -> bool:
+        """Rescale if the source has a record of `step`; whether it did."""
+        if step not in self.norms:
+            return False
+        rescale(self.model, self.norms[step])
+        return True

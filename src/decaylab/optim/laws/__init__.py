@@ -21,8 +21,10 @@ from decaylab.optim.laws.schedule_free import ScheduleFree
 from decaylab.optim.laws.sgd import Sgd
 from decaylab.optim.laws.shampoo import Shampoo
 from decaylab.optim.laws.unknown import Unknown
+from decaylab.records.settings import LayerSettings
 
 __all__ = [
+    "OPTIMIZER_NAMES",
     "Adam",
     "Equilibrium",
     "Kfac",
@@ -69,6 +71,12 @@ POWER_LAWS: dict[int, LawName] = {2: "sgd", 1: "adam", 0: "kfac"}
 NEVER_FORGETS = 1 - 1e-9
 
 
+OPTIMIZER_NAMES = tuple(
+    dict.fromkeys([*(law for law in get_args(LawName) if law != "unknown"), *ALIASES])
+)
+"""What `law_named` knows."""
+
+
 def law_named(name: str, memory: float | None = None, beta2: float | None = None) -> Law:
     """The law of an optimizer by its usual name; `memory`: its momentum or beta1.
 
@@ -77,9 +85,9 @@ def law_named(name: str, memory: float | None = None, beta2: float | None = None
     """
     key = name.lower()
     kind = ALIASES.get(key, key)
-    if kind not in get_args(LawName) or kind == "unknown":
-        known = sorted({*get_args(LawName), *ALIASES} - {"unknown"})
-        raise DecaylabError(f"unknown optimizer {name!r}: choose one of {', '.join(known)}")
+    if key not in OPTIMIZER_NAMES:
+        known = ", ".join(OPTIMIZER_NAMES)
+        raise DecaylabError(f"unknown optimizer {name!r}: choose one of {known}")
     nesterov = key in ("nadam", "muon")
     usual = {"sgd": 0.9, "kfac": 0.9, "muon": 0.95}.get(kind, 0.0 if key in MEMORYLESS else 0.9)
     memory = usual if memory is None else memory
@@ -104,8 +112,8 @@ def _made(kind: str, memory: float, beta2: float | None, *, nesterov: bool) -> L
     return ScheduleFree(beta2) if kind == "schedule-free" else Unknown()
 
 
-def law_for(settings: Any) -> Law:
-    """The law that recorded settings of a layer (`LayerSettings`) say."""
+def law_for(settings: LayerSettings) -> Law:
+    """The law that recorded settings of a layer say."""
     momentum, beta1, beta2 = (settings.momentum, settings.beta1, settings.beta2)
     memory = momentum if momentum is not None else beta1 or 0.0
     if beta2 is not None and math.isnan(beta2):

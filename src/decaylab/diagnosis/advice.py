@@ -1,0 +1,435 @@
+"""What to do about it: a decay that acts within the budget, one decay in other words, and scaling.
+
+Sources of the rules for other batch sizes, lengths and widths: Wang and Aitchison 2024
+(arXiv:2405.13698), Bergsma et al. 2025 (Power Lines, arXiv:2505.13738), Kosson et al. 2024
+(arXiv:2305.17212).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean, geometric_mean
+from typing import Any
+
+from decaylab.diagnosis.growth import (
+    growth_over,
+    late,
+    longest_stretch,
+    seen_correlation,
+    seen_elasticity,
+)
+from decaylab.diagnosis.reasons import Because, Reason, because
+from decaylab.diagnosis.rules import RULES
+from decaylab.diagnosis.runs import Layer, Run, read_run
+from decaylab.diagnosis.verdict import has_collapsed
+from decaylab.errors import DecaylabError
+from decaylab.optim.decay import check_decay
+from decaylab.optim.laws import Law, Sgd, balance, law_for, law_named, shrink_for_norm
+from decaylab.records.settings import LayerSettings
+from decaylab.records.sources import Source
+
+# ---------------------------------------------------------------- one decay in other words
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """An optimizer with its learning rate, kind of decay and momentum (Adam, Lion: beta1).
+
+    `momentum` None: the usual one of that optimizer.
+    """
+
+    optimizer: str
+    lr: float
+    decay: str = "decoupled"
+    momentum: float | None = None
+
+    def __post_init__(self) -> None:
+        check_decay(self.decay, 0.0)
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise DecaylabError(f"the learning rate must be above zero, and it is {self.lr}")
+        if self.decay == "none":
+            raise DecaylabError("decay none has no value: choose l2, decoupled or independent")
+        law = self.law  # refuses unknown names
+        if self.decay == "l2" and not law.sums_l2:
+            raise DecaylabError(
+                f"{self.optimizer} rescales L2, so it removes no fixed fraction of the weights per"
+                " step and no value corresponds to it: choose decoupled or independent"
+            )
+
+    @property
+    def law(self) -> Law:
+        """The law of this optimizer with this momentum."""
+        return law_named(self.optimizer, self.momentum)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A decay and its counterpart: the same `shrink` per step, so the same effective lr.
+
+    `rotations`: radians per step at equilibrium, before and after (None: not known); they differ
+    where steps correlate otherwise, which spreads the same motion over more or fewer of them.
+    """
+
+    weight_decay: float
+    shrink: float
+    rotations: tuple[float | None, float | None]
+    steps: float
+
+
+def convert_decay(weight_decay: float, source: Stepping, target: Stepping) -> Conversion:
+    """The weight decay under `target` that keeps the effective learning rate it had under `source`.
+
+    At equilibrium the direction of a scale-invariant layer moves, over many steps, by 2 s a step in
+    squared angle, whatever the optimizer (`laws.law`): s, the fraction of W that decay removes per
+    step (`Law.shrink`), is kept, and with it the 1/s steps that decay needs to act.
+
+    >>> sgd = Stepping("sgd", lr=0.1, decay="l2", momentum=0.9)
+    >>> adamw = Stepping("adamw", lr=1e-3)
+    >>> round(convert_decay(5e-4, sgd, adamw).weight_decay, 4)
+    0.5
+    """
+    check_decay(source.decay, weight_decay)
+    shrink = source.law.shrink(weight_decay, source.decay, source.lr)
+    if weight_decay and not 0 < shrink < 1:
+        raise DecaylabError(
+            f"a weight decay of {weight_decay:g} at lr {source.lr:g} is too strong: each step"
+            " removes more than the weights themselves"
+        )
+    found = target.law.weight_decay_for(shrink, target.decay, target.lr)
+    rotations = source.law.rotation(shrink), target.law.rotation(shrink)
+    return Conversion(found, shrink, rotations, 1 / shrink if shrink else math.inf)
+
+
+# ---------------------------------------------------------------- another batch, length or width
+
+
+@dataclass(frozen=True)
+class ScaledDecay:
+    """A decay for another training by one rule; `lr`: the learning rate that it goes with.
+
+    `rule`: "epochs" (the averaging time in epochs), "run" (in parts of the run) or "rotation" (the
+    angle per step); `timescale`: 1/(lr wd) in steps, now and there.
+    """
+
+    rule: str
+    weight_decay: float
+    lr: float
+    timescales: tuple[float, float]
+
+
+def scale_decay(
+    weight_decay: float, lr: float, *, batch: float = 1.0, steps: float = 1.0, width: float = 1.0
+) -> tuple[ScaledDecay, ...]:
+    """AdamW's decay when batch size, number of steps and width are multiplied by these factors.
+
+    AdamW's weights average the updates of the last tau = 1/(lr wd) steps.
+
+    - "epochs": tau in epochs stays (Wang and Aitchison 2024): tau in steps goes with 1/batch. At
+      another width with muP's lr / width, lr wd stays, so wd goes with the width.
+    - "run": tau stays the same part of the run (Bergsma et al. 2025, at a constant ratio of tokens
+      to parameters): lr wd goes with 1/steps.
+    - "rotation": the angle sqrt(2 lr wd) that a step turns the weights by, per root of the batch
+      (Kosson et al. 2024 balance it at one batch size; the root follows from noise that averages):
+      lr wd goes with the batch; the length does not matter.
+    """
+    if not (weight_decay > 0 and lr > 0 and min(batch, steps, width) > 0):
+        raise DecaylabError(
+            "weight decay, learning rate and the factors on batch, steps and width must be above"
+            " zero"
+        )
+    there = lr / width
+    rates = {"epochs": batch, "run": 1 / steps, "rotation": batch}
+    return tuple(
+        ScaledDecay(
+            rule,
+            weight_decay * lr * factor / there,
+            there,
+            (1 / (lr * weight_decay), 1 / (lr * weight_decay * factor)),
+        )
+        for rule, factor in rates.items()
+    )
+
+
+# ---------------------------------------------------------------- from the dynamics of a run
+
+
+@dataclass(frozen=True)
+class LayerAdvice:
+    """What the dynamics of one layer say; `notes`: why there are no numbers, or rough ones.
+
+    Attributes:
+        weight_decay: now (the latest at the learning rate that the suggestion is for).
+        suggested: the one asked for, in the run's own kind (decoupled if none).
+        norm: now. target: the norm to which the suggested decay leads. equilibrium: where the
+            present decay leads, None where no balance is near. rotation: radians per step at the
+            suggested decay's balance.
+        steps: until the suggested decay has brought |W|^2 to within 1/e of its distance.
+    """
+
+    layer: str
+    weight_decay: float
+    suggested: float | None = None
+    norm: float | None = None
+    target: float | None = None
+    equilibrium: float | None = None
+    rotation: float | None = None
+    steps: float | None = None
+    notes: tuple[Because, ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupAdvice:
+    """One value for layers that are stepped alike; `spread`: the smallest and largest of theirs."""
+
+    layers: tuple[str, ...]
+    optimizer: str
+    decay: str
+    lr: float
+    weight_decay: float
+    spread: tuple[float, float]
+    steps: float | None
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Advice by layer and by group; `weight_decay`: the value, where there is one group only.
+
+    `budget`: the steps within which the suggested decay acts.
+    """
+
+    run: str
+    address: str
+    decay: str
+    lr: float
+    weight_decay: float | None
+    budget: int
+    groups: tuple[GroupAdvice, ...]
+    layers: tuple[LayerAdvice, ...]
+    notes: tuple[Because, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        from decaylab.diagnosis.words import sentence
+
+        layers = [
+            {**asdict(replace(row, notes=())), "notes": [sentence(note) for note in row.notes]}
+            for row in self.layers
+        ]
+        rest = asdict(replace(self, layers=(), notes=()))
+        return {**rest, "layers": layers, "notes": [sentence(note) for note in self.notes]}
+
+
+def suggest(
+    run: Source,
+    *,
+    rotation: float | None = None,
+    norm_at: int | None = None,
+    steps: int | None = None,
+) -> Suggestion:
+    """A weight decay that acts within `steps` (the run's own unless given), from how norms moved.
+
+    The growth G of |W|^2 by gradients, how it depends on the norm and how far steps turn the weight
+    are read off the records (`growth`), over the longest stretch with nearly one learning rate. The
+    decay that holds each layer at the norm it had at step `norm_at` (the first record, unless told
+    otherwise) keeps its effective learning rate what it was there: s = G(norm) / (2 norm^2). Where
+    that needs more than the budget to act, the suggestion is the weakest decay that does: two of
+    its timescales 1/(2 s (1 - e)) in the budget. With `rotation`, it is the decay whose equilibrium
+    turns weights by that many radians a step, whatever the budget. Layers whose size is part of
+    the function get a reason instead: choose their decay by the outcome.
+    """
+    read = read_run(run, "the watched run")
+    if norm_at is not None and rotation is not None:
+        raise DecaylabError("a rotation sets the norms, too: give a rotation or a step, not both")
+    if norm_at is not None and norm_at > read.steps:
+        raise DecaylabError(
+            f"nothing is recorded at step {norm_at}: the last record is of step {read.steps}"
+        )
+    if steps is not None and steps < 1:
+        raise DecaylabError(f"a budget of {steps} steps: give at least one")
+    budget = read.steps if steps is None else steps
+    layers = [x for x in read.layers.values() if x.role != "gain"]
+    advice = [_advice(layer, rotation, norm_at, budget) for layer in layers]
+    groups = _groups(read, advice)
+    candidates = [x for x in read.layers.values() if x.size_counts is False]
+    notes = list(read.troubles)
+    if len(groups) > 1:
+        notes.append(because(Reason.NO_ONE_VALUE))
+    elif not groups:
+        notes.append(because(Reason.NO_SUGGESTION if candidates else Reason.NO_CANDIDATE))
+    first = next((_in_kind(layer, layer.first) for layer in candidates if layer.settings), None)
+    one = groups[0] if len(groups) == 1 else None
+    return Suggestion(
+        read.name,
+        read.address,
+        one.decay if one else first.decay if first else "decoupled",
+        one.lr if one else (first.lr or math.nan) if first else math.nan,
+        one.weight_decay if one else None,
+        budget,
+        tuple(groups),
+        tuple(advice),
+        tuple(notes),
+    )
+
+
+def _groups(run: Run, advice: Sequence[LayerAdvice]) -> list[GroupAdvice]:
+    """Layers with a suggestion, by how they are stepped: one value each."""
+    held: dict[tuple[Any, ...], list[tuple[LayerAdvice, LayerSettings]]] = {}
+    for row in advice:
+        if row.suggested is None:
+            continue
+        layer = run.layers[row.layer]
+        at = _at_longest_stretch(layer)
+        unit = layer.law_under(at).shrink(1.0, at.decay, at.lr or 0.0)
+        key = (at.optimizer, at.decay, round(math.log(unit) / math.log(RULES.alike)))
+        held.setdefault(key, []).append((row, at))
+    groups = []
+    for (optimizer, decay, _), rows in held.items():
+        values = [row.suggested or 0.0 for row, _ in rows]
+        waits = [row.steps for row, _ in rows if row.steps]
+        names = tuple(
+            name for row, _ in rows for name in run.layers[row.layer].members or (row.layer,)
+        )
+        groups.append(
+            GroupAdvice(
+                names,
+                optimizer,
+                decay,
+                rows[0][1].lr or math.nan,
+                geometric_mean(values),
+                (min(values), max(values)),
+                geometric_mean(waits) if waits else None,
+            )
+        )
+    return groups
+
+
+def _in_kind(layer: Layer, settings: LayerSettings) -> LayerSettings:
+    """With the run's own kind of decay; without decay the usual one: torch's SGD has L2."""
+    if settings.decays and not layer.why_unknown(settings):
+        return settings
+    return replace(settings, decay="l2" if isinstance(law_for(settings), Sgd) else "decoupled")
+
+
+def _advice(layer: Layer, rotation: float | None, norm_at: int | None, budget: int) -> LayerAdvice:
+    now = layer.settings[-1][1].weight_decay if layer.settings else 0.0
+    if (reason := _why_none(layer)) is not None:
+        return LayerAdvice(layer.name, now, notes=(reason,))
+    at = _at_longest_stretch(layer)
+    now, stretch = at.weight_decay, longest_stretch(layer)
+    law = layer.law.elasticity(layer.last("second_order_share")) or 0.0
+    if not layer.invariant:
+        law = max(law, 0.0)  # how pushes depend on a size that hardly matters is not SGD's law
+    e = seen_elasticity(layer, stretch, law)
+    growth, norm = growth_over(layer, late(stretch), e)
+    if growth <= 0:
+        return LayerAdvice(layer.name, now, norm=norm, notes=(because(Reason.DOES_NOT_GROW),))
+    correlation = seen_correlation(layer, late(stretch), e)
+    target = _norm_at(layer, norm_at)
+    shrink, doubts = shrink_for_norm(growth, norm, target, e), []
+    if rotation is not None:
+        layer.law.shrink_for_rotation(rotation)  # refuses what is no angle
+        if correlation is None:
+            return LayerAdvice(layer.name, now, norm=norm, notes=(because(Reason.NO_ROTATION),))
+        shrink = rotation**2 * correlation / 2
+    elif e <= 0 and norm_at is None:
+        least = RULES.timescales / (2 * (1 - e) * budget)
+        last = layer.norms[-1][1]
+        near = 1 / RULES.travelling < last / target < RULES.travelling
+        if shrink < least and not near:
+            doubts.append(because(Reason.FOR_THE_BUDGET, budget=budget, holding=shrink / least))
+            shrink = least
+    rested = balance(growth, norm, shrink, e)
+    if rotation is not None or doubts:
+        target = rested[0] if rested else norm
+    if shrink >= RULES.too_strong:
+        kind = Reason.NOTHING_HOLDS if rotation is None else Reason.ASK_FOR_LESS
+        reason = because(kind, growth=2 * shrink)
+        return LayerAdvice(layer.name, now, norm=norm, target=target, notes=(reason,))
+    present = balance(growth, norm, layer.rate(at), e)
+    last = dict(layer.norms)[stretch[-1]]
+    doubts += [] if rested else [because(Reason.TURNS_BY_LR)]
+    doubts += _rough(norm, target, e, law) if rotation is None else []
+    doubts += _mixed(shrink, at, correlation)
+    doubts += _travelling(last, present)
+    unit = layer.law_under(at).shrink(1.0, at.decay, at.lr or 0.0)
+    return LayerAdvice(
+        layer.name,
+        now,
+        shrink / unit,
+        norm,
+        target,
+        present[0] if present and not _far(last, present[0]) else None,
+        math.sqrt(2 * shrink / correlation) if rested and correlation is not None else None,
+        rested[1] if rested else None,
+        tuple(doubts),
+    )
+
+
+def _mixed(shrink: float, at: LayerSettings, correlation: float | None) -> list[Because]:
+    """L2 inside a momentum is summed up as the gradients are, and balances them exactly."""
+    if at.decay == "l2" or shrink <= RULES.mixed / (correlation or 1.0):
+        return []
+    return [because(Reason.MIXED)]
+
+
+def _travelling(norm: float, present: tuple[float, float] | None) -> list[Because]:
+    """That the norm is far from where its present decay leads, and how long that takes."""
+    if present is None or 1 / RULES.travelling < norm / present[0] < RULES.travelling:
+        return []
+    if _far(norm, present[0]):
+        return [because(Reason.FAR_BALANCE, norm=norm, less=present[0] < norm)]
+    return [because(Reason.ON_ITS_WAY, norm=norm, balance=present[0], steps=present[1])]
+
+
+def _far(norm: float, at: float) -> bool:
+    return not 1 / RULES.far < norm / at < RULES.far
+
+
+def _rough(norm: float, target: float, e: float, law: float) -> list[Because]:
+    """How far a decay may be off that holds another norm than the recorded one.
+
+    The elasticity of a stationary state was seen between the law's and 0 (`seen_elasticity`).
+    """
+    larger, smaller = (max(a / b, 1.0) for a, b in ((norm, target), (target, norm)))
+    low, high = min(e, law), max(e, 0.0)
+    strong = max(larger ** (2 * (high - e)), smaller ** (2 * (e - low)))
+    weak = max(smaller ** (2 * (high - e)), larger ** (2 * (e - low)))
+    doubt, way = max((strong, "strong"), (weak, "weak"))
+    return [because(Reason.ROUGH, factor=doubt, way=way)] if doubt >= RULES.rough else []
+
+
+def _why_none(layer: Layer) -> Because | None:
+    """Why no decay can be suggested for a layer; None where one can."""
+    if layer.skipped is not None:
+        return layer.skipped
+    if layer.size_counts is None:
+        return because(Reason.INVARIANCE_UNKNOWN, layers=[layer.name])
+    if layer.size_counts:
+        return because(Reason.CHOOSE_BY_OUTCOME, response=layer.size_response)
+    if layer.law.norm_power is None or (layer.preconditioned and layer.clipped):
+        return because(Reason.LAW_UNKNOWN)
+    if (unknown := layer.unknown) is not None:
+        return unknown
+    at = _at_longest_stretch(layer)
+    if not at.lr:
+        return because(Reason.NO_LR)
+    if not layer.law_under(at).shrink(1.0, at.decay, at.lr):
+        return because(Reason.DAMPENED_OUT)
+    return because(Reason.TAKEN) if has_collapsed(layer) else None
+
+
+def _norm_at(layer: Layer, step: int | None) -> float:
+    norms = [norm for s, norm in layer.norms if step is None or s <= step]
+    if not norms:
+        raise DecaylabError(
+            f"nothing is recorded up to step {step}: the first record is of step"
+            f" {layer.norms[0][0]}"
+        )
+    return norms[0] if step is None else norms[-1]
+
+
+def _at_longest_stretch(layer: Layer) -> LayerSettings:
+    """The settings in its second half, with the mean learning rate there."""
+    steps = late(longest_stretch(layer))
+    lr = fmean(layer.settings_at(step).lr or 0.0 for step in steps[1:])
+    return _in_kind(layer, replace(layer.settings_at(steps[-1]), lr=lr))

@@ -1,0 +1,131 @@
+"""Which runs belong together: a run and its baseline, and the seeds of one setting."""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+from decaylab.diagnosis.effects import ratio
+from decaylab.diagnosis.reasons import Because, Reason, because
+from decaylab.diagnosis.rules import RULES
+from decaylab.diagnosis.runs import Layer, Run
+from decaylab.optim.laws import Adam, Lion, Muon, Sgd
+
+# What may differ between a run and its baseline: the decay, and what leaves the same training.
+FREE_TO_DIFFER = {"decay", "weight_decay", "decay_scope", "norm_source"}
+NOTED = {"seed", "precision", "deterministic", "epochs"}
+# What must be the same of a layer in two watched runs, beside the learning rate.
+SAME_SETTINGS = ("momentum", "beta1", "dampening", "beta2", "damping")
+
+
+def comparable(run: Run, baseline: Run) -> tuple[Because | None, list[Because]]:
+    """Why a run and a baseline cannot be compared (None: they can), and what differs so."""
+    if baseline.decays:
+        return because(Reason.BASELINE_DECAYS, too=run.decays), []
+    return same_training(run, baseline, free=FREE_TO_DIFFER)
+
+
+def same_training(run: Run, other: Run, *, free: set[str]) -> tuple[Because | None, list[Because]]:
+    """The same of two runs that differ in nothing but `free` (fields of a spec)."""
+    if run.spec is not None and other.spec is not None:
+        keys = list(dict.fromkeys([*run.spec, *other.spec]))
+        pairs = {key: (run.spec.get(key), other.spec.get(key)) for key in keys}
+        differing = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+        wrong = [key for key in differing if key not in free | NOTED]
+        if wrong:
+            # of another optimizer, the settings that only one of them has say nothing
+            shown = [key for key in wrong if None not in differing[key]] or wrong
+            pairs = {key: differing[key] for key in shown[:3]}
+            return because(Reason.OTHER_SPEC, fields=pairs), []
+        noted = {key: pair for key, pair in differing.items() if key in NOTED}
+        said = [because(Reason.DIFFERS, name=k, pair=pair) for k, pair in noted.items()]
+        return None, said
+    why_not = _same_layers(run, other) or grown_otherwise(run, other)
+    shorter, longer = sorted((run.steps, other.steps))
+    differs = because(Reason.STEPS_DIFFER, pair=(run.steps, other.steps))
+    return why_not, [differs] if not why_not and shorter < RULES.same_length * longer else []
+
+
+def _same_layers(run: Run, other: Run) -> Because | None:
+    if run.layers.keys() != other.layers.keys() and not _split(run, other):
+        return because(Reason.OTHER_LAYERS)
+    for name, layer in run.layers.items():
+        its = other.layers.get(name)
+        if its is None or not layer.settings or not its.settings:
+            continue
+        powers = (layer.law.norm_power, its.law.norm_power)
+        if None not in powers and powers[0] != powers[1]:
+            return because(Reason.OTHER_OPTIMIZER, layer=name)
+        norms = ratio(layer.norms, its.norms)
+        why_not = (norms and _starts_otherwise(layer, its, norms[0])) or _stepped_otherwise(
+            layer, its, [step for step, _ in norms]
+        )
+        if why_not:
+            return why_not
+    return None
+
+
+def _split(run: Run, other: Run) -> bool:
+    """Whether they differ only in that one decays a group of layers together."""
+    names = [
+        {m for x in of.layers.values() for m in (x.members or (x.name,))} for of in (run, other)
+    ]
+    return names[0] == names[1]
+
+
+def grown_otherwise(run: Run, baseline: Run) -> Because | None:
+    """What early norms say of the batches, which are not recorded: whether they grew by the same.
+
+    Pushes lengthen larger weights by a smaller part (`dynamics`: e <= 0 for SGD and Adam), so that
+    the baseline's |W|^2 is 1 to exp(2 x exposure) times the run's, if nothing but decay differs.
+    Of another seed, the small layers begin apart, and what they begin with is explained as well.
+    """
+    logs: dict[int, list[tuple[float, float]]] = {}
+    for name, layer in run.layers.items():
+        if not layer.invariant or not layer.decayed or layer.skipped or layer.unknown:
+            continue
+        if not isinstance(layer.law, Sgd | Adam | Lion | Muon) or name not in baseline.layers:
+            continue
+        exposure = dict(layer.exposure)
+        for step, apart in ratio(baseline.layers[name].norms, layer.norms):
+            if step in exposure and exposure[step] < RULES.early:
+                logs.setdefault(step, []).append((2 * math.log(apart), 2 * exposure[step]))
+    start = None
+    for step, pairs in sorted(logs.items()):
+        apart, most = (fmean(values) for values in zip(*pairs, strict=True))
+        if start is None:
+            start = apart if most < 2 * RULES.too_little_exposure else 0.0
+        low, high = min(start, 0.0), max(start, 0.0) + most
+        margin = math.log(RULES.same_growth)
+        if not low - margin < apart < high + margin:
+            seen, least, largest = (math.exp(min(x, 700.0)) for x in (apart, low, high))
+            return because(Reason.OTHER_GROWTH, step=step, seen=seen, least=least, largest=largest)
+    return None
+
+
+def _stepped_otherwise(layer: Layer, other: Layer, steps: Sequence[int]) -> Because | None:
+    """The first of the settings that differs, from the first record on or at one of `steps`."""
+    for step in (0, *steps):
+        mine, its = layer.settings_at(step), other.settings_at(step)
+        for name in SAME_SETTINGS:
+            pair = getattr(mine, name), getattr(its, name)
+            if pair[0] != pair[1]:
+                later = step if step > layer.settings[0][0] else None
+                return because(
+                    Reason.OTHER_SETTING, layer=layer.name, name=name, pair=pair, step=later
+                )
+        if step and not math.isclose(mine.lr or 0.0, its.lr or 0.0, rel_tol=1e-3):
+            return because(Reason.OTHER_LR, pair=(mine.lr, its.lr), step=step)
+    return None
+
+
+def _starts_otherwise(layer: Layer, other: Layer, first: tuple[int, float]) -> Because | None:
+    """What differs before decay can act; `first`: the first common step, the ratio of the norms."""
+    sizes = layer.first.size, other.first.size
+    if sizes[0] != sizes[1] and all(sizes):
+        return because(Reason.OTHER_SIZE, layer=layer.name, pair=sizes)
+    step, apart = first
+    late = dict(layer.exposure).get(step, 0.0) >= RULES.too_little_exposure
+    if late or not layer.invariant or 1 / RULES.same_start < apart < RULES.same_start:
+        return None
+    pair = tuple(dict(x.norms)[step] for x in (layer, other))
+    return because(Reason.OTHER_START, layer=layer.name, pair=pair, step=step)

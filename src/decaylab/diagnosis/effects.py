@@ -1,0 +1,348 @@
+"""By which factor decay changed a quantity, from records, and how sure that is."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from statistics import fmean, geometric_mean
+
+from decaylab.diagnosis.rules import RULES
+from decaylab.diagnosis.runs import Layer
+from decaylab.optim.laws import Adam, Law, Sgd
+from decaylab.optim.laws.dynamics import Series, norms_without_decay
+from decaylab.optim.laws.memory import interpolated, moments_at
+
+LR_PROBES = ("weight_norm", "lr")
+
+
+class Evidence(StrEnum):
+    """What a run was compared with."""
+
+    BASELINE = "baseline"
+    RECONSTRUCTION = "reconstruction"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """By which factor decay changed a quantity, the way the mechanism says being above one.
+
+    Attributes:
+        value: geometric mean over the judged records (of a total: over layers, then seeds).
+        low, high: the smallest and largest of them; None where there is one only.
+        probes: the rows it was read from. steps: first and last judged step. records: how many.
+        source: what it was compared with.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    probes: tuple[str, ...]
+    steps: tuple[int, int]
+    records: int
+    source: Evidence
+
+    def inverse(self) -> "Effect":
+        """The same change, as a factor the other way."""
+        low, high = (None if end is None else 1 / end for end in (self.high, self.low))
+        return replace(self, value=1 / self.value, low=low, high=high)
+
+
+def judged_part(series: Series) -> Series:
+    """The last part of a series, which is judged."""
+    return series[int(len(series) * RULES.judged_share) :]
+
+
+def effect_of(ratios: Series, probes: Sequence[str], source: Evidence) -> Effect | None:
+    """The judged part of a series of ratios as one effect; None where there is no positive one."""
+    sound = [(step, value) for step, value in judged_part(ratios) if value > 0]
+    if not sound:
+        return None
+    values = [value for _, value in sound]
+    several = len(values) > 1
+    return Effect(
+        geometric_mean(values),
+        min(values) if several else None,
+        max(values) if several else None,
+        tuple(probes),
+        (sound[0][0], sound[-1][0]),
+        len(values),
+        source,
+    )
+
+
+def pooled(effects: Iterable[Effect | None]) -> Effect | None:
+    """Geometric mean over layers or seeds, with the range over them."""
+    known = [effect for effect in effects if effect is not None]
+    if not known:
+        return None
+    values = [effect.value for effect in known]
+    several = len(values) > 1
+    return Effect(
+        geometric_mean(values),
+        min(values) if several else known[0].low,
+        max(values) if several else known[0].high,
+        known[0].probes,
+        (min(e.steps[0] for e in known), max(e.steps[1] for e in known)),
+        min(e.records for e in known),
+        known[0].source,
+    )
+
+
+def ratio(numerator: Series, denominator: Series) -> Series:
+    """At the steps that both have."""
+    below = dict(denominator)
+    return tuple((step, value / below[step]) for step, value in numerator if below.get(step))
+
+
+def _squared(series: Series) -> Series:
+    return tuple((step, value**2) for step, value in series)
+
+
+def effective_lr_effect(layer: Layer, baseline: Layer | None) -> Effect | None:
+    """The factor on how far a step turns a layer: against the baseline's, else reconstructed.
+
+    Of scale-invariant layers by their law, lr/|W|^p (Eq. 9). Of others, and where the law is not
+    known, two runs are compared by their recorded rotations; one run by its norms (`turn_ratios`).
+    """
+    if not layer.invariant or layer.law.norm_power is None or layer.preconditioned:
+        return rotation_effect(layer, baseline)
+    if baseline is not None and not (layer.moments and baseline.moments):
+        # Adam's law with the moments is compared with none without
+        layer, baseline = _without_moments(layer), _without_moments(baseline)
+    probes = (*LR_PROBES, *(["second_moment"] if layer.moments else []))
+    if baseline is not None:
+        return effect_of(ratio(layer.effective, baseline.effective), probes, Evidence.BASELINE)
+    without = norms_reconstructed(layer)
+    if not without:
+        return None
+    ratios = ratio(*_effective_both(layer, without))
+    stepped = tuple(item for item in ratios if layer.settings_at(item[0]).lr)  # at 0 nothing turns
+    return effect_of(stepped, (*probes, "decay_exposure"), Evidence.RECONSTRUCTION)
+
+
+def rotation_effect(layer: Layer, baseline: Layer | None) -> Effect | None:
+    """The factor on the recorded angle per step; from one run, that of its norms.
+
+    A layer whose size hardly matters is pushed as far whatever its norm, as far as one run shows:
+    it turns by |d| / |W|, and the norm without decay is reconstructed for pushes that do not depend
+    on it (e = 0). On a GPT under AdamW this was within 10 % (tests/diagnosis/test_rotation.py).
+    """
+    if baseline is not None:
+        recorded = (x.series.get("rotation", ()) for x in (layer, baseline))
+        return effect_of(ratio(*recorded), ("rotation",), Evidence.BASELINE)
+    if layer.preconditioned or layer.law.norm_power is None:
+        return None
+    ratios = ratio(norms_reconstructed(layer), layer.norms)
+    return effect_of(ratios, ("weight_norm", "decay_exposure"), Evidence.RECONSTRUCTION)
+
+
+def _without_moments(layer: Layer) -> Layer:
+    return replace(layer, series={k: v for k, v in layer.series.items() if k != "second_moment"})
+
+
+def damping_effect(layer: Layer, baseline: Layer | None) -> Effect | None:
+    """The factor by which decay lowers lambda |W|^2 (Eq. 14).
+
+    Two runs with one lambda: their norms tell it too, and are often recorded more densely.
+    """
+    if baseline is not None:
+        mine, other = (x.series.get("effective_damping", ()) for x in (layer, baseline))
+        measured = effect_of(ratio(other, mine), ("effective_damping",), Evidence.BASELINE)
+        if measured is not None and layer.first.scale_free:
+            return measured
+        norms = _squared(ratio(baseline.norms, layer.norms))
+        by_norm = effect_of(norms, ("weight_norm",), Evidence.BASELINE)
+        known = [effect for effect in (measured, by_norm) if effect is not None]
+        return max(known, key=lambda effect: effect.records, default=None)
+    ratios = _squared(ratio(norms_reconstructed(layer), layer.norms))
+    probes = ("weight_norm", "decay_exposure", "second_order_share")
+    return effect_of(ratios, probes, Evidence.RECONSTRUCTION)
+
+
+# ---------------------------------------------------------------- one run
+
+
+def norms_reconstructed(layer: Layer) -> Series:
+    """The norms that the same motion of the direction would have given without decay.
+
+    Nothing where the decay per step, or how pushes depend on the norm, is not known.
+    """
+    if layer.law.norm_power is None or layer.unknown or not layer.settings:
+        return ()
+    if layer.preconditioned and (layer.clipped or too_few_shares(layer) or old_factors(layer)):
+        return ()
+    exposures = [value for _, value in layer.exposure]
+    elasticities = _elasticities(layer)
+    found = norms_without_decay(layer.norms, exposures, elasticities)
+    if layer.invariant and isinstance(layer.law, Adam) and layer.law.beta2 is not None:
+        for _ in range(RULES.remembered_rounds):
+            factors = _push_factors(layer, found)
+            found = norms_without_decay(layer.norms, exposures, elasticities, factors)
+    return found
+
+
+def _elasticities(layer: Layer) -> list[float]:
+    """The e of G = c N^e at each record; a layer that is not invariant is pushed whatever |W|."""
+    if not layer.invariant and isinstance(layer.law, Sgd):
+        return [0.0] * len(layer.norms)
+    shares = dict(layer.series.get("second_order_share", ()))
+    share, found = next(iter(shares.values()), None), []
+    for step, _ in layer.norms:
+        share = shares.get(step, share)
+        found.append(layer.law.elasticity(share) or 0.0)
+    return found
+
+
+def too_few_shares(layer: Layer) -> bool:
+    """Whether the second-order share is not recorded, or too seldom to go by."""
+    if not layer.preconditioned or layer.law.norm_power:
+        return False
+    steps = {step for step, _ in layer.norms}
+    known = steps & {step for step, _ in layer.series.get("second_order_share", ())}
+    return len(known) < max(1.0, RULES.shares_needed * len(steps))
+
+
+def old_factors(layer: Layer) -> bool:
+    """Whether K-FAC divides by the curvature at norms that decay has changed much since."""
+    shares = [share for _, share in layer.series.get("second_order_share", ())]
+    if not layer.preconditioned or not shares:
+        return False
+    shrink = max(layer.rate(settings) for _, settings in layer.settings)  # at the highest lr
+    return shrink * _memory_steps(layer) * fmean(shares) > RULES.remembered_too_much
+
+
+def longer_by_memory(layer: Layer, baseline: Layer | None) -> float:
+    """By which factor decay makes K-FAC's steps longer, since it divides by old curvature.
+
+    Two runs with recorded rotations show it themselves. Else: curvature goes with 1/|W|^2, so a
+    step is (old norm / norm)^2 times as long in the directions that are second-order; all are
+    taken to be, if their share is not recorded. Against the baseline's, or norms that stand still.
+    """
+    if baseline is not None and (recorded := rotation_effect(layer, baseline)) is not None:
+        return min(recorded.value, _longer(layer) / _longer(baseline))
+    return _longer(layer) / (_longer(baseline) if baseline is not None else 1.0)
+
+
+def _longer(layer: Layer) -> float:
+    late = judged_part(layer.norms)
+    if not layer.preconditioned or not late:
+        return 1.0
+    known = layer.series.get("second_order_share", ())
+    shares = [share for step, share in known if step >= late[0][0]] or [1.0]
+    age = round(_memory_steps(layer))
+    grown = [interpolated(layer.norms, step - age) / norm for step, norm in late]
+    return geometric_mean(grown) ** (2 * fmean(shares))
+
+
+def _memory_steps(layer: Layer) -> float:
+    """How old the curvature is that K-FAC divides by."""
+    first = layer.first
+    return (first.refresh_every or 1) / (1 - (first.factor_decay or 0.0)) + (
+        first.invert_every or 1
+    ) / 2
+
+
+def _push_factors(layer: Layer, others: Series) -> list[float]:
+    """How much more Adam's steps add to |W|^2 at other norms, for what it remembers of them.
+
+    A step's length is |W| times the effective learning rate, lr N_v / N_m (`laws.memory`).
+    """
+    here, there = _effective_both(layer, others)
+    turns, lengths = dict(ratio(there, here)), dict(ratio(others, layer.norms))
+    return [(turns[step] * lengths[step]) ** 2 for step, _ in layer.norms]
+
+
+def _effective_both(layer: Layer, others: Series) -> tuple[Series, Series]:
+    """The effective learning rate, over lr, at the layer's norms and had they been `others`."""
+    moments, law = layer.moments, layer.law
+    changed: Series = ()
+    if isinstance(law, Adam) and law.beta2 is not None:
+        changed = moments_at(layer.norms, others, law.beta2, moments)
+    return law.effective_per_lr(layer.norms, moments), law.effective_per_lr(others, changed)
+
+
+def share_without_decay(layer: Layer) -> float | None:
+    """The second-order share at the end, had the norm grown without decay.
+
+    With one eigenvalue for all, share / (1 - share) = eig / (lambda |W|^2): the odds go with
+    1/|W|^2. An estimate, for a spread spectrum a rough one.
+    """
+    shares, without = layer.series.get("second_order_share", ()), dict(norms_reconstructed(layer))
+    at = [(step, share) for step, share in shares if step in without]
+    if not at:
+        return None
+    step, share = at[-1]
+    odds = share / max(1 - share, 1e-12) * (dict(layer.norms)[step] / without[step]) ** 2
+    return odds / (1 + odds)
+
+
+# ---------------------------------------------------------------- how a layer moves
+
+
+@dataclass(frozen=True)
+class Motion:
+    """How far steps turn one layer, and what decay has to do with it. None: not known.
+
+    Attributes:
+        rotation: recorded angle per step in radians, over the judged part of the run.
+        expected: the law's at equilibrium, for the settings at these steps (root mean square).
+        timescale: steps in which decay alone takes the weights to 1/e: 1/(lr wd), decoupled.
+        steps: of the run. epochs: the timescale in epochs.
+        turned: by which factor decay makes it turn further (`rotation_effect`).
+        size_response: per cent by which the logits change per per cent of its size.
+        norm: |W| at the end over that at the first record. by_decay: the part of it that decay
+            made: the end norm over that without decay (of the baseline, or reconstructed).
+    """
+
+    layer: str
+    role: str
+    rotation: float | None
+    expected: float | None
+    timescale: float | None
+    steps: int
+    epochs: float | None
+    turned: Effect | None
+    size_response: float | None
+    norm: float
+    by_decay: float | None
+
+    @property
+    def settled(self) -> bool | None:
+        """Whether the rotation is that of the equilibrium."""
+        if not self.rotation or not self.expected:
+            return None
+        return 1 / RULES.settled <= self.rotation / self.expected <= RULES.settled
+
+
+def motion(layer: Layer, baseline: Layer | None, steps: int, per_epoch: int | None) -> Motion:
+    """How this layer moves (`Motion`)."""
+    recorded = judged_part(layer.series.get("rotation", ()))
+    turned = [angle for _, angle in recorded if angle > 0]
+    at = [step for step, _ in recorded] or [step for step, _ in judged_part(layer.norms)]
+    rates = [layer.rate(layer.settings_at(step)) for step in at]
+    expected = [law_rotation(layer.law, rate) for rate in rates]
+    known = [angle for angle in expected if angle is not None]
+    rate = fmean(rates) if rates else 0.0
+    without = baseline.norms if baseline is not None else norms_reconstructed(layer)
+    apart = judged_part(ratio(layer.norms, without)) if layer.decayed else ()
+    return Motion(
+        layer.name,
+        layer.role,
+        math.sqrt(fmean(angle**2 for angle in turned)) if turned else None,
+        math.sqrt(fmean(angle**2 for angle in known)) if known and rate else None,
+        1 / rate if rate else None,
+        steps,
+        1 / rate / per_epoch if rate and per_epoch else None,
+        rotation_effect(layer, baseline) if layer.decayed else None,
+        layer.size_response,
+        layer.norms[-1][1] / layer.norms[0][1],
+        statistics.geometric_mean([value for _, value in apart]) if apart else None,
+    )
+
+
+def law_rotation(law: Law, shrink: float) -> float | None:
+    """The law's angle per step at equilibrium; None where there is none."""
+    if not shrink or (law.elasticity() or 0.0) >= 1:
+        return None
+    return law.rotation(shrink)

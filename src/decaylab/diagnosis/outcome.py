@@ -1,0 +1,116 @@
+"""Whether decay helped: the outcomes of runs with and without it."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import fmean
+
+from scipy import stats
+
+from decaylab.diagnosis.rules import RULES
+from decaylab.diagnosis.runs import Run
+
+# Which outcome decides, the first that all runs have: on data that was not trained on, if any.
+PREFERRED = (
+    *("test_accuracy", "val_accuracy", "eval_accuracy", "test_acc", "val_acc", "eval_acc"),
+    *("test_loss", "val_loss", "eval_loss", "accuracy", "train_accuracy", "loss", "train_loss"),
+)
+LARGER_IS_BETTER = re.compile(r"acc|score|f1|auc|bleu|rouge|precision|recall|iou|reward")
+TRAINING = re.compile(r"^(train_|train/)?(loss|accuracy|acc)$")
+
+
+class Helped(StrEnum):
+    """What the outcomes say."""
+
+    YES = "helped"
+    NO = "hurt"
+    UNDECIDED = "no difference shown"
+    BETTER = "better in one seed"
+    WORSE = "worse in one seed"
+    UNKNOWN = "not recorded"
+    NOT_COMPARED = "nothing to compare with"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One outcome with decay and without.
+
+    Attributes:
+        name: of the outcome. larger_is_better: whether it is an accuracy or the like.
+        run, baseline: mean over seeds at the end. seeds: how many with decay, without.
+        gain: by how much better with decay. interval: its 95 % interval (Welch), from two seeds
+            each on.
+    """
+
+    verdict: Helped
+    name: str = ""
+    larger_is_better: bool = False
+    run: float = math.nan
+    baseline: float = math.nan
+    seeds: tuple[int, int] = (0, 0)
+    gain: float = math.nan
+    interval: tuple[float, float] | None = None
+    in_training: bool = False
+
+
+def outcome_of(runs: Sequence[Run], baselines: Sequence[Run]) -> Outcome:
+    """Whether the runs ended better than the baselines.
+
+    The last value of what is measured on other data; of what is logged in training, the mean over
+    the last tenth. A run that diverged has ended worse, whatever it logged before.
+    """
+    ends = [end_values(run) for run in runs]
+    names = [name for name in ends[0] if all(name in end for end in ends)] if ends else []
+    if not baselines:
+        return Outcome(Helped.NOT_COMPARED if names else Helped.UNKNOWN)
+    others = [end_values(run) for run in baselines]
+    names = [name for name in names if all(name in end for end in others)]
+    name = min(names, key=_preference, default=None)
+    if name is None:
+        return Outcome(Helped.UNKNOWN)
+    larger = bool(LARGER_IS_BETTER.search(name))
+    mine, its = [end[name] for end in ends], [end[name] for end in others]
+    sign = 1.0 if larger else -1.0
+    gain = sign * (fmean(mine) - fmean(its))
+    interval = _interval(mine, its, sign)
+    if interval is None:
+        verdict = Helped.UNDECIDED if gain == 0 else Helped.BETTER if gain > 0 else Helped.WORSE
+    elif interval[0] > 0:
+        verdict = Helped.YES
+    else:
+        verdict = Helped.NO if interval[1] < 0 else Helped.UNDECIDED
+    if any(run.diverged for run in runs) and not any(run.diverged for run in baselines):
+        verdict = Helped.NO
+    seeds = (len(mine), len(its))
+    training = bool(TRAINING.match(name))
+    return Outcome(verdict, name, larger, fmean(mine), fmean(its), seeds, gain, interval, training)
+
+
+def _interval(
+    mine: Sequence[float], its: Sequence[float], sign: float
+) -> tuple[float, float] | None:
+    if min(len(mine), len(its)) < 2:
+        return None
+    if len({*mine}) == len({*its}) == 1:  # no spread to go by
+        return (sign * (mine[0] - its[0]),) * 2
+    test = stats.ttest_ind(mine, its, equal_var=False)
+    low, high = test.confidence_interval(RULES.confidence)
+    return (float(low), float(high)) if sign > 0 else (-float(high), -float(low))
+
+
+def end_values(run: Run) -> dict[str, float]:
+    """Each outcome at the end of a run; those that are not finite are left out."""
+    found = {}
+    for name, series in run.recording.outcomes.items():
+        values = [value for _, value in series if math.isfinite(value)]
+        if values:
+            tail = max(1, round(RULES.outcome_tail * len(values))) if TRAINING.match(name) else 1
+            found[name] = fmean(values[-tail:])
+    return found
+
+
+def _preference(name: str) -> tuple[int, str]:
+    key = name.lower().replace("/", "_")
+    return PREFERRED.index(key) if key in PREFERRED else len(PREFERRED), name

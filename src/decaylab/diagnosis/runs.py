@@ -1,0 +1,472 @@
+"""What a recording says of a run, as diagnosis and advice read it. Nothing is measured here."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from decaylab.diagnosis.limits import clipped, cut_entries, eps_counts
+from decaylab.diagnosis.reasons import Because, Reason, because
+from decaylab.diagnosis.rules import RULES
+from decaylab.optim.decay import DECAYS
+from decaylab.optim.laws import Adam, Kfac, Law, Sgd, Unknown, law_for
+from decaylab.optim.laws.dynamics import Series
+from decaylab.optim.laws.memory import by_step
+from decaylab.records.recording import Recording
+from decaylab.records.settings import LayerSettings
+from decaylab.records.sources import Source, as_recording
+
+# By layer and of the whole model, what a diagnosis reads.
+QUANTITIES = (
+    *("effective_lr", "rotation", "update_norm", "second_moment", "second_order_share"),
+    *("effective_damping", "kfac_gn_norm", "size_response"),
+)
+TOTALS = ("jacobian_norm", "kfac_gn_norm", "gn_norm", "clip_coefficient")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer in the records, or several that are scale-invariant together (`members`).
+
+    Attributes:
+        settings: (from step, how it is stepped), by step.
+        norms: above zero. exposure: the decay exposure at the steps of `norms`.
+        invariant: whether its size is no part of the function; None where that is not known.
+        skipped: why it cannot be judged. clipped: whether its gradients are.
+        lawless: whether an eps or a floor takes its steps away from their law.
+    """
+
+    name: str
+    settings: tuple[tuple[int, LayerSettings], ...] = ()
+    norms: Series = ()
+    exposure: Series = ()
+    series: Mapping[str, Series] = field(default_factory=dict)
+    invariant: bool | None = False
+    skipped: Because | None = None
+    clipped: bool = False
+    lawless: bool = False
+    members: tuple[str, ...] = ()
+    role: str = "weight"
+
+    @cached_property
+    def law(self) -> Law:
+        """How its steps depend on its norm; of clipped SGD between lr/|W|^2 and lr/|W|: unknown."""
+        if not self.settings or self.lawless:
+            return Unknown()
+        law = law_for(self.settings[0][1])
+        if not self.clipped:
+            return law
+        if isinstance(law, Adam):  # its second moment does not follow the norm
+            return replace(law, beta2=None)
+        return Unknown() if isinstance(law, Sgd) else law
+
+    @cached_property
+    def stepping(self) -> tuple[tuple[int, LayerSettings], ...]:
+        """The settings without what says nothing of its steps; the same of layers stepped alike."""
+        timeline: list[tuple[int, LayerSettings]] = []
+        for step, settings in self.settings:
+            now = replace(settings, size=0, role="weight", invariant=None, together=())
+            if not timeline or timeline[-1][1] != now:
+                timeline.append((step, now))
+        return tuple(timeline)
+
+    @property
+    def first(self) -> LayerSettings:
+        """The first settings: kind of decay, law and momentum, which do not change in a run."""
+        return self.settings[0][1]
+
+    @property
+    def preconditioned(self) -> bool:
+        """Whether K-FAC, or what steps by its law, steps it."""
+        return isinstance(self.law, Kfac)
+
+    @property
+    def decayed(self) -> bool:
+        """Whether it ever has a decay term."""
+        return any(settings.decays for _, settings in self.settings)
+
+    @property
+    def unknown(self) -> Because | None:
+        """Why it is not known which fraction of it decay takes per step; None where it is."""
+        for _, settings in self.settings:
+            if (why := self.why_unknown(settings)) is not None:
+                return why
+        return None
+
+    def why_unknown(self, settings: LayerSettings) -> Because | None:
+        """The same under one of its settings."""
+        if not settings.decays:
+            return None
+        if settings.decay not in DECAYS:
+            return because(Reason.KIND_UNKNOWN, kind=settings.decay)
+        if settings.decay == "l2" and not isinstance(self.law_under(settings), Sgd):
+            return because(Reason.L2_RESCALED)
+        rate = self._rate(settings)
+        if 0 < rate < settings.rounding:
+            return because(Reason.ROUNDED_AWAY)
+        return because(Reason.TAKES_ALL) if rate >= 1 else None  # weights that change sign grow
+
+    def law_under(self, settings: LayerSettings) -> Law:
+        """The law by these settings, whatever takes its steps away from it."""
+        return law_for(settings)
+
+    def _rate(self, settings: LayerSettings) -> float:
+        law = self.law_under(settings)
+        return law.shrink(settings.weight_decay, settings.decay, settings.lr or 0.0)
+
+    def rate(self, settings: LayerSettings) -> float:
+        """What a step adds to the decay exposure; 0 where that is not known."""
+        return 0.0 if not settings.decays or self.why_unknown(settings) else self._rate(settings)
+
+    def settings_at(self, step: int) -> LayerSettings:
+        """Those that step `step` (from 1) was taken with."""
+        after = bisect_right(self.settings, step, key=lambda item: item[0])
+        return self.settings[max(after - 1, 0)][1]
+
+    @property
+    def moments(self) -> Series:
+        """Adam's |v| (`second_moment`), if it counts and is recorded wherever the norm is."""
+        recorded = self.series.get("second_moment", ())
+        counts = isinstance(self.law, Adam) and self.law.beta2 is not None
+        return recorded if counts and by_step(self.norms, recorded) else ()
+
+    @property
+    def effective(self) -> Series:
+        """The effective learning rate (Eq. 9) at the recorded norms, Adam's with its memory."""
+        per_lr = self.law.effective_per_lr(self.norms, self.moments)
+        return tuple((step, (self.settings_at(step).lr or 0.0) * value) for step, value in per_lr)
+
+    @property
+    def total_exposure(self) -> float | None:
+        """The decay exposure at the end; None where it is not known."""
+        return self.exposure[-1][1] if self.exposure and not self.unknown else None
+
+    @property
+    def size_response(self) -> float | None:
+        """Per cent by which the logits change per per cent of its size, at the end."""
+        recorded = self.series.get("size_response", ())
+        return recorded[-1][1] if recorded else None
+
+    @property
+    def size_counts(self) -> bool | None:
+        """Whether its size is part of what the network computes; None where that is not known."""
+        if self.invariant:
+            return False
+        if self.size_response is not None:
+            return self.size_response > RULES.size_little
+        return None if self.invariant is None else True
+
+    def last(self, quantity: str) -> float | None:
+        """The last recorded value."""
+        recorded = self.series.get(quantity, ())
+        return recorded[-1][1] if recorded else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its recording has it. `troubles`: what any answer must begin with.
+
+    `clipped`: at which part of the records gradients are clipped; 0 where that changes little.
+    `gains`: names of decayed gains of normalisations, which are part of the function.
+    """
+
+    recording: Recording
+    layers: Mapping[str, Layer]
+    totals: Mapping[str, Series]
+    steps: int
+    troubles: tuple[Because, ...] = ()
+    gains: tuple[str, ...] = ()
+    clipped: float = 0.0
+    diverged: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return self.recording.name
+
+    @property
+    def spec(self) -> Mapping[str, Any] | None:
+        """The spec of a run of our own trainer, else None."""
+        return self.recording.meta.spec
+
+    @property
+    def address(self) -> str:
+        """What a command line calls it: its folder, else RUN."""
+        folder = self.recording.meta.folder
+        return str(folder) if folder is not None else "RUN"
+
+    @property
+    def decays(self) -> bool:
+        """Whether any layer decays."""
+        return any(layer.decayed for layer in self.layers.values())
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known how any layer is stepped."""
+        return any(layer.settings for layer in self.layers.values())
+
+    @property
+    def decayed_layers(self) -> list[Layer]:
+        """Those with a decay term that are not skipped."""
+        return [x for x in self.layers.values() if x.decayed and not x.skipped]
+
+    @property
+    def turned_layers(self) -> list[Layer]:
+        """The decayed layers whose size hardly matters: decay sets how far steps turn them."""
+        return [layer for layer in self.decayed_layers if layer.size_counts is False]
+
+    @property
+    def unwatched(self) -> list[str]:
+        """Layers that move, by an optimizer that is not watched: their decay is not known."""
+        return [
+            layer.name
+            for layer in self.layers.values()
+            if layer.skipped is not None
+            and layer.skipped.reason is Reason.NOT_STEPPED
+            and len({norm for _, norm in layer.norms}) > 1
+        ]
+
+
+def read_run(source: Source, name: str | None = None) -> Run:
+    """A run from its recording; `name` for those that have none of their own."""
+    recording = as_recording(source)
+    if name is not None and recording.meta.folder is None:
+        recording = replace(recording, name=name)
+    series, troubles, diverged = _finite(recording)
+    if not series:
+        troubles.append(because(Reason.NOTHING_RECORDED))
+    first = min((values[0][0] for values in series.values()), default=0)
+    if first > 1:
+        troubles.append(because(Reason.BEGINS_LATE, step=first))
+    names = [name.partition("/")[2] for name in series if name.startswith("weight_norm/")]
+    names = list(dict.fromkeys([*names, *recording.settings]))
+    clips = {layer: clipped(series, layer, _rounding(recording, layer)) for layer in names}
+    layers = {layer: _layer(recording, series, layer, clips[layer]) for layer in names}
+    gains = tuple(k for k, x in layers.items() if x.role == "gain")
+    decayed_gains = tuple(k for k in gains if layers[k].decayed)
+    layers = {k: x for k, x in layers.items() if k not in gains or x.norms}
+    layers = _joined(recording, layers)
+    troubles += _said_of_layers(recording, series, layers)
+    return Run(
+        recording,
+        layers,
+        {name: series[name] for name in TOTALS if name in series},
+        max((values[-1][0] for values in series.values()), default=0),
+        tuple(troubles),
+        decayed_gains,
+        max(clips.values(), default=0.0),
+        diverged,
+    )
+
+
+def _finite(recording: Recording) -> tuple[dict[str, Series], list[Because], bool]:
+    """Series of what is finite, before a divergence; what is to be said of the rest."""
+    troubles: list[Because] = []
+    rows, status = recording.rows, recording.meta.status
+    if rows.damaged:
+        troubles.append(because(Reason.DAMAGED, count=len(rows.damaged), first=rows.damaged[0]))
+    changed = [event for event in recording.events if event.kind == "optimizer-changed"]
+    troubles += [because(Reason.OPTIMIZER_CHANGED, step=event.step) for event in changed]
+    bad = [row for row in rows.rows if not math.isfinite(row.value)]
+    # A Jacobian or a trace may overflow on its own; weights and losses that do end the run.
+    ends = ("weight_norm", "train/", "test/loss", "update_norm", "outcome/")
+    fatal = min((row.step for row in bad if row.name.startswith(ends)), default=None)
+    diverged = fatal is not None or status == "diverged"
+    if fatal is not None:
+        troubles.insert(0, because(Reason.DIVERGED, step=fatal))
+    elif bad:
+        # those of a layer of zeros, which has no direction, are not finite in a sound run too
+        own = ("rotation/", "effective_lr/")
+        last = {row.name: row for row in rows.rows if not row.name.startswith(own)}
+        lasting = [row.name for row in last.values() if not math.isfinite(row.value)]
+        kind = Reason.PROBABLY_DIVERGED if lasting else Reason.NOT_FINITE
+        names = sorted({row.name for row in bad})[:3]
+        troubles.append(because(kind, count=len(bad), names=names, lasting=lasting[:1]))
+    if status == "diverged" and fatal is None:
+        troubles.insert(0, because(Reason.RUN_DIVERGED, message=recording.meta.message))
+    elif status not in ("", "finished", "diverged"):
+        epochs = max((row.epoch for row in rows.rows), default=0)
+        planned = recording.meta.epochs
+        troubles.insert(0, because(Reason.UNFINISHED, status=status, epochs=epochs, of=planned))
+    found: dict[str, dict[int, float]] = {}
+    for row in sorted(rows.rows, key=lambda row: row.step):
+        if math.isfinite(row.value) and (fatal is None or row.step < fatal):
+            found.setdefault(row.name, {})[row.step] = row.value
+    return {name: tuple(values.items()) for name, values in found.items()}, troubles, diverged
+
+
+def _said_of_layers(
+    recording: Recording, series: Mapping[str, Series], layers: Mapping[str, Layer]
+) -> list[Because]:
+    said = []
+    if series and not recording.settings:
+        said.append(because(Reason.NO_SETTINGS))
+    elif layers and all(
+        layer.skipped is not None and layer.skipped.reason is Reason.RECORDED_ONCE
+        for layer in layers.values()
+    ):
+        said.append(because(Reason.TOO_FEW_NORMS))
+    along = [k for k, x in layers.items() if not x.invariant and f"radial_gradient/{k}" in series]
+    if along:
+        said.append(because(Reason.GRADIENTS_ALONG, layers=along))
+    if eps := [k for k in layers if eps_counts(series, k, _latest(recording, k))]:
+        said.append(because(Reason.EPS_COUNTS, layers=eps))
+    if unwatched := Run(recording, layers, {}, 0).unwatched:
+        said.append(because(Reason.UNWATCHED, layers=unwatched))
+    return said
+
+
+def _layer(recording: Recording, series: Mapping[str, Series], name: str, clips: float) -> Layer:
+    timeline = recording.settings.get(name, ())
+    usable = tuple(item for item in timeline if item[1].lr is not None and not item[1].frozen)
+    recorded = series.get(f"weight_norm/{name}", ())
+    norms = tuple((step, norm) for step, norm in recorded if norm > 0)  # zeros: no direction
+    floor = timeline[-1][1].floor if timeline else None
+    layer = Layer(
+        name,
+        settings=usable,
+        role=_latest(recording, name).role,
+        norms=norms,
+        series={q: series[f"{q}/{name}"] for q in QUANTITIES if f"{q}/{name}" in series},
+        clipped=bool(clips),
+        lawless=any(norm < (floor or 0.0) for _, norm in norms)
+        or eps_counts(series, name, _latest(recording, name)),
+    )
+    known = dict(series.get(f"decay_exposure/{name}", ()))
+    exposure = tuple((step, known[step]) for step, _ in norms if step in known)
+    resumed = any(after < before for (_, before), (_, after) in pairwise(exposure))
+    if len(exposure) < len(norms) or resumed:  # a resumed watch counts from zero again
+        exposure = _exposure(layer)
+    skipped = _why_skipped(timeline, recorded, norms, series.get(f"update_norm/{name}", ()))
+    layer = replace(layer, exposure=exposure, skipped=skipped)
+    return replace(layer, invariant=_invariant(recording, series, layer))
+
+
+def _invariant(recording: Recording, series: Mapping[str, Series], layer: Layer) -> bool | None:
+    """As last known: gains that start at zero hide it for a time.
+
+    What was read off the order of the modules is checked by the gradients, which then have no part
+    along the weights.
+    """
+    known = [x.invariant for _, x in recording.settings.get(layer.name, ()) if not x.frozen]
+    latest = next((value for value in reversed(known) if value is not None), None)
+    if not latest or f"invariance/{layer.name}" in series:
+        return latest
+    exposure, cut = dict(layer.exposure), cut_entries(series, layer.name)
+    early = [
+        value
+        for step, value in series.get(f"radial_gradient/{layer.name}", ())
+        # a gradient of which a clip has cut entries points anywhere
+        if exposure.get(step, 0.0) < RULES.too_little_exposure and step not in cut
+    ]
+    return not early or math.sqrt(fmean(value**2 for value in early)) <= RULES.along
+
+
+def _joined(recording: Recording, layers: Mapping[str, Layer]) -> dict[str, Layer]:
+    """With one layer in the place of those that are scale-invariant together.
+
+    That is so of layers that decay at one rate. Where some of a group decay and others do not,
+    decay changes their sizes relative to each other, which is part of the function.
+    """
+    joined = dict(layers)
+    groups = [timeline[-1][1].together for timeline in recording.settings.values()]
+    for names in dict.fromkeys(names for names in groups if len(names) > 1):
+        group = [joined[name] for name in names if name in joined]
+        exposures = [layer.total_exposure or 0.0 for layer in group]
+        usable = len(group) == len(names) and not any(layer.skipped for layer in group)
+        if usable and _alike(exposures):
+            joined = {name: layer for name, layer in joined.items() if name not in names}
+            whole = _whole(group)
+            joined[whole.name] = whole
+    return joined
+
+
+def _alike(values: Sequence[float]) -> bool:
+    return min(values) > 0 and max(values) <= RULES.alike * min(values)
+
+
+def _whole(group: Sequence[Layer]) -> Layer:
+    """Several layers as one: their weights are one vector, with one norm and one rotation."""
+    first = group[0]
+    steps = set.intersection(*({step for step, _ in layer.norms} for layer in group))
+
+    def combined(series: Sequence[Series]) -> Series:
+        known = [dict(values) for values in series]
+        at = sorted(step for step in steps if all(step in values for values in known))
+        return tuple((step, math.sqrt(sum(v[step] ** 2 for v in known))) for step in at)
+
+    norms = combined([layer.norms for layer in group])
+    lengths = combined([layer.series.get("update_norm", ()) for layer in group])
+    turned = [
+        tuple((s, angle * dict(x.norms).get(s, 0.0)) for s, angle in x.series.get("rotation", ()))
+        for x in group
+    ]
+    across, sizes = combined(turned), dict(norms)
+    rotation = tuple((step, length / sizes[step]) for step, length in across if step in sizes)
+    exposure = tuple(item for item in first.exposure if item[0] in sizes)
+    return replace(
+        first,
+        name=" + ".join(layer.name for layer in group),
+        norms=norms,
+        exposure=exposure,
+        series={"rotation": rotation, "update_norm": lengths},
+        invariant=True,
+        members=tuple(layer.name for layer in group),
+    )
+
+
+def counterpart(layer: Layer, baseline: Run | None) -> Layer | None:
+    """The same layer, or the same layers as one, in the baseline."""
+    if baseline is None or not layer.members:
+        return baseline.layers.get(layer.name) if baseline is not None else None
+    group = [baseline.layers[name] for name in layer.members if name in baseline.layers]
+    return _whole(group) if len(group) == len(layer.members) else None
+
+
+def _latest(recording: Recording, layer: str) -> LayerSettings:
+    timeline = recording.settings.get(layer, ())
+    return timeline[-1][1] if timeline else LayerSettings()
+
+
+def _rounding(recording: Recording, layer: str) -> float:
+    return _latest(recording, layer).rounding
+
+
+def _exposure(layer: Layer) -> Series:
+    """The decay exposure at each record: `Layer.rate` summed over the steps up to it."""
+    before = [0.0]  # each of the settings
+    for (start, settings), (end, _) in pairwise(layer.settings):
+        before.append(before[-1] + layer.rate(settings) * (end - start))
+    found = []
+    for step, _ in layer.norms:
+        last = bisect_right(layer.settings, step, key=lambda item: item[0]) - 1
+        total = 0.0
+        if last >= 0:
+            start, settings = layer.settings[last]
+            total = before[last] + layer.rate(settings) * (step + 1 - start)
+        found.append((step, total))
+    return tuple(found)
+
+
+def _why_skipped(
+    timeline: Sequence[tuple[int, LayerSettings]], recorded: Series, norms: Series, moved: Series
+) -> Because | None:
+    now = timeline[-1][1] if timeline else None
+    if now is not None and now.frozen and len(recorded) < 2:  # else it was trained for a time
+        return because(Reason.FROZEN)
+    if now is not None and not now.stepped:
+        return because(Reason.NOT_STEPPED)
+    if now is None or now.lr is None:
+        return because(Reason.NO_LAYER_SETTINGS)
+    if len(recorded) < 2:
+        return because(Reason.RECORDED_ONCE)
+    if len(norms) < 2:
+        return because(Reason.ZEROS)
+    if moved and not any(length for _, length in moved):
+        # without a gradient torch leaves a weight alone, and does not decay it
+        return because(Reason.NEVER_MOVED)
+    return None
