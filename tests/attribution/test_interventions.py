@@ -9,7 +9,8 @@ import decaylab
 from decaylab.attribution.arms import held_errors
 from decaylab.errors import DecaylabError
 from decaylab.optim.first_order import sgd
-from decaylab.probes.weights import movement, snapshot, weight_norms
+from decaylab.probes.movement import movement, snapshot
+from decaylab.probes.weight_norm import weight_norms
 from decaylab.training.held_layers import LayerNote, select
 from decaylab.training.interventions import Intervention
 from decaylab.training.paths import LayerPaths, Targets

@@ -9,7 +9,7 @@ from torch import nn
 
 from decaylab import watch
 from decaylab.probes.gradients import gradient_sizes, radial_gradients
-from decaylab.probes.weights import layers_of
+from decaylab.probes.layers import layers_of
 
 
 def test_norm_largest_entry_and_the_part_that_is_as_large():

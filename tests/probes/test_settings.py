@@ -7,8 +7,8 @@ from torch import nn
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam
 from decaylab.optim.kfac import KFAC, KFACOptions
+from decaylab.probes.layers import layers_of
 from decaylab.probes.settings import layer_settings
-from decaylab.probes.weights import layers_of
 from decaylab.records import LayerSettings
 
 

@@ -57,7 +57,7 @@ def test_a_whole_number_is_read_as_the_float_it_stands_for():
 
 def test_everything_that_was_written_is_read_back(tmp_path):
     writer = RowWriter(tmp_path / "rows.jsonl")
-    writer.describe({"steps_per_epoch": 5, "version": "9"})
+    writer.append(meta={"steps_per_epoch": 5, "version": "9"})
     later = replace(SETTINGS, lr=0.01)
     writer.append(
         [

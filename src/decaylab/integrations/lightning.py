@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from decaylab.errors import DecaylabError, needed
 from decaylab.integrations.trackers import by_step
 from decaylab.optim.kfac import KFAC
-from decaylab.probes.watch import FREE, Probe, Watch, watch
+from decaylab.probes import FREE, Probe, Watch, watch
 from decaylab.records import Row, Tracker
 
 __all__ = ["WatchCallback"]

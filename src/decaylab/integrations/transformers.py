@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from decaylab.curvature.estimator import CountedRows
 from decaylab.curvature.untouched import bare
 from decaylab.errors import DecaylabError, needed
-from decaylab.probes.watch import FREE, Probe, Watch, watch
+from decaylab.probes import FREE, Probe, Watch, watch
 from decaylab.records import Tracker
 
 __all__ = ["WatchCallback", "labelled_rows"]

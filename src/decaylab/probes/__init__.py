@@ -2,6 +2,7 @@
 
 from decaylab.curvature.untouched import untouched
 from decaylab.probes.damping import DampingReading, LayerDamping, effective_damping, spectrum
+from decaylab.probes.effective_lr import EffectiveLearningRate, effective_learning_rate
 from decaylab.probes.gap import generalization_gap
 from decaylab.probes.gauss_newton import (
     fisher_rao_norm,
@@ -11,20 +12,18 @@ from decaylab.probes.gauss_newton import (
 )
 from decaylab.probes.jacobian import jacobian_norm, jacobian_norms
 from decaylab.probes.kronecker import measured_factors
+from decaylab.probes.layers import Layers, layers_of
 from decaylab.probes.moments import second_moments
+from decaylab.probes.movement import rotations, snapshot, update_norms
 from decaylab.probes.reading import NonFiniteWarning, Reading, row_name
+from decaylab.probes.registry import PROBES, Moment, Probe, load_all, register
+from decaylab.probes.spectra import head_ranks, spectra
 from decaylab.probes.traces import TraceReading, curvature_traces, kfac_traces
-from decaylab.probes.watch import FREE, PROBES, Moment, Probe, Watch, watch
-from decaylab.probes.weights import (
-    EffectiveLearningRate,
-    Layers,
-    effective_learning_rate,
-    layers_of,
-    rotations,
-    snapshot,
-    update_norms,
-    weight_norms,
-)
+from decaylab.probes.watch import Watch, free_probes, watch
+from decaylab.probes.weight_norm import weight_norms
+
+load_all(__name__, __path__)
+FREE = free_probes()
 
 __all__ = [
     "FREE",
@@ -45,6 +44,7 @@ __all__ = [
     "fisher_rao_norm",
     "gauss_newton_norm",
     "generalization_gap",
+    "head_ranks",
     "jacobian_norm",
     "jacobian_norms",
     "kfac_gauss_newton_norm",
@@ -52,10 +52,12 @@ __all__ = [
     "kfac_traces",
     "layers_of",
     "measured_factors",
+    "register",
     "rotations",
     "row_name",
     "second_moments",
     "snapshot",
+    "spectra",
     "spectrum",
     "untouched",
     "update_norms",

@@ -11,6 +11,9 @@ from decaylab.curvature.inverses import factored_damping
 from decaylab.errors import DecaylabError
 from decaylab.probes.kronecker import eigenvalues, grouped, named, seen, weight_of, without_bias
 from decaylab.probes.reading import Reading, row_name
+from decaylab.probes.registry import Moment, Probe, register
+
+LONGEST_SIDE = 1200  # of factors whose eigenvalues are taken: longer ones take seconds each
 
 
 @dataclass(frozen=True)
@@ -122,3 +125,20 @@ def _layer_damping(weight: Tensor, factors: KroneckerFactors, damping: float) ->
         factored=float((used - plain).mean()) * square,
         factored_share=float((plain / used).mean()),
     )
+
+
+def _second_order_share(moment: Moment) -> Reading:
+    """Of all layers with factors; in runs of ours of those whose factors are not long."""
+    if (kfac := moment.kfac) is None:
+        raise DecaylabError("second_order_share needs a K-FAC optimizer")
+    factors = kfac.factors()
+    if moment.images is not None:
+        factors = {
+            layer: factor
+            for layer, factor in factors.items()
+            if max(factor.A.shape[-1], factor.S.shape[-1]) <= LONGEST_SIDE and float(factor.T) > 0
+        }
+    return effective_damping(moment.model, factors, kfac.dampings())
+
+
+register(Probe("second_order_share", "many", _second_order_share, unit="1", when="tenth"))

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from decaylab.optim.decay import OUTSIDE
 from decaylab.optim.laws import exposure_rate
-from decaylab.probes.weights import Layers, groups_of
+from decaylab.probes.layers import Layers, groups_of
+from decaylab.probes.reading import Reading
+from decaylab.probes.registry import Probe, register
 
 
 class Exposure:
@@ -19,8 +21,8 @@ class Exposure:
         self._totals: dict[int, Any] = {}
         self._before: dict[str, float] = {}  # layer -> what its group had when it was thawed
 
-    def add(self) -> None:
-        """Add one step's rate; worked out anew only where a group's settings changed.
+    def add(self, steps: int = 1) -> None:
+        """Add the rate of one step, or of several; worked out anew only where settings changed.
 
         Nothing where a GradScaler lets the optimizer itself leave the step out (fused, K-FAC).
         """
@@ -36,7 +38,7 @@ class Exposure:
             known = self._known.get(i)
             if known is None or isinstance(settings[0], Tensor) or settings != known[0]:
                 known = self._known[i] = settings, exposure_rate(self._optimizer, group)
-            self._totals[i] = self._totals.get(i, 0.0) + known[1] * taken
+            self._totals[i] = self._totals.get(i, 0.0) + known[1] * taken * steps
 
     def begin(self, layers: Layers) -> None:
         """Count from now on for the layers that are new: until now they were frozen."""
@@ -53,3 +55,8 @@ class Exposure:
         places = {id(group): i for i, group in enumerate(self._optimizer.param_groups)}
         found = {layer: places[id(of)] for layer, of in groups_of(layers, self._optimizer).items()}
         return {layer: float(self._totals[i]) for layer, i in found.items() if i in self._totals}
+
+
+register(
+    Probe("decay_exposure", "free", lambda m: Reading("decay_exposure", "1", m.exposure), unit="1")
+)

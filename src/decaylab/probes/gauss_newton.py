@@ -5,6 +5,7 @@ theta itself. theta holds every trainable parameter, biases and norm scales incl
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -22,9 +23,12 @@ from decaylab.curvature.untouched import (
     trainable,
 )
 from decaylab.errors import DecaylabError
+from decaylab.probes.applied import applied, whole
 from decaylab.probes.kronecker import joined_weight, measured_factors, named, seen, times
 from decaylab.probes.reading import Reading, numbers, standard_error
+from decaylab.probes.registry import Moment, Probe, register
 
+KFAC_BATCHES, KFAC_BATCH = 10, 128  # so many batches, of so many training images
 Kind = tuple[Curvature, Likelihood]
 
 
@@ -152,3 +156,34 @@ def _norm(
     total, *values = (sums / count).tolist()
     unit = "logit^2" if kind[0] == "gauss-newton" else "nat"
     return Reading(name, unit, dict(zip(layers, values, strict=True)), total)
+
+
+def _gauss_newton(moment: Moment) -> Reading:
+    model, inputs = applied(moment.model, moment.inputs, moment.logits)
+    return gauss_newton_norm(model, inputs, per_layer=False, chunk=_chunk(moment))
+
+
+def _fisher_rao(moment: Moment) -> Reading:
+    model, inputs = applied(moment.model, moment.inputs, moment.logits)
+    return fisher_rao_norm(model, inputs, per_layer=False, chunk=_chunk(moment))
+
+
+def _chunk(moment: Moment) -> int | None:
+    return None if whole(moment.inputs) else 128
+
+
+def _kfac_gauss_newton(moment: Moment) -> Reading:
+    """In runs of ours on the first 1,280 training images, its total alone (Fig. 5)."""
+    if moment.images is None:
+        model, inputs = applied(moment.model, moment.inputs, moment.logits)
+        return kfac_gauss_newton_norm(model, [inputs])
+    batches = list(islice(moment.images.train(KFAC_BATCH), KFAC_BATCHES))
+    total = kfac_gauss_newton_norm(moment.model, batches).total
+    return Reading("kfac_gn_norm", "logit^2", total=total)
+
+
+register(Probe("gn_norm", "one backward", _gauss_newton, needs_inputs=True, unit="logit^2"))
+register(Probe("fr_norm", "one backward", _fisher_rao, needs_inputs=True, unit="nat"))
+register(
+    Probe("kfac_gn_norm", "many", _kfac_gauss_newton, needs_inputs=True, unit="logit^2", when="end")
+)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from decaylab.probes.layers import Layers
 from decaylab.probes.reading import numbers, row_name
-from decaylab.probes.weights import Layers
 
 
 def gradient_sizes(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str, float]:

@@ -14,9 +14,12 @@ from decaylab.curvature.untouched import (
     untouched,
 )
 from decaylab.errors import DecaylabError
+from decaylab.probes.applied import applied, whole
 from decaylab.probes.reading import Reading
+from decaylab.probes.registry import Moment, Probe, register
 
 UNIT = "logit^2 / input^2"
+CHUNK = 250  # test images whose Jacobians are made together: 10,000 are a multiple of it
 
 
 def jacobian_norm(
@@ -144,3 +147,29 @@ def _sampled(
 
 def _by_example(gradient: Tensor) -> Tensor:
     return gradient.flatten(1).double().square().sum(1)
+
+
+def _measure(moment: Moment) -> list[Reading]:
+    """In runs of ours on the whole test set (Table 2), with the median over images."""
+    if moment.images is None:
+        model, inputs = applied(moment.model, moment.inputs, moment.logits)
+        return [jacobian_norm(model, inputs, chunk=None if whole(moment.inputs) else 128)]
+    parts = moment.images.test(8 * CHUNK)
+    norms = torch.cat([jacobian_norms(moment.model, part, chunk=CHUNK) for part in parts])
+    return [
+        Reading("jacobian_norm", UNIT, total=float(norms.mean())),
+        Reading("jacobian_norm_median", UNIT, total=float(norms.median())),
+    ]
+
+
+register(
+    Probe(
+        "jacobian_norm",
+        "many",
+        _measure,
+        needs_inputs=True,
+        unit=UNIT,
+        when="end",
+        how={"batch_norm": "eval"},
+    )
+)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from decaylab.probes.layers import Layers, layers_of
 from decaylab.probes.reading import Reading
-from decaylab.probes.weights import Layers, layers_of
+from decaylab.probes.registry import Moment, Probe, register
 
 # By its name in the state, the setting that says which part of it a step keeps; None: all of it.
 KEPT: dict[str, tuple[str, ...] | None] = {
@@ -71,3 +72,12 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     counts = [of["step"] for of in states if isinstance(of.get("step"), int | float | Tensor)]
     stepped = any(bool(torch.as_tensor(count).gt(0).any()) for count in counts)
     return stepped or any(state.get("momentum_buffer") is not None for state in states)
+
+
+def _measure(moment: Moment) -> list[Reading]:
+    readings = [r for o in moment.optimizers for r in second_moments(moment.layers, o)]
+    layers = {layer: value for reading in readings for layer, value in reading.layers.items()}
+    return [Reading("second_moment", "gradient^2", layers)] if layers else []
+
+
+register(Probe("second_moment", "free", _measure, unit="gradient^2"))

@@ -14,8 +14,8 @@ from decaylab.optim.decay import decay_of
 from decaylab.optim.experiment import behaviour, is_torchs
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.laws import law_of
+from decaylab.probes.layers import Layers, stepped_by
 from decaylab.probes.moments import kept
-from decaylab.probes.weights import Layers, stepped_by
 from decaylab.records.settings import LayerSettings
 
 Optimizers = Iterable[torch.optim.Optimizer]
@@ -39,6 +39,7 @@ def layer_settings(optimizers: Optimizers, layers: Layers) -> dict[str, LayerSet
             own,
             role=layers.roles.get(layer, "gain"),
             invariant=layers.invariant(layer),
+            together=layers.together(layer),
             size=sum(weight.numel() for weight in weights.values()),
             rounding=_rounding(weights.values()),
         )

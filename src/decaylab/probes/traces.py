@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,11 @@ from decaylab.curvature.untouched import (
     trainable,
 )
 from decaylab.errors import DecaylabError
+from decaylab.probes.applied import applied, whole
 from decaylab.probes.kronecker import grouped, named, seen, weight_of, without_bias
+from decaylab.probes.layers import layers_of
 from decaylab.probes.reading import Reading, numbers, row_name, standard_error
-from decaylab.probes.weights import layers_of
+from decaylab.probes.registry import Moment, Probe, register
 
 TRAIN = "_train"
 BATCH = 128  # what traces in train mode, which depend on the batch, are taken on
@@ -164,3 +167,32 @@ def _reading(
 
 def _sum(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(tensors)).sum(0)
+
+
+def _traces(moment: Moment, curvature: Literal["fisher", "gauss-newton"]) -> Reading:
+    """In runs of ours of the first layer's normalised weights alone (Fig. 7)."""
+    kind: dict[str, Any] = {"curvature": curvature, "samples": 8, "batch_norm": "train"}
+    if moment.images is None:
+        model, inputs = applied(moment.model, moment.inputs, moment.logits)
+        return curvature_traces(
+            model, inputs, chunk=None if whole(moment.inputs) else BATCH, **kind
+        )
+    inputs = next(moment.images.train(2 * BATCH))
+    reading = curvature_traces(moment.model, inputs, **kind)
+    first = next(iter(moment.layers.weights))
+    name = f"{NAMES[curvature]}_normalised{TRAIN}"
+    return Reading(name, reading.unit, {first: reading.normalised[first]})
+
+
+HOW = {"batch_norm": "train", "batch": BATCH}
+for _curvature in get_args(Literal["fisher", "gauss-newton"]):
+    register(
+        Probe(
+            NAMES[_curvature],
+            "many",
+            partial(_traces, curvature=_curvature),
+            needs_inputs=True,
+            unit=UNITS[_curvature],
+            how=HOW,
+        )
+    )

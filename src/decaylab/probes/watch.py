@@ -1,225 +1,204 @@
-"""Watching a training run: probes at every n-th step of any torch optimizer, as records.
+"""Watching a training run: probes at every n-th step of any torch optimizers, as records.
 
     with watch(model, optimizer, every=100) as watched:
         ...  # your own loop
+        watched.log(loss=loss, test_loss=test_loss)
     watched.records.series("effective_lr/features.0")
 
-It hangs on the optimizer's step hooks, so that it works in plain loops and under Lightning or
+It hangs on the optimizers' step hooks, so that it works in plain loops and under Lightning or
 accelerate (whose optimizer wrappers are looked through). Between two records a step costs a few
-microseconds.
+microseconds. Runs of ours are recorded by the same object, which their trainer tells of its steps.
 """
 
+import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from decaylab.curvature.untouched import bare, check_inputs
+from decaylab.curvature.untouched import bare
 from decaylab.errors import DecaylabError
+from decaylab.networks.calling import Inputs, LogitsRule
+from decaylab.networks.scale_invariance import Invariance
 from decaylab.optim.kfac import KFAC
-from decaylab.probes.damping import effective_damping
+from decaylab.probes.applied import check_call, floating
 from decaylab.probes.exposure import Exposure
-from decaylab.probes.gauss_newton import (
-    fisher_rao_norm,
-    gauss_newton_norm,
-    kfac_gauss_newton_norm,
-)
 from decaylab.probes.gradients import Scaled, gradient_sizes, radial_gradients
-from decaylab.probes.jacobian import jacobian_norm
-from decaylab.probes.moments import has_stepped, second_moments
+from decaylab.probes.layers import layers_of, stepped_by
+from decaylab.probes.moments import has_stepped
+from decaylab.probes.movement import Snapshot, snapshot, with_gains
 from decaylab.probes.reading import NonFiniteWarning, Reading
+from decaylab.probes.registry import PROBES, ImageBatches, Moment, Probe, probe_named
 from decaylab.probes.settings import layer_settings
-from decaylab.probes.traces import curvature_traces
-from decaylab.probes.weights import (
-    Layers,
-    Snapshot,
-    effective_learning_rate,
-    layers_of,
-    movement,
-    snapshot,
-    weight_norms,
-)
-from decaylab.records.recording import Recording, recording_of
+from decaylab.probes.size_response import measured_invariance, with_invariance
+from decaylab.records.recording import LOGGED, Recording, recording_of
 from decaylab.records.rows import (
     Contents,
+    Entry,
+    Event,
     Row,
     Rows,
     RowWriter,
     SettingsChange,
     Tracker,
     read_contents,
-    read_rows,
 )
 from decaylab.records.settings import LayerSettings
 
-Cost = Literal["free", "one backward", "many"]
-
-
-@dataclass(frozen=True)
-class Moment:
-    """What a probe is shown: the step just taken.
-
-    Attributes:
-        model: the bare model.
-        optimizer: the torch optimizer that took the step.
-        inputs: the batch given to `watch`, or None.
-        layers: the model's layers, found once.
-        before: the weights before the step.
-        exposure: decay exposure of each layer since the watch began.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    inputs: Any
-    layers: Layers
-    before: Snapshot
-    exposure: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A named measurement, what it costs, and whether it needs a batch of inputs.
-
-    Costs: "free" (no pass through the model), "one backward" (about one training step), "many".
-    """
-
-    name: str
-    cost: Cost
-    measure: Callable[[Moment], Reading | Sequence[Reading]]
-    needs_inputs: bool = False
-
-
-def _second_order_share(moment: Moment) -> Reading:
-    if not isinstance(moment.optimizer, KFAC):
-        raise DecaylabError("second_order_share needs a K-FAC optimizer")
-    kfac = moment.optimizer
-    return effective_damping(moment.model, kfac.factors(), kfac.dampings())
-
-
-PROBES: dict[str, Probe] = {
-    probe.name: probe
-    for probe in (
-        Probe("weight_norm", "free", lambda m: weight_norms(m.layers)),
-        Probe("movement", "free", lambda m: movement(m.layers, m.before)),
-        Probe("effective_lr", "free", lambda m: effective_learning_rate(m.layers, m.optimizer)),
-        Probe("decay_exposure", "free", lambda m: Reading("decay_exposure", "1", m.exposure)),
-        Probe("second_moment", "free", lambda m: second_moments(m.layers, m.optimizer)),
-        Probe(
-            "gn_norm",
-            "one backward",
-            lambda m: gauss_newton_norm(m.model, m.inputs, per_layer=False),
-            needs_inputs=True,
-        ),
-        Probe(
-            "fr_norm",
-            "one backward",
-            lambda m: fisher_rao_norm(m.model, m.inputs, per_layer=False),
-            needs_inputs=True,
-        ),
-        Probe("jacobian_norm", "many", lambda m: jacobian_norm(m.model, m.inputs), True),
-        Probe("kfac_gn_norm", "many", lambda m: kfac_gauss_newton_norm(m.model, [m.inputs]), True),
-        Probe(
-            "fisher_trace",
-            "many",
-            lambda m: curvature_traces(m.model, m.inputs, curvature="fisher", samples=8),
-            needs_inputs=True,
-        ),
-        Probe(
-            "gn_trace",
-            "many",
-            lambda m: curvature_traces(m.model, m.inputs, curvature="gauss-newton", samples=8),
-            needs_inputs=True,
-        ),
-        Probe("second_order_share", "many", _second_order_share),
-    )
-}
 VOIDED = (
     "this optimizer has stepped before, but the rows in this folder, up to step {}, do not count"
     " any more: to go on with them, call watched.resume(step) before the first step"
 )
 SHARED = "another watch or process writes to it, too: give each a folder of its own"
-FREE = tuple(name for name, probe in PROBES.items() if probe.cost == "free")
+Probes = Iterable[str | Probe] | Mapping[str | Probe, int]
 
 
 class Watch:
-    """What `watch` returns: a context manager with `records`, and `detach()`."""
+    """What `watch` returns: a context manager with `records`, `log(...)` and `detach()`.
+
+    `steps` counts rounds: a round ends when every watched optimizer has stepped, or when one steps
+    again before that (loops that alternate between optimizers, or use only one of them).
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        probes: Sequence[Probe],
+        optimizers: Sequence[torch.optim.Optimizer],
+        probes: Mapping[Probe, int],
         *,
-        every: int,
-        inputs: Tensor | None,
-        steps_per_epoch: int | None,
-        writer: RowWriter | None,
-        trackers: Iterable[Tracker],
+        inputs: Inputs = None,
+        logits: LogitsRule = None,
+        images: ImageBatches | None = None,
+        steps_per_epoch: int | None = None,
+        clock: Callable[[], tuple[int, float]] | None = None,
+        writer: RowWriter | None = None,
+        trackers: Iterable[Tracker] = (),
+        hooks: bool = True,
     ) -> None:
-        self.model, self.optimizer, self.inputs = model, optimizer, inputs
-        self.probes, self.every = tuple(probes), every
-        self.steps = 0
-        self._rows: list[Row] = []
-        self._writer, self._steps_per_epoch = writer, steps_per_epoch
-        self._trackers = list(trackers)
+        self.model, self.inputs, self.steps = model, inputs, 0
+        self.optimizers = tuple(optimizers)
+        self.probes = dict(probes)
+        self.every = min(self.probes.values(), default=1)
+        self._logits, self._images = logits, images
+        self._steps_per_epoch, self._clock = steps_per_epoch, clock or self._own_clock
+        self._writer, self._trackers = writer, list(trackers)
         self._began = time.perf_counter()
-        self._exposure = Exposure(optimizer)
-        self._find_layers()
+        self._rows: list[Row] = []
+        self._changes: list[SettingsChange] = []
+        self._events: list[Event] = []
+        self._logged: list[tuple[int, int, float, str, Any]] = []
+        self._unwritten: list[Entry] = []
+        self._settings: dict[str, LayerSettings] = {}
+        self._warned: set[str] = set()
+        self._troubles: dict[str, Exception | str] = {}  # to be said when all else is done
+        self._anew, self._begun = True, False  # whether a file's rows become void, is begun
+        self._records = 0  # moments recorded so far
+        self._exposures = {optimizer: Exposure(optimizer) for optimizer in self.optimizers}
+        self._carried: dict[str, float] = {}  # exposure from before a resume
         self._before: Snapshot | None = None
+        self._earlier: Snapshot | None = None
         self._gradients: dict[str, float] = {}
         self._scaled: Scaled = {}
         self._closure = self._continues = False
-        self._warned: set[str] = set()
-        self._changes: list[SettingsChange] = []
-        self._settings: dict[str, LayerSettings] = {}
-        self._before_step: Any = None
-        self._after_step: Any = optimizer.register_step_post_hook(self._step_ended)
-        self._listen_if_due()
+        self._inside: torch.optim.Optimizer | None = None  # whose step is being taken
+        self._stepped: set[torch.optim.Optimizer] = set()  # in this round
+        self._handles: dict[torch.optim.Optimizer, list[Any]] = {}
+        self._global_handle: Any = None
+        self._measured_scales: Invariance | None = None
+        if inputs is not None:
+            self._measured_scales = measured_invariance(model, inputs, logits)
+        self._find_layers()
+        self._note_parameters()
+        if hooks:
+            for optimizer in self.optimizers:
+                self._attach(optimizer)
+            self._global_handle = _hear_of_all(self)
+
+    # ------------------------------------------------------------ what was recorded
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The first of the optimizers."""
+        return self.optimizers[0]
 
     @property
     def records(self) -> Rows:
-        """Everything recorded so far, in the format of a run's own rows."""
+        """All numbers recorded so far, in the format of a run's own rows."""
+        self._take_logged()
         return Rows(tuple(self._rows))
 
     @property
     def recording(self) -> Recording:
         """The same with settings, outcomes and events: what `diagnose` reads."""
-        contents = Contents(self.records, tuple(self._changes))
-        return recording_of("the watched run", contents, steps_per_epoch=self._steps_per_epoch)
+        contents = Contents(self.records, tuple(self._changes), tuple(self._events), self._meta())
+        return recording_of("the watched run", contents)
+
+    def log(self, **values: float | Tensor) -> None:
+        """Record outcomes at the step just taken: `log(loss=..., test_loss=..., accuracy=...)`.
+
+        Numbers or tensors of one number, finite or not; a tensor is read when the next record is
+        written, so that nothing waits for the device. `diagnose` needs at least one of them.
+        """
+        epoch, seconds = self._clock()
+        for name, value in values.items():
+            kept = value.detach().clone() if isinstance(value, Tensor) else float(value)
+            self._logged.append((self.steps, epoch, seconds, name, kept))
+
+    def note(self, kind: str, **data: Any) -> None:
+        """Record an event: something that happened to the run or to its recording."""
+        event = Event(self.steps, kind, data)
+        self._events.append(event)
+        self._unwritten.append(event)
 
     def resume(self, step: int) -> None:
         """Count on from `step`, that of a checkpoint; rows recorded past it do not count any more.
 
-        With a folder, `records` has its rows up to there. Exposure to decay is counted from here.
+        With a folder, `records` has its rows up to there, and exposure to decay goes on from the
+        last of them. Without, it is counted from here.
         """
         self.steps = step
-        self._exposure = Exposure(self.optimizer)
-        self._exposure.begin(self._layers)
+        self._exposures = {optimizer: Exposure(optimizer) for optimizer in self.optimizers}
+        self._begin_exposure()
         self._rows = [row for row in self._rows if row.step <= step]
         self._changes = [change for change in self._changes if change.step <= step]
+        self._events = [event for event in self._events if event.step <= step]
+        self._logged, self._unwritten = [], []
         self._settings = {}  # those that changed past the checkpoint are to be recorded again
+        self._carried, self._anew = {}, False
         if self._writer is not None:
             self._writer.resume(step)
             contents = read_contents(self._writer.path)
             self._rows, self._changes = list(contents.rows.rows), list(contents.settings)
-        self._listen_if_due()
+            self._events = list(contents.events)
+            self._carried = _last_exposure(contents.rows)
+        self._records = len({row.step for row in self._rows})
+        self.note("resumed")
 
     def detach(self) -> None:
-        """Take the hooks off the optimizer; the records stay."""
-        for handle in (self._before_step, self._after_step):
-            if handle is not None:
-                handle.remove()
-        self._before_step = self._after_step = None
+        """Take the hooks off the optimizers; the records stay."""
+        if self._stepped:  # a round that not all have taken part in
+            self._end_round()
+        self._flush()
+        for handle in [h for handles in self._handles.values() for h in handles]:
+            handle.remove()
+        self._handles = {}
+        if self._global_handle is not None:
+            self._global_handle.remove()
+            self._global_handle = None
 
     def __repr__(self) -> str:
-        of = f"{type(self.model).__name__}, {type(self.optimizer).__name__}, every={self.every}"
-        return f"<Watch of {of}: {self.steps} steps, {len(self._rows)} rows>"
+        names = " + ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        what = f"{type(self.model).__name__}, {names}, every={self.every}"
+        return f"<Watch of {what}: {self.steps} steps, {len(self._rows)} rows>"
 
     def __enter__(self) -> "Watch":
         return self
@@ -227,118 +206,333 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self.detach()
 
-    def _find_layers(self) -> None:
-        self._trained = [p.requires_grad for p in self.model.parameters()]
-        self._layers = layers_of(self.model, self.inputs)
-        self._exposure.begin(self._layers)
+    # ------------------------------------------------------------ steps, as hooks tell of them
+
+    def wants_step(self) -> bool:
+        """Whether the coming step is recorded, so that it must not be a replay of a graph."""
+        return self._due(self.steps + 1) or self._earlier is not None
+
+    def step_replayed(self) -> None:
+        """Count a step that was replayed from a graph, in which hooks do not run."""
+        self.count(1)
+
+    def count(self, steps: int) -> None:
+        """Count steps of all optimizers that no hook tells of."""
+        self.steps += steps
+        for exposure in self._exposures.values():
+            exposure.add(steps)
 
     def _due(self, step: int) -> bool:
-        return step == 1 or step % self.every == 0
+        return any(self._due_probes(step))
 
-    def _listen_if_due(self) -> None:
-        """Hear of the next step's beginning only where it is recorded: most steps cost one hook."""
-        if self._before_step is not None:
-            self._before_step.remove()
-            self._before_step = None
-        if self._due(self.steps + 1):
-            self._before_step = self.optimizer.register_step_pre_hook(self._step_begins)
-            # first of all, so that what other hooks do to the weights (decay) is part of the step
-            hooks: Any = self.optimizer._optimizer_step_pre_hooks
-            hooks.move_to_end(self._before_step.id, last=False)
+    def _due_probes(self, step: int) -> list[Probe]:
+        """The probes of a record after this step; "doubling" ones at the 1st, 2nd, 4th ... one."""
+        number = self._records + 1
+        doubled = number & (number - 1) == 0
+        return [
+            probe
+            for probe, every in self.probes.items()
+            if (step == 1 or step % every == 0)
+            and not probe.follows
+            and (probe.when != "doubling" or doubled)
+        ]
 
-    def _step_begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _inner(self.optimizer):
+    def _attach(self, optimizer: torch.optim.Optimizer) -> None:
+        before = optimizer.register_step_pre_hook(self._step_begins)
+        # first of all, so that what other hooks do to the weights (decay) is part of the step
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(before.id, last=False)
+        after = optimizer.register_step_post_hook(self._step_ended)
+        self._handles[optimizer] = [before, after]
+
+    def _met(self, optimizer: torch.optim.Optimizer) -> None:
+        """Another optimizer steps: if it moves parameters of this model, watch it from now on.
+
+        One that holds parameters of a watched one takes its place.
+        """
+        if self._inside is not None or _is_wrapper(optimizer):
             return
-        self._scaled, self._gradients, self._closure = {}, {}, False
+        if any(value is known for value in vars(optimizer).values() for known in self.optimizers):
+            return  # it only calls one that is watched
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if held.isdisjoint(map(id, self.model.parameters())):
+            return
+        replaced = [o for o in self.optimizers if any(id(p) in held for p in stepped_by([o]))]
+        kept = tuple(o for o in self.optimizers if o not in replaced)
+        names = [type(o).__name__ for o in replaced]
+        self.note("optimizer-changed", was=names, now=type(optimizer).__name__)
+        if self._stepped:
+            self._end_round()
+        for old in replaced:
+            for handle in self._handles.pop(old, []):
+                handle.remove()
+            totals = self._exposures.pop(old).by_layer(self._layers)
+            for layer, total in totals.items():
+                self._carried[layer] = self._carried.get(layer, 0.0) + total
+        self.optimizers = (*kept, optimizer)
+        self._exposures[optimizer] = Exposure(optimizer)
+        self._exposures[optimizer].begin(self._layers)
+        self._attach(optimizer)
+        self._note_parameters()
+
+    def _step_begins(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._inside is optimizer and _inner(optimizer):
+            return
+        self._inside = optimizer
         try:
-            self._continues = not self.steps and has_stepped(self.optimizer)
-            if self._trained != [p.requires_grad for p in self.model.parameters()]:
-                self._find_layers()  # some were frozen or thawed
-            self._before, scaled = snapshot(self._layers), self._layers.scaled
-            self._closure = any(map(callable, [*args[1:], *kwargs.values()]))
-            if self._closure:  # the gradients are taken in the step
-                self._scaled = {k: [p.detach().clone() for p in of] for k, of in scaled.items()}
-            else:  # before the step, which may change the gradients
-                self._measure_gradients(scaled)
+            if optimizer in self._stepped:
+                self._end_round()
+            if not self._stepped:
+                self._begin_round()
+            if self._before is not None:
+                self._gather(optimizer, args, kwargs)
         except Exception as error:  # the training must not stop for a probe
             self._warn_once("snapshot", error)
 
-    def _measure_gradients(self, weights: Scaled) -> None:
-        self._gradients = radial_gradients(self._layers, weights)
-        self._gradients |= gradient_sizes(self.optimizer, self._layers)
-
-    def _step_ended(self, *_: Any) -> None:
-        if _inner(self.optimizer):
+    def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._inside is not optimizer or _inner(optimizer):
             return
-        self.steps += 1
-        self._exposure.add()
-        if self._due(self.steps):
+        self._inside = None
+        self._stepped.add(optimizer)
+        self._exposures[optimizer].add()
+        if self._before is not None and self._closure:
             try:
-                if self._closure:
-                    self._measure_gradients(self._scaled)
-                self._record()
+                self._measure_gradients(optimizer, self._scaled)
             except Exception as error:
-                self._warn_once("records", error)
-            self._before = None
-        if self._before_step is not None or self._due(self.steps + 1):
-            self._listen_if_due()
+                self._warn_once("gradients", error)
+        if len(self._stepped) == len(self.optimizers):
+            self._end_round()
 
-    def _record(self) -> None:
-        exposure = self._exposure.by_layer(self._layers)
-        moment = Moment(
-            self.model, self.optimizer, self.inputs, self._layers, self._before or {}, exposure
+    def _begin_round(self) -> None:
+        if self._due(self.steps + 1) or self._earlier is not None:
+            self.before_step()
+
+    def before_step(self) -> None:
+        """Keep the weights as they are before a step that will be recorded."""
+        self._scaled, self._gradients, self._closure = {}, {}, False
+        self._continues = not self.steps and any(map(has_stepped, self.optimizers))
+        if self._trained != [p.requires_grad for p in self.model.parameters()]:
+            self._find_layers()  # some were frozen or thawed
+        self._before = snapshot(with_gains(self._layers))
+
+    def _gather(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        scaled = self._layers.scaled
+        self._closure = any(map(callable, [*args[1:], *kwargs.values()]))
+        if self._closure:  # the gradients are taken in the step
+            self._scaled = {k: [p.detach().clone() for p in ps] for k, ps in scaled.items()}
+        else:  # before the step, which may change the gradients
+            self._measure_gradients(optimizer, scaled)
+
+    def _measure_gradients(self, optimizer: torch.optim.Optimizer, weights: Scaled) -> None:
+        sizes = gradient_sizes(optimizer, self._layers)
+        known = self._gradients
+        if "gradient_norm" in known and "gradient_norm" in sizes:  # of another optimizer
+            sizes["gradient_norm"] = math.hypot(sizes["gradient_norm"], known["gradient_norm"])
+            sizes["gradient_max"] = max(sizes["gradient_max"], known["gradient_max"])
+        self._gradients = known | radial_gradients(self._layers, weights) | sizes
+
+    def _end_round(self) -> None:
+        self.steps += 1
+        self._stepped = set()
+        if self._before is None:
+            return
+        try:
+            if self._earlier is not None:
+                self._record_following()
+            if due := self._due_probes(self.steps):
+                self.record(due, self._gradients)
+        except Exception as error:
+            self._warn_once("records", error)
+        self._before = None
+
+    # ------------------------------------------------------------ recording
+
+    def record(
+        self, probes: Sequence[Probe], values: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """Measure probes now and record them with other values; returns all that was recorded."""
+        if any(probe.when == "doubling" for probe in probes) and self.inputs is not None:
+            self._measure_invariance_again()
+        follow = any(probe.follows for probe in self.probes) and self._before is not None
+        self._take_logged()
+        found = self._measured(probes, self._moment()) | dict(values or {})
+        self._records += 1
+        changes = self.changed_settings()
+        rows = self._as_rows(found)
+        self._earlier = self._last_move() if follow else None
+        self._keep([*rows, *changes])
+        return found
+
+    def changed_settings(self, step: int | None = None) -> list[SettingsChange]:
+        """How layers are stepped, as far as it is not what it was; `step`: from which on."""
+        now = layer_settings(self.optimizers, self._layers)
+        changed = {k: own for k, own in now.items() if own != self._settings.get(k)}
+        self._settings = now
+        at = self.steps if step is None else step
+        changes = [SettingsChange(at, layer, own) for layer, own in changed.items()]
+        self._changes.extend(changes)
+        return changes
+
+    def _record_following(self) -> None:
+        following = [probe for probe in self.probes if probe.follows]
+        moment = replace(self._moment(), earlier=self._earlier)
+        self._earlier = None
+        self._keep(self._as_rows(self._measured(following, moment)))
+
+    def _last_move(self) -> Snapshot:
+        assert self._before is not None
+        now = with_gains(self._layers).weights
+        return {
+            layer: {name: now[layer][name].detach() - old for name, old in weights.items()}
+            for layer, weights in self._before.items()
+            if layer in now
+        }
+
+    def _moment(self) -> Moment:
+        return Moment(
+            self.model,
+            self.optimizers,
+            self.inputs,
+            self._layers,
+            self._before,
+            self.exposure(),
+            self._logits,
+            images=self._images,
         )
+
+    def exposure(self) -> dict[str, float]:
+        """The decay exposure of each layer since the start."""
+        totals: dict[str, float] = {}
+        for exposure in self._exposures.values():
+            totals |= exposure.by_layer(self._layers)
+        return {layer: total + self._carried.get(layer, 0.0) for layer, total in totals.items()}
+
+    def _measured(self, probes: Sequence[Probe], moment: Moment) -> dict[str, float]:
         found: dict[str, float] = {}
-        trouble: dict[str, Any] = {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NonFiniteWarning)  # said below, once per probe
-            for probe in self.probes:
+            for probe in probes:
                 try:
                     measured = probe.measure(moment)
                 except Exception as error:
-                    trouble[probe.name] = error
+                    self._trouble(probe.name, error)
                     continue
                 for reading in [measured] if isinstance(measured, Reading) else measured:
                     found |= reading.rows()
                     if reading.non_finite:
-                        trouble[probe.name] = reading.not_finite_sentence()
-        found |= self._gradients
-        changes = self._changed_settings()
-        seconds = time.perf_counter() - self._began
-        epoch = 0 if self._steps_per_epoch is None else (self.steps - 1) // self._steps_per_epoch
-        # one string for all rows of a name: they stay in memory
-        rows = [Row(self.steps, epoch, seconds, sys.intern(k), v) for k, v in found.items()]
-        self._rows.extend(rows)
-        self._changes.extend(changes)
-        self._show(rows)
-        for name, what in trouble.items():
-            self._warn_once(name, what)
-        if self._writer is not None:  # behind all else: a disk may be full
-            self._write(self._writer, [*rows, *changes])
+                        self._trouble(probe.name, reading.not_finite_sentence())
+        return found
 
-    def _write(self, writer: RowWriter, entries: Sequence[Row | SettingsChange]) -> None:
-        voided = read_rows(writer.path).rows if self._continues else ()
-        writer.append(entries, anew=self.steps == 1)
+    def _as_rows(self, values: Mapping[str, float]) -> list[Row]:
+        epoch, seconds = self._clock()
+        # one string for all rows of a name: they stay in memory
+        rows = [Row(self.steps, epoch, seconds, sys.intern(k), v) for k, v in values.items()]
+        self._rows.extend(rows)
+        return rows
+
+    def _own_clock(self) -> tuple[int, float]:
+        seconds = time.perf_counter() - self._began
+        per_epoch = self._steps_per_epoch
+        return 0 if per_epoch is None else max(self.steps - 1, 0) // per_epoch, seconds
+
+    def _keep(self, entries: Sequence[Entry]) -> None:
+        """Show rows to the trackers and write everything, behind all else: a disk may be full."""
+        self._unwritten.extend(entries)
+        self._flush()
+
+    def _take_logged(self) -> None:
+        logged, self._logged = self._logged, []
+        rows = [
+            Row(step, epoch, seconds, sys.intern(LOGGED + name), float(value))
+            for step, epoch, seconds, name, value in logged
+        ]
+        self._rows.extend(rows)
+        self._unwritten.extend(rows)
+
+    def _flush(self) -> None:
+        self._take_logged()
+        entries, self._unwritten = self._unwritten, []
+        if not entries:
+            return
+        self._show([entry for entry in entries if isinstance(entry, Row)])
+        troubles, self._troubles = self._troubles, {}
+        for name, trouble in troubles.items():
+            self._warn_once(name, trouble)
+        if self._writer is not None:
+            self._write(self._writer, entries)
+
+    def _write(self, writer: RowWriter, entries: Sequence[Entry]) -> None:
+        anew, begun = self._anew, self._begun
+        self._anew, self._begun = False, True
+        voided = read_contents(writer.path).rows.rows if self._continues and anew else ()
+        writer.append(entries, anew=anew, meta=None if begun else self._meta())
         if voided:
-            self._warn_once("earlier rows", VOIDED.format(max(row.step for row in voided)))
+            last = max(row.step for row in voided)
+            self.note("rows-voided", last_step=last)
+            self._warn_once("earlier rows", VOIDED.format(last))
         if writer.shared:
             self._warn_once("folder", SHARED)
 
-    def _changed_settings(self) -> list[SettingsChange]:
-        """How layers are stepped, as far as it is not what it was."""
-        now = layer_settings([self.optimizer], self._layers)
-        changed = {k: v for k, v in now.items() if v != self._settings.get(k)}
-        self._settings = now
-        return [SettingsChange(self.steps, layer, own) for layer, own in changed.items()]
+    def _meta(self) -> dict[str, Any]:
+        how = {probe.name: dict(probe.how) for probe in self.probes if probe.how}
+        per_epoch = {"steps_per_epoch": self._steps_per_epoch} if self._steps_per_epoch else {}
+        return {"version": version("decaylab"), "probes": how, **per_epoch}
 
     def _show(self, rows: Sequence[Row]) -> None:
         """Hand rows to the trackers; one that fails, maybe after a long wait, is asked no more."""
+        if not rows:
+            return
         for tracker in tuple(self._trackers):
             try:
                 tracker.log(rows)
             except Exception as error:
                 self._trackers.remove(tracker)
                 self._warn_once(f"{type(tracker).__name__} is given up", error)
+
+    # ------------------------------------------------------------ the model's layers
+
+    def _find_layers(self) -> None:
+        self._trained = [p.requires_grad for p in self.model.parameters()]
+        self._layers = layers_of(self.model)
+        if self._measured_scales is not None:
+            self._layers = with_invariance(self._layers, self._measured_scales)
+        self._begin_exposure()
+
+    def _begin_exposure(self) -> None:
+        for exposure in self._exposures.values():
+            exposure.begin(self._layers)
+
+    def _measure_invariance_again(self) -> None:
+        try:
+            self._measured_scales = measured_invariance(self.model, self.inputs, self._logits)
+        except Exception as error:
+            self._trouble("size_response", error)
+        else:
+            self._layers = with_invariance(self._layers, self._measured_scales)
+
+    def _note_parameters(self) -> None:
+        """Events for parameters that two optimizers hold, and for trained ones that none holds."""
+        holders: dict[int, int] = {}
+        for optimizer in self.optimizers:
+            for p in {id(p) for group in optimizer.param_groups for p in group["params"]}:
+                holders[p] = holders.get(p, 0) + 1
+        named = dict(self.model.named_parameters())
+        shared = [name for name, p in named.items() if holders.get(id(p), 0) > 1]
+        unstepped = [n for n, p in named.items() if p.requires_grad and id(p) not in holders]
+        if shared:
+            self.note("shared-parameters", parameters=shared)
+        if unstepped:
+            self.note("unstepped-parameters", parameters=unstepped)
+
+    def _trouble(self, name: str, what: Exception | str) -> None:
+        if name not in self._warned:
+            self._troubles[name] = what
+            if isinstance(what, Exception):
+                self.note("probe-failed", probe=name, error=f"{type(what).__name__}: {what}")
 
     def _warn_once(self, name: str, trouble: Exception | str) -> None:
         if name in self._warned:
@@ -351,57 +545,58 @@ class Watch:
 
 def watch(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     every: int = 100,
-    probes: Iterable[str | Probe] = FREE,
-    inputs: Tensor | None = None,
+    probes: Probes | str | None = None,
+    inputs: Inputs = None,
+    logits: LogitsRule = None,
     steps_per_epoch: int | None = None,
     folder: str | Path | None = None,
     trackers: Iterable[Tracker] = (),
 ) -> Watch:
-    """Record probes after step 1 and after every `every`-th step of `optimizer`.
+    """Record probes after step 1 and after every `every`-th step of the optimizers.
 
-    Works with any model and any torch optimizer; see the module's text. A probe that fails warns
+    Works with any model and any torch optimizers; see the module's text. A probe that fails warns
     once and never stops the training. How each layer is stepped (lr, decay, ...) is recorded with
-    them, at first and whenever it has changed, so that `diagnose` needs the records alone.
+    them, at first and whenever it has changed, so that `diagnose` needs the records alone. An
+    optimizer that begins to step this model later on is noticed and watched as well.
 
     Args:
         model: the model that is trained, bare or wrapped.
-        optimizer: the optimizer that steps it, or a wrapper that holds it as `.optimizer`.
+        optimizer: the optimizer that steps it, or several; also wrappers with it as `.optimizer`.
         every: steps between two records.
-        probes: names from `PROBES`, or `Probe`s of your own; by default those that cost nothing.
-            "diagnosis": these, and what `diagnose` needs for the other two mechanisms: the Jacobian
-            norm (for tokens the Gauss-Newton norm) and K-FAC's second-order share.
+        probes: names from `PROBES`, or `Probe`s of your own; by default those that cost nothing. A
+            mapping gives steps between two records for each. "diagnosis": the free ones, and what
+            `diagnose` needs for the other mechanisms: how the function answers to layers' scales,
+            the Jacobian norm (for tokens the Gauss-Newton norm), K-FAC's second-order share.
         inputs: a fixed batch for probes that run the model, and to find scale-invariant layers by
-            experiment (once, now) instead of by module order.
+            experiment instead of by module order: a tensor, a tuple of arguments, a mapping of
+            keyword arguments, or a function that takes the model and returns its output.
+        logits: where they are in the model's output, if that is not a tensor and does not call
+            them `logits`: a name, an index, or a function of the output. By default the first
+            floating-point tensor of two or more axes.
         steps_per_epoch: fills in the rows' epoch; 0 without it.
-        folder: rows are also appended to `rows.jsonl` in this folder; those of an earlier run in it
+        folder: all is also appended to `rows.jsonl` in this folder; rows of an earlier run in it
             do not count any more, unless this one goes on with it (`Watch.resume`).
         trackers: rows are also shown to these (`decaylab.integrations.trackers`). One that fails
             warns once and is given up; `tracker.log(watched.records.rows)` makes up for it.
     """
-    if every < 1:
-        raise DecaylabError(f"every={every}: record at every step with every=1, or less often")
-    while not isinstance(optimizer, torch.optim.Optimizer) or _is_wrapper(optimizer):
-        if not hasattr(optimizer, "optimizer"):
-            raise DecaylabError(
-                f"{type(optimizer).__name__} is no torch optimizer: give watch(model, optimizer)"
-            )
-        optimizer = optimizer.optimizer
-    if isinstance(probes, str):
-        probes = _named_set(probes, optimizer, inputs)
-    chosen = [_probe(probe) for probe in probes]
+    given = [optimizer] if not isinstance(optimizer, list | tuple) else optimizer
+    optimizers = [_torch_optimizer(each) for each in given]
     model = bare(model)
     if not isinstance(model, nn.Module):
         raise DecaylabError(f"{type(model).__name__} is no model: give watch(model, optimizer)")
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if stepped.isdisjoint(map(id, model.parameters())):
-        raise DecaylabError(
-            "the optimizer holds no parameter of this model: give watch the model it was built with"
-        )
+    chosen = _chosen(probes, every, optimizers, inputs)
+    own = set(map(id, model.parameters()))
+    for held in [stepped_by([each]) for each in optimizers] or [{}]:
+        if own.isdisjoint(map(id, held)):
+            raise DecaylabError(
+                "the optimizer holds no parameter of this model: give watch the model it was built"
+                " with"
+            )
     if inputs is not None:
-        check_inputs(model, inputs)
+        check_call(model, inputs)
     for probe in chosen:
         if probe.needs_inputs and inputs is None:
             raise DecaylabError(f"the probe {probe.name!r} runs the model: give watch inputs=...")
@@ -415,33 +610,80 @@ def watch(
         writer = RowWriter(Path(folder) / "rows.jsonl")
     return Watch(
         model,
-        optimizer,
+        optimizers,
         chosen,
-        every=every,
         inputs=inputs,
+        logits=logits,
         steps_per_epoch=steps_per_epoch,
         writer=writer,
         trackers=trackers,
     )
 
 
-def _named_set(
-    name: str, optimizer: torch.optim.Optimizer, inputs: Tensor | None
-) -> tuple[str, ...]:
-    if name != "diagnosis":
-        raise DecaylabError(f'probes={name!r}: give a list of names, or "diagnosis"')
-    tokens = isinstance(inputs, Tensor) and not inputs.is_floating_point()
-    share = ("second_order_share",) if isinstance(optimizer, KFAC) else ()
-    return (*FREE, "gn_norm" if tokens else "jacobian_norm", *share)
+def free_probes() -> tuple[str, ...]:
+    """The names of the probes that cost nothing."""
+    return tuple(name for name, probe in PROBES.items() if probe.cost == "free")
 
 
-def _probe(probe: str | Probe) -> Probe:
-    if isinstance(probe, Probe):
-        return probe
-    if probe not in PROBES:
-        known = ", ".join(f"{name} ({of.cost})" for name, of in PROBES.items())
-        raise DecaylabError(f"unknown probe {probe!r}: use one of {known}")
-    return PROBES[probe]
+def _chosen(
+    probes: Probes | str | None,
+    every: int,
+    optimizers: Sequence[torch.optim.Optimizer],
+    inputs: Inputs,
+) -> dict[Probe, int]:
+    """The probes, and after how many steps each."""
+    if probes is None:
+        probes = free_probes()
+    elif isinstance(probes, str):
+        if probes != "diagnosis":
+            raise DecaylabError(f'probes={probes!r}: give a list of names, or "diagnosis"')
+        share = ("second_order_share",) if any(isinstance(o, KFAC) for o in optimizers) else ()
+        function = "jacobian_norm" if inputs is None or floating(inputs) else "gn_norm"
+        probes = (*free_probes(), "size_response", function, *share)
+    steps_of: dict[Any, int] = dict.fromkeys(probes, every)
+    if isinstance(probes, Mapping) and all(isinstance(n, int) for n in probes.values()):
+        steps_of = dict(probes)
+    chosen = {}
+    for probe, steps in steps_of.items():
+        if steps < 1:
+            raise DecaylabError(f"every={steps}: record at every step with every=1, or less often")
+        chosen[probe if isinstance(probe, Probe) else probe_named(probe)] = steps
+    if every < 1:
+        raise DecaylabError(f"every={every}: record at every step with every=1, or less often")
+    return chosen
+
+
+def _last_exposure(rows: Rows) -> dict[str, float]:
+    start = "decay_exposure/"
+    last = {name: series[-1].value for name, series in rows.by_name.items()}
+    return {n.removeprefix(start): value for n, value in last.items() if n.startswith(start)}
+
+
+def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer behind the wrappers of accelerate and Lightning."""
+    while not isinstance(optimizer, torch.optim.Optimizer) or _is_wrapper(optimizer):
+        if not hasattr(optimizer, "optimizer"):
+            raise DecaylabError(
+                f"{type(optimizer).__name__} is no torch optimizer: give watch(model, optimizer)"
+            )
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _hear_of_all(watched: Watch) -> Any:
+    """Tell the watch of every optimizer that steps and is not one of its own."""
+    reference = weakref.ref(watched)
+
+    def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        own = reference()
+        if own is None or optimizer in own._exposures:
+            return
+        try:
+            own._met(optimizer)
+        except Exception as error:
+            own._warn_once("another optimizer", error)
+
+    return register_optimizer_step_pre_hook(begins)
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> bool:

@@ -140,14 +140,19 @@ class RowWriter:
         if mark := self._mark(step):
             self._write(mark)
 
-    def append(self, entries: Iterable[Entry], *, anew: bool = False) -> None:
-        """Append entries and force them to disk; `anew`: those that are there become void."""
-        lines = _lines(entries)
-        self._write(self._mark(-1) + lines if anew else lines)
+    def append(
+        self,
+        entries: Iterable[Entry] = (),
+        *,
+        anew: bool = False,
+        meta: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Append entries and force them to disk; `anew`: those that are there become void.
 
-    def describe(self, meta: Mapping[str, Any]) -> None:
-        """Append facts of the run, beside or in place of those that are there."""
-        self._write([json.dumps({"meta": dict(meta)})])
+        `meta`: facts of the run, beside or in place of those that are there.
+        """
+        facts = [] if meta is None else [json.dumps({"meta": dict(meta)})]
+        self._write([*(self._mark(-1) if anew else []), *facts, *_lines(entries)])
 
     def _mark(self, step: int) -> list[str]:
         """What voids the rows past `step`; nothing where there are none."""

@@ -15,7 +15,7 @@ from decaylab.optim.decay import decay_of
 from decaylab.optim.experiment import unwrapped
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.laws import law_of
-from decaylab.probes.weights import layers_of
+from decaylab.probes.layers import layers_of
 
 SCOPES = ("all", "conv", "fc")
 

@@ -22,8 +22,8 @@ from decaylab.optim import schedules
 from decaylab.optim.decay import OPTIMIZERS, decay_rate
 from decaylab.optim.first_order import lay_out_state
 from decaylab.optim.kfac import KFAC
+from decaylab.probes.layers import Layers, layers_of
 from decaylab.probes.settings import layer_settings
-from decaylab.probes.weights import Layers, layers_of
 from decaylab.records import LayerSettings, Row, SettingsChange, TestHits
 from decaylab.training.arithmetic import arithmetic, prepare_deterministic
 from decaylab.training.build import CAPTURED, build_batches, build_model, build_optimizer

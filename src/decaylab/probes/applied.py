@@ -1,0 +1,84 @@
+"""A model on whatever its inputs are, as a function of one tensor that returns logits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decaylab.curvature.untouched import bare, check_inputs
+from decaylab.errors import DecaylabError
+from decaylab.networks.calling import Inputs, LogitsRule, call, find_logits
+
+
+def applied(
+    model: nn.Module, inputs: Inputs, logits: LogitsRule = None
+) -> tuple[nn.Module, Tensor]:
+    """A module with the model's parameters that takes one tensor and returns logits [..., C].
+
+    The tensor is the first of the inputs (the others stay as they are), or, where the inputs are a
+    function of the model, a placeholder that is not read. Of an output that is no tensor, the
+    logits are what `logits` says, what it calls `logits`, or the first floating-point tensor of two
+    or more axes: nanoGPT's (logits, loss), a recurrent layer's (output, state).
+    """
+    model = bare(model)
+    if isinstance(inputs, Tensor):
+        return _view(model, lambda x: x, logits), inputs
+    if isinstance(inputs, Mapping):
+        key, tensor = _first(inputs.items())
+        return _view(model, lambda x: {**inputs, key: x}, logits), tensor
+    if isinstance(inputs, tuple | list):
+        at, tensor = _first(enumerate(inputs))
+        return _view(model, lambda x: (*inputs[:at], x, *inputs[at + 1 :]), logits), tensor
+    if not callable(inputs):
+        raise DecaylabError(
+            f"inputs={type(inputs).__name__}: give a tensor, a tuple of arguments, a mapping of"
+            " keyword arguments, or a function that calls the model"
+        )
+    weight = next(model.parameters())
+    return _view(model, lambda _: inputs, logits), torch.zeros(1, 1).to(weight)
+
+
+def whole(inputs: Inputs) -> bool:
+    """Whether a batch cannot be cut into chunks: more than one tensor belongs to it."""
+    return not isinstance(inputs, Tensor)
+
+
+def floating(inputs: Inputs) -> bool:
+    """Whether there is a tensor of numbers, not tokens, that a Jacobian can be taken at."""
+    if isinstance(inputs, Mapping):
+        inputs = tuple(inputs.values())
+    if isinstance(inputs, tuple | list):
+        inputs = next((part for part in inputs if isinstance(part, Tensor)), None)
+    return isinstance(inputs, Tensor) and inputs.is_floating_point()
+
+
+def check_call(model: nn.Module, inputs: Inputs) -> None:
+    """Refuse a tensor that cannot be fed to this model, in one sentence."""
+    if isinstance(inputs, Tensor):
+        check_inputs(model, inputs)
+
+
+def _first(items: Any) -> tuple[Any, Tensor]:
+    for key, value in items:
+        if isinstance(value, Tensor):
+            return key, value
+    raise DecaylabError("there is no tensor among the inputs: give the batch that the model takes")
+
+
+def _view(model: nn.Module, arguments: Any, logits: LogitsRule) -> nn.Module:
+    """The model with another forward: same modules and parameters, under the same names."""
+    view: nn.Module = object.__new__(type(model))
+    view.__dict__ = dict(model.__dict__)
+
+    def forward(tensor: Tensor) -> Tensor:
+        mode = model.training
+        model.training = view.training
+        try:
+            tensors = find_logits(call(model, arguments(tensor)), logits)
+        finally:
+            model.training = mode
+        return next((t for t in tensors if t.ndim > 1), tensors[0])
+
+    view.forward = forward
+    return view

@@ -1,0 +1,131 @@
+"""The registry of probes: what each measures, in which unit, at what cost and when.
+
+A probe is registered by the file that measures it, and every file of this package is looked
+through: adding a probe touches one file.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from decaylab.errors import DecaylabError
+from decaylab.networks.calling import Inputs, LogitsRule
+from decaylab.optim.kfac import KFAC
+from decaylab.optim.laws import exposure_rate
+from decaylab.probes.layers import Layers, stepped_by
+from decaylab.probes.reading import Reading
+
+Cost = Literal["free", "one backward", "many"]
+When = Literal["record", "doubling", "tenth", "end"]
+
+
+class ImageBatches(Protocol):
+    """Whatever has the images of a run of ours, normalised, in batches."""
+
+    def train(self, batch_size: int) -> Iterator[Tensor]:
+        """The training images."""
+
+    def test(self, batch_size: int) -> Iterator[Tensor]:
+        """The test images."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a probe is shown: how things stand after a step.
+
+    Attributes:
+        model: the bare model.
+        optimizers: the torch optimizers that step it.
+        inputs: the fixed batch given to `watch`, or None. logits: where they are in the output.
+        layers: the model's layers, found once.
+        before: the weights and gains before the step; None where they were not kept.
+        earlier: for probes that follow a record, the move of the step before; else None.
+        exposure: decay exposure of each layer since the start.
+        images: in a run of ours, its data; else None.
+    """
+
+    model: nn.Module
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    inputs: Inputs
+    layers: Layers
+    before: Mapping[str, Mapping[str, Tensor]] | None
+    exposure: Mapping[str, float]
+    logits: LogitsRule = None
+    earlier: Mapping[str, Mapping[str, Tensor]] | None = None
+    images: ImageBatches | None = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The first of the optimizers."""
+        return self.optimizers[0]
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The part of each layer's weight, or of a gain, that decay takes a step."""
+        holders = stepped_by(self.optimizers)
+        rates = {}
+        for layer, weights in {**self.layers.weights, **self.layers.gains}.items():
+            held = next((holders[p] for p in weights.values() if p in holders), None)
+            rates[layer] = 0.0 if held is None else float(exposure_rate(*held))
+        return rates
+
+    @property
+    def kfac(self) -> KFAC | None:
+        """The K-FAC among them."""
+        return next((o for o in self.optimizers if isinstance(o, KFAC)), None)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A named measurement.
+
+    Attributes:
+        name: what `watch` calls it. measure: returns readings, or one.
+        cost: "free" (no pass through the model), "one backward" (about one training step), "many".
+        needs_inputs: whether it runs the model.
+        unit: what the numbers are in.
+        when: how often it is due by itself. "record": whenever anything is recorded; "doubling": at
+            the first record, the second, the fourth and so on; "tenth" and "end": in runs of ours
+            after each tenth of the run, or at its end, elsewhere at each record.
+        follows: whether it is measured at the step after a record, from both updates.
+        how: what the records are to say of it: mode of batch normalisation, size of a batch.
+    """
+
+    name: str
+    cost: Cost
+    measure: Callable[[Moment], Reading | Sequence[Reading]]
+    needs_inputs: bool = False
+    unit: str = ""
+    when: When = "record"
+    follows: bool = False
+    how: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+PROBES: dict[str, Probe] = {}
+"""All that are registered, by name."""
+
+
+def register(probe: Probe) -> None:
+    """Make a probe known by its name to `watch` and to runs."""
+    if probe.name in PROBES:
+        raise DecaylabError(f"there is a probe {probe.name!r} already: choose another name")
+    PROBES[probe.name] = probe
+
+
+def load_all(package: str, path: Sequence[str]) -> None:
+    """Import every module of a package, so that its probes are registered."""
+    for module in pkgutil.iter_modules(path):
+        importlib.import_module(f"{package}.{module.name}")
+
+
+def probe_named(name: str) -> Probe:
+    """The probe of that name; an error lists those there are."""
+    if name not in PROBES:
+        known = ", ".join(f"{name} ({probe.cost})" for name, probe in PROBES.items())
+        raise DecaylabError(f"unknown probe {name!r}: use one of {known}")
+    return PROBES[name]
