@@ -1,0 +1,367 @@
+"""Several optimizers, outcomes, inputs and outputs of any form: what other people's loops have."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from decaylab import KFAC, watch
+from decaylab.errors import DecaylabError
+from decaylab.probes import PROBES, Probe, Reading, head_ranks, register, spectra
+from decaylab.probes.registry import load_all
+from decaylab.records import read_recording
+
+
+def net() -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    return model, torch.randn(16, 6), torch.randint(3, (16,))
+
+
+def train(model, optimizers, inputs, labels, steps=1):
+    for _ in range(steps):
+        loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def body_and_head(model):
+    body = torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], lr=0.1)
+    return [body, torch.optim.AdamW(model[3].parameters(), lr=0.01, weight_decay=0.5)]
+
+
+def test_several_optimizers_make_one_step():
+    model, inputs, labels = net()
+    optimizers = body_and_head(model)
+    with watch(model, optimizers, every=2) as watched:
+        train(model, optimizers, inputs, labels, 5)
+    assert watched.steps == 5
+    assert [row.step for row in watched.records.series("weight_norm")] == [1, 2, 4]
+    settings = {k: own[-1][1].optimizer for k, own in watched.recording.settings.items()}
+    assert settings == {"0": "SGD", "1": "SGD", "3": "AdamW"}
+    assert watched.records.last("decay_exposure/3") == pytest.approx(4 * 0.01 * 0.5)
+    assert watched.records.last("decay_exposure/0") == 0.0
+    assert watched.records.last("rotation/0") > 0 < watched.records.last("rotation/3")
+    assert not any(o._optimizer_step_pre_hooks for o in optimizers)
+
+
+def test_the_gradient_norm_is_that_of_all_optimizers():
+    model, inputs, labels = net()
+    with watch(model, body_and_head(model), every=1) as watched:
+        F.cross_entropy(model(inputs), labels).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+        for optimizer in watched.optimizers:
+            optimizer.step()
+    assert watched.records.last("gradient_norm") == pytest.approx(float(norm), rel=1e-6)
+
+
+def test_loops_that_alternate_or_use_one_of_them():
+    model, inputs, labels = net()
+    optimizers = body_and_head(model)
+    with watch(model, optimizers, every=1) as watched:
+        for which in (0, 0, 1, 1, 0):
+            train(model, [optimizers[which]], inputs, labels)
+    # 0 | 0 1 | 1 0: a round ends with the last of them, or before one that steps again
+    assert watched.steps == 3
+    one = watch(model, optimizers, every=1)
+    train(model, [optimizers[0]], inputs, labels, 4)
+    one.detach()
+    assert one.steps == 4
+    assert len(one.records.series("weight_norm")) == 4
+
+
+def test_another_optimizer_is_noticed():
+    model, inputs, labels = net()
+    body, head = body_and_head(model)
+    with watch(model, body, every=1) as watched:
+        train(model, [body, head], inputs, labels, 3)
+    assert watched.optimizers == (body, head)
+    own = dict(watched.recording.settings["3"])
+    assert not own[1].stepped
+    assert own[2].weight_decay == 0.5
+    (first, event) = watched.recording.events
+    assert first.kind == "unstepped-parameters"
+    assert (event.kind, event.data) == ("optimizer-changed", {"was": [], "now": "AdamW"})
+
+
+def test_an_optimizer_that_takes_the_place_of_another(tmp_path):
+    model, inputs, labels = net()
+    first = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    with watch(model, first, every=1, folder=tmp_path) as watched:
+        train(model, [first], inputs, labels, 2)
+        second = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=1.0)
+        train(model, [second], inputs, labels, 2)
+    assert (watched.steps, watched.optimizers) == (4, (second,))
+    timeline = read_recording(tmp_path).settings["0"]
+    assert [(step, own.optimizer) for step, own in timeline] == [(1, "SGD"), (3, "AdamW")]
+    exposure = 2 * 0.1 * 0.1 + 2 * 0.01
+    assert watched.records.last("decay_exposure/0") == pytest.approx(exposure)
+    (event,) = read_recording(tmp_path).events
+    assert event.data == {"was": ["SGD"], "now": "AdamW"}
+
+
+def test_optimizers_inside_others_and_of_other_models_are_not_noticed():
+    model, inputs, labels = net()
+    other = net()[0]
+    kfac, far = KFAC(model, lr=0.01), torch.optim.SGD(other.parameters(), lr=0.1)
+    with watch(model, kfac, every=1) as watched:
+        train(model, [kfac], inputs, labels, 2)
+        train(other, [far], inputs, labels, 2)
+    assert watched.optimizers == (kfac,)
+    assert (watched.steps, watched.recording.events) == (2, ())
+
+
+def test_shared_parameters_are_said():
+    model, inputs, labels = net()
+    both = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    with watch(model, both, every=1) as watched:
+        train(model, both, inputs, labels, 2)
+    (event,) = watched.recording.events
+    assert event.kind == "shared-parameters"
+    assert event.data["parameters"] == [name for name, _ in model.named_parameters()]
+    assert watched.steps == 2
+
+
+def test_outcomes_are_recorded_as_they_are(tmp_path):
+    model, inputs, labels = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shown = []
+    tracker = SimpleNamespace(log=shown.extend)
+    with watch(model, optimizer, every=10, folder=tmp_path, trackers=[tracker]) as watched:
+        for step in range(3):
+            train(model, [optimizer], inputs, labels)
+            watched.log(loss=torch.tensor(float(step)), accuracy=0.5)
+        watched.log(test_loss=math.inf)
+    for recording in (watched.recording, read_recording(tmp_path)):
+        assert recording.outcomes == {
+            "loss": ((1, 0.0), (2, 1.0), (3, 2.0)),
+            "accuracy": ((1, 0.5), (2, 0.5), (3, 0.5)),
+            "test_loss": ((3, math.inf),),
+        }
+    assert "outcome/loss" in {row.name for row in shown}
+    assert read_recording(tmp_path).rows.rows == watched.records.rows
+
+
+class Gpt(nn.Module):
+    """As nanoGPT: (idx, targets) in, (logits, loss) out."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 7, bias=False)
+
+    def forward(self, idx, targets=None):
+        logits = self.head(self.norm(self.embedding(idx)))
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, loss
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x, hidden):
+        output, hidden = self.cell(x, hidden)
+        return self.head(output), hidden
+
+
+class Denoiser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.time, self.mix = nn.Embedding(10, 4), nn.Linear(4, 4)
+
+    def forward(self, x, t):
+        return {"noise": self.mix(x + self.time(t)), "t": t}
+
+
+def case(name):
+    torch.manual_seed(0)
+    if name in ("tuple", "callable"):
+        model, idx = Gpt(), torch.randint(7, (3, 5))
+        batch = (idx, idx) if name == "tuple" else lambda m: m(idx, idx)
+        return model, batch, None, lambda: model(idx, idx)[1]
+    if name == "recurrent":
+        model, x = Recurrent(), torch.randn(3, 6, 4)
+        hidden = (torch.zeros(1, 3, 5), torch.zeros(1, 3, 5))
+        return model, (x, hidden), None, lambda: model(x, hidden)[0].square().mean()
+    if name == "mapping":
+        model, x, t = Denoiser(), torch.randn(6, 4), torch.randint(10, (6,))
+        return model, {"x": x, "t": t}, "noise", lambda: model(x, t)["noise"].square().mean()
+    model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+    batch = (torch.randn(2, 4, 8), torch.randn(2, 3, 8))
+    return model, batch, None, lambda: model(*batch).square().mean()
+
+
+@pytest.mark.parametrize("name", ["tuple", "callable", "recurrent", "mapping", "transformer"])
+def test_inputs_and_outputs_of_any_form(name):
+    model, batch, logits, loss = case(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    chosen = ["weight_norm", "movement", "size_response", "gn_norm"]
+    chosen += ["jacobian_norm"] if name in ("recurrent", "mapping", "transformer") else []
+    before = [p.detach().clone() for p in model.parameters()]
+    with watch(model, optimizer, every=1, probes=chosen, inputs=batch, logits=logits) as watched:
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+    names = {row.split("/")[0] for row in watched.records.names()}
+    assert {"gn_norm", "rotation", "invariance", "size_response", "decay_response"} <= names
+    assert ("jacobian_norm" in names) == ("jacobian_norm" in chosen)
+    assert not watched.recording.events
+    assert watched.records.last("gn_norm") > 0
+
+
+def test_a_named_output_that_is_not_there():
+    model, batch, _, _ = case("mapping")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(DecaylabError, match="no logits under 'nothing'"):
+        watch(model, optimizer, inputs=batch, logits="nothing")
+
+
+def test_the_jacobian_of_one_of_several_inputs():
+    """Of z = A (x + E[t]): |A|_F^2, whatever the batch."""
+    model, batch, logits, _ = case("mapping")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with watch(
+        model, optimizer, every=1, probes=["jacobian_norm"], inputs=batch, logits=logits
+    ) as watched:
+        model(**batch)["noise"].sum().backward()
+        optimizer.step()
+    expected = float(model.mix.weight.detach().square().sum())
+    assert watched.records.last("jacobian_norm") == pytest.approx(expected, rel=1e-5)
+
+
+def test_gains_that_start_at_zero_hide_invariance_only_at_first():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+            self.branch, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+            nn.init.zeros_(self.norm.weight)
+
+        def forward(self, x):
+            x = self.stem(x)
+            return self.head(x + self.norm(self.branch(x)))
+
+    torch.manual_seed(0)
+    model, (_, inputs, labels) = Residual(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    probes = ["weight_norm", "size_response", "effective_lr"]
+    with watch(model, optimizer, every=1, probes=probes, inputs=inputs) as watched:
+        assert watched._layers.invariant("branch") is None
+        train(model, [optimizer], inputs, labels, 8)
+    timeline = watched.recording.settings["branch"]
+    assert timeline[-1][1].invariant is True
+    assert abs(watched.records.last("size_response/branch")) < 1e-3
+    assert watched.records.last("size_response/head") == pytest.approx(0.01, rel=0.05)
+    # measured at the 1st, 2nd, 4th and 8th record
+    assert [row.step for row in watched.records.series("invariance/branch")][-2:] == [4, 8]
+
+
+def test_layers_that_are_invariant_only_together():
+    """A pre-norm residual stream: embedding and what writes into it."""
+
+    class PreNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.write = nn.Linear(6, 8, bias=False), nn.Linear(8, 8, bias=False)
+            self.norm = nn.LayerNorm(8, eps=1e-12, elementwise_affine=False)
+            self.last = nn.LayerNorm(8, eps=1e-12, elementwise_affine=False)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x):
+            x = self.stem(x)
+            return self.head(self.last(x + self.write(self.norm(x))))
+
+    torch.manual_seed(0)
+    model, (_, inputs, labels) = PreNorm(), net()
+    decayed = [{"params": [model.stem.weight, model.write.weight], "weight_decay": 0.1}]
+    optimizer = torch.optim.SGD([*decayed, {"params": model.head.parameters()}], lr=0.1)
+    probes = ["weight_norm", "size_response"]
+    with watch(model, optimizer, every=1, probes=probes, inputs=inputs) as watched:
+        train(model, [optimizer], inputs, labels)
+    own = watched.recording.settings["stem"][-1][1]
+    assert (own.invariant, set(own.together)) == (False, {"stem", "write"})
+    alone = watched.records.last("direction_response/stem")
+    assert watched.records.last("decay_response") < 1e-4 * alone
+
+
+def test_momentum_correlates_successive_updates():
+    """Under independent gradients the cosine is the momentum."""
+    torch.manual_seed(0)
+    model = nn.Linear(100, 50, bias=False)
+    for momentum in (0.0, 0.8):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
+        with watch(model, optimizer, every=5) as watched:
+            for _ in range(60):
+                model.weight.grad = torch.randn_like(model.weight)
+                optimizer.step()
+        rows = watched.records.series("update_correlation/model")
+        assert [row.step for row in rows][:3] == [2, 6, 11]
+        late = [row.value for row in rows if row.step > 30]
+        assert sum(late) / len(late) == pytest.approx(momentum, abs=0.05)
+
+
+def test_spectra():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 20), nn.MultiheadAttention(20, 4))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.outer(torch.randn(20), torch.randn(30)))
+        query, _, _ = model[1].in_proj_weight.chunk(3)
+        query[5:10] = torch.outer(torch.randn(5), torch.randn(20))  # the second head, of rank one
+    norms, ranks, outliers = (reading.layers for reading in spectra(model))
+    frobenius = float(model[0].weight.detach().norm())
+    assert norms["0"] == pytest.approx(frobenius, rel=1e-5)
+    assert ranks["0"] == pytest.approx(1.0, rel=1e-5)
+    assert outliers["0"] == pytest.approx(1.0, rel=1e-5)
+    heads = head_ranks(model).layers
+    assert heads["1.1"] == 1.0
+    assert all(2 <= heads[f"1.{i}"] <= 5 for i in (0, 2, 3))
+    assert 3 < ranks["1.out_proj"] < 20
+    assert outliers["1.out_proj"] < 0.2
+
+
+def test_a_probe_is_one_file(tmp_path, monkeypatch):
+    text = (
+        "from decaylab.probes import Probe, Reading, register\n"
+        "register(Probe('answer', 'free', lambda m: Reading('answer', '1', total=42.0)))\n"
+    )
+    package = tmp_path / "own_probes"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "answer.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    load_all("own_probes", [str(package)])
+    try:
+        model, inputs, labels = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with watch(model, optimizer, every=1, probes={"answer": 2, "weight_norm": 3}) as watched:
+            train(model, [optimizer], inputs, labels, 6)
+        assert [row.step for row in watched.records.series("answer")] == [1, 2, 4, 6]
+        assert [row.step for row in watched.records.series("weight_norm")] == [1, 3, 6]
+        with pytest.raises(DecaylabError, match="there is a probe 'answer' already"):
+            register(Probe("answer", "free", lambda m: Reading("answer", "1")))
+    finally:
+        del PROBES["answer"]
+
+
+def test_a_replayed_step_is_counted():
+    model, inputs, labels = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    with watch(model, optimizer, every=4, probes=["weight_norm", "decay_exposure"]) as watched:
+        assert watched.wants_step()
+        train(model, [optimizer], inputs, labels)
+        for _ in range(2):
+            assert not watched.wants_step()
+            watched.step_replayed()
+        assert watched.wants_step()
+        train(model, [optimizer], inputs, labels)
+    assert [row.step for row in watched.records.series("weight_norm")] == [1, 4]
+    assert watched.records.last("decay_exposure/0") == pytest.approx(4 * 0.05)
