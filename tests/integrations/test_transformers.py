@@ -158,7 +158,7 @@ def test_probes_that_run_the_model_take_its_logits():
         model(**batch).loss.backward()
         optimizer.step()
     names = set(watched.records.names())
-    assert {"gn_norm", "fr_norm", "kfac_gn_norm/lm_head", "gn_trace/lm_head"} <= names
+    assert {"gn_norm", "fr_norm", "kfac_gn_norm/lm_head", "gn_trace_train/lm_head"} <= names
     assert watched.records.last("gn_norm") > 0
 
 
@@ -257,9 +257,26 @@ def test_a_resumed_training_is_the_uninterrupted_one_and_counts_on(tmp_path):
 def test_wrong_use_is_one_sentence(tmp_path):
     with pytest.raises(DecaylabError, match=r"call trainer\.train first"):
         _ = WatchCallback().watched
+    model = language_model()
+    with pytest.raises(DecaylabError, match="inputs=int: give a tensor, a tuple"):
+        trainer_of(model, kfac(model), tmp_path, [WatchCallback(inputs=3)]).train()
+
+
+def test_losses_are_outcomes_and_inputs_a_whole_batch(tmp_path):
     model, batch = language_model(), batch_of(texts(4))
-    with pytest.raises(DecaylabError, match="not dict: give the tensor that the model takes"):
-        trainer_of(model, kfac(model), tmp_path, [WatchCallback(inputs=batch)]).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    callback = WatchCallback(every=2, inputs=batch, probes="diagnosis")
+    trainer = trainer_of(model, optimizer, tmp_path, [callback])
+    trainer.args.logging_steps, trainer.args.logging_strategy = 1, "steps"
+    trainer.train()
+    recording = callback.watched.recording
+    losses = {
+        entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry
+    }
+    assert losses
+    assert dict(recording.outcomes["loss"]) == pytest.approx(losses)
+    assert recording.rows.last("gn_norm") > 0
+    assert "size_response/lm_head" in recording.rows.names()
 
 
 # -- accelerate --

@@ -299,7 +299,9 @@ def test_momentum_correlates_successive_updates():
     model = nn.Linear(100, 50, bias=False)
     for momentum in (0.0, 0.8):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
-        with watch(model, optimizer, every=5) as watched:
+        with watch(
+            model, optimizer, every=5, probes=["weight_norm", "update_correlation"]
+        ) as watched:
             for _ in range(60):
                 model.weight.grad = torch.randn_like(model.weight)
                 optimizer.step()
@@ -325,7 +327,7 @@ def test_spectra():
     assert heads["1.1"] == 1.0
     assert all(2 <= heads[f"1.{i}"] <= 5 for i in (0, 2, 3))
     assert 3 < ranks["1.out_proj"] < 20
-    assert outliers["1.out_proj"] < 0.2
+    assert outliers["1.out_proj"] < 0.4
 
 
 def test_a_probe_is_one_file(tmp_path, monkeypatch):

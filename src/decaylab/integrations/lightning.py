@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from decaylab.errors import DecaylabError, needed
 from decaylab.integrations.trackers import by_step
+from decaylab.networks.calling import Inputs, LogitsRule
 from decaylab.optim.kfac import KFAC
 from decaylab.probes import FREE, Probe, Watch, watch
+from decaylab.probes.applied import moved
 from decaylab.records import Row, Tracker
 
 __all__ = ["WatchCallback"]
@@ -59,7 +61,6 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
         trackers: as for `watch`, beside Lightning's loggers.
         log: whether Lightning's own loggers get the rows.
         module: the submodule to watch; by default K-FAC's model, with other optimizers the whole.
-        optimizer: which one, where `configure_optimizers` returns several.
     """
 
     def __init__(
@@ -67,21 +68,22 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
         *,
         every: int = 100,
         probes: Iterable[str | Probe] = FREE,
-        inputs: Tensor | None = None,
+        inputs: Inputs = None,
+        logits: LogitsRule = None,
         folder: str | Path | None = None,
         trackers: Iterable[Tracker] = (),
         log: bool = True,
         module: str | None = None,
-        optimizer: int = 0,
     ) -> None:
         super().__init__()
-        self._every, self._inputs = every, inputs
+        self._every, self._inputs, self._logits = every, inputs, logits
         self._probes = probes if isinstance(probes, str) else tuple(probes)
         self._folder, self._trackers, self._log = folder, tuple(trackers), log
-        self._module, self._optimizer = module, optimizer
+        self._module = module
         self._watched: Watch | None = None
-        # where the fit that is gone on with stood: Lightning's step, and the optimizer's own
+        # where the fit that is gone on with stood: Lightning's step, and the watch's own
         self._stood = (0, 0)
+        self._metrics: dict[str, float] = {}
 
     @property
     def watched(self) -> Watch:
@@ -93,13 +95,9 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the optimizer, which exists by now and has its state."""
         self._detach()
-        if self._optimizer >= len(trainer.optimizers):
-            raise DecaylabError(
-                f"there is no optimizer {self._optimizer}: configure_optimizers returned "
-                f"{len(trainer.optimizers)}"
-            )
-        optimizer = trainer.optimizers[self._optimizer]
-        model = optimizer.model if isinstance(optimizer, KFAC) else pl_module
+        optimizers = list(trainer.optimizers)
+        alone = optimizers[0] if len(optimizers) == 1 else None
+        model = alone.model if isinstance(alone, KFAC) else pl_module
         if self._module is not None:
             model = pl_module.get_submodule(self._module)
         elif self._inputs is not None and type(model).forward is _library.LightningModule.forward:
@@ -108,38 +106,55 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
                 ' the logits, as WatchCallback(module="net")'
             )
         first = trainer.is_global_zero  # one process writes
-        inputs = self._inputs  # what is no tensor is refused by `watch`
         trackers = [*self._trackers, *([_Loggers(trainer)] if self._log else [])]
         self._watched = watch(
             model,
-            optimizer,
+            optimizers,
             every=self._every,
             probes=self._probes,
-            inputs=inputs.to(pl_module.device) if isinstance(inputs, Tensor) else inputs,
+            inputs=moved(self._inputs, pl_module.device),
+            logits=self._logits,
             steps_per_epoch=_steps_per_epoch(trainer),
             folder=self._folder if first else None,
             trackers=trackers if first else (),
         )
         if trainer.global_step:
-            # it counts the steps of all optimizers, which one that was not watched has shared
+            # it counts the steps of all optimizers together
             shared = trainer.global_step // len(trainer.optimizers)
             step, own = self._stood
             self._watched.resume(own if step == trainer.global_step else shared)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep the steps of this optimizer: Lightning keeps their sum over all."""
+        """Keep the steps: Lightning keeps their sum over all optimizers."""
         if self._watched is not None:
-            checkpoint.setdefault(STEPS, {})[self._optimizer] = self._watched.steps
+            checkpoint[STEPS] = self._watched.begun_steps
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Know them again."""
-        steps = checkpoint.get(STEPS, {}).get(self._optimizer)
+        steps = checkpoint.get(STEPS)
         self._stood = (0, 0) if steps is None else (checkpoint["global_step"], steps)
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Take the hooks off; the records stay."""
-        self._stood = (trainer.global_step, self.watched.steps)  # another fit may go on from here
+        self._log_metrics(trainer)
         self._detach()
+        self._stood = (trainer.global_step, self.watched.steps)  # another fit may go on from here
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Record what the module logged."""
+        self._log_metrics(trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Record what the module logged."""
+        if not trainer.sanity_checking:
+            self._log_metrics(trainer)
+
+    def _log_metrics(self, trainer: Any) -> None:
+        """Outcomes, under the names that the module logs them by, where they are new."""
+        now = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        if self._watched is not None:
+            self._watched.log(**{k: v for k, v in now.items() if v != self._metrics.get(k)})
+        self._metrics = now
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
         """Take the hooks off when training is interrupted, too."""

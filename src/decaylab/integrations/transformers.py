@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from decaylab.curvature.estimator import CountedRows
 from decaylab.curvature.untouched import bare
 from decaylab.errors import DecaylabError, needed
+from decaylab.networks.calling import Inputs, LogitsRule
 from decaylab.probes import FREE, Probe, Watch, watch
+from decaylab.probes.applied import moved
 from decaylab.records import Tracker
 
 __all__ = ["WatchCallback", "labelled_rows"]
@@ -39,8 +41,8 @@ class WatchCallback(_library.TrainerCallback):  # type: ignore[misc,unused-ignor
     Args:
         every: optimizer steps between two records.
         probes: as for `watch`; "diagnosis" needs `inputs`.
-        inputs: as for `watch`, one tensor such as `input_ids` or `pixel_values`; moved to the
-            model's device.
+        inputs: as for `watch`: a batch as the model takes it; moved to the model's device.
+        logits: as for `watch`.
         folder: as for `watch`.
         trackers: as for `watch`.
     """
@@ -50,11 +52,12 @@ class WatchCallback(_library.TrainerCallback):  # type: ignore[misc,unused-ignor
         *,
         every: int = 100,
         probes: Iterable[str | Probe] = FREE,
-        inputs: Tensor | None = None,
+        inputs: Inputs = None,
+        logits: LogitsRule = None,
         folder: str | Path | None = None,
         trackers: Iterable[Tracker] = (),
     ) -> None:
-        self._every, self._inputs = every, inputs
+        self._every, self._inputs, self._logits = every, inputs, logits
         self._probes = probes if isinstance(probes, str) else tuple(probes)
         self._folder, self._trackers = folder, tuple(trackers)
         self._watched: Watch | None = None
@@ -71,14 +74,14 @@ class WatchCallback(_library.TrainerCallback):  # type: ignore[misc,unused-ignor
         self._detach()
         model: nn.Module = given["model"]
         first = state.is_world_process_zero  # one process writes
-        inputs = self._inputs  # what is no tensor is refused by `watch`
         device = next(model.parameters()).device
         self._watched = watch(
             model,
             given["optimizer"],
             every=self._every,
             probes=self._probes,
-            inputs=inputs.to(device) if isinstance(inputs, Tensor) else inputs,
+            inputs=moved(self._inputs, device),
+            logits=self._logits,
             steps_per_epoch=_steps_per_epoch(
                 given.get("train_dataloader"), args.gradient_accumulation_steps
             ),
@@ -87,6 +90,14 @@ class WatchCallback(_library.TrainerCallback):  # type: ignore[misc,unused-ignor
         )
         if state.global_step:
             self._watched.resume(state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Record losses and metrics, under the names that the trainer logs them by."""
+        logs = given.get("logs") or {}
+        outcomes = {k: v for k, v in logs.items() if k == "loss" or k.startswith("eval_")}
+        speeds = ("_runtime", "_per_second", "_jit_compilation_time")
+        if self._watched is not None:
+            self._watched.log(**{k: v for k, v in outcomes.items() if not k.endswith(speeds)})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Take the hooks off; the records stay."""

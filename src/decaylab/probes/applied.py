@@ -30,11 +30,6 @@ def applied(
     if isinstance(inputs, tuple | list):
         at, tensor = _first(enumerate(inputs))
         return _view(model, lambda x: (*inputs[:at], x, *inputs[at + 1 :]), logits), tensor
-    if not callable(inputs):
-        raise DecaylabError(
-            f"inputs={type(inputs).__name__}: give a tensor, a tuple of arguments, a mapping of"
-            " keyword arguments, or a function that calls the model"
-        )
     weight = next(model.parameters())
     return _view(model, lambda _: inputs, logits), torch.zeros(1, 1).to(weight)
 
@@ -53,10 +48,26 @@ def floating(inputs: Inputs) -> bool:
     return isinstance(inputs, Tensor) and inputs.is_floating_point()
 
 
+def moved(inputs: Inputs, device: torch.device | str) -> Inputs:
+    """The inputs with every tensor on a device."""
+    if isinstance(inputs, Tensor):
+        return inputs.to(device)
+    if isinstance(inputs, Mapping):
+        return {key: moved(value, device) for key, value in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return tuple(moved(value, device) for value in inputs)
+    return inputs
+
+
 def check_call(model: nn.Module, inputs: Inputs) -> None:
     """Refuse a tensor that cannot be fed to this model, in one sentence."""
     if isinstance(inputs, Tensor):
         check_inputs(model, inputs)
+    elif not (callable(inputs) or isinstance(inputs, tuple | list | Mapping)):
+        raise DecaylabError(
+            f"inputs={type(inputs).__name__}: give a tensor, a tuple of arguments, a mapping of"
+            " keyword arguments, or a function that calls the model"
+        )
 
 
 def _first(items: Any) -> tuple[Any, Tensor]:

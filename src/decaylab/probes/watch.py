@@ -131,6 +131,11 @@ class Watch:
         return self.optimizers[0]
 
     @property
+    def begun_steps(self) -> int:
+        """`steps`, and the round that not all optimizers have taken part in yet."""
+        return self.steps + bool(self._stepped)
+
+    @property
     def records(self) -> Rows:
         """All numbers recorded so far, in the format of a run's own rows."""
         self._take_logged()
@@ -621,8 +626,8 @@ def watch(
 
 
 def free_probes() -> tuple[str, ...]:
-    """The names of the probes that cost nothing."""
-    return tuple(name for name, probe in PROBES.items() if probe.cost == "free")
+    """The names of the probes that cost nothing and are measured where everything else is."""
+    return tuple(n for n, probe in PROBES.items() if probe.cost == "free" and not probe.follows)
 
 
 def _chosen(
@@ -639,7 +644,7 @@ def _chosen(
             raise DecaylabError(f'probes={probes!r}: give a list of names, or "diagnosis"')
         share = ("second_order_share",) if any(isinstance(o, KFAC) for o in optimizers) else ()
         function = "jacobian_norm" if inputs is None or floating(inputs) else "gn_norm"
-        probes = (*free_probes(), "size_response", function, *share)
+        probes = (*free_probes(), "update_correlation", "size_response", function, *share)
     steps_of: dict[Any, int] = dict.fromkeys(probes, every)
     if isinstance(probes, Mapping) and all(isinstance(n, int) for n in probes.values()):
         steps_of = dict(probes)
