@@ -10,6 +10,7 @@ from decaylab.paper.plan import plan
 from decaylab.paper.settings import searched, table
 from decaylab.paper.suite import spec_for
 
+OURS = {"decay-alone", "jacobian-alone", "jacobian-lr", "fig9-bn"}
 PAPER = {"table1", "table2", "table3", *(f"fig{n}" for n in range(1, 10))}
 
 
@@ -28,7 +29,7 @@ def run_ids(artefact, tier="short"):
 
 
 def test_every_table_and_figure_of_the_paper_is_there_and_says_what_it_shows():
-    assert set(artefacts()) == PAPER | {"decay-alone"}
+    assert set(artefacts()) == PAPER | OURS
     assert next(iter(artefacts())) == "table1"
     for artefact in artefacts().values():
         assert artefact.shows.endswith(".")
@@ -95,8 +96,10 @@ def test_the_same_run_serves_every_artefact():
         weight_decay=0,
     )  # fmt: skip
     (shared,) = [run for run in planned if run.spec.id == vgg.runs[0].id]
-    assert set(shared.purposes) == {"table1", "table2", "fig5", "fig1", "fig8", "decay-alone"}
-    assert set(shared.probes) == {"effective_lr", "damping", "jacobian", "kfac_gn"}  # the union
+    served = {"table1", "table2", "fig5", "fig9", "fig1", "fig8"}
+    assert set(shared.purposes) == served | {"decay-alone", "jacobian-alone", "jacobian-lr"}
+    probes = {"effective_lr", "damping", "jacobian", "kfac_gn"}  # the union
+    assert set(shared.probes) == probes | {"jacobian_course", "train_pass"}
 
 
 def test_pairs_stand_together_first_seeds_first_and_sources_before_their_dependents():

@@ -116,5 +116,6 @@ def test_a_metric_that_is_no_share_is_shown_as_it_is(filled, kind, monkeypatch):
 
 def test_those_of_the_paper_come_first(filled):
     filled("table", '["network", "optimizer", "weight_decay"]', OPTIMIZERS)
-    tables = ["table1", "table2", "table3", "decay-alone", "of-ones-own"]
-    assert [one.name for one in all_artefacts()] == tables + [f"fig{n}" for n in range(1, 10)]
+    tables = ["table1", "table2", "table3", "decay-alone", "jacobian-alone", "of-ones-own"]
+    figures = [*(f"fig{n}" for n in range(1, 10)), "fig9-bn", "jacobian-lr"]
+    assert [one.name for one in all_artefacts()] == tables + figures

@@ -154,7 +154,7 @@ def test_minutes_of_runs_that_shared_a_device_add_up_to_the_time_there_was(store
     table1 = next(row for row in rows(text) if row[1].startswith("Table 1"))
     expected = f"{(max(ended) - CLOCK) / 60:.1f}"
     assert table1[2:] == ["2 of 64 cells", "a GPU", "2", expected, "2", expected]
-    again = next(row for row in rows(text) if row[1].startswith("Figure 9"))
+    again = next(row for row in rows(text) if row[1].startswith("fig9-bn"))
     assert again[4:7] == ["0", "0.0", "1"]  # its run is counted with Table 1
     assert f"In all 2 runs; GPU-minutes: {expected}." in text
 
@@ -274,7 +274,7 @@ def test_searched_settings_by_their_held_out_accuracy(store):
 
 
 def test_searches_at_a_constant_lr_by_their_training_loss(store):
-    cell = select(cells("fig9", "short"), ["network=vgg16", "optimizer=kfac-g"])[0]
+    cell = select(cells("fig9-bn", "short"), ["network=vgg16", "optimizer=kfac-g"])[0]
     spec = replace(cell.runs[0], held_out=True)
     held = RunStore(store.root / "searched" / "runs")
     for lr, accuracy, loss in ((0.03, 0.8, 0.12), (0.01, 0.7, 1e-4), (0.003, 0.75, 5e-4)):

@@ -38,8 +38,8 @@ def filled(tmp_path_factory):
     return fill_artefacts(tmp_path_factory.mktemp("runs"), seeds=2)
 
 
-def test_there_are_nine_figures():
-    assert sorted(FIGURES) == [f"fig{n}" for n in range(1, 10)]
+def test_there_are_nine_figures_and_two_of_our_own():
+    assert sorted(FIGURES) == sorted([*(f"fig{n}" for n in range(1, 10)), "fig9-bn", "jacobian-lr"])
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -26,7 +26,7 @@ def claims_command(
     runs: options.Runs = options.RUNS,
     json_output: options.Json = False,
 ) -> None:
-    """Judge the paper's claims E1-E15 from the records alone.
+    """Judge the paper's claims E1-E17 from the records alone.
 
     Each claim is supported or contradicted, or it has not enough runs or not enough schedule. A
     claim is never supported without its runs.
@@ -53,5 +53,7 @@ def _told(claim: Claim) -> str:
         f"{claim.id} ({claim.where}): {claim.claim}",
         f"   {claim.verdict.upper()}, tier {claim.tier}, {claim.n} runs{spread}",
     ]
+    if len(claim.parts) > 1:
+        lines += [f"   - {part}: {verdict}" for part, verdict in claim.parts.items()]
     lines += [f"   {text}" for text in (claim.effect, *claim.notes) if text]
     return "\n".join(lines) + "\n"

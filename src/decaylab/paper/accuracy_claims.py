@@ -5,11 +5,13 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 
-from decaylab.paper.evidence import Bench, Comparison, Evidence, Leaning, Noise, Sample, named
+from decaylab.paper.evidence import Bench, Comparison, Evidence, Sample, named
+from decaylab.paper.suite import Cell, search_command
 
 KFAC, FIRST_ORDER = ("kfac-f", "kfac-g"), ("sgd", "adam")
 Terms = list[tuple[float, Sample | None]]
 CLOSED_BY_TRANSFER, CLOSED_BY_BOTH = 0.7, 0.85  # E6: "almost all", "all"
+MATTERS = 1.0  # E4: points that "did not appear to matter" stays below
 
 
 def e1(bench: Bench) -> Evidence:
@@ -18,7 +20,27 @@ def e1(bench: Bench) -> Evidence:
     for key, pair in bench.groups("table1"):
         without, with_decay = bench.sample(pair[0]), bench.sample(pair[1])
         evidence.add(bench.difference(named(key), (1, with_decay), (-1, without)))
+    evidence.notes += _papers_noise(bench)
     return _mean(evidence, "with decay against without")
+
+
+def _papers_noise(bench: Bench) -> list[str]:
+    """How many of the paper's own effects are within what one seed a cell tells apart."""
+    within = total = 0
+    for _, pair in bench.groups("table1"):
+        samples = [bench.sample(cell) for cell in pair.values()]
+        without, decayed = (cell.paper for cell in pair.values())
+        if without is None or decayed is None or not all(samples):
+            continue
+        noise = [bench.pool(sample).deviation for sample in samples if sample is not None]
+        within += abs(decayed - without) < 2 * math.hypot(*noise)
+        total += 1
+    if not total or bench.tier.on_digits:
+        return []
+    return [
+        f"the paper's numbers are of one seed each: {within} of the {total} effects that were run"
+        " here are within two standard errors of two such runs"
+    ]
 
 
 def e2(bench: Bench) -> Evidence:
@@ -51,26 +73,37 @@ def e3(bench: Bench) -> Evidence:
 
 
 def e4(bench: Bench) -> Evidence:
-    """Under BN, SGD and Adam: wd-conv does what wd-all does, wd-fc what none does (Fig. 2).
+    """Under BN, SGD and Adam: which layers' decay brings the effect (Fig. 2). Two parts.
 
-    wd-conv closes more than half of the gap between none and wd-all, wd-fc less than half.
+    The caption, "most of the generalization effect is due to applying it to layers with BN":
+    wd-conv closes more than half of the gap between none and wd-all, wd-fc less than half. The
+    text, "whether weight decay was applied to the top layer did not appear to matter": wd-fc
+    differs from none, and wd-all from wd-conv, by less than a point.
     """
     evidence = Evidence(every=True)
     for key, schemes in bench.groups("fig2"):
         found = {name: bench.sample(cell) for name, cell in schemes.items()}
         both, none = found["wd-all"], found["baseline"]
         gap = bench.difference("", (1, both), (-1, none))
-        for scheme, sign, side in (("wd-conv", 1.0, "wd-all"), ("wd-fc", -1.0, "none")):
+        for scheme, sign in (("wd-conv", 1.0), ("wd-fc", -1.0)):
             half = ((-0.5 * sign, both), (-0.5 * sign, none))
-            part = f"{scheme}, on {side}'s side of the middle"
-            nearer = bench.difference("", (sign, found[scheme]), *half, part=part)
+            nearer = bench.difference("", (sign, found[scheme]), *half, part=CAPTION)
             if gap is None or nearer is None:
-                evidence.missing += 1
+                evidence.lack(CAPTION)
                 continue
             share = _percent(_share(found, scheme, gap))
             text = f"{named(key)}: gap {gap.value:+.2f}, closed by {scheme} {share}"
             evidence.add(_against_gap(gap, replace(nearer, text=text)))
+        for scheme, other in (("wd-fc", "baseline"), ("wd-all", "wd-conv")):
+            terms = (1.0, found[scheme]), (-1.0, found[other])
+            text = f"{named(key)}: {scheme} over {other}"
+            comparison = bench.difference(text, *terms, within=MATTERS)
+            evidence.add(comparison and replace(comparison, part=TEXT), TEXT)
     return _mean(evidence)
+
+
+CAPTION = "caption: most of the effect is of the layers with BN"
+TEXT = f"text: the last layer does not matter (within {MATTERS:g} point)"
 
 
 def e6(bench: Bench) -> Evidence:
@@ -82,7 +115,7 @@ def e6(bench: Bench) -> Evidence:
         rest = bench.difference("", (1, found["wn-conv"]), (-1, found["wd"]))
         both = bench.difference("", (1, found["wd-fc+wn-conv"]), (-1, found["wd"]))
         if gap is None or rest is None or both is None:
-            evidence.missing += 1
+            evidence.lack()
             continue
         first, second = (_share(found, name, gap) for name in ("wn-conv", "wd-fc+wn-conv"))
         closed = (first >= CLOSED_BY_TRANSFER or rest.value >= 0) and (
@@ -90,40 +123,77 @@ def e6(bench: Bench) -> Evidence:
         )
         text = f"{named(key)}: gap {gap.value:+.2f}, closed by wn-conv {_percent(first)}"
         text += f", by wd-fc+wn-conv {_percent(second)}"
-        leaning: Leaning = (
-            "for" if closed else "against" if rest.leaning == "against" else "unclear"
+        comparison = replace(
+            rest, text=text, enough=gap.enough, runs=(*rest.runs, *both.runs), headline=first
         )
-        runs = (*rest.runs, *both.runs)
-        comparison = Comparison(text, leaning, gap.enough, runs, first, spread=rest.spread)
-        evidence.add(_against_gap(gap, comparison))
+        if closed:
+            comparison = replace(comparison, p=None, rule="for")
+        elif rest.value >= 0:
+            comparison = replace(comparison, p=None, rule="unclear")
+        evidence.add(_against_gap(gap, replace(comparison, noise=None)))
     return evidence.told()
 
 
 def e9(bench: Bench) -> Evidence:
-    """K-FAC: wd-fc has the larger effect, wd-conv helps too, more for K-FAC-F (Fig. 6)."""
+    """K-FAC: wd-fc has the larger effect, wd-conv helps too, more for K-FAC-F (Fig. 6).
+
+    Where the baseline has another learning rate than the runs with decay, the gain of wd-conv is
+    taken over a baseline at theirs, too (`undecayed`).
+    """
     evidence = Evidence()
-    gains: dict[object, dict[object, tuple[Sample | None, Sample | None]]] = {}
+    larger, helps, more = "wd-fc over wd-conv", "wd-conv over none", "wd-conv's gain, F over G"
+    gains: dict[object, dict[object, dict[str, tuple[Sample | None, Sample | None]]]] = {}
     for key, schemes in bench.groups("fig6"):
         found = {name: bench.sample(cell) for name, cell in schemes.items()}
-        base, conv, fc = found["baseline"], found["wd-conv"], found["wd-fc"]
-        name = named(key)
-        evidence.add(bench.difference(name, (1, fc), (-1, conv), part="wd-fc over wd-conv"))
-        evidence.add(bench.difference(name, (1, conv), (-1, base), part="wd-conv over none"))
-        gains.setdefault(key["network"], {})[key["optimizer"]] = (conv, base)
+        conv, fc, name = found["wd-conv"], found["wd-fc"], named(key)
+        evidence.add(bench.difference(name, (1, fc), (-1, conv), part=larger), larger)
+        baselines = {"": found["baseline"]}
+        if "undecayed" in schemes and schemes["undecayed"].runs != schemes["baseline"].runs:
+            baselines[" at the same lr"] = found["undecayed"]
+        for same, base in baselines.items():
+            evidence.add(bench.difference(name + same, (1, conv), (-1, base), part=helps), helps)
+        own = {same: (conv, base) for same, base in baselines.items()}
+        gains.setdefault(key["network"], {})[key["optimizer"]] = own
     for network, by_optimizer in gains.items():
-        (conv_f, base_f), (conv_g, base_g) = by_optimizer["kfac-f"], by_optimizer["kfac-g"]
-        terms = ((1.0, conv_f), (-1.0, base_f), (-1.0, conv_g), (1.0, base_g))
-        evidence.add(bench.difference(str(network), *terms, part="wd-conv's gain, F over G"))
+        (conv_g, base_g) = by_optimizer["kfac-g"][""]
+        for same, (conv_f, base_f) in by_optimizer["kfac-f"].items():
+            terms = ((1.0, conv_f), (-1.0, base_f), (-1.0, conv_g), (1.0, base_g))
+            evidence.add(bench.difference(f"{network}{same}", *terms, part=more), more)
     return _mean(evidence)
 
 
 def e11(bench: Bench) -> Evidence:
-    """Large batches lose accuracy without decay; decay closes most of it (Table 3)."""
+    """Large batches lose accuracy without decay; decay closes most of it (Table 3).
+
+    The paper tunes learning rate and decay at each batch size: cells whose learning rate (and,
+    with decay, weight decay) was not searched are not judged.
+    """
     losses: dict[str, dict[object, Terms]] = {}
-    for key, batches in _by_batch(bench).items():
+    evidence = Evidence(every=True)
+    unsearched: dict[str, None] = {}
+    rows: dict[str, dict[object, dict[object, Sample | None]]] = {}
+    for key, pair in bench.groups("table3"):
+        row = named(key, "dataset", "network", "optimizer")
+        found = {decay: bench.sample(cell) for decay, cell in pair.items()}
+        if not bench.tier.on_digits and key["batch_size"] != 128:
+            for decay, cell in pair.items():
+                if not _tuned(cell, bool(decay)):
+                    found[decay] = None
+                    unsearched[search_command(cell, bench.tier.name)] = None
+        rows.setdefault(row, {})[key["batch_size"]] = found
+    for row, batches in rows.items():
         small, large = batches.get(128, {}), batches.get(2000, {})
-        losses[key] = {d: [(1.0, small.get(d)), (-1.0, large.get(d))] for d in (0, 1)}
-    return _most_closed(bench, Evidence(every=True), "lost at batch 2000", losses)
+        losses[row] = {d: [(1.0, small.get(d)), (-1.0, large.get(d))] for d in (0, 1)}
+    if unsearched:
+        evidence.notes.append(
+            f"{len(unsearched)} cells are not tuned as the paper's are (learning rate, and decay"
+            f" where there is some): {next(iter(unsearched))}"
+        )
+    return _most_closed(bench, evidence, "lost at batch 2000", losses)
+
+
+def _tuned(cell: Cell, decayed: bool) -> bool:
+    return {"lr", "weight_decay"} <= set(cell.searched) if decayed else "lr" in cell.searched
 
 
 def e13(bench: Bench) -> Evidence:
@@ -140,38 +210,30 @@ def e13(bench: Bench) -> Evidence:
     return _most_closed(bench, evidence, "spread", spreads)
 
 
-def _by_batch(bench: Bench) -> dict[str, dict[object, dict[object, Sample | None]]]:
-    """Table 3: row -> batch size -> decay -> accuracy."""
-    rows: dict[str, dict[object, dict[object, Sample | None]]] = {}
-    for key, pair in bench.groups("table3"):
-        row = named(key, "dataset", "network", "optimizer")
-        found = {decay: bench.sample(cell) for decay, cell in pair.items()}
-        rows.setdefault(row, {})[key["batch_size"]] = found
-    return rows
-
-
 def _most_closed(
     bench: Bench, evidence: Evidence, what: str, rows: Mapping[str, Mapping[object, Terms]]
 ) -> Evidence:
     """Judge whether decay leaves less than half of what there is without it, all rows together.
 
-    `rows` has what there is without decay (0) and with it (1). Their sum decides, which has to
-    shrink beyond the noise and by more than half, and rows in which nothing was there, or it grew.
-    Until all rows are there, each is shown by itself.
+    `rows` has what there is without decay (0) and with it (1). Their sum decides: it has to shrink
+    beyond the noise, and by more than half; less than half, beyond the noise, contradicts. So does
+    a row in which nothing was there, or it grew. Until all rows are there, each is shown by itself.
     """
     whole, left = Terms(), Terms()
+    by_row, grown = list[Comparison](), list[Comparison]()
     for name, terms in rows.items():
         there, rest = bench.difference("", *terms[0]), bench.difference("", *terms[1])
         shrinks = bench.difference("", *terms[0], *_times(-1, terms[1]))
         if there is None or rest is None or shrinks is None:
-            evidence.missing += 1
+            evidence.lack()
             continue
         text = f"{name} {what}: {there.value:.2f} without decay, {rest.value:.2f} with"
         evidence.notes.append(text)
-        evidence.add(replace(shrinks, text=text))
-        if there.leaning == "against":
-            evidence.add(replace(there, enough=shrinks.enough, text=text))
+        enough = shrinks.enough
+        by_row.append(replace(shrinks, text=text, enough=enough))
+        grown.append(replace(there, text=text, enough=enough, needed=False))
         whole, left = whole + terms[0], left + terms[1]
+    evidence.comparisons = [*by_row, *grown]
     if not whole:
         return evidence
     gap, rest = bench.difference("", *whole), bench.difference("", *left)
@@ -188,13 +250,15 @@ def _most_closed(
         f" points without decay, {rest.value:.2f} with it, {_percent(evidence.value)} closed"
     )
     if not evidence.missing:
-        against = [row for row in evidence.comparisons if row.leaning == "against"]
-        evidence.comparisons = [*against, shrinks, _against_gap(gap, halved)]
+        if halved.value > 0:
+            halved = replace(halved, p=None, rule="for")
+        rows_alone = [replace(row, needed=False) for row in by_row]
+        evidence.comparisons = [*rows_alone, *grown, shrinks, _against_gap(gap, halved)]
     return evidence
 
 
 def _times(factor: float, terms: Terms) -> Terms:
-    return [(factor * of_one, sample) for of_one, sample in terms]
+    return [(factor * by, sample) for by, sample in terms]
 
 
 def _rows(
@@ -215,7 +279,7 @@ def _rows(
         if len(known) == len(row):
             whole[name] = known
         else:
-            evidence.missing += 1
+            evidence.lack()
     return whole
 
 
@@ -223,21 +287,23 @@ def _mean(evidence: Evidence, what: str = "") -> Evidence:
     """Fill in the mean over the comparisons, in points, and what was found, part by part."""
     found = evidence.comparisons
     if found:
-        evidence.value = statistics.fmean(c.value for c in found)
-        parts = evidence.parts().items()
-        evidence.effect = "; ".join(_told(part or what, of_part) for part, of_part in parts)
-        against = [c.text for c in found if c.leaning == "against"]
+        parts = evidence.by_part().items()
+        first = next(iter(evidence.by_part().values()))
+        evidence.value = statistics.fmean(c.value for c in first)
+        evidence.effect = "; ".join(_told(part or what, members) for part, members in parts)
+        against = [c.text for c, leaning in evidence.leanings() if leaning == "against"]
         evidence.notes += [f"against it: {text}" for text in against]
         if not against and len(found) <= 4:
             evidence.notes += [c.text for c in found]
     return evidence
 
 
-def _told(what: str, found: list[Comparison]) -> str:
-    mean = statistics.fmean(c.value for c in found)
-    up, clear = sum(c.value > 0 for c in found), sum(c.leaning == "for" for c in found)
+def _told(what: str, comparisons: list[Comparison]) -> str:
+    mean = statistics.fmean(c.value for c in comparisons)
+    up = sum(c.value > 0 for c in comparisons)
+    clear = sum(c.leaning() == "for" for c in comparisons)
     return (
-        f"{what}: {mean:+.2f} points on average, positive in {up} of {len(found)} comparisons"
+        f"{what}: {mean:+.2f} points on average, positive in {up} of {len(comparisons)} comparisons"
         f" ({clear} beyond the noise)"
     )
 
@@ -245,8 +311,10 @@ def _told(what: str, found: list[Comparison]) -> str:
 def _against_gap(gap: Comparison, comparison: Comparison) -> Comparison:
     """A comparison of shares of a gap: unclear unless the gap itself is there."""
     enough, runs = gap.enough and comparison.enough, (*gap.runs, *comparison.runs)
-    kept = replace(comparison, enough=enough, runs=runs)
-    return kept if gap.leaning == "for" else replace(kept, leaning="unclear", noise=Noise())
+    judged = replace(comparison, enough=enough, runs=runs)
+    if gap.leaning() == "for":
+        return judged
+    return replace(judged, p=None, rule="unclear", noise=None)
 
 
 def _share(found: dict[object, Sample | None], scheme: str, gap: Comparison) -> float:

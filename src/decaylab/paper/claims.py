@@ -1,10 +1,10 @@
-"""The paper's empirical claims E1-E15, judged from records alone.
+"""The paper's empirical claims E1-E17, judged from records alone.
 
 `evidence.py` has the rules: a claim is never supported without the runs it needs.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from decaylab.paper import accuracy_claims as accuracy
@@ -19,13 +19,14 @@ CLAIMS: dict[str, tuple[str, str, Callable[[Bench], Evidence]]] = {
     "E3": ("Table 1", "without BN, K-FAC gains most from weight decay", accuracy.e3),
     "E4": (
         "Fig. 2",
-        "BN nets, SGD and Adam: wd-conv does what wd-all does, wd-fc what no decay does",
+        "BN nets, SGD and Adam: decay of the layers with BN brings most of the effect, that of the"
+        " last layer does not matter",
         accuracy.e4,
     ),
     "E5": (
         "Fig. 3",
-        "without decay the first layer's effective lr falls in the first stage; with decay it is"
-        " flat",
+        "without decay the first layer's effective lr falls from the start over the first stage;"
+        " with decay it is flat",
         mechanism.e5,
     ),
     "E6": (
@@ -74,6 +75,12 @@ CLAIMS: dict[str, tuple[str, str, Callable[[Bench], Evidence]]] = {
         "large batch: without decay the training loss does not reach zero",
         mechanism.e15,
     ),
+    "E16": ("App. G.3, Fig. 9", "K-FAC-G converges ahead of K-FAC-F", mechanism.e16),
+    "E17": (
+        "Sec. 4.2, Fig. 5",
+        "the Jacobian norm goes with the generalization gap",
+        mechanism.e17,
+    ),
 }
 
 
@@ -82,7 +89,7 @@ class Claim:
     """A claim of the paper and what the records at one tier say about it.
 
     Attributes:
-        id: E1 to E15.
+        id: E1 to E17.
         where: the table or figure.
         claim: what the paper says.
         verdict: supported, contradicted, not enough runs or not enough schedule.
@@ -93,6 +100,7 @@ class Claim:
         tier: whose records.
         data: the data sets they are on.
         notes: what to bear in mind.
+        parts: the verdict of each part (a network, a sentence), where the claim has several.
     """
 
     id: str
@@ -106,11 +114,19 @@ class Claim:
     tier: str
     data: str
     notes: tuple[str, ...]
+    parts: Mapping[str, Verdict] = field(default_factory=dict)
 
     @property
     def said(self) -> str:
         """The verdict; `not run` where there is not a single run."""
         return self.verdict if self.n or self.effect else "not run"
+
+    @property
+    def told(self) -> str:
+        """The same, part by part where parts differ."""
+        if self.said == "not run" or len(set(self.parts.values())) < 2:
+            return self.said
+        return "; ".join(f"{part}: {verdict}" for part, verdict in self.parts.items())
 
 
 def judge(
@@ -123,6 +139,7 @@ def judge(
 
 def _judged(bench: Bench, name: str) -> Claim:
     where, text, weigh = CLAIMS[name]
+    bench.left_out.clear()
     evidence = weigh(bench)
     runs = evidence.runs
     return Claim(
@@ -137,18 +154,20 @@ def _judged(bench: Bench, name: str) -> Claim:
         tier=bench.tier.name,
         data=" and ".join(sorted({run.spec.data for run in runs.values()})),
         notes=(*_context(bench, evidence), *evidence.notes, *filter(None, [evidence.doubt])),
+        parts=evidence.verdicts(),
     )
 
 
 def _context(bench: Bench, evidence: Evidence) -> list[str]:
     """How these runs differ from the paper's, and what is missing."""
     runs, notes = list(evidence.runs.values()), []
+    needed = [comparison for comparison in evidence.comparisons if comparison.needed]
     if evidence.missing:
-        total = evidence.missing + len(evidence.comparisons)
+        total = evidence.missing + len(needed)
         notes.append(f"{evidence.missing} of {total} comparisons lack runs")
-    short = sum(not comparison.enough for comparison in evidence.comparisons)
+    short = sum(not comparison.enough for comparison in needed)
     if short:
-        notes.append(f"{short} of {len(evidence.comparisons)} comparisons lack schedule")
+        notes.append(f"{short} of {len(needed)} comparisons lack schedule")
     if runs and bench.tier.on_digits:
         notes.append("on digits with small stand-in nets, not on the paper's data")
         notes.append(f"names are the paper's, the nets are {stand_ins(run.spec for run in runs)}")
@@ -157,4 +176,6 @@ def _context(bench: Bench, evidence: Evidence) -> list[str]:
     seeds = {run.spec.seed for run in runs}
     if len(seeds) == 1:
         notes.append("one seed")
+    for why, names in bench.superseded().items():
+        notes.append(f"left out, since {why}: {', '.join(names)}")
     return notes

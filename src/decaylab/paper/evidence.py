@@ -2,34 +2,45 @@
 
 The rules (the same for every claim):
 
-- A comparison is *for* or *against* a claim when it is at least twice its noise away from zero, and
-  *unclear* between. From three seeds on, the noise is the standard error over the seeds, and twice
-  is what it is for Student's t (3 seeds: 4.5 times); with fewer it is the sampling error of the
-  test set, sqrt(p (1 - p) / images) per accuracy.
-- One comparison against it contradicts a claim. It is supported when every run it needs is there,
-  none is against, and the mean over its comparisons is for it (where it has several parts: that of
-  each part; where it is about every case: each of them positive too); else there are not enough
-  runs.
+- An effect on accuracy is *for* a claim where it is positive in its direction with p <= 0.05, and
+  *against* it where it is negative and p <= 0.05 after Holm's correction over the comparisons of
+  the claim (`statistics`). Other quantities have a rule of their own, said in the claim's notes.
+- A comparison against it contradicts a claim. (Support needs no correction: where every comparison
+  has to be for a claim, more of them make support harder, not easier.) It is supported when every
+  run it needs is there and every comparison is for it; where it is not about every single case,
+  also when none is against and the mean over its comparisons is for it. Else it is open: there are
+  not enough runs. Where a claim has several parts, each has a verdict.
 - At a shortened schedule a run with decay whose exposure in the first stage is below 1 tells
   nothing: the claim has "not enough schedule", unless the others contradict it.
+- Runs with superseded numerics (`superseded.toml`) and records of another kind than the claim
+  speaks of are named and left out.
 """
 
 import math
-import statistics
+import statistics as plain_statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from decaylab.data.facts import DATA_SETS
 from decaylab.paper.readings import Readings, RunReading
-from decaylab.paper.suite import Cell, artefact_of, cells
-from decaylab.paper.tiers import tier_of
+from decaylab.paper.statistics import (
+    ALPHA,
+    LEAST_DEGREES,
+    Noise,
+    Pool,
+    holm,
+    image_p_value,
+)
+from decaylab.paper.suite import Cell, artefact_of, artefacts, cells
+from decaylab.paper.tiers import TIERS, tier_of
+from decaylab.training import RunSpec
 
 Verdict = Literal["supported", "contradicted", "not enough runs", "not enough schedule"]
 Leaning = Literal["for", "against", "unclear"]
 LEAST_EXPOSURE = 1.0
-SEEDS_FOR_SPREAD = 3
 
 
 @dataclass(frozen=True)
@@ -42,151 +53,168 @@ class Sample:
     @property
     def mean(self) -> float:
         """Mean over seeds."""
-        return statistics.fmean(self.values.values())
+        return plain_statistics.fmean(self.values.values())
 
     @property
-    def sampling_error(self) -> float:
-        """Of an accuracy on the test set of its runs."""
+    def geometric_mean(self) -> float:
+        """Mean of the logarithms over seeds, as a number again."""
+        return plain_statistics.geometric_mean(self.values.values())
+
+    @property
+    def sampling_deviation(self) -> float:
+        """Of an accuracy in points: what a test set of as many images brings, whatever the seed."""
         images = DATA_SETS[self.runs[0].spec.data].splits["test"].count
-        return math.sqrt(max(self.mean * (1 - self.mean), 0.5 / images) / images)
-
-
-@dataclass(frozen=True)
-class Noise:
-    """One standard error, and on how many degrees of freedom it was estimated."""
-
-    error: float = math.inf
-    degrees: float = math.inf
-
-    @property
-    def reach(self) -> float:
-        """As far from zero as a value must be; as certain as two standard errors that are known."""
-        if not math.isfinite(self.degrees):
-            return 2 * self.error
-        from scipy.special import stdtrit  # slow to import, and seldom needed
-
-        return float(stdtrit(self.degrees, statistics.NormalDist().cdf(2.0))) * self.error
-
-    def leaning(self, value: float) -> Leaning:
-        """For, against or unclear."""
-        unclear = abs(value) < self.reach or value == 0
-        return "unclear" if unclear else "for" if value > 0 else "against"
-
-    @staticmethod
-    def of_mean(noises: Sequence["Noise"]) -> "Noise":
-        """Of the mean of values with these; the degrees by Welch and Satterthwaite."""
-        squares = [noise.error**2 for noise in noises]
-        total = sum(squares)
-        parts = sum(sq**2 / noise.degrees for sq, noise in zip(squares, noises, strict=True))
-        degrees = total**2 / parts if 0 < parts < math.inf else math.inf
-        return Noise(math.sqrt(total) / len(noises), degrees)
-
-
-def _noise_and_spread(terms: Sequence[tuple[float, Sample]]) -> tuple[Noise, float | None]:
-    """Of a sum of factor * accuracy, and the spread over seeds, in points.
-
-    Seeds that all samples have are taken together.
-    """
-    seeds = set.intersection(*(set(sample.values) for _, sample in terms))
-    by_seed = [sum(100 * f * sample.values[seed] for f, sample in terms) for seed in sorted(seeds)]
-    spread = statistics.stdev(by_seed) if len(by_seed) > 1 else None
-    if spread is not None and len(by_seed) >= SEEDS_FOR_SPREAD:
-        return Noise(spread / math.sqrt(len(by_seed)), len(by_seed) - 1), spread
-    sampling = [factor * 100 * sample.sampling_error for factor, sample in terms]
-    return Noise(math.hypot(*sampling)), spread
+        return 100 * math.sqrt(max(self.mean * (1 - self.mean), 0.5 / images) / images)
 
 
 @dataclass(frozen=True)
 class Comparison:
     """One test of a claim: which way it leans, and whether its schedule is long enough to tell.
 
-    `text` says what was found. `value` is positive in the direction of the claim. `part` names the
-    part of the claim it tests, where that has several.
+    Attributes:
+        text: what was found.
+        enough: whether decay had the time to act.
+        runs: what it was found in.
+        value: positive in the direction of the claim.
+        p: of a true value of zero, two-sided; None where a rule of the claim decides.
+        rule: what that rule says.
+        noise: of the value; None where a rule decides.
+        spread: standard deviation over seeds.
+        part: the part of the claim it tests, where that has several.
+        needed: whether support hangs on it; else it can only contradict.
+        headline: the number to show, where it is not `value`.
     """
 
     text: str
-    leaning: Leaning
     enough: bool
     runs: tuple[RunReading, ...]
     value: float = 0.0
-    noise: Noise = Noise()
+    p: float | None = None
+    rule: Leaning = "unclear"
+    noise: Noise | None = None
     spread: float | None = None
     part: str = ""
+    needed: bool = True
+    headline: float | None = None
 
-
-def _mean_leaning(comparisons: Sequence[Comparison]) -> Leaning:
-    mean = statistics.fmean(comparison.value for comparison in comparisons)
-    return Noise.of_mean([comparison.noise for comparison in comparisons]).leaning(mean)
+    def leaning(self, adjusted: float | None = None) -> Leaning:
+        """For, against or unclear; a p-value that was adjusted decides about against."""
+        if self.p is None:
+            return self.rule
+        if self.value > 0:
+            return "for" if self.p <= ALPHA else "unclear"
+        against = (self.p if adjusted is None else adjusted) <= ALPHA and self.value < 0
+        return "against" if against else "unclear"
 
 
 @dataclass
 class Evidence:
-    """What the records hold on a claim; `missing` counts the comparisons without runs."""
+    """What the records hold on a claim; `missing` counts the comparisons without runs, by part."""
 
     comparisons: list[Comparison] = field(default_factory=list)
-    missing: int = 0
+    missing_by_part: dict[str, int] = field(default_factory=dict)
     effect: str = ""
     value: float | None = None
     notes: list[str] = field(default_factory=list)
     unjudged: list[str] = field(default_factory=list)  # what was seen, but decides nothing
     every: bool = False  # whether the claim is about every single case
 
-    def verdict(self) -> Verdict:
-        """By the rules above."""
-        judged = [comparison for comparison in self.comparisons if comparison.enough]
-        if any(comparison.leaning == "against" for comparison in judged):
-            return "contradicted"
-        if self.missing or not self.comparisons:
-            return "not enough runs"
-        if len(judged) < len(self.comparisons):
-            return "not enough schedule"
-        if all(comparison.leaning == "for" for comparison in judged):
-            return "supported"
-        turned = [comparison for comparison in judged if comparison.value <= 0]
-        parts = self.parts().values()
-        if all(_mean_leaning(part) == "for" for part in parts) and not (self.every and turned):
-            return "supported"
-        return "not enough runs"
+    @property
+    def missing(self) -> int:
+        """Comparisons without runs."""
+        return sum(self.missing_by_part.values())
 
-    def parts(self) -> dict[str, list[Comparison]]:
-        """The comparisons by the part of the claim they test."""
-        found: dict[str, list[Comparison]] = {}
-        for comparison in self.comparisons:
-            found.setdefault(comparison.part, []).append(comparison)
-        return found
+    def leanings(self) -> list[tuple[Comparison, Leaning]]:
+        """Each comparison with its leaning, corrected for how many are judged."""
+        judged = [c for c in self.comparisons if c.p is not None and c.enough]
+        adjusted = dict(zip(map(id, judged), holm([c.p or 0.0 for c in judged]), strict=True))
+        return [(c, c.leaning(adjusted.get(id(c)))) for c in self.comparisons]
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """A verdict for each part of the claim; one without a name where it has none."""
+        leanings = self.leanings()
+        parts = [*(c.part for c in self.comparisons), *self.missing_by_part]
+        return {
+            part: self._verdict(
+                [(c, leaning) for c, leaning in leanings if c.part == part],
+                self.missing_by_part.get(part, 0),
+            )
+            for part in dict.fromkeys(parts)
+        }
+
+    def verdict(self) -> Verdict:
+        """Of the whole claim: contradicted by any part, supported if every part is."""
+        found = self.verdicts().values()
+        for verdict in ("contradicted", "not enough runs", "not enough schedule"):
+            if verdict in found:
+                return verdict
+        return "supported" if found else "not enough runs"
+
+    def _verdict(self, found: Sequence[tuple[Comparison, Leaning]], missing: int) -> Verdict:
+        if any(leaning == "against" and c.enough for c, leaning in found):
+            return "contradicted"
+        needed = [(c, leaning) for c, leaning in found if c.needed]
+        if missing or not needed:
+            return "not enough runs"
+        if not all(c.enough for c, _ in needed):
+            return "not enough schedule"
+        if all(leaning == "for" for _, leaning in needed):
+            return "supported"
+        noises = [c.noise for c, _ in needed if c.noise is not None]
+        if not self.every and len(noises) == len(needed):
+            mean = plain_statistics.fmean(c.value for c, _ in needed)
+            if mean > 0 and Noise.of_mean(noises).p_value(mean) <= ALPHA:
+                return "supported"
+        return "not enough runs"
 
     @property
     def doubt(self) -> str:
         """What more seeds would tell, where all runs are there and do not; else empty."""
-        if self.verdict() != "not enough runs" or self.missing or not self.comparisons:
+        tested = [c for c in self.comparisons if c.p is not None]
+        if self.verdict() != "not enough runs" or self.missing or not tested:
             return ""
-        turned, of = sum(c.value <= 0 for c in self.comparisons), len(self.comparisons)
-        those = f"{turned} of {of} differences are negative," if turned else "it is"
+        turned, total = sum(c.value <= 0 for c in tested), len(tested)
+        those = f"{turned} of {total} differences are negative," if turned else "it is"
         return f"{those} within the noise: more seeds would tell"
 
     @property
     def spread(self) -> float | None:
         """Root mean square of the comparisons' spreads over seeds."""
         spreads = [c.spread for c in self.comparisons if c.spread is not None]
-        return math.sqrt(statistics.fmean(s * s for s in spreads)) if spreads else None
+        return math.sqrt(plain_statistics.fmean(s * s for s in spreads)) if spreads else None
 
     @property
     def runs(self) -> dict[str, RunReading]:
         """The runs used, by id."""
         return {run.spec.id: run for c in self.comparisons for run in c.runs}
 
-    def add(self, comparison: Comparison | None) -> None:
-        """Take a comparison, or count it as missing."""
+    def by_part(self) -> dict[str, list[Comparison]]:
+        """The comparisons by the part of the claim they test."""
+        parts: dict[str, list[Comparison]] = {}
+        for comparison in self.comparisons:
+            parts.setdefault(comparison.part, []).append(comparison)
+        return parts
+
+    def add(self, comparison: Comparison | None, part: str = "") -> None:
+        """Take a comparison, or count it as missing from a part."""
         if comparison is None:
-            self.missing += 1
+            self.lack(part)
         else:
             self.comparisons.append(comparison)
 
+    def lack(self, part: str = "") -> None:
+        """Count a comparison as missing."""
+        self.missing_by_part[part] = self.missing_by_part.get(part, 0) + 1
+
     def told(self) -> "Evidence":
         """Itself, its effect telling what each comparison found, its value being their mean."""
-        values = [c.value for c in self.comparisons if math.isfinite(c.value)]
-        self.value = statistics.fmean(values) if values else None
-        self.effect = "; ".join([*(c.text for c in self.comparisons), *self.unjudged])
+        shown = [
+            c.value if c.headline is None else c.headline for c in self.comparisons if c.needed
+        ]
+        values = [value for value in shown if math.isfinite(value)]
+        self.value = plain_statistics.fmean(values) if values else None
+        texts = dict.fromkeys(c.text for c in self.comparisons if c.text)
+        self.effect = "; ".join([*texts, *self.unjudged])
         return self
 
 
@@ -198,6 +226,17 @@ class Bench:
     ) -> None:
         self.readings, self.tier = readings, tier_of(tier)
         self._seeds, self._folder = seeds, searched_folder
+        self.left_out: dict[str, str] = {}  # run -> why its numerics are superseded
+        self._cells: dict[str, list[Cell]] = {}
+        self._pools: dict[tuple[str, str], Pool | None] = {}
+
+    def cells(self, artefact: str) -> list[Cell]:
+        """The cells of an artefact."""
+        if artefact not in self._cells:
+            self._cells[artefact] = cells(
+                artefact, self.tier.name, self._seeds, searched_folder=self._folder
+            )
+        return self._cells[artefact]
 
     def groups(self, artefact: str) -> list[tuple[dict[str, object], dict[object, Cell]]]:
         """Cells by all key columns but the last, as (key, last column -> cell).
@@ -205,27 +244,36 @@ class Bench:
         Groups of the same runs (on digits, where CIFAR-10 and CIFAR-100 are one) count once.
         """
         last = artefact_of(artefact).keys[-1]
-        found: dict[tuple[object, ...], tuple[dict[str, object], dict[object, Cell]]] = {}
-        for cell in cells(artefact, self.tier.name, self._seeds, searched_folder=self._folder):
+        by_key: dict[tuple[object, ...], tuple[dict[str, object], dict[object, Cell]]] = {}
+        for cell in self.cells(artefact):
             rest = {name: value for name, value in cell.key.items() if name != last}
-            found.setdefault(tuple(rest.values()), (rest, {}))[1][cell.key[last]] = cell
+            by_key.setdefault(tuple(rest.values()), (rest, {}))[1][cell.key[last]] = cell
         unique: dict[object, tuple[dict[str, object], dict[object, Cell]]] = {}
-        for rest, by_last in found.values():
+        for rest, by_last in by_key.values():
             runs = tuple(cell.runs[0].id if cell.runs else cell.label for cell in by_last.values())
             unique.setdefault(runs, (rest, by_last))
         return list(unique.values())
 
     def runs(self, cell: Cell) -> list[RunReading]:
-        """The finished runs of a cell."""
-        return self.readings.finished(cell)
+        """The finished runs of a cell, without those of superseded numerics."""
+        found = [run for spec in cell.runs if (run := self.readings.of(spec)) is not None]
+        self.left_out |= {run.spec.id: run.superseded for run in found if run.superseded}
+        return [run for run in found if not run.superseded]
+
+    def superseded(self) -> dict[str, list[str]]:
+        """What was wrong with runs that were asked for and left out -> which."""
+        by_reason: dict[str, list[str]] = {}
+        for name, why in self.left_out.items():
+            by_reason.setdefault(why, []).append(name)
+        return by_reason
 
     def sample(self, cell: Cell | None, metric: str = "test/accuracy") -> Sample | None:
         """A metric in the finished runs of a cell; None where there is none."""
         runs = [] if cell is None else self.runs(cell)
         values = {run.spec.seed: run.final(metric) for run in runs}
         known = {seed: value for seed, value in values.items() if value is not None}
-        kept = tuple(run for run in runs if run.spec.seed in known)
-        return Sample(known, kept) if known else None
+        measured = tuple(run for run in runs if run.spec.seed in known)
+        return Sample(known, measured) if known else None
 
     def pair(
         self, by_decay: Mapping[object, Cell], metric: str = "test/accuracy"
@@ -249,18 +297,104 @@ class Bench:
         return all(run.first_stage_exposure() >= least for run in decayed)
 
     def difference(
-        self, text: str, *terms: tuple[float, Sample | None], part: str = ""
+        self,
+        text: str,
+        *terms: tuple[float, Sample | None],
+        part: str = "",
+        within: float | None = None,
     ) -> Comparison | None:
-        """Sum of factor * accuracy as a comparison, in points; None where a sample is missing."""
+        """Sum of factor * accuracy as a comparison, in points; None where a sample is missing.
+
+        With `within`, the claim is that the sum is smaller than so many points on either side:
+        `value` is by how much.
+        """
         known = [(factor, sample) for factor, sample in terms if sample is not None]
         if len(known) < len(terms):
             return None
-        value = sum(100 * factor * sample.mean for factor, sample in known)
-        noise, spread = _noise_and_spread(known)
+        effect = sum(100 * factor * sample.mean for factor, sample in known)
+        value = effect if within is None else within - abs(effect)
+        noise = Noise.of_terms((f, self.pool(sample), len(sample.runs)) for f, sample in known)
+        expected = 0.0 if within is None else math.copysign(within, effect) / 100
+        p = max(noise.p_value(value), _on_images(known, expected))
         runs = tuple(run for _, sample in known for run in sample.runs)
-        said = " ".join(filter(None, [text, part, f"{value:+.2f}"]))
-        leaning, enough = noise.leaning(value), self.enough(runs)
-        return Comparison(said, leaning, enough, runs, value, noise, spread, part)
+        said = " ".join(filter(None, [text, part, f"{effect:+.2f}"]))
+        return Comparison(
+            said,
+            self.enough(runs),
+            runs,
+            value,
+            p,
+            noise=noise,
+            spread=_spread(known),
+            part=part,
+        )
+
+    def pool(self, sample: Sample) -> Pool:
+        """One seed's spread for a sample: of its data set and optimizer, else of its data set.
+
+        Where no cell was run with several seeds, the sampling error of the test set stands in.
+        """
+        spec = sample.runs[0].spec
+        for key in ((spec.data, spec.optimizer), (spec.data, "")):
+            if key not in self._pools:
+                self._pools[key] = self._pooled(*key)
+            found = self._pools[key]
+            if found is not None:
+                return found
+        return Pool(f"test images {sample.mean:g}", sample.sampling_deviation)
+
+    def _pooled(self, data: str, optimizer: str) -> Pool | None:
+        values = [
+            accuracies
+            for spec, accuracies in self._replicated
+            if spec.data == data and optimizer in ("", spec.optimizer)
+        ]
+        found = Pool.over(f"{data} {optimizer}".strip(), values)
+        return found if found.degrees >= LEAST_DEGREES else None
+
+    @cached_property
+    def _replicated(self) -> list[tuple[RunSpec, list[float]]]:
+        """All cells with several seeds, of all tiers on the same kind of data, in points."""
+        tiers = [t.name for t in TIERS.values() if t.on_digits == self.tier.on_digits]
+        chosen: dict[str, tuple[RunSpec, list[float]]] = {}
+        for tier in tiers:
+            for artefact in artefacts().values():
+                if not artefact.percent:
+                    continue
+                found = cells(artefact.name, tier, self._seeds, searched_folder=self._folder)
+                for cell in found:
+                    there = [spec for spec in cell.runs if self.readings.exists(spec)]
+                    if len(there) > 1 and there[0].id not in chosen:
+                        chosen[there[0].id] = (there[0], self._accuracies(there))
+        return [entry for entry in chosen.values() if len(entry[1]) > 1]
+
+    def _accuracies(self, specs: Sequence[RunSpec]) -> list[float]:
+        runs = [run for spec in specs if (run := self.readings.of(spec)) is not None]
+        values = [run.final("test/accuracy") for run in runs if not run.superseded]
+        return [100 * value for value in values if value is not None]
+
+
+def _on_images(terms: Sequence[tuple[float, Sample]], expected: float) -> float:
+    """The p-value on the same test images; 0, which decides nothing, where some have no hits."""
+    runs = [run for _, sample in terms for run in sample.runs]
+    hits = [run.manifest.test_hits for run in runs]
+    first = hits[0]
+    if first is None or not all(one is not None and one.comparable(first) for one in hits):
+        return 0.0
+    return image_p_value(
+        [
+            (factor, [run.manifest.test_hits.unpack() for run in sample.runs])  # type: ignore[union-attr]
+            for factor, sample in terms
+        ],
+        expected,
+    )
+
+
+def _spread(terms: Sequence[tuple[float, Sample]]) -> float | None:
+    """Standard deviation of an effect over the seeds that all samples have, in points."""
+    seeds = set.intersection(*(set(sample.values) for _, sample in terms))
+    by_seed = [sum(100 * f * sample.values[seed] for f, sample in terms) for seed in sorted(seeds)]
+    return plain_statistics.stdev(by_seed) if len(by_seed) > 1 else None
 
 
 def named(key: dict[str, object], *columns: str) -> str:

@@ -9,6 +9,7 @@ from itertools import islice
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from decaylab import probes
 from decaylab.data import Split, evaluation_batches
@@ -19,6 +20,7 @@ Observer = Callable[[TrainingRun], dict[str, float]]
 
 CHUNK = 250  # test images whose Jacobians are made together: 10,000 are a multiple of it
 KFAC_BATCHES, KFAC_BATCH = 10, 128  # so many, of so many training images
+COURSE_EVERY, COURSE_IMAGES = 10, 2000  # epochs between Jacobians, of the first test images
 LONGEST_SIDE = 1200  # of factors whose eigenvalues are taken: longer ones take seconds each
 # Images and draws of Fig. 7's traces, measured after every epoch; fewer on digits, a toy.
 TRACES, TRACES_ON_DIGITS = (256, 8), (128, 4)
@@ -32,6 +34,11 @@ def observer(wanted: Iterable[str]) -> Observer | None:
       weights (Fig. 7), sampled, on the first training images, BN in train mode on batches of 128.
     - `jacobian`: at the end, exact, on the whole test set (Table 2): the mean, and the median. A
       backward pass per class.
+    - `jacobian_course`: at the start and every 10 epochs, the same on the first 2,000 test images.
+    - `train_pass`: after each epoch, loss and accuracy of a pass over the training set in train
+      mode (Fig. 9); batch norm's running statistics stay as they are.
+    - `running_variance`: after each epoch, the largest and least running variance of the first
+      batch normalisation.
     - `kfac_gn`: at the end, exact outputs, on the first 1,280 training images (Fig. 5). A backward
       pass per class.
     - `damping`: under K-FAC, at the start and at the end, effective damping (Eq. 14) and the share
@@ -78,6 +85,29 @@ def _jacobian(run: TrainingRun) -> dict[str, float]:
     return {"jacobian_norm": float(norms.mean()), "jacobian_norm_median": median}
 
 
+def _jacobian_course(run: TrainingRun) -> dict[str, float]:
+    if run.complete_epochs % COURSE_EVERY:
+        return {}
+    batch = next(_inputs(run, run.data.test, COURSE_IMAGES))
+    norms = probes.jacobian_norms(run.model, batch, chunk=CHUNK)
+    return {f"jacobian_norm_{COURSE_IMAGES}": float(norms.mean())}
+
+
+def _train_pass(run: TrainingRun) -> dict[str, float]:
+    if not run.step:
+        return {}
+    result = run.train_pass()
+    return {"train/pass_loss": result.loss, "train/pass_accuracy": result.accuracy}
+
+
+def _running_variance(run: TrainingRun) -> dict[str, float]:
+    for module in run.model.modules():
+        if isinstance(module, _NormBase) and module.running_var is not None:
+            least, largest = (float(value) for value in module.running_var.aminmax())
+            return {"running_variance_least": least, "running_variance_largest": largest}
+    return {}
+
+
 def _kfac_gn(run: TrainingRun) -> dict[str, float]:
     if not _at_end(run):
         return {}
@@ -105,6 +135,9 @@ MEASURES: dict[str, Observer] = {
     "effective_lr": _effective_lr,
     "traces": _traces,
     "jacobian": _jacobian,
+    "jacobian_course": _jacobian_course,
+    "train_pass": _train_pass,
+    "running_variance": _running_variance,
     "kfac_gn": _kfac_gn,
     "damping": _damping,
 }

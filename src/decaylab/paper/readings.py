@@ -5,19 +5,26 @@ from dataclasses import dataclass
 
 from decaylab.errors import DecaylabError
 from decaylab.paper.suite import PROBES, Cell
+from decaylab.paper.superseded import superseded
 from decaylab.records import Manifest, Rows, RunStore
 from decaylab.training import RunSpec
 
+REPEATS = "repeats"
 TRAINED = 0.999  # the paper's 100 % training accuracy, printed without decimals
 
 
 @dataclass(frozen=True)
 class RunReading:
-    """One finished run: its spec, how it went, its rows."""
+    """One finished run: its spec, how it went, its rows.
+
+    `superseded` says what was wrong with the numerics it was made with, where that was fixed since:
+    no claim is judged by it.
+    """
 
     spec: RunSpec
     manifest: Manifest
     rows: Rows
+    superseded: str = ""
 
     def final(self, name: str) -> float | None:
         """The last value of a name, None where it was not recorded."""
@@ -91,6 +98,18 @@ class Readings:
         self.store = store
         self.left_out: list[str] = []
         self._known: dict[str, RunReading | None] = {}
+        self._repeats: Readings | None = None
+
+    def exists(self, spec: RunSpec) -> bool:
+        """Whether the run of a spec was begun."""
+        return (self.store.root / spec.id).is_dir()
+
+    @property
+    def repeats(self) -> "Readings":
+        """Runs that were made once more (`repeats/` in the folder): alone on the device, say."""
+        if self._repeats is None:
+            self._repeats = Readings(RunStore(self.store.root / REPEATS))
+        return self._repeats
 
     def of(self, spec: RunSpec) -> RunReading | None:
         """The run of a spec, if it is finished and readable."""
@@ -99,12 +118,19 @@ class Readings:
         return self._known[spec.id]
 
     def finished(self, cell: Cell) -> list[RunReading]:
-        """The finished runs of a cell, by seed."""
-        return [reading for spec in cell.runs if (reading := self.of(spec)) is not None]
+        """The finished runs of a cell, by seed.
+
+        Those with superseded numerics only where there are no others.
+        """
+        return self._current(cell.runs)
+
+    def _current(self, specs: Iterable[RunSpec]) -> list[RunReading]:
+        found = [reading for spec in specs if (reading := self.of(spec)) is not None]
+        return [reading for reading in found if not reading.superseded] or found
 
     def values(self, specs: Iterable[RunSpec], metric: str) -> list[float]:
         """The last value of a metric in each run that is finished and recorded it."""
-        finals = (found.final(metric) for spec in specs if (found := self.of(spec)) is not None)
+        finals = (reading.final(metric) for reading in self._current(specs))
         return [value for value in finals if value is not None]
 
     def lacking(self, cells: Sequence[Cell]) -> Iterator[tuple[str, list[str]]]:
@@ -130,4 +156,4 @@ class Readings:
             self.left_out.append(str(error))
             return None
         self.left_out += [f"{spec.id}: {note}" for note in rows.damaged]
-        return RunReading(spec, manifest, rows)
+        return RunReading(spec, manifest, rows, superseded(manifest))

@@ -86,7 +86,8 @@ def full_schedule(key: Mapping[str, Any], row: Mapping[str, str]) -> dict[str, A
 class Searched:
     """A setting found by `decaylab search`: the cell it is for, its values, and where it lies.
 
-    `edges` are the fields whose value is the smallest or the largest of those tried.
+    `edges` are the fields whose value is the smallest or the largest of those tried, `fields` those
+    of which several were.
     """
 
     cell: Mapping[str, Any]
@@ -94,6 +95,7 @@ class Searched:
     tier: str
     path: str
     edges: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
 
 
 def searched(
@@ -140,7 +142,9 @@ def _read(path: str, text: str) -> Searched:
         values = {name: float(value) for name, value in entry["winner"].items()}
         search = entry["search"]
         tried = {name: search[f"{name}_tried"] for name in values if f"{name}_tried" in search}
-        return Searched(entry["cell"], values, search["tier"], path, on_edge(values, tried))
+        fields = tuple(name for name, several in tried.items() if len(set(several)) > 1)
+        edges = on_edge(values, tried)
+        return Searched(entry["cell"], values, search["tier"], path, edges, fields)
     except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise DecaylabError(
             f"{path} is no result of `decaylab search` ({error!r}): remove it, and search again"

@@ -30,16 +30,25 @@ from decaylab.training import RunSpec
 
 PROBES: dict[str, str] = {
     "effective_lr": "effective_lr/",
-    "traces": "gn_trace_normalised/",
+    "traces": "gn_trace_normalised_train/",
     "jacobian": "jacobian_norm",
+    "jacobian_course": "jacobian_norm_2000",
+    "train_pass": "train/pass_loss",
+    "running_variance": "running_variance_least",
     "kfac_gn": "kfac_gn_norm",
     "damping": "second_order_share/",
 }
 """What an artefact can ask for beyond what every run records -> how its rows begin."""
 KINDS = ("table", "bars", "curves", "scatter")
 SCALED_LR = "lr scaled by the square root of the batch, not searched"
-COLUMNS = (*ROW, "hidden", "batch_size", "constant_lr", "weight_decay", "scheme")
-"""What decides the runs of a cell."""
+COLUMNS = (
+    *(*ROW, "hidden", "batch_size", "constant_lr", "weight_decay", "scheme"),
+    *("lr", "precision", "batch_norm_eps"),
+)
+"""What decides the runs of a cell; the last three in the place of the published settings.
+
+(On digits the precision is always float32.)
+"""
 
 
 @dataclass(frozen=True)
@@ -77,12 +86,14 @@ class Cell:
     Attributes:
         artefact: its artefact's name.
         key: the artefact's key columns, as the paper has them (also where digits stand in).
+        columns: all columns that decide its runs.
         runs: one spec per seed, 0 first; empty while `missing` says why there are none.
         sources: the runs, one per seed, whose norms these take over (recipe line 16).
         paper: the paper's number, None where it prints none.
         probes: what these runs must record.
         missing: why there is no run: a search that has not been made.
         note: where the settings come from, if not from the published ones.
+        searched: the fields that a search tried several values of, for these settings.
         own: tables of accuracies: one spec per seed at the settings that our own search on held-out
             images found, where there is one and it differs from those of `runs`. A second
             value, shown beside that of `runs` and marked; no claim is judged by it.
@@ -91,12 +102,14 @@ class Cell:
 
     artefact: str
     key: Mapping[str, Any]
+    columns: Mapping[str, Any] = field(default_factory=dict, repr=False)
     runs: tuple[RunSpec, ...] = ()
     sources: tuple[RunSpec, ...] = ()
     paper: float | None = None
     probes: tuple[str, ...] = ()
     missing: str = ""
     note: str = ""
+    searched: tuple[str, ...] = ()
     own: tuple[RunSpec, ...] = ()
     own_edges: tuple[str, ...] = ()
 
@@ -170,6 +183,7 @@ def cells(
                 Cell(
                     artefact.name,
                     key,
+                    full_key,
                     paper=_paper_number(artefact, key),
                     probes=artefact.probes,
                     **_runs(full_key, size, seeds, searched_folder),
@@ -246,6 +260,16 @@ def searched_cell(key: Mapping[str, Any], tier: Tier) -> dict[str, Any]:
     return {**key, "dataset": "digits", "augment": 0} if tier.on_digits else dict(key)
 
 
+def search_command(cell: Cell, tier: str) -> str:
+    """The command that searches the settings of a cell."""
+    key = {**cell.columns}
+    if "constant_lr" in key:
+        key["constant_lr"] = int(key["constant_lr"])
+    columns = [name for name in (*ROW, "batch_size", "constant_lr") if name in key]
+    chosen = " ".join(f"{name}={key[name]}" for name in columns)
+    return f"decaylab search {chosen} --scheme {_scheme(key)} --tier {tier}"
+
+
 def _runs(key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None) -> dict[str, Any]:
     """The runs of a cell, or why there are none; and where the settings come from."""
     scheme, optimizer = _scheme(key), str(key["optimizer"])
@@ -258,11 +282,12 @@ def _runs(key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None) -
     elif key.get("batch_size", 128) != 128:
         found = searched(where, scheme, tier.name, folder)
         note = "" if found else SCALED_LR
+    fields: tuple[str, ...] = ()
     if found is not None:
-        note = f"searched: {Path(found.path).name}"
+        note, fields = f"searched: {Path(found.path).name}", found.fields
     runs = _specs(key, scheme, tier, found, seeds)
     if "wn-conv" not in scheme:
-        return {"runs": runs, "note": note}
+        return {"runs": runs, "note": note, "searched": fields}
     sources = _specs(key, "wd", tier, None, seeds)
     taken = [replace(run, norm_source=source.id) for run, source in zip(runs, sources, strict=True)]
     return {"runs": tuple(taken), "sources": sources, "note": note}
@@ -300,6 +325,11 @@ def _specs(
     row = published(key, decayed=scheme != "none")
     values = full_schedule(key, row) | _decay(scheme, optimizer, float(row["weight_decay"]))
     values = sized(values, tier) | ({} if found is None else dict(found.values))
+    asked = ("batch_norm_eps",) if tier.on_digits else ("precision", "batch_norm_eps")
+    values |= {name: key[name] for name in asked if name in key}
+    if "lr" in key:  # on digits, whose learning rates are others: as many times the usual one
+        times = key["lr"] / float(row["learning_rate"])
+        values["lr"] = float(f"{values['lr'] * times:.3g}")
     first = RunSpec.from_mapping(values)
     return tuple(replace(first, seed=seed) for seed in range(seeds))
 

@@ -39,6 +39,7 @@ from decaylab.report.tables import (
 from decaylab.training import RunSpec
 
 BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+ADDED = ("undecayed",)  # schemes that a row is shown without, too
 WITHIN = 1.0  # points of accuracy that a full run may be off the paper
 
 
@@ -78,15 +79,19 @@ def compared(results: Results, name: str) -> str:
 
 
 def _by_scheme(filled: Filled, results: Results) -> str:
-    rows, header = [], ["cell"]
+    by_title: dict[str, dict[str, str]] = {}
     for title, group in groups(filled.cells, filled.artefact.keys[:-1]):
-        seeds = [results.readings.finished(cell) for cell in group]
-        if all(seeds) and len({runs[0].spec.id for runs in seeds}) == len(group):
-            header[1:] = map(label_of, group)
-            found = [results.readings.values(cell.runs, filled.artefact.metric) for cell in group]
-            rows.append([title, *(Measured(tuple(100 * v for v in of)).short() for of in found)])
+        needed = [cell for cell in group if cell.key.get("scheme") not in ADDED]
+        seeds = [results.readings.finished(cell) for cell in needed]
+        if all(seeds) and len({runs[0].spec.id for runs in seeds}) == len(needed):
+            for cell in group:
+                values = results.readings.values(cell.runs, filled.artefact.metric)
+                shown = Measured(tuple(100 * value for value in values)).short()
+                by_title.setdefault(title, {})[label_of(cell)] = shown
+    labels = list(dict.fromkeys(label for row in by_title.values() for label in row))
+    rows = [[title, *(row.get(name, "—") for name in labels)] for title, row in by_title.items()]
     said = f"At {SCHEDULES[filled.tier]} (tier {filled.tier}):\n\n"
-    return said + text_grid(header, rows) if rows else ""
+    return said + text_grid(["cell", *labels], rows) if rows else ""
 
 
 def misses(results: Results) -> str:
@@ -174,7 +179,7 @@ def _last_and_best(
 
 
 def claims(results: Results) -> str:
-    """E1-E15: the verdict at each tier, and what was seen there."""
+    """E1-E17: the verdict at each tier, and what was seen there."""
     judgements = {tier: results.claims(tier) for tier in results.tiers}
     if not judgements:
         return "*No runs yet.*\n"
@@ -182,7 +187,7 @@ def claims(results: Results) -> str:
     for name, claim in next(iter(judgements.values())).items():
         at = {tier: found[name] for tier, found in judgements.items()}
         seen = "; ".join(f"tier {t}: {one.effect}" for t, one in at.items() if one.effect) or "—"
-        verdicts = [one.said for one in at.values()]
+        verdicts = [one.told for one in at.values()]
         rows.append([name, claim.where, claim.claim, *verdicts, seen])
     header = ["", "where", "claim", *(f"tier {tier}" for tier in judgements), "what was seen"]
     return text_grid(header, rows)

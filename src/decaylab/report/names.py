@@ -11,7 +11,7 @@ NAMES = {
     **{"resnet20": "ResNet20", "resnet32": "ResNet32", "resnet44": "ResNet44"},
     **{"resnet56": "ResNet56", "sgd": "SGD", "adam": "Adam"},
     **{"kfac-f": "K-FAC-F", "kfac-g": "K-FAC-G", "l2": "L2", "wd": "weight decay"},
-    **{"decoupled": "weight decay", "none": "no decay", "undecayed": "no decay"},
+    **{"decoupled": "weight decay", "none": "no decay", "undecayed": "no decay, decay's settings"},
     **{"batch_size": "batch"},
 }
 

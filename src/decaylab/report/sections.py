@@ -234,13 +234,13 @@ def _first(names: Sequence[str], most: int = 4) -> str:
 
 
 def claims_section(claims: Sequence[Claim], tier: str) -> Section:
-    """E1-E15, judged from the records of one tier."""
+    """E1-E17, judged from the records of one tier."""
     header = [Cell(name) for name in ("", "verdict", "claim", "where", "what was seen")]
     header += [Cell(name, "number") for name in ("effect", "spread", "runs")]
     rows = [
         [
             Cell(claim.id),
-            Cell(claim.said, tone=VERDICTS.get(claim.verdict, "plain")),
+            Cell(claim.told, tone=VERDICTS.get(claim.verdict, "plain")),
             Cell(claim.claim, "words"),
             Cell(claim.where),
             Cell(claim.effect or "—", "words", more="; ".join(claim.notes)),

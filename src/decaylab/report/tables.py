@@ -130,16 +130,14 @@ class Pair:
         ratio = kind == "ratio"
         if len(values) < 2 or (ratio and min(map(min, values)) <= 0):
             return None
-        sides = [[math.log(v) for v in side] if ratio else side for side in values]
-        middle = statistics.fmean(sides[1]) - statistics.fmean(sides[0])
-        errors = [statistics.variance(side) / len(side) for side in sides]
-        reach = 0.0
-        if sum(errors) > 0:
-            from scipy.special import stdtrit  # slow to import, and seldom needed
+        without, decayed = [[math.log(v) for v in side] if ratio else side for side in values]
+        if len({*without}) == len({*decayed}) == 1:  # no spread, which the test refuses
+            low = high = decayed[0] - without[0]
+        else:
+            from scipy import stats  # slow to import, and seldom needed
 
-            within = sum(e**2 / (len(s) - 1) for e, s in zip(errors, sides, strict=True))
-            reach = stdtrit(sum(errors) ** 2 / within, 0.975) * math.sqrt(sum(errors))
-        low, high = middle - reach, middle + reach
+            test = stats.ttest_ind(decayed, without, equal_var=False)
+            low, high = map(float, test.confidence_interval(0.95))
         return (math.exp(low), math.exp(high)) if ratio else (low, high)
 
     def tone(self) -> Tone:

@@ -1,13 +1,14 @@
 """Loss and accuracy of a model on a split."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
 
 from decaylab.data import DataSet, Split, evaluation_batches
 from decaylab.networks.preserved import preserved_modes
@@ -55,6 +56,8 @@ class Evaluator:
             weights that an outer one has cast and kept would become part of the graph.
         graphs: capture, where the images are on CUDA.
         pool: memory shared with other graphs that never run at the same time; None makes one.
+        mode: `train` takes each batch's own statistics under batch norm (and draws dropout's
+            masks), as training does, and leaves the running ones as they are.
     """
 
     def __init__(
@@ -66,8 +69,9 @@ class Evaluator:
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         graphs: bool = False,
         pool: Any = None,
+        mode: Literal["eval", "train"] = "eval",
     ) -> None:
-        self._model, self._data = model, data
+        self._model, self._data, self._mode = model, data, mode
         self._batch_size, self._autocast = batch_size, autocast
         device = data.train.images.device
         self._graphs = CudaGraphs(pool=pool) if graphs and device.type == "cuda" else None
@@ -89,13 +93,21 @@ class Evaluator:
         """
         mean, std = self._data.mean, self._data.std
         batches = evaluation_batches(split, batch_size=self._batch_size, mean=mean, std=std)
+        return self.launch_batches(batches, len(split.labels), between)
+
+    def launch_batches(
+        self,
+        batches: Iterable[tuple[Tensor, Tensor]],
+        count: int,
+        between: Callable[[], None] = lambda: None,
+    ) -> Callable[[], Evaluation]:
+        """`launch` on batches of normalised images with labels, `count` images in all."""
         self._loss.zero_()
         self._forget_graphs_of_moved_tensors()
         add = self._add if self._graphs is None else self._replay
-        count, begin = len(split.labels), 0
+        begin = 0
         correct = torch.empty(count, dtype=torch.bool, device=self._loss.device)
-        with preserved_modes(self._model), torch.no_grad():
-            self._model.eval()
+        with _in_mode(self._model, self._mode), torch.no_grad():
             for images, labels in batches:
                 between()
                 end = begin + len(labels)
@@ -133,6 +145,22 @@ class Evaluator:
         if places != self._places:
             self._captured.clear()
             self._places = places
+
+
+@contextmanager
+def _in_mode(model: nn.Module, mode: Literal["eval", "train"]) -> Iterator[None]:
+    """The model in a mode, its running statistics neither read in train mode nor changed."""
+    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    tracking = [(norm, norm.track_running_stats) for norm in norms]
+    with preserved_modes(model):
+        model.train(mode == "train")
+        try:
+            for norm, tracks in tracking:
+                norm.track_running_stats = tracks and mode == "eval"
+            yield
+        finally:
+            for norm, tracks in tracking:
+                norm.track_running_stats = tracks
 
 
 def is_hit(logits: Tensor, labels: Tensor) -> Tensor:

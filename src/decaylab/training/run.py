@@ -68,6 +68,7 @@ class TrainingRun:
         self._evaluate = Evaluator(
             self.model, data, autocast=self.autocast, graphs=graphs, pool=self._steps.pool
         )
+        self._train_pass: Evaluator | None = None
         self._evaluations: dict[str, Callable[[], Evaluation]] = {}  # begun, not yet read
         self._test_correct: Tensor | None = None  # of the last evaluation that was read
         self.loss_sum, self.correct = self._steps.loss_sum, self._steps.correct
@@ -250,6 +251,32 @@ class TrainingRun:
         for reading in probes.second_moments(self.layers, self.optimizer):
             values |= reading.rows()
         return values | weight_norms(self.layers)
+
+    def train_pass(self) -> Evaluation:
+        """Loss and accuracy over the training set as training sees it: a pass in train mode.
+
+        Batches of the run's size with batch norm's own statistics of each, augmented where the
+        run's are, drawn from a generator of its own; nothing of the run is changed. (What the
+        paper's authors log after each epoch.) Without batch norm and augmentation it is the plain
+        evaluation of the training set. Cost: one forward pass an image.
+        """
+        if not (self.spec.batch_norm or self.spec.augment):
+            return self._evaluate(self.data.train)
+        if self._train_pass is None:
+            graphs, pool = self._steps.pool is not None, self._steps.pool
+            self._train_pass = Evaluator(
+                self.model,
+                self.data,
+                autocast=self.autocast,
+                graphs=graphs,
+                pool=pool,
+                mode="train",
+            )
+        batches = build_batches(self.spec, self.data, seed=self.spec.seed + 2**61 + self.step)
+        batches.begin_epoch()
+        parts = (batches.batch(index) for index in range(batches.steps_per_epoch))
+        images = batches.steps_per_epoch * batches.batch_size
+        return self._train_pass.launch_batches(parts, images)()
 
     def test_hits(self) -> TestHits:
         """Which test images the model, as it is now, classifies correctly.
