@@ -34,13 +34,13 @@ def test_it_exits_with_zero(result):
 def test_the_json_has_the_agreed_shape(result):
     rows = json.loads(result.stdout)
     assert all(list(row) == KEYS for row in rows)
-    assert {row["id"] for row in rows} == {f"T{i}" for i in range(1, 8)}
+    assert {row["id"] for row in rows} == {f"T{i}" for i in range(1, 9)}
     assert {row["kind"] for row in rows} == {"statement", "broken"}
     for row in rows:
         assert row["holds"] is (row["error"] <= row["tolerance"])
 
 
-@pytest.mark.parametrize("number", [f"T{i}" for i in range(1, 8)])
+@pytest.mark.parametrize("number", [f"T{i}" for i in range(1, 9)])
 def test_statements_hold_and_broken_ones_are_far_off(result, number):
     rows = [row for row in json.loads(result.stdout) if row["id"] == number]
     for row in rows:

@@ -13,7 +13,7 @@ from decaylab.theory import Check
 
 
 def theory_command(json_output: options.Json = False) -> None:
-    """Check statements T1-T7 of the paper on random networks, and show what breaks them.
+    """Check statements T1-T8 of the paper on random networks, and show what breaks them.
 
     Computes both sides of each statement. Takes seconds on a CPU; exits with 1 if one does not
     hold.

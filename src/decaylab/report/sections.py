@@ -290,7 +290,7 @@ def _fullness(one: Filled) -> Tone:
 
 
 def theory_checks() -> list[Check]:
-    """T1-T7 computed now. The matrices are small: more threads would only wait for each other."""
+    """T1-T8 computed now. The matrices are small: more threads would only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""The paper's numbered statements T1 to T7, both sides computed on random nets."""
+"""The paper's numbered statements T1 to T8, both sides computed on random nets."""
 
 from decaylab.theory.check import Check
 from decaylab.theory.decay import decay_as_descent
@@ -9,6 +9,7 @@ from decaylab.theory.identities import (
     norm_gradient,
 )
 from decaylab.theory.invariance import curvature_scaling, direction_updates
+from decaylab.theory.reparametrisation import affine_invariance
 
 STATEMENTS = {
     "T1": gradient_structure,
@@ -18,6 +19,7 @@ STATEMENTS = {
     "T5": curvature_scaling,
     "T6": direction_updates,
     "T7": decay_as_descent,
+    "T8": affine_invariance,
 }
 
 __all__ = ["STATEMENTS", "Check"]

@@ -17,7 +17,7 @@ class Check:
     """Both sides of a numbered statement under a condition; the worst case over all nets tried.
 
     Attributes:
-        id: T1 to T7.
+        id: T1 to T8.
         where: its place in the paper.
         condition: on what it was checked, and which condition was met or broken.
         left: norm of the left side, computed on its own.
