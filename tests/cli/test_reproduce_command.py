@@ -46,7 +46,7 @@ def test_claims_of_a_smoke_tier_are_never_supported_for_want_of_schedule(smoke_r
     result = decaylab("claims", "--tier", "smoke", "--runs", smoke_runs, "--json")
     assert result.exit_code == 0, result.output
     claims = {claim["id"]: claim for claim in json.loads(result.stdout)}
-    assert len(claims) == 15
+    assert len(claims) == 17
     assert claims["E1"]["verdict"] == "not enough schedule"
     assert claims["E1"]["n"] == 32
     assert claims["E14"]["verdict"] == "not enough schedule"

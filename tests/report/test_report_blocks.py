@@ -29,8 +29,8 @@ def set_accuracy(folder, spec, epoch, accuracy):
         lines = (folder.path / "rows.jsonl").read_text().splitlines()
         entries = [json.loads(line) for line in lines]
         for entry in entries:
-            if entry["name"] == "test/accuracy" and entry["epoch"] == epoch:
-                entry["value"] = accuracy
+            if entry.get("epoch") == epoch and "test/accuracy" in entry["values"]:
+                entry["values"]["test/accuracy"] = accuracy
         (folder.path / "rows.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
 
 

@@ -89,9 +89,7 @@ def test_the_correlation_plot_marks_nets_that_do_not_fit(tmp_path):
     found = cells("fig5", "smoke", 1)
     run = readings.finished(found[0])[0]
     path = tmp_path / run.spec.id / "rows.jsonl"
-    path.write_text(
-        path.read_text().replace('"train/accuracy", "value": 1.0', '"train/accuracy", "value": 0.9')
-    )
+    path.write_text(path.read_text().replace('"train/accuracy": 1.0', '"train/accuracy": 0.9'))
     labels = {
         mark.label
         for panel in panels(artefact_of("fig5"), found, Readings(RunStore(tmp_path)))

@@ -22,4 +22,5 @@ def test_every_artefact_of_the_smoke_tier_is_shown(smoke_runs, tmp_path, monkeyp
         searched = name in ("fig1", "fig8")  # their L2 cells wait for a search
         assert done == cells or (searched and 0 < done < cells), name
     drawn = {path.name for path in (tmp_path / "figures").glob("*.png")}
-    assert drawn == {f"fig{n}-smoke.png" for n in range(1, 10)}
+    figures = [*(f"fig{n}" for n in range(1, 10)), "fig9-bn", "jacobian-lr"]
+    assert drawn == {f"{name}-smoke.png" for name in figures}

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from decaylab.errors import DecaylabError
 from decaylab.paper import Cell as PaperCell
+from decaylab.paper.claims import CLAIMS, Claim
+from decaylab.paper.superseded import superseded as superseded_why
 from decaylab.records.files import replace_text
 from decaylab.report.figures import groups, label_of
 from decaylab.report.names import key_title, percent
@@ -179,18 +181,63 @@ def _last_and_best(
 
 
 def claims(results: Results) -> str:
-    """E1-E17: the verdict at each tier, and what was seen there."""
+    """E1-E17: the verdict at each tier."""
     judgements = {tier: results.claims(tier) for tier in results.tiers}
     if not judgements:
         return "*No runs yet.*\n"
     rows = []
     for name, claim in next(iter(judgements.values())).items():
-        at = {tier: found[name] for tier, found in judgements.items()}
-        seen = "; ".join(f"tier {t}: {one.effect}" for t, one in at.items() if one.effect) or "—"
-        verdicts = [one.told for one in at.values()]
-        rows.append([name, claim.where, claim.claim, *verdicts, seen])
-    header = ["", "where", "claim", *(f"tier {tier}" for tier in judgements), "what was seen"]
+        verdicts = [found[name].told for found in judgements.values()]
+        rows.append([name, claim.where, claim.claim, *verdicts])
+    header = ["", "where", "claim", *(f"tier {tier}" for tier in judgements)]
     return text_grid(header, rows)
+
+
+def explained(results: Results) -> str:
+    """Each verdict in two sentences: what was seen, and what that makes of the claim."""
+    lines = []
+    for name in CLAIMS:
+        for tier in results.tiers:
+            claim = results.claims(tier)[name]
+            if claim.said != "not run":
+                lines.append(f"- **{name}, tier {tier}: {claim.told}.** {_because(claim)}")
+    return "\n".join(lines) + "\n" if lines else "*No runs yet.*\n"
+
+
+def _because(claim: Claim) -> str:
+    seen = f"Seen: {claim.effect}" if claim.effect else "Nothing was seen"
+    without_runs, without_schedule = claim.lacking
+    if claim.verdict == "contradicted":
+        reason = f"Against the claim: {'; '.join(claim.against)}"
+    elif claim.verdict == "supported":
+        reason = "Nothing it needs is missing, and nothing is against it"
+    elif without_runs:
+        reason = f"Comparisons that lack runs: {without_runs}"
+    elif claim.verdict == "not enough schedule":
+        reason = f"Comparisons that lack schedule: {without_schedule}"
+    else:
+        reason = "All runs are there; what they show is neither clearly for it nor against it"
+    return f"{seen}. {reason}."
+
+
+def rules(results: Results) -> str:
+    """How each claim is judged, beside the paper's sentence."""
+    rows = [
+        [name, rule.where, rule.sentence, rule.supported, rule.contradicted]
+        for name, rule in CLAIMS.items()
+    ]
+    header = ["", "where", "the paper's sentence", "supported where", "contradicted where"]
+    return text_grid(header, rows)
+
+
+def superseded(results: Results) -> str:
+    """Runs made before a fix of the numerics: no verdict uses them."""
+    by_reason: dict[str, list[str]] = {}
+    for run in results.found:
+        if why := superseded_why(run.manifest):
+            by_reason.setdefault(why, []).append(f"`{run.manifest.id}` ({run.manifest.tier})")
+    rows = [[f"{why[:1].upper()}{why[1:]}", ", ".join(runs)] for why, runs in by_reason.items()]
+    return text_grid(["what was wrong", "runs"], rows) if rows else "There are none.\n"
 
 
 def verdicts(results: Results) -> str:
@@ -231,6 +278,9 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     ),
     "independent": independent,
     "claims": claims,
+    "explained": explained,
+    "rules": rules,
+    "superseded": superseded,
     "verdicts": verdicts,
 }
 
