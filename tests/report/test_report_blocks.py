@@ -55,6 +55,8 @@ def test_without_records_no_number_is_printed(name, store):
         assert "`decaylab reproduce table1 --tier short` | 64 |" in text
     elif name == "runs":
         assert "In all 0 runs; GPU-minutes: 0.0." in text
+    elif name == "rules":  # of no records: how they are judged
+        assert [row[0] for row in rows(text)] == [f"E{n}" for n in range(1, 18)]
     else:
         assert text.startswith("*")
         assert not any(sign.isdigit() for sign in text.replace("Table 1", ""))
@@ -79,9 +81,22 @@ def test_what_was_seen_is_said_of_every_tier(store):
         without, decayed = select(cells("table1", tier), SGD)
         write(store, without.runs[0], 0.9, tier=tier)
         write(store, decayed.runs[0], 0.9 + gain, tier=tier)
-    seen = rows(block("claims", store))[0][-1]
-    assert "tier full: with decay against without: +3.00 points" in seen
-    assert "tier short: with decay against without: +2.00 points" in seen
+    assert rows(block("claims", store))[0][-2:] == ["not enough runs"] * 2
+    full, short = [line for line in block("explained", store).splitlines() if "E1," in line]
+    assert full.startswith("- **E1, tier full: not enough runs.** Seen: with decay against without")
+    assert "+3.00 points" in full
+    assert "+2.00 points" in short
+    assert full.endswith("Comparisons that lack runs: 31.")
+
+
+def test_runs_with_superseded_numerics_are_listed_with_what_was_wrong(store):
+    spec = select(cells("table1", "full"), [*VGG, "optimizer=kfac-g"])[1].runs[0]
+    assert spec.id.endswith("d5e10be0")
+    folder = write(store, spec, 0.9)
+    assert "There are none" in block("superseded", store)
+    folder.write_manifest(replace(folder.manifest(), commit="04df10a7291a8f5231c7"))
+    (row,) = rows(block("superseded", store))
+    assert row == ["The first layer's A was rounded to bfloat16", f"`{spec.id}` (full)"]
 
 
 def test_decay_alone_shows_runs_without_decay_as_such(store):

@@ -237,7 +237,7 @@ def superseded(results: Results) -> str:
         if why := superseded_why(run.manifest):
             by_reason.setdefault(why, []).append(f"`{run.manifest.id}` ({run.manifest.tier})")
     rows = [[f"{why[:1].upper()}{why[1:]}", ", ".join(runs)] for why, runs in by_reason.items()]
-    return text_grid(["what was wrong", "runs"], rows) if rows else "There are none.\n"
+    return text_grid(["what was wrong", "runs"], rows) if rows else "*There are none.*\n"
 
 
 def verdicts(results: Results) -> str:
