@@ -7,12 +7,13 @@ from typer.testing import CliRunner
 
 from decaylab.attribution.matching import match, matched_spec
 from decaylab.cli import app
-from decaylab.data import load
 from decaylab.errors import DecaylabError
 from decaylab.records import RunStore
+from decaylab.sweeps.worker import WorkerOptions
 from decaylab.training import RunSpec
 from decaylab.training.paths import LayerPaths, paths_file
 
+CPU = WorkerOptions(device=torch.device("cpu"))
 A = RunSpec(
     data="digits",
     network="mlp",
@@ -37,19 +38,14 @@ B = RunSpec(
 )
 
 
-@pytest.fixture(scope="module")
-def digits():
-    return load("digits")
-
-
 def paths(store, spec):
     return LayerPaths.load(paths_file(store.folder(spec.id)))
 
 
 @pytest.mark.parametrize(("path", "quantity"), [("rotation", "angles"), ("norm", "sizes")])
-def test_b_follows_a(path, quantity, digits, tmp_path):
+def test_b_follows_a(path, quantity, tmp_path):
     store = RunStore(tmp_path)
-    result = match(A, B, path, data=digits, store=store, seeds=(0, 1))
+    result = match(A, B, path, options=CPU, store=store, seeds=(0, 1))
     assert not result.unused
     for seed in (0, 1):
         a, b = replace(A, seed=seed), replace(B, seed=seed)
@@ -62,8 +58,8 @@ def test_b_follows_a(path, quantity, digits, tmp_path):
     assert max(map(len, str(result).splitlines())) <= 80
 
 
-def test_a_run_matched_with_itself_differs_in_nothing(digits, tmp_path):
-    result = match(A, A, "rotation", data=digits, store=RunStore(tmp_path), seeds=(0,))
+def test_a_run_matched_with_itself_differs_in_nothing(tmp_path):
+    result = match(A, A, "rotation", options=CPU, store=RunStore(tmp_path), seeds=(0,))
     assert result.differences["test/loss"].value == 0
     assert abs(result.left["test/loss"].value) < 1e-4
 

@@ -10,14 +10,22 @@ from decaylab.attribution import SIZE_FREE_ROTATION
 from decaylab.attribution.arms import WITH, WITHOUT, Plan
 from decaylab.attribution.branches import branch_from, train_to
 from decaylab.attribution.reasons import Fault
-from decaylab.attribution.recorded_arms import METRICS, arm_spec, arm_store, attribute_spec
+from decaylab.attribution.recorded_arms import (
+    METRICS,
+    OutOfTime,
+    arm_spec,
+    arm_store,
+    attribute_spec,
+)
 from decaylab.cli import app
 from decaylab.data import load
 from decaylab.errors import DecaylabError
 from decaylab.records import RunStore
+from decaylab.sweeps.worker import WorkerOptions
 from decaylab.training import Execution, RunSpec, train, train_to_end
 from decaylab.training.paths import LayerPaths, paths_file
 
+CPU = WorkerOptions(device=torch.device("cpu"), keep_checkpoints=True)
 SPEC = RunSpec(
     data="digits",
     network="mlp",
@@ -43,7 +51,9 @@ def digits():
 def attributed(digits, tmp_path_factory):
     store = arm_store(tmp_path_factory.mktemp("runs"))
     extra = [SIZE_FREE_ROTATION]
-    return store, attribute_spec(SPEC, data=digits, store=store, seeds=(0, 1), extra=extra)
+    return store, attribute_spec(
+        SPEC, data=digits, store=store, options=CPU, seeds=(0, 1), extra=extra
+    )
 
 
 def test_the_arms_of_a_spec_are_runs(attributed):
@@ -73,6 +83,7 @@ def test_nothing_is_trained_twice(attributed, digits):
         SPEC,
         data=digits,
         store=store,
+        options=CPU,
         seeds=(0, 1),
         extra=[SIZE_FREE_ROTATION],
         tell=lambda *progress: told.append(progress),
@@ -143,7 +154,7 @@ def test_kfac_has_a_damping_path(digits, tmp_path):
         invert_every=4,
         epochs=1,
     )
-    result = attribute_spec(spec, data=digits, store=RunStore(tmp_path), seeds=(0,))
+    result = attribute_spec(spec, data=digits, store=RunStore(tmp_path), options=CPU, seeds=(0,))
     assert set(result.shares) == {"size", "rotation", "damping", "interaction"}
     assert len(result.results) == 8
     assert not result.unused
@@ -159,16 +170,25 @@ def test_runs_that_take_turns_are_the_same(attributed, digits, tmp_path):
         data=digits,
         store=RunStore(tmp_path),
         seeds=(0, 1),
-        execution=Execution(at_once=3),
-        keep_checkpoints=False,
+        options=replace(CPU, at_once=3, keep_checkpoints=False),
     )
     assert turns.shares == result.shares
     assert not list(tmp_path.glob("*/checkpoint.safetensors"))
 
 
+def test_when_the_time_is_up_the_same_call_goes_on(attributed, digits, tmp_path):
+    store, (_, result) = RunStore(tmp_path), attributed
+    with pytest.raises(OutOfTime, match="same command again"):
+        attribute_spec(
+            SPEC, data=digits, store=store, options=replace(CPU, seconds=0.3), seeds=(0, 1)
+        )
+    again = attribute_spec(SPEC, data=digits, store=store, options=CPU, seeds=(0, 1))
+    assert again.shares == result.shares
+
+
 def test_a_seed_whose_reference_diverges_is_left_out(digits, tmp_path):
     spec = replace(SPEC, lr=1e30, epochs=1, lr_drop_every=1)
-    result = attribute_spec(spec, data=digits, store=RunStore(tmp_path), seeds=(0,))
+    result = attribute_spec(spec, data=digits, store=RunStore(tmp_path), options=CPU, seeds=(0,))
     assert {unused.fault for unused in result.unused} == {Fault.DIVERGED}
     assert all(r.arm in ("with decay", "without decay") for r in result.results)
 
@@ -177,7 +197,7 @@ def test_specs_that_make_no_sense_are_refused(digits, tmp_path):
     store = RunStore(tmp_path)
     none = replace(SPEC, decay="none", weight_decay=0.0)
     with pytest.raises(DecaylabError, match="no weight decay"):
-        attribute_spec(none, data=digits, store=store)
+        attribute_spec(none, data=digits, store=store, options=CPU)
     follower = replace(SPEC, size_source=SPEC.id)
     with pytest.raises(DecaylabError, match="follows another"):
         arm_spec(follower, WITH, Plan(("size", "rotation")), 0)
@@ -190,7 +210,7 @@ def test_specs_that_make_no_sense_are_refused(digits, tmp_path):
     with pytest.raises(DecaylabError, match="held_layers"):
         replace(SPEC, held_layers="fc")
     with pytest.raises(DecaylabError, match="no layer 'nowhere'"):
-        attribute_spec(SPEC, data=digits, store=store, only="nowhere")
+        attribute_spec(SPEC, data=digits, store=store, options=CPU, only="nowhere")
 
 
 def test_paths_of_a_shorter_run_are_refused(attributed, digits):

@@ -8,7 +8,8 @@ import torch
 from decaylab.attribution.recorded_arms import attribute_spec
 from decaylab.data import load
 from decaylab.records import RunStore
-from decaylab.training import Execution, RunSpec, TrainingRun
+from decaylab.sweeps.worker import WorkerOptions
+from decaylab.training import RunSpec, TrainingRun
 from decaylab.training.build import chosen_split
 from decaylab.training.paths import Targets
 
@@ -45,8 +46,7 @@ def test_arms_hold_their_paths(spec, at_once, tmp_path):
         data=load("digits"),
         store=RunStore(tmp_path),
         seeds=(0,),
-        device="cuda",
-        execution=Execution(at_once=at_once),
+        options=WorkerOptions(device=torch.device("cuda"), at_once=at_once),
     )
     assert not result.unused
     assert max(result.worst_errors().values()) < 1e-4

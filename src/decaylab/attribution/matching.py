@@ -10,17 +10,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-import torch
-
 from decaylab.attribution import words
 from decaylab.attribution.reasons import Unused
-from decaylab.attribution.recorded_arms import METRICS, Tell, arm_result, train_all
+from decaylab.attribution.recorded_arms import METRICS, Clock, Tell, arm_result, train_all
 from decaylab.attribution.shares import Estimate, estimate, fraction
-from decaylab.data import DataSet
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import OPTIMIZERS, decay_rate
 from decaylab.records import RunStore
-from decaylab.training import Execution, RunSpec
+from decaylab.sweeps.worker import WorkerOptions
+from decaylab.training import RunSpec
 
 Matched = Literal["rotation", "norm", "timescale"]
 SAME = ("data", "network", "width", "hidden", "batch_norm", "batch_size", "epochs", "held_out")
@@ -110,12 +108,10 @@ def match(
     b: RunSpec,
     path: Matched,
     *,
-    data: DataSet,
     store: RunStore,
+    options: WorkerOptions,
     seeds: Sequence[int] = (0, 1, 2),
-    device: str | torch.device = "cpu",
-    execution: Execution | None = None,
-    keep_checkpoints: bool = True,
+    tier: str = "custom",
     tell: Tell | None = None,
 ) -> Match:
     """Train A, B, and B as it follows A, as recorded runs, and compare them."""
@@ -124,10 +120,10 @@ def match(
         for seed in seeds
         for name, spec in _three(replace(a, seed=seed), replace(b, seed=seed), path).items()
     }
-    how = execution or Execution()
+    clock = Clock(options)
     for stage in (("A", "B"), ("B matched",)):
         specs = {key: spec for key, spec in runs.items() if key[1] in stage}
-        train_all(specs, data, store, device, how, keep_checkpoints, tell)
+        train_all(specs, store, clock.options(), tier, tell)
     results = {key: arm_result(store, key[1], spec)[0] for key, spec in runs.items()}
     unused = tuple(r.unused for r in results.values() if r.unused is not None)
     left_out = {each.seed for each in unused}

@@ -4,7 +4,8 @@ They lie in a store of their own, `attribution/` in a folder of runs, since runs
 record their paths, and since an arm is no run to compare others with.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,17 +15,16 @@ from decaylab import probes
 from decaylab.attribution.arms import WITH, WITHOUT, Arm, ArmResult, Plan, held_errors, plan_for
 from decaylab.attribution.result import Attribution
 from decaylab.data import DataSet, evaluation_batches
-from decaylab.errors import DecaylabError, Diverged
+from decaylab.errors import RUNS_LEFT, DecaylabError
 from decaylab.records import RunFolder, RunStore
+from decaylab.sweeps.plan import PlannedRun
+from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.training import (
-    Execution,
     Progress,
     RunSpec,
     TrainingRun,
     build_model,
     build_optimizer,
-    take_turns,
-    train,
 )
 from decaylab.training.build import chosen_split
 from decaylab.training.held_layers import Selection, select
@@ -84,35 +84,34 @@ def attribute_spec(
     *,
     data: DataSet,
     store: RunStore,
+    options: WorkerOptions,
     seeds: Sequence[int] = (0, 1, 2),
     only: str = "all",
     extra: Sequence[Arm] = (),
     metric: str = METRICS[0],
-    device: str | torch.device = "cpu",
-    execution: Execution | None = None,
-    keep_checkpoints: bool = True,
+    tier: str = "custom",
     tell: Tell | None = None,
 ) -> Attribution:
     """Train the arms of a spec that are not yet there, and work out the shares.
 
-    `store` holds the arms (`arm_store`); the same call again continues. `execution.at_once` runs
-    take turns; those that others follow come first.
+    `store` holds the arms (`arm_store`); the same call again continues. Those that others follow
+    come first. `OutOfTime` where `options.seconds` were not enough.
     """
     selection = selection_for(spec, data, only)
     plan = plan_for(selection, extra)
-    how = execution or Execution()
     arms = {
         (seed, arm.name): (arm, arm_spec(spec, arm, plan, seed, only))
         for seed in seeds
         for arm in plan.arms()
     }
+    clock = Clock(options)
     results: dict[tuple[int, str], ArmResult] = {}
     taken: dict[int, dict[str, LayerPaths]] = {seed: {} for seed in seeds}
     for follows in (False, True):
         stage = {key: s for key, (arm, s) in arms.items() if arm.follows == follows}
         lost = {seed for (seed, _), result in results.items() if not result.finite}
         stage = {key: s for key, s in stage.items() if key[0] not in lost}
-        train_all(stage, data, store, device, how, keep_checkpoints, tell)
+        train_all(stage, store, clock.options(), tier, tell)
         for key, its_spec in stage.items():
             seed, name = key
             results[key], paths = arm_result(store, name, its_spec)
@@ -130,42 +129,62 @@ def attribute_spec(
     )
 
 
+class OutOfTime(DecaylabError):
+    """The time was up with runs left; the same command again continues."""
+
+    exit_code = RUNS_LEFT
+
+
+class Clock:
+    """The options of a worker, with the time that is left of them."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._options, self._began = options, time.monotonic()
+
+    def options(self) -> WorkerOptions:
+        """As they were given, but for the seconds that have passed."""
+        seconds = self._options.seconds
+        if seconds is None:
+            return self._options
+        return replace(self._options, seconds=seconds - (time.monotonic() - self._began))
+
+
 def train_all(
     specs: Mapping[tuple[int, str], RunSpec],
-    data: DataSet,
     store: RunStore,
-    device: str | torch.device,
-    how: Execution,
-    keep_checkpoints: bool,
-    tell: Tell | None,
+    options: WorkerOptions,
+    tier: str = "custom",
+    tell: Tell | None = None,
 ) -> None:
-    """Train what is not finished, `how.at_once` runs at a time; a run that diverges is left.
+    """Train what is not finished; a run that diverges is left.
 
     All record their paths, and their Jacobian norm at the end.
     """
-    todo = {key: spec for key, spec in specs.items() if not _ended(store.folder(spec.id))}
-    how = replace(how, every_step=how.at_once > 1, record_paths=True, observe=_jacobian_at_end)
-    waiting = iter(todo.items())
-    active: dict[tuple[int, str], Iterator[Progress]] = {}
-
-    def begin() -> None:
-        for key, spec in waiting:
-            active[key] = train(spec, data=data, device=device, store=store, execution=how)
-            if len(active) >= how.at_once:
-                return
-
-    begin()
-    for key, progress in take_turns(active):
-        if isinstance(progress, Diverged):
-            begin()
-        elif isinstance(progress, Exception):
-            raise progress
-        elif progress.kind != "step" and tell is not None:
-            tell(*key, progress)
-        if isinstance(progress, Progress) and progress.kind == "finished":
-            if not keep_checkpoints:
-                store.folder(progress.run).checkpoint.unlink(missing_ok=True)
-            begin()
+    names = {spec.id: key for key, spec in specs.items()}
+    planned = [
+        PlannedRun(
+            spec,
+            purposes=("attribution",),
+            tier=tier,
+            observe=_jacobian_at_end,
+            record_paths=True,
+        )
+        for spec in specs.values()
+        if not _ended(store.folder(spec.id))
+    ]
+    worker = Worker(planned, store, options)
+    for event in worker.run():
+        if event.kind in ("epoch", "finished") and event.progress is not None and tell is not None:
+            tell(*names[event.run.spec.id], event.progress)
+    left = [run.spec.id for run in planned if not _ended(store.folder(run.spec.id))]
+    if worker.outcome.out_of_time:
+        raise OutOfTime(
+            f"the time is up with {len(left)} of these runs left, and more may follow: give the"
+            " same command again to continue"
+        )
+    if left:
+        why = worker.outcome.failed.get(left[0], "another process trains it")
+        raise DecaylabError(f"run {left[0]} is not finished ({why}): give the same command again")
 
 
 def _ended(folder: RunFolder) -> bool:

@@ -21,7 +21,8 @@ from decaylab.paper.tiers import sized, tier_of
 from decaylab.report.attributions import write_attribution
 from decaylab.report.drawing import check_extra
 from decaylab.report.names import named
-from decaylab.training import Execution, Progress, RunSpec
+from decaylab.sweeps.worker import WorkerOptions
+from decaylab.training import Progress, RunSpec
 from decaylab.training.journal import code_commit
 from decaylab.training.loop import device_name
 
@@ -56,10 +57,6 @@ NormsAlone = Annotated[
         "--norms-alone", help="One more arm: norms as with decay, rotation free (Fig. 4's wn-conv)."
     ),
 ]
-AtOnce = Annotated[
-    int,
-    typer.Option("--at-once", min=1, help="Runs that take turns on the device; 2 to 4 suit a GPU."),
-]
 Keep = Annotated[bool, typer.Option("--keep-checkpoints", help="Keep the models of finished arms.")]
 ReportFile = Annotated[
     Path | None,
@@ -80,7 +77,8 @@ def attribute_command(
     runs: options.Runs = options.RUNS,
     data_dir: options.DataDir = None,
     device: options.Device = "auto",
-    at_once: AtOnce = 1,
+    at_once: options.AtOnce = 1,
+    max_minutes: options.MaxMinutes = None,
     compiled: options.Compiled = False,
     checkpoint_every: options.CheckpointEvery = 60.0,
     keep_checkpoints: Keep = False,
@@ -91,7 +89,8 @@ def attribute_command(
 
     Trains the run with decay, the one without, and arms in which each path is as with decay or as
     without: 4 a seed, 8 under K-FAC, and one more where biases and gains decay, too. They are
-    recorded in RUNS/attribution. Giving the same command again continues.
+    recorded in RUNS/attribution. Giving the same command again continues. Exit code 75: the time
+    was up with work left.
     """
     if (spec is None) == (start is None):
         raise DecaylabError(
@@ -102,17 +101,20 @@ def attribute_command(
     where = options.chosen_device(device)
     base = spec_from(start or spec or "", runs, tier)
     data = load(base.data, data_dir)
-    execution = Execution(
+    how = WorkerOptions(
+        device=where,
+        data_dir=data_dir,
+        seconds=None if max_minutes is None else 60 * max_minutes,
+        keep_checkpoints=keep_checkpoints,
         checkpoint_every=checkpoint_every,
         at_once=at_once,
         compiled=compiled,
-        tier=tier or "custom",
     )
     extra = [SIZE_FREE_ROTATION] if norms_alone else []
     if start is not None:
         branch = runs / "attribution" / f"{base.id}-at-{at}"
         result = _branched(
-            base, at, steps, seeds, _layers(only), extra, metric, data, where, branch, execution
+            base, at, steps, seeds, _layers(only), extra, metric, data, where, branch
         )
     else:
         if at is not None or steps is not None:
@@ -125,9 +127,8 @@ def attribute_command(
             only=_layers(only),
             extra=extra,
             metric=metric,
-            device=where,
-            execution=execution,
-            keep_checkpoints=keep_checkpoints,
+            options=how,
+            tier=tier or "custom",
             tell=None if json_output else tell_finished,
         )
     _show(result, base, where, report, json_output)
@@ -144,11 +145,10 @@ def _branched(
     data: DataSet,
     device: torch.device,
     folder: Path,
-    execution: Execution,
 ) -> Attribution:
     if epoch is None or steps is None:
         raise DecaylabError("--from RUN needs --at EPOCH and --for STEPS")
-    path = train_to(spec, epoch, data=data, folder=folder, device=device, execution=execution)
+    path = train_to(spec, epoch, data=data, folder=folder, device=device)
     make = branch_from(path, spec, data, device)
     return attribute(
         make,

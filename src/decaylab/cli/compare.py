@@ -7,11 +7,16 @@ import typer
 from decaylab.attribution.matching import Matched, match
 from decaylab.attribution.recorded_arms import arm_store
 from decaylab.cli import options
-from decaylab.cli.attribute import AtOnce, Keep, Seeds, TierOption, spec_from, tell_finished
+from decaylab.cli.attribute import (
+    Keep,
+    Seeds,
+    TierOption,
+    spec_from,
+    tell_finished,
+)
 from decaylab.cli.output import print_json
-from decaylab.data import load
 from decaylab.errors import DecaylabError
-from decaylab.training import Execution
+from decaylab.sweeps.worker import WorkerOptions
 
 First = Annotated[str, typer.Argument(metavar="A", help="A spec in TOML, or a run.")]
 Second = Annotated[str, typer.Argument(metavar="B", help="Another one; it is made to follow A.")]
@@ -29,7 +34,8 @@ def compare_command(
     runs: options.Runs = options.RUNS,
     data_dir: options.DataDir = None,
     device: options.Device = "auto",
-    at_once: AtOnce = 1,
+    at_once: options.AtOnce = 1,
+    max_minutes: options.MaxMinutes = None,
     compiled: options.Compiled = False,
     checkpoint_every: options.CheckpointEvery = 60.0,
     keep_checkpoints: Keep = False,
@@ -49,17 +55,18 @@ def compare_command(
         first,
         second,
         chosen,
-        data=load(first.data, data_dir),
         store=arm_store(runs),
-        seeds=range(seeds),
-        device=options.chosen_device(device),
-        execution=Execution(
+        options=WorkerOptions(
+            device=options.chosen_device(device),
+            data_dir=data_dir,
+            seconds=None if max_minutes is None else 60 * max_minutes,
+            keep_checkpoints=keep_checkpoints,
             checkpoint_every=checkpoint_every,
             at_once=at_once,
             compiled=compiled,
-            tier=tier or "custom",
         ),
-        keep_checkpoints=keep_checkpoints,
+        seeds=range(seeds),
+        tier=tier or "custom",
         tell=None if json_output else tell_finished,
     )
     if json_output:

@@ -22,6 +22,7 @@ class PlannedRun:
         purposes: what it is for: artefacts, or a search.
         tier: a label kept with the results.
         observe: measures `probes` (see `Execution.observe`).
+        record_paths: for runs that others follow step by step (see `Execution.record_paths`).
     """
 
     spec: RunSpec
@@ -29,6 +30,7 @@ class PlannedRun:
     purposes: tuple[str, ...] = ()
     tier: str = "custom"
     observe: Observer | None = None
+    record_paths: bool = False
 
 
 def state_of(planned: PlannedRun, store: RunStore) -> State:

@@ -288,6 +288,7 @@ class Worker:
             compiled=self.options.compiled,
             tier=planned.tier,
             observe=planned.observe,
+            record_paths=planned.record_paths,
         )
         return train(
             planned.spec,
