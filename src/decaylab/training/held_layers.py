@@ -29,6 +29,7 @@ class LayerNote(Enum):
     ZERO = "zero"
     SEVERAL_STEPS = "several steps in one"
     SPLIT = "split between optimizers"
+    SHARDED = "sharded between processes"
     NOT_STEPPED = "not stepped"
 
     @property
@@ -43,6 +44,7 @@ WHY_NOT_HELD = {
     LayerNote.ZERO: "its weight is zero and has no direction; start from a checkpoint of later",
     LayerNote.SEVERAL_STEPS: "its optimizer takes several steps in one (LBFGS), which cannot be"
     " scaled afterwards; use another one",
+    LayerNote.SHARDED: "its weight is sharded between processes; train the arms with DDP or alone",
     LayerNote.SPLIT: "several optimizers step its tensors; give them to one",
     LayerNote.NOT_STEPPED: "no optimizer steps it; return all of them from make(seed)",
 }
@@ -173,6 +175,8 @@ def _note(
 ) -> LayerNote | None:
     if len(optimizers) < len(parts) or len({id(o) for o in optimizers}) > 1:
         return LayerNote.SPLIT
+    if any(hasattr(part, "placements") for part in parts):  # a DTensor
+        return LayerNote.SHARDED
     if isinstance(optimizers[0], SEVERAL_STEPS):
         return LayerNote.SEVERAL_STEPS
     if getattr(model.get_submodule(name), "sparse", False):

@@ -134,6 +134,7 @@ class _Stepper:
         self._owner = torch.tensor(owner, device=self.device)
         self._owners = owner
         self._before = [torch.empty_like(part) for part in self._parts]
+        self._old = torch.empty(0, device=self.device)  # |W| before the step, by layer
         count = len(self.layers)
 
         def table(rows: int) -> Tensor:
@@ -237,10 +238,10 @@ class _Stepper:
         if not self.layers:
             return
         torch._foreach_copy_(self._before, self._parts)
-        sizes = self._norms(self._before)
-        self._write(self._sizes, sizes)
+        self._old = self._norms(self._before)
+        self._write(self._sizes, self._old)
         if isinstance(self.optimizer, KFAC):
-            self._write(self._dampings, self._effective_dampings(sizes))
+            self._write(self._dampings, self._effective_dampings(self._old))
 
     def _close(self) -> None:
         if self.layers:
@@ -251,7 +252,7 @@ class _Stepper:
 
     def _turn(self) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Angle, radial length (1 + a) |W| and tangential length |v| by layer, and v by tensor."""
-        old = self._norms(self._before)
+        old = self._old
         moves = torch._foreach_sub(_wide(self._parts), _wide(self._before))
         products = torch._foreach_mul(moves, _wide(self._before))
         dots = self._by_layer(torch.stack([p.sum(dtype=torch.float64) for p in products]))
@@ -277,8 +278,7 @@ class _Stepper:
         if "size" in self._targets:
             due = (self._position + 1) % self._size_every == 0
             sizes = torch.where(due, self._target("size", ahead=1), free)
-        old = self._norms(self._before)
-        keep = sizes * turned.cos() / old
+        keep = sizes * turned.cos() / self._old
         turn = torch.where(across > 0, sizes * turned.sin() / across, 0.0)
         for part, before, v, i in zip(
             self._parts, self._before, tangential, self._owners, strict=True
