@@ -35,7 +35,7 @@ from measuring import about, attempt, parser, random_data, spec_for, wait
 
 from decaylab import probes
 from decaylab.data import DataSet, evaluation_batches
-from decaylab.paper.observe import CHUNK
+from decaylab.probes.jacobian import CHUNK
 from decaylab.records import RunStore
 from decaylab.training import Execution, RunSpec, TrainingRun, take_turns, train
 from decaylab.training.arithmetic import arithmetic

@@ -11,7 +11,6 @@ from decaylab.errors import DecaylabError
 from decaylab.networks import build, roles
 from decaylab.records import RunStore
 from decaylab.training import RunSpec, TrainingRun, train_to_end
-from decaylab.training import run as training_run
 from decaylab.training.transfer import rescale, source_norms
 
 SOURCE = RunSpec(
@@ -21,7 +20,7 @@ SOURCE = RunSpec(
 
 
 def weight_norms(model):
-    return {n.removeprefix("weight_norm/"): v for n, v in training_run.weight_norms(model).items()}
+    return dict(probes.weight_norms(model).layers)
 
 
 @pytest.mark.parametrize("network", ["mlp", "vgg11", "resnet20"])

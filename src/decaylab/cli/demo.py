@@ -16,13 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from decaylab import probes
 from decaylab.cli import options
 from decaylab.cli.output import console, print_json
-from decaylab.cli.probe import first_images
 from decaylab.cli.report import Out
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC
 from decaylab.paper import Readings
 from decaylab.records import RunStore
 from decaylab.report.drawing import check_extra
@@ -64,8 +61,6 @@ WITHOUT_NORM: dict[str, Any] = {"lr": 0.01, "damping": 1e-2}
 WITHOUT_NORM_DECAY = {"none": 0.0, "l2": 0.001, "decoupled": 0.06}
 
 EPOCHS = 50
-EVERY = 5  # epochs between the probes that cost passes through the model, or eigenvalues
-IMAGES = 128  # of the test set, for the Jacobian
 
 
 def demo_specs(seed: int = 0, seeds: int = 1, epochs: int | None = None) -> list[RunSpec]:
@@ -97,19 +92,10 @@ def demo_specs(seed: int = 0, seeds: int = 1, epochs: int | None = None) -> list
 
 
 def observe(run: TrainingRun) -> dict[str, float]:
-    """The quantities of the three mechanisms: all at the start, the end and every fifth epoch."""
-    values: dict[str, float] = {}
+    """The quantities of the three mechanisms: all at the start, the end and on the way."""
     if run.spec.batch_norm:
-        values |= probes.effective_learning_rate(run.model, run.optimizer).rows()
-    if run.complete_epochs % EVERY and run.complete_epochs != run.epochs:
-        return values
-    if not run.spec.batch_norm:
-        images, _ = first_images(run.data.test, run.data, IMAGES)
-        values |= probes.jacobian_norm(run.model, images).rows()
-    elif isinstance(run.optimizer, KFAC):
-        kfac = run.optimizer
-        values |= probes.effective_damping(run.model, kfac.factors(), kfac.dampings()).rows()
-    return values
+        return run.measured(["effective_lr", "second_order_share"])
+    return run.measured(["jacobian_norm"], when="tenth")
 
 
 def demo_command(

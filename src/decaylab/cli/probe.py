@@ -16,8 +16,8 @@ from decaylab.cli.output import console, print_json
 from decaylab.data import DataSet, Split, evaluation_batches
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
-from decaylab.probes import Reading
-from decaylab.records import Row, RunFolder
+from decaylab.probes import Reading, Watch
+from decaylab.records import RunFolder
 from decaylab.training import RunSpec, checkpoint
 from decaylab.training.build import build_optimizer, load_run
 
@@ -57,7 +57,7 @@ def probe_command(
     for warning in caught:
         print(f"warning: {warning.message}", file=sys.stderr)
     if record:
-        _append(folder, spec, readings)
+        _append(folder, spec, model, optimizer, readings)
     if json_output:
         print_json([entry for reading in readings for entry in _entries(reading)])
         return
@@ -88,7 +88,13 @@ def _measured(
         yield probes.effective_damping(model, optimizer.factors(), optimizer.dampings())
 
 
-def _append(folder: RunFolder, spec: RunSpec, readings: list[Reading]) -> None:
+def _append(
+    folder: RunFolder,
+    spec: RunSpec,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    readings: list[Reading],
+) -> None:
     """Rows of the last checkpoint's step, which a finished run's last row has; none is replaced."""
     rows = folder.rows().rows
     if not folder.is_finished() or not rows:
@@ -99,12 +105,12 @@ def _append(folder: RunFolder, spec: RunSpec, readings: list[Reading]) -> None:
     last = max(rows, key=lambda row: row.step)
     there = {row.name for row in rows if row.step == last.step}
     values = {name: v for reading in readings for name, v in reading.rows().items()}
+    missing = {name: value for name, value in values.items() if name not in there}
+    watched = Watch(model, [optimizer], {}, clock=lambda: (last.epoch, last.seconds), hooks=False)
+    watched.steps = last.step
     with folder.writing(spec.to_toml()):
-        folder.rows_writer.append(
-            Row(last.step, last.epoch, last.seconds, name, value)
-            for name, value in values.items()
-            if name not in there
-        )
+        watched.write_to(folder.rows_writer)
+        watched.record([], missing)
 
 
 def first_images(split: Split, data: DataSet, count: int) -> tuple[Tensor, Tensor]:

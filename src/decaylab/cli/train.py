@@ -17,6 +17,7 @@ from decaylab.data import load
 from decaylab.errors import DecaylabError, Diverged
 from decaylab.records import RunFolder, RunStore
 from decaylab.training import Execution, RunSpec, train
+from decaylab.training.run import DIAGNOSED
 from decaylab.training.spec import field_kinds
 
 Config = Annotated[
@@ -66,6 +67,7 @@ def _train(
     else:
         data = load(spec.data, data_dir)
         execution = Execution(
+            probes=DIAGNOSED,
             checkpoint_every=checkpoint_every,
             every_step=stream.isatty(),  # for the bar
             train_set_each_epoch=train_set,

@@ -1,7 +1,7 @@
 """Effective damping (Eq. 14): how much of K-FAC's step is still second-order, layer by layer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -127,18 +127,23 @@ def _layer_damping(weight: Tensor, factors: KroneckerFactors, damping: float) ->
     )
 
 
-def _second_order_share(moment: Moment) -> Reading:
+def _second_order_share(moment: Moment) -> list[Reading]:
     """Of all layers with factors; in runs of ours of those whose factors are not long."""
     if (kfac := moment.kfac) is None:
+        if moment.images is not None:
+            return []
         raise DecaylabError("second_order_share needs a K-FAC optimizer")
     factors = kfac.factors()
-    if moment.images is not None:
-        factors = {
-            layer: factor
-            for layer, factor in factors.items()
-            if max(factor.A.shape[-1], factor.S.shape[-1]) <= LONGEST_SIDE and float(factor.T) > 0
-        }
-    return effective_damping(moment.model, factors, kfac.dampings())
+    if moment.images is None:
+        return [effective_damping(moment.model, factors, kfac.dampings())]
+    short = {
+        layer: factor
+        for layer, factor in factors.items()
+        if max(factor.A.shape[-1], factor.S.shape[-1]) <= LONGEST_SIDE and float(factor.T) > 0
+    }
+    if not short:
+        return []
+    return [replace(effective_damping(moment.model, short, kfac.dampings()), total=None)]
 
 
 register(Probe("second_order_share", "many", _second_order_share, unit="1", when="tenth"))

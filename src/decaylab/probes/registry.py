@@ -27,6 +27,10 @@ When = Literal["record", "doubling", "tenth", "end"]
 class ImageBatches(Protocol):
     """Whatever has the images of a run of ours, normalised, in batches."""
 
+    @property
+    def small(self) -> bool:
+        """Whether it is a toy, on which less is measured."""
+
     def train(self, batch_size: int) -> Iterator[Tensor]:
         """The training images."""
 

@@ -171,13 +171,15 @@ def _sum(tensors: Iterable[Tensor]) -> Tensor:
 
 def _traces(moment: Moment, curvature: Literal["fisher", "gauss-newton"]) -> Reading:
     """In runs of ours of the first layer's normalised weights alone (Fig. 7)."""
-    kind: dict[str, Any] = {"curvature": curvature, "samples": 8, "batch_norm": "train"}
+    small = moment.images is not None and moment.images.small
+    samples, batches = (4, 1) if small else (8, 2)
+    kind: dict[str, Any] = {"curvature": curvature, "samples": samples, "batch_norm": "train"}
     if moment.images is None:
         model, inputs = applied(moment.model, moment.inputs, moment.logits)
         return curvature_traces(
             model, inputs, chunk=None if whole(moment.inputs) else BATCH, **kind
         )
-    inputs = next(moment.images.train(2 * BATCH))
+    inputs = next(moment.images.train(batches * BATCH))
     reading = curvature_traces(moment.model, inputs, **kind)
     first = next(iter(moment.layers.weights))
     name = f"{NAMES[curvature]}_normalised{TRAIN}"

@@ -33,7 +33,7 @@ from decaylab.optim.kfac import KFAC
 from decaylab.probes.applied import check_call, floating
 from decaylab.probes.exposure import Exposure
 from decaylab.probes.gradients import Scaled, gradient_sizes, radial_gradients
-from decaylab.probes.layers import layers_of, stepped_by
+from decaylab.probes.layers import Layers, layers_of, stepped_by
 from decaylab.probes.moments import has_stepped
 from decaylab.probes.movement import Snapshot, snapshot, with_gains
 from decaylab.probes.reading import NonFiniteWarning, Reading
@@ -167,10 +167,12 @@ class Watch:
     def resume(self, step: int) -> None:
         """Count on from `step`, that of a checkpoint; rows recorded past it do not count any more.
 
+        -1: from the start, where no row counts.
+
         With a folder, `records` has its rows up to there, and exposure to decay goes on from the
         last of them. Without, it is counted from here.
         """
-        self.steps = step
+        self.steps = max(step, 0)
         self._exposures = {optimizer: Exposure(optimizer) for optimizer in self.optimizers}
         self._begin_exposure()
         self._rows = [row for row in self._rows if row.step <= step]
@@ -186,7 +188,8 @@ class Watch:
             self._events = list(contents.events)
             self._carried = _last_exposure(contents.rows)
         self._records = len({row.step for row in self._rows})
-        self.note("resumed")
+        if self._handles:  # runs of ours have it in their manifest
+            self.note("resumed")
 
     def detach(self) -> None:
         """Take the hooks off the optimizers; the records stay."""
@@ -220,6 +223,15 @@ class Watch:
     def step_replayed(self) -> None:
         """Count a step that was replayed from a graph, in which hooks do not run."""
         self.count(1)
+
+    def write_to(self, writer: RowWriter) -> None:
+        """From now on, append everything there as well."""
+        self._writer, self._anew, self._begun = writer, False, False
+
+    @property
+    def layers(self) -> Layers:
+        """The layers of the model, as they are known now."""
+        return self._layers
 
     def count(self, steps: int) -> None:
         """Count steps of all optimizers that no hook tells of."""
@@ -366,19 +378,26 @@ class Watch:
         self._take_logged()
         found = self._measured(probes, self._moment()) | dict(values or {})
         self._records += 1
-        changes = self.changed_settings()
+        changes = self._changed_settings(self.steps) if self._handles else []
         rows = self._as_rows(found)
         self._earlier = self._last_move() if follow else None
+        self._before = None
         self._keep([*rows, *changes])
         return found
 
-    def changed_settings(self, step: int | None = None) -> list[SettingsChange]:
-        """How layers are stepped, as far as it is not what it was; `step`: from which on."""
+    def measure(self, probes: Sequence[Probe]) -> dict[str, float]:
+        """Measure probes now, by row name; nothing is recorded."""
+        return self._measured(probes, self._moment())
+
+    def record_settings(self) -> None:
+        """Record how layers are stepped from the coming step on, as far as it has changed."""
+        self._keep(self._changed_settings(self.steps + 1))
+
+    def _changed_settings(self, step: int) -> list[SettingsChange]:
         now = layer_settings(self.optimizers, self._layers)
         changed = {k: own for k, own in now.items() if own != self._settings.get(k)}
         self._settings = now
-        at = self.steps if step is None else step
-        changes = [SettingsChange(at, layer, own) for layer, own in changed.items()]
+        changes = [SettingsChange(step, layer, own) for layer, own in changed.items()]
         self._changes.extend(changes)
         return changes
 

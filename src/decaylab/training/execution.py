@@ -21,6 +21,8 @@ class Execution:
         compiled: the network goes through torch.compile, which rounds otherwise; recorded, too.
         record_paths: record what each layer goes through at every step, for other runs to follow:
             `paths.safetensors` in the run's folder. Runs that follow others record theirs anyway.
+        probes: names of probes to record at the start and after each epoch, as far as they are due
+            (`Probe.when`), beside those of every run.
         observe: called with the run at the start and after each epoch; the numbers it returns are
             recorded with the others.
     """
@@ -32,4 +34,5 @@ class Execution:
     at_once: int = 1
     compiled: bool = False
     record_paths: bool = False
+    probes: tuple[str, ...] = ()
     observe: "Callable[[TrainingRun], Mapping[str, float]] | None" = None

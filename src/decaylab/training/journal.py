@@ -3,7 +3,7 @@
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
@@ -15,7 +15,6 @@ import torch
 import decaylab
 from decaylab.errors import DecaylabError
 from decaylab.records import Manifest, RunFolder, RunStore, Status, TestHits
-from decaylab.records.rows import Entry
 from decaylab.training import checkpoint
 from decaylab.training.execution import Execution
 from decaylab.training.run import TrainingRun
@@ -79,15 +78,12 @@ class Journal:
             )
         return True
 
-    def begin(self, step: int | None) -> None:
-        """Declare the run running, from `step` (None: from the start); later rows are void."""
+    def begin(self, run: TrainingRun, *, continued: bool) -> None:
+        """Declare the run running, from where it is or from the start; later rows are void."""
         self.folder.write_manifest(self._manifest)
-        self.folder.rows_writer.resume(-1 if step is None else step)
-
-    def append(self, entries: Sequence[Entry]) -> None:
-        """Append rows and settings, on disk when it returns."""
-        if entries:
-            self.folder.rows_writer.append(entries)
+        run.watched.write_to(self.folder.rows_writer)
+        # rows stand at the ends of epochs, where the steps of the running one will be counted
+        run.watched.resume(run.epoch * run.steps_per_epoch if continued else -1)
 
     def values(self, step: int) -> dict[str, float]:
         """What was recorded after `step` steps."""

@@ -18,7 +18,7 @@ from decaylab.training.build import chosen_split
 from decaylab.training.execution import Execution
 from decaylab.training.journal import Journal, open_journal
 from decaylab.training.paths import followed_paths, paths_file
-from decaylab.training.run import TrainingRun, weight_norms
+from decaylab.training.run import TrainingRun
 from decaylab.training.signals import requests
 from decaylab.training.spec import RunSpec
 from decaylab.training.transfer import source_norms
@@ -78,6 +78,7 @@ def train(
     data = chosen_split(spec, load(spec.data) if data is None else data).to(device)
     run = TrainingRun(spec, data, compiled=how.compiled)  # an error in here leaves no folder
     run.beside_others = how.at_once > 1
+    run.keep_before = "movement" in how.probes
     if spec.norm_source:
         run.norms = source_norms(store, spec.norm_source, run.epochs)
     if how.record_paths or spec.followed or not spec.held_decay:
@@ -148,8 +149,7 @@ def _epochs(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterat
         yield _progress(run, "finished", journal.values(run.step))
     while run.epoch < run.epochs:
         run.begin_epoch()
-        if journal is not None:
-            journal.append(run.changed_settings())
+        run.record_settings()
         while run.position < run.steps_per_epoch:
             with run.at_work():
                 loss = _advance(run, journal, how)
@@ -179,13 +179,11 @@ def _start(run: TrainingRun, journal: Journal | None, how: Execution) -> None:
     """Continue from the checkpoint, or initialise and record how things stand before step 1."""
     continued = journal is not None and journal.load_into(run)
     if journal is not None:
-        journal.begin(run.step if continued else None)
+        journal.begin(run, continued=continued)
     if not continued:
         with run.at_work():
             run.initialize(requests.check)
-            values = weight_norms(run.layers) | _observed(run, how)
-        if journal is not None:
-            journal.append(run.rows(values))
+            run.record(_observed(run, how), how.probes)
 
 
 def _advance(run: TrainingRun, journal: Journal | None, how: Execution) -> Tensor:
@@ -202,7 +200,7 @@ def _advance(run: TrainingRun, journal: Journal | None, how: Execution) -> Tenso
             return loss
         due = journal is not None and not done and journal.due(how.checkpoint_every)
         if (done or due) and not run.finite():  # waits for the device
-            _diverge(run, journal)
+            _diverge(run)
         run.train_seconds += perf_counter() - started
         if done:
             return loss
@@ -226,22 +224,22 @@ def _finish_epoch(run: TrainingRun, journal: Journal | None, how: Execution) -> 
         else:
             started = perf_counter()
             if not run.finite():  # waits for the steps, and for the evaluation behind them
-                _diverge(run, journal)
+                _diverge(run)
             run.train_seconds += perf_counter() - started
         values = run.measure()
         values |= {"train/seconds": run.train_seconds, **_observed(run, how)}
-    if journal is not None:
-        journal.append(run.rows(values))
+        values = run.record(values, how.probes)
     run.recorded = True
     losses = ("train/running_loss", "train/loss", "test/loss")
     if not all(isfinite(values.get(name, 0.0)) for name in losses):
-        _diverge(run, None)
+        _diverge(run, recorded=True)
     return values
 
 
-def _diverge(run: TrainingRun, journal: Journal | None) -> None:
-    if journal is not None:
-        journal.append(run.rows({"train/running_loss": float("nan"), "lr": run.lr}))
+def _diverge(run: TrainingRun, *, recorded: bool = False) -> None:
+    if not recorded:
+        run.watched.steps = run.step
+        run.watched.record([], {"train/running_loss": float("nan"), "lr": run.lr})
     raise Diverged(
         f"the loss is not finite in epoch {run.epoch + 1} (step {run.step}): lower the learning"
         f" rate, now {run.lr:g}, or the weight decay"

@@ -7,24 +7,24 @@ generators, and the sums of the running epoch. `loop.train` says when which oper
 import gc
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decaylab import probes
-from decaylab.data import DataSet
+from decaylab.data import DataSet, Split, evaluation_batches
 from decaylab.errors import DecaylabError
 from decaylab.optim import schedules
 from decaylab.optim.decay import OPTIMIZERS, decay_rate
 from decaylab.optim.first_order import lay_out_state
 from decaylab.optim.kfac import KFAC
-from decaylab.probes.layers import Layers, layers_of
-from decaylab.probes.settings import layer_settings
-from decaylab.records import LayerSettings, Row, SettingsChange, TestHits
+from decaylab.probes.registry import When, probe_named
+from decaylab.probes.watch import Watch
+from decaylab.records import TestHits
 from decaylab.training.arithmetic import arithmetic, prepare_deterministic
 from decaylab.training.build import CAPTURED, build_batches, build_model, build_optimizer
 from decaylab.training.evaluate import Evaluation, Evaluator
@@ -34,6 +34,11 @@ from decaylab.training.paths import Targets
 from decaylab.training.spec import RunSpec
 from decaylab.training.steps import Steps
 from decaylab.training.transfer import Norms, rescale
+
+ALWAYS = ("weight_norm", "second_moment", "clip_coefficient")
+"""The probes that every run records, at the start and after each epoch."""
+DIAGNOSED = ("movement", "second_order_share", "jacobian_norm")
+"""What `diagnose` needs besides, for all three mechanisms; `decaylab train` records it."""
 
 
 class TrainingRun:
@@ -57,7 +62,6 @@ class TrainingRun:
         self._labels = zlib.crc32(data.train.labels.cpu().numpy().tobytes())
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.model = build_model(spec, data)
-        self.layers = layers_of(self.model)  # found once: it takes longer than their norms
         forward: Any = torch.compile(self.model) if compiled else self.model
         self.optimizer = build_optimizer(spec, forward)
         assert spec.lr_drop_every is not None
@@ -86,9 +90,19 @@ class TrainingRun:
         self.whole = False  # False before an epoch and inside a step: must not be saved then
         self.train_seconds = 0.0
         self.norms: Norms | None = None  # of another run, taken over after each epoch
-        self._settings: dict[str, LayerSettings] = {}
-        self._settings_lr = 0.0
+        self._settings_lr: float | None = None  # under which settings were recorded last
+        self.watched = Watch(
+            self.model,
+            [self.optimizer],
+            {},
+            images=RunImages(data),
+            steps_per_epoch=self.steps_per_epoch,
+            clock=lambda: (self.complete_epochs, self.seconds),
+            hooks=False,
+        )
+        self.layers = self.watched.layers
         self.intervention: Intervention | None = None  # records its paths, follows another's
+        self.keep_before = False  # whether the last step of each epoch is one to be measured
         self._random = _seeded_states(spec.seed, self.device)
         self._seconds = 0.0
         self._since: float | None = None  # when it went to work; None while it rests
@@ -204,6 +218,8 @@ class TrainingRun:
     def train_step(self) -> Tensor:
         """One step; the mean loss of its batch, still on the device. No host synchronisation."""
         self.whole = False
+        if self.keep_before and self.position + 1 == self.steps_per_epoch:
+            self.watched.before_step()
         loss = self._steps.take()
         self.position += 1
         self.whole = True
@@ -248,9 +264,35 @@ class TrainingRun:
         self._evaluations = {}
         values["lr"] = self.lr
         values["exposure/stage"] = self.stage_exposure()
-        for reading in probes.second_moments(self.layers, self.optimizer):
-            values |= reading.rows()
-        return values | weight_norms(self.layers)
+        return values
+
+    def measured(self, names: Iterable[str], when: When | None = None) -> dict[str, float]:
+        """What the probes of these names measure now, as far as they are due.
+
+        `when`: how often, if it is not what each says itself (`Probe.when`).
+        """
+        self._catch_up()
+        due = [probe for probe in map(probe_named, names) if self._due(when or probe.when)]
+        return self.watched.measure(due)
+
+    def record(self, values: Mapping[str, float], names: Iterable[str] = ()) -> dict[str, float]:
+        """Record values and the probes that are due, those of every run among them."""
+        self._catch_up()
+        wanted = dict.fromkeys((*ALWAYS, *names))
+        due = [probe for probe in map(probe_named, wanted) if self._due(probe.when)]
+        return self.watched.record(due, values)
+
+    def _catch_up(self) -> None:
+        """Tell the watch of the steps since; all of them had the learning rate of this epoch."""
+        self.watched.count(self.step - self.watched.steps)
+
+    def _due(self, when: When) -> bool:
+        done = self.complete_epochs
+        if self.step == 0 or done == self.epochs:
+            return self.step > 0 or when != "end"
+        if when == "tenth":
+            return done % max(self.epochs // 10, 1) == 0
+        return when == "record" or (when == "doubling" and done & (done - 1) == 0)
 
     def train_pass(self) -> Evaluation:
         """Loss and accuracy over the training set as training sees it: a pass in train mode.
@@ -301,19 +343,11 @@ class TrainingRun:
             momentum=spec.momentum or 0.0,
         )
 
-    def changed_settings(self) -> list[SettingsChange]:
-        """How layers are stepped from the coming step on, as far as it is not what it was."""
-        if self._settings and self.lr == self._settings_lr:  # nothing else changes on the way
-            return []
-        now = layer_settings([self.optimizer], self.layers)
-        changed = {k: own for k, own in now.items() if own != self._settings.get(k)}
-        self._settings, self._settings_lr = now, self.lr
-        return [SettingsChange(self.step + 1, layer, own) for layer, own in changed.items()]
-
-    def rows(self, values: dict[str, float]) -> list[Row]:
-        """Values as rows of this moment."""
-        at = (self.step, self.complete_epochs, self.seconds)
-        return [Row(*at, name, value) for name, value in values.items()]
+    def record_settings(self) -> None:
+        """Record how layers are stepped from the coming step on, if that has changed."""
+        if self.lr != self._settings_lr:  # nothing else changes on the way
+            self.watched.record_settings()
+            self._settings_lr = self.lr
 
     def next_epoch(self) -> None:
         """Leave the epoch behind; its rows are written."""
@@ -380,10 +414,29 @@ class TrainingRun:
             self.next_epoch()
 
 
-def weight_norms(layers: Layers) -> dict[str, float]:
-    """`weight_norm/<module>`: the Euclidean norm of each layer's weight, without bias."""
-    norms = probes.weight_norms(layers).layers
-    return {probes.row_name("weight_norm", layer): norm for layer, norm in norms.items()}
+@dataclass(frozen=True)
+class RunImages:
+    """The images of a run for its probes: normalised, not augmented, in their order."""
+
+    data: DataSet
+
+    @property
+    def small(self) -> bool:
+        """Digits, a toy."""
+        return self.data.name == "digits"
+
+    def train(self, batch_size: int) -> Iterator[Tensor]:
+        """The training images."""
+        return self._of(self.data.train, batch_size)
+
+    def test(self, batch_size: int) -> Iterator[Tensor]:
+        """The test images."""
+        return self._of(self.data.test, batch_size)
+
+    def _of(self, split: Split, batch_size: int) -> Iterator[Tensor]:
+        mean, std = self.data.mean, self.data.std
+        batches = evaluation_batches(split, batch_size=batch_size, mean=mean, std=std)
+        return (images for images, _ in batches)
 
 
 def _wake_backward_thread(device: torch.device) -> None:
