@@ -35,7 +35,7 @@ docs: $(INSTALLED)
 
 # What pages say of results, anew from results/ (the tests fail where it is out of date).
 results-pages: $(INSTALLED)
-	$(BIN)/decaylab report --runs results --page README.md --page docs/reproduction.md --page results/README.md
+	$(BIN)/decaylab report --runs results --page README.md --page docs/reproduction.md --page docs/report.md --page results/README.md
 	$(BIN)/python docs/picture.py
 
 fix: $(INSTALLED)

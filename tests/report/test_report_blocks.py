@@ -11,7 +11,7 @@ from decaylab.cli import app
 from decaylab.errors import DecaylabError
 from decaylab.paper import cells, select
 from decaylab.records import RunStore
-from decaylab.report.blocks import BLOCKS, refreshed
+from decaylab.report.blocks import BLOCKS, decided, refreshed
 from decaylab.report.results import Results
 
 VGG = ["dataset=cifar10", "network=vgg16", "batch_norm=1", "augment=0"]
@@ -331,3 +331,20 @@ def test_the_command_writes_blocks_and_nothing_else(store, tmp_path):
     assert "cannot be read" in missing.stderr
     with pytest.raises(DecaylabError, match="no block 'nothing'"):
         refreshed("<!-- results: nothing -->\n<!-- end -->", Results(tmp_path))
+
+
+def test_the_report_takes_the_fullest_schedule_that_settles_a_claim(store):
+    """E14 needs all cells to fit their data: one that does not contradicts it, at any schedule."""
+    full, short = (cells("table1", tier) for tier in ("full", "short"))
+    write(store, select(full, SGD)[0].runs[0], 0.85)
+    unfit = {"test/accuracy": 0.8, "train/accuracy": 0.5, "exposure/stage": 2.0}
+    write_run(store, select(full, [*VGG, "optimizer=adam"])[0].runs[0], unfit, tier="full")
+    fit = {**unfit, "train/accuracy": 1.0}
+    write_run(store, select(short, SGD)[0].runs[0], fit, tier="short")
+    claim = decided(Results(store.root))["E14"]
+    assert (claim.tier, claim.verdict) == ("full", "contradicted")
+    assert "**E14**" in block("report-contradicted", store)
+    assert "**E14**" not in block("report-open", store) + block("report-supported", store)
+    every = [block(f"report-{name}", store) for name in ("supported", "contradicted", "open")]
+    assert sum(text.count("- **E") for text in every) == 17
+    assert "3 runs" in block("report-effort", store)

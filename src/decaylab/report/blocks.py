@@ -19,6 +19,8 @@ from decaylab.report.page import grid_markdown, text_grid
 from decaylab.report.results import (
     SCHEDULES,
     Results,
+    all_times,
+    device_minutes,
     independent,
     rest,
     runs,
@@ -255,6 +257,72 @@ def verdicts(results: Results) -> str:
     return "".join(said) or "*No runs yet.*\n"
 
 
+def decided(results: Results) -> dict[str, Claim]:
+    """Each claim at the fullest tier that settles it; where none does, at the fullest with runs."""
+    judgements = [results.claims(tier) for tier in results.tiers]
+    chosen = {}
+    for name in CLAIMS:
+        claims = [judgement[name] for judgement in judgements]
+        settled = [claim for claim in claims if claim.verdict in ("supported", "contradicted")]
+        run = [claim for claim in claims if claim.said != "not run"]
+        chosen[name] = (settled or run or claims)[0]
+    return chosen
+
+
+def report_summary(results: Results) -> str:
+    """What came out, in three lines."""
+    if not results.tiers:
+        return "*No runs yet.*\n"
+    by_verdict: dict[str, list[str]] = {}
+    for claim in decided(results).values():
+        by_verdict.setdefault(_grouped(claim), []).append(claim.id)
+    counts = [f"{len(ids)} {verdict} ({', '.join(ids)})" for verdict, ids in by_verdict.items()]
+    lines = [f"Of the {len(CLAIMS)} empirical claims, {'; '.join(counts)}."]
+    if "full" in results.tiers:
+        lines.append(f"Table 1: {misses(results).splitlines()[0]}")
+        lines.append(f"Its pairs at that schedule: {results.claims('full')['E1'].effect}.")
+    return "".join(f"- {line}\n" for line in lines)
+
+
+def report_scope(results: Results) -> str:
+    """The claims, what came of each, and at which schedule."""
+    if not results.tiers:
+        return "*No runs yet.*\n"
+    rows = [
+        [name, claim.where, claim.claim, claim.told, SCHEDULES[claim.tier]]
+        for name, claim in decided(results).items()
+    ]
+    return text_grid(["", "where", "claim", "verdict", "judged at"], rows)
+
+
+def report_claims(results: Results, verdict: str) -> str:
+    """The claims of which this came, each with what was seen."""
+    chosen = decided(results) if results.tiers else {}
+    lines = [
+        f"- **{claim.id}** ({claim.where}; {SCHEDULES[claim.tier]}): {claim.claim}."
+        f" {_because(claim)}\n"
+        for claim in chosen.values()
+        if _grouped(claim) == verdict
+    ]
+    return "".join(lines) or "*None.*\n"
+
+
+def _grouped(claim: Claim) -> str:
+    return claim.verdict if claim.verdict in ("supported", "contradicted") else "open"
+
+
+def report_effort(results: Results) -> str:
+    """How many runs there are, and how long they had a device."""
+    times = all_times(results)
+    if not times:
+        return "*No runs yet.*\n"
+    devices = ", ".join(dict.fromkeys(device for device, _ in times if device))
+    return (
+        f"{len(times)} runs, searches included, on {devices}; GPU-minutes: {device_minutes(times)}."
+        f" What is left is listed [there](reproduction.md#how-to-run-the-rest).\n"
+    )
+
+
 def _joined(parts: Iterable[str]) -> str:
     return "\n".join(filter(None, parts)) or "*No runs yet.*\n"
 
@@ -282,6 +350,15 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "rules": rules,
     "superseded": superseded,
     "verdicts": verdicts,
+    "report-summary": report_summary,
+    "report-scope": report_scope,
+    "report-effort": report_effort,
+    "report-table1": lambda results: (
+        _rows_at(results, "table1", "full", set()) or "*No runs yet.*\n"
+    ),
+    "report-supported": lambda results: report_claims(results, "supported"),
+    "report-contradicted": lambda results: report_claims(results, "contradicted"),
+    "report-open": lambda results: report_claims(results, "open"),
 }
 
 

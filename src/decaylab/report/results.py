@@ -81,6 +81,12 @@ def _runs_in(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def all_times(results: Results) -> list[tuple[str, float]]:
+    """The device of every run there is, and for how many minutes it had it."""
+    recorded = [*map(_time, (*results.found, *results.again, *results.searched))]
+    return recorded + [(run.get("device", ""), run["seconds"] / 60) for run in results.independent]
+
+
 def runs(results: Results) -> str:
     """What was run for each artefact, on what, and how long it had the device.
 
@@ -101,8 +107,8 @@ def runs(results: Results) -> str:
             rows.append(
                 [
                     *(tier, titled(artefact), filled.coverage, ", ".join(devices)),
-                    *(str(len(new)), _minutes(times[name] for name in new)),
-                    *(str(len(found)), _minutes(times[name] for name in found)),
+                    *(str(len(new)), device_minutes(times[name] for name in new)),
+                    *(str(len(found)), device_minutes(times[name] for name in found)),
                 ]
             )
     others = [
@@ -122,13 +128,13 @@ def runs(results: Results) -> str:
     for words, cells, made in others:
         if made:
             devices = dict.fromkeys(device for device, _ in made)
-            own = [str(len(made)), _minutes(made)]
+            own = [str(len(made)), device_minutes(made)]
             rows.append(["", words, cells, ", ".join(devices), *own, *own])
     header = ["tier", "artefact", "filled", "on", "runs", "GPU-minutes"]
     header += ["all its runs", "their GPU-minutes"]
     everything = [times[name] for name in counted]
     everything += [run for _, _, made in others for run in made]
-    total = f"{len(everything)} runs; GPU-minutes: {_minutes(everything)}"
+    total = f"{len(everything)} runs; GPU-minutes: {device_minutes(everything)}"
     return text_grid(header, rows) + f"\nIn all {total}.\n"
 
 
@@ -137,7 +143,7 @@ def _time(run: Found) -> tuple[str, float]:
     return run.manifest.device, run.device_seconds / 60
 
 
-def _minutes(runs: Iterable[tuple[str, float]]) -> str:
+def device_minutes(runs: Iterable[tuple[str, float]]) -> str:
     """GPU-minutes of runs (device, minutes), and those on a CPU apart."""
     runs = list(runs)
     on_cpu = [minutes for device, minutes in runs if device == "cpu"]
