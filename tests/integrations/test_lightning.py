@@ -13,7 +13,7 @@ pl = pytest.importorskip("pytorch_lightning")
 from decaylab import KFAC, DecaylabError, parameter_groups, watch  # noqa: E402
 from decaylab.integrations.lightning import WatchCallback  # noqa: E402
 from decaylab.optim.first_order import sgd  # noqa: E402
-from decaylab.records.rows import read_rows  # noqa: E402
+from decaylab.records.packing import read_rows  # noqa: E402
 
 pytestmark = [
     # Lightning's own words about this machine, and about tests that give it neither logger nor GPU

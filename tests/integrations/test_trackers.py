@@ -296,7 +296,7 @@ def test_a_missing_library_is_named_with_its_extra(make, library, monkeypatch):
 
 
 def test_resume_counts_on_and_voids_what_came_after(tmp_path):
-    from decaylab.records.rows import read_rows
+    from decaylab.records.packing import read_rows
 
     model, inputs, labels = tiny_net("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -16,7 +16,7 @@ from decaylab.errors import DecaylabError
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam, sgd
 from decaylab.optim.kfac import KFAC
-from decaylab.records.rows import read_rows
+from decaylab.records.packing import read_rows
 
 
 def test_what_is_recorded_and_when():

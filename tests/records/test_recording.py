@@ -23,7 +23,8 @@ from decaylab.records import (
     read_recording,
     recording_from_rows,
 )
-from decaylab.records.rows import RowWriter, read_contents
+from decaylab.records.packing import read_contents
+from decaylab.records.rows import RowWriter
 from decaylab.training import RunSpec
 from decaylab.training.build import build_network, decay_groups
 

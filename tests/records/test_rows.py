@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decaylab.errors import DecaylabError
-from decaylab.records.rows import Row, RowWriter, read_rows
+from decaylab.records.packing import read_rows
+from decaylab.records.rows import Row, RowWriter
 
 
 def row(step, name="loss", value=1.0):

@@ -8,6 +8,7 @@ import typer
 
 from decaylab.errors import DecaylabError
 from decaylab.records import RunFolder, RunStore
+from decaylab.records.packing import has_rows
 
 Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder that holds the runs.")]
 DataDir = Annotated[
@@ -98,7 +99,7 @@ def found_run(name: str, runs: Path) -> RunFolder:
     path = Path(name)
     if (path / "spec.toml").exists():
         return RunFolder(path.resolve())  # the folder's name is the id, and `.` has none
-    if (path / "rows.jsonl").exists():
+    if has_rows(path):
         raise DecaylabError(
             f"{name} holds records of `watch`, not a run of `decaylab train` with its network:"
             " `decaylab diagnose` and `decaylab advise` read them"

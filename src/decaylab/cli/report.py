@@ -54,7 +54,7 @@ def report_command(
     for note in written.left_out:
         print(f"left out: {note}", file=sys.stderr)
     if not written.runs:
-        rows = runs.glob("*/rows.jsonl")
+        rows = runs.glob("*/rows.json*")
         watched = any(not path.with_name("spec.toml").exists() for path in rows)
         print(f"no runs in {runs}: {WATCHED if watched else REMEDY}", file=sys.stderr)
     if json_output:

@@ -1,4 +1,4 @@
-"""`decaylab runs list` and `decaylab runs show`: what is recorded."""
+"""`decaylab runs list`, `show` and `pack`: what is recorded."""
 
 import sys
 from dataclasses import asdict
@@ -12,6 +12,7 @@ from decaylab.cli import options
 from decaylab.cli.output import console, print_json
 from decaylab.errors import DecaylabError
 from decaylab.records import RunFolder, RunStore
+from decaylab.records.packing import pack
 
 app = typer.Typer(help="List and show recorded runs.", no_args_is_help=True)
 
@@ -138,3 +139,20 @@ def _numbers_table(first: str, numbers: list[str]) -> Table:
     for heading in numbers:
         table.add_column(heading, justify="right")
     return table
+
+
+@app.command("pack")
+def pack_runs(runs: options.Runs = options.RUNS) -> None:
+    """Put the rows of finished runs into one small compressed file each.
+
+    Everything reads them as before, and nothing is rounded or left out. Runs that are not finished
+    are left as they are. Runs in folders below (the trials of searches) are packed as well.
+    """
+    packed = saved = 0
+    for folder in [RunFolder(path.parent) for path in sorted(runs.rglob("spec.toml"))]:
+        if not folder.is_finished() or not folder.rows_writer.path.exists():
+            continue
+        with folder.writing(folder.spec_text()):
+            saved += pack(folder.path)
+        packed += 1
+    print(f"{packed} runs packed, {saved / 2**20:.1f} MB saved")

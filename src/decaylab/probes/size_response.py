@@ -17,6 +17,7 @@ from decaylab.probes.reading import Reading
 from decaylab.probes.registry import Moment, Probe, register
 
 PERCENT = 0.01
+BATCH = 128  # training images that it is measured on in runs of ours
 
 
 def measured_invariance(model: nn.Module, inputs: Inputs, logits: LogitsRule = None) -> Invariance:
@@ -68,6 +69,8 @@ def size_responses(
 
 def _measure(moment: Moment) -> list[Reading]:
     measured = moment.layers.measured
+    if measured is None and moment.images is not None:
+        measured = measured_invariance(moment.model, next(moment.images.train(BATCH)))
     return [] if measured is None else size_responses(measured, moment.layers, moment.rates)
 
 

@@ -40,6 +40,7 @@ from decaylab.probes.reading import NonFiniteWarning, Reading
 from decaylab.probes.registry import PROBES, ImageBatches, Moment, Probe, probe_named
 from decaylab.probes.settings import layer_settings
 from decaylab.probes.size_response import measured_invariance, with_invariance
+from decaylab.records.packing import read_contents
 from decaylab.records.recording import LOGGED, Recording, recording_of
 from decaylab.records.rows import (
     Contents,
@@ -50,7 +51,6 @@ from decaylab.records.rows import (
     RowWriter,
     SettingsChange,
     Tracker,
-    read_contents,
 )
 from decaylab.records.settings import LayerSettings
 

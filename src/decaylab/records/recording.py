@@ -10,7 +10,8 @@ from typing import Any
 
 from decaylab.errors import DecaylabError
 from decaylab.records import migration
-from decaylab.records.rows import Contents, Event, Rows, SettingsChange, packed_path, read_contents
+from decaylab.records.packing import has_rows, read_contents
+from decaylab.records.rows import Contents, Event, Rows, SettingsChange
 from decaylab.records.settings import LayerSettings
 from decaylab.records.store import RunFolder
 
@@ -95,7 +96,7 @@ def read_recording(source: str | Path | RunFolder) -> Recording:
     folder = path.parent if path.is_file() else path
     rows = path if path.is_file() else path / "rows.jsonl"
     own = (folder / "spec.toml").exists()
-    if not (own or rows.exists() or packed_path(rows).exists()):
+    if not (own or rows.exists() or has_rows(folder)):
         raise DecaylabError(
             f"{path} holds no records: give a run folder, or a folder that watch(folder=...) wrote"
         )

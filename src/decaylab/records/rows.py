@@ -23,6 +23,8 @@ from typing import Any, Protocol
 from decaylab.records.files import disk_errors
 from decaylab.records.settings import LayerSettings
 
+PACKED = "rows.json.gz"
+"""The name of the compact form (`records.packing`), beside the file of rows."""
 # What older versions called a quantity -> its name.
 RENAMED = {"norm": "weight_norm", "invariance_defect": "invariance"}
 
@@ -156,7 +158,8 @@ class RowWriter:
 
     def _mark(self, step: int) -> list[str]:
         """What voids the rows past `step`; nothing where there are none."""
-        there = any(p.exists() and p.stat().st_size for p in (self.path, packed_path(self.path)))
+        there = self.path.exists() and self.path.stat().st_size
+        there = there or self.path.with_name(PACKED).exists()
         return [json.dumps({"resumed_from": step})] if there else []
 
     def _write(self, lines: list[str]) -> None:
@@ -175,35 +178,27 @@ class RowWriter:
         self._waiting = []
 
 
-def packed_path(path: Path) -> Path:
-    """Where the compact form of a file of rows lies (`records.packing`)."""
-    return path.with_name("rows.json.gz")
+def read_lines(path: Path, earlier: Contents = Contents()) -> Contents:  # noqa: B008 - frozen
+    """What a file of rows says, behind `earlier` contents: the last row per (step, name) counts.
 
-
-def read_rows(path: Path) -> Rows:
-    """Read rows: the last per (step, name); damaged lines and voided rows are left out."""
-    return read_contents(path).rows
-
-
-def read_contents(path: Path) -> Contents:
-    """Read everything in a file of rows, and in its compact form where there is one."""
-    parser = _Parser(path.name)
-    if path.exists():
-        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-            if line.strip():
-                parser.take(number, line)
+    Damaged lines and voided rows are left out.
+    """
+    parser = _Parser(path.name, earlier)
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if line.strip():
+            parser.take(number, line)
     return parser.contents()
 
 
 class _Parser:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, earlier: Contents) -> None:
         self.name = name
-        self.rows: dict[tuple[int, str], Row] = {}
-        self.settings: dict[tuple[int, str], SettingsChange] = {}
-        self.events: list[Event] = []
-        self.meta: dict[str, Any] = {}
-        self.damaged: list[str] = []
-        self.superseded = 0
+        self.rows = {(row.step, row.name): row for row in earlier.rows.rows}
+        self.settings = {(change.step, change.layer): change for change in earlier.settings}
+        self.events = list(earlier.events)
+        self.meta = dict(earlier.meta)
+        self.damaged = list(earlier.rows.damaged)
+        self.superseded = earlier.rows.superseded
         self._names: dict[str, str] = {}  # one string for all rows of a name
 
     def take(self, number: int, line: bytes) -> None:

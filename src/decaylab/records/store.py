@@ -1,7 +1,8 @@
 """Run folders: one folder per run, found by the id of its spec.
 
     runs/<id>/spec.toml               what was asked for
-              rows.jsonl              numbers, append-only
+              rows.jsonl              numbers and settings, append-only
+              rows.json.gz            the same of a packed run (`records.packing`)
               manifest.json           status, versions, device, times
               checkpoint.safetensors  tensors, and the rest as JSON in its header
               lock                    held by the process that writes
@@ -23,7 +24,8 @@ from typing import IO, Any, Literal, get_args
 from decaylab.errors import DecaylabError
 from decaylab.records.files import disk_errors, replace_text
 from decaylab.records.hits import TestHits
-from decaylab.records.rows import Rows, RowWriter, read_rows
+from decaylab.records.packing import read_rows
+from decaylab.records.rows import Rows, RowWriter
 
 FORMAT = 1
 Status = Literal["running", "finished", "diverged", "interrupted", "failed", "pruned"]

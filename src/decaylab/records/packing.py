@@ -1,0 +1,130 @@
+"""The compact form of a finished run's rows: the same contents, by name instead of by line.
+
+    rows.json.gz  {"moments": [[step, epoch, seconds], ...],
+                   "places": [[0, 1, ...], ...],
+                   "series": {name: [place, [value, ...]]},
+                   "settings": [[step, layer, {...}], ...], "events": [[step, kind, {...}], ...],
+                   "meta": {...}, "damaged": [...], "superseded": 0}
+
+`places` are lists of moments; a series names the one at which it has its values. Nothing is
+rounded. What is recorded later goes to `rows.jsonl` beside it, and both are read as one.
+"""
+
+import gzip
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from decaylab.errors import DecaylabError
+from decaylab.records.files import replace_file
+from decaylab.records.rows import PACKED, Contents, Event, Row, Rows, SettingsChange, read_lines
+from decaylab.records.settings import LayerSettings
+
+
+def read_rows(path: Path) -> Rows:
+    """The numbers in a file of rows and in its compact form."""
+    return read_contents(path).rows
+
+
+def read_contents(path: Path) -> Contents:
+    """Everything in a file of rows (`rows.jsonl`) and in its compact form beside it.
+
+    Where one of the two is missing the other is all; nothing where both are.
+    """
+    packed = path.with_name(PACKED)
+    contents = read_packed(packed) if packed.exists() else Contents()
+    return read_lines(path, contents) if path.exists() else contents
+
+
+def has_rows(folder: Path) -> bool:
+    """Whether a folder has rows in either form."""
+    return any((folder / name).exists() for name in ("rows.jsonl", PACKED))
+
+
+def pack(folder: Path) -> int:
+    """Put a folder's rows into their compact form; returns how many bytes that saves.
+
+    The compact file is read back and compared before `rows.jsonl` is deleted.
+    """
+    path = folder / "rows.jsonl"
+    if not path.exists():
+        return 0
+    packed, contents = folder / PACKED, read_contents(path)
+    before = path.stat().st_size + (packed.stat().st_size if packed.exists() else 0)
+    write_packed(packed, contents)
+    again = read_packed(packed)
+    if not _same(again, contents):
+        raise DecaylabError(f"{packed} does not read as {path}: nothing was deleted")
+    path.unlink()
+    return before - packed.stat().st_size
+
+
+def _same(one: Contents, other: Contents) -> bool:
+    """Whether two contents say the same, whatever the order of rows."""
+
+    def plain(contents: Contents) -> Any:
+        rows = {(r.step, r.epoch, r.seconds, r.name, repr(r.value)) for r in contents.rows.rows}
+        return rows, set(contents.settings), contents.rows.left_out, dict(contents.meta)
+
+    return bool(plain(one) == plain(other) and len(one.events) == len(other.events))
+
+
+def write_packed(path: Path, contents: Contents) -> None:
+    """Write contents in their compact form, in place of what is there."""
+    moments: dict[tuple[int, int, float], int] = {}
+    columns: dict[str, tuple[list[int], list[float | str]]] = {}
+    for row in contents.rows.rows:
+        at = moments.setdefault((row.step, row.epoch, row.seconds), len(moments))
+        where, values = columns.setdefault(row.name, ([], []))
+        where.append(at)
+        values.append(row.value if math.isfinite(row.value) else str(row.value))
+    places: dict[tuple[int, ...], int] = {}
+    series = {
+        name: [places.setdefault(tuple(where), len(places)), values]
+        for name, (where, values) in columns.items()
+    }
+    entry = {
+        "moments": list(moments),
+        "places": list(places),
+        "series": series,
+        "settings": [[c.step, c.layer, c.settings.to_json()] for c in contents.settings],
+        "events": [[event.step, event.kind, dict(event.data)] for event in contents.events],
+        "meta": dict(contents.meta),
+        "damaged": list(contents.rows.damaged),
+        "superseded": contents.rows.superseded,
+    }
+    data = json.dumps(entry, separators=(",", ":")).encode()
+    # no time stamp: the same contents are the same file
+    replace_file(path, lambda part: part.write_bytes(gzip.compress(data, 9, mtime=0)))
+
+
+def read_packed(path: Path) -> Contents:
+    """The contents of a compact file; one that is damaged is an error."""
+    try:
+        entry = json.loads(gzip.decompress(path.read_bytes()))
+        rows = _rows(entry)
+        return Contents(
+            Rows(tuple(rows), tuple(entry["damaged"]), entry["superseded"]),
+            tuple(
+                SettingsChange(step, layer, LayerSettings.from_json(own))
+                for step, layer, own in entry["settings"]
+            ),
+            tuple(Event(step, kind, data) for step, kind, data in entry["events"]),
+            entry["meta"],
+        )
+    except (OSError, EOFError, ValueError, TypeError, KeyError, IndexError) as error:
+        raise DecaylabError(
+            f"{path} is damaged ({type(error).__name__}: {error}): put the whole file back"
+        ) from error
+
+
+def _rows(entry: dict[str, Any]) -> list[Row]:
+    """By moment, and at each in the order of the names."""
+    moments, places = entry["moments"], entry["places"]
+    by_moment: list[list[Row]] = [[] for _ in moments]
+    for name, (place, values) in entry["series"].items():
+        for at, value in zip(places[place], values, strict=True):
+            step, epoch, seconds = moments[at]
+            by_moment[at].append(Row(step, epoch, seconds, name, float(value)))
+    return [row for rows in by_moment for row in rows]
