@@ -54,8 +54,8 @@ def test_show(runs):
     result = runner.invoke(app, ["runs", "show", "digits-mlp-sgd", "--runs", str(runs)])
     assert result.exit_code == 0
     assert 'optimizer = "sgd"' in result.stdout
-    assert re.search(r"^layer +weight_norm$", result.stdout, re.MULTILINE)
-    assert re.search(r"^head +[0-9.]+$", result.stdout, re.MULTILINE)
+    assert re.search(r"^layer +.*\bweight_norm\b", result.stdout, re.MULTILINE)
+    assert re.search(r"^head +[0-9.]+", result.stdout, re.MULTILINE)
     arguments = ["runs", "show", "digits-mlp-sgd", "--runs", str(runs), "--json"]
     entry = json.loads(runner.invoke(app, arguments).stdout)
     assert [step for step, _ in entry["series"]["test/accuracy"]] == [5, 10]

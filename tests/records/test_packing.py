@@ -89,6 +89,7 @@ def test_the_command_packs_finished_runs(tmp_path):
     for run in runs:
         folder = RunStore(tmp_path).folder(run.id)
         assert not folder.rows_writer.path.exists()
+        assert not (folder.path / "lock").exists()
         again = read_recording(folder)
         assert ordered(again.rows.rows) == ordered(before[run.id].rows.rows)
         assert again.settings == before[run.id].settings

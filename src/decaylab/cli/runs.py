@@ -152,7 +152,11 @@ def pack_runs(runs: options.Runs = options.RUNS) -> None:
     for folder in [RunFolder(path.parent) for path in sorted(runs.rglob("spec.toml"))]:
         if not folder.is_finished() or not folder.rows_writer.path.exists():
             continue
+        lock = folder.path / "lock"
+        begun = lock.exists()
         with folder.writing(folder.spec_text()):
             saved += pack(folder.path)
+            if not begun:  # a folder that was copied here has none
+                lock.unlink()
         packed += 1
     print(f"{packed} runs packed, {saved / 2**20:.1f} MB saved")
