@@ -1,16 +1,25 @@
-"""decaylab: what weight decay does to a network, and a K-FAC that is right."""
+"""decaylab: what weight decay does to a network, and a K-FAC that is right.
 
-from decaylab.attribution import attribute
-from decaylab.audits import audit
-from decaylab.diagnosis.verdict import diagnose
+Public names are imported when they are first used: `from decaylab import KFAC` does not load the
+trainer.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from decaylab.errors import DecaylabError
-from decaylab.networks import invariance, roles
-from decaylab.optim.captured import captured
-from decaylab.optim.decay import parameter_groups
-from decaylab.optim.kfac import KFAC
-from decaylab.optim.kfac_options import KFACOptions
-from decaylab.optim.table import decay_table
-from decaylab.probes.watch import watch
+
+if TYPE_CHECKING:
+    from decaylab.attribution import attribute
+    from decaylab.audits import audit
+    from decaylab.diagnosis.verdict import diagnose
+    from decaylab.networks import invariance, roles
+    from decaylab.optim.captured import captured
+    from decaylab.optim.decay import parameter_groups
+    from decaylab.optim.kfac import KFAC
+    from decaylab.optim.kfac_options import KFACOptions
+    from decaylab.optim.table import decay_table
+    from decaylab.probes.watch import watch
 
 __version__ = "0.1.0"
 
@@ -29,3 +38,30 @@ __all__ = [
     "roles",
     "watch",
 ]
+
+# Public name -> the module that has it.
+_HOMES = {
+    "KFAC": "optim.kfac",
+    "KFACOptions": "optim.kfac_options",
+    "attribute": "attribution",
+    "audit": "audits",
+    "captured": "optim.captured",
+    "decay_table": "optim.table",
+    "diagnose": "diagnosis.verdict",
+    "invariance": "networks",
+    "parameter_groups": "optim.decay",
+    "roles": "networks",
+    "watch": "probes.watch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'decaylab' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"decaylab.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
