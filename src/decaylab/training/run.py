@@ -37,7 +37,7 @@ from decaylab.training.transfer import Norms, rescale
 
 ALWAYS = ("weight_norm", "second_moment", "clip_coefficient")
 """The probes that every run records, at the start and after each epoch."""
-DIAGNOSED = ("movement", "size_response", "second_order_share", "jacobian_norm")
+DIAGNOSED = ("movement", "second_order_share", "jacobian_norm")
 """What `diagnose` needs besides, for all three mechanisms; `decaylab train` records it."""
 
 
