@@ -142,6 +142,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--settings", nargs="+", type=json.loads, default=[{}], help="of K-FAC")
     parser.add_argument("--no-adamw", action="store_true")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--adamw-seeds", type=int, help="by default as many as K-FAC's")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--images", type=Path, help=".npz; without it: noisy templates")
     parser.add_argument("--tiny", action="store_true", help="for a CPU")
@@ -162,6 +163,8 @@ def main(given: list[str] | None = None) -> None:
     for net in options.nets:
         for seed in range(options.seeds):
             for optimizer, setting in ways:
+                if optimizer == "adamw" and seed >= (options.adamw_seeds or options.seeds):
+                    continue
                 if time.perf_counter() - began > options.max_seconds:
                     continue
                 row = {"net": net, "optimizer": optimizer, "setting": setting, "seed": seed}

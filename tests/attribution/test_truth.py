@@ -3,6 +3,7 @@
 import pytest
 import torch
 from attribution.loops import Trainer, batch_norm_net, decay_on, far_apart, plain_net
+from oracle.plain_kfac import KFAC
 
 import decaylab
 from decaylab.attribution import SIZE_FREE_ROTATION
@@ -129,7 +130,7 @@ def kfac_on_convs(damping, lr, weight_decay):
     """Fresh and exact factors at each step: its direction depends on C(u) and lambda |W|^2."""
 
     def build(model):
-        return decaylab.KFAC(
+        return KFAC(
             model,
             lr,
             params=decay_on(model, CONVS, weight_decay),

@@ -6,8 +6,8 @@ from importlib import import_module
 import pytest
 import torch
 from audits.wrong_kfac import HookedKFAC
+from oracle.plain_kfac import KFAC
 
-from decaylab import KFAC
 from decaylab.audits import Reason, audit
 from decaylab.audits.reference import CURVATURES, Case, reference_factors
 from decaylab.errors import DecaylabError
@@ -259,7 +259,7 @@ def test_plain_gradients():
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
-        (lambda model: KFAC(model), "building the optimizer failed"),
+        (lambda model: KFAC(model, lr="high"), "building the optimizer failed"),
         (lambda model: import_module("no_such_kfac"), "install what it imports"),
         (lambda model: "nothing", "str is no optimizer"),
         (lambda model: KFAC(model, lr=0.1, weight_decay=0.1), "weight decay 0"),

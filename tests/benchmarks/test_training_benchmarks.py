@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,9 +70,17 @@ def test_its_schedule_rises_and_falls(benchmark):
 def test_defaults_train_every_net_at_a_tiny_size(benchmark, tmp_path, capsys):
     defaults = benchmark("defaults")
     assert 2 * len(defaults.FOUND_ON) <= len(defaults.NETS)
-    options = '--tiny --steps 4 --seeds 1 --settings {"lr":0.001,"step_scaling":"rms"}'
-    rows = records(defaults.main, options, tmp_path / "defaults.json")
+    rows = records(defaults.main, "--tiny --steps 4 --seeds 1", tmp_path / "defaults.json")
     assert {row["net"] for row in rows} == set(defaults.NETS)
     assert all(math.isfinite(row["loss"]) for row in rows if row["optimizer"] == "kfac")
     shown = capsys.readouterr().out
     assert shown.count("| kfac |") == shown.count("| adamw |") == len(defaults.NETS)
+
+
+def test_the_page_shows_the_records(benchmark):
+    loops, root = benchmark("loops_page"), Path(__file__).parents[2]
+    files = (root / "results" / "loops").glob("*.json")
+    records = {path.stem: json.loads(path.read_text()) for path in files}
+    page = (root / "docs" / "kfac.md").read_text()
+    assert all(f"<!-- records: {name} -->" in page for name in records)
+    assert loops.written(page, records) == page

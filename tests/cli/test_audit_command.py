@@ -8,7 +8,7 @@ from decaylab.cli import app
 
 runner = CliRunner()
 MODULE = """
-from decaylab import KFAC
+from oracle.plain_kfac import KFAC
 
 def right(model):
     return KFAC(model, lr=0.1, outputs="exact")
@@ -60,7 +60,7 @@ def test_a_right_one_and_a_wrong_one(module):
         (["broken_optimizers:kfac"], "ZeroDivisionError"),
         (["audited_optimizers:missing"], "has no function 'missing'"),
         (["audited_optimizers:NOTHING"], "has no function 'NOTHING'"),
-        (["decaylab:KFAC"], "wrap it in one that sets lr"),
+        (["torch.optim:SGD"], "wrap it in one that sets lr"),
         (["audited_optimizers:right", "--curvature", "hessian"], "unknown curvature"),
     ],
 )

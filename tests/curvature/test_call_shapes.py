@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from decaylab.curvature.products import curvature_product, exact_traces
-from decaylab.optim.kfac import KFAC
 
 
 class Single(nn.Module):

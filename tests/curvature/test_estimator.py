@@ -8,11 +8,11 @@ import pytest
 import torch
 from oracle.kfac import naive_factors, vectors_for
 from oracle.kfac_runs import assert_same_factors, cross_entropy, labels_for, random, seeded
+from oracle.plain_kfac import KFAC
 from torch import nn
 
 from decaylab.curvature.estimator import KroneckerEstimator
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC
 from decaylab.probes import measured_factors
 
 CLASSES = 3

@@ -15,9 +15,8 @@ from oracle.kfac_runs import (
     random,
     seeded,
 )
+from oracle.plain_kfac import KFAC
 from torch import nn
-
-from decaylab.optim.kfac import KFAC
 
 CLASSES = 3
 KINDS = [("fisher", "categorical"), ("fisher", "bernoulli"), ("gauss-newton", "categorical")]

@@ -6,13 +6,14 @@ import pytest
 import torch
 from oracle.kfac import Factors, naive_factors, vectors_for
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
+from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.nn import functional as F
 
 from decaylab.curvature.estimator import KroneckerEstimator
 from decaylab.curvature.kinds.kind import Reason
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC, KFACOptions
+from decaylab.optim.kfac_options import KFACOptions
 
 CLASSES, WIDTH, TOKENS = 3, 4, 7
 KINDS = [("fisher", "categorical"), ("gauss-newton", "categorical")]

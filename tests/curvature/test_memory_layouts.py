@@ -3,11 +3,11 @@
 import pytest
 import torch
 from oracle.kfac_runs import EXACT, labels_for, library_factors, random, seeded, train_step
+from oracle.plain_kfac import KFAC
 from torch import nn
 
 from decaylab.curvature.kinds.conv import copy_runs
 from decaylab.curvature.kinds.kind import Shape
-from decaylab.optim.kfac import KFAC
 
 
 def net() -> nn.Module:

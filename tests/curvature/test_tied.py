@@ -6,12 +6,13 @@ import pytest
 import torch
 from oracle.kfac import naive_factors, output_hessian, vectors_for
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, seeded, train_step
+from oracle.plain_kfac import KFAC
 from torch import nn
 
 from decaylab.curvature.estimator import KroneckerEstimator
 from decaylab.curvature.factors import Sums, merged
 from decaylab.curvature.kinds.kind import Reason
-from decaylab.optim.kfac import KFAC, KFACOptions
+from decaylab.optim.kfac_options import KFACOptions
 
 TOKENS, WIDTH = 6, 4
 KIND = ("fisher", "categorical")

@@ -5,9 +5,10 @@ import warnings
 import pytest
 import torch
 from diagnosis.recorded import reasons
+from oracle.plain_kfac import KFAC
 from torch import nn
 
-from decaylab import KFAC, diagnose, watch
+from decaylab import diagnose, watch
 from decaylab.data import load
 from decaylab.diagnosis import Reason
 from decaylab.probes import FREE

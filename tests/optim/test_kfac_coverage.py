@@ -4,14 +4,16 @@ import inspect
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+import decaylab
 from decaylab.curvature.kinds.kind import Reason
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import parameter_groups
-from decaylab.optim.kfac import KFAC, KFACOptions
+from decaylab.optim.kfac_options import KFACOptions
 
 
 class Noisy(nn.Conv1d):
@@ -187,7 +189,7 @@ def test_what_a_group_cannot_have_for_itself_is_refused():
     """Every argument but those of groups; and what torch's SGD has and K-FAC has not."""
     model = nn.Linear(3, 2)
     own = {"lr", "weight_decay", "decay", "momentum", "others_lr"}
-    arguments = inspect.signature(KFAC).parameters.keys() - {"model", "params"}
+    arguments = inspect.signature(decaylab.KFAC).parameters.keys() - {"model", "params"}
     for name in arguments | {"dampening", "maximize", "nesterov", "betas", "name"}:
         group = {"params": model.parameters(), name: "l2" if name == "decay" else 0.5}
         if name in own | {"betas", "name"}:

@@ -19,10 +19,10 @@ from oracle.kfac_runs import (
     seeded,
     train_step,
 )
+from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.nn import functional as F
 
-from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
 from decaylab.optim.scale_free import ScaleFree
 

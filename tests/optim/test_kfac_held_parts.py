@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
+from oracle.plain_kfac import KFAC
 from torch import Tensor, nn
 
 from decaylab.networks.layers import NormalisedConv2d
-from decaylab.optim.kfac import KFAC
 
 DAMPING = 0.1
 KINDS = {

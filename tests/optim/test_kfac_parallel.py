@@ -3,6 +3,7 @@
 import pytest
 import torch
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
+from oracle.plain_kfac import KFAC
 from oracle.two_ranks import failures
 from torch import nn
 
@@ -10,7 +11,6 @@ from decaylab.curvature import distribution, guards
 from decaylab.curvature.distribution import Alone, Ranks
 from decaylab.curvature.preconditioner import Inversion
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC
 
 CLASSES = 3
 

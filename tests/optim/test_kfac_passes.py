@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from oracle.kfac_runs import cross_entropy, labels_for, random, seeded, train_step
+from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from decaylab.errors import DecaylabError
 from decaylab.optim.health import Skips
-from decaylab.optim.kfac import KFAC, KFACOptions
+from decaylab.optim.kfac_options import KFACOptions
 
 X, Y = random(6, 3), labels_for(6, classes=2)
 

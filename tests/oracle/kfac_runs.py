@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 from oracle.kfac import Factors
+from oracle.plain_kfac import KFAC
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from decaylab.optim.kfac import KFAC
 
 # A refresh in every step, without sampling: what most exactness tests want.
 EXACT = {"outputs": "exact", "refresh_every": 1, "invert_every": 1}

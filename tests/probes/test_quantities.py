@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 from oracle import probes as oracle
+from oracle.plain_kfac import KFAC
 from oracle.tiny_nets import NAMES, tiny_net
 from torch import nn
 
 from decaylab import probes
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC
 
 CLOSE = {"rel": 1e-8, "abs": 1e-12}
 

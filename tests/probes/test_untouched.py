@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from oracle.tiny_nets import NAMES, tiny_net
 from torch import nn
 
@@ -11,7 +12,6 @@ from decaylab import probes
 from decaylab.curvature import products
 from decaylab.curvature.untouched import as_function, bare, tied, untouched
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac import KFAC
 
 WITH_INPUTS = {
     "jacobian": probes.jacobian_norm,

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from oracle.tiny_nets import tiny_net, train
 from torch import nn
 
@@ -15,7 +16,6 @@ from decaylab import probes
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam, sgd
-from decaylab.optim.kfac import KFAC
 from decaylab.records.packing import read_rows
 
 

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.nn import functional as F
 
-from decaylab import KFAC, watch
+from decaylab import watch
 from decaylab.errors import DecaylabError
 from decaylab.probes import PROBES, Probe, Reading, head_ranks, register, spectra
 from decaylab.probes.registry import load_all

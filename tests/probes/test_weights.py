@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from oracle.plain_kfac import KFAC
 from oracle.tiny_nets import tiny_net
 from torch import nn
 
@@ -12,7 +13,6 @@ from decaylab.errors import DecaylabError
 from decaylab.networks import build
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam, sgd
-from decaylab.optim.kfac import KFAC
 from decaylab.optim.laws import exposure_rate
 
 

@@ -1,7 +1,7 @@
 """With whom the rows of a batch are shared: nobody, or the ranks of a data-parallel training.
 
     model = DistributedDataParallel(network)
-    optimizer = KFAC(model, lr=0.03)            # the rest of the loop is that of any optimizer
+    optimizer = KFAC(model)                     # the rest of the loop is that of any optimizer
 
 Every rank observes its own rows. Sums and counts are added up over the ranks before they become
 factors, which so are those of all rows together, each row counting alike, also where ranks have

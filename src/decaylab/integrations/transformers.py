@@ -1,6 +1,6 @@
 """Hugging Face: `watch` as a callback of `Trainer`, and which rows K-FAC is to count.
 
-    optimizer = KFAC(model, lr=0.01, options=KFACOptions(counted_rows=labelled_rows(model)))
+    optimizer = KFAC(model, options=KFACOptions(counted_rows=labelled_rows(model)))
     trainer = Trainer(model, args, optimizers=(optimizer, None), callbacks=[WatchCallback()])
 
 K-FAC takes the `.logits` of what the model returns. Build it when the model is on its device, and

@@ -17,7 +17,8 @@ What the device does in a step (forward, backward, optimizers) becomes one CUDA 
 of the inputs and, with K-FAC, for each kind of step: plain, refresh, inversion. Each kind runs as
 it is twice before it is captured. A graph knows the addresses it was captured with, so that:
 
-- inputs are copied to tensors of the captured step's own, from wherever they are;
+- inputs are copied to tensors of the captured step's own, on the model's device, from wherever
+  they are (a step that runs as it is gets them there, too);
 - learning rates become tensors on the device, which schedulers and `group["lr"] = ...` write to;
 - other settings of optimizers (weight decay, momentum, damping), parameters that lie elsewhere and
   a loaded state make a new capture.
@@ -169,11 +170,13 @@ class CapturedStep(Generic[Result]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         """Take a step: as it is, or by a replay."""
-        if self.graphs is None or self.obstacle is not None:
+        if self.graphs is None:
             return self._step(*args, **kwargs)
+        if self.obstacle is not None:
+            return self._as_it_is(args, kwargs)
         watchers = list(_watchers(self._optimizers))
         if any(watcher.wants_step() for watcher in watchers):
-            return self._step(*args, **kwargs)
+            return self._as_it_is(args, kwargs)
         try:
             if torch.is_autocast_enabled(self._device.type):
                 raise NotCapturable(Obstacle.AUTOCAST)
@@ -182,7 +185,7 @@ class CapturedStep(Generic[Result]):
             self._stop(failure)
             inputs = None
         if inputs is None:
-            return self._step(*args, **kwargs)
+            return self._as_it_is(args, kwargs)
         self._keep_rates()
         for kfac in self._kfacs:
             kfac.before_step()
@@ -190,7 +193,7 @@ class CapturedStep(Generic[Result]):
             variant = self._variant(inputs)
         except NotCapturable as failure:  # before_step may be made again
             self._stop(failure)
-            return self._step(*args, **kwargs)
+            return self._as_it_is(args, kwargs)
         result, failed = variant.take(self.graphs)
         for kfac in self._kfacs:
             kfac.after_step()
@@ -201,6 +204,13 @@ class CapturedStep(Generic[Result]):
             for watcher in watchers:
                 watcher.step_replayed()
         return result
+
+    def _as_it_is(self, args: Any, kwargs: Any) -> Result:
+        """The step itself, with its tensors where those of a graph would be."""
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda leaf: leaf.to(self._device, non_blocking=True), (args, kwargs)
+        )
+        return self._step(*args, **kwargs)
 
     def _take_inputs(self, args: Any, kwargs: Any) -> "_Inputs | None":
         """Copy the arguments to where graphs read them; None where there are too many shapes."""

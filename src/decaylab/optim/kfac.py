@@ -31,6 +31,7 @@ from decaylab.optim.kfac_options import (
     check_measured,
     check_numbers,
     check_saved,
+    chosen_steps,
     first_order,
 )
 from decaylab.optim.scale_free import ScaleFree, invariant_layers
@@ -44,13 +45,13 @@ class KFAC(torch.optim.Optimizer):
 
         h  = g + [l2] beta W
         v  = (S + sqrt(lambda / T) / pi)^-1 h (A + pi sqrt(lambda / T))^-1 / T
-        m <- mu m + min(1, sqrt(c / (lr^2 sum g.v))) v
+        m <- mu m + v times its scale: step_rms / rms(v), or min(1, sqrt(c / (lr^2 sum g.v)))
         W <- W - lr (m + [decoupled] beta W) - [independent] beta W
 
     The loop is the one of SGD: curvature is observed through hooks on forward passes in train mode.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    >>> optimizer = KFAC(model, lr=0.1, curvature="gauss-newton", weight_decay=0.01)
+    >>> optimizer = KFAC(model, weight_decay=0.01)
     >>> for _ in range(3):
     ...     inputs, labels = torch.randn(16, 4), torch.randint(3, (16,))
     ...     loss = nn.functional.cross_entropy(model(inputs), labels)
@@ -70,7 +71,7 @@ class KFAC(torch.optim.Optimizer):
 
     Args:
         model: the model whose training-mode forward passes are observed; or `torch.compile(model)`.
-        lr: learning rate, a number or a scalar tensor.
+        lr: learning rate, a number or a scalar tensor; the default is for steps of a set size.
         params: parameters or param groups as in torch (`lr`, `weight_decay`, `decay`, `momentum`
             per group; weight and bias of a layer may be in different groups); None is all of the
             model's.
@@ -84,14 +85,16 @@ class KFAC(torch.optim.Optimizer):
         weight_decay: the coefficient beta.
         decay: where it enters: "l2", "decoupled", "independent" or "none".
         momentum: mu.
-        damping: lambda.
+        damping: lambda; by default 1 relative to the trace, or 1e-3.
         damping_scaling: "fixed", or "scale-free": lambda |W_l(0)|^2 / |W_l|^2 for scale-invariant
             layers, W_l(0) being the weight when the optimizer was built, which keeps the effective
             damping (Eq. 14) where it was asked to be. Steps then leave |W_l| as it is. "trace":
-            lambda (tr A / dim A) (tr G / dim G), so that it does not depend on the loss's scale.
-        kl_clip: c, or None. Nets without normalisation mostly need one; 1e-3 is a good first try.
-        step_scaling: "rms" gives each layer's step v the root mean square `step_rms`, so that lr
-            and decay mean what they mean in AdamW and Muon; no KL clip is needed then.
+            lambda (tr A / dim A) (tr G / dim G), so that it does not depend on the loss's scale:
+            the default where neither damping nor kl_clip is given.
+        kl_clip: c, or None; 1e-3 is a good first try, with lr 0.03.
+        step_scaling: "rms" (the default without a KL clip) gives each layer's step v the root mean
+            square `step_rms`, so that lr and decay mean what they mean in AdamW and Muon. "none"
+            leaves it as long as it comes, which few nets bear without a KL clip.
         step_rms: see there.
         refresh_every: steps between two measurements of the factors.
         invert_every: steps between two inversions. Within the first so many steps every refresh
@@ -119,7 +122,7 @@ class KFAC(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float | Tensor,
+        lr: float | Tensor = 1e-3,
         *,
         params: Iterable[Any] | None = None,
         curvature: Curvature = "fisher",
@@ -129,10 +132,10 @@ class KFAC(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         decay: Decay = "decoupled",
         momentum: float = 0.9,
-        damping: float = 1e-3,
-        damping_scaling: Literal["fixed", "scale-free", "trace"] = "fixed",
+        damping: float | None = None,
+        damping_scaling: Literal["fixed", "scale-free", "trace"] | None = None,
         kl_clip: float | None = None,
-        step_scaling: Literal["none", "rms"] = "none",
+        step_scaling: Literal["none", "rms"] | None = None,
         step_rms: float = 0.2,
         refresh_every: int = 10,
         invert_every: int = 100,
@@ -147,10 +150,13 @@ class KFAC(torch.optim.Optimizer):
     ) -> None:
         check_arguments(model, lr)
         lag = options.inversion_lag
+        scaling, damping, scaled_damping = chosen_steps(
+            kl_clip, step_scaling, damping, damping_scaling
+        )
         check_numbers(
             damping=(damping, damping > 0),
-            damping_scaling=(repr(damping_scaling), damping_scaling in DAMPING_SCALINGS),
-            step_scaling=(repr(step_scaling), step_scaling in ("none", "rms")),
+            damping_scaling=(repr(scaled_damping), scaled_damping in DAMPING_SCALINGS),
+            step_scaling=(repr(scaling), scaling in ("none", "rms")),
             step_rms=(step_rms, step_rms > 0),
             kl_clip=(kl_clip, kl_clip is None or kl_clip > 0),
             refresh_every=(refresh_every, refresh_every >= 1),
@@ -159,14 +165,14 @@ class KFAC(torch.optim.Optimizer):
             max_factor_dim=(max_factor_dim, max_factor_dim >= 1),
             inversion_lag=(lag, 0 <= lag < invert_every),
         )
-        if step_scaling == "rms" and kl_clip is not None:
+        if scaling == "rms" and kl_clip is not None:
             raise DecaylabError(
                 "step_scaling='rms' sets how long steps are, and so does kl_clip: leave one out"
             )
         self.model = innermost(model)
         self.damping, self.kl_clip, self.factor_decay = damping, kl_clip, factor_decay
-        self.step_rms = step_rms if step_scaling == "rms" else None
-        self.damping_scaling = damping_scaling
+        self.step_rms = step_rms if scaling == "rms" else None
+        self.damping_scaling = scaled_damping
         self.refresh_every, self.invert_every = refresh_every, invert_every
         self._rms_behind_momentum = options.rms_behind_momentum
         self._distribution = distribution_of(model, options.process_group)
@@ -204,8 +210,8 @@ class KFAC(torch.optim.Optimizer):
         check_groups(self.param_groups)
         self.device, blocks = self.estimator.device, self.estimator.blocks
         self._preconditioner = Preconditioner(self.estimator.running, self._distribution)
-        scaled = damping_scaling == "scale-free"
-        layers = invariant_layers(self.model, blocks, options.invariant) if scaled else []
+        held = scaled_damping == "scale-free"
+        layers = invariant_layers(self.model, blocks, options.invariant) if held else []
         self.scale_free = ScaleFree(blocks, layers)
         self._skips = Skips(self.device)
         # a graph reads learning rates from tensors, which torch's fused kernels take as float32

@@ -69,6 +69,30 @@ def first_order(
 
 
 DAMPING_SCALINGS = ("fixed", "scale-free", "trace")
+# Where nothing is given: of lambda, and of lambda relative to a block's mean eigenvalue.
+DAMPING, RELATIVE_DAMPING = 1e-3, 1.0
+
+
+def chosen_steps(
+    kl_clip: float | None,
+    step_scaling: str | None,
+    damping: float | None,
+    damping_scaling: str | None,
+) -> tuple[str, float, str]:
+    """Step scaling, damping and its scaling, with what is left out.
+
+    Without a KL clip steps have a set size, which trains nets of all kinds at one learning rate;
+    with them damping is relative to the trace, unless one is given (docs/kfac.md).
+    """
+    step_scaling = step_scaling or ("rms" if kl_clip is None else "none")
+    if damping_scaling is None:
+        relative = step_scaling == "rms" and damping is None
+        damping_scaling = "trace" if relative else "fixed"
+    if damping is None:
+        damping = RELATIVE_DAMPING if damping_scaling == "trace" else DAMPING
+    return step_scaling, damping, damping_scaling
+
+
 RANGES = {
     "damping": "> 0",
     "damping_scaling": "fixed, scale-free or trace",

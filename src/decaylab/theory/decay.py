@@ -57,6 +57,7 @@ def _kfac(decay: str, curvature: str = "fisher") -> Make:
         params=_groups(net, decay),
         curvature=curvature,  # type: ignore[arg-type]
         outputs="exact",
+        step_scaling="none",
         momentum=0.0,
         damping=DAMPING,
     )

@@ -44,7 +44,7 @@ class Steps:
         self._position = torch.zeros((), dtype=torch.int64, device=self.device)
         self.captured: CapturedStep[Tensor] | None = None
         if graphs and self.device.type == "cuda":
-            self.captured = captured(self._step, forward, optimizer)
+            self.captured = captured(self._step, forward, optimizer, on_failure="eager")
         self.take: Callable[[], Tensor] = self.captured or self._step
         """One step; the mean loss of its batch, still on the device. No host synchronisation."""
 

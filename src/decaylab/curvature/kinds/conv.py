@@ -1,5 +1,6 @@
 """Convolutions: nn.Conv1d, nn.Conv2d, nn.Conv3d, whose rows are patches; groups are entries."""
 
+import math
 from typing import Any
 
 import torch
@@ -62,9 +63,12 @@ class Conv(Kind):
         """Sum of patch patch' over examples and output positions, and how many there are."""
         columns = site.columns(uses[0].inputs.device)
         inputs = [product_ready(use.inputs.to_dense(), site.shape.dtype) for use in uses]
-        calls = [_patch_rows(site, x, columns) for x in inputs]
+        channels_last = site.order is not None
+        faster = not channels_last and _is_faster_channels_last(site, inputs[0])
+        calls = [_patch_rows(site, x, columns, channels_last or faster) for x in inputs]
         rows, count = counted_rows(calls, None, sharing)
-        return second_moment(rows, site.shape.dtype, diagonal=site.shape.input_diagonal), count
+        moment = second_moment(rows, site.shape.dtype, diagonal=site.shape.input_diagonal)
+        return (_in_plain_order(site, moment) if faster else moment), count
 
     def gradient_moment(
         self, site: Site, uses: list[Use], gradients: list[Tensor], sharing: Sharing
@@ -124,11 +128,38 @@ def patches(layer: Convolution, inputs: Tensor, *, channels_last: bool) -> Tenso
     return view.movedim(2 + axes, -1) if channels_last else view
 
 
-def _patch_rows(site: Site, inputs: Tensor, columns: Columns) -> Tensor:
+def _is_faster_channels_last(site: Site, inputs: Tensor) -> bool:
+    """Whether patches of a plain-ordered layer are better gathered with the channels last.
+
+    In plain order a patch lies in memory in runs as short as a row of the kernel; with the channels
+    last they are as long as there are channels. Then the moment has to be put into plain order:
+    little, where there are more positions than columns.
+    """
+    module: Any = site.module
+    kernel = site.weight[0, 0].numel()
+    channels = site.weight.shape[1]
+    positions = inputs.numel() // max(1, module.in_channels) // math.prod(module.stride)
+    return kernel > 1 and channels >= 8 and positions >= site.shape.input_dim
+
+
+def _in_plain_order(site: Site, moment: Tensor) -> Tensor:
+    """A moment [groups, wide(, wide)] over (kernel axes, channel) as one over (channel, kernel)."""
+    shape = site.weight.shape[1:]
+    width, wide = shape.numel(), moment.shape[1]
+    places = torch.arange(width, device=moment.device)
+    order = places.view(*shape[1:], shape[0]).movedim(-1, 0).flatten()
+    order = torch.cat([order, torch.arange(width, wide, device=moment.device)])
+    moment = moment[:, order]
+    return moment if moment.dim() == 2 else moment[:, :, order]
+
+
+def _patch_rows(site: Site, inputs: Tensor, columns: Columns, channels_last: bool) -> Tensor:
     """[groups, examples, positions, wide] of a convolution's inputs: its patches, copied once."""
     layer: Any = site.module
     axes = len(layer.kernel_size)
-    view = patches(layer, inputs, channels_last=site.order is not None)
+    if channels_last and inputs.dim() == axes + 2:
+        inputs = inputs.movedim(1, -1).contiguous().movedim(-1, 1)
+    view = patches(layer, inputs, channels_last=channels_last)
     outputs, patch = view.shape[2 : 2 + axes], view.shape[2 + axes :]
     shape = (view.shape[0], view.shape[1], outputs.numel())
     rows = rows_like(view, shape, patch.numel(), columns)

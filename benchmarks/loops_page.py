@@ -1,0 +1,113 @@
+"""Write the tables of docs/kfac.md anew from the records of eager.py, gpt.py and defaults.py.
+
+    python benchmarks/loops_page.py [results/loops/*.json] [--page docs/kfac.md]
+
+A block `<!-- records: NAME -->` ... `<!-- end -->` of the page shows the record NAME.json; the word
+before its first hyphen says whose it is.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import defaults
+
+Row = dict[str, Any]
+ROOT = Path(__file__).parents[1]
+
+
+def markdown(columns: list[str], rows: list[list[str]], right: int) -> str:
+    """A table whose last `right` columns are numbers."""
+    rules = ["---"] * (len(columns) - right) + ["---:"] * right
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [columns, rules, *rows])
+
+
+def eager(rows: list[Row]) -> str:
+    """Milliseconds and memory, over those of the first-order optimizer in an eager loop."""
+    base = {row["network"]: row for row in rows if (row["step"], row["mode"]) == ("first", "eager")}
+    lines = []
+    for row in rows:
+        names = [row["network"], row["step"], row["mode"]]
+        if "error" in row:
+            lines.append([*names, row["error"], *[""] * 6])
+            continue
+        first = base.get(row["network"], {})
+        over = [_ratio(row, first, key) for key in ("ms", "gigabytes")]
+        kinds = [_number(row["kinds"].get(kind)) for kind in ("plain", "refresh", "invert")]
+        memory = _number(row["gigabytes"])
+        lines.append([*names, _number(row["ms"]), over[0], *kinds, memory, over[1]])
+    columns = ["network", "optimizer", "mode", "ms a step", "x", "plain", "refresh", "invert"]
+    return markdown([*columns, "GB", "x"], lines, right=7)
+
+
+def gpt(rows: list[Row]) -> str:
+    """Every setting that was tried, the best of each optimizer with its seeds."""
+    lines = []
+    for name in dict.fromkeys(row["optimizer"] for row in rows):
+        own = [row for row in rows if row["optimizer"] == name and "held_out" in row]
+        settings = {json.dumps(row["setting"]): row["setting"] for row in own}
+        groups = {key: [r for r in own if json.dumps(r["setting"]) == key] for key in settings}
+
+        def loss(key: str, groups: dict[str, list[Row]] = groups) -> float:
+            mean = statistics.mean(row["held_out"] for row in groups[key])
+            return mean if math.isfinite(mean) else math.inf
+
+        for key in sorted(groups, key=loss):
+            losses = [row["held_out"] for row in groups[key]]
+            spread = f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
+            told = ", ".join(f"{k} {_plain(v)}" for k, v in settings[key].items())
+            per_step = [1e3 * row["seconds"] / row["curve"][-1]["step"] for row in groups[key]]
+            mean = f"{statistics.mean(losses):.3f}{spread}"
+            lines.append([name, told, mean, str(len(losses)), _number(statistics.median(per_step))])
+    columns = ["optimizer", "setting", "held-out loss", "seeds", "ms a step"]
+    return markdown(columns, lines, right=3)
+
+
+TABLES: dict[str, Callable[[list[Row]], str]] = {
+    "eager": eager,
+    "gpt": gpt,
+    "defaults": defaults.table,
+}
+
+
+def _plain(value: Any) -> str:
+    return "+".join(value) if isinstance(value, list) else f"{value}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _ratio(row: Row, first: Row, key: str) -> str:
+    return _number(row[key] / first[key]) if row.get(key) and first.get(key) else ""
+
+
+def written(page: str, records: dict[str, Row]) -> str:
+    """The page with a table in the place of each block whose record is there."""
+    for name, record in records.items():
+        begin, end = f"<!-- records: {name} -->", "<!-- end -->"
+        if begin not in page:
+            continue
+        place = "{device}, {date}, torch {torch}, decaylab {version}".format(**record["about"])
+        table = TABLES[name.split("-")[0]](record["rows"])
+        before, rest = page.split(begin, 1)
+        page = f"{before}{begin}\n\n{place}\n\n{table}\n\n{end}{rest.split(end, 1)[1]}"
+    return page
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    files = sorted((ROOT / "results" / "loops").glob("*.json"))
+    parser.add_argument("records", nargs="*", type=Path, default=files)
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "kfac.md")
+    options = parser.parse_args(given)
+    records = {path.stem: json.loads(path.read_text()) for path in options.records}
+    options.page.write_text(written(options.page.read_text(), records))
+
+
+if __name__ == "__main__":
+    main()
