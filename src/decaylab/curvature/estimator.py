@@ -206,7 +206,9 @@ class KroneckerEstimator:
         """Hand over what was summed; complain about passes whose logits were never seen."""
         self.add_loss_gradients()
         pending = self.capture.take()
-        sums, self.sums = self.sums, {}
+        # in the model's order, whatever order they came in
+        sums = {name: self.sums[name] for name in self.sites if name in self.sums}
+        self.sums = {}
         if pending and not sums:
             guards.refuse_without_logits(self.capture.model)
         return sums
