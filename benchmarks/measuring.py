@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import decaylab
-from decaylab.curvature import estimator
+from decaylab.curvature.estimator import KroneckerEstimator
 from decaylab.curvature.factors import RunningFactors, Sums
 from decaylab.curvature.preconditioner import Preconditioner
 from decaylab.data import DataSet, Split
@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 # The functions that do each part of a K-FAC step, by where they are looked up.
 PARTS: dict[str, list[tuple[Any, str]]] = {
-    "sampled backward": [(estimator, "back_propagate")],
+    "curvature passes": [(KroneckerEstimator, "_back_propagate")],  # products included
     "factor products": [(Sums, "add_inputs"), (Sums, "add_gradients")],
     "fold": [(RunningFactors, "update")],
     "inversion": [(Preconditioner, n) for n in ("invert", "begin_inversion", "end_inversion")],

@@ -261,7 +261,8 @@ def reconstructions(settings: Row, seed: int, steps: int) -> list[tuple[bool, fl
     runs = []
     for weight_decay in (settings["weight_decay"], 0.0):
         model = net(seed)
-        optimizer = KFAC(model, **{**settings, "weight_decay": weight_decay})
+        own = {**settings, "weight_decay": weight_decay, "step_scaling": "none"}
+        optimizer = KFAC(model, **own)
         runs.append(read_run(train(model, optimizer, steps, **watching)))
     found = []
     for layer in runs[0].turned_layers:

@@ -164,6 +164,10 @@ def parts(spec: RunSpec, data: DataSet, steps: int, **how: bool) -> Row:
             found = trial.clock.read()
             if step >= trial.warm_up:
                 found["update"] = found["whole update"] - found["preconditioning"]
+                passes, products = (
+                    found.get(k, 0.0) for k in ("curvature passes", "factor products")
+                )
+                found["sampled backward"] = passes - products
                 found["step"] = trial.clock.milliseconds(*trial.spans[-1][1:])
                 seen[kind].append(found)
     return {

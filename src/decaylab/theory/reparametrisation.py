@@ -134,6 +134,7 @@ def _kfac(net: nn.Module, curvature: str, damping: float) -> KFAC:
         outputs="exact",
         momentum=0.0,
         damping=damping,
+        step_scaling="none",
     )
 
 
