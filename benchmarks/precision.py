@@ -69,8 +69,7 @@ def joined(optimizer: KFAC, of: str) -> Steps:
     """[weight, bias] of each layer, as its factors order them: gradients, or steps."""
     found, blocks = {}, optimizer._preconditioner
     for name, block in blocks.blocks.items():
-        own = [p for p in (block.layer.weight, block.layer.bias) if p is not None]
-        parts = [getattr(blocks.slots[p], of) for p in own if p in blocks.slots]
+        parts = [getattr(blocks.slots[p], of) for p in block.site.parts]
         found[name] = torch.cat(
             [part.flatten(1) if part.dim() > 1 else part[:, None] for part in parts], 1
         )
