@@ -132,6 +132,7 @@ def _kfac(net: nn.Module, curvature: str, damping: float) -> KFAC:
         lr=LR,
         curvature=curvature,  # type: ignore[arg-type]
         outputs="exact",
+        step_scaling="none",
         momentum=0.0,
         damping=damping,
         step_scaling="none",
