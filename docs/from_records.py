@@ -319,8 +319,11 @@ def attributions(records: Records) -> str:
     if not rows:
         return "*Not run yet.* `decaylab attribute SPEC --json > results/attribution/NAME.json`\n"
     header = ["run", "metric", "total", "rotation", "size", "damping", "others", "direction"]
-    said = "Effect of decay, with minus without, and the shares of it; accuracies in points. —: the"
-    said += f" total cannot be told from zero, or there is no such path. {'; '.join(about)}."
+    said = (
+        "Effect of decay, with minus without, and the shares of it; accuracies in points. —: the"
+        " total cannot be told from zero, or there is no such path. Each interval is 95 % by"
+        f" itself: of so many, some miss. {'; '.join(about)}."
+    )
     return f"{text_grid(header, rows)}\n<small>{said}</small>\n"
 
 

@@ -142,6 +142,7 @@ def kfac_on_convs(damping, lr, weight_decay):
             invert_every=1,
             factor_decay=0.0,
             others="sgd",
+            step_scaling="none",
             others_lr=0.05,
         )
 

@@ -1,6 +1,6 @@
 """`decaylab attribute`: which path carries decay's effect, by experiment."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -111,10 +111,16 @@ def attribute_command(
         compiled=compiled,
     )
     extra = [SIZE_FREE_ROTATION] if norms_alone else []
+    tell = None if json_output else _tell_arm
     if start is not None:
+        if at_once > 1 or max_minutes is not None or compiled:
+            raise DecaylabError(
+                "arms that branch are trained one by one, as they are: leave out --at-once,"
+                " --max-minutes and --compiled"
+            )
         branch = runs / "attribution" / f"{base.id}-at-{at}"
         result = _branched(
-            base, at, steps, seeds, _layers(only), extra, metric, data, where, branch
+            base, at, steps, seeds, _layers(only), extra, metric, data, where, branch, tell
         )
     else:
         if at is not None or steps is not None:
@@ -145,6 +151,7 @@ def _branched(
     data: DataSet,
     device: torch.device,
     folder: Path,
+    tell: Callable[[ArmResult], None] | None,
 ) -> Attribution:
     if epoch is None or steps is None:
         raise DecaylabError("--from RUN needs --at EPOCH and --for STEPS")
@@ -158,7 +165,7 @@ def _branched(
         extra=extra,
         metric=metric,
         folder=folder / f"{steps}-steps-{only.replace(',', '+')}",
-        report=_tell_arm,
+        report=tell,
     )
 
 
