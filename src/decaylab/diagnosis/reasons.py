@@ -35,6 +35,8 @@ class Reason(Enum):
     NOTHING_RECORDED = auto()
     BEGINS_LATE = auto()
     OPTIMIZER_CHANGED = auto()
+    SHARED_PARAMETERS = auto()
+    UNSTEPPED_PARAMETERS = auto()
     NO_SETTINGS = auto()
     TOO_FEW_NORMS = auto()
     GRADIENTS_ALONG = auto()
