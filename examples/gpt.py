@@ -135,7 +135,7 @@ def train(args: argparse.Namespace, weight_decay: float) -> tuple[Watch, float]:
             optimizer.zero_grad()
             schedule.step()
             watched.log(loss=loss)
-            if (step + 1) % (2 * every) == 0:
+            if (step + 1) % max(1, args.steps // 10) == 0:
                 print(f"  step {step + 1:4d}  training loss {loss.item():.3f}", flush=True)
         model.eval()
         with torch.no_grad():
