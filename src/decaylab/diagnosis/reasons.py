@@ -72,6 +72,7 @@ class Reason(Enum):
     TAKES_ALL = auto()
     # a layer's part in a mechanism
     SIZE_COUNTS = auto()
+    GAIN = auto()
     INVARIANCE_UNKNOWN = auto()
     INVARIANT = auto()
     NOT_DECAYED = auto()

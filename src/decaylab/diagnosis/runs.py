@@ -160,10 +160,16 @@ class Layer:
 
     @property
     def size_counts(self) -> bool | None:
-        """Whether its size is part of what the network computes; None where that is not known."""
+        """Whether its size is part of what the network computes; None where that is not known.
+
+        Gains count as such, also those before a ReLU, a layer and a normalisation, which are
+        scale-invariant together with their shifts: the mechanisms are those of weights.
+        """
+        if self.role == "gain":
+            return True
         if self.invariant:
             return False
-        if self.size_response is not None and self.role != "gain":
+        if self.size_response is not None:
             return self.size_response > RULES.size_little
         may_hardly = self.normalised_net and self.role == "weight"
         return None if self.invariant is None or may_hardly else True

@@ -373,6 +373,8 @@ def _layer_rows(
 
 
 def _why_apart(layer: Layer) -> Because | None:
+    if layer.role == "gain":
+        return because(Reason.GAIN)
     if layer.size_counts is None:
         return because(Reason.INVARIANCE_UNKNOWN, layers=[layer.name])
     if layer.size_counts:

@@ -320,6 +320,7 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.ROUNDED_AWAY: "the weights have 16 bits, in which rounding may undo the decay",
     Reason.TAKES_ALL: "decay is so strong that it takes all of the weights in a step",
     Reason.SIZE_COUNTS: _response,
+    Reason.GAIN: "a gain of a normalisation: part of the function",
     Reason.INVARIANCE_UNKNOWN: lambda why: (
         f"How much the size of {names(why['layers'])} counts is not known: it was not measured, or"
         " a gain of zero hides it"
