@@ -123,11 +123,9 @@ def train(args: argparse.Namespace, weight_decay: float) -> tuple[Watch, float]:
         outside = [c for c in optimizer.coverage().values() if c.block is None]
         for reason in sorted({c.explanation for c in outside}):
             print(f"  outside K-FAC's blocks, stepped by Adam: {reason}")
-    probes = ["weight_norm", "movement", "effective_lr", "decay_exposure", "gn_norm"]
-    if isinstance(optimizer, KFAC):
-        probes.append("second_order_share")
-    every = max(1, args.steps // 10)
-    with watch(model, optimizer, every=every, probes=probes, inputs=windows[:8, :-1]) as watched:
+    every = max(1, args.steps // 20)
+    inputs = windows[:8, :-1]
+    with watch(model, optimizer, every=every, probes="diagnosis", inputs=inputs) as watched:
         for step in range(args.steps):
             starts = torch.randint(len(training) - args.length - 1, (args.batch,))
             batch = torch.stack([training[i : i + args.length + 1] for i in starts.tolist()])
@@ -136,12 +134,15 @@ def train(args: argparse.Namespace, weight_decay: float) -> tuple[Watch, float]:
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            if (step + 1) % every == 0:
+            watched.log(loss=loss)
+            if (step + 1) % max(1, args.steps // 10) == 0:
                 print(f"  step {step + 1:4d}  training loss {loss.item():.3f}", flush=True)
-    model.eval()
-    with torch.no_grad():
-        logits = model(windows[:, :-1])
-    return watched, F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
+        model.eval()
+        with torch.no_grad():
+            logits = model(windows[:, :-1])
+        test_loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        watched.log(test_loss=test_loss)
+    return watched, test_loss.item()
 
 
 def main() -> None:

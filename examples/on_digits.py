@@ -64,11 +64,8 @@ def train(
     if isinstance(optimizer, KFAC) and weight_decay:
         outside = [name for name, c in optimizer.coverage().items() if c.block is None]
         print(f"  outside K-FAC's blocks, stepped by Adam: {len(outside)}, as {outside[0]}")
-    probes = ["weight_norm", "movement", "effective_lr", "decay_exposure", "jacobian_norm"]
-    if isinstance(optimizer, KFAC):
-        probes.append("second_order_share")
-    every = max(1, args.steps // 10)
-    with watch(model, optimizer, every=every, probes=probes, inputs=test_x[:32]) as watched:
+    every = max(1, args.steps // 20)
+    with watch(model, optimizer, every=every, probes="diagnosis", inputs=test_x[:32]) as watched:
         for step in range(args.steps):
             chosen = torch.randint(len(x), (args.batch,))
             loss = F.cross_entropy(model(x[chosen]), y[chosen])
@@ -76,12 +73,15 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            if (step + 1) % every == 0:
+            watched.log(loss=loss)
+            if (step + 1) % max(1, args.steps // 10) == 0:
                 print(f"  step {step + 1:4d}  training loss {loss.item():.3f}", flush=True)
-    model.eval()
-    with torch.no_grad():
-        correct = model(test_x).argmax(1) == test_y
-    return watched, correct.float().mean().item()
+        model.eval()
+        with torch.no_grad():
+            correct = model(test_x).argmax(1) == test_y
+        accuracy = correct.float().mean().item()
+        watched.log(test_accuracy=accuracy)
+    return watched, accuracy
 
 
 def main(

@@ -55,23 +55,13 @@ def test_card_markdown_and_json_are_one_result(runs):
     assert json.loads(by_path.stdout) == plain
 
 
-def test_recorded_probes_decide_the_jacobian(runs, tmp_path):
+def test_training_records_what_all_three_mechanisms_need(runs):
+    """`decaylab train`, then `diagnose`, with no command in between."""
     of = names(runs)
-    copy = tmp_path / "runs"
-    shutil.copytree(runs, copy)
-    pair = [of["l2", 0.1], of["none", 0.1], "--runs", copy]
-    before = json.loads(run("diagnose", *pair, "--json").stdout)["findings"][1]
-    assert before["verdict"] == "cannot tell"
-    assert before["remedies"][0]["reason"] == "record-in-both"
-    for name in pair[:2]:
-        done = run("probe", name, "--runs", copy, "--examples", 32, "--device", "cpu", "--record")
-        assert done.exit_code == 0, done.output
-    after = json.loads(run("diagnose", *pair, "--json").stdout)["findings"][1]
-    assert after["effect"]["probes"] == ["jacobian_norm"]
-    assert after["effect"]["records"] == 1
-    rows = (copy / pair[0] / "rows.jsonl").read_bytes()
-    run("probe", pair[0], "--runs", copy, "--examples", 32, "--device", "cpu", "--record")
-    assert (copy / pair[0] / "rows.jsonl").read_bytes() == rows  # nothing is replaced
+    pair = [of["l2", 0.1], "--against", of["none", 0.1], "--runs", runs]
+    findings = json.loads(run("diagnose", *pair, "--json").stdout)["findings"]
+    assert [finding["verdict"] for finding in findings] == ["acts", "acts", "does not act"]
+    assert findings[1]["effect"]["probes"] == ["jacobian_norm"]
 
 
 def test_what_is_wrong_is_said_first(runs, tmp_path):

@@ -118,7 +118,9 @@ def test_kfac_whose_factors_are_older_than_the_decay_needs_a_baseline(digits):
     run, baseline = pair(digits, 0, kfac, 0.5, ["second_order_share"])
     against = diagnose(run, baseline)["effective d"]
     assert against.verdict == "does not act"
-    assert [row.verdict for row in against.layers] == ["does not act", "does not act", None]
+    assert [row.verdict for row in against.layers if row.layer in ("0", "3", "6")] == [
+        *("does not act", "does not act", None),
+    ]
     alone = diagnose(run)["effective d"]
     assert alone.verdict == "cannot tell"
     assert {Reason.OLD_FACTORS, Reason.GIVE_BASELINE} <= reasons(alone)
@@ -162,7 +164,9 @@ def test_an_optimizer_for_some_layers_only(digits):
     parameters = [*model[3].parameters(), *model[6].parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=5e-3)
     result = diagnose(train(digits, model, optimizer))
-    assert {k: why.reason for k, why in result.skipped.items()} == {"0": Reason.NOT_STEPPED}
+    assert {k: why.reason for k, why in result.skipped.items()} == dict.fromkeys(
+        ("0", "1", "4"), Reason.NOT_STEPPED
+    )
     assert result["effective l"].verdict == "acts"
 
 

@@ -32,15 +32,19 @@ def test_an_example_trains_twice_and_diagnoses(name, optimizer, monkeypatch, cap
 
 
 def test_what_the_diagnosis_says_of_each_architecture(monkeypatch, capsys):
-    """A ResNet's convolutions are scale-invariant, those of a pre-norm transformer are not."""
+    """A ResNet's convolutions are scale-invariant; those of a GPT are judged by how they turn."""
     _, resnet = run("resnet_affine", ["--weight-decay", "0.1"], monkeypatch, capsys)
     invariant = resnet.split("## Effective learning rate")[1].split("## Jacobian norm")[0]
-    assert "blocks.0.conv1" in invariant
-    assert "No trained layer is scale-invariant" not in invariant
+    assert "| blocks.0.conv1 | " in invariant
     _, gpt = run("gpt", ["--weight-decay", "30"], monkeypatch, capsys)
-    assert "No trained layer is scale-invariant" in gpt
+    assert "from rotation: " in gpt
+    for out in (resnet, gpt):  # each ends in an insight that the table shows
+        assert re.search(r"\*\*.*\(test (loss|accuracy) [\d.]+ with decay", out)
+        layer = re.search(r"Decay makes ([\w.]+) turn ([\d.]+x) as far per step", out)
+        assert re.search(rf"\| {layer[1]}[^|]*\|[^|]*\|[^|]*\|[^|]*\| {layer[2]} \|", out)
 
 
-def test_the_gpts_tied_embedding_is_left_to_adam(monkeypatch, capsys):
+def test_the_gpts_tied_embedding_has_a_block_of_its_own(monkeypatch, capsys):
     _, out = run("gpt", ["--optimizer", "kfac-f"], monkeypatch, capsys)
-    assert "stepped by Adam: tied: shared by tokens.weight, head.weight" in out
+    assert "stepped by Adam: LayerNorm has no Kronecker-factored block" in out
+    assert "tied" not in out

@@ -105,7 +105,7 @@ def effective_lr_effect(layer: Layer, baseline: Layer | None) -> Effect | None:
     Of scale-invariant layers by their law, lr/|W|^p (Eq. 9). Of others, and where the law is not
     known, two runs are compared by their recorded rotations; one run by its norms (`turn_ratios`).
     """
-    if not layer.invariant or layer.law.norm_power is None or layer.preconditioned:
+    if not layer.invariant or layer.law.norm_power is None:
         return rotation_effect(layer, baseline)
     if baseline is not None and not (layer.moments and baseline.moments):
         # Adam's law with the moments is compared with none without

@@ -35,6 +35,8 @@ class Reason(Enum):
     NOTHING_RECORDED = auto()
     BEGINS_LATE = auto()
     OPTIMIZER_CHANGED = auto()
+    SHARED_PARAMETERS = auto()
+    UNSTEPPED_PARAMETERS = auto()
     NO_SETTINGS = auto()
     TOO_FEW_NORMS = auto()
     GRADIENTS_ALONG = auto()
@@ -70,6 +72,7 @@ class Reason(Enum):
     TAKES_ALL = auto()
     # a layer's part in a mechanism
     SIZE_COUNTS = auto()
+    GAIN = auto()
     INVARIANCE_UNKNOWN = auto()
     INVARIANT = auto()
     NOT_DECAYED = auto()

@@ -23,8 +23,12 @@ from decaylab.records.sources import Source, as_recording
 # By layer and of the whole model, what a diagnosis reads.
 QUANTITIES = (
     *("effective_lr", "rotation", "update_norm", "second_moment", "second_order_share"),
-    *("effective_damping", "kfac_gn_norm", "size_response"),
+    *("effective_damping", "kfac_gn_norm", "size_response", "direction_response"),
 )
+EVENT_REASONS = {
+    "shared-parameters": Reason.SHARED_PARAMETERS,
+    "unstepped-parameters": Reason.UNSTEPPED_PARAMETERS,
+}
 TOTALS = ("jacobian_norm", "kfac_gn_norm", "gn_norm", "clip_coefficient")
 
 
@@ -38,6 +42,8 @@ class Layer:
         invariant: whether its size is no part of the function; None where that is not known.
         skipped: why it cannot be judged. clipped: whether its gradients are.
         lawless: whether an eps or a floor takes its steps away from their law.
+        normalised_net: whether normalisations stand somewhere in the network, so that the size of
+            a layer may hardly count though it is not scale-invariant.
     """
 
     name: str
@@ -51,6 +57,7 @@ class Layer:
     lawless: bool = False
     members: tuple[str, ...] = ()
     role: str = "weight"
+    normalised_net: bool = False
 
     @cached_property
     def law(self) -> Law:
@@ -147,18 +154,25 @@ class Layer:
 
     @property
     def size_response(self) -> float | None:
-        """Per cent by which the logits change per per cent of its size, at the end."""
-        recorded = self.series.get("size_response", ())
-        return recorded[-1][1] if recorded else None
+        """Per cent by which the logits change, in size and direction, per per cent of its size."""
+        size, direction = self.last("size_response"), self.last("direction_response")
+        return None if size is None else 100 * math.hypot(size, direction or 0.0)
 
     @property
     def size_counts(self) -> bool | None:
-        """Whether its size is part of what the network computes; None where that is not known."""
+        """Whether its size is part of what the network computes; None where that is not known.
+
+        Gains count as such, also those before a ReLU, a layer and a normalisation, which are
+        scale-invariant together with their shifts: the mechanisms are those of weights.
+        """
+        if self.role == "gain":
+            return True
         if self.invariant:
             return False
         if self.size_response is not None:
             return self.size_response > RULES.size_little
-        return None if self.invariant is None else True
+        may_hardly = self.normalised_net and self.role == "weight"
+        return None if self.invariant is None or may_hardly else True
 
     def last(self, quantity: str) -> float | None:
         """The last recorded value."""
@@ -271,6 +285,12 @@ def _finite(recording: Recording) -> tuple[dict[str, Series], list[Because], boo
         troubles.append(because(Reason.DAMAGED, count=len(rows.damaged), first=rows.damaged[0]))
     changed = [event for event in recording.events if event.kind == "optimizer-changed"]
     troubles += [because(Reason.OPTIMIZER_CHANGED, step=event.step) for event in changed]
+    parameters = {
+        event.kind: event.data["parameters"]
+        for event in recording.events
+        if event.kind in EVENT_REASONS
+    }
+    troubles += [because(EVENT_REASONS[k], parameters=names) for k, names in parameters.items()]
     bad = [row for row in rows.rows if not math.isfinite(row.value)]
     # A Jacobian or a trace may overflow on its own; weights and losses that do end the run.
     ends = ("weight_norm", "train/", "test/loss", "update_norm", "outcome/")
@@ -330,6 +350,7 @@ def _layer(recording: Recording, series: Mapping[str, Series], name: str, clips:
         name,
         settings=usable,
         role=_latest(recording, name).role,
+        normalised_net=any(x[-1][1].role == "gain" for x in recording.settings.values()),
         norms=norms,
         series={q: series[f"{q}/{name}"] for q in QUANTITIES if f"{q}/{name}" in series},
         clipped=bool(clips),

@@ -373,6 +373,8 @@ def _layer_rows(
 
 
 def _why_apart(layer: Layer) -> Because | None:
+    if layer.role == "gain":
+        return because(Reason.GAIN)
     if layer.size_counts is None:
         return because(Reason.INVARIANCE_UNKNOWN, layers=[layer.name])
     if layer.size_counts:
@@ -421,7 +423,8 @@ def _effective_learning_rate(run: Run, baseline: Run | None, damping: Finding) -
         return _of_kfac(run, baseline, layers, damping)
     rows = _layer_rows(run, baseline, effective_lr_effect)
     effect = pooled(row.effect for row in rows)
-    return _found(mechanism, "effective_lr", effect, rows, run)
+    by_rotation = not any(layer.invariant for layer in layers) or bool(unknown)
+    return _found(mechanism, "rotation" if by_rotation else "effective_lr", effect, rows, run)
 
 
 def _of_kfac(run: Run, baseline: Run | None, layers: list[Layer], damping: Finding) -> Finding:

@@ -221,7 +221,8 @@ def _growth(why: Because) -> str:
 
 def _matters(why: Because) -> str:
     ways = {
-        Mechanism.EFFECTIVE_LR: "keeps the effective learning rate high",
+        Mechanism.EFFECTIVE_LR: "keeps the effective learning rate high: it turns these layers"
+        " further per step",
         Mechanism.DAMPING: "keeps the effective damping low",
     }
     return "In this run decay " + " and ".join(ways[way] for way in why["mechanisms"]) + "."
@@ -255,6 +256,12 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     " (with watch(folder=...), a run that is resumed keeps its records)",
     Reason.OPTIMIZER_CHANGED: "its optimizer changed at step {step}: what was before and after is"
     " judged as one",
+    Reason.SHARED_PARAMETERS: lambda why: (
+        f"two optimizers step {names(why['parameters'])}: what is said of these is of the first"
+    ),
+    Reason.UNSTEPPED_PARAMETERS: lambda why: (
+        f"no watched optimizer steps {names(why['parameters'])}: give watch all of them"
+    ),
     Reason.NO_SETTINGS: "the optimizer's settings are not in these records: record them again",
     Reason.TOO_FEW_NORMS: "it has fewer than two records of the norms, so no layer can be judged:"
     " keep `weight_norm` among the probes, and lower `every`",
@@ -313,9 +320,10 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.ROUNDED_AWAY: "the weights have 16 bits, in which rounding may undo the decay",
     Reason.TAKES_ALL: "decay is so strong that it takes all of the weights in a step",
     Reason.SIZE_COUNTS: _response,
+    Reason.GAIN: "a gain of a normalisation: part of the function",
     Reason.INVARIANCE_UNKNOWN: lambda why: (
-        f"whether the size of {names(why['layers'])} counts is not known (a gain of zero hides it,"
-        " or it was not measured)"
+        f"How much the size of {names(why['layers'])} counts is not known: it was not measured, or"
+        " a gain of zero hides it"
     ),
     Reason.INVARIANT: "scale-invariant: its norm does not change the function",
     Reason.NOT_DECAYED: "not decayed",
@@ -417,8 +425,8 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     " records",
     Reason.TRAIN_LONGER: "train it for some epochs, with a learning rate at which it does not"
     " diverge",
-    Reason.GIVE_INPUTS: "give watch(..., inputs=batch), which measures how the outputs answer to"
-    " each layer's size",
+    Reason.GIVE_INPUTS: 'give watch(..., probes="diagnosis", inputs=batch), which measures how the'
+    " outputs answer to each layer's size",
     Reason.WATCH_ALL: "watch all optimizers: watch(model, [first, second])",
     Reason.DIRECTION_ONLY: _direction,
     Reason.MATTERS: _matters,
@@ -520,9 +528,12 @@ def _through(diagnosis: Diagnosis) -> str:
         if finding.verdict is not Verdict.ACTS or finding.effect is None:
             continue
         factor = times(finding.effect.value)
+        raises = f"it raises the effective learning rate {factor}"
+        if finding.quantity == "rotation":
+            raises = f"it makes steps turn the weights {factor} as far"
         ways.append(
             {
-                Mechanism.EFFECTIVE_LR: f"it raises the effective learning rate {factor}",
+                Mechanism.EFFECTIVE_LR: raises,
                 Mechanism.JACOBIAN: f"it makes the {QUANTITIES[finding.quantity]} {factor} smaller",
                 Mechanism.DAMPING: f"it lowers the effective damping {factor}",
             }[finding.mechanism]
