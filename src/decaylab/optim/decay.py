@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from decaylab.errors import DecaylabError
 from decaylab.networks import ParameterRole, roles
-from decaylab.optim.experiment import behaviour, is_torchs, unwrapped
+from decaylab.optim.optimizer_behaviour import behaviour, is_torchs, unwrapped
 
 Decay = Literal["none", "l2", "decoupled", "independent"]
 LawName = Literal["sgd", "adam", "lion", "muon", "shampoo", "kfac", "schedule-free", "unknown"]

@@ -10,8 +10,8 @@ from torch import nn
 
 from decaylab.networks import ParameterRole, roles
 from decaylab.optim.decay import decay_of
-from decaylab.optim.experiment import behaviour, is_torchs, unwrapped
 from decaylab.optim.laws import sums_up
+from decaylab.optim.optimizer_behaviour import behaviour, is_torchs, unwrapped
 
 HOW = {
     "none": "not decayed",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decaylab.optim.decay import decay_of
-from decaylab.optim.experiment import behaviour, is_torchs
+from decaylab.optim.optimizer_behaviour import behaviour, is_torchs
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.laws import law_of
 from decaylab.probes.layers import Layers, stepped_by

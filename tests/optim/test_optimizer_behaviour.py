@@ -32,10 +32,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from decaylab.optim import experiment
+from decaylab.optim import optimizer_behaviour
 from decaylab.optim.decay import decay_of
-from decaylab.optim.experiment import Behaviour, behaviour
 from decaylab.optim.laws import GRADIENT_SCALE_FREE, exposure_rate, law_of
+from decaylab.optim.optimizer_behaviour import Behaviour, behaviour
 from decaylab.optim.table import decay_table
 from decaylab.probes import layers_of
 from decaylab.probes.settings import layer_settings
@@ -202,8 +202,8 @@ def test_what_was_seen_does_not_keep_an_optimizer_alive():
 
 
 def test_among_several_processes_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(experiment.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(experiment.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(optimizer_behaviour.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(optimizer_behaviour.dist, "get_world_size", lambda: 2)
     assert tried(Lion) == Behaviour()
 
 
