@@ -36,7 +36,7 @@ from decaylab.optim import optimizer_behaviour
 from decaylab.optim.decay import decay_of
 from decaylab.optim.laws import GRADIENT_SCALE_FREE, exposure_rate, law_of
 from decaylab.optim.optimizer_behaviour import Behaviour, behaviour
-from decaylab.optim.table import decay_table
+from decaylab.optim.table import Problem, decay_table
 from decaylab.probes import layers_of
 from decaylab.probes.settings import layer_settings
 
@@ -225,9 +225,13 @@ def test_groups_of_vectors_are_tried_with_a_vector():
 
 def test_the_table_of_one_that_is_not_known_says_so():
     model = torch.nn.Linear(4, 3, bias=False)
+    optimizer = Lamb(model.parameters(), lr=0.1, weight_decay=0.2)
+    table = decay_table(model, optimizer)
+    (row,) = table
+    assert (row.decay, row.factor, row.long_run) == ("rescaled", None, None)
+    assert [problem.problem for problem in table.problems] == [Problem.UNKNOWN]
     with pytest.warns(UserWarning, match="no known kind"):
-        (row,) = decay_table(model, Lamb(model.parameters(), lr=0.1, weight_decay=0.2))
-    assert (row.how, row.factor, row.long_run) == ("of no known kind", None, None)
+        assert decay_of(optimizer.param_groups[0], optimizer) == ("l2", 0.2)
 
 
 def test_flags_of_a_group_that_are_no_defaults():

@@ -29,7 +29,6 @@ optimizer has its own copy of them, the paths run on, and W is that of the one w
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -64,6 +63,7 @@ HALVED = (LR,) * (STEPS - 3) + (LR / 2,) * 3
 COUNTED = range(STEPS // 2, STEPS)
 COMPARED = range(STEPS - 3, STEPS)
 TOLERANCE = 0.02  # relative
+NEARLY_NONE = 1e-12  # LAMB and LARS have their trust ratio only where there is a weight decay
 NOTHING = 1e-2  # of lr * weight_decay * |W|, or of what the third does; below it D counts as none
 ROUNDING = 1e-8
 MOST_TIMES = 4
@@ -160,7 +160,7 @@ def decay_operator(make: Make, place: Place) -> DecayOperator:
 def times_among(make: Make, places: Sequence[Place]) -> float | None:
     """K of decoupled decay where parameters of several number formats are stepped together."""
     gaps, weights = [], []
-    for weight_decay in (0.0, WEIGHT_DECAY):
+    for weight_decay in (NEARLY_NONE, WEIGHT_DECAY):
         regimes = [next(_regimes(place)) for place in places]
         parameters = [torch.nn.Parameter(regime.weight.clone()) for regime in regimes]
         optimizer = make(parameters, weight_decay)
@@ -206,7 +206,7 @@ def _walk(
     regime: _Regime,
     *,
     rates: Sequence[float] = CONSTANT,
-    weight_decay: float = 0.0,
+    weight_decay: float = NEARLY_NONE,
     in_gradient: float = 0.0,
     put_back: bool = True,
 ) -> _Path:
@@ -248,15 +248,10 @@ def take_step(
         return torch.ones((), dtype=gradients[0].dtype, device=gradients[0].device)
 
     closure()
-    if _needs_closure(optimizer):
-        optimizer.step(closure)  # type: ignore[arg-type]
-    else:
+    try:
         optimizer.step()
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    named = inspect.signature(optimizer.step).parameters.get("closure")
-    return named is not None and named.default is inspect.Parameter.empty
+    except Exception:  # whatever it raises where it cannot do without a closure
+        optimizer.step(closure)  # type: ignore[arg-type]
 
 
 def _at(make: Make, regime: _Regime, put_back: bool) -> DecayOperator | None:
@@ -424,7 +419,7 @@ def _unasked(make: Make, place: Place) -> float:
     regime = next(_regimes(place))
     still = replace(regime, gradients=[torch.zeros_like(g) for g in regime.gradients])
     try:
-        path = _walk(make, still)
+        path = _walk(make, still, weight_decay=0.0)
     except Exception:  # a gradient of nothing is too little for some
         return 0.0
     fits = [_multiple(path.steps[t], regime.weight) for t in COUNTED]

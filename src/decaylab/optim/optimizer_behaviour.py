@@ -33,6 +33,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from decaylab.optim.decay_operator import (
     HALVED,
     LR,
+    NEARLY_NONE,
     NONE,
     STEPS,
     UNKNOWN,
@@ -43,7 +44,6 @@ from decaylab.optim.decay_operator import (
     times_among,
 )
 
-NEARLY_NONE = 1e-12  # LAMB and LARS have their trust ratio only where there is a weight decay
 LARGER = 4.0  # the a above
 SIZES = ((1.0, 0.1, 0.0), (0.3, 1.0, 0.3))
 """Of the matrix, of gradients, and how much of the matrix is in these (0: an invariant loss).
@@ -92,8 +92,7 @@ def behaviour(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Beh
         return Behaviour()
     telling = [item for item in group.items() if isinstance(item[1], bool | str)]
     telling += [(name, bool(group.get(name))) for name in ("momentum", "weight_decay")]
-    formats = sorted({str(parameter.dtype) for parameter in group["params"]})
-    telling += [("vectors", _vectors(group)), ("formats", str(formats))]
+    telling += [("vectors", _vectors(group)), ("formats", _formats(optimizer, group))]
     known, key = _seen.setdefault(optimizer, {}), tuple(sorted(map(str, telling)))
     if key not in known:
         known[key] = _tried(optimizer, group)
@@ -114,6 +113,14 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _vectors(group: Mapping[str, Any]) -> bool:
     return bool(group["params"]) and all(parameter.ndim < 2 for parameter in group["params"])
+
+
+def _formats(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[torch.dtype]:
+    """The number formats of all parameters that are stepped together with the group's."""
+    chosen = {id(parameter) for parameter in group["params"]}
+    whole = [each["params"] for each in optimizer.param_groups]
+    together = [each for each in whole if any(id(parameter) in chosen for parameter in each)]
+    return sorted({parameter.dtype for each in together for parameter in each}, key=str)
 
 
 def _tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Behaviour:
@@ -147,7 +154,7 @@ def _operator(replica: Replica) -> DecayOperator:
         return NONE
     shape = tuple(replica.matrix().shape)
     operator = decay_operator(replica.new, Place(shape, replica.device, replica.dtype))
-    formats = sorted({p.dtype for p in replica.group["params"]}, key=str)
+    formats = _formats(replica.optimizer, replica.group)
     if len(formats) > 1 and operator.kind == "decoupled":
         places = [Place(shape, replica.device, dtype) for dtype in formats]
         times = times_among(replica.new, places)
@@ -207,7 +214,7 @@ class Replica:
         }
         own["lr"] = LR
         if "weight_decay" in own:
-            own["weight_decay"] = weight_decay or (NEARLY_NONE if own["weight_decay"] else 0.0)
+            own["weight_decay"] = weight_decay
         own = copy.deepcopy(own)
         known = _flags(self.optimizer) | own
         asked = {name: known[name] for name in inspect.signature(kind).parameters if name in known}
@@ -235,7 +242,8 @@ class Replica:
         """The matrix after each step, and whether squared gradients are remembered."""
         torch.default_generator.manual_seed(0)
         weight = start.clone().requires_grad_()
-        stepped = self.new([weight], weight_decay)
+        nearly = NEARLY_NONE if self.group.get("weight_decay") else 0.0
+        stepped = self.new([weight], weight_decay or nearly)
         points = [start]
         for gradient, lr in zip(gradients, HALVED, strict=True):
             stepped.param_groups[0]["lr"] = lr
