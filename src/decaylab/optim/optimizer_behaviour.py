@@ -74,7 +74,7 @@ class Behaviour:
     power: int | None = None
     second_moment: bool = False
     as_sgd: bool = False
-    operator: DecayOperator = field(default=UNKNOWN, compare=False)
+    operator: DecayOperator = field(default=UNKNOWN, compare=False, repr=False)
 
 
 USUAL = ("l2", "decoupled", "independent")
