@@ -11,9 +11,9 @@ from decaylab.errors import DecaylabError
 
 if TYPE_CHECKING:
     from decaylab.attribution import attribute
-    from decaylab.audits import audit
+    from decaylab.audits import audit, audit_decay
     from decaylab.diagnosis.verdict import diagnose
-    from decaylab.networks import invariance, roles
+    from decaylab.networks import invariance, measure_invariance, roles
     from decaylab.optim.captured import captured
     from decaylab.optim.decay import parameter_groups
     from decaylab.optim.kfac import KFAC
@@ -30,10 +30,12 @@ __all__ = [
     "__version__",
     "attribute",
     "audit",
+    "audit_decay",
     "captured",
     "decay_table",
     "diagnose",
     "invariance",
+    "measure_invariance",
     "parameter_groups",
     "roles",
     "watch",
@@ -45,10 +47,12 @@ _HOMES = {
     "KFACOptions": "optim.kfac_options",
     "attribute": "attribution",
     "audit": "audits",
+    "audit_decay": "audits",
     "captured": "optim.captured",
     "decay_table": "optim.table",
     "diagnose": "diagnosis.verdict",
     "invariance": "networks",
+    "measure_invariance": "networks",
     "parameter_groups": "optim.decay",
     "roles": "networks",
     "watch": "probes.watch",

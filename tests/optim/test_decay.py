@@ -254,7 +254,7 @@ def test_what_torch_decouples_is_known(kind):
         ("accsgd", {}),  # L2 that no "momentum" describes
         ("aggmo", {}),
         ("lars", {"momentum": 0.9}),  # vectors do not decay
-        ("mars", {}),
+        ("mars", {}),  # vectors ignore weight_decay and have one of their own
         ("adamp", {}),  # vectors decay at another rate
         ("lion", {}),
         ("adan", {}),
@@ -276,7 +276,7 @@ def test_the_table_is_what_optimizers_from_elsewhere_do(name, more):
             p.grad = torch.zeros_like(p)
         optimizer.step()
         ratios.append([p.detach() / b for p, b in zip(model.parameters(), before, strict=True)])
-    assert (name in ("sgd", "sgdw", "lion", "adan")) == all(row.factor for row in rows)
+    assert (name in ("sgd", "sgdw", "lion", "adan", "mars")) == all(row.factor for row in rows)
     for row, first, last in zip(rows, ratios[0], ratios[-1], strict=True):
         if row.factor is not None:
             assert 1 - first.mean().item() == pytest.approx(1 - row.factor, rel=5e-3)

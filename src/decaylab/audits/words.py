@@ -1,9 +1,12 @@
-"""All sentences of the K-FAC audit."""
+"""All sentences of the audits."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from decaylab.optim.table_words import explain_operator
+
 MARKS = {True: "ok", False: "WRONG", None: "not checked"}
+DECAY_MARKS = {True: "ok", False: "WRONG", None: "note"}
 SYMBOLS = {"batch size B": "B", "positions T": "T"}
 MEANINGS: dict[tuple[str, float], str] = {
     ("batch size B", 1): " (a sum over the batch where a mean is meant)",
@@ -61,6 +64,46 @@ def explain(reason: str, data: Mapping[str, Any]) -> str:
     return sentence.format(**data) if isinstance(sentence, str) else sentence(**data)
 
 
+def _other_kind(kind: str, expected: str, why: str) -> str:
+    because = {"asked": "which was asked for", "name": "as its name says"}
+    return f"it is {kind}, not {expected}, {because.get(why, f'as its {why}=True says')}"
+
+
+def _groups_lost(asked: Iterable[float], got: Iterable[float]) -> str:
+    wanted, arrived = (", ".join(f"{value:g}" for value in values) for values in (asked, got))
+    return f"groups that ask for {wanted} get {arrived}"
+
+
+DECAY_SENTENCES: dict[str, str | Callable[..., str]] = {
+    "NAMED": lambda operator: f"{operator.kind}: {explain_operator(operator)}",
+    "IGNORED": "a weight decay is set, and nothing decays",
+    "UNKNOWN": "no known operator: {along:.2g} lr wd |W| along the weight, {across:.2g} across",
+    "NOT_TRIED": "it could not be tried ({error})",
+    "NOTHING_SEEN": "no known operator: its steps are not finite, or see nothing of a gradient",
+    "OTHER_KIND": _other_kind,
+    "ONCE": "applied once a step",
+    "REPEATED": "applied {times} times a step",
+    "SCALED": "scaled by {least:.2g} to {most:.2g}, in the first steps and as the gradients are",
+    "FORMATS_RIGHT": "the same where parameters have several number formats",
+    "FORMATS_REPEATED": "applied {times} times a step where parameters have several number formats",
+    "GROUPS_RIGHT": "each param group has its own weight decay",
+    "GROUPS_LOST": _groups_lost,
+    "VECTORS_ALIKE": "vectors decay as matrices do",
+    "VECTORS_OTHERWISE": lambda operator: f"{operator.kind}: {explain_operator(operator)}",
+    "NOTHING_UNASKED": "nothing decays without weight decay",
+    "UNASKED": "without weight decay it decays by {strength:.2g} lr a step",
+    "NO_DECAY": "no weight decay is set",
+    "TABLE_PROBLEM": lambda problem: problem.words,
+}
+"""By the name of a `DecayReason`."""
+
+
+def explain_decay(reason: str, data: Mapping[str, Any]) -> str:
+    """A reason with its data as a sentence."""
+    sentence = DECAY_SENTENCES[reason]
+    return sentence.format(**data) if isinstance(sentence, str) else sentence(**data)
+
+
 def title_of(optimizer: str, curvature: str, sharing: str, sampled: bool, known: bool) -> str:
     """The optimizer and its block."""
     if not known:
@@ -69,9 +112,16 @@ def title_of(optimizer: str, curvature: str, sharing: str, sampled: bool, known:
     return f"{optimizer}: {curvature} block, {sharing}, {how}"
 
 
-def joined(title: str, checks: Iterable[tuple[bool | None, str, str]]) -> str:
+def joined(
+    title: str,
+    checks: Iterable[tuple[bool | None, str, str]],
+    marks: Mapping[bool | None, str] = MARKS,
+) -> str:
     """The title and a line per check."""
-    return "\n".join([title, *(f"  {MARKS[ok]:11} {name}: {words}" for ok, name, words in checks)])
+    width = max(map(len, marks.values()))
+    return "\n".join(
+        [title, *(f"  {marks[ok]:{width}} {name}: {words}" for ok, name, words in checks)]
+    )
 
 
 def summary(passed: bool, made: int, unmade: int) -> str:

@@ -13,7 +13,7 @@ from decaylab.cli.audit import audit_command
 from decaylab.cli.claims import claims_command
 from decaylab.cli.compare import compare_command
 from decaylab.cli.data import data_app
-from decaylab.cli.decay import decay_table_command
+from decaylab.cli.decay import audit_decay_command, decay_table_command
 from decaylab.cli.diagnose import SeveralAgainst, diagnose_command
 from decaylab.cli.probe import probe_command
 from decaylab.cli.report import report_command
@@ -87,6 +87,7 @@ app.add_typer(runs.app, name="runs")
 app.add_typer(sweep.app, name="sweep")
 app.add_typer(data_app, name="data")
 app.command("decay-table")(decay_table_command)
+app.command("audit-decay")(audit_decay_command)
 app.command("probe")(probe_command)
 app.command("diagnose", cls=SeveralAgainst)(diagnose_command)
 app.add_typer(advise.app, name="advise")

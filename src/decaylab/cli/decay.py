@@ -1,15 +1,16 @@
-"""`decaylab decay-table`: who is decayed, how, and by which factor a step."""
+"""`decaylab decay-table`, `audit-decay`: who is decayed, and what an optimizer's decay does."""
 
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
+from decaylab.audits import audit_decay
 from decaylab.cli import options
-from decaylab.cli.output import console, print_json
+from decaylab.cli.audit import imported
+from decaylab.cli.output import print_json
 from decaylab.networks import build
-from decaylab.optim.table import DecayRow, decay_table
+from decaylab.optim.table import decay_table
 from decaylab.training import RunSpec, build_optimizer
 
 Network = Annotated[str, typer.Argument(help="mlp, vgg11/13/16/19 or resnet20/32/44/56.")]
@@ -47,7 +48,8 @@ def decay_table_command(
 
     The network is built for CIFAR-10. "a step" is the factor by which decay alone multiplies a
     weight in the first step; "long run" is that factor once the momentum has settled. L2 in Adam
-    and K-FAC passes through the preconditioner, so it has no fixed factor.
+    and K-FAC passes through the preconditioner, so it has no fixed factor. Parameters that differ
+    by a number alone share a line.
     """
     spec = RunSpec(
         network=network,
@@ -63,21 +65,39 @@ def decay_table_command(
     model = build(network, classes=10, batch_norm=batch_norm, width=width)
     rows = decay_table(model, build_optimizer(spec, model))
     if json_output:
-        print_json([asdict(row) for row in rows])
+        print_json([asdict(row) | {"how": row.how} for row in rows])
         return
     strength = f"{decay} decay of {spec.weight_decay:g} on {scope}"
     print(f"{network}, {optimizer} at lr {spec.lr:g}, {strength}")
-    console(200, markup=False).print(_table(rows))
+    print(rows)
     decayed = sum(row.decay != "none" for row in rows)
     print(f"{decayed} of {len(rows)} parameters decay")
 
 
-def _table(rows: list[DecayRow]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("parameter", "role", "decay", "how", "a step", "long run"):
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        numbers = ["-" if value is None else f"{value:.8g}" for value in (row.factor, row.long_run)]
-        kind = row.decay if row.decay == "none" else f"{row.decay} {row.weight_decay:g}"
-        table.add_row(row.parameter, row.role, kind, row.how, *numbers)
-    return table
+Factory = Annotated[
+    str, typer.Argument(metavar="MODULE:FACTORY", help="An optimizer class, or a function.")
+]
+Expect = Annotated[
+    str | None, typer.Option("--expect", help="Fail unless it is this operator, e.g. decoupled.")
+]
+
+
+def audit_decay_command(
+    factory: Factory, expect: Expect = None, json_output: options.Json = False
+) -> None:
+    """Find out by trial what an optimizer's weight decay does, and whether all of it arrives.
+
+    MODULE:FACTORY is an optimizer class, a function of `params`, a function of a model, or a
+    function of nothing that returns an optimizer (or several) with or without its model. The module
+    may be in the current folder. Names the operator: l2, decoupled, independent, lr-squared,
+    masked, towards-start, averaged, in-momentum, rescaled or ignored; or unknown, with what was
+    measured. Exits with 1 if a check fails.
+    """
+    audited = audit_decay(imported(factory), expect=expect)
+    if json_output:
+        print_json(audited.as_dict())
+    else:
+        print(audited)
+        print("it passes" if audited.passed else "it does not pass")
+    if not audited.passed:
+        raise typer.Exit(1)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from decaylab.errors import DecaylabError
 from decaylab.networks import ParameterRole, roles
-from decaylab.optim.experiment import behaviour, is_torchs, unwrapped
+from decaylab.optim.decay_operator import DecayOperator
+from decaylab.optim.optimizer_behaviour import behaviour, is_torchs, unwrapped
 
 Decay = Literal["none", "l2", "decoupled", "independent"]
 LawName = Literal["sgd", "adam", "lion", "muon", "shampoo", "kfac", "schedule-free", "unknown"]
@@ -155,35 +156,70 @@ OUTSIDE = "outside_weight_decay"
 ALWAYS_DECOUPLED = (torch.optim.Adafactor, torch.optim.Muon)
 
 
-def decay_of(
-    group: dict[str, Any], optimizer: torch.optim.Optimizer | None = None
-) -> tuple[str, float]:
-    """Kind and weight decay of a param group, of our optimizers or others.
+USUAL_KINDS = {
+    "l2": "l2",
+    "decoupled": "decoupled",
+    "independent": "independent",
+    "lr-squared": "decoupled",
+    "masked": "decoupled",
+    "averaged": "decoupled",
+    "in-momentum": "decoupled",
+}
+"""What operators of `decay_operator` come to; the others have no counterpart."""
+
+
+def operator_of(
+    group: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
+) -> DecayOperator:
+    """What a param group's weight decay does, of our optimizers or others.
 
     Torch's own steps do what they do, whatever a group says under "decay" (a hook of ours aside).
-    Of others, a group says its kind itself; else they are tried (`behaviour`). L2 where nothing is
-    known.
+    Of others, a group says its kind itself; else they are tried (`behaviour`).
+    """
+    outside = group.get(OUTSIDE, 0.0)
+    optimizer = optimizer and unwrapped(optimizer)
+    torchs = optimizer is not None and is_torchs(optimizer)
+    unasked = float(group.get("lambd") or 0.0) if torchs else 0.0  # of ASGD
+    if not (outside or group.get("weight_decay", 0.0)):
+        return DecayOperator("none", unasked=unasked)
+    kind = group.get("decay")
+    if kind not in DECAYS or (torchs and not outside):
+        if optimizer is not None and not torchs:
+            return behaviour(optimizer, group).operator
+        decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, ALWAYS_DECOUPLED))
+        kind = "decoupled" if decoupled else "l2"
+    return DecayOperator(kind, (1.0, 1.0), along=math.nan, unasked=unasked)  # type: ignore[arg-type]
+
+
+def decay_of(
+    group: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
+) -> tuple[str, float]:
+    """Kind and weight decay of a param group: what `operator_of` finds, as one of `DECAYS`.
+
+    The weight decay is that of the usual operator that takes as much: times k where it is applied k
+    times, times lr / lr_0 for lr-squared decay, times the share of the weights that is decayed at a
+    time; none where it is ignored. What is none of these counts as L2, with a warning.
 
     >>> decay_of({"weight_decay": 0.1, "decoupled_weight_decay": True})
     ('decoupled', 0.1)
     """
-    outside = group.get(OUTSIDE, 0.0)
-    weight_decay = outside or group.get("weight_decay", 0.0)
-    if not weight_decay:
+    operator = operator_of(group, optimizer)
+    if operator.kind in ("none", "ignored"):
         return "none", 0.0
-    optimizer = optimizer and unwrapped(optimizer)
-    torchs = optimizer is not None and is_torchs(optimizer)
-    if group.get("decay") in DECAYS and (outside or not torchs):
-        return group["decay"], weight_decay
-    if optimizer is None or torchs:
-        if "decoupled_weight_decay" in group:
-            return "decoupled" if group["decoupled_weight_decay"] else "l2", weight_decay
-        return "decoupled" if isinstance(optimizer, ALWAYS_DECOUPLED) else "l2", weight_decay
-    seen = behaviour(optimizer, group).decay
-    if seen is None:
-        warnings.warn(
-            f"the weight decay of {type(optimizer).__name__} is of no known kind and counts as L2;"
-            ' if it is another, say so as "decay" in the param groups (docs/extend.md)',
-            stacklevel=2,
-        )
-    return seen or "l2", weight_decay
+    weight_decay = group.get(OUTSIDE, 0.0) or group["weight_decay"]
+    factor = 1.0 if operator.factor is None else operator.factor
+    if abs(factor - 1) > 1e-3:
+        weight_decay = factor * weight_decay
+    if operator.kind == "lr-squared" and optimizer is not None and group.get("lr") is not None:
+        first = group.get("initial_lr", optimizer.defaults.get("lr"))
+        weight_decay = weight_decay * group["lr"] / first if first else weight_decay
+    if operator.kind == "masked":
+        weight_decay = weight_decay * operator.share
+    if operator.kind in USUAL_KINDS:
+        return USUAL_KINDS[operator.kind], weight_decay
+    warnings.warn(
+        f"the weight decay of {type(optimizer).__name__} is of no known kind and counts as L2;"
+        ' if it is another, say so as "decay" in the param groups (docs/extend.md)',
+        stacklevel=2,
+    )
+    return "l2", weight_decay

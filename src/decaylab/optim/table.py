@@ -1,84 +1,239 @@
 """A table of who is decayed, how, and by which factor a step."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, overload
 
 import torch
 from torch import nn
 
+from decaylab.errors import DecaylabError
 from decaylab.networks import ParameterRole, roles
-from decaylab.optim.decay import decay_of
-from decaylab.optim.experiment import behaviour, is_torchs, unwrapped
+from decaylab.optim.decay import OUTSIDE, operator_of
+from decaylab.optim.decay_operator import NONE, TOLERANCE, DecayOperator
 from decaylab.optim.laws import sums_up
+from decaylab.optim.optimizer_behaviour import unwrapped
+from decaylab.optim.table_words import explain_operator, explain_problem, table_text
 
-HOW = {
-    "none": "not decayed",
-    "l2": "in the gradient, inside the momentum",
-    "decoupled": "beside the step, times lr",
-    "independent": "beside the step, whatever the lr",
-}
+
+class Problem(Enum):
+    """What may be wrong with who is decayed; what the data hold is in parentheses."""
+
+    SHARED = "shared"  # several optimizers or groups step it
+    UNSTEPPED = "unstepped"  # trainable, and in no optimizer
+    FOREIGN = "foreign"  # an optimizer steps parameters that are not the model's (count)
+    IGNORED = "ignored"  # a weight decay is set and does nothing (optimizer)
+    REPEATED = "repeated"  # the decay is applied more than once a step (optimizer, times)
+    UNASKED = "unasked"  # decays without weight decay (optimizer, strength)
+    UNKNOWN = "unknown"  # (optimizer, along, across), not numbers where it could not be tried
+
+
+@dataclass(frozen=True)
+class DecayProblem:
+    """One thing to look at, and the parameters that it is about."""
+
+    problem: Problem
+    parameters: tuple[str, ...]
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        """As a sentence."""
+        return explain_problem(self.problem.name, self.parameters, self.data)
 
 
 @dataclass(frozen=True)
 class DecayRow:
-    """How one parameter decays; `factor` and `long_run` multiply it per step, None: not fixed."""
+    """How one parameter decays; `factor` and `long_run` multiply it per step, None: not fixed.
+
+    `optimizer` is None where none steps it. `preconditioned`: L2 that goes through more than a
+    momentum.
+    """
 
     parameter: str
     role: str
     decay: str
     weight_decay: float
-    how: str
     factor: float | None
     long_run: float | None
+    operator: DecayOperator = field(default=NONE, compare=False)
+    preconditioned: bool = False
+    optimizer: str | None = field(default=None, compare=False)
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        stepped = self.optimizer is not None
+        return explain_operator(self.operator, stepped, self.preconditioned)
 
 
-def decay_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[DecayRow]:
-    """Who is decayed, how, and by which factor a step: one row per parameter, in model order.
+@dataclass(frozen=True)
+class DecayTable(Sequence[DecayRow]):
+    """One row per parameter and optimizer that steps it, in model order, and what looks wrong.
 
-    Of any torch optimizer: one from elsewhere is tried (`behaviour`). factor: what one step
-    multiplies W by through the decay term alone, from rest; long_run: once the momentum has settled
-    (`steady_shrink`). Both are None for L2 behind a preconditioner (Adam, K-FAC), and for L2 in an
-    optimizer from elsewhere that does not step as torch's SGD does.
+    Printed, it is 80 columns wide; parameters that differ by a number alone share a line.
     """
-    optimizer = unwrapped(optimizer)
-    group_of = {
-        id(p): {**group, "params": [p]} for group in optimizer.param_groups for p in group["params"]
-    }
-    found = roles(model)
-    return [
-        _row(found[name], optimizer, group_of.get(id(p))) for name, p in model.named_parameters()
-    ]
+
+    rows: tuple[DecayRow, ...]
+    problems: tuple[DecayProblem, ...] = ()
+
+    @overload
+    def __getitem__(self, index: int) -> DecayRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[DecayRow]: ...
+    def __getitem__(self, index: int | slice) -> DecayRow | list[DecayRow]:
+        return list(self.rows[index]) if isinstance(index, slice) else self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[DecayRow]:
+        return iter(self.rows)
+
+    def __str__(self) -> str:
+        cells = [
+            (row.parameter, row.role, row.decay, row.weight_decay, row.factor, row.long_run)
+            for row in self.rows
+        ]
+        meanings = {row.decay: row.how for row in self.rows if row.decay != "none"}
+        return table_text(cells, meanings, [problem.words for problem in self.problems])
+
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+def decay_table(model: nn.Module, optimizers: Optimizers) -> DecayTable:
+    """Who is decayed, how, and by which factor a step: a row per parameter, in model order.
+
+    Of any torch optimizer, or several: one from elsewhere is tried (`behaviour`), on parameters of
+    its own. factor: what one step multiplies W by through the decay term alone, from rest;
+    long_run: once the momentum has settled (`steady_shrink`). Both are None for L2 behind a
+    preconditioner (Adam, K-FAC), for L2 in an optimizer from elsewhere that does not step as
+    torch's SGD does, and where no single factor is applied to all of a weight.
+    """
+    if isinstance(optimizers, Sequence):
+        stepping = [unwrapped(optimizer) for optimizer in optimizers]
+    else:
+        stepping = [unwrapped(optimizers)]
+    for optimizer in stepping:
+        if not hasattr(optimizer, "param_groups"):
+            raise DecaylabError(
+                f"{type(optimizer).__name__} is no torch optimizer: give one with param_groups, or"
+                " a list of them"
+            )
+    owners: dict[int, list[tuple[torch.optim.Optimizer, dict[str, Any]]]] = {}
+    for optimizer in stepping:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owners.setdefault(id(parameter), []).append((optimizer, group))
+    known = roles(model)
+    rows: list[DecayRow] = []
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if id(parameter) not in owners:
+            rows.append(_row(known[name], None, None))
+        for optimizer, group in owners.get(id(parameter), ()):
+            alone = {**group, "params": [parameter]}  # some step vectors otherwise than matrices
+            rows.append(_row(known[name], optimizer, alone))
+    return DecayTable(tuple(rows), tuple(_problems(rows, parameters, owners)))
 
 
 def _row(
-    role: ParameterRole, optimizer: torch.optim.Optimizer, group: Mapping[str, Any] | None
+    role: ParameterRole, optimizer: torch.optim.Optimizer | None, group: Mapping[str, Any] | None
 ) -> DecayRow:
     who = (role.parameter, role.role)
-    if group is None:
-        return DecayRow(*who, "none", 0.0, "not in this optimizer", 1.0, 1.0)
-    decay, strength = decay_of(dict(group), optimizer)
-    if decay == "none":
-        return DecayRow(*who, decay, 0.0, HOW[decay], 1.0, 1.0)
-    weight_decay = float(strength)
-    lr, momentum = float(group.get("lr") or 0.0), float(group.get("momentum", 0.0))
-    if decay == "decoupled" and group.get("lr") is None:  # some find theirs themselves
-        return DecayRow(*who, decay, weight_decay, HOW[decay], None, None)
-    if decay != "l2":
-        factor = 1 - weight_decay * (lr if decay == "decoupled" else 1.0)
-        return DecayRow(*who, decay, weight_decay, HOW[decay], factor, factor)
-    if group.get("law") == "kfac" or not sums_up(optimizer, group):
-        known = "decay" in group or is_torchs(optimizer) or behaviour(optimizer, group).decay
-        how = "in the gradient, then preconditioned" if known else "of no known kind"
-        return DecayRow(*who, decay, weight_decay, how, None, None)
-    amount = lr * weight_decay
+    if group is None or optimizer is None:
+        return DecayRow(*who, "none", 0.0, 1.0, 1.0)
+    operator = operator_of(group, optimizer)
+    name = type(optimizer).__name__
+    if operator.kind == "none":
+        factors = _factors(operator, 0.0, group, optimizer)
+        return DecayRow(*who, "none", 0.0, *factors, operator, optimizer=name)
+    weight_decay = float(group.get(OUTSIDE, 0.0) or group["weight_decay"])
+    plain = isinstance(optimizer, torch.optim.ASGD) or sums_up(optimizer, group)
+    through = operator.kind == "l2" and (group.get("law") == "kfac" or not plain)
+    factors = (None, None) if through else _factors(operator, weight_decay, group, optimizer)
+    return DecayRow(*who, operator.kind, weight_decay, *factors, operator, through, name)
+
+
+def _factors(
+    operator: DecayOperator,
+    weight_decay: float,
+    group: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+) -> tuple[float | None, float | None]:
+    """What the first step and a late one multiply the weight by."""
+    lr, momentum = float(group.get("lr") or 0.0), float(group.get("momentum") or 0.0)
+    if operator.kind in ("none", "ignored"):
+        return 1 - lr * operator.unasked, 1 - lr * operator.unasked
+    k = operator.factor
+    own_lr = group.get("lr") is None and operator.kind != "independent"
+    if k is None or own_lr:  # some find their learning rate themselves
+        return None, None
+    k = 1.0 if abs(k - 1) < TOLERANCE else k
+    amount = k * weight_decay * lr
+    if operator.kind == "independent":
+        return 1 - k * weight_decay, 1 - k * weight_decay
+    if operator.kind == "decoupled":
+        return 1 - amount - lr * operator.unasked, 1 - amount - lr * operator.unasked
+    if operator.unasked:
+        return None, None
+    if operator.kind == "lr-squared":
+        first = group.get("initial_lr", optimizer.defaults.get("lr"))
+        factor = 1 - amount * lr / float(first) if first else None
+        return factor, factor
+    if operator.kind == "in-momentum":
+        return 1 - weight_decay * lr, 1 - amount
+    if operator.kind != "l2":
+        return None, None
     if group.get("nesterov"):
-        factor, long_run = 1 - amount * (1 + momentum), _nesterov(amount, momentum)
-    else:
-        later = amount * (1 - group.get("dampening", 0.0) if momentum else 1)
-        factor, long_run = 1 - amount, 1 - steady_shrink(later, momentum)
-    return DecayRow(*who, decay, weight_decay, HOW[decay], factor, long_run)
+        return 1 - amount * (1 + momentum), _nesterov(amount, momentum)
+    later = amount * (1 - group.get("dampening", 0.0) if momentum else 1)
+    return 1 - amount, 1 - steady_shrink(later, momentum)
+
+
+def _problems(
+    rows: Sequence[DecayRow],
+    parameters: Mapping[str, nn.Parameter],
+    owners: Mapping[int, Sequence[tuple[torch.optim.Optimizer, Mapping[str, Any]]]],
+) -> Iterator[DecayProblem]:
+    shared = [name for name, p in parameters.items() if len(owners.get(id(p), ())) > 1]
+    if shared:
+        yield DecayProblem(Problem.SHARED, tuple(shared))
+    alone = [name for name, p in parameters.items() if id(p) not in owners and p.requires_grad]
+    if alone:
+        yield DecayProblem(Problem.UNSTEPPED, tuple(alone))
+    own = {id(parameter) for parameter in parameters.values()}
+    if foreign := len(owners.keys() - own):
+        yield DecayProblem(Problem.FOREIGN, (), {"count": foreign})
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for row in rows:
+        for problem in _problems_of(row):
+            found.setdefault(problem, []).append(row.parameter)
+    for (problem, *data), names in found.items():
+        yield DecayProblem(problem, tuple(names), dict(data))
+
+
+def _problems_of(row: DecayRow) -> Iterator[tuple[Any, ...]]:
+    operator, who = row.operator, ("optimizer", row.optimizer)
+    if operator.kind == "ignored":
+        yield Problem.IGNORED, who
+    elif operator.kind in ("unknown", "rescaled"):
+        yield Problem.UNKNOWN, who, ("along", operator.along), ("across", operator.across)
+    if times := repeated(operator):
+        yield Problem.REPEATED, who, ("times", times)
+    if operator.unasked:
+        yield Problem.UNASKED, who, ("strength", operator.unasked)
+
+
+def repeated(operator: DecayOperator) -> int | None:
+    """How often the decay is applied a step, where that is a whole number above 1."""
+    k = operator.factor
+    if operator.kind not in ("l2", "decoupled", "independent", "masked") or k is None:
+        return None
+    return round(k) if k > 1.5 and abs(k - round(k)) < TOLERANCE else None
 
 
 def steady_shrink(amount: float, momentum: float) -> float:

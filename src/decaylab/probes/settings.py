@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from decaylab.optim.decay import decay_of
-from decaylab.optim.experiment import behaviour, is_torchs
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.laws import law_of
+from decaylab.optim.optimizer_behaviour import behaviour, is_torchs
 from decaylab.probes.layers import Layers, stepped_by
 from decaylab.probes.moments import kept
 from decaylab.records.settings import LayerSettings

@@ -12,9 +12,9 @@ from decaylab.curvature.untouched import bare
 from decaylab.errors import DecaylabError
 from decaylab.networks import roles
 from decaylab.optim.decay import decay_of
-from decaylab.optim.experiment import unwrapped
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.laws import law_of
+from decaylab.optim.optimizer_behaviour import unwrapped
 from decaylab.probes.layers import layers_of
 
 SCOPES = ("all", "conv", "fc")

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import LawName, decay_of
-from decaylab.optim.experiment import behaviour, is_torchs, unwrapped
 from decaylab.optim.laws.adam import Adam
 from decaylab.optim.laws.kfac import Kfac
 from decaylab.optim.laws.law import Equilibrium, Law, balance, shrink_for_norm
@@ -21,6 +20,7 @@ from decaylab.optim.laws.schedule_free import ScheduleFree
 from decaylab.optim.laws.sgd import Sgd
 from decaylab.optim.laws.shampoo import Shampoo
 from decaylab.optim.laws.unknown import Unknown
+from decaylab.optim.optimizer_behaviour import behaviour, is_torchs, unwrapped
 from decaylab.records.settings import LayerSettings
 
 __all__ = [

@@ -1,14 +1,11 @@
 """What an optimizer from elsewhere does to a weight, found out by letting a new one step.
 
 Two things decide what weight decay does under an optimizer, and its param groups rarely say them:
-which kind of decay it has (`decaylab.optim.decay`), and how far its steps turn a scale-invariant
-weight of another norm (the power of |W| in the effective learning rate, Eq. 9). Both can be seen. A
-new optimizer of the same class, with the same settings, steps a small matrix of its own:
-
-- decoupled decay takes lr * weight_decay * W from each step without decay, independent decay
-  weight_decay * W, and L2 does what weight_decay * W in the gradient does (Eq. 6, 7);
-- with a matrix a times as large and gradients 1/a times as large, as a scale-invariant loss would
-  give, a step turns the matrix a^-power times as far.
+which operator its decay is (`decaylab.optim.decay_operator`), and how far its steps turn a
+scale-invariant weight of another norm (the power of |W| in the effective learning rate, Eq. 9).
+Both can be seen. A new optimizer of the same class, with the same settings, steps a small matrix of
+its own. With a matrix a times as large and gradients 1/a times as large, as a scale-invariant loss
+would give, a step turns the matrix a^-power times as far.
 """
 
 from __future__ import annotations
@@ -20,9 +17,9 @@ import io
 import math
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 from unittest import mock
 from weakref import WeakKeyDictionary
 
@@ -33,11 +30,21 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-LR, WEIGHT_DECAY = 1e-3, 0.1
-NEARLY_NONE = 1e-12  # LAMB and LARS have their trust ratio only where there is a weight decay
+from decaylab.optim.decay_operator import (
+    HALVED,
+    LR,
+    NEARLY_NONE,
+    NONE,
+    STEPS,
+    UNKNOWN,
+    WEIGHT_DECAY,
+    DecayOperator,
+    Place,
+    decay_operator,
+    times_among,
+)
+
 LARGER = 4.0  # the a above
-STEPS = 12  # some begin otherwise (RAdam as SGD): the second half is what counts
-RATES = [LR] * 9 + [LR / 2] * 3  # decay that follows lr follows a schedule
 SIZES = ((1.0, 0.1, 0.0), (0.3, 1.0, 0.3))
 """Of the matrix, of gradients, and how much of the matrix is in these (0: an invariant loss).
 
@@ -56,16 +63,21 @@ class Behaviour:
     """What was seen; None where it fits nothing known, or the optimizer could not be tried.
 
     Attributes:
-        decay: "l2", "decoupled" or "independent". Decay that stands in the gradient is L2.
+        decay: "l2", "decoupled" or "independent", each as it is usually meant; None for others.
         power: 2 (SGD), 1 (Adam) or 0 (K-FAC, LAMB): the effective learning rate is lr/|W|^power.
         second_moment: whether it keeps a running mean of squared gradients, as Adam does.
         as_sgd: whether its steps are those of torch's SGD with the same decay and momentum.
+        operator: what its decay is in full.
     """
 
     decay: str | None = None
     power: int | None = None
     second_moment: bool = False
     as_sgd: bool = False
+    operator: DecayOperator = field(default=UNKNOWN, compare=False, repr=False)
+
+
+USUAL = ("l2", "decoupled", "independent")
 
 
 def behaviour(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Behaviour:
@@ -80,7 +92,7 @@ def behaviour(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Beh
         return Behaviour()
     telling = [item for item in group.items() if isinstance(item[1], bool | str)]
     telling += [(name, bool(group.get(name))) for name in ("momentum", "weight_decay")]
-    telling += [("vectors", _vectors(group))]
+    telling += [("vectors", _vectors(group)), ("formats", _formats(optimizer, group))]
     known, key = _seen.setdefault(optimizer, {}), tuple(sorted(map(str, telling)))
     if key not in known:
         known[key] = _tried(optimizer, group)
@@ -103,21 +115,55 @@ def _vectors(group: Mapping[str, Any]) -> bool:
     return bool(group["params"]) and all(parameter.ndim < 2 for parameter in group["params"])
 
 
+def _formats(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[torch.dtype]:
+    """The number formats of all parameters that are stepped together with the group's."""
+    chosen = {id(parameter) for parameter in group["params"]}
+    whole = [each["params"] for each in optimizer.param_groups]
+    together = [each for each in whole if any(id(parameter) in chosen for parameter in each)]
+    return sorted({parameter.dtype for each in together for parameter in each}, key=str)
+
+
 def _tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Behaviour:
+    operator = _in_some_place(optimizer, group, _operator) or UNKNOWN
+    seen = _in_some_place(optimizer, group, _experiment) or Behaviour()
+    usual = operator.kind in USUAL and operator.factor is not None
+    usual = usual and abs((operator.factor or 0.0) - 1) < TOLERANCE
+    return replace(seen, decay=operator.kind if usual else None, operator=operator)
+
+
+Seen = TypeVar("Seen")
+
+
+def _in_some_place(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], look: Callable[[Replica], Seen]
+) -> Seen | None:
     """On the CPU in double precision; else, some are written so, where the parameters are."""
     places = [(torch.device("cpu"), torch.float64)]
     places += [(parameter.device, torch.float32) for parameter in group["params"][:1]]
     for device, dtype in places:
         try:
-            with _undisturbed():
-                return _experiment(_Trial(optimizer, group, device, dtype))
+            with undisturbed():
+                return look(Replica(optimizer, group, device, dtype))
         except Exception:  # whatever somebody's optimizer may raise
             continue
-    return Behaviour()
+    return None
+
+
+def _operator(replica: Replica) -> DecayOperator:
+    if "weight_decay" not in replica.group:
+        return NONE
+    shape = tuple(replica.matrix().shape)
+    operator = decay_operator(replica.new, Place(shape, replica.device, replica.dtype))
+    formats = _formats(replica.optimizer, replica.group)
+    if len(formats) > 1 and operator.kind == "decoupled":
+        places = [Place(shape, replica.device, dtype) for dtype in formats]
+        times = times_among(replica.new, places)
+        return operator if times is None else replace(operator, times=(times, times))
+    return operator
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Nothing of a trial is noticed outside, and nothing from there acts on it."""
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     pythons, numpys = random.getstate(), np.random.get_state()
@@ -139,7 +185,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class Replica:
     """New optimizers like one group of `optimizer`, and matrices for them."""
 
     optimizer: torch.optim.Optimizer
@@ -153,11 +199,13 @@ class _Trial:
         return drawn.sign() * (0.5 + drawn.abs() % 1)
 
     def drawn(self, seed: int) -> Tensor:
+        """Normal numbers in the shape of the matrix."""
         generator = torch.Generator("cpu").manual_seed(seed)
         drawn = torch.randn(8, 6, generator=generator, dtype=torch.float64, device="cpu")
         return (drawn.flatten() if _vectors(self.group) else drawn).to(self.device, self.dtype)
 
-    def new(self, weight: Tensor, weight_decay: float) -> torch.optim.Optimizer:
+    def new(self, weights: Sequence[Tensor], weight_decay: float) -> torch.optim.Optimizer:
+        """One that steps these weights, with the settings of the group."""
         kind, defaults = type(self.optimizer), self.optimizer.defaults
         own = {
             name: value
@@ -166,16 +214,18 @@ class _Trial:
         }
         own["lr"] = LR
         if "weight_decay" in own:
-            own["weight_decay"] = weight_decay or (NEARLY_NONE if own["weight_decay"] else 0.0)
+            own["weight_decay"] = weight_decay
         own = copy.deepcopy(own)
         known = _flags(self.optimizer) | own
         asked = {name: known[name] for name in inspect.signature(kind).parameters if name in known}
-        made = kind([{**own, "params": [weight]}], **asked)
+        made = kind([{**own, "params": list(weights)}], **asked)
         if not _flags(made).items() <= _flags(self.optimizer).items():
             raise TypeError("it was made in another way")
+        if callable(train := getattr(made, "train", None)):
+            train()  # schedule-free ones step in this mode alone
         return made
 
-    def of_sgd(self, weight: Tensor) -> _Trial:
+    def of_sgd(self, weight: Tensor) -> Replica:
         """The same of torch's SGD, with this one's momentum."""
         sgd = torch.optim.SGD([weight], weight_decay=WEIGHT_DECAY)
         if momentum := self.group.get("momentum"):
@@ -188,16 +238,16 @@ class _Trial:
         start: Tensor,
         gradients: Sequence[Tensor],
         weight_decay: float = 0.0,
-        in_gradient: float = 0.0,
     ) -> tuple[list[Tensor], bool]:
         """The matrix after each step, and whether squared gradients are remembered."""
         torch.default_generator.manual_seed(0)
         weight = start.clone().requires_grad_()
-        stepped = self.new(weight, weight_decay)
+        nearly = NEARLY_NONE if self.group.get("weight_decay") else 0.0
+        stepped = self.new([weight], weight_decay or nearly)
         points = [start]
-        for gradient, lr in zip(gradients, RATES, strict=True):
+        for gradient, lr in zip(gradients, HALVED, strict=True):
             stepped.param_groups[0]["lr"] = lr
-            weight.grad = gradient + in_gradient * points[-1]
+            weight.grad = gradient.clone()
             stepped.step()
             points.append(weight.detach().clone())
         return points, any("exp_avg_sq" in state for state in stepped.state.values())
@@ -209,48 +259,29 @@ def _flags(optimizer: torch.optim.Optimizer) -> dict[str, bool | str]:
     return {k: v for k, v in kept if isinstance(v, bool | str) and not k.startswith("_")}
 
 
-def _experiment(trial: _Trial) -> Behaviour:
+def _experiment(trial: Replica) -> Behaviour:
     """What is the same at matrices and gradients of two sizes."""
     first, second = (_at(trial, *sizes) for sizes in SIZES)
     return Behaviour(
-        decay=first.decay if first.decay == second.decay else None,
         power=first.power if first.power == second.power else None,
         second_moment=first.second_moment,
         as_sgd=first.as_sgd and second.as_sgd,
     )
 
 
-def _at(trial: _Trial, matrix: float, size: float, along: float) -> Behaviour:
+def _at(trial: Replica, matrix: float, size: float, along: float) -> Behaviour:
     start = matrix * trial.matrix()
     drawn = [size * trial.drawn(seed) for seed in range(1, STEPS + 1)]
     gradients = [g + (along - (g * start).sum() / start.square().sum()) * start for g in drawn]
     plain, remembers = trial.path(start, gradients)
     larger, _ = trial.path(LARGER * start, [gradient / LARGER for gradient in gradients])
     decayed, _ = trial.path(start, gradients, weight_decay=WEIGHT_DECAY)
-    in_gradient, _ = trial.path(start, gradients, in_gradient=WEIGHT_DECAY)
     by_sgd, _ = trial.of_sgd(start).path(start, gradients, weight_decay=WEIGHT_DECAY)
     return Behaviour(
-        decay=_decay(plain, decayed, in_gradient),
         power=_power(plain, larger),
         second_moment=remembers,
         as_sgd=_close(decayed[-1] - start, by_sgd[-1] - start),
     )
-
-
-def _decay(
-    plain: Sequence[Tensor], decayed: Sequence[Tensor], in_gradient: Sequence[Tensor]
-) -> str | None:
-    """The kind of decay by which the second path differs from the first."""
-    for kind, rates in (
-        ("decoupled", [lr * WEIGHT_DECAY for lr in RATES]),
-        ("independent", [WEIGHT_DECAY] * STEPS),
-    ):
-        if all(
-            _close((plain[t + 1] - plain[t]) - (decayed[t + 1] - decayed[t]), rates[t] * decayed[t])
-            for t in range(STEPS // 2, STEPS)
-        ):
-            return kind
-    return "l2" if _close(decayed[-1] - plain[-1], in_gradient[-1] - plain[-1]) else None
 
 
 def _close(seen: Tensor, expected: Tensor) -> bool:

@@ -32,11 +32,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from decaylab.optim import experiment
+from decaylab.optim import optimizer_behaviour
 from decaylab.optim.decay import decay_of
-from decaylab.optim.experiment import Behaviour, behaviour
 from decaylab.optim.laws import GRADIENT_SCALE_FREE, exposure_rate, law_of
-from decaylab.optim.table import decay_table
+from decaylab.optim.optimizer_behaviour import Behaviour, behaviour
+from decaylab.optim.table import Problem, decay_table
 from decaylab.probes import layers_of
 from decaylab.probes.settings import layer_settings
 
@@ -202,8 +202,8 @@ def test_what_was_seen_does_not_keep_an_optimizer_alive():
 
 
 def test_among_several_processes_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(experiment.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(experiment.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(optimizer_behaviour.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(optimizer_behaviour.dist, "get_world_size", lambda: 2)
     assert tried(Lion) == Behaviour()
 
 
@@ -225,9 +225,13 @@ def test_groups_of_vectors_are_tried_with_a_vector():
 
 def test_the_table_of_one_that_is_not_known_says_so():
     model = torch.nn.Linear(4, 3, bias=False)
+    optimizer = Lamb(model.parameters(), lr=0.1, weight_decay=0.2)
+    table = decay_table(model, optimizer)
+    (row,) = table
+    assert (row.decay, row.factor, row.long_run) == ("rescaled", None, None)
+    assert [problem.problem for problem in table.problems] == [Problem.UNKNOWN]
     with pytest.warns(UserWarning, match="no known kind"):
-        (row,) = decay_table(model, Lamb(model.parameters(), lr=0.1, weight_decay=0.2))
-    assert (row.how, row.factor, row.long_run) == ("of no known kind", None, None)
+        assert decay_of(optimizer.param_groups[0], optimizer) == ("l2", 0.2)
 
 
 def test_flags_of_a_group_that_are_no_defaults():

@@ -1,0 +1,128 @@
+"""All sentences about decay operators, and the printed table of who is decayed."""
+
+import math
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from decaylab.optim.decay_operator import TOLERANCE, DecayOperator
+
+WIDTH = 80
+KINDS = {
+    "none": "not decayed",
+    "l2": "in the gradient, inside the momentum",
+    "decoupled": "beside the step, times lr",
+    "independent": "beside the step, whatever the lr",
+    "lr-squared": "beside the step, times lr squared over the first lr",
+    "masked": "beside the step, at some entries at a time",
+    "towards-start": "towards the weights at the start, not zero",
+    "averaged": "beside the step of an iterate that the weights average",
+    "in-momentum": "behind the preconditioner, inside the momentum",
+    "rescaled": "inside a step whose length is set afterwards",
+    "ignored": "set, but nothing decays",
+    "unknown": "of no known kind",
+}
+PRECONDITIONED = "in the gradient, then preconditioned"
+NOT_STEPPED = "not in this optimizer"
+
+
+def explain_operator(
+    operator: DecayOperator, stepped: bool = True, preconditioned: bool = False
+) -> str:
+    """What a decay does, in a few words."""
+    if not stepped:
+        return NOT_STEPPED
+    words = PRECONDITIONED if preconditioned and operator.kind == "l2" else KINDS[operator.kind]
+    if operator.kind == "masked":
+        words += f" ({operator.share:.0%} of them)"
+    if operator.times is not None:
+        least, most = operator.times
+        if operator.factor is None:
+            words += f", {least:.2g} to {most:.2g} times, as the gradients are"
+        elif abs(operator.factor - 1) > TOLERANCE:
+            words += f", {operator.factor:.3g} times"
+    if operator.kind == "unknown" and not math.isnan(operator.along):
+        words += f" ({operator.along:.2g} lr wd |W| along the weight, {operator.across:.2g} across)"
+    if operator.unasked:
+        words += f"; decays by {operator.unasked:.2g} lr without weight decay"
+    return words
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Some names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def explain_problem(problem: str, parameters: Sequence[str], data: Mapping[str, Any]) -> str:
+    """What looks wrong, with what to do about it."""
+    names = listed(parameters)
+    who = data.get("optimizer")
+    if problem == "SHARED":
+        return f"stepped and decayed more than once: {names}; give each to one optimizer"
+    if problem == "UNSTEPPED":
+        return f"trainable and in no optimizer: {names}; add them, or freeze them"
+    if problem == "FOREIGN":
+        return f"the optimizers step {data['count']} parameters that are not the model's"
+    if problem == "IGNORED":
+        return f"{who} ignores its weight decay: {names}"
+    if problem == "REPEATED":
+        return f"{who} applies its weight decay {data['times']} times a step: {names}"
+    if problem == "UNASKED":
+        return f"{who} decays without weight decay, by {data['strength']:.2g} lr a step: {names}"
+    if math.isnan(data["along"]):
+        return f"{who} could not be tried, so its decay is not known: {names}"
+    return (
+        f"{who} decays in a way of its own ({data['along']:.2g} lr wd |W| along the weight,"
+        f" {data['across']:.2g} across): {names}"
+    )
+
+
+Cells = tuple[str, str, str, float, float | None, float | None]
+"""Parameter, role, kind, weight decay, factor, long run."""
+
+
+def table_text(cells: Iterable[Cells], meanings: Mapping[str, str], problems: Sequence[str]) -> str:
+    """Problems, rows and what the kinds mean, at most `WIDTH` columns wide."""
+    lines = []
+    for words in problems:
+        lines += textwrap.wrap(words, WIDTH, initial_indent="! ", subsequent_indent="  ")
+    heading = ("parameter", "role", "decay", "a step", "long run")
+    rows = [heading, *(_row(*cell) for cell in _merged(cells))]
+    widths = [max(len(row[i]) for row in rows) for i in range(1, len(heading))]
+    first = min(max(len(row[0]) for row in rows), WIDTH - sum(widths) - 2 * len(widths))
+    for row in rows:
+        rest = "  ".join(f"{cell:{width}}" for cell, width in zip(row[1:], widths, strict=True))
+        lines.append(f"{_shortened(row[0], first):{first}}  {rest}".rstrip())
+    for kind, words in meanings.items():
+        lines += textwrap.wrap(f"{kind}: {words}", WIDTH, subsequent_indent="  ")
+    return "\n".join(lines)
+
+
+def _merged(cells: Iterable[Cells]) -> list[Cells]:
+    """Parameters that differ by a number alone in one line: `blocks.*.weight (12)`."""
+    counts: dict[tuple[Any, ...], list[str]] = {}
+    for name, *rest in cells:
+        counts.setdefault((re.sub(r"\d+", "*", name), *rest), []).append(name)
+    merged: list[Cells] = []
+    for (pattern, *rest), names in counts.items():
+        name = names[0] if len(names) == 1 else f"{pattern} ({len(names)})"
+        merged.append((name, *rest))  # type: ignore[arg-type]
+    return merged
+
+
+def _row(
+    name: str, role: str, kind: str, weight_decay: float, factor: float | None, late: float | None
+) -> tuple[str, ...]:
+    decay = kind if kind == "none" else f"{kind} {weight_decay:g}"
+    numbers = ["-" if value is None else f"{value:.7g}" for value in (factor, late)]
+    return (name, role, decay, *numbers)
+
+
+def _shortened(name: str, width: int) -> str:
+    """The name, without its middle where it is too long."""
+    if len(name) <= width:
+        return name
+    end = (width - 1) // 2
+    return f"{name[: width - 1 - end]}~{name[len(name) - end :]}"
