@@ -8,8 +8,8 @@ import torch
 from decaylab.data import load
 from decaylab.paper import Readings, cells, select
 from decaylab.paper.evidence import Bench
-from decaylab.paper.mechanism_claims import _correlation
 from decaylab.paper.plan import plan
+from decaylab.paper.statistics import correlation
 from decaylab.records import RunStore
 from decaylab.sweeps.worker import Worker, WorkerOptions
 
@@ -63,9 +63,10 @@ def test_kfac_gn_norm_goes_with_the_jacobian_norm(quick):
     runs = quick("fig5", "dataset=mnist", "hidden=128x128,512x512")
     assert len(runs) == 12
     points = [(r.final("kfac_gn_norm"), r.final("jacobian_norm"), r) for r in runs]
-    comparison = _correlation("", points)
-    assert comparison.leaning == "for"
-    assert comparison.value > 0.75
+    norms, jacobians = ([point[axis] for point in points] for axis in (0, 1))
+    over_nets = correlation(norms, jacobians, [run.spec.optimizer for run in runs])
+    assert over_nets.low > 0
+    assert over_nets.rank > 0.75
     assert all(math.isfinite(x) and x > 0 for point in points for x in point[:2])
 
 

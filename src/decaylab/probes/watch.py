@@ -17,7 +17,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import decaylab
 from decaylab.curvature.untouched import bare
 from decaylab.errors import DecaylabError
 from decaylab.networks.calling import Inputs, LogitsRule
@@ -504,7 +504,7 @@ class Watch:
     def _meta(self) -> dict[str, Any]:
         how = {probe.name: dict(probe.how) for probe in self.probes if probe.how}
         per_epoch = {"steps_per_epoch": self._steps_per_epoch} if self._steps_per_epoch else {}
-        return {"version": version("decaylab"), "probes": how, **per_epoch}
+        return {"version": decaylab.__version__, "probes": how, **per_epoch}
 
     def _show(self, rows: Sequence[Row]) -> None:
         """Hand rows to the trackers; one that fails, maybe after a long wait, is asked no more."""

@@ -135,7 +135,6 @@ def _kfac(net: nn.Module, curvature: str, damping: float) -> KFAC:
         step_scaling="none",
         momentum=0.0,
         damping=damping,
-        step_scaling="none",
     )
 
 
