@@ -1,5 +1,6 @@
 """CUDA graphs: device work that is captured once and replayed, without the host in between."""
 
+import gc
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,19 @@ class Graphs(Protocol):
 
     def host_waits(self) -> AbstractContextManager[list[str]]:
         """Note where, in here, the host waits for the device: `file:line`."""
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the garbage collector: an old graph that it frees meanwhile spoils a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class CudaGraphs:
@@ -75,11 +89,14 @@ class CudaGraphs:
             graph.register_generator_state(generator)
         try:
             # thread_local: another thread's (or run's) work on the device does not spoil it
-            with torch.cuda.graph(
-                graph,
-                pool=self.pool,
-                stream=self._capturing_stream(),
-                capture_error_mode="thread_local",
+            with (
+                _no_collection(),
+                torch.cuda.graph(
+                    graph,
+                    pool=self.pool,
+                    stream=self._capturing_stream(),
+                    capture_error_mode="thread_local",
+                ),
             ):
                 result = work()
         except BaseException:
