@@ -2,7 +2,7 @@
 
     python benchmarks/loops_page.py [results/loops/*.json] [--page docs/kfac.md]
 
-A block `<!-- records: NAME -->` ... `<!-- end -->` of the page shows the record NAME.json; the word
+A block `<!-- loops: NAME -->` ... `<!-- end -->` of the page shows the record NAME.json; the word
 before its first hyphen says whose it is.
 """
 
@@ -89,7 +89,7 @@ def _ratio(row: Row, first: Row, key: str) -> str:
 def written(page: str, records: dict[str, Row]) -> str:
     """The page with a table in the place of each block whose record is there."""
     for name, record in records.items():
-        begin, end = f"<!-- records: {name} -->", "<!-- end -->"
+        begin, end = f"<!-- loops: {name} -->", "<!-- end -->"
         if begin not in page:
             continue
         place = "{device}, {date}, torch {torch}, decaylab {version}".format(**record["about"])

@@ -182,7 +182,7 @@ def claimed(records: Records, names: Sequence[str]) -> str:
     """What the paper claims, and what our records say to it, at every tier with runs."""
     rows = []
     for name in names:
-        where, claim, _ = CLAIMS[name]
+        where, claim = CLAIMS[name].where, CLAIMS[name].claim
         found = [records.claims(tier)[name] for tier in SCHEDULES]
         said = [[one.effect, f"{one.verdict}, tier {one.tier}"] for one in found if one.n]
         rows += [[f"{claim} ({where})", *one] for one in said or [["not run yet", "not run yet"]]]

@@ -82,5 +82,5 @@ def test_the_page_shows_the_records(benchmark):
     files = (root / "results" / "loops").glob("*.json")
     records = {path.stem: json.loads(path.read_text()) for path in files}
     page = (root / "docs" / "kfac.md").read_text()
-    assert all(f"<!-- records: {name} -->" in page for name in records)
+    assert all(f"<!-- loops: {name} -->" in page for name in records)
     assert loops.written(page, records) == page
