@@ -133,7 +133,7 @@ def test_rows_that_the_loss_leaves_out_do_not_count():
     expected.observe(logits, mask=labels != -100)
     cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).backward()
     expected.step()
-    assert len(opt.factors()) == 8  # seven Linear layers and the head
+    assert len(opt.factors()) == 9  # seven Linear layers, the embedding and the head
     for name, factors in expected.factors().items():
         torch.testing.assert_close(opt.factors()[name].A, factors.A, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(opt.factors()[name].S, factors.S, rtol=1e-10, atol=1e-12)
