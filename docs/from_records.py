@@ -166,7 +166,7 @@ def _gain(compared: Comparison | None) -> str:
     if compared is None:
         return "not run yet"
     text = f"{compared.value:+.2f} ± {compared.noise.error:.2f}"
-    text = text if compared.leaning == "unclear" else f"**{text}**"
+    text = text if compared.leaning() == "unclear" else f"**{text}**"
     return text if compared.enough else f"{text} †"
 
 

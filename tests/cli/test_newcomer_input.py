@@ -75,11 +75,7 @@ def test_a_folder_that_is_not_there_is_said(tmp_path):
     ("arguments", "said"),
     [
         (["search", *CELL, "batch_size=big"], "a positive whole number, not 'big'"),
-        (["search", *CELL, "--runs-only", "--max-minutes", "-3"], "--max-minutes must be positive"),
-        (["search", *CELL, "--max-minutes", "3"], "--max-minutes needs --runs-only"),
-        (["search", *CELL, "--no-widen"], "--no-widen needs --runs-only"),
-        (["search", *CELL, "--at-once", "2"], "--at-once needs --runs-only"),
-        (["search", *CELL, "--runs-only", "--method", "tpe"], "leave --runs-only out"),
+        (["search", *CELL, "--max-minutes", "-3"], "--max-minutes must be positive"),
         (["reproduce", "table1", "--checkpoint-every", "-1"], "must not be negative"),
         (["train", *TINY, "--checkpoint-every", "nan"], "must not be negative"),
     ],

@@ -57,7 +57,7 @@ def test_renamed_runs_are_diagnosed_against_each_other(tmp_path):
     }.items():
         write_run(store, spec, {"norm/features.0": 1.0}, tier="custom").path.rename(tmp_path / name)
     (case,), left_out = diagnosed(survey(store)[0])
-    assert (case.diagnoses[0].run, case.diagnoses[0].baseline) == ("my run", "my baseline")
+    assert (case.diagnoses[0].runs, case.diagnoses[0].baselines) == (("my run",), ("my baseline",))
     assert not left_out
 
 

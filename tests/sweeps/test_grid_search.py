@@ -208,18 +208,18 @@ def test_the_command_says_what_lies_on_the_edge(tmp_path):
     assert "on the edge of what was tried: weight_decay (give --weight-decay beyond it)" in said
 
 
-def test_a_constant_lr_is_searched_by_training_loss_and_taken_by_fig9_alone(tmp_path):
+def test_a_constant_lr_is_searched_by_training_loss_and_taken_by_its_figure_alone(tmp_path):
     cell = ["dataset=cifar10", "network=vgg16", "batch_norm=1", "augment=0", "optimizer=kfac-g",
             "batch_size=640", "constant_lr=1"]  # fmt: skip
     said = search(tmp_path, "--scheme", "none", cell=cell, lr="0.0001,0.01,1")
-    assert "at tier smoke, `reproduce` uses it in fig9\n" in said
+    assert "at tier smoke, `reproduce` uses it in fig9-bn\n" in said
     name = "smoke-digits-vgg16-batch_norm-kfac-g-none-640-constant_lr.toml"
     found = tomllib.loads((tmp_path / "searched" / name).read_text())
     assert found["search"]["by"] == "train/pass_loss"
     assert found["search"]["epochs"] == 10
     losses = {}
     for folder in RunStore(tmp_path / "searched" / "runs").runs():
-        spec, last = RunSpec.of_run(folder), folder.rows().last("train/running_loss")
+        spec, last = RunSpec.of_run(folder), folder.rows().last("train/pass_loss")
         assert spec.lr_drop_every == spec.epochs
         losses[spec.lr] = math.inf if last is None else last
     assert found["winner"]["lr"] == min(losses, key=losses.get)

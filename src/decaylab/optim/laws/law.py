@@ -125,7 +125,7 @@ def momentum_correlation(momentum: float, *, nesterov: bool = False) -> float:
     m^3, ...: 1 / (1 - m)^2 over (1 + m)^2 + m^4 / (1 - m^2).
 
     >>> round(momentum_correlation(0.9), 6), round(momentum_correlation(0.9, nesterov=True), 6)
-    (19.0, 14.157893)
+    (19.0, 14.157973)
     """
     m = momentum
     if not nesterov:
