@@ -122,7 +122,7 @@ def test_a_diagnosis_is_whole_and_fits(shown, diagnosis):
     tab, _ = shown
     tab.open(diagnosis)
     images = tab.value(IMAGES)
-    assert len(images) == 2
+    assert len(images) == 3  # effective learning rate, norm, angle
     assert all(complete and width == 630 for complete, width, *_ in images)
     content, window = tab.value(WIDTHS)
     assert content <= window
