@@ -8,7 +8,7 @@ INSTALLED := .venv/installed
 # An independent library that the tests compare with; its own requirements would pull in torchvision.
 ORACLES := curvlinops-for-pytorch einconv linear-operator backpack-for-pytorch
 
-.PHONY: demo test test-browser test-engines check docs results-pages fix clean
+.PHONY: demo test test-browser test-engines check docs results-pages release fix clean
 
 demo: $(DEMO)
 	$(BIN)/decaylab demo
@@ -35,8 +35,17 @@ docs: $(INSTALLED)
 
 # What pages say of results, anew from results/ (the tests fail where it is out of date).
 results-pages: $(INSTALLED)
-	$(BIN)/decaylab report --runs results --page README.md --page docs/reproduction.md --page docs/report.md --page results/README.md
+	PYTHONPATH=docs $(BIN)/python -m results_pages README.md docs/reproduction.md docs/report.md results/README.md
 	$(BIN)/python docs/picture.py
+	$(BIN)/python docs/first_verdict.py
+
+# dist/: the sdist and the wheel, checked.
+release: $(INSTALLED)
+	$(PIP) --group release
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
 
 fix: $(INSTALLED)
 	$(BIN)/ruff check --fix .
@@ -49,9 +58,10 @@ $(DEMO): pyproject.toml constraints.txt Makefile
 	touch $(DEMO)
 
 $(INSTALLED): $(DEMO)
-	$(PIP) -e '.[dev]'
+	$(PIP) 'pip>=25.1'  # the first that knows dependency groups
+	$(PIP) -e '.[all]' --group dev
 	$(PIP) --no-deps $(ORACLES)
 	touch $(INSTALLED)
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache

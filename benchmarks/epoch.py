@@ -37,7 +37,7 @@ from decaylab import probes
 from decaylab.data import DataSet, evaluation_batches
 from decaylab.probes.jacobian import CHUNK
 from decaylab.records import RunStore
-from decaylab.training import Execution, RunSpec, TrainingRun, take_turns, train
+from decaylab.training import Execution, RunSpec, TrainingRun, interleave, train
 from decaylab.training.arithmetic import arithmetic
 from decaylab.training.build import build_model
 from decaylab.training.checkpoint import Writer
@@ -73,7 +73,7 @@ def runs_at_once(specs: list[RunSpec], data: DataSet, compiled: bool) -> float:
     device = data.train.images.device
     counted = (specs[0].epochs or 0) - 2
     done = dict.fromkeys(specs, 0)
-    turns = take_turns({s: train(s, data=data, device=device, execution=how) for s in specs})
+    turns = interleave({s: train(s, data=data, device=device, execution=how) for s in specs})
     for spec, given in turns:
         if isinstance(given, Exception):
             raise given

@@ -33,7 +33,7 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _zeropower_via_ne
 
 import decaylab
 from decaylab.optim.kfac import KFAC
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.options import KFACOptions
 
 Row = dict[str, Any]
 EMBEDDINGS = ("tokens", "places")

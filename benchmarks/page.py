@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 @dataclass
-class Measured:
+class SpeedRows:
     """The rows of all files, by what they are of."""
 
     about: list[Row] = field(default_factory=list)
@@ -50,9 +50,9 @@ class Measured:
     determinism: dict[tuple[str, str], dict[str, Row]] = field(default_factory=dict)
 
     @staticmethod
-    def read(paths: Iterable[Path], runs: Path) -> "Measured":
+    def read(paths: Iterable[Path], runs: Path) -> "SpeedRows":
         """From the files that the benchmarks printed, and the records of runs."""
-        found = Measured(
+        found = SpeedRows(
             schedules=whole_schedules(RunStore(runs)),
             accuracies=[*accuracies(RunStore(runs)), *accuracies(RunStore(runs / REPEATS))],
         )
@@ -136,25 +136,25 @@ def accuracies(store: RunStore) -> list[Row]:
     return found
 
 
-def best_ms(step: str) -> Callable[[Measured, str], float | None]:
-    def value(measured: Measured, network: str) -> float | None:
+def best_ms(step: str) -> Callable[[SpeedRows, str], float | None]:
+    def value(measured: SpeedRows, network: str) -> float | None:
         row = measured.best(network, step)
         return None if row is None else row["ms"]
 
     return value
 
 
-def best_ratio(step: str) -> Callable[[Measured, str], float | None]:
+def best_ratio(step: str) -> Callable[[SpeedRows, str], float | None]:
     """Over the fastest of our SGD steps, whatever its mode."""
 
-    def value(measured: Measured, network: str) -> float | None:
+    def value(measured: SpeedRows, network: str) -> float | None:
         row, base = measured.best(network, step), measured.best(network, "sgd")
         return None if row is None or base is None else row["ms"] / base["ms"]
 
     return value
 
 
-def more_memory(measured: Measured, network: str) -> float | None:
+def more_memory(measured: SpeedRows, network: str) -> float | None:
     """Gigabytes of the larger K-FAC over SGD, in the same mode; the mode with the most."""
     found = []
     for mode in GRAPHS:
@@ -164,11 +164,11 @@ def more_memory(measured: Measured, network: str) -> float | None:
     return max(found, default=None)
 
 
-def most(part: str, key: str) -> Callable[[Measured, str], float | None]:
+def most(part: str, key: str) -> Callable[[SpeedRows, str], float | None]:
     return lambda measured, network: max(measured.of(part, network, key), default=None)
 
 
-def throughput(measured: Measured, network: str) -> float | None:
+def throughput(measured: SpeedRows, network: str) -> float | None:
     return min(measured.of("at-once", network, "throughput", "kfac-g"), default=None)
 
 
@@ -178,7 +178,7 @@ class Goal:
 
     what: str
     limits: tuple[float, float]
-    value: Callable[[Measured, str], float | None]
+    value: Callable[[SpeedRows, str], float | None]
     form: str = "{:.2f}"
     at_least: bool = False
 
@@ -219,7 +219,7 @@ def cell(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def goals(measured: Measured) -> str:
+def goals(measured: SpeedRows) -> str:
     rows = []
     for goal in GOALS:
         cells = [goal.what]
@@ -239,7 +239,7 @@ def goals(measured: Measured) -> str:
     return table(["", *head], rows)
 
 
-def steps(measured: Measured) -> str:
+def steps(measured: SpeedRows) -> str:
     kinds = ("plain", "refresh", "invert")
     rows = []
     for (network, step, mode), row in measured.steps.items():
@@ -254,7 +254,7 @@ def steps(measured: Measured) -> str:
     return table(["step", "ms", "x SGD", "x stock SGD", *kinds, "GB"], rows) + absent
 
 
-def parts(measured: Measured) -> str:
+def parts(measured: SpeedRows) -> str:
     columns = [(kind, part) for kind, names in PARTS_OF.items() for part in names]
     head = [f"{part} ({kind})" for kind, part in columns]
     rows = [
@@ -265,7 +265,7 @@ def parts(measured: Measured) -> str:
     return table(["ms in a step of that kind", *head], rows)
 
 
-def against_bounds(measured: Measured) -> str:
+def against_bounds(measured: SpeedRows) -> str:
     """Each part of K-FAC-G's fastest steps beside the least that the device's data sheet allows."""
     about = [row for row in measured.about if row["file"].startswith("step")]
     places = {(row["device"], row["batch_size"]) for row in about}
@@ -289,7 +289,7 @@ def against_bounds(measured: Measured) -> str:
     return table(head, rows) if rows else ""
 
 
-def epochs(measured: Measured) -> str:
+def epochs(measured: SpeedRows) -> str:
     """A table for each part of the epoch benchmark, with the columns that its rows have."""
     blocks = []
     for part, found in measured.epochs.items():
@@ -300,7 +300,7 @@ def epochs(measured: Measured) -> str:
     return "\n\n".join(blocks)
 
 
-def schedules(measured: Measured) -> str:
+def schedules(measured: SpeedRows) -> str:
     """Of 100 epochs in batches of 128: longer ones have no goal."""
     columns = ("first_epoch", "steps", "seconds", "with_probes")
     rows = []
@@ -316,7 +316,7 @@ def schedules(measured: Measured) -> str:
     return table([*head, "to the last epoch: target", "reached"], rows)
 
 
-def determinism(measured: Measured) -> str:
+def determinism(measured: SpeedRows) -> str:
     """What deterministic steps take longer, from one run."""
     rows = []
     for (network, step), modes in measured.determinism.items():
@@ -327,7 +327,7 @@ def determinism(measured: Measured) -> str:
     return table(["ms a step", "captured", "deterministic", "cost"], rows)
 
 
-def trained(measured: Measured) -> str:
+def trained(measured: SpeedRows) -> str:
     """Run by run, and mean and standard deviation of each network's in each precision."""
     rows, of = [], defaultdict[tuple[str, str], list[Row]](list)
     for row in measured.accuracies:
@@ -347,7 +347,7 @@ def trained(measured: Measured) -> str:
     return table(head, rows)
 
 
-def precision(measured: Measured) -> str:
+def precision(measured: SpeedRows) -> str:
     """The worst layer and the middle one of each run."""
     rows = []
     for run in measured.precision.values():
@@ -364,7 +364,7 @@ def precision(measured: Measured) -> str:
     return table([*head, f"layers over {LARGEST_ERROR:.0%}"], rows)
 
 
-def measured_section(measured: Measured) -> str:
+def measured_section(measured: SpeedRows) -> str:
     """What stands between the marks."""
     places = []
     for about in measured.about:
@@ -402,7 +402,7 @@ def main(given: list[str] | None = None) -> None:
     _, end, after = rest.partition(END)
     if not (mark and end):
         parser.error(f"{options.page} has no {BEGIN} ... {END} to fill")
-    section = measured_section(Measured.read(options.files, options.runs))
+    section = measured_section(SpeedRows.read(options.files, options.runs))
     options.page.write_text(f"{before}{BEGIN}\n\n{section}\n\n{END}{after}", encoding="utf-8")
 
 

@@ -65,11 +65,11 @@ def gradients_of(run: TrainingRun, batches: int) -> Iterator[None]:
         yield
 
 
-def joined(optimizer: KFAC, of: str) -> Steps:
-    """[weight, bias] of each layer, as its factors order them: gradients, or steps."""
+def joined(optimizer: KFAC) -> Steps:
+    """[weight, bias] of each layer, as its factors order them: gradients, or then steps."""
     found, blocks = {}, optimizer._preconditioner
     for name, block in blocks.blocks.items():
-        parts = [getattr(blocks.slots[p], of) for p in block.site.parts]
+        parts = [blocks.slots[p].step for p in block.site.parts]
         found[name] = torch.cat(
             [part.flatten(1) if part.dim() > 1 else part[:, None] for part in parts], 1
         )
@@ -77,17 +77,15 @@ def joined(optimizer: KFAC, of: str) -> Steps:
 
 
 @torch.no_grad()
-def steps_of(run: TrainingRun) -> Steps:
-    """Precondition the gradients that lie on the parameters, as a step does."""
+def steps_of(run: TrainingRun) -> tuple[Steps, Steps]:
+    """The gradients that lie on the parameters, and what a step makes of them."""
     optimizer: Any = run.optimizer
     with run.at_work():
-        for group in optimizer.param_groups:
-            if group["law"] == "kfac":
-                slots = optimizer._preconditioner.slots
-                for p in group["params"]:
-                    slots[p].gradient.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
+        for p, slot in optimizer._preconditioner.slots.items():
+            slot.step.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
+        gradients = joined(optimizer)
         optimizer._preconditioner.precondition()
-    return joined(optimizer, "step")
+    return gradients, joined(optimizer)
 
 
 def errors(run: TrainingRun, batches: int) -> dict[str, dict[str, float]]:
@@ -96,19 +94,17 @@ def errors(run: TrainingRun, batches: int) -> dict[str, dict[str, float]]:
     with run.at_work(), torch.no_grad():
         optimizer._invert()
     worst: dict[str, dict[str, float]] = {}
-    banks = optimizer._preconditioner.banks
-    exact_inverses = [(bank.A_inverse.clone(), bank.G_inverse.clone()) for bank in banks]
+    stacks = [side for bank in optimizer._preconditioner.banks for side in (bank.A, bank.G)]
+    exact_inverses = [stack.values.clone() for stack in stacks]
     for _ in gradients_of(run, batches):
         with torch.no_grad():
-            trained = {name: step.clone() for name, step in steps_of(run).items()}
-            wanted = reference(optimizer, joined(optimizer, "gradient"))
-            for bank in banks:
-                for inverse in (bank.A_inverse, bank.G_inverse):
-                    inverse.copy_(inverse.bfloat16())
-            rounded = steps_of(run)
-            for bank, inverses in zip(banks, exact_inverses, strict=True):
-                bank.A_inverse.copy_(inverses[0])
-                bank.G_inverse.copy_(inverses[1])
+            gradients, trained = steps_of(run)
+            wanted = reference(optimizer, gradients)
+            for stack in stacks:
+                stack.values.copy_(stack.values.bfloat16())
+            rounded = steps_of(run)[1]
+            for stack, values in zip(stacks, exact_inverses, strict=True):
+                stack.values.copy_(values)
         for kind, steps in (("as trained", trained), ("bf16 inverses", rounded)):
             for name, step in steps.items():
                 error = float((step.double() - wanted[name]).norm() / wanted[name].norm())

@@ -11,7 +11,7 @@ weights, `lr/r` and `lr, damping r²`, which it would be if the optimizer rememb
 `none`, which leaves the learning rate as it is.
 
 - first-order: by the paper's law (the probe `effective_lr`: lr/|W|, SGD: lr/|W|^2), by the one that
-  `diagnose` reads (`Layer.effective`: with what Adam remembers), and the rotation per step.
+  `diagnose` reads (`RecordedLayer.effective`: with what Adam remembers), and the rotation per step.
 - kfac: the rotation per step.
 - one-run: what decay does to K-FAC's effective damping, as reconstructed from one run, over what it
   does against the baseline: of layers that `diagnose` reconstructs, and of those for which it
@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from decaylab import KFAC, watch
 from decaylab.data import load
 from decaylab.diagnosis import EquivalentSchedule, effects, equivalent_schedule
-from decaylab.diagnosis.runs import Layer, Run, read_run
+from decaylab.diagnosis.runs import RecordedLayer, Run, read_run
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam, sgd
 from decaylab.optim.laws.dynamics import Series
@@ -197,7 +197,7 @@ def means(series: Series, parts: int) -> list[float]:
 
 
 def ratios(
-    run: Run, decayed: Run, of: Callable[[Layer], Series], parts: int = EIGHTHS
+    run: Run, decayed: Run, of: Callable[[RecordedLayer], Series], parts: int = EIGHTHS
 ) -> Iterator[float]:
     """Of the means over each part, for the layers that the schedule is for."""
     for layer in decayed.turned_layers:
@@ -205,7 +205,7 @@ def ratios(
         yield from (one / other for one, other in zip(*both, strict=True))
 
 
-QUANTITIES: dict[str, Callable[[Layer], Series]] = {
+QUANTITIES: dict[str, Callable[[RecordedLayer], Series]] = {
     "paper's law": lambda layer: layer.series["effective_lr"],
     "effective learning rate": lambda layer: layer.effective,
     "rotation per step": lambda layer: layer.series["rotation"],

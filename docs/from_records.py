@@ -8,27 +8,30 @@ command makes them. `mkdocs build` loads this file as a hook.
 import json
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import fmean, median, stdev
 from typing import Any
 
 from decaylab.attribution import Estimate
 from decaylab.attribution.words import fraction, margin
 from decaylab.diagnosis import Finding, diagnose, reasons
 from decaylab.errors import DecaylabError
-from decaylab.paper import Readings, RunReading, artefact_of
+from decaylab.paper import TIERS, FinishedRun, FinishedRuns, artefact_of
 from decaylab.paper.claims import CLAIMS
 from decaylab.paper.evidence import Bench, Comparison, Sample
+from decaylab.paper.plan import chosen_cells, plan
 from decaylab.records import RunFolder, RunStore
 from decaylab.report.diagnoses import baseline_of
 from decaylab.report.drawing import Line, Panel, draw
 from decaylab.report.mechanisms import (
     MECHANISMS,
     Demo,
-    Mechanism,
+    MechanismSection,
     demo_runs,
     mechanism_grid,
     mechanism_panels,
@@ -36,9 +39,13 @@ from decaylab.report.mechanisms import (
 )
 from decaylab.report.names import counted_seeds, key_title, named
 from decaylab.report.page import grid_markdown, text_grid
-from decaylab.report.results import SCHEDULES, Results
-from decaylab.report.tables import Measured, number, seeds_words, to_grid
-from decaylab.sweeps.survey import survey
+from decaylab.report.tables import OverSeeds, number, seeds_words, to_grid
+from decaylab.sweeps.estimate import Estimator, checked_estimates
+from decaylab.sweeps.run_index import indexed_runs
+from decaylab.sweeps.sweep import pack
+
+sys.path.insert(0, str(Path(__file__).parent))  # mkdocs loads this file by its path
+from results_pages.results import PAPERS_OWN, Results
 
 RESULTS = Path(__file__).parents[1] / "results"
 NET = ("dataset", "network", "batch_norm", "augment")  # Table 1's columns that tell a net
@@ -76,27 +83,27 @@ class Records(Results):
 
     def tiers_of(self, artefact: str) -> list[str]:
         """The paper's own tiers at which an artefact has a finished run, the full one first."""
-        return [tier for tier in SCHEDULES if self.filled(artefact, tier).done]
+        return [tier for tier in PAPERS_OWN if self.filled(artefact, tier).done]
 
     def bench(self, tier: str) -> Bench:
         """The records at a tier, to be compared."""
-        return Bench(self.readings, tier, self.seeds, self.root / "searched")
+        return Bench(self.finished_runs, tier, self.seeds, self.root / "searched")
 
     @cache  # noqa: B019 - one object a build
     def demo(self) -> Demo:
         """The demo's runs."""
-        readings = Readings(RunStore(self.root / "demo"))
-        found, _ = survey(readings.store)
-        return demo_runs(found, readings)
+        finished_runs = FinishedRuns(RunStore(self.root / "demo"))
+        found, _ = indexed_runs(finished_runs.store)
+        return demo_runs(found, finished_runs)
 
 
 def _commands(artefact: str) -> str:
     return f"*Not run yet.* `decaylab reproduce {artefact} --tier short` makes these runs.\n"
 
 
-def _tier_words(tier: str, runs: Iterable[RunReading]) -> str:
+def _tier_words(tier: str, runs: Iterable[FinishedRun]) -> str:
     devices = dict.fromkeys(run.manifest.device for run in runs)
-    return f"{SCHEDULES[tier]}, on {', '.join(devices)}"
+    return f"{TIERS[tier].schedule}, on {', '.join(devices)}"
 
 
 def gains(records: Records, artefact: str) -> str:
@@ -116,7 +123,7 @@ def _gains_at(
     groups = bench.groups(artefact)
     baseline, *others = dict.fromkeys(last for _, cells in groups for last in cells)
     columns = [name for name in artefact_of(artefact).keys[:-1] if name != "optimizer"]
-    rows, used, complete, in_part = [], list[RunReading](), 0, False
+    rows, used, complete, in_part = [], list[FinishedRun](), 0, False
     for key, cells in groups:
         base = bench.sample(cells.get(baseline))
         samples = {last: bench.sample(cells.get(last)) for last in others}
@@ -136,7 +143,7 @@ def _gains_at(
             [
                 key_title(key, columns),
                 named(key["optimizer"]),
-                Measured(tuple(100 * v for v in base.values.values())).short(),
+                OverSeeds(tuple(100 * v for v in base.values.values())).short(),
                 *map(_gain, gained),
                 _strengths(decayed.values()),
                 " and ".join(map(seeds_words, counts)),
@@ -183,7 +190,7 @@ def claimed(records: Records, names: Sequence[str]) -> str:
     rows = []
     for name in names:
         where, claim = CLAIMS[name].where, CLAIMS[name].claim
-        found = [records.claims(tier)[name] for tier in SCHEDULES]
+        found = [records.claims(tier)[name] for tier in PAPERS_OWN]
         said = [[one.effect, f"{one.verdict}, tier {one.tier}"] for one in found if one.n]
         rows += [[f"{claim} ({where})", *one] for one in said or [["not run yet", "not run yet"]]]
     return text_grid(["the paper's claim", "our records", "verdict"], rows)
@@ -224,10 +231,10 @@ def _decayed(records: Records) -> Iterator[tuple[str, list[str], list[RunFolder]
     """
     for tier in records.tiers_of("table1"):
         for key, cells in records.bench(tier).groups("table1"):
-            for run in records.readings.finished(cells[1])[:1]:
+            for run in records.finished_runs.of_cell(cells[1])[:1]:
                 net = key_title(key, NET)
                 baseline = baseline_of(run.spec.resolved(), records.found)
-                folders = [records.readings.store.folder(run.spec.id)]
+                folders = [records.finished_runs.store.folder(run.spec.id)]
                 folders += [baseline.folder] if baseline is not None else []
                 yield tier, [net, named(key["optimizer"])], folders
 
@@ -327,6 +334,65 @@ def attributions(records: Records) -> str:
     return f"{text_grid(header, rows)}\n<small>{said}</small>\n"
 
 
+def advice_followed(records: Records) -> str:
+    """What benchmarks/advice.py found: the suggested decay beside a sweep, best first."""
+    paths = sorted((records.root / "advice").glob("*.json"))
+    tables = [_advice(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return "\n".join(tables) or "*Not run yet.* `python benchmarks/advice.py` makes these runs.\n"
+
+
+def _advice(found: dict[str, Any]) -> str:
+    about, suggestion = found["about"], found["suggestion"]
+    sound = [row for row in found["rows"] if "held_out" in row]
+    losses = {
+        name: OverSeeds(tuple(row["held_out"] for row in sound if row["decay"] == name))
+        for name in dict.fromkeys(row["decay"] for row in sound)
+    }
+    layers = {name for group in suggestion["groups"] for name in group["layers"]}
+    value = math.exp(
+        fmean(
+            math.log(group["weight_decay"])
+            for group in suggestion["groups"]
+            for _ in group["layers"]
+        )
+    )
+    titles = {
+        "suggested": f"{value:.2g}, on the {len(layers)} layers it is suggested for",
+        "suggested, on every matrix": f"{value:.2g}, on every matrix",
+    }
+    rows = [
+        [
+            titles.get(name, f"{name}, on every matrix"),
+            f"{fmean(loss.values):.4f}",
+            f"{stdev(loss.values):.4f}" if len(loss.values) > 1 else "—",
+            str(len(loss.values)),
+        ]
+        for name, loss in sorted(losses.items(), key=lambda item: fmean(item[1].values))
+    ]
+    targets = {row["layer"]: row["target"] for row in suggestion["layers"] if row["target"]}
+    reached = [
+        row["norms"][layer] / target
+        for row in sound
+        if row["decay"] == "suggested"
+        for layer, target in targets.items()
+        if layer in layers
+    ]
+    header = ["weight decay", "held-out loss", "std over seeds", "seeds"]
+    by_layer = [row["suggested"] for row in suggestion["layers"] if row["suggested"]]
+    mean = math.exp(fmean(map(math.log, by_layer)))
+    how = "their mean" if math.isclose(value, mean) else "the weakest that acts within the run"
+    said = (
+        f"GPT ({about['size']}), AdamW at lr {about['lr']:g}, {about['steps']} steps, on"
+        " {device}, {date}, torch {torch}, decaylab {version}".format(**about)
+        + f". Suggested from the run without decay of seed 0; layer by layer the values go from"
+        f" {min(by_layer):.2g} to {max(by_layer):.2g}, and the one value is {how}."
+        " Followed, the"
+        f" layers' norms ended at {min(reached):.2f} to {max(reached):.2f} of the ones that were"
+        f" foretold (median {median(reached):.2f})."
+    )
+    return f"{text_grid(header, rows)}\n<small>{said}</small>\n"
+
+
 def _estimate(values: dict[str, Any] | None) -> Estimate:
     """From JSON, where what is not finite is null."""
     known = {"value": None, "low": None, "high": None, "seeds": 0, **(values or {})}
@@ -351,13 +417,13 @@ def demo_accuracy(records: Records) -> str:
     return f"{grid_markdown(short_accuracy_grid(records.demo()))}\n<small>{said}</small>\n"
 
 
-def demo_figure(records: Records, mechanism: Mechanism) -> Figure:
+def demo_figure(records: Records, mechanism: MechanismSection) -> Figure:
     """A mechanism in the demo's nets."""
     panels = [p for p in mechanism_panels(mechanism, records.demo()) if not p.empty]
     return Figure(f"demo-{mechanism.anchor}", panels)
 
 
-def demo_numbers(records: Records, mechanism: Mechanism) -> str:
+def demo_numbers(records: Records, mechanism: MechanismSection) -> str:
     """A mechanism in the demo's nets: the figure, then its quantities at the end."""
     if not records.demo():
         return demo_accuracy(records)
@@ -373,7 +439,7 @@ def effective_lr_figure(records: Records) -> Figure:
         nets: dict[str, Demo] = {}
         for cell in records.filled("table1", tier).cells:
             title = key_title(cell.key, NET)
-            for run in records.readings.finished(cell):
+            for run in records.finished_runs.of_cell(cell):
                 place = (run.spec.batch_norm, run.spec.optimizer, run.spec.decay)
                 nets.setdefault(title, {}).setdefault(place, []).append(run)
         for title, runs in nets.items():
@@ -391,7 +457,7 @@ def paper_table(records: Records, artefact: str) -> str:
     for tier in records.tiers_of(artefact):
         filled = records.filled(artefact, tier)
         assert filled.table is not None
-        runs = (run for cell in filled.cells for run in records.readings.finished(cell))
+        runs = (run for cell in filled.cells for run in records.finished_runs.of_cell(cell))
         said = f"{_tier_words(tier, runs)}; {filled.coverage} have been run."
         parts.append(f"{grid_markdown(to_grid(filled.table))}\n<small>{said}</small>\n")
     return "\n".join(parts) or _commands(artefact)
@@ -418,6 +484,65 @@ def figures(records: Records) -> list[Figure]:
     ]
 
 
+def paper_cost(records: Records) -> str:
+    """How long the whole paper takes on some GPUs, each with one job at a time."""
+    cells = chosen_cells("all", "full", 1, [], records.root)
+    planned = plan(cells, cells, tier="full")
+    estimator = Estimator(RunStore(records.root))
+    expected = {run.spec.id: estimator.of(run.spec) for run in planned}
+    recorded = sum(estimate.recorded for estimate in expected.values())
+    if not recorded:
+        return _commands("table1")
+    seconds = {run: estimate.seconds for run, estimate in expected.items()}
+    rows = []
+    for gpus in (1, 8, 64):
+        loads = [
+            sum(seconds[run.spec.id] for run in runs)
+            for runs in pack(planned, seconds, jobs=gpus, longest=math.inf)
+        ]
+        busy = sum(loads) / (len(loads) * max(loads))
+        rows.append([str(gpus), in_hours(max(loads)), in_hours(sum(loads)), f"{100 * busy:.0f} %"])
+    header = ["GPUs", "until the last run ends", "GPU time", "of it at work"]
+    note = (
+        f"{len(planned)} runs of all tables and figures at tier full, one seed; {recorded} of them"
+        " are estimated from runs of their kind in `results/`, the others from the table of step"
+        " times. Searches are not among them.\n"
+    )
+    return text_grid(header, rows) + "\n" + note
+
+
+def in_hours(seconds: float) -> str:
+    """Hours with one digit, or minutes."""
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"
+
+
+def estimates_checked(records: Records) -> str:
+    """Estimates against the runs that were recorded since, by network."""
+    groups = defaultdict(list)
+    for check in checked_estimates(RunStore(records.root)):
+        groups[check.spec.data == "digits", named(check.spec.network)].append(check)
+    rows = []
+    for (digits, network), checks in sorted(groups.items()):
+        like = [c.from_like / c.seconds for c in checks if c.from_like is not None]
+        table = [c.from_table / c.seconds for c in checks]
+        device = "CPU" if digits else "GPU"
+        name = f"{network} on digits" if digits else network
+        rows.append([name, device, str(len(checks)), spread_words(like), spread_words(table)])
+    if not rows:
+        return _commands("table1")
+    header = ["network", "device", "runs", "from like runs / recorded", "from the table / recorded"]
+    return text_grid(header, rows)
+
+
+def spread_words(ratios: Sequence[float]) -> str:
+    """The median of ratios, and the range of the middle eight tenths."""
+    if not ratios:
+        return "-"
+    ordered = sorted(ratios)
+    tenth = len(ordered) // 10
+    return f"{median(ordered):.2f} ({ordered[tenth]:.2f} to {ordered[-1 - tenth]:.2f})"
+
+
 BLOCKS: dict[str, Callable[[Records], str]] = {
     "claims-kind": lambda records: claimed(records, ["E2"]),
     "claims-layers": lambda records: claimed(records, ["E4", "E6", "E9"]),
@@ -433,11 +558,14 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "schedules-one-run": lambda records: schedules(records, "one-run"),
     "bursts": bursts,
     "attributions": attributions,
+    "advice-followed": advice_followed,
     "demo-accuracy": demo_accuracy,
     "demo-mechanism-1": lambda records: demo_numbers(records, MECHANISMS[0]),
     "demo-mechanism-2": lambda records: demo_numbers(records, MECHANISMS[1]),
     "demo-mechanism-3": lambda records: demo_numbers(records, MECHANISMS[2]),
     "effective-lr": lambda records: effective_lr_figure(records).markdown or _commands("table1"),
+    "paper-cost": paper_cost,
+    "estimates-checked": estimates_checked,
     "table2": lambda records: paper_table(records, "table2"),
     "fig7": lambda records: paper_figure(records, "fig7").markdown or _commands("fig7"),
 }

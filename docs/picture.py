@@ -1,4 +1,4 @@
-"""README's picture of the results: Fig. 5, drawn from the records in results/.
+"""The picture of Fig. 5 in docs/reproduction.md, drawn from the records in results/.
 
 `make results-pages` draws it anew. It carries a fingerprint of the numbers it shows, so that a test
 can tell when it is out of date, whatever version of matplotlib drew it.
@@ -11,7 +11,7 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from decaylab.paper import Readings, artefact_of
+from decaylab.paper import FinishedRuns, artefact_of
 from decaylab.records import RunStore
 from decaylab.report.drawing import draw, side_by_side
 from decaylab.report.figures import panels_csv
@@ -24,7 +24,7 @@ TIER = "short"
 
 def panels():
     """Fig. 5's panels at the tier that was run."""
-    return fill(artefact_of("fig5"), TIER, Readings(RunStore(ROOT / "results")), seeds=1).panels
+    return fill(artefact_of("fig5"), TIER, FinishedRuns(RunStore(ROOT / "results")), seeds=1).panels
 
 
 def fingerprint(drawn) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import decaylab
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -21,7 +23,7 @@ def test_no_cuda_package_came_along():
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 @pytest.mark.parametrize(
-    ("command", "extra", "others"), [("demo", "report", False), ("test", "dev", True)]
+    ("command", "extra", "others"), [("demo", "report", False), ("test", "all", True)]
 )
 def test_make_installs_what_a_command_needs(command, extra, others):
     """In a fresh checkout: torch first, always by the constraints; the rest for the tests only."""
@@ -30,6 +32,13 @@ def test_make_installs_what_a_command_needs(command, extra, others):
     pips = [line for line in done.stdout.splitlines() if " pip install " in line]
     assert all("-c constraints.txt" in line for line in pips)
     assert pips[0].endswith(" torch")
-    assert any(line.endswith(f"'.[{extra}]'") for line in pips)
-    assert any("'.[dev]'" in line for line in pips) is others
+    assert any(f"'.[{extra}]'" in line for line in pips)
+    assert any("--group dev" in line for line in pips) is others
     assert any("curvlinops" in line for line in pips) is others
+
+
+def test_the_version_is_the_same_everywhere():
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\nversion: {decaylab.__version__}\n" in citation
+    assert f"\n## [{decaylab.__version__}]" in changes

@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-
-from decaylab.report.blocks import BLOCK, BLOCKS, refreshed
-from decaylab.report.results import Results
+from results_pages.blocks import BLOCK, BLOCKS, refreshed
+from results_pages.results import Results
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("results/*.md")]
@@ -25,8 +24,8 @@ def test_a_page_has_the_numbers_of_the_records(page, results):
 
 
 def test_the_pages_with_results_are_those_that_make_refreshes():
-    (line,) = re.findall("decaylab report --runs results (.*)", (ROOT / "Makefile").read_text())
-    assert {ROOT / name for name in re.findall(r"--page (\S+)", line)} == set(ASKING)
+    (line,) = re.findall("-m results_pages (.*)", (ROOT / "Makefile").read_text())
+    assert {ROOT / name for name in line.split()} == set(ASKING)
     assert len(ASKING) >= 3
 
 

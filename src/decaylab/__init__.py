@@ -1,4 +1,4 @@
-"""decaylab: what weight decay does to a network, and a K-FAC that is right.
+"""decaylab: what weight decay does to a network, and a K-FAC tested against exact curvature.
 
 Public names are imported when they are first used: `from decaylab import KFAC` does not load the
 trainer.
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from decaylab.optim.captured import captured
     from decaylab.optim.decay import parameter_groups
     from decaylab.optim.kfac import KFAC
-    from decaylab.optim.kfac_options import KFACOptions
+    from decaylab.optim.options import KFACOptions
     from decaylab.optim.table import decay_table
     from decaylab.probes.watch import watch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "KFAC",
@@ -44,7 +44,7 @@ __all__ = [
 # Public name -> the module that has it.
 _HOMES = {
     "KFAC": "optim.kfac",
-    "KFACOptions": "optim.kfac_options",
+    "KFACOptions": "optim.options",
     "attribute": "attribution",
     "audit": "audits",
     "audit_decay": "audits",

@@ -11,7 +11,7 @@ from oracle.plain_kfac import KFAC
 from decaylab.audits import Reason, audit
 from decaylab.audits.reference import CURVATURES, Case, reference_factors
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.options import KFACOptions
 
 
 def made(**mistakes):

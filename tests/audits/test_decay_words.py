@@ -15,7 +15,7 @@ OPERATORS = {
     DecayOperator("decoupled", (2.0, 2.0)): "beside the step, times lr, 2 times",
     DecayOperator(
         "decoupled", (0.1, 1.0)
-    ): "beside the step, times lr, 0.1 to 1 times, as the gradients are",
+    ): "beside the step, times lr, 0.1 to 1 times, depending on the gradients",
     DecayOperator(
         "masked", ONCE, share=0.5
     ): "beside the step, at some entries at a time (50% of them)",
@@ -28,10 +28,10 @@ TWICE = DecayOperator("decoupled", (2.0, 2.0))
 NAMES = ("a", "b", "c", "d", "e")
 CHECKS = {
     DecayReason.NAMED: ({"operator": TWICE}, "decoupled: beside the step, times lr, 2 times"),
-    DecayReason.IGNORED: ({}, "a weight decay is set, and nothing decays"),
+    DecayReason.IGNORED: ({}, "a weight decay is set, but nothing decays"),
     DecayReason.UNKNOWN: (
         {"along": 0.5, "across": 2.0},
-        "no known operator: 0.5 lr wd |W| along the weight, 2 across",
+        "no known operator: it takes 0.5 lr wd |W| along the weight and 2 across",
     ),
     DecayReason.NOT_TRIED: ({"error": "E: x"}, "it could not be tried (E: x)"),
     DecayReason.NOTHING_SEEN: (
@@ -46,25 +46,28 @@ CHECKS = {
     DecayReason.REPEATED: ({"times": 2}, "applied 2 times a step"),
     DecayReason.SCALED: (
         {"least": 0.1, "most": 1.0},
-        "scaled by 0.1 to 1, in the first steps and as the gradients are",
+        "scaled by 0.1 to 1, depending on the step and on the gradients",
     ),
-    DecayReason.FORMATS_RIGHT: ({}, "the same where parameters have several number formats"),
+    DecayReason.FORMATS_RIGHT: ({}, "the same where parameters differ in number format"),
     DecayReason.FORMATS_REPEATED: (
         {"times": 3},
-        "applied 3 times a step where parameters have several number formats",
+        "applied 3 times a step where parameters differ in number format",
     ),
     DecayReason.GROUPS_RIGHT: ({}, "each param group has its own weight decay"),
     DecayReason.GROUPS_LOST: (
         {"asked": [0.1, 0.0], "got": [0.05, 0.05]},
         "groups that ask for 0.1, 0 get 0.05, 0.05",
     ),
-    DecayReason.VECTORS_ALIKE: ({}, "vectors decay as matrices do"),
+    DecayReason.VECTORS_ALIKE: ({}, "vectors decay like matrices"),
     DecayReason.VECTORS_OTHERWISE: (
         {"operator": DecayOperator("ignored")},
         "ignored: set, but nothing decays",
     ),
-    DecayReason.NOTHING_UNASKED: ({}, "nothing decays without weight decay"),
-    DecayReason.UNASKED: ({"strength": 0.5}, "without weight decay it decays by 0.5 lr a step"),
+    DecayReason.NOTHING_UNASKED: ({}, "nothing decays with weight decay 0"),
+    DecayReason.UNASKED: (
+        {"strength": 0.5},
+        "with weight decay 0 it still decays, by 0.5 lr a step",
+    ),
     DecayReason.NO_DECAY: ({}, "no weight decay is set"),
     DecayReason.TABLE_PROBLEM: (
         {"problem": DecayProblem(Problem.IGNORED, ("a",), {"optimizer": "X"})},

@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
+from results_pages.results import Results, independent
 from torch import nn
 from torch.nn import functional as F
 
 from decaylab.data import DATA_SETS, DataSet, Split
 from decaylab.data.batches import _Normalise
-from decaylab.report.results import Results, independent
 from decaylab.training import RunSpec
 from decaylab.training.run import TrainingRun
 

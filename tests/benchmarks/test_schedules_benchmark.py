@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decaylab.diagnosis import EquivalentSchedule, equivalent_schedule
-from decaylab.diagnosis.runs import Layer, Run
+from decaylab.diagnosis.runs import RecordedLayer, Run
 from decaylab.records import LayerSettings, Rows
 from decaylab.records.recording import Recording
 
@@ -68,7 +68,7 @@ def test_kfac_g_turns_as_far(script, every, momentum, lr, tolerance):
 def layer(rotations):
     setting = LayerSettings(law="sgd", lr=0.1, decay="decoupled", weight_decay=0.1)
     series = {"rotation": tuple(enumerate(rotations))}
-    return Layer("a", invariant=True, settings=((1, setting),), series=series)
+    return RecordedLayer("a", invariant=True, settings=((1, setting),), series=series)
 
 
 def test_ratios_are_of_means_without_the_first_record(script, monkeypatch):

@@ -211,7 +211,7 @@ def test_the_page_has_every_number_beside_its_goal(benchmark, capsys, tmp_path):
 
 def test_what_deterministic_steps_cost_is_told_apart_from_the_others(benchmark):
     page = benchmark("page")
-    measured = page.Measured()
+    measured = page.SpeedRows()
     measured.add_steps(rows_for("vgg16", sgd=("captured", 2.0, 1.0)))
     both = rows_for("vgg16", sgd=("captured", 4.0, 1.0))
     measured.add_steps([*both, *rows_for("vgg16", sgd=("deterministic", 5.0, 1.0))])
@@ -231,7 +231,7 @@ def test_accuracies_are_listed_run_by_run_with_their_mean_by_precision(benchmark
         write_run(store, run, {"test/accuracy": accuracy}, tier="short", compiled=compiled)
         other = replace(run, augment=True)
         write_run(store, other, {"test/accuracy": 0.5}, tier="short", compiled=compiled)
-    text = page.trained(page.Measured.read([], tmp_path))
+    text = page.trained(page.SpeedRows.read([], tmp_path))
     assert [line.split(" | ")[1:] for line in text.splitlines()[2:]] == [
         ["0", "bf16", "yes", "90.00", "", " |"],
         ["1", "bf16", "no", "88.00", "", " |"],

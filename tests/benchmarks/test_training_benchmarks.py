@@ -84,3 +84,19 @@ def test_the_page_shows_the_records(benchmark):
     page = (root / "docs" / "kfac.md").read_text()
     assert all(f"<!-- loops: {name} -->" in page for name in records)
     assert loops.written(page, records) == page
+
+
+def test_the_suggested_decay_beside_a_sweep(benchmark, tmp_path, capsys):
+    options = "--small --steps 12 --seeds 1"
+    rows = records(benchmark("advice").main, options, tmp_path / "advice.json")
+    suggestion = json.loads((tmp_path / "advice.json").read_text())["suggestion"]
+    assert [row["decay"] for row in rows] == [
+        *("0", "suggested", "suggested, on every matrix", "0.01", "0.1", "1"),
+    ]
+    layers = {name for group in suggestion["groups"] for name in group["layers"]}
+    assert "head" not in layers
+    assert {"layers.0.attention.qkv", "layers.1.down"} <= layers
+    plain, own, everywhere = rows[:3]
+    assert own["norms"]["layers.1.down"] < plain["norms"]["layers.1.down"]
+    assert everywhere["norms"]["head"] < own["norms"]["head"]  # decayed in one of them alone
+    assert f"for {len(layers)} layers" in capsys.readouterr().out

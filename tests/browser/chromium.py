@@ -3,6 +3,7 @@
 No driver program and no package: descriptors 3 and 4 of the browser are its ears and its mouth.
 """
 
+import base64
 import json
 import os
 import select
@@ -55,10 +56,10 @@ class Tab:
             raise RuntimeError(f"{method}: {answer['error']}")
         return answer["result"]
 
-    def open(self, path: Path) -> None:
-        """Open a file and wait until everything in it is loaded."""
+    def open(self, page: Path | str) -> None:
+        """Open a file or an address and wait until everything in it is loaded."""
         self.events.clear()
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         if not self.said("Page.loadEventFired"):
             self._until(lambda said: said.get("method") == "Page.loadEventFired")
 
@@ -68,6 +69,28 @@ class Tab:
         if "exceptionDetails" in answer:
             raise RuntimeError(answer["exceptionDetails"]["text"])
         return answer["result"].get("value")
+
+    def until(self, expression: str) -> object:
+        """Wait until a JavaScript expression gives something true; what it gives."""
+        end = time.monotonic() + PATIENCE
+        while not (value := self.value(expression)):
+            if time.monotonic() > end:
+                raise TimeoutError(f"{expression} stays {value!r}")
+            time.sleep(0.05)
+        return value
+
+    def move_mouse(self, x: float, y: float) -> None:
+        """Move the mouse to a place in the window."""
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def screenshot(self, path: Path, height: int | None = None) -> None:
+        """What the window shows, or the page down to `height`, as a PNG."""
+        clip = {}
+        if height is not None:
+            width = self.value("window.innerWidth")
+            clip = {"clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}}
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=height is not None, **clip)
+        path.write_bytes(base64.b64decode(shot["data"]))
 
     def said(self, method: str) -> list[dict]:
         """The events of one kind."""

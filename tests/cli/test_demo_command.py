@@ -10,6 +10,7 @@ from decaylab.cli import demo as demo_module
 from decaylab.cli.demo import demo_specs
 from decaylab.data import load
 from decaylab.report.mechanisms import MECHANISMS
+from decaylab.report.names import named
 from decaylab.theory import Check
 from decaylab.training import Execution, train_to_end
 
@@ -28,19 +29,23 @@ def quick(monkeypatch):
 
 def test_it_ends_with_a_report_and_trains_nothing_the_second_time(tmp_path, monkeypatch):
     monkeypatch.delenv("DECAYLAB_DATA", raising=False)
-    arguments = ["demo", "--runs", str(tmp_path), "--epochs", "1", "--seeds", "1"]
+    arguments = ["demo", "--runs", str(tmp_path), "--epochs", "1", "--all"]
     first = runner.invoke(app, arguments)
     assert first.exit_code == 0, first.stderr
     lines = first.stdout.splitlines()
-    assert sum(line.startswith(("with BN", "without BN")) for line in lines) == 8
     for mechanism in MECHANISMS:
-        assert mechanism.title in lines
-    assert "1 of 1 checks of the paper's statements hold" in first.stdout
+        start = lines.index(mechanism.title)
+        measured = [line for line in lines[start : start + 8] if " -> " in line]
+        assert [line.split(":")[0].strip() for line in measured] == [
+            named(optimizer) for optimizer in mechanism.optimizers
+        ]
     page = tmp_path / "report" / "index.html"
-    assert lines[-1] == f"Report: open {page} in a browser."
+    assert str(page) in first.stdout
+    command = lines[-1].split()
+    assert runner.invoke(app, command[1:]).exit_code == 0
     text = page.read_text(encoding="utf-8")
     assert all(f'id="{mechanism.anchor}"' in text for mechanism in MECHANISMS)
-    assert text.count("data:image/png") == 10  # 2 + 4 + 2 * 2 panels
+    assert text.count('<div class="chart"') == 10  # 2 + 4 + 2 * 2 panels
     rows = {path: path.read_bytes() for path in tmp_path.glob("*/rows.jsonl")}
     second = runner.invoke(app, [*arguments, "--no-report", "--json"])
     assert {path: path.read_bytes() for path in tmp_path.glob("*/rows.jsonl")} == rows
@@ -52,6 +57,15 @@ def test_it_ends_with_a_report_and_trains_nothing_the_second_time(tmp_path, monk
         assert run[names] > 0
         damped = run["batch_norm"] and run["optimizer"].startswith("kfac")
         assert ("effective_damping/features.0" in run) == damped
+
+
+def test_without_all_it_trains_a_pair_for_each_line(tmp_path):
+    """What is printed comes while it trains: a mechanism is told before the next one begins."""
+    result = runner.invoke(app, ["demo", "--runs", str(tmp_path), "--epochs", "1", "--no-report"])
+    assert result.exit_code == 0, result.stderr
+    assert len(list(tmp_path.glob("*/spec.toml"))) == 12
+    assert result.stdout.count(" -> ") == 6 + 1
+    assert not (tmp_path / "report").exists()
 
 
 def test_its_runs_cover_optimizers_decays_and_batch_norm():
@@ -68,8 +82,8 @@ def test_its_runs_cover_optimizers_decays_and_batch_norm():
 def test_probes_leave_the_run_alone(tmp_path):
     spec = next(s for s in demo_specs(epochs=2) if (s.optimizer, s.batch_norm) == ("kfac-f", True))
     watched, plain = (
-        train_to_end(spec, data=load("digits"), execution=Execution(observe=observe))
-        for observe in (demo_module.observe, None)
+        train_to_end(spec, data=load("digits"), execution=Execution(epoch_probe=probe))
+        for probe in (demo_module.measure_epoch, None)
     )
     for name, value in plain.values.items():
         assert name == "train/seconds" or watched.values[name] == value
@@ -86,7 +100,7 @@ def test_decay_acts_as_the_paper_says():
         }
         name = wanted.get((spec.optimizer, spec.batch_norm))
         if name is not None and spec.decay != "l2":
-            execution = Execution(observe=demo_module.observe)
+            execution = Execution(epoch_probe=demo_module.measure_epoch)
             values = train_to_end(spec, data=load("digits"), execution=execution).values
             ends[name, spec.decay] = values[name]
     ratios = {name: ends[name, "decoupled"] / ends[name, "none"] for name, _ in ends}
@@ -101,9 +115,9 @@ def test_bad_numbers(tmp_path, bad):
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
 
 
-def test_without_matplotlib_it_says_so_before_training(tmp_path, monkeypatch):
+def test_a_report_asked_for_without_matplotlib_is_refused_before_training(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = runner.invoke(app, ["demo", "--runs", str(tmp_path / "runs")])
+    result = runner.invoke(app, ["demo", "--runs", str(tmp_path / "runs"), "--report"])
     assert result.exit_code == 2
-    assert "pip install 'decaylab[report]'" in result.stderr
+    assert "decaylab[report]" in result.stderr
     assert not (tmp_path / "runs").exists()

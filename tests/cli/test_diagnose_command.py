@@ -43,8 +43,8 @@ def test_card_markdown_and_json_are_one_result(runs):
     card = run("diagnose", *pair)
     assert card.exit_code == 0
     for finding in plain["findings"]:
-        assert f"| {finding['mechanism']} | **{finding['verdict']}** |" in markdown
-        assert f"{finding['mechanism']}: " in card.stdout
+        assert f"## {finding['title']}" in markdown
+        assert finding["title"] in card.stdout
     for text in (card.stdout, markdown):
         assert " ".join(plain["headline"].split()[:6]) in text
     assert plain["outcome"]["name"] == "test_accuracy"
@@ -141,7 +141,7 @@ def test_folders_of_watch_where_a_run_is_needed(tmp_path):
     assert "records of `watch`: `decaylab diagnose FOLDER --report" in page.stderr
     (tmp_path / "mine" / "spec.toml").write_text("damaged")  # a run, though it cannot be read
     page = run("report", "--runs", tmp_path)
-    assert "left out: mine" in page.stderr
+    assert "mine/spec.toml is damaged" in page.stderr
     assert "records of `watch`" not in page.stderr
 
 

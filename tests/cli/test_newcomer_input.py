@@ -11,7 +11,6 @@ from decaylab.records import RunStore
 
 TINY = ["--hidden", "8", "--batch-size", "256", "--epochs", "1", "--device", "cpu"]
 CELL = ["dataset=cifar10", "network=vgg16", "batch_norm=0", "augment=0", "optimizer=adam"]
-PAGE = "<!-- results: misses -->\nwritten by hand\n<!-- end -->\n"
 
 
 def run(*arguments):
@@ -85,22 +84,6 @@ def test_options_out_of_range_are_one_sentence(tmp_path, arguments, said):
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
     assert said in result.stderr
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_misspelt_folder_does_not_empty_a_page(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(PAGE)
-    result = run("report", "--runs", tmp_path / "reslts", "--page", page)
-    assert (result.exit_code, page.read_text()) == (2, PAGE)
-    assert f"there is no folder {tmp_path / 'reslts'}" in result.stderr
-
-
-def test_a_page_without_a_block_is_no_page_up_to_date(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("<!-- results: misses -->\nnever closed\n")
-    result = run("report", "--runs", tmp_path, "--page", page)
-    assert result.exit_code == 2
-    assert "<!-- end -->" in result.stderr
 
 
 def test_a_report_into_a_file_names_the_option(tmp_path):

@@ -4,14 +4,19 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from report.synthetic import write_run
 from typer.testing import CliRunner
 
 from decaylab.cli import app
 from decaylab.errors import RUNS_LEFT
+from decaylab.paper import select
+from decaylab.paper import superseded as supersession
+from decaylab.paper.plan import chosen_cells
 from decaylab.records import RunStore
 
 runner = CliRunner()
@@ -127,7 +132,7 @@ def test_what_is_held_is_listed_with_its_reason_and_not_run(queue):
 def test_when_the_time_is_up_the_exit_code_says_that_something_is_left(queue):
     whole = queue(TABLE2 + command("pass", 9), "--whole-runs", "--max-minutes", 0.001)
     assert whole.exit_code == RUNS_LEFT
-    assert not Path("runs").exists()
+    assert not list(Path("runs").glob("*/spec.toml"))
     slow = queue(command("import time; time.sleep(60)"), "--max-minutes", 0.01)
     assert slow.exit_code == RUNS_LEFT
 
@@ -181,3 +186,55 @@ def test_the_queue_of_results_can_be_read():
     result = runner.invoke(app, [*map(str, words), "--dry-run", "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["seconds_left"] >= 0
+
+
+def test_runs_whose_seconds_count_have_the_device_to_themselves(queue):
+    text = TABLE2 + 'alone = true\n[[entry]]\nname = "others"\nreproduce = "table2"\n'
+    text += 'only = ["network=vgg16", "optimizer=kfac-g"]\ntier = "smoke"\n'
+    assert queue(text, "--at-once", 2).exit_code == 0
+    made = {run.id: run.manifest().at_once for run in RunStore("runs").runs()}
+    assert {at_once for name, at_once in made.items() if "sgd" in name} == {1}
+    assert {at_once for name, at_once in made.items() if "kfac" in name} == {2}
+
+
+def recorded(names, commit):
+    """Finished runs of `TABLE2` without a single probe."""
+    cells = select(chosen_cells("table2", "smoke", 1, [], Path("runs")), names)
+    for cell in cells:
+        folder = write_run(RunStore("runs"), cell.runs[0], {"test/accuracy": 0.5}, tier="smoke")
+        folder.write_manifest(replace(folder.manifest(), commit=commit))
+    return [cell.runs[0].id for cell in cells]
+
+
+def test_superseded_runs_are_made_again_in_their_place(queue, monkeypatch):
+    old, current = recorded(["network=vgg16", "optimizer=sgd"], "0ld")
+    monkeypatch.setattr(supersession, "_listed", lambda: {old: ("a bug", ("0ld",))})
+    text = TABLE2 + 'again = "superseded"\n'
+    assert standing(queue, text) == [("to do", 0, 1)]
+    assert queue(text).exit_code == 0
+    assert standing(queue, text) == [("done", 1, 1)]
+    store = RunStore("runs")
+    assert store.folder(old).manifest().commit != "0ld"
+    assert store.folder(old).rows().last("jacobian_norm") > 0
+    assert RunStore("runs/superseded").folder(old).manifest().commit == "0ld"
+    assert store.folder(current).manifest().commit == "0ld"  # not listed: left alone
+    before = store.folder(old).manifest()
+    assert queue(text).exit_code == 0
+    assert store.folder(old).manifest() == before
+
+
+def test_runs_without_what_the_artefact_wants_are_made_once_more_beside_them(queue):
+    lacking = recorded(["network=vgg16", "optimizer=sgd"], "0ld")
+    text = TABLE2 + 'again = "lacking"\n'
+    assert standing(queue, text) == [("to do", 0, 2)]
+    assert queue(text).exit_code == 0
+    assert standing(queue, text) == [("done", 2, 2)]
+    for name in lacking:
+        assert RunStore("runs").folder(name).manifest().commit == "0ld"
+        assert RunStore("runs/repeats").folder(name).rows().last("jacobian_norm") > 0
+
+
+def test_what_to_make_again_has_two_kinds(queue):
+    result = queue(TABLE2 + 'again = "everything"\n')
+    assert result.exit_code == 2
+    assert "superseded or lacking" in " ".join(result.output.split())

@@ -54,7 +54,7 @@ def test_stopped_before_the_spec_was_written_the_same_command_begins(tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(store, "replace_text", full)
         assert run(runs=tmp_path).exit_code == 2
-    assert [path.name for path in tmp_path.glob("*/*")] == ["lock"]
+    assert [path.name for path in tmp_path.glob("*/*")] == []
     again = run(runs=tmp_path)
     assert again.exit_code == 0, again.stderr
     assert RunStore(tmp_path).runs()[0].is_finished()
@@ -130,11 +130,12 @@ def test_options_win_over_the_config_and_the_recorded_spec_is_one(tmp_path):
 
 
 BAD = {
-    "unknown network": (["--network", "vgg17"], "choose one of mlp, vgg11"),
-    "AdamW": (["--optimizer", "adamw"], "AdamW is adam with decoupled decay"),
-    "unknown optimizer": (["--optimizer", "rmsprop"], "choose one of sgd, adam, kfac-f, kfac-g"),
-    "unknown data set": (["--data", "imagenet"], "choose one of"),
-    "unknown decay": (["--decay", "l1"], "choose one of none, l2, decoupled, independent"),
+    "unknown network": (["--network", "vgg17"], "vgg16"),
+    "AdamW without a strength": (["--optimizer", "adamw"], "--weight-decay"),
+    "AdamW with L2": (["--optimizer", "adamw", "--decay", "l2"], "l2"),
+    "unknown optimizer": (["--optimizer", "rmsprop"], "kfac-g"),
+    "unknown data set": (["--data", "imagenet"], "cifar10"),
+    "unknown decay": (["--decay", "l1"], "independent"),
     "negative lr": (["--lr", "-0.1"], "lr must be positive"),
     "batch larger than the data": (["--batch-size", "5000"], "5000"),
     "missing data folder": (["--data", "mnist", "--data-dir", "/nonexistent"], "/nonexistent"),

@@ -1,4 +1,4 @@
-"""Patches gathered with the channels last give the moments of plain order."""
+"""Input factors of convolutions against those of torch's unfolded rows."""
 
 import pytest
 import torch
@@ -6,8 +6,6 @@ from oracle.kfac_runs import EXACT, labels_for, random, seeded, train_step
 from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.nn import functional as F
-
-from decaylab.curvature.kinds import conv
 
 CASES = {
     "plain": {"padding": 1},
@@ -36,20 +34,17 @@ def patches(layer, x):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("diagonal", [False, True])
-def test_factors_are_those_of_unfolded_rows(case, diagonal, monkeypatch):
-    used = []
-    order = conv._in_plain_order
-    monkeypatch.setattr(conv, "_in_plain_order", lambda *a: used.append(1) or order(*a))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_factors_are_those_of_unfolded_rows(case, diagonal, device):
     layer = nn.Conv2d(16, 4, 3, **CASES[case])
     size = layer(torch.zeros(1, 16, 12, 12)).numel()
-    model = seeded(lambda: nn.Sequential(layer, nn.Flatten(), nn.Linear(size, 3)))
+    model = seeded(lambda: nn.Sequential(layer, nn.Flatten(), nn.Linear(size, 3))).to(device)
     opt = KFAC(model, 0.01, **EXACT, **({"max_factor_dim": 20} if diagonal else {}))
-    x = random(12, 16, 12, 12)
+    x = random(12, 16, 12, 12).to(device)
     rows = patches(layer, x)
-    train_step(opt, model, x, labels_for(12, classes=3))
+    train_step(opt, model, x, labels_for(12, classes=3).to(device))
     wanted = rows.mT @ rows / rows.shape[1]
     if diagonal:
         wanted = wanted.diagonal(dim1=1, dim2=2)
     A = opt.factors()["0"].A
     assert torch.allclose(A if layer.groups > 1 else A[None], wanted, atol=1e-12)
-    assert used

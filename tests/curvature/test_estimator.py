@@ -36,7 +36,7 @@ def test_factors_are_the_optimizers_and_the_naive_ones(kind, training):
     curvature, likelihood = kind
     options = {"curvature": curvature, "likelihood": likelihood, "outputs": "exact"}
     estimator = KroneckerEstimator(model, **options)
-    estimator.observe(images())
+    estimator.add_batch(images())
     estimator.update()
     naive = naive_factors(copy.deepcopy(model), images(), vectors_for(*kind))
     assert_same_factors(estimator.factors(), naive)
@@ -52,7 +52,7 @@ def test_factors_are_the_optimizers_and_the_naive_ones(kind, training):
 
 
 def test_several_batches_are_one():
-    """By `measure`, by `observe` and by passes of the caller's own in `observing`."""
+    """By `measure`, by `add_batch` and by passes of the caller's own in `listening`."""
     model = seeded(net)
     whole = images(10)
     parts = [whole[:3], whole[3:4], whole[4:]]
@@ -60,8 +60,8 @@ def test_several_batches_are_one():
     expected = one.measure([whole])
     others[0].measure(parts)
     for part in parts:
-        others[1].observe(part)
-        with others[2].observing():
+        others[1].add_batch(part)
+        with others[2].listening():
             model(part)
     for estimator in others[1:]:
         estimator.update()
@@ -77,7 +77,7 @@ def test_an_update_averages_with_those_before():
     seen = []
     for seed in range(2):
         seen.append(KroneckerEstimator(model, outputs="exact").measure([images(seed=seed)])["3"].A)
-        estimator.observe(images(seed=seed))
+        estimator.add_batch(images(seed=seed))
         estimator.update(0.75)
     expected = 0.75 * seen[0] + 0.25 * seen[1]
     torch.testing.assert_close(estimator.factors()["3"].A, expected, rtol=1e-12, atol=1e-14)
@@ -130,7 +130,7 @@ def test_two_estimators_and_an_optimizer_listen_to_one_model():
     x = random(5, 6, 4)
     both = [KroneckerEstimator(model, outputs="exact") for _ in range(2)]
     optimizer = KFAC(model, 0.1, outputs="exact")
-    with both[0].observing(), both[1].observing():
+    with both[0].listening(), both[1].listening():
         cross_entropy(model(x), labels_for(6, classes=CLASSES)).backward()
     optimizer.step()
     for estimator in both:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from decaylab.curvature.estimator import KroneckerEstimator
 from decaylab.curvature.kinds.kind import Reason
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.options import KFACOptions
 
 CLASSES, WIDTH, TOKENS = 3, 4, 7
 KINDS = [("fisher", "categorical"), ("gauss-newton", "categorical")]

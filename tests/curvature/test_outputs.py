@@ -150,9 +150,9 @@ def test_vectors_are_constants():
 
 def test_unknown_names_are_refused_with_the_known_ones():
     z = logits_of((2, 3))
-    with pytest.raises(DecaylabError, match=r"unknown curvature 'hessian': use one of fisher"):
+    with pytest.raises(DecaylabError, match=r"'hessian'.*fisher"):
         outputs.sampled(z, "hessian", "categorical")
-    with pytest.raises(DecaylabError, match=r"unknown likelihood 'poisson': use one of categ"):
+    with pytest.raises(DecaylabError, match=r"'poisson'.*categ"):
         next(outputs.exact(z, "fisher", "poisson"))
     with pytest.raises(DecaylabError, match="empirical Fisher has no output Hessian"):
         outputs.hessian_product(z, z, "empirical-fisher", "categorical")

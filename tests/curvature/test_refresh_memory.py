@@ -28,7 +28,7 @@ def test_gradients_of_layers_are_not_there_all_at_once(monkeypatch):
     monkeypatch.setattr(Sums, "add_gradients", watched)
     gc.disable()
     try:
-        KroneckerEstimator(model).observe(random(5, 4))
+        KroneckerEstimator(model).add_batch(random(5, 4))
     finally:
         gc.enable()
     assert len(seen) == 6

@@ -12,7 +12,7 @@ from torch import nn
 from decaylab.curvature.estimator import KroneckerEstimator
 from decaylab.curvature.factors import Sums, merged
 from decaylab.curvature.kinds.kind import Reason
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.options import KFACOptions
 
 TOKENS, WIDTH = 6, 4
 KIND = ("fisher", "categorical")
@@ -158,3 +158,44 @@ def test_excluding_one_of_the_two_leaves_the_weight_to_the_others(part):
     model = seeded(lambda: Language(tied=True))
     found = KFAC(model, 0.1, options=KFACOptions(exclude=(part,))).coverage()
     assert found["embedding.weight"].reason is Reason.EXCLUDED
+
+
+class Bare(Language):
+    """The head is `F.linear` with the embedding's weight, and no module."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        del self.head
+
+    def forward(self, x):
+        mixed = self.mix(self.embedding(x).tanh().mean(1)).tanh()
+        return nn.functional.linear(mixed, self.embedding.weight)
+
+
+def test_a_head_that_is_no_module_is_measured_too():
+    """Its factors are the tied ones with their sides exchanged, and the steps are the same."""
+    tied, _ = nets()
+    bare = Bare().double()
+    bare.load_state_dict({k: v for k, v in tied.state_dict().items() if k != "head.weight"})
+    opts = [KFAC(model, 0.1, damping=0.01, **EXACT) for model in (tied, bare)]
+    for seed in range(5):
+        for opt, model in zip(opts, (tied, bare), strict=True):
+            train_step(opt, model, tokens(seed=seed), labels_for(12, classes=TOKENS, seed=seed))
+    ours, expected = (opt.factors()["embedding"] for opt in reversed(opts))
+    torch.testing.assert_close(ours.A, expected.S * expected.T, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(ours.S * ours.T, expected.A, rtol=1e-10, atol=1e-12)
+    for name, parameter in bare.named_parameters():
+        torch.testing.assert_close(parameter, tied.get_parameter(name), rtol=1e-10, atol=1e-12)
+
+
+def test_a_part_of_an_embedding_as_a_head_leaves_its_block_to_the_embedding():
+    class Part(Bare):
+        def forward(self, x):
+            mixed = self.mix(self.embedding(x).tanh().mean(1)).tanh()
+            return nn.functional.linear(mixed, self.embedding.weight[:3])
+
+    model = seeded(Part)
+    opt = KFAC(model, 0.1, damping=0.01, **EXACT)
+    train_step(opt, model, tokens(), labels_for(12, classes=3))
+    counts = torch.bincount(tokens().flatten(), minlength=TOKENS).double()
+    torch.testing.assert_close(opt.factors()["embedding"].A, counts / counts.sum())

@@ -44,7 +44,12 @@ def test_list_as_a_table_of_one_line_each(small, tmp_path):
 def test_fetch_says_what_it_got(small, tmp_path, monkeypatch, own_cache):
     writers.write_mnist(tmp_path / "made", small("mnist"), ".gz")
     files = [
-        downloads.Download(path.name, (path.as_uri(),), hashlib.md5(path.read_bytes()).hexdigest())
+        downloads.Download(
+            path.name,
+            (path.as_uri(),),
+            hashlib.md5(path.read_bytes()).hexdigest(),
+            size=path.stat().st_size,
+        )
         for path in sorted((tmp_path / "made").iterdir())
     ]
     monkeypatch.setitem(downloads.DOWNLOADS, "mnist", tuple(files))

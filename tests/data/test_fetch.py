@@ -31,7 +31,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self.send_error(416)
                 return
         self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(body) - start))
+        if server.announced:
+            self.send_header("Content-Length", str(len(body) - start))
         self.end_headers()
         end = start + server.break_after if server.break_after else len(body)
         self.wfile.write(body[start:end])
@@ -44,6 +45,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def server():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.files, server.requests, server.ranges, server.break_after = {}, [], True, None
+        server.announced = True
         server.files["/file.bin"] = BODY
         server.address = f"http://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -57,9 +59,11 @@ def server():
 def offer(server, monkeypatch):
     """Make `fetch("mnist")` download one file from the given paths of the server."""
 
-    def make(*paths, md5=MD5):
+    monkeypatch.setattr(downloads, "PAUSES", (0.0,) * 10)
+
+    def make(*paths, md5=MD5, size=2**20):
         urls = tuple(path if "://" in path else server.address + path for path in paths)
-        download = downloads.Download("file.bin", urls, md5)
+        download = downloads.Download("file.bin", urls, md5, size)
         monkeypatch.setitem(downloads.DOWNLOADS, "mnist", (download,))
 
     make("/file.bin")
@@ -203,7 +207,32 @@ def test_what_was_fetched_is_found_and_loaded(server, small, monkeypatch, tmp_pa
     server.files["/a"] = archive.read_bytes()
     (published,) = downloads.DOWNLOADS["cifar100"]
     md5 = hashlib.md5(server.files["/a"]).hexdigest()
-    ours = downloads.Download(published.file, (server.address + "/a",), md5)
+    ours = downloads.Download(published.file, (server.address + "/a",), md5, published.size)
     monkeypatch.setitem(downloads.DOWNLOADS, "cifar100", (ours,))
     fetch("cifar100")
     assert load("cifar100").test.labels.tolist() == splits["test"][1].tolist()
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_file_that_is_longer_than_the_published_one_is_given_up(
+    server, offer, own_cache, announced
+):
+    """Endless ones too: nothing beyond the published size is written."""
+    offer("/file.bin", size=300_000)
+    server.announced = announced
+    with pytest.raises(DecaylabError, match="more than the 300000 bytes of the published file"):
+        fetch("mnist")
+    assert list((own_cache / "mnist").iterdir()) == []
+
+
+def test_a_server_that_brings_little_again_and_again_is_given_up_after_pauses(
+    server, offer, own_cache, monkeypatch
+):
+    slept = []
+    monkeypatch.setattr(downloads, "PAUSES", (1.0, 2.0, 4.0))
+    monkeypatch.setattr(downloads.time, "sleep", slept.append)
+    server.break_after = 10
+    with pytest.raises(DecaylabError, match="the connection broke after 40 of"):
+        fetch("mnist")
+    assert slept == [1.0, 2.0, 4.0]
+    assert len(server.requests) == 4

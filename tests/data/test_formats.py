@@ -1,8 +1,12 @@
 """Every reader gives back what a writer wrote, and names the file that breaks its format."""
 
 import gzip
+import tarfile
+import tracemalloc
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from data import writers
 from hypothesis import HealthCheck, given, settings
@@ -88,7 +92,7 @@ def test_parquet_reads_back_what_was_written(tmp_path, data, image_format, chann
     labels = labels_for(images, 100)
     path = tmp_path / "train-00000-of-00001.parquet"
     writers.write_shard(path, images, labels, columns, image_format)
-    part = formats.read_parquet(path, (channels, 6, 5), columns[1])
+    part = formats.read_parquet(path, (channels, 6, 5), columns[1], 100)
     assert (part.images == images).all()
     assert (part.labels == labels).all()
 
@@ -111,7 +115,7 @@ def whole_files(tmp_path_factory):
         folder / "a-idx.gz": formats.read_idx,
         folder / "a.tar.gz": lambda path: formats.read_cifar_archive(path, ["a.bin"], 1),
     } | {
-        path: lambda path: formats.read_parquet(path, (3, 6, 6), "label")
+        path: lambda path: formats.read_parquet(path, (3, 6, 6), "label", 100)
         for path in folder.glob("*.parquet")
     }
 
@@ -210,6 +214,32 @@ def test_damaged_archives_are_named(tmp_path):
         formats.read_cifar_archive(path, ["test_batch.bin"], 1)
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_archives_that_unpack_to_more_than_a_data_set_are_refused(tmp_path, monkeypatch, wanted):
+    monkeypatch.setattr(formats, "MOST_BYTES", 500_000)
+    path = tmp_path / "cifar-10-binary.tar.gz"
+    name = "test_batch.bin" if wanted else "readme.html"
+    writers.write_archive(path, {name: bytes(8_000_000)})
+    assert path.stat().st_size < 20_000
+    with pytest.raises(DecaylabError, match="unpacks to more than 1000000 bytes"):
+        formats.read_cifar_archive(path, ["test_batch.bin"], 1)
+    with tarfile.open(path, "w:gz", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("test_batch.bin")
+        member.pax_headers = {"comment": "x" * 8_000_000}  # read before a member is seen
+        archive.addfile(member)
+    with pytest.raises(DecaylabError, match="unpacks to more than 1000000 bytes"):
+        formats.read_cifar_archive(path, ["test_batch.bin"], 1)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_idx_files_larger_than_any_data_set_are_refused(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(formats, "MOST_BYTES", 50_000)
+    path = tmp_path / f"train-images-idx3-ubyte{suffix}"
+    writers.write_idx(path, np.zeros((300, 28, 28), np.uint8))
+    with pytest.raises(DecaylabError, match="more bytes than any file of these data sets"):
+        formats.read_idx(path)
+
+
 def test_python_archive_under_the_binary_name_is_refused(tmp_path):
     path = tmp_path / "cifar-10-binary.tar.gz"
     writers.write_archive(path, {"cifar-10-batches-py/test_batch": b"\x80\x02."})
@@ -227,21 +257,44 @@ class TestParquetErrors:
         path = self.write(tmp_path / "a.parquet")
         path.write_bytes(path.read_bytes()[:-20])
         with pytest.raises(DecaylabError, match=r"a\.parquet is truncated, corrupt or no parquet"):
-            formats.read_parquet(path, (3, 6, 6), "label")
+            formats.read_parquet(path, (3, 6, 6), "label", 100)
+
+    def test_more_images_than_the_data_set_has(self, tmp_path):
+        path = tmp_path / "a.parquet"
+        writers.write_shard(path, np.zeros((30, 3, 6, 6), np.uint8), np.arange(30))
+        with pytest.raises(DecaylabError, match="holds 30 images, and the data set has 2"):
+            formats.read_parquet(path, (3, 6, 6), "label", 2)
+
+    @pytest.mark.parametrize("values", [1, 40])
+    def test_a_small_file_that_asks_for_much_memory(self, tmp_path, values):
+        """One long value that all rows share (a dictionary), and several long ones."""
+        path = tmp_path / "a.parquet"
+        kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        rows = [{"bytes": bytes([n % values]) * 100_000, "path": None} for n in range(400)]
+        labels = pa.array([0] * 400, pa.int64())
+        pq.write_table(pa.table({"img": pa.array(rows, kind), "label": labels}), path)
+        assert path.stat().st_size < 200_000
+        tracemalloc.start()
+        try:
+            with pytest.raises(DecaylabError, match="far more than"):
+                formats.read_parquet(path, (3, 6, 6), "label", 400)
+            assert tracemalloc.get_traced_memory()[1] < 10_000_000
+        finally:
+            tracemalloc.stop()
 
     def test_wrong_columns(self, tmp_path):
         path = self.write(tmp_path / "a.parquet", columns=("img", "fine_label"))
         with pytest.raises(DecaylabError, match="columns img, fine_label and no 'label'"):
-            formats.read_parquet(path, (3, 6, 6), "label")
+            formats.read_parquet(path, (3, 6, 6), "label", 100)
         path = self.write(tmp_path / "b.parquet", columns=("pixels", "label"))
         with pytest.raises(DecaylabError, match="columns pixels, label and no 'img'"):
-            formats.read_parquet(path, (3, 6, 6), "label")
+            formats.read_parquet(path, (3, 6, 6), "label", 100)
 
     def test_images_that_are_no_struct(self, tmp_path):
         path = tmp_path / "a.parquet"
         writers.pq.write_table(writers.pa.table({"img": [b"x"], "label": [1]}), path)
         with pytest.raises(DecaylabError, match=r"a\.parquet is .* no parquet file of images"):
-            formats.read_parquet(path, (3, 6, 6), "label")
+            formats.read_parquet(path, (3, 6, 6), "label", 100)
 
     def test_labels_beyond_whole_numbers_of_64_bits(self, tmp_path):
         path, pa = tmp_path / "a.parquet", writers.pa
@@ -249,29 +302,29 @@ class TestParquetErrors:
         table = pa.table({"img": [{"bytes": b"x"}], "label": labels})
         writers.pq.write_table(table, path)
         with pytest.raises(DecaylabError, match=r"a\.parquet is .* no parquet file of images"):
-            formats.read_parquet(path, (3, 6, 6), "label")
+            formats.read_parquet(path, (3, 6, 6), "label", 100)
 
     def test_wrong_size(self, tmp_path):
         path = self.write(tmp_path / "a.parquet")
         with pytest.raises(DecaylabError, match=r"a\.parquet: image 0 cannot.*6x6, not 7x7"):
-            formats.read_parquet(path, (3, 7, 7), "label")
+            formats.read_parquet(path, (3, 7, 7), "label", 100)
 
     @pytest.mark.parametrize("data", [b"no image", b"", None])
     def test_bytes_that_are_no_image(self, tmp_path, data, monkeypatch):
         monkeypatch.setattr(writers, "encoded", lambda image, image_format: data)
         path = self.write(tmp_path / "a.parquet")
         with pytest.raises(DecaylabError, match=r"a\.parquet: image 0 cannot be read"):
-            formats.read_parquet(path, (3, 6, 6), "label")
+            formats.read_parquet(path, (3, 6, 6), "label", 100)
 
     def test_truncated_image(self, tmp_path, monkeypatch):
         whole = writers.encoded
         monkeypatch.setattr(writers, "encoded", lambda *arguments: whole(*arguments)[:-25])
         path = self.write(tmp_path / "a.parquet")
         with pytest.raises(DecaylabError, match=r"a\.parquet: image 0 cannot be read"):
-            formats.read_parquet(path, (3, 6, 6), "label")
+            formats.read_parquet(path, (3, 6, 6), "label", 100)
 
     def test_without_pyarrow(self, tmp_path, monkeypatch):
         path = self.write(tmp_path / "a.parquet")
         monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
         with pytest.raises(DecaylabError, match=r"needs pyarrow: pip install 'decaylab\[data\]'"):
-            formats.read_parquet(path, (3, 6, 6), "label")
+            formats.read_parquet(path, (3, 6, 6), "label", 100)

@@ -10,7 +10,7 @@ ELASTICITY = {2: -1.0, 1: 0.0, 0: 1.0}
 
 
 @dataclass
-class Layer:
+class ScriptedLayer:
     """|W|^2 = N follows N' = N (1 - s)^2 + growth N^e from `start`^2; s = lr wd (decoupled)."""
 
     invariant: bool = True

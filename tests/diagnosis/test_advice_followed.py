@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from diagnosis.invariant_runs import SIZE, angle, mean_square, random_run
-from diagnosis.recorded import Layer, reasons, records
+from diagnosis.recorded import ScriptedLayer, reasons, records
 from oracle.formulas import Lion
 from torch import nn
 
@@ -64,7 +64,7 @@ def test_a_turn_that_mixes_decay_and_momentum_is_called_rough():
 
 
 def test_without_records_of_turns_lions_is_not_known():
-    layer = Layer(growth=0.004, power=1, settings={"setting_beta1": 0.9})
+    layer = ScriptedLayer(growth=0.004, power=1, settings={"setting_beta1": 0.9})
     (row,) = suggest(records({"a": layer})).layers
     assert row.suggested is not None
     assert row.rotation is None
@@ -106,7 +106,7 @@ def test_followed_again_and_again_advice_settles(e):
     """|grad L(u)| falls with the norm, so that G = c N^e has not the law's e of -1."""
     weight_decay = 0.0
     for _ in range(6):
-        layer = Layer(growth=0.02, e=e, weight_decay=weight_decay)
+        layer = ScriptedLayer(growth=0.02, e=e, weight_decay=weight_decay)
         said = suggest(records({"a": layer}, steps=2000), norm_at=1)
         before, weight_decay = weight_decay, said.weight_decay
     assert weight_decay == pytest.approx(before, rel=0.02)

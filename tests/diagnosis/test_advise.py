@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from diagnosis.recorded import Layer, only, reasons, records
+from diagnosis.recorded import ScriptedLayer, only, reasons, records
 
 from decaylab.diagnosis import Reason, Stepping, convert_decay, suggest
 from decaylab.errors import DecaylabError
@@ -93,7 +93,9 @@ def test_damped_kfac_balances_between_the_two_laws():
 @pytest.mark.parametrize(("weight_decay", "less"), [(1e-4, False), (8e-3, True)])
 def test_a_balance_beyond_all_floats_is_said_to_be_far(weight_decay, less):
     """K-FAC that is almost undamped: pushes and decay are both in proportion to |W|^2."""
-    layer = Layer(growth=1e-3, weight_decay=weight_decay, power=0, damping=1e-9, share=1 - 1e-5)
+    layer = ScriptedLayer(
+        growth=1e-3, weight_decay=weight_decay, power=0, damping=1e-9, share=1 - 1e-5
+    )
     (row,) = suggest(records({"conv": layer})).layers
     assert row.suggested == pytest.approx(1e-3 / 2 / layer.lr, rel=0.05)
     assert row.equilibrium is None
@@ -104,16 +106,16 @@ def test_a_balance_beyond_all_floats_is_said_to_be_far(weight_decay, less):
 def test_the_suggestion_holds_the_norm_that_was_asked_for(e):
     """A run without decay; the suggested decay, put in, keeps |W| within 3 % of the start's."""
     power = 2 if e < 0 else 1
-    free = Layer(growth=0.004, power=power)
-    advised = suggest(records({"conv": free, "head": Layer(invariant=False, growth=0.01)}))
-    held = Layer(growth=0.004, power=power, weight_decay=advised.weight_decay)
+    free = ScriptedLayer(growth=0.004, power=power)
+    advised = suggest(records({"conv": free, "head": ScriptedLayer(invariant=False, growth=0.01)}))
+    held = ScriptedLayer(growth=0.004, power=power, weight_decay=advised.weight_decay)
     assert held.norms(5000)[-1] == pytest.approx(free.norms(1)[0], rel=0.03)
     conv, head = advised.layers
     assert conv.target == pytest.approx(1.0, rel=0.01)
     assert head.suggested is None
     assert reasons(head) == {Reason.CHOOSE_BY_OUTCOME}
     # the same from a run that decays already, and the present equilibrium with it
-    decayed = Layer(growth=0.004, power=power, weight_decay=0.05)
+    decayed = ScriptedLayer(growth=0.004, power=power, weight_decay=0.05)
     again = suggest(records({"conv": decayed}, steps=3000, every=20), norm_at=1)
     assert again.weight_decay == pytest.approx(advised.weight_decay, rel=0.05)
     assert again.layers[0].equilibrium == pytest.approx(decayed.norms(20_000)[-1], rel=0.02)
@@ -124,8 +126,8 @@ def test_the_suggestion_holds_the_norm_that_was_asked_for(e):
 )
 def test_layers_that_are_stepped_otherwise_have_no_one_value(other):
     """A third of it would hold one layer, and ten times as much the other."""
-    first = Layer(growth=0.004, weight_decay=1e-3, decay=other.get("decay", "decoupled"))
-    second = Layer(**{"growth": 0.004, "weight_decay": 1e-3} | other)
+    first = ScriptedLayer(growth=0.004, weight_decay=1e-3, decay=other.get("decay", "decoupled"))
+    second = ScriptedLayer(**{"growth": 0.004, "weight_decay": 1e-3} | other)
     found = suggest(records({"a": first, "b": second}))
     assert found.weight_decay is None
     assert found.notes[-1].reason is Reason.NO_ONE_VALUE
@@ -138,7 +140,7 @@ def test_layers_that_are_stepped_otherwise_have_no_one_value(other):
 
 def test_a_norm_on_its_way_is_said_to_be():
     """Adam's law: the distance of |W|^2 from its balance falls by exp(-2 s) a step."""
-    layer = Layer(growth=1e-4, power=1, weight_decay=0.02)  # s = 0.002: |W|^2 goes to 0.025
+    layer = ScriptedLayer(growth=1e-4, power=1, weight_decay=0.02)  # s = 0.002: |W|^2 goes to 0.025
     (row,) = suggest(records({"conv": layer}, steps=400)).layers
     norms = layer.norms(5000)
     assert row.equilibrium == pytest.approx(norms[-1], rel=0.01)
@@ -152,7 +154,7 @@ def test_a_norm_on_its_way_is_said_to_be():
 
 
 def test_a_balance_far_from_what_was_seen_is_not_given_as_a_number():
-    layer = Layer(growth=1e-6, power=1, weight_decay=0.02)  # |W|^2 goes to 2.5e-4
+    layer = ScriptedLayer(growth=1e-6, power=1, weight_decay=0.02)  # |W|^2 goes to 2.5e-4
     (row,) = suggest(records({"conv": layer}, steps=400)).layers
     norms = layer.norms(20_000)
     assert norms[-1] < norms[399] / 10
@@ -161,29 +163,29 @@ def test_a_balance_far_from_what_was_seen_is_not_given_as_a_number():
 
 
 def test_a_rotation_that_was_asked_for():
-    (row,) = suggest(records({"conv": Layer(growth=0.004)}), rotation=0.05).layers
+    (row,) = suggest(records({"conv": ScriptedLayer(growth=0.004)}), rotation=0.05).layers
     assert row.rotation == pytest.approx(0.05)
     assert row.suggested * 0.1 * 2 == pytest.approx(0.05**2)  # momentum 0: rotation^2 = 2 lr wd
     with pytest.raises(DecaylabError, match="between 0 and 1 radian"):
-        suggest(records({"conv": Layer(growth=0.004)}), rotation=2.0)
-    fast = Layer(growth=0.004, settings={"setting_momentum": 0.9})
+        suggest(records({"conv": ScriptedLayer(growth=0.004)}), rotation=2.0)
+    fast = ScriptedLayer(growth=0.004, settings={"setting_momentum": 0.9})
     (row,) = suggest(records({"conv": fast}), rotation=0.5).layers  # 2.4 of W a step
     assert row.suggested is None
     assert reasons(row) == {Reason.ASK_FOR_LESS}
 
 
 def test_undamped_kfac_and_layers_without_a_push():
-    kfac = Layer(growth=0.002, power=0, damping=1e-3)
+    kfac = ScriptedLayer(growth=0.002, power=0, damping=1e-3)
     (row,) = suggest(records({"conv": kfac})).layers
     assert row.rotation is None
     assert Reason.TURNS_BY_LR in reasons(row)
-    held = Layer(growth=0.002, power=0, weight_decay=row.suggested)
+    held = ScriptedLayer(growth=0.002, power=0, weight_decay=row.suggested)
     assert held.norms(2000)[-1] == pytest.approx(1.0, rel=0.03)
-    still = suggest(records({"conv": Layer(growth=0.0)}))
+    still = suggest(records({"conv": ScriptedLayer(growth=0.0)}))
     assert still.weight_decay is None
     assert reasons(still.layers[0]) == {Reason.DOES_NOT_GROW}
     assert still.notes[-1].reason is Reason.NO_SUGGESTION
-    plain = suggest(records({"head": Layer(growth=0.004, invariant=False)}))
+    plain = suggest(records({"head": ScriptedLayer(growth=0.004, invariant=False)}))
     assert reasons(plain.notes) == {Reason.NO_CANDIDATE}
 
 
@@ -240,4 +242,18 @@ def test_bad_settings(settings, said):
 )
 def test_what_cannot_be_kept_is_refused(asked, said):
     with pytest.raises(DecaylabError, match=said):
-        suggest(records({"conv": Layer(growth=0.004)}, steps=100), **asked)
+        suggest(records({"conv": ScriptedLayer(growth=0.004)}, steps=100), **asked)
+
+
+def test_one_value_for_layers_that_disagree_is_the_weakest_that_acts():
+    """The first grows fast and asks for more than the budget does, the second for less."""
+    fast = ScriptedLayer(growth=0.2, power=1, lr=1e-2)
+    slow = ScriptedLayer(growth=1e-4, power=1, lr=1e-2)
+    (group,) = suggest(records({"fast": fast, "slow": slow}, steps=1000)).groups
+    low, high = group.spread
+    assert high > 10 * low
+    # e = 0: two timescales 1/(2 s) in 1,000 steps, s = lr wd
+    assert group.weight_decay == pytest.approx(2 / (2 * 1000) / 1e-2, rel=1e-6)
+    assert low <= group.weight_decay <= high
+    agreeing = suggest(records({"a": fast, "b": fast}, steps=1000)).groups[0]
+    assert agreeing.weight_decay == pytest.approx(agreeing.spread[0])

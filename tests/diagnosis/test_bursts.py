@@ -9,7 +9,7 @@ from decaylab import diagnose, watch
 from decaylab.data import load
 from decaylab.diagnosis import Reason
 from decaylab.diagnosis.bursts import Burst, bursts
-from decaylab.diagnosis.runs import Layer, read_run
+from decaylab.diagnosis.runs import RecordedLayer, read_run
 from decaylab.networks import build
 from decaylab.optim.decay import DECAYS
 from decaylab.records import LayerSettings, Row, Rows
@@ -23,7 +23,7 @@ def layer(norms, *rates):
         (s, LayerSettings(law="sgd", lr=lr, decay="l2", weight_decay=0.1))
         for s, lr in rates or ((0, 0.1),)
     ]
-    return Layer("a", norms=tuple(enumerate(norms)), settings=tuple(settings))
+    return RecordedLayer("a", norms=tuple(enumerate(norms)), settings=tuple(settings))
 
 
 @pytest.mark.parametrize(

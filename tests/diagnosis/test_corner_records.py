@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diagnosis.recorded import Layer, only, reasons, records
+from diagnosis.recorded import ScriptedLayer, only, reasons, records
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -18,7 +18,7 @@ from decaylab.errors import DecaylabError
 from decaylab.records import Row, Rows
 from decaylab.records.recording import Meta, Recording
 
-DECAYED = Layer(weight_decay=0.03, growth=0.004)
+DECAYED = ScriptedLayer(weight_decay=0.03, growth=0.004)
 
 
 def changed(rows, name, value):
@@ -118,7 +118,9 @@ def test_an_unused_layer_of_zeros_is_no_divergence():
 def test_a_norm_that_no_decay_holds_is_said_of_its_layer():
     """A first norm of 0.1, at which a step adds more than |W|^2."""
     slow, fast = (
-        Layer(decay="l2", weight_decay=1e-4, growth=growth, settings={"setting_momentum": 0.9})
+        ScriptedLayer(
+            decay="l2", weight_decay=1e-4, growth=growth, settings={"setting_momentum": 0.9}
+        )
         for growth in (0.001, 0.4)
     )
     both = records({"slow": slow, "fast": fast})
@@ -131,7 +133,7 @@ def test_a_norm_that_no_decay_holds_is_said_of_its_layer():
 
 def test_the_learning_rate_of_a_suggestion_is_the_one_it_is_for():
     """Decoupled decay takes lr * wd: 0.1 after a warm-up at 0.02."""
-    free = Layer(growth=0.004)
+    free = ScriptedLayer(growth=0.004)
     warm = changed(records({"conv": free}), "setting_lr/conv", lambda r: 0.02)
     warm = Rows((*warm.rows, Row(50, 0, 0.0, "setting_lr/conv", 0.1)))
     found, plain = suggest(warm), suggest(records({"conv": free}))
@@ -215,7 +217,7 @@ def test_kfac_beside_adam_is_not_said_to_be_scale_free():
     run = records(
         {
             "conv": replace(DECAYED, power=1),
-            "head": Layer(power=0, damping=1e-3, invariant=False, weight_decay=0.03),
+            "head": ScriptedLayer(power=0, damping=1e-3, invariant=False, weight_decay=0.03),
         }
     )
     finding = diagnose(run)["effective d"]
@@ -232,7 +234,9 @@ def test_moments_of_one_run_only_are_not_compared_with_none():
     """Adam's law has two forms, with the recorded second moment and without: both or neither."""
     settings = {"setting_momentum": None, "setting_beta1": 0.9, "setting_beta2": 0.999}
     decayed, plain = (
-        records({"conv": Layer(weight_decay=decay, growth=0.004, power=1, settings=settings)})
+        records(
+            {"conv": ScriptedLayer(weight_decay=decay, growth=0.004, power=1, settings=settings)}
+        )
         for decay in (0.03, 0.0)
     )
     # gradients that grow, so that what Adam remembers of the norms is not what it is without them
@@ -250,8 +254,10 @@ def test_moments_of_one_run_only_are_not_compared_with_none():
 
 def test_a_baseline_without_a_common_step_is_not_asked_for_again():
     settings = {"setting_momentum": None, "setting_beta1": 0.9, "setting_beta2": 0.999}
-    run = records({"conv": Layer(decay="l2", weight_decay=0.03, power=1, settings=settings)})
-    other = records({"conv": Layer(power=1, settings=settings)})
+    run = records(
+        {"conv": ScriptedLayer(decay="l2", weight_decay=0.03, power=1, settings=settings)}
+    )
+    other = records({"conv": ScriptedLayer(power=1, settings=settings)})
     apart = Rows(
         tuple(replace(r, step=r.step + 7) if "setting" not in r.name else r for r in other.rows)
     )
@@ -281,7 +287,7 @@ def test_the_damping_is_judged_of_kfac_s_layers_alone():
 def test_scale_free_damping_is_advised_where_it_would_be_lower(grown, free):
     """lambda |W(0)|^2 / |W|^2 is lower where the weights have grown, else higher."""
     moves = {"growth": 0.004} if grown else {"weight_decay": 0.01}
-    layer = Layer(power=0, e=0.0, damping=1e-2, scale_free=free, share=0.02, **moves)
+    layer = ScriptedLayer(power=0, e=0.0, damping=1e-2, scale_free=free, share=0.02, **moves)
     said = only(diagnose(records({"conv": layer})).follows, Reason.DAMPING_DOMINATES)
     assert said["grown"] is (grown and not free)
 
@@ -304,7 +310,7 @@ def test_a_layer_without_a_gradient_does_not_decay():
 
 def test_the_exposure_is_that_of_the_layers_that_are_judged():
     """Fine-tuning: the normalised layers have a small part of the head's learning rate."""
-    head = Layer(invariant=False, weight_decay=0.03)
+    head = ScriptedLayer(invariant=False, weight_decay=0.03)
     slow = diagnose(records({"conv": replace(DECAYED, lr=1e-3), "head": head}))
     finding = slow["effective l"]
     assert finding.verdict == "does not act"
@@ -329,7 +335,7 @@ def test_a_warm_up_does_not_hide_what_kfac_remembers():
 
 
 def test_a_baseline_whose_momentum_changes_on_the_way_is_no_baseline():
-    decayed, plain = (records({"conv": of}) for of in (DECAYED, Layer(growth=0.004)))
+    decayed, plain = (records({"conv": of}) for of in (DECAYED, ScriptedLayer(growth=0.004)))
     assert diagnose(decayed, plain).baselines
     other = Rows((*plain.rows, Row(500, 0, 0.0, "setting_momentum/conv", 0.5)))
     found = diagnose(decayed, other)
@@ -342,7 +348,7 @@ def test_a_learning_rate_of_zero_has_no_factor_with_a_baseline_or_without():
     """Nothing turns at lr 0: for the first 800 of 1000 steps, and for the last 500."""
     for settings in (((1, 0.0), (801, 0.1)), ((1, 0.1), (501, 0.0))):
         runs = []
-        for layer in (DECAYED, Layer(growth=0.004)):
+        for layer in (DECAYED, ScriptedLayer(growth=0.004)):
             rates = [Row(step, 0, 0.0, "setting_lr/conv", lr) for step, lr in settings]
             kept = [r for r in records({"conv": layer}).rows if r.name != "setting_lr/conv"]
             runs.append(Rows((*rates, *kept)))
@@ -353,7 +359,7 @@ def test_a_learning_rate_of_zero_has_no_factor_with_a_baseline_or_without():
 
 def test_the_schedules_factor_is_said_of_this_runs_learning_rate():
     """A learning rate that falls to a hundredth needs less at the end than at the start."""
-    falling = Layer(weight_decay=0.03, growth=0.004)
+    falling = ScriptedLayer(weight_decay=0.03, growth=0.004)
     rows = [r for r in records({"conv": falling}).rows if not r.name.startswith("decay_exp")]
     rows.append(Row(501, 0, 0.0, "setting_lr/conv", 0.001))
     schedule = equivalent_schedule(Rows(tuple(rows)))
@@ -369,7 +375,7 @@ def test_the_decay_beside_a_suggestion_is_the_latest():
 
 
 def test_nothing_is_suggested_from_a_layer_that_decay_has_taken():
-    advised = suggest(records({"conv": Layer(weight_decay=0.3, growth=1e-12, e=0.0)}))
+    advised = suggest(records({"conv": ScriptedLayer(weight_decay=0.3, growth=1e-12, e=0.0)}))
     assert advised.weight_decay is None
     assert reasons(advised.layers[0]) == {Reason.TAKEN}
 
@@ -377,7 +383,7 @@ def test_nothing_is_suggested_from_a_layer_that_decay_has_taken():
 def test_a_layer_frozen_on_the_way_is_judged_by_its_training():
     """As `watch` records it: no norms since. Its decay ended there, that of the other went on."""
     runs = []
-    for layer in (DECAYED, Layer(growth=0.004)):
+    for layer in (DECAYED, ScriptedLayer(growth=0.004)):
         rows = records({"first": layer, "second": layer}).rows
         kept = [r for r in rows if not (r.name.endswith("/first") and r.step > 500)]
         runs.append(Rows((*kept, Row(550, 0, 0.0, "setting_frozen/first", 1.0))))
@@ -395,7 +401,7 @@ def test_a_decay_that_would_hold_a_norm_too_slowly_is_not_suggested(budget):
     The suggestion does within the budget: of |W|^2's distance to its balance exp(-2) is left.
     """
     free = changed(
-        records({"conv": Layer(power=1)}),
+        records({"conv": ScriptedLayer(power=1)}),
         "weight_norm/conv",
         lambda row: (1 + 0.09 * min(row.step, 100) + 1e-5 * row.step) ** 0.5,
     )

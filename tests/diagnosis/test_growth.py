@@ -13,7 +13,7 @@ from decaylab.diagnosis.growth import (
     seen_correlation,
     seen_elasticity,
 )
-from decaylab.diagnosis.runs import Layer
+from decaylab.diagnosis.runs import RecordedLayer
 from decaylab.optim.laws.law import momentum_correlation
 from decaylab.records import LayerSettings
 
@@ -26,7 +26,7 @@ def layer(norms, rates=((0, 0.1),), *, exposure=(), turns=(), **setting):
     given = {"decay": "decoupled", "weight_decay": 0.1, "law": "sgd", **setting}
     settings = tuple((step, LayerSettings(lr=lr, **given)) for step, lr in rates)
     series = {"rotation": tuple(turns)} if turns else {}
-    return Layer("a", settings, tuple(norms), tuple(exposure), series, invariant=True)
+    return RecordedLayer("a", settings, tuple(norms), tuple(exposure), series, invariant=True)
 
 
 def at_rates(*rates, every=10):

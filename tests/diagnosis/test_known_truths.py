@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diagnosis.recorded import Layer, only, reasons, records
+from diagnosis.recorded import ScriptedLayer, only, reasons, records
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.lr_scheduler import LambdaLR
@@ -112,7 +112,10 @@ def test_the_jacobian_is_a_product_over_layers():
     """4 % of each of sixteen layers is a factor of 3.6 in |J|^2; of one layer, 1.08."""
     for depth, verdict in ((16, "acts"), (1, "does not act")):
         layers = [
-            {str(i): Layer(invariant=False, weight_decay=weight_decay) for i in range(depth)}
+            {
+                str(i): ScriptedLayer(invariant=False, weight_decay=weight_decay)
+                for i in range(depth)
+            }
             for weight_decay in (4e-4, 0.0)
         ]
         smaller = math.exp(-2 * 0.04 * depth)
@@ -124,7 +127,7 @@ def test_the_jacobian_is_a_product_over_layers():
 
 
 def test_runs_that_begin_otherwise_are_not_compared():
-    decayed, plain = Layer(weight_decay=0.01, growth=1e-3), Layer(growth=1e-3)
+    decayed, plain = ScriptedLayer(weight_decay=0.01, growth=1e-3), ScriptedLayer(growth=1e-3)
     run, baseline = records({"a": decayed}), records({"a": plain})
     assert diagnose(run, baseline).baselines
     larger = Rows(
@@ -167,8 +170,8 @@ def test_a_decay_that_rounding_undoes():
 def test_more_than_decay_can_do_is_not_put_down_to_it():
     """The baseline has the larger gradients of a smaller batch: exp(2 x 0.1) is all of decay's."""
     kfac = {"power": 0, "damping": 1e-3, "share": 0.5}
-    run = records({"a": Layer(weight_decay=1e-3, growth=1e-3, **kfac)})
-    baseline = records({"a": Layer(growth=1e-2, **kfac)})
+    run = records({"a": ScriptedLayer(weight_decay=1e-3, growth=1e-3, **kfac)})
+    baseline = records({"a": ScriptedLayer(growth=1e-2, **kfac)})
     found = diagnose(run, baseline)["effective d"]
     assert found.verdict == "cannot tell"
     why = only(found.reasons, Reason.MORE_THAN_DECAY)
@@ -213,21 +216,21 @@ def test_a_baseline_of_other_batches_is_not_believed(batches, seeds):
 @pytest.mark.parametrize("start", [1 / 1.2, 1.2])
 def test_a_small_layer_of_another_seed_begins_elsewhere_and_grows_alike(power, start):
     layer = {"growth": 1e-3, "power": power}
-    run = records({"a": Layer(weight_decay=5e-3, **layer)})
-    found = diagnose(run, records({"a": Layer(start=start, **layer)}))
+    run = records({"a": ScriptedLayer(weight_decay=5e-3, **layer)})
+    found = diagnose(run, records({"a": ScriptedLayer(start=start, **layer)}))
     assert found.baselines
     assert not found.first
-    found = diagnose(run, records({"a": Layer(start=start, **layer | {"growth": 2e-2})}))
+    found = diagnose(run, records({"a": ScriptedLayer(start=start, **layer | {"growth": 2e-2})}))
     assert not found.baselines
     assert reasons(found.troubles) == {Reason.OTHER_GROWTH}
 
 
 def test_a_baseline_whose_squared_norms_are_no_floats_is_left_out():
     """A float64 run on its way to infinity."""
-    run = records({"a": Layer(weight_decay=1e-3, growth=1e-3)})
+    run = records({"a": ScriptedLayer(weight_decay=1e-3, growth=1e-3)})
     rows = [
         replace(row, value=1e200) if row.name == "weight_norm/a" and row.step > 500 else row
-        for row in records({"a": Layer(growth=1e-3)}).rows
+        for row in records({"a": ScriptedLayer(growth=1e-3)}).rows
     ]
     assert Reason.OTHER_GROWTH in reasons(diagnose(run, Rows(tuple(rows))).troubles)
 
@@ -295,7 +298,7 @@ def test_a_curvature_of_longer_weights_makes_kfacs_steps_longer(refresh, invert)
     """Decay takes 0.2 % a step: the factors are of weights half as long again, if 200 steps old."""
     memory = {"factor_decay": 0.95, "refresh_every": refresh, "invert_every": invert}
     layers = [
-        Layer(
+        ScriptedLayer(
             **{"power": 0, "damping": 1e-9, "share": 0.99, "lr": 0.02, "growth": 1e-3},
             weight_decay=weight_decay,
             settings={f"setting_{name}": float(value) for name, value in memory.items()},
@@ -310,9 +313,9 @@ def test_a_curvature_of_longer_weights_makes_kfacs_steps_longer(refresh, invert)
 
 
 def test_one_layer_of_many_is_not_lost_in_the_mean():
-    layers = {str(i): Layer(weight_decay=2e-4, growth=1e-4) for i in range(12)}
-    layers["strong"] = Layer(weight_decay=5e-3, growth=1e-4)
-    run, baseline = records(layers), records(dict.fromkeys(layers, Layer(growth=1e-4)))
+    layers = {str(i): ScriptedLayer(weight_decay=2e-4, growth=1e-4) for i in range(12)}
+    layers["strong"] = ScriptedLayer(weight_decay=5e-3, growth=1e-4)
+    run, baseline = records(layers), records(dict.fromkeys(layers, ScriptedLayer(growth=1e-4)))
     for given in ((run, baseline), (run,)):
         found = diagnose(*given)
         assert found["effective l"].effect.value < 1.1
@@ -323,11 +326,13 @@ def test_one_layer_of_many_is_not_lost_in_the_mean():
 
 
 def test_an_opposite_change_is_not_called_none():
-    run = records({"a": Layer(invariant=False, weight_decay=0.05)}, {"jacobian_norm": 30.0})
-    baseline = records({"a": Layer(invariant=False)}, {"jacobian_norm": 10.0})
+    run = records({"a": ScriptedLayer(invariant=False, weight_decay=0.05)}, {"jacobian_norm": 30.0})
+    baseline = records({"a": ScriptedLayer(invariant=False)}, {"jacobian_norm": 10.0})
     assert only(diagnose(run, baseline).follows, Reason.FUNCTION)["opposite"]
     run, baseline = (
-        records({"a": Layer(weight_decay=of[0], growth=of[1], power=0, damping=1e-3, share=0.5)})
+        records(
+            {"a": ScriptedLayer(weight_decay=of[0], growth=of[1], power=0, damping=1e-3, share=0.5)}
+        )
         for of in ((0.01, 0.01), (0.0, 1e-4))
     )
     found = diagnose(run, baseline)
@@ -336,7 +341,7 @@ def test_an_opposite_change_is_not_called_none():
 
 
 def test_weights_that_decay_takes_all_of():
-    run = records({"a": Layer(weight_decay=0.1), "b": Layer(weight_decay=0.01)})
+    run = records({"a": ScriptedLayer(weight_decay=0.1), "b": ScriptedLayer(weight_decay=0.01)})
     (trouble,) = diagnose(run).troubles
     assert (trouble.reason, trouble["layers"]) == (Reason.COLLAPSED, ["a"])
 
@@ -372,13 +377,13 @@ def test_a_suggestion_for_sgd_is_what_torchs_sgd_calls_weight_decay():
 
 
 def test_a_suggestion_for_a_far_norm_is_called_rough():
-    found = suggest(records({"a": Layer(growth=0.05)}))
+    found = suggest(records({"a": ScriptedLayer(growth=0.05)}))
     (row,) = found.layers
     assert row.norm > 2 * row.target
     note = only(row.notes, Reason.ROUGH)
     assert note["factor"] == pytest.approx((row.norm / row.target) ** 2)
     assert note["way"] == "strong"
-    assert suggest(records({"a": Layer(growth=1e-4)})).layers[0].notes == ()
+    assert suggest(records({"a": ScriptedLayer(growth=1e-4)})).layers[0].notes == ()
 
 
 def test_a_suggestion_does_not_hang_on_how_often_a_schedule_is_recorded():

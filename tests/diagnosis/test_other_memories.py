@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from diagnosis.invariant_runs import SIZE, random_run
-from diagnosis.recorded import Layer, reasons, records
+from diagnosis.recorded import ScriptedLayer, reasons, records
 from oracle.formulas import Formula
 
 from decaylab import diagnose
@@ -117,7 +117,7 @@ def test_an_eps_that_is_much_leaves_adam_no_law(eps):
 def test_clipped_gradients_leave_kfac_no_law():
     """Its undamped step goes with |W|, and by |W|^2 where each gradient has the same length."""
     kfac = {"power": 0, "damping": 1e-3, "share": 0.5, "growth": 1e-3}
-    runs = [records({"a": Layer(weight_decay=decay, **kfac)}) for decay in (0.01, 0.0)]
+    runs = [records({"a": ScriptedLayer(weight_decay=decay, **kfac)}) for decay in (0.01, 0.0)]
     steps = {row.step for row in runs[0].rows}
     same = [Row(step, 0, 0.0, "gradient_norm", 1.0) for step in steps]
     clipped = [Rows((*run.rows, *same)) for run in runs]

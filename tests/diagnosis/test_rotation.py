@@ -13,10 +13,11 @@ from torch import nn
 
 from decaylab import diagnose, watch
 from decaylab.diagnosis import Mechanism, Reason
+from decaylab.diagnosis.rules import RULES
 from decaylab.probes import FREE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-STEPS, EVERY = 300, 5
+STEPS, EVERY, LENGTH = 400, 5, 64  # as the example itself trains
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def trained(gpt, weight_decay, seed=0):
     text = gpt.standard_library()
     alphabet = sorted(set(text))
     tokens = torch.tensor([alphabet.index(character) for character in text])
-    model = gpt.GPT(len(alphabet), length=32, width=32, depth=2)
+    model = gpt.GPT(len(alphabet), length=LENGTH, width=64, depth=2)
     optimizer = gpt.optimizer_for("adamw", model, 3e-3, weight_decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / STEPS))
@@ -47,11 +48,11 @@ def trained(gpt, weight_decay, seed=0):
     }
     angles = {name: [] for name in layers}
     probes = [*FREE, "size_response"]
-    inputs = tokens[None, :32]
+    inputs = tokens[None, :LENGTH]
     with watch(model, optimizer, every=EVERY, probes=probes, inputs=inputs) as watched:
         for _ in range(STEPS):
-            starts = torch.randint(len(tokens) - 33, (8,))
-            batch = torch.stack([tokens[i : i + 33] for i in starts.tolist()])
+            starts = torch.randint(len(tokens) - LENGTH - 1, (16,))
+            batch = torch.stack([tokens[i : i + LENGTH + 1] for i in starts.tolist()])
             logits = model(batch[:, :-1]).flatten(0, 1)
             loss = nn.functional.cross_entropy(logits, batch[:, 1:].flatten())
             loss.backward()
@@ -89,20 +90,21 @@ def test_decays_effect_on_rotation_is_that_of_the_angles(runs):
 
 
 def test_the_baselines_angle_follows_from_the_decayed_run_alone(runs):
-    """Within 10 % in the mean over layers, and within 20 % for each."""
+    """Within 10 % for each layer whose size hardly matters; of the others nothing is foretold."""
     decayed, (_, plain) = runs
     alone = diagnose(decayed[0])
     off = []
     for motion in alone.motions:
+        if motion.size_response > RULES.size_little:
+            assert motion.turned is motion.by_decay is None
         if motion.turned is None:
             continue
         angles, own = plain[motion.layer], decayed[1][motion.layer]
         late = slice(STEPS // 2, -1)
         predicted = geometric_mean([a for a in own[late] if a]) / motion.turned.value
         off.append(predicted / geometric_mean([a for a in angles[late] if a]))
-    assert len(off) >= 10
-    assert geometric_mean(off) == pytest.approx(1.0, abs=0.1)
-    assert all(0.8 < each < 1.2 for each in off)
+    assert len(off) >= 7
+    assert off == pytest.approx([1.0] * len(off), abs=0.1)
     assert alone["effective l"].verdict == "acts"
     assert alone[Mechanism.JACOBIAN].because_of(Reason.JACOBIAN_ALONE)
 

@@ -253,10 +253,38 @@ def test_while_two_runs_are_alike_one_tells_the_norms_of_the_other():
     assert seen > 100
 
 
-def test_the_picture_in_the_readme_shows_the_records():
+def test_the_picture_of_fig_5_shows_the_records():
     drawn = picture.panels()
     with Image.open(picture.PICTURE) as image:
         assert image.text["numbers"] == picture.fingerprint(drawn), "run `make results-pages`"
-    assert f"(docs/images/{picture.PICTURE.name})" in (ROOT / "README.md").read_text()
+    assert f"(images/{picture.PICTURE.name})" in (ROOT / "docs" / "reproduction.md").read_text()
     fewer = [replace(panel, marks=panel.marks[:-1]) for panel in drawn]
     assert picture.fingerprint(fewer) != picture.fingerprint(drawn)
+
+
+def test_advice_followed_is_shown_best_first(tmp_path):
+    rows = [
+        {"decay": name, "seed": seed, "held_out": loss + 0.01 * seed, "norms": {"a": 2.0 + seed}}
+        for name, loss in (("suggested", 1.2), ("0", 1.5), ("0.1", 1.1))
+        for seed in range(2)
+    ]
+    group = {"layers": ["a"], "weight_decay": 0.7, "spread": [0.7, 0.7], "lr": 1e-3}
+    layers = [{"layer": "a", "suggested": 0.7, "target": 2.0}]
+    about = {"size": "10M", "lr": 1e-3, "steps": 9, "device": "D", "date": "", "torch": ""}
+    record = {
+        "about": {**about, "version": ""},
+        "suggestion": {
+            "groups": [group],
+            "layers": [*layers, {"layer": "b", "suggested": None, "target": None}],
+        },
+        "rows": [*rows, {"decay": "1", "seed": 0, "error": "OutOfMemoryError"}],
+    }
+    (tmp_path / "advice").mkdir()
+    (tmp_path / "advice" / "gpt.json").write_text(json.dumps(record))
+    text = pages.BLOCKS["advice-followed"](pages.Records(tmp_path))
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| 0")]
+    assert [cell[1] for cell in cells] == ["1.1050", "1.2050", "1.5050"]
+    assert cells[1][0] == "0.7, on the 1 layers it is suggested for"
+    assert cells[1][2:] == ["0.0071", "2"]
+    assert "the one value is their mean." in text
+    assert "1.00 to 1.50 of the ones that were foretold (median 1.25)" in text

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import decaylab
 from decaylab.optim.captured import NotCapturable, Obstacle
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.options import KFACOptions
 
 pytestmark = pytest.mark.gpu
 STEPS = 24

@@ -11,13 +11,14 @@ import torch
 from decaylab.data import DataSet, Split
 from decaylab.errors import Diverged
 from decaylab.networks import build
+from decaylab.optim.graphs import Captured, CudaGraphs
 from decaylab.records import RunStore
 from decaylab.training import (
     Execution,
     RunSpec,
     TrainingRun,
     checkpoint,
-    take_turns,
+    interleave,
     train,
     train_to_end,
 )
@@ -46,6 +47,15 @@ SPECS = {
     "kfac-f, scale-free": replace(SPEC, optimizer="kfac-f", **OFTEN, damping_scaling="scale-free"),
     "kfac-g": replace(SPEC, optimizer="kfac-g", lr=0.01, **OFTEN),
     "kfac-g, lag": replace(SPEC, optimizer="kfac-g", lr=0.01, **OFTEN, inversion_lag=3),
+    "kfac-f, authors' loop": replace(  # 19 batches of 66 images and one of 26
+        SPEC,
+        optimizer="kfac-f",
+        **OFTEN,
+        batch_size=66,
+        keep_last_batch=True,
+        lr_drop_steps=30,
+        refresh_after_step=True,
+    ),
 }
 
 
@@ -132,7 +142,7 @@ def test_runs_at_once_are_the_runs_alone_also_beside_one_that_diverges(data):
     wild = replace(SPECS["sgd"], batch_norm=False, lr=1e30)
     how = Execution(every_step=True, at_once=4)
     runs = {s: train(s, data=data, device="cuda", execution=how) for s in [*specs, wild]}
-    last = dict(take_turns(runs))
+    last = dict(interleave(runs))
     assert isinstance(last[wild], Diverged)
     for spec, expected in zip(specs, alone, strict=True):
         assert last[spec].kind == "finished"
@@ -213,3 +223,25 @@ def test_captured_evaluation_is_the_eager_one(data, network, precision):
         )
         assert captured(data.test) == eager(data.test)
         assert model.training
+
+
+def test_a_replay_draws_what_an_eager_run_draws_even_while_the_capturing_stream_lags(monkeypatch):
+    """A capture resets the generator's counter on its own stream, and a replay sets it on ours."""
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def slow_begin(*args, **kwargs):
+        torch.cuda._sleep(10**8)  # on the capturing stream, before the counter is reset
+        begin(*args, **kwargs)
+
+    def draw():
+        torch.cuda._sleep(10**9)
+        return torch.rand(4, device="cuda")
+
+    torch.manual_seed(0)
+    expected = [torch.rand(4, device="cuda") for _ in range(4)]
+    torch.manual_seed(0)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", slow_begin)
+    captured = Captured(draw, CudaGraphs())
+    drawn = [captured().clone() for _ in range(4)]
+    assert captured.replays
+    assert torch.equal(torch.stack(drawn), torch.stack(expected))

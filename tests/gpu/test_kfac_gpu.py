@@ -13,7 +13,7 @@ from torch import nn
 
 from decaylab.curvature.inverses import damped, factored_damping
 from decaylab.networks import build
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.options import KFACOptions
 from decaylab.training.arithmetic import arithmetic
 
 pytestmark = pytest.mark.gpu
@@ -244,17 +244,17 @@ def test_tf32_takes_nothing_from_the_step_of_a_small_badly_conditioned_layer(sid
     train_step(optimizer, model, torch.randn(8, inputs).cuda(), labels_for(8, classes=4).cuda())
     inverses = optimizer._preconditioner.banks[0]
     bank = inverses.bank
-    for side in (bank.A, bank.G):
-        basis = torch.linalg.qr(torch.randn_like(side[0]).double())[0]
-        scales = torch.logspace(0, -6, len(basis), dtype=torch.float64, device="cuda")
-        side[0] = basis * scales @ basis.mT
-    inverses.gradient.normal_()
+    for side, length in ((bank.A, inputs), (bank.G, outputs)):
+        basis = torch.linalg.qr(torch.randn(length, length, dtype=torch.float64).cuda())[0]
+        scales = torch.logspace(0, -6, length, dtype=torch.float64, device="cuda")
+        side[0, :length, :length] = basis * scales @ basis.mT  # no triangles: they are small
+    gradient = inverses.weight_step.normal_().double()
     with arithmetic("tf32"), torch.no_grad():
         optimizer._invert()
         optimizer._preconditioner.precondition()
-    extra = factored_damping(bank.A.double(), bank.G.double(), torch.tensor([1e-3]).cuda())
-    A, G = (damped(side.double(), more) for side, more in zip((bank.A, bank.G), extra, strict=True))
-    gradient = inverses.gradient[..., :inputs].double()
+    sides = [side.double() for side in bank.matrices(slice(None))]
+    extra = factored_damping(*sides, torch.tensor([1e-3]).cuda())
+    A, G = (damped(side, more) for side, more in zip(sides, extra, strict=True))
     wanted = torch.linalg.solve(G, torch.linalg.solve(A, gradient, left=False))
     assert (inverses.weight_step - wanted).norm() < 1e-3 * wanted.norm()
 

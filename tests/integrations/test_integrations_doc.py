@@ -53,7 +53,7 @@ def test_lightning(here, capsys):
     exec(snippet("lightning"), names)
     norms = names["watching"].watched.records.series("weight_norm")
     assert [row.step for row in norms] == [1, 10, 20]
-    assert "| mechanism | verdict |" in capsys.readouterr().out
+    assert "effective learning rate" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
@@ -62,7 +62,7 @@ def test_transformers(here, capsys):
     names = {"model": model, "texts": texts, "folder": str(here)}
     exec(snippet("transformers"), names)
     assert names["watching"].watched.steps == names["optimizer"].steps == 2
-    assert "| mechanism | verdict |" in capsys.readouterr().out
+    assert "effective learning rate" in capsys.readouterr().out
 
 
 def test_accelerate(here):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
 from oracle.plain_kfac import KFAC
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -26,7 +27,8 @@ from decaylab.curvature.distribution import distribution_of
 from decaylab.curvature.preconditioner import Inversion
 from decaylab.errors import DecaylabError
 from decaylab.optim import kfac
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.kfac_state import curvature_state
+from decaylab.optim.options import KFACOptions
 
 CLASSES = 3
 SIZE, DEVICE = (int(sys.argv[3]), sys.argv[4]) if __name__ == "__main__" else (2, "cpu")
@@ -412,7 +414,7 @@ def inversions_that_fail(rank):
     train_step(opt, model, *data(rank))
     state = opt.state_dict()
     for layer in ("0", "3", "5"):
-        state["kfac"]["layers"][layer]["A"].mul_(-1)
+        curvature_state(state)["layers"][layer]["A"].mul_(-1)
     opt.load_state_dict(state)
     for step in (1, 2):
         train_step(opt, model, *data(SIZE * step + rank))
@@ -581,6 +583,33 @@ def samples(rank):
 
 
 @case
+def samples_of_one_process(rank):
+    """Where all have an equal part of a batch; the state of one goes on in the other."""
+    options = {"refresh_every": 2, "invert_every": 4, "options": KFACOptions(seed=3)}
+    expected = new(net)
+    oracle = alone(expected, **options)
+    model, opt = parallel(**options | {"options": KFACOptions(seed=3, equal_shares=True)})
+    for step in range(3):
+        train_step(oracle, expected, *data(step))
+        train_step(opt, model, *share(data(step), rank))
+    opt.load_state_dict(copy.deepcopy(oracle.state_dict()))
+    for step in range(3, 6):
+        train_step(oracle, expected, *data(step))
+        train_step(opt, model, *share(data(step), rank))
+    assert_same_bits(on_all(flat(model)))
+    assert_close(flat(model), flat(expected))
+    assert_close(factors(opt), factors(oracle))
+
+
+@case
+def shares_that_are_not_equal(rank):
+    model, opt = parallel(options=KFACOptions(equal_shares=True))
+    with sentences() as said:
+        train_step(opt, model, *share(data(), rank, 3))
+    assert "give each equally many" in said[0]
+
+
+@case
 def samples_of_the_initial_pass(rank):
     """Are each rank's own too, and leave those of the steps as they were."""
     batch = data(size=8)[0]
@@ -612,7 +641,28 @@ def a_state_with_inversions_on_their_way(rank):
     for step in range(6, 10):
         train_step(later, again, *data(SIZE * step + rank))
     assert_same_bits(on_all(flat(model)))
-    assert "A_pending" in saved[0][0]["kfac"]["layers"]["0"]
+    assert "A_pending" in curvature_state(saved[0][0])["layers"]["0"]
+    assert torch.equal(flat(model), flat(again))
+
+
+@case
+def a_state_that_travels_through_a_distributed_checkpoint(rank):
+    """Factors, inverses and counters go with it, and a fresh KFAC is left as it is meanwhile."""
+    model, opt = parallel(refresh_every=2, invert_every=4)
+    for step in range(5):
+        train_step(opt, model, *data(SIZE * step + rank))
+    weights, state = copy.deepcopy(get_state_dict(model, opt))
+    again, later = parallel(seed=1, refresh_every=2, invert_every=4)
+    before = flat(again)
+    fresh = get_state_dict(again, later)[1]
+    assert (later.steps, later.estimator.running.seen) == (0, set())
+    assert torch.equal(flat(again), before)
+    assert fresh["state"].keys() == state["state"].keys()
+    set_state_dict(again, later, model_state_dict=weights, optim_state_dict=state)
+    for step in range(5, 9):
+        train_step(opt, model, *data(SIZE * step + rank))
+        train_step(later, again, *data(SIZE * step + rank))
+    assert_same_bits(on_all(flat(model)))
     assert torch.equal(flat(model), flat(again))
 
 
@@ -708,6 +758,22 @@ def shards(rank):
             KFAC(model, 0.1)
         assert "in shards" in said[0]
         assert "use DistributedDataParallel" in said[0]
+
+
+@case
+def shards_behind_its_back(rank):
+    """The weights in use are others then, and would stand still."""
+    if DEVICE != "cpu":
+        return
+    model = new(net)
+    opt = KFAC(model, 0.1, refresh_every=1, options=KFACOptions(process_group=dist.group.WORLD))
+    fully_shard(model, mesh=init_device_mesh("cpu", (SIZE,)))
+    x, y = data(rank)
+    with opt.paused():
+        cross_entropy(model(x), y).backward()
+    with sentences() as said:
+        opt.step()
+    assert "no longer holds" in said[0]
 
 
 # -- on CUDA only --
@@ -822,7 +888,10 @@ def a_group_of_some(rank):
         train_step(oracle, expected, *data(step))
         if rank:
             train_step(opt, model, *share(data(step), rank - 1))
-    weights, seeds = on_all(flat(model)), on_all(torch.tensor(opt.state_dict()["kfac"]["seed"]))
+    weights, seeds = (
+        on_all(flat(model)),
+        on_all(torch.tensor(curvature_state(opt.state_dict())["seed"])),
+    )
     if rank:
         assert_close(norms, {name: new(net)[int(name)].weight.norm() for name in ("0", "3")})
         assert_close(flat(model), flat(expected))

@@ -17,7 +17,7 @@ from decaylab.errors import DecaylabError
 from decaylab.optim.captured import CapturedStep, NotCapturable, Obstacle, captured
 from decaylab.optim.first_order import sgd
 from decaylab.optim.graphs import EAGER_RUNS
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.options import KFACOptions
 
 
 def stepped(model, *optimizers, seen=None):

@@ -20,7 +20,8 @@ from torch import nn
 
 import decaylab
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.kfac_state import curvature_state
+from decaylab.optim.options import KFACOptions
 
 # -- the loop --
 
@@ -99,7 +100,7 @@ def test_the_global_random_state_is_not_touched():
 
 def count_refreshes(opt: KFAC) -> int:
     """The optimizer's generator moves exactly when a curvature sample is drawn."""
-    return hash(opt.state_dict()["kfac"]["generator"].numpy().tobytes())
+    return hash(curvature_state(opt.state_dict())["generator"].numpy().tobytes())
 
 
 def test_only_due_forward_passes_in_train_mode_are_observed():

@@ -13,7 +13,7 @@ import decaylab
 from decaylab.curvature.kinds.kind import Reason
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import parameter_groups
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.options import KFACOptions
 
 
 class Noisy(nn.Conv1d):

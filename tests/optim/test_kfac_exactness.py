@@ -23,7 +23,7 @@ from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.nn import functional as F
 
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.options import KFACOptions
 from decaylab.optim.scale_free import ScaleFree
 
 CLASSES = 3

@@ -59,10 +59,10 @@ def test_gpt2_of_124_million_parameters_is_covered():
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
     planned = plan_blocks(model, model.parameters())
     size = sum(p.numel() for p in model.parameters())
-    inside = sum(p.numel() for p, verdict in planned.verdicts.items() if verdict.block)
+    inside = sum(p.numel() for p, placement in planned.placements.items() if placement.block)
     assert size == 124_439_808
     assert inside / size > 0.999
-    left = {verdict.about for verdict in planned.verdicts.values() if not verdict.block}
+    left = {placement.about for placement in planned.placements.values() if not placement.block}
     assert left == {("LayerNorm",)}
 
 

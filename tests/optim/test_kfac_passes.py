@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from decaylab.errors import DecaylabError
 from decaylab.optim.health import Skips
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.options import KFACOptions
 
 X, Y = random(6, 3), labels_for(6, classes=2)
 
@@ -70,15 +70,44 @@ def test_a_layer_that_shows_itself_later_moves_from_then_on(build):
         model.both = False
         opt.initialize([X])  # then inversions come at their interval alone
         start = model.second.weight.detach().clone()
-        for model.both in (False, True, True):
-            still = torch.equal(model.second.weight, start)
+        for step, model.both in enumerate((False, True, True)):
             opt.zero_grad()
             cross_entropy(model(X), Y).backward()
+            if step == 1:
+                gradient = model.second.weight.grad.clone()
             opt.step()
-        assert still
+            if step == 1:  # nothing was measured yet: gradient descent
+                assert torch.allclose(model.second.weight, start - 0.1 * gradient, atol=1e-12)
         assert not torch.equal(model.second.weight, start)
         after.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*after)
+
+
+class Experts(nn.Module):
+    """One parameter for all experts, of which a batch reaches one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.chosen = 3, 0
+        self.proj = nn.Parameter(torch.randn(3, 4, 3))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.proj[self.chosen]).tanh()
+
+
+def test_an_expert_that_is_first_reached_between_two_refreshes_descends():
+    model = seeded(lambda: nn.Sequential(Experts(), nn.Linear(4, 2)))
+    opt = KFAC(model, 0.1, outputs="exact", refresh_every=3, invert_every=3, momentum=0.0)
+    experts = model[0]
+    for step, experts.chosen in enumerate((0, 0, 1, 1)):
+        before = experts.proj.detach().clone()
+        opt.zero_grad()
+        cross_entropy(model(X), Y).backward()
+        opt.step()
+        moved = experts.proj.detach() - before
+        descended = torch.allclose(moved, -0.1 * experts.proj.grad, rtol=1e-10, atol=1e-12)
+        assert descended == (step == 2)
+        assert [bool(m.any()) for m in moved] == [experts.chosen == i for i in range(3)]
 
 
 def test_an_inversion_for_a_layer_that_shows_itself_is_not_made_twice(monkeypatch):

@@ -10,7 +10,7 @@ from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.nn.utils import prune
 
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.options import KFACOptions
 from decaylab.optim.scale_free import ScaleFree
 
 # added to a variance in float64 it is exactly nothing; torch wants a positive one

@@ -8,7 +8,8 @@ from oracle.kfac_runs import cross_entropy, labels_for, random, seeded, train_st
 from oracle.plain_kfac import KFAC
 from torch import nn
 
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.kfac_state import curvature_state
+from decaylab.optim.options import KFACOptions
 
 ENTRY = (4 * 4 + 3 * 3) * 8  # bytes of the factors of one layer of the stack of three
 
@@ -59,7 +60,7 @@ def test_a_failed_factorisation_is_that_of_one_layer(monkeypatch, layer, entries
     opt = KFAC(model, 0.1, damping=0.5, refresh_every=1000, invert_every=1)
     train_step(opt, model, *data(0))
     state = opt.state_dict()
-    values = state["kfac"]["layers"][layer]["A"]
+    values = curvature_state(state)["layers"][layer]["A"]
     values[..., 0, 0] -= 10 * values.abs().max()
     opt.load_state_dict(state)
     for failures, raised in ((1, 1.0), (2, 2.0)):
@@ -74,7 +75,7 @@ def test_a_raised_damping_halves_with_every_factorisation_that_works():
     opt = KFAC(model, 0.1, damping=0.5, refresh_every=1000, invert_every=1)
     train_step(opt, model, *data(0))
     state = opt.state_dict()
-    state["kfac"]["layers"]["3"]["boost"].fill_(4)
+    curvature_state(state)["layers"]["3"]["boost"].fill_(4)
     opt.load_state_dict(state)
     found = []
     for step in range(4):

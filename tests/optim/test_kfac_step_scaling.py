@@ -11,7 +11,7 @@ from torch import nn
 
 import decaylab
 from decaylab.errors import DecaylabError
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.options import KFACOptions
 
 
 def layers(model):

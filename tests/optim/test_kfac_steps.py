@@ -12,7 +12,7 @@ from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.nn import functional as F
 
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.options import KFACOptions
 
 CLASSES = 3
 STEPS = 7
@@ -56,6 +56,10 @@ def run_both(options, *, steps=STEPS, build=conv_net, batch=batch, groups=None, 
         assert abs(float(found) - expected) <= 1e-9, step
         assert (flat(ours) - flat(dense.model)).abs().max() <= 1e-10, step
         clips.append(dense.clip)
+        if options.get("kl_clip") is None:
+            assert opt.clip_coefficient is None
+        else:
+            assert float(opt.clip_coefficient) == pytest.approx(dense.clip, rel=1e-9)
     start = flat(seeded(build))
     assert (flat(ours) - start).abs().max() > 1e-3  # it went somewhere
     return opt, clips

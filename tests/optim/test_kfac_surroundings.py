@@ -423,3 +423,51 @@ def test_what_was_kept_of_a_pass_is_freed(curvature, backward):
         assert not any(type(kept) is Call for kept in gc.get_objects())
     finally:
         gc.enable()
+
+
+# -- what the model no longer holds --
+
+
+def assigned(model: nn.Module) -> None:
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+def another_parameter(model: nn.Module) -> None:
+    model[2].bias = nn.Parameter(model[2].bias.detach().clone())
+
+
+def another_layer(model: nn.Module) -> None:
+    model[2] = nn.Linear(5, CLASSES).double()
+
+
+def another_layer_with_the_same_parameters(model: nn.Module) -> None:
+    twin = nn.Linear(5, CLASSES)
+    twin.weight, twin.bias = model[2].weight, model[2].bias
+    model[2] = twin
+
+
+@pytest.mark.parametrize(
+    "change",
+    [assigned, another_parameter, another_layer, another_layer_with_the_same_parameters],
+)
+def test_what_was_replaced_is_refused_at_the_next_refresh(change):
+    """Else the weights in use would stand still."""
+    model = seeded(net)
+    opt = KFAC(model, 0.1, refresh_every=2)
+    step(opt, model, *data())
+    change(model)
+    step(opt, model, *data())
+    with pytest.raises(DecaylabError, match="no longer holds"):
+        step(opt, model, *data())
+
+
+def test_layers_that_are_wrapped_in_their_place_go_on():
+    """A wrapper holds the layer, and a new neighbour is nothing of KFAC's."""
+    model, expected = seeded(net), seeded(net)
+    opt, oracle = KFAC(model, 0.1, **EXACT), KFAC(expected, 0.1, **EXACT)
+    model[2] = nn.Sequential(model[2])
+    model[1] = nn.Tanh()
+    for _ in range(2):
+        step(opt, model, *data())
+        step(oracle, expected, *data())
+    same(model, expected)

@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.options import KFACOptions
 
 SGD_RATES = (0.003, 0.01, 0.03, 0.1)  # the best of them is neither the first nor the last
 BATCH, SGD_EPOCHS = 64, 40

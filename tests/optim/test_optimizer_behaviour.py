@@ -129,7 +129,7 @@ def test_settings_follow_from_what_was_seen():
     assert exposure_rate(optimizer, group) == 0.125
     found = layer_settings([optimizer], layers_of(model))["0"]
     assert (found.law, found.beta1) == ("lion", 0.9)
-    assert found.beta2 is None  # it is no memory of squared gradients
+    assert found.beta2 == 0.99
     group["decay"] = "l2"  # what a group says comes first
     group["law"] = "sgd"
     assert decay_of(dict(group), optimizer) == ("l2", 0.25)

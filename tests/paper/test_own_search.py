@@ -3,7 +3,7 @@
 import pytest
 from report.synthetic import write_run, write_searched
 
-from decaylab.paper import Readings, artefact_of, artefacts, cells, select
+from decaylab.paper import FinishedRuns, artefact_of, artefacts, cells, select
 from decaylab.paper.evidence import Bench
 from decaylab.paper.plan import plan
 from decaylab.records import RunStore
@@ -65,7 +65,7 @@ def test_on_digits_all_that_are_one_run_have_it_and_the_legend_says_whose_settin
     assert len({cell.own[0].id for cell in having}) == 1
     for spec, accuracy in ((having[0].runs[0], 0.86), (having[0].own[0], 0.89)):
         write_run(store, spec, {"test/accuracy": accuracy}, tier="quick")
-    table = fill(artefact_of("table1"), "quick", Readings(store), 1).table
+    table = fill(artefact_of("table1"), "quick", FinishedRuns(store), 1).table
     texts = [cell.text for row in to_grid(table).rows for cell in row]
     assert texts.count("86.00, ‡ 89.00") == len(having)
     assert "differ from those chosen for digits" in legend(table)
@@ -78,7 +78,7 @@ def test_the_legend_says_where_a_search_ended_on_the_edge(tmp_path, tried, on_ed
     store = RunStore(tmp_path)
     for spec in (*decayed.runs, *decayed.own):
         write_run(store, spec, {"test/accuracy": 0.9}, tier="short")
-    said = legend(fill(artefact_of("table1"), "short", Readings(store), 1).table)
+    said = legend(fill(artefact_of("table1"), "short", FinishedRuns(store), 1).table)
     assert "decay 0.0003 instead of 0.001" in said
     assert ("on the edge of what was tried: decay (" in said) is on_edge
     assert ("edge" in said) is on_edge
@@ -97,11 +97,11 @@ def test_the_table_shows_both_and_claims_go_by_the_published_settings(tmp_path):
     store = RunStore(tmp_path)
     for spec, accuracy in ((plain.runs[0], 0.87), (decayed.runs[0], 0.86), (decayed.own[0], 0.89)):
         write_run(store, spec, {"test/accuracy": accuracy, "exposure/stage": 2.0}, tier="short")
-    readings = Readings(store)
-    filled = fill(artefact_of("table1"), "short", readings, 1)
+    finished_runs = FinishedRuns(store)
+    filled = fill(artefact_of("table1"), "short", finished_runs, 1)
     texts = [[cell.text for cell in row] for row in to_grid(filled.table).rows]
     assert [row[6] for row in texts if "‡" in row[6]] == ["86.00, ‡ 89.00"]
-    block = tables_section([filled], readings, "short").blocks[0]
+    block = tables_section([filled], finished_runs, "short").blocks[0]
     assert "lr 0.03 instead of 0.1, decay 0.0003 instead of 0.001" in " ".join(block.text)
-    sample = Bench(readings, "short", 1, folder).sample(decayed)
+    sample = Bench(finished_runs, "short", 1, folder).sample(decayed)
     assert sample.values == {0: pytest.approx(0.86)}

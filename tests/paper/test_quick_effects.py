@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decaylab.data import load
-from decaylab.paper import Readings, cells, select
+from decaylab.paper import FinishedRuns, cells, select
 from decaylab.paper.evidence import Bench
 from decaylab.paper.plan import plan
 from decaylab.paper.statistics import correlation
@@ -30,8 +30,8 @@ def quick(tmp_path_factory):
         reproduction._data["digits"] = digits
         list(reproduction.run())
         assert not reproduction.outcome.failed
-        readings = Readings(store)
-        return [readings.finished(cell)[0] for cell in chosen]
+        finished_runs = FinishedRuns(store)
+        return [finished_runs.of_cell(cell)[0] for cell in chosen]
 
     yield made
     torch.set_num_threads(threads)
@@ -54,7 +54,7 @@ def test_weight_decay_shrinks_the_jacobian_under_kfac_g_more_than_under_sgd(quic
         runs = quick("table2", "network=vgg16", f"optimizer={optimizer}")
         norms = [run.final("jacobian_norm") for run in runs]
         found[optimizer] = norms[0] / norms[1]
-        assert Bench(Readings(RunStore("")), "quick", 1, None).enough(runs)
+        assert Bench(FinishedRuns(RunStore("")), "quick", 1, None).enough(runs)
     assert found["kfac-g"] > 8
     assert 1.5 < found["sgd"] < found["kfac-g"] / 1.5
 

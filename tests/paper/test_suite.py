@@ -6,11 +6,12 @@ import pytest
 from decaylab.errors import DecaylabError
 from decaylab.networks import NETWORKS
 from decaylab.paper import artefacts, cells, register_artefact, select
+from decaylab.paper.pace import pace_spec
 from decaylab.paper.plan import plan
 from decaylab.paper.settings import searched, table
 from decaylab.paper.suite import spec_for
 
-OURS = {"decay-alone", "jacobian-alone", "jacobian-lr", "fig9-bn"}
+OURS = {"decay-alone", "jacobian-alone", "jacobian-lr", "fig9-bn", "fig9-pace", "bursts"}
 PAPER = {"table1", "table2", "table3", *(f"fig{n}" for n in range(1, 10))}
 
 
@@ -67,10 +68,14 @@ def test_the_published_settings_reach_the_specs():
 
 def test_short_is_a_fifth_of_the_schedule_and_nothing_else():
     for short, full in zip(all_cells("short"), all_cells("full"), strict=True):
+        if "epochs" in short.columns:  # the same few at every tier
+            assert short.runs == full.runs
+            continue
         for one, other in zip(short.runs, full.runs, strict=True):
             assert (one.epochs, one.lr_drop_every) == (other.epochs // 5, other.lr_drop_every // 5)
-            same = replace(one, epochs=1, lr_drop_every=1, norm_source="")
-            assert same == replace(other, epochs=1, lr_drop_every=1, norm_source="")
+            assert one.lr_drop_steps == other.lr_drop_steps // 5
+            fixed = {"epochs": 1, "lr_drop_every": 1, "lr_drop_steps": 0, "norm_source": ""}
+            assert replace(one, **fixed) == replace(other, **fixed)
 
 
 def test_large_batches_scale_lr_by_the_root_and_sgd_drops_later():
@@ -158,11 +163,11 @@ def test_l2_of_adam_and_kfac_waits_for_its_search_and_sgds_is_its_weight_decay(t
 
 
 def table_has_search(key):
-    return searched(key | {"optimizer": "adam"}, "l2", "full") is not None
+    return searched(key | {"optimizer": "adam"}, "l2", ("full", "short")) is not None
 
 
 def test_what_is_not_known_is_refused_with_what_is(tmp_path):
-    with pytest.raises(DecaylabError, match=r"choose one of table1, .*fig9.*or all"):
+    with pytest.raises(DecaylabError, match=r"table1, .*fig9.*all"):
         cells("table4", "smoke")
     with pytest.raises(DecaylabError, match="choose one of smoke, quick, short, full"):
         cells("table1", "tiny")
@@ -198,6 +203,7 @@ scheme = ["none", "wd"]
     ("given", "instead", "said"),
     [
         ('"table"', '"tables"', "unknown kind 'tables'"),
+        ('"table"', '"scatter"', "kind scatter is for fig5 alone"),
         ('"jacobian"', '"jacobians"', "unknown probe 'jacobians'"),
         ("scheme =", "sheme =", "unknown column 'sheme'"),
         ('"scheme"]', '"sheme"]', "unknown key without a column 'sheme'"),
@@ -240,3 +246,29 @@ def test_decay_alone_differs_by_the_decay_alone():
         assert strength > 0
         assert replace(without, decay=kind, weight_decay=strength) == decayed
         assert decayed.id in run_ids("table1", "full")
+
+
+def test_the_authors_loop_is_three_fields_of_the_cell_of_table_1():
+    ours, other_eps, authors = (cell.runs[0] for cell in cells("bursts", "full"))
+    key = {"dataset": "cifar10", "network": "vgg16", "batch_norm": 1, "augment": 0}
+    table1 = the_cell("table1", **key, optimizer="kfac-f", weight_decay=1).runs[0]
+    assert ours == table1
+    assert other_eps == replace(table1, batch_norm_eps=1e-5)
+    loop = {"keep_last_batch": True, "lr_drop_steps": 16000, "refresh_after_step": True}
+    assert authors == replace(table1, **loop)
+    assert cells("bursts", "short")[2].runs[0].lr_drop_steps == 3200
+
+
+def test_learning_rates_and_precisions_of_an_artefact_replace_the_published_ones():
+    found = {tuple(cell.key.values()): cell.runs[0] for cell in cells("jacobian-lr", "full")}
+    published = found["bf16", 0.03]
+    key = {"network": "vgg16", "optimizer": "sgd", "weight_decay": 0}
+    assert published == the_cell("table2", **key).runs[0]
+    assert found["bf16", 0.003] == replace(published, lr=0.003)
+    assert found["fp32", 0.03] == replace(published, precision="fp32")
+
+
+def test_a_pace_is_that_of_the_first_epochs_of_figure_9():
+    for tier in ("smoke", "short", "full"):
+        runs = [cell.runs[0] for cell in cells("fig9", tier)]
+        assert [pace_spec(run) for run in runs] == [c.runs[0] for c in cells("fig9-pace", tier)]

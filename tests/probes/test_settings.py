@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from oracle.formulas import Lion
 from oracle.plain_kfac import KFAC
 from torch import nn
 
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.laws import law_for
+from decaylab.optim.options import KFACOptions
 from decaylab.probes.layers import layers_of
 from decaylab.probes.settings import layer_settings
 from decaylab.records import LayerSettings
@@ -114,6 +116,13 @@ def test_a_law_that_is_not_known_and_a_layer_that_is_not_held():
     found = settings(optimizer, model)
     assert found["3"] == LayerSettings(stepped=False, **LAST)
     assert found["0"] == LayerSettings("LBFGS", lr=0.5, momentum=0.0, **FIRST)
+
+
+def test_both_betas_of_lion():
+    model = nn.Sequential(nn.Linear(3, 4))
+    found = settings(Lion(model.parameters(), lr=0.1, betas=(0.8, 0.95)), model)["0"]
+    assert (found.law, found.beta1, found.beta2) == ("lion", 0.8, 0.95)
+    assert law_for(found).beta2 == 0.95
 
 
 def test_several_optimizers_and_embeddings():

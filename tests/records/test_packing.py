@@ -90,7 +90,7 @@ def test_the_command_packs_finished_runs(tmp_path):
     for run in runs:
         folder = RunStore(tmp_path).folder(run.id)
         assert not folder.rows_writer.path.exists()
-        assert not (folder.path / "lock").exists()
+        assert not (folder.path / "owner.json").exists()
         again = read_recording(folder)
         assert repr(ordered(again.rows.rows)) == repr(ordered(before[run.id].rows.rows))  # nan too
         assert again.settings == before[run.id].settings

@@ -2,6 +2,7 @@ import errno
 import json
 import math
 import os
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -109,3 +110,74 @@ def test_damaged_lines_are_left_out_and_named(tmp_path):
     rows = read_rows(path)
     assert [r.step for r in rows.rows] == [10, 20]
     assert len(rows.left_out) == len(damaged)
+
+
+ENTRIES = st.lists(
+    st.one_of(
+        st.integers(-1, 6),  # a resume from this step
+        st.tuples(st.integers(0, 6), st.dictionaries(st.sampled_from("abc"), st.floats(0, 1))),
+    ),
+    max_size=12,
+)
+
+
+@given(ENTRIES)
+def test_columns_say_what_a_dictionary_of_rows_says(tmp_path_factory, entries):
+    """Against the definition: by (step, name), in the order of the last time it was written."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    expected, superseded, lines = {}, 0, []
+    for seconds, entry in enumerate(entries):
+        if isinstance(entry, int):
+            lines.append({"resumed_from": entry})
+            voided = [key for key in expected if key[0] > entry]
+            superseded += len(voided)
+            for key in voided:
+                del expected[key]
+            continue
+        step, values = entry
+        moment = {"step": step, "epoch": step // 2, "seconds": seconds}
+        lines.append({**moment, "values": values})
+        for name, value in values.items():
+            expected.pop((step, name), None)
+            expected[step, name] = Row(step, step // 2, float(seconds), name, value)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = read_rows(path)
+    assert rows.rows == tuple(expected.values())
+    assert list(rows.rows[::2]) == list(expected.values())[::2]
+    assert rows.superseded == superseded
+    assert set(rows.names()) == {name for _, name in expected}
+    for name in "abc":
+        series = sorted((r for r in expected.values() if r.name == name), key=lambda r: r.step)
+        assert rows.series(name) == series
+        assert rows.last(name) == (series[-1].value if series else None)
+
+
+def test_numbers_out_of_range_and_lines_without_end_are_damaged_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr("decaylab.records.rows.LONGEST_LINE", 200)
+    path = tmp_path / "rows.jsonl"
+    RowWriter(path).append([row(1)])
+    moment = {"epoch": 0, "seconds": 0.0, "values": {"loss": 1.0}}
+    with path.open("a") as file:
+        file.write(json.dumps({"step": 10**30, **moment}) + "\n")
+        file.write(json.dumps({"step": 1, **moment, "epoch": 10**30}) + "\n")
+        file.write("x" * 1000 + "\n")
+        file.write("[" * 150 + "\n")
+    RowWriter(path).append([row(2)])
+    rows = read_rows(path)
+    assert rows.rows == (row(1), row(2))
+    assert rows.damaged == tuple(f"line {n} of rows.jsonl is damaged" for n in (2, 3, 4, 5))
+
+
+def test_a_large_file_takes_less_memory_than_it_has_bytes(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    names = [f"weight_norm/layer{n}" for n in range(20)]
+    RowWriter(path).append([row(step, name, 1 / 3) for step in range(3000) for name in names])
+    tracemalloc.start()
+    try:
+        rows = read_rows(path)
+        assert rows.last(names[3]) == 1 / 3
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(rows.rows) == 60_000
+    assert peak < path.stat().st_size

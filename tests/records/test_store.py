@@ -1,5 +1,4 @@
 import errno
-import fcntl
 import json
 import os
 import stat
@@ -198,18 +197,6 @@ def test_a_file_system_that_syncs_no_folders_will_do(tmp_path, monkeypatch):
     monkeypatch.setattr(files.os, "fsync", files_only)
     files.replace_text(tmp_path / "a", "new")
     assert (tmp_path / "a").read_text() == "new"
-
-
-def test_a_file_system_that_keeps_no_locks_is_one_sentence(tmp_path, monkeypatch):
-    def none(*given):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", none)
-    with (
-        pytest.raises(DecaylabError, match=r"lock cannot be locked \(No locks.*use a --runs"),
-        RunStore(tmp_path).folder("a").writing("seed = 1\n"),
-    ):
-        pass
 
 
 def test_a_runs_folder_that_is_a_file_is_refused(tmp_path):

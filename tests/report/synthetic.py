@@ -2,7 +2,7 @@
 
 import math
 
-from decaylab.paper import Readings, artefacts, cells
+from decaylab.paper import FinishedRuns, artefacts, cells
 from decaylab.records import Manifest, Row, RunStore
 
 CLOCK = 1_700_000_000.0
@@ -98,4 +98,4 @@ def fill_artefacts(root, names=None, *, tier="smoke", seeds=1):
                 if spec.id not in done:
                     done.add(spec.id)
                     write_run(store, spec, everything(len(done)), tier=tier)
-    return Readings(store)
+    return FinishedRuns(store)

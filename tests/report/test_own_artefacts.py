@@ -7,7 +7,7 @@ import pytest
 from report.synthetic import everything, write_run
 
 from decaylab.errors import DecaylabError
-from decaylab.paper import Readings, artefacts, cells, register_artefact
+from decaylab.paper import FinishedRuns, artefacts, cells, register_artefact
 from decaylab.records import RunStore
 from decaylab.report.sections import all_artefacts, fill
 from decaylab.report.tables import to_csv, to_grid
@@ -48,7 +48,7 @@ def filled(tmp_path):
         for number, cell in enumerate(cells(artefact.name, "short"), start=1):
             values = {**everything(0), "test/accuracy": number / 100}
             write_run(store, cell.runs[0], values, tier="short")
-        return fill(artefact, "short", Readings(store), 1)
+        return fill(artefact, "short", FinishedRuns(store), 1)
 
     yield make
     artefacts().pop("of-ones-own", None)
@@ -117,5 +117,5 @@ def test_a_metric_that_is_no_share_is_shown_as_it_is(filled, kind, monkeypatch):
 def test_those_of_the_paper_come_first(filled):
     filled("table", '["network", "optimizer", "weight_decay"]', OPTIMIZERS)
     tables = ["table1", "table2", "table3", "decay-alone", "jacobian-alone", "of-ones-own"]
-    figures = [*(f"fig{n}" for n in range(1, 10)), "fig9-bn", "jacobian-lr"]
+    figures = [*(f"fig{n}" for n in range(1, 10)), "bursts", "fig9-bn", "fig9-pace", "jacobian-lr"]
     assert [one.name for one in all_artefacts()] == tables + figures

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 from matplotlib.figure import Figure
-from report.synthetic import fill_artefacts
+from report.synthetic import everything, fill_artefacts, write_run
 
 from decaylab.errors import DecaylabError
-from decaylab.paper import Readings, artefact_of, artefacts, cells
+from decaylab.paper import FinishedRuns, artefact_of, artefacts, cells
 from decaylab.records import RunStore
 from decaylab.report.drawing import (
     DPI,
@@ -22,7 +22,7 @@ from decaylab.report.drawing import (
     draw,
     side_by_side,
 )
-from decaylab.report.figures import panels, panels_csv
+from decaylab.report.figures import over_seeds, panels, panels_csv, published_accuracies
 
 FIGURES = [name for name, artefact in artefacts().items() if artefact.kind != "table"]
 LINE = Panel("a", "x", "y", [Line("none", [0, 1], [1.0, 2.0])])
@@ -38,8 +38,10 @@ def filled(tmp_path_factory):
     return fill_artefacts(tmp_path_factory.mktemp("runs"), seeds=2)
 
 
-def test_there_are_nine_figures_and_two_of_our_own():
-    assert sorted(FIGURES) == sorted([*(f"fig{n}" for n in range(1, 10)), "fig9-bn", "jacobian-lr"])
+def test_there_are_nine_figures_and_four_of_our_own():
+    assert sorted(FIGURES) == sorted(
+        [*(f"fig{n}" for n in range(1, 10)), "bursts", "fig9-bn", "fig9-pace", "jacobian-lr"]
+    )
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -49,26 +51,57 @@ def test_every_figure_shows_its_runs_and_nothing_else(name, filled):
     assert drawn
     assert not any(panel.empty for panel in drawn)
     recorded = {
-        row.value for cell in found for run in filled.finished(cell) for row in run.rows.rows
+        row.value for cell in found for run in filled.of_cell(cell) for row in run.rows.rows
     }
     factor = 100 if artefact_of(name).percent else 1
-    for panel in drawn:
-        for mark in panel.marks:
-            if isinstance(mark, Line):
-                assert set(mark.y) <= {factor * value for value in recorded}
-    empty = panels(artefact_of(name), found, Readings(RunStore("nowhere")))
+    numbers = {factor * value for value in recorded}
+    for mark in (mark for panel in drawn for mark in panel.marks if isinstance(mark, Line)):
+        assert set(mark.low) | set(mark.high) <= numbers
+        if len(mark.low):  # the mean of two seeds
+            ends = zip(mark.low, mark.high, strict=True)
+            assert mark.y == pytest.approx([(low + high) / 2 for low, high in ends])
+        else:
+            assert set(mark.y) <= numbers
+    empty = panels(artefact_of(name), found, FinishedRuns(RunStore("nowhere")))
     assert [panel.title for panel in empty] == [panel.title for panel in drawn]
     assert all(panel.empty for panel in empty)
 
 
-def test_curves_have_one_line_per_seed_and_bars_their_mean(filled):
+def test_curves_and_bars_are_means_over_seeds(filled):
     curves = panels(artefact_of("fig2"), cells("fig2", "smoke", 2), filled)
     assert {mark.label for mark in curves[0].marks} == {"baseline", "wd-conv", "wd-fc", "wd-all"}
-    assert len(curves[0].marks) == 8
+    assert len(curves[0].marks) == 4
+    assert all(mark.name == "mean of 2 seeds" for mark in curves[0].marks)
     bars = panels(artefact_of("fig1"), cells("fig1", "smoke", 2), filled)[0]
     values = [100 * v for v in filled.values(cells("fig1", "smoke", 2)[0].runs, "test/accuracy")]
     assert bars.groups[0] == "SGD"
     assert bars.marks[0].values[0] == pytest.approx(sum(values) / 2)
+
+
+def test_runs_recorded_at_other_places_are_not_averaged():
+    first, second = [(0, 1.0), (1, 2.0)], [(0, 3.0), (2, 4.0)]
+    assert [line.y for line in over_seeds("a", [first, second])] == [[1.0, 2.0], [3.0, 4.0]]
+    (mean,) = over_seeds("a", [first, [(0, 3.0), (1, 6.0)]], factor=10)
+    assert (mean.y, mean.low, mean.high) == ([20.0, 40.0], [10.0, 20.0], [30.0, 60.0])
+    assert over_seeds("a", []) == []
+
+
+@pytest.mark.parametrize("name", ["fig2", "fig1"])
+def test_the_papers_numbers_stand_beside_ours_at_its_own_schedule(name, tmp_path):
+    cell = next(cell for cell in cells("table1", "full") if cell.paper is not None)
+    ours = [one for one in cells(name, "full") if one.runs and one.runs[0].id in printed()]
+    write_run(RunStore(tmp_path), ours[0].runs[0], everything(1), tier="full")
+    drawn = panels(artefact_of(name), cells(name, "full"), FinishedRuns(RunStore(tmp_path)))
+    marks = [mark for panel in drawn for mark in panel.marks]
+    published = [y for m in marks if isinstance(m, Line) and m.published for y in m.y]
+    published += [v for m in marks if isinstance(m, Bars) for v in m.published if v is not None]
+    assert set(published) == {printed()[ours[0].runs[0].id]}
+    assert printed()[cell.runs[0].id] == cell.paper
+    assert not {one.runs[0].id for one in cells(name, "short") if one.runs} & set(printed())
+
+
+def printed():
+    return published_accuracies()
 
 
 def test_a_run_without_times_of_its_own_is_not_named_beside_those_that_have(tmp_path):
@@ -79,20 +112,20 @@ def test_a_run_without_times_of_its_own_is_not_named_beside_those_that_have(tmp_
     shared = next(cell.runs[0] for cell in found if cell.key["optimizer"] == "sgd")
     folder = store.folder(shared.id)
     folder.write_manifest(replace(folder.manifest(), at_once=4))
-    epochs, seconds, *_ = panels(artefact_of("fig9"), found, Readings(store))
+    epochs, seconds, *_ = panels(artefact_of("fig9"), found, FinishedRuns(store))
     labels = [{mark.label for mark in panel.marks} for panel in (epochs, seconds)]
     assert labels[0] - labels[1] == {"SGD"}
 
 
 def test_the_correlation_plot_marks_nets_that_do_not_fit(tmp_path):
-    readings = fill_artefacts(tmp_path, ["fig5"])
+    finished_runs = fill_artefacts(tmp_path, ["fig5"])
     found = cells("fig5", "smoke", 1)
-    run = readings.finished(found[0])[0]
+    run = finished_runs.of_cell(found[0])[0]
     path = tmp_path / run.spec.id / "rows.jsonl"
     path.write_text(path.read_text().replace('"train/accuracy": 1.0', '"train/accuracy": 0.9'))
     labels = {
         mark.label
-        for panel in panels(artefact_of("fig5"), found, Readings(RunStore(tmp_path)))
+        for panel in panels(artefact_of("fig5"), found, FinishedRuns(RunStore(tmp_path)))
         for mark in panel.marks
     }
     assert "not fitted" in labels
@@ -198,3 +231,13 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(DecaylabError, match=r"pip install 'decaylab\[report\]'"):
         draw(LINE)
+
+
+def test_a_run_made_again_with_what_the_figure_wants_is_drawn_in_its_place(tmp_path):
+    """Of Table 2's runs older ones have no course of the Jacobian norm."""
+    cell = cells("jacobian-lr", "smoke")[0]
+    write_run(RunStore(tmp_path), cell.runs[0], {"test/accuracy": 0.9}, tier="smoke")
+    course = {"jacobian_norm_2000": 8.0}
+    write_run(RunStore(tmp_path / "repeats"), cell.runs[0], course, tier="smoke")
+    drawn = panels(artefact_of("jacobian-lr"), [cell], FinishedRuns(RunStore(tmp_path)))
+    assert drawn[0].marks[0].y[-1] == 8.0

@@ -2,10 +2,10 @@ import pytest
 from report.synthetic import write_run
 
 from decaylab.cli.demo import demo_specs
-from decaylab.paper import Readings
+from decaylab.paper import FinishedRuns
 from decaylab.records import RunStore
 from decaylab.report.mechanisms import MECHANISMS, TIER, demo_runs, demo_section, mechanism_grid
-from decaylab.sweeps.survey import survey
+from decaylab.sweeps.run_index import indexed_runs
 
 FIRST = MECHANISMS[0]  # effective learning rate: weight decay should raise it
 
@@ -19,7 +19,7 @@ def demo(root, with_decay, without=(1.0, 1.0, 1.0)):
             if value is not None:
                 rows = {"test/accuracy": 0.9, "test/loss": 0.1, "train/loss": 0.1}
                 write_run(store, spec, {**rows, "effective_lr/features.0": value}, tier=TIER)
-    return demo_runs(survey(store)[0], Readings(store))
+    return demo_runs(indexed_runs(store)[0], FinishedRuns(store))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_seeds_are_compared_with_themselves(tmp_path):
 
 def test_what_the_demo_has_not_got_to_is_shown_as_missing(tmp_path):
     section = demo_section(demo(tmp_path, (2.0, 2.0, 2.0)))
-    images = {block.anchor: len(block.images) for block in section.blocks}
-    assert images["mechanism1"] == 1
+    charts = {block.anchor: len(block.charts) for block in section.blocks}
+    assert charts["mechanism1"] == 1
     missing = {block.anchor: block.missing for block in section.blocks if block.missing}
     assert missing == {"mechanism2": "No runs yet.", "mechanism3": "No runs yet."}

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 from report.synthetic import everything, write_run
+from results_pages.blocks import BLOCKS
+from results_pages.results import Results
 
 from decaylab.cli.demo import demo_specs
 from decaylab.errors import DecaylabError
-from decaylab.paper import Readings, cells
+from decaylab.paper import FinishedRuns, cells
 from decaylab.records import RunStore
-from decaylab.report.blocks import BLOCKS
 from decaylab.report.diagnoses import diagnosed
 from decaylab.report.mechanisms import TIER, demo_runs, demo_section
-from decaylab.report.results import Results
-from decaylab.sweeps.survey import survey
+from decaylab.sweeps.run_index import indexed_runs
 from decaylab.training import RunSpec
 
 
@@ -56,7 +56,7 @@ def test_renamed_runs_are_diagnosed_against_each_other(tmp_path):
         "my run": replace(plain, decay="l2", weight_decay=1.0),
     }.items():
         write_run(store, spec, {"norm/features.0": 1.0}, tier="custom").path.rename(tmp_path / name)
-    (case,), left_out = diagnosed(survey(store)[0])
+    (case,), left_out = diagnosed(indexed_runs(store)[0])
     assert (case.diagnoses[0].runs, case.diagnoses[0].baselines) == (("my run",), ("my baseline",))
     assert not left_out
 
@@ -66,7 +66,7 @@ def test_demos_of_two_lengths_are_not_averaged(tmp_path):
     for epochs, accuracy in ((2, 0.1), (50, 0.9)):
         spec = demo_specs(epochs=epochs)[0]
         write_run(store, spec, {"test/accuracy": accuracy}, tier=TIER)
-    section = demo_section(demo_runs(survey(store)[0], Readings(store)))
+    section = demo_section(demo_runs(indexed_runs(store)[0], FinishedRuns(store)))
     assert section.blocks[0].grids[0].rows[0][2].text == "90.00"
     assert ", 50 epochs, one seed" in section.text[0]
 
@@ -75,4 +75,4 @@ def test_a_run_of_ones_own_under_the_demos_label_does_not_stop_the_report(tmp_pa
     store = RunStore(tmp_path)
     spec = replace(demo_specs()[0], decay="independent", weight_decay=1e-4)
     write_run(store, spec, {"test/accuracy": 0.5}, tier=TIER)
-    assert demo_runs(survey(store)[0], Readings(store)) == {}
+    assert demo_runs(indexed_runs(store)[0], FinishedRuns(store)) == {}

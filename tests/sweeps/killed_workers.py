@@ -1,10 +1,13 @@
-"""Reproduces a small grid in processes that are killed at random moments, or in two at a time.
+"""Reproduces a small grid in processes that are killed at random moments.
 
-Usage: killed_workers.py RUNS SEED KILLS. With KILLS = 0 two processes share the folder; each
-prints the runs it made. The moments are those of training/killed_runs.py: in a step, around a
-rename, while a checkpoint or a line of rows is written.
+Usage: killed_workers.py RUNS SEED KILLS PROCESSES. So many processes share the folder; one that is
+killed is started again, until there were KILLS kills, and the last ones end. Each that ends prints
+the runs it made. The moments are those of training/killed_runs.py (in a step, around a rename,
+while a checkpoint or a line of rows is written) and those around the creation of an owner's file.
+File locks exclude nobody here.
 """
 
+import fcntl
 import os
 import random
 import signal
@@ -18,7 +21,7 @@ from training.killed_runs import Countdown, prepare
 from decaylab.data import load
 from decaylab.paper import cells, select
 from decaylab.paper.plan import plan
-from decaylab.records import RunStore
+from decaylab.records import RunStore, ownership
 from decaylab.sweeps.worker import Worker, WorkerOptions
 
 
@@ -52,29 +55,53 @@ def in_a_process(work):
     return process
 
 
+def prepare_owners(countdown):
+    """Kill around the creation of an owner's file, too."""
+    create = ownership._create
+
+    def killing_create(path, owner):
+        if countdown.is_over():
+            countdown.kill(f"before a claim by {path.name}")
+        made = create(path, owner)
+        if countdown.is_over():
+            countdown.kill(f"after a claim by {path.name}")
+        return made
+
+    ownership._create = killing_create
+
+
 def main():
     torch.set_num_threads(1)
-    runs, chance, kills = sys.argv[1], random.Random(int(sys.argv[2])), int(sys.argv[3])
+    fcntl.flock = fcntl.lockf = lambda *given: None
+    runs, chance = sys.argv[1], random.Random(int(sys.argv[2]))
+    kills, processes = map(int, sys.argv[3:])
 
     def make():
         print("made", *reproduce(runs).finished)
 
     def make_until_killed():
-        prepare(Countdown(chance.randint(1, 35), sys.stdout.fileno()))
-        reproduce(runs)
-        print("not killed")
+        countdown = Countdown(moments, sys.stdout.fileno())
+        prepare(countdown)
+        prepare_owners(countdown)
+        make()
 
     with tempfile.TemporaryDirectory() as folder:
         reproduce(folder, checkpoint_every=60.0)  # what torch imports late, once for all
-    if kills == 0:
-        processes = [in_a_process(make) for _ in range(2)]
-        sys.exit(max(os.waitpid(process, 0)[1] for process in processes) != 0)
-    for _ in range(kills):
-        _, status = os.waitpid(in_a_process(make_until_killed), 0)
-        if status and os.WTERMSIG(status) != signal.SIGKILL:
+    under_way = set()
+    while True:
+        while len(under_way) < processes:
+            moments = chance.randint(1, 35)
+            under_way.add(in_a_process(make_until_killed if kills > 0 else make))
+            kills -= 1
+        process, status = os.wait()
+        under_way.remove(process)
+        if os.WIFEXITED(status) and kills <= 0:
+            break
+        if not os.WIFEXITED(status) and os.WTERMSIG(status) != signal.SIGKILL:
             sys.exit(1)
-        chance.random()  # the child drew from its own copy
-    _, status = os.waitpid(in_a_process(make), 0)
+    for process in under_way:
+        os.waitpid(process, 0)
+    _, status = os.waitpid(in_a_process(make), 0)  # what a killed one left at the very end
     sys.exit(status != 0)
 
 

@@ -76,4 +76,8 @@ def cluster(folder):
         for daemon in reversed(daemons):
             daemon.terminate()
         for daemon in daemons:
-            daemon.wait(20)
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:  # it waits for a job that does not end
+                daemon.kill()
+                daemon.wait()

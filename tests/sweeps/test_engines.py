@@ -1,5 +1,6 @@
 """What runs are shared out to which jobs, processes on this machine, and what is refused."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from sweeps.records import numbers
 from typer.testing import CliRunner
 
 from decaylab.cli import app
@@ -116,8 +118,10 @@ def test_the_script_has_what_was_asked_for_and_the_users_options_win(tmp_path):
         (["--engine", "k8s"], "choose one of local, slurm, ray"),
         (["--sbatch", "time=3"], "for --engine slurm"),
         (["--engine", "slurm", "--sbatch", "--time=3"], "give KEY=VALUE"),
-        (["--engine", "slurm"], "there is no sbatch here"),
+        (["--engine", "slurm"], "there is no sinfo here"),
         (["--jobs", "2", "--max-minutes", "3"], "for one process"),
+        (["--engine", "slurm", "--gpus", "0.5"], "Slurm gives whole GPUs"),
+        (["--jobs", "2", "--gpus", "1"], "--gpus is for --engine slurm or ray"),
         (["--run", "digits-nothing"], "is none of these"),
     ],
 )
@@ -154,3 +158,71 @@ def test_two_processes_make_a_sweep_and_its_status_says_so(tmp_path):
     assert status.stdout.splitlines()[1].split()[1:] == ["local", "4", "0", "0", "0", "0", "4"]
     gone = CliRunner().invoke(app, ["sweep", "cancel", "other", "--runs", str(tmp_path)])
     assert "no sweep 'other'" in gone.stderr
+
+
+SEARCH = ["search", "dataset=cifar10", "network=vgg16", "batch_norm=0", "augment=0"]
+SEARCH += ["optimizer=adam", "--tier", "smoke", "--lr", "0.001", "--weight-decay", "0.001,0.01,0.1"]
+
+
+def one_process(words, runs):
+    result = CliRunner().invoke(app, [*words, "--runs", str(runs)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_two_processes_share_a_search_and_its_winner_is_that_of_one(tmp_path):
+    alone = one_process(SEARCH, tmp_path / "alone")
+    shared = one_process([*SEARCH, "--jobs", "2"], tmp_path / "shared")
+    assert "runs ended, 0 left" in shared
+    winner = [line for line in alone.splitlines() if line.startswith("winner")]
+    assert winner == [line for line in shared.splitlines() if line.startswith("winner")]
+    for runs in ("alone", "shared"):
+        assert list((tmp_path / runs / "searched").glob("*.toml"))
+    assert numbers(tmp_path / "shared/searched/runs") == numbers(tmp_path / "alone/searched/runs")
+
+
+def test_two_processes_share_the_arms_of_an_attribution(tmp_path):
+    spec = tmp_path / "spec.toml"
+    text = 'hidden = [8]\nepochs = 1\ndecay = "l2"\nweight_decay = 0.01\nbatch_size = 256\n'
+    spec.write_text(text)
+    words = ["attribute", str(spec), "--seeds", "2", "--json"]
+    shared = one_process([*words, "--jobs", "2"], tmp_path / "shared")
+    alone = one_process(words, tmp_path / "alone")
+    first, second = json.loads(shared[shared.index("{") :]), json.loads(alone)
+    assert first["metrics"] == second["metrics"]
+    assert numbers(tmp_path / "shared/attribution") == numbers(tmp_path / "alone/attribution")
+
+
+def test_two_processes_work_off_a_queue_and_a_command_of_it_once(tmp_path):
+    made = tmp_path / "made"
+    script = f"import pathlib; pathlib.Path({str(made)!r}).open('a').write('x')"
+    queue = tmp_path / "queue.toml"
+    queue.write_text(
+        '[[entry]]\nname = "pairs"\nreproduce = "table2"\nonly = ["network=vgg16"]\n'
+        'tier = "smoke"\n[[entry]]\nname = "file"\nminutes = 1\n'
+        f"command = {json.dumps(['python', '-c', script])}\nwrites = {json.dumps(str(made))}\n"
+    )
+    printed = one_process(["reproduce", "--queue", str(queue), "--jobs", "2"], tmp_path / "runs")
+    assert "4 of 4 runs ended, 0 left" in printed
+    assert made.read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    "words", [SEARCH, ["reproduce", "--queue", "results/queue.toml"], ["reproduce", "table2"]]
+)
+def test_scripts_of_slurm_start_the_command_that_was_given(tmp_path, words):
+    words = [*words, "--runs", str(tmp_path), "--engine", "slurm", "--jobs", "2", "--dry-run"]
+    result = CliRunner().invoke(app, [*words, "--sbatch", "partition=gpu"])
+    assert result.exit_code == 0, result.output
+    tasks = [line for line in result.stdout.splitlines() if " set -- " in line]
+    assert len(tasks) >= 2
+    assert all(f"-m decaylab {words[0]}" in line for line in tasks)
+    ends = {line.split("--run ")[0].endswith("--engine local --jobs 1 ;;") for line in tasks}
+    assert ends == {"table2" not in words}
+    assert not list(tmp_path.iterdir())
+
+
+def test_gpus_of_a_job_are_those_that_were_asked_for(tmp_path):
+    words = ["reproduce", "table2", "--runs", str(tmp_path), "--engine", "slurm", "--dry-run"]
+    result = CliRunner().invoke(app, [*words, "--gpus", "2"])
+    assert "#SBATCH --gpus-per-task=2" in result.stdout.splitlines()

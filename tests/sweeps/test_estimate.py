@@ -1,5 +1,6 @@
 """How long runs take, from records."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,8 @@ from report.synthetic import CLOCK, write_run
 from decaylab.networks import NETWORKS
 from decaylab.optim.decay import OPTIMIZERS
 from decaylab.records import RunStore
-from decaylab.sweeps.estimate import Estimator
-from decaylab.sweeps.survey import device_seconds
+from decaylab.sweeps.estimate import STARTUP, Estimator, checked_estimates, steps_per_epoch
+from decaylab.sweeps.run_index import device_seconds
 from decaylab.training import RunSpec
 from decaylab.training.spec import PUBLISHED
 
@@ -63,10 +64,13 @@ def test_a_like_run_is_estimated_by_its_steps(tmp_path):
 
 def test_what_was_never_measured_is_estimated_too(tmp_path, monkeypatch):
     estimator = Estimator(RunStore(tmp_path))
-    monkeypatch.setitem(OPTIMIZERS, "own", "kfac")
-    monkeypatch.setitem(PUBLISHED, "own", PUBLISHED["kfac-g"])
+    monkeypatch.setitem(OPTIMIZERS, "never_measured", "kfac")
+    monkeypatch.setitem(PUBLISHED, "never_measured", PUBLISHED["kfac-g"])
     for data in ("digits", "cifar10"):
-        own, known = (RunSpec(data=data, network="mlp", optimizer=o) for o in ("own", "kfac-g"))
+        own, known = (
+            RunSpec(data=data, network="mlp", optimizer=name)
+            for name in ("never_measured", "kfac-g")
+        )
         assert estimator.of(own) == estimator.of(known)
     deep = [estimator.of(replace(SPEC, network=n)).seconds for n in NETWORKS if n.startswith("res")]
     assert sorted(set(deep)) == deep  # from 20 layers to 56
@@ -106,3 +110,21 @@ def test_like_runs_count_alike(tmp_path):
         folder.write_manifest(replace(folder.manifest(), at_once=4))
     whole = folder.manifest().updated - folder.manifest().started
     assert Estimator(store).of(SPEC).seconds == pytest.approx(3 * 390 * (7.5 + whole) / 2 / 30)
+
+
+def test_recorded_runs_are_checked_against_estimates_that_do_not_know_them(tmp_path):
+    store = RunStore(tmp_path)
+    specs = [replace(SPEC, seed=seed) for seed in range(3)]
+    for start, (spec, seconds) in enumerate(zip(specs, (10.0, 20.0, 60.0), strict=True)):
+        folder = write_run(store, spec, {"test/accuracy": 0.5}, tier="full", device="a GPU")
+        began = CLOCK + 1000 * start
+        times = {"started": began, "at_once": 2}
+        path = folder.path / "manifest.json"  # `write_manifest` sets the time of the update
+        entry = json.loads(path.read_text()) | times | {"updated": began + seconds}
+        path.write_text(json.dumps(entry))
+    checks = {check.spec.seed: check for check in checked_estimates(store)}
+    assert [checks[seed].from_like for seed in range(3)] == pytest.approx([40.0, 35.0, 15.0])
+    assert [checks[seed].seconds for seed in range(3)] == pytest.approx([10.0, 20.0, 60.0])
+    unknown = replace(SPEC, epochs=1), RunStore(tmp_path / "none")
+    per_step = (Estimator(unknown[1]).of(unknown[0]).seconds - STARTUP) / steps_per_epoch(SPEC)
+    assert checks[0].from_table == pytest.approx(STARTUP + 30 * per_step)

@@ -25,12 +25,13 @@ def words(*arguments):
     return [sys.executable, "-m", "decaylab", *map(str, arguments)]
 
 
-def worker_of(run_id):
+def worker_of(runs, run_id):
     """The process that makes a run, and the worker of Ray that started it."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError, IndexError):
             parts = path.read_bytes().split(b"\0")
-            if run_id.encode() in parts and parts[0].endswith(b"python"):
+            ours = {run_id.encode(), str(runs).encode()} <= set(parts)
+            if ours and parts[0].endswith(b"python"):
                 pid = int(path.parent.name)
                 stat = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
                 return pid, int(stat[1])
@@ -54,7 +55,7 @@ def test_a_killed_worker_is_retried_and_the_records_are_those_of_one_process(tmp
     while killed is None:
         assert sweep.poll() is None, sweep.communicate()[0]
         for folder in store.runs():
-            processes = worker_of(folder.id) if folder.locked() else None
+            processes = worker_of(runs, folder.id) if folder.locked() else None
             if processes and any(row.epoch >= 1 for row in folder.rows().rows):
                 os.kill(processes[0], signal.SIGSTOP)
                 time.sleep(0.05)

@@ -5,6 +5,7 @@ Needs root and Debian's slurm-wlm: `pytest -m slurm tests/sweeps`.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 from sweeps.records import numbers
 from sweeps.slurm_cluster import cluster, is_there
+from typer.testing import CliRunner
 
+from decaylab.cli import app
 from decaylab.records import RunStore
 
 pytestmark = pytest.mark.slurm
@@ -37,9 +40,9 @@ def words(*arguments):
 
 
 def decaylab(environment, *arguments):
-    return subprocess.run(
-        words(*arguments), env=environment, capture_output=True, text=True, check=False
-    )
+    """A command in this process, which has torch already."""
+    conf = {"SLURM_CONF": environment["SLURM_CONF"]}
+    return CliRunner().invoke(app, [*map(str, arguments)], env=conf)
 
 
 def pending(pid, number):
@@ -83,7 +86,8 @@ class Tasks:
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):
                 parts = path.read_bytes().split(b"\0")
-                if run_id.encode() in parts and parts[0].endswith(b"python"):
+                ours = {run_id.encode(), str(self.store.root).encode()} <= set(parts)
+                if ours and parts[0].endswith(b"python"):
                     return int(path.parent.name)
         return None
 
@@ -103,14 +107,21 @@ def task_of(environment, run_id):
     raise AssertionError(f"no task has {run_id}")
 
 
+def end_soon(environment, task):
+    """Give a task one to two minutes more: it is told at the next look of Slurm."""
+    squeue = ["squeue", "-h", "-j", task, "-o", "%M"]
+    *_, minutes, _ = subprocess.check_output(squeue, env=environment, text=True).split(":")
+    update = ["scontrol", "update", f"JobId={task}", f"TimeLimit={int(minutes) + 2}"]
+    subprocess.check_call(update, env=environment)
+
+
 def test_requeued_killed_and_timed_out_tasks_end_as_an_undisturbed_local_sweep(slurm, tmp_path):
-    local = decaylab(slurm, *EIGHT, "--runs", tmp_path / "local", "--engine", "local", "--jobs", 2)
-    assert local.returncode == 0, local.stderr
-    assert "8 of 8 runs ended, 0 left" in local.stdout
+    local = decaylab(slurm, *EIGHT, "--runs", tmp_path / "local")
+    assert local.exit_code == 0, local.output
     runs = tmp_path / "slurm"
     arguments = [*EIGHT, "--runs", runs, "--engine", "slurm", "--jobs", 8, "--wait"]
     submitted = subprocess.Popen(
-        words(*arguments, "--sbatch", "time=1"),
+        words(*arguments),
         env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     tasks = Tasks(runs, submitted)
@@ -119,6 +130,7 @@ def test_requeued_killed_and_timed_out_tasks_end_as_an_undisturbed_local_sweep(s
     requeued, _ = tasks.stopped_in_the_middle()
     subprocess.check_call(["scontrol", "requeue", task_of(slurm, requeued)], env=slurm)
     late, pid = tasks.stopped_in_the_middle()
+    end_soon(slurm, task_of(slurm, late))
     deadline = time.monotonic() + 150
     while not pending(pid, signal.SIGUSR1):  # Slurm looks at time limits every 30 s
         assert time.monotonic() < deadline
@@ -136,33 +148,39 @@ def test_requeued_killed_and_timed_out_tasks_end_as_an_undisturbed_local_sweep(s
     assert [(entry["finished"], entry["left"]) for entry in status] == [(8, 0)]
     again = decaylab(slurm, *arguments)
     assert "submitted" not in again.stdout
-    assert again.returncode == 0
+    assert again.exit_code == 0
 
 
 def test_what_slurm_refuses_is_one_sentence_and_nothing_is_submitted(slurm, tmp_path):
     refused = decaylab(
         slurm, *EIGHT, "--runs", tmp_path, "--engine", "slurm", "--sbatch", "partition=nowhere"
     )
-    assert refused.returncode == 2
-    assert "partition" in refused.stderr
+    assert refused.exit_code == 2
+    assert "no partition 'nowhere': give one of main" in refused.stderr
     assert refused.stderr.count("\n") == 1
     gpus = decaylab(
         slurm, *EIGHT, "--runs", tmp_path, "--engine", "slurm", "--sbatch", "gpus=b200:1"
     )
-    assert gpus.returncode == 2
+    assert gpus.exit_code == 2
+    assert "no node has a GPU of type 'b200'" in gpus.stderr
     assert gpus.stderr.count("\n") == 1
     nothing = decaylab(slurm, "sweep", "status", "--runs", tmp_path)
     assert "no sweeps" in nothing.stdout
-    without = slurm | {"SLURM_CONF": str(tmp_path / "none.conf")}
-    unreachable = decaylab(without, *EIGHT, "--runs", tmp_path, "--engine", "slurm")
-    assert unreachable.returncode == 2
+    dead = tmp_path / "dead.conf"  # where nobody listens
+    text = Path(slurm["SLURM_CONF"]).read_text()
+    dead.write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=9\nMessageTimeout=2", text))
+    unreachable = decaylab(
+        slurm | {"SLURM_CONF": str(dead)}, *EIGHT, "--runs", tmp_path, "--engine", "slurm"
+    )
+    assert unreachable.exit_code == 2
+    assert "no slurmctld answers" in unreachable.stderr
     assert unreachable.stderr.count("\n") == 1
 
 
 def test_a_cancelled_sweep_saves_checkpoints_and_is_said_to_be_left(slurm, tmp_path):
     arguments = [*EIGHT, "--runs", tmp_path, "--engine", "slurm", "--jobs", 8]
     submitted = decaylab(slurm, *arguments)
-    assert submitted.returncode == 0, submitted.stderr
+    assert submitted.exit_code == 0, submitted.output
     name = submitted.stdout.split()[1].rstrip(":")
     store = RunStore(tmp_path)
     deadline = time.monotonic() + 60
@@ -172,7 +190,7 @@ def test_a_cancelled_sweep_saves_checkpoints_and_is_said_to_be_left(slurm, tmp_p
     twice = decaylab(slurm, *arguments)
     assert "submitted as" not in twice.stdout  # a job has each of them
     cancelled = decaylab(slurm, "sweep", "cancel", name, "--runs", tmp_path)
-    assert cancelled.returncode == 0, cancelled.stderr
+    assert cancelled.exit_code == 0, cancelled.output
     deadline = time.monotonic() + 60
     while True:
         result = decaylab(slurm, "sweep", "status", name, "--runs", tmp_path, "--json")

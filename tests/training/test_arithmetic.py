@@ -63,7 +63,7 @@ def test_a_run_is_deterministic_at_work_only(optimizer):
         seen.append(torch.are_deterministic_algorithms_enabled())
         return {}
 
-    how = Execution(observe=observe)
+    how = Execution(epoch_probe=observe)
     spec = replace(SPEC, optimizer=optimizer, deterministic=True)
     exact = train_to_end(spec, data=load("digits"), execution=how)
     assert seen == [True, True]

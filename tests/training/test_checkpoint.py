@@ -1,4 +1,5 @@
 import errno
+import json
 import math
 import subprocess
 import sys
@@ -7,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from decaylab.errors import DecaylabError
-from decaylab.training import checkpoint
+from decaylab.records import RunStore
+from decaylab.training import Execution, RunSpec, checkpoint, train, train_to_end
 
 leaves = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5)
@@ -133,3 +135,63 @@ def test_a_full_disk_reported_by_the_writer_is_one_sentence(tmp_path, monkeypatc
     with pytest.raises(DecaylabError, match=r"No space left on device.*free some space"):
         checkpoint.Snapshot({"n": 2}).write(path)
     assert checkpoint.load(path) == {"n": 1}
+
+
+def test_a_bit_that_flips_anywhere_is_noticed_or_changes_nothing(tmp_path):
+    path = tmp_path / "checkpoint.safetensors"
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        "model": {"weight": torch.randn(40, 30, generator=generator)},
+        "moments": (torch.randn(7, dtype=torch.float64), torch.arange(5)),
+        "step": 12,
+    }
+    checkpoint.Snapshot(state).write(path)
+    whole = path.read_bytes()
+    expected = checkpoint.flatten(checkpoint.load(path))
+    noticed = 0
+    for place in range(0, 8 * len(whole), 8 * len(whole) // 400):
+        damaged = bytearray(whole)
+        damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        try:
+            tree, tensors = checkpoint.flatten(checkpoint.load(path))
+        except DecaylabError:
+            noticed += 1
+            continue
+        assert tree == expected[0]
+        assert tensors.keys() == expected[1].keys()
+        assert all(torch.equal(tensors[key], expected[1][key]) for key in tensors)
+    assert noticed > 380
+
+
+def test_a_checkpoint_without_checksums_is_read(tmp_path):
+    path = tmp_path / "checkpoint.safetensors"
+    tree, tensors = checkpoint.flatten({"weight": torch.ones(3), "step": 1})
+    save_file(tensors, path, metadata={"state": json.dumps(tree)})
+    assert checkpoint.load(path)["step"] == 1
+
+
+def test_a_damaged_checkpoint_is_fallen_back_from_and_the_records_are_the_same(tmp_path):
+    spec = RunSpec(hidden=(8,), batch_size=256, epochs=4, lr_drop_every=2)
+    every = Execution(checkpoint_every=0.0)
+    whole, damaged = RunStore(tmp_path / "whole"), RunStore(tmp_path / "damaged")
+    train_to_end(spec, store=whole)
+    run = train(spec, store=damaged, execution=every)
+    for _ in range(2):
+        next(run)
+    run.close()
+    folder = damaged.folder(spec.id)
+    content = bytearray(folder.checkpoint.read_bytes())
+    content[-9] ^= 4
+    folder.checkpoint.write_bytes(content)
+    train_to_end(spec, store=damaged, execution=every)
+
+    def values(store):
+        rows = store.folder(spec.id).rows().rows
+        return {(r.step, r.name): r.value for r in rows if r.name != "train/seconds"}
+
+    assert values(damaged) == values(whole)
+    first, second = folder.manifest().starts
+    assert (first.fallback, second.fallback) == (False, True)
+    assert second.step > 0
+    assert not folder.previous_checkpoint.exists()

@@ -268,7 +268,7 @@ def test_an_error_is_a_failed_run_that_continues(digits, tmp_path):
         return {"mine": 1.0}
 
     with pytest.raises(RuntimeError):
-        finish(SPEC, data=digits, store=store, execution=replace(EAGER, observe=fail))
+        finish(SPEC, data=digits, store=store, execution=replace(EAGER, epoch_probe=fail))
     manifest = store.folder(SPEC.id).manifest()
     assert (manifest.status, manifest.message) == ("failed", "RuntimeError: out of luck")
     last = finish(SPEC, data=digits, store=store)
@@ -294,7 +294,7 @@ def test_a_signal_is_heeded_at_the_next_step(digits, tmp_path, at, kind):
     before = signal.signal(kind, handler)
     try:
         with pytest.raises(Interrupted) as caught:
-            finish(SPEC, data=digits, store=store, execution=Execution(observe=interrupt))
+            finish(SPEC, data=digits, store=store, execution=Execution(epoch_probe=interrupt))
         assert signal.getsignal(kind) is handler
     finally:
         signal.signal(kind, before)

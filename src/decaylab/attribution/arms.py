@@ -144,7 +144,11 @@ class ArmResult:
         """Why this arm is not used; None if it is."""
         if not self.finite:
             return Unused(self.arm, self.seed, Fault.DIVERGED)
-        misses = [(e, path, layer) for path, by in self.errors.items() for layer, e in by.items()]
+        misses = [
+            (e, path, layer)
+            for path, by_layer in self.errors.items()
+            for layer, e in by_layer.items()
+        ]
         worst = max(misses, default=(0.0, "", ""))
         if not worst[0] <= LIMIT:
             return Unused(self.arm, self.seed, Fault.MISSED, worst[1], worst[2], worst[0])
@@ -174,23 +178,23 @@ def run_arm(
             first = _number(step())
             for _ in range(steps - 1):
                 step()
-            taken = intervention.paths()
+            recorded = intervention.paths()
         seconds = time.perf_counter() - began
         metrics = {name: float(value) for name, value in evaluate().items()}
     if not metrics:
         raise DecaylabError("evaluate() returned no number: let it return a dict of numbers")
-    finite = taken.finite() and all(map(np.isfinite, metrics.values()))
+    finite = recorded.finite() and all(map(np.isfinite, metrics.values()))
     result = ArmResult(
         arm=arm.name,
         seed=seed,
         metrics=metrics,
-        errors=held_errors(taken, targets),
+        errors=held_errors(recorded, targets),
         seconds=seconds,
         start=start,
         first_loss=first,
         finite=bool(finite),
     )
-    return result, taken
+    return result, recorded
 
 
 def targets_for(arm: Arm, plan: Plan, paths: Mapping[str, LayerPaths]) -> Targets:

@@ -42,25 +42,25 @@ def attribute(
     """Find out by experiment which path weight decay acts through: size, rotation, damping.
 
     `make(seed)` returns `(model, optimizer or list, step, evaluate)`: a loop with weight decay on,
-    not yet begun. `step()` takes one training step (whatever it returns is taken for its loss),
-    `evaluate()` returns a dict of numbers. It is called once per arm, with torch's, numpy's and
-    Python's generators at the seed, and must give the same weights and batches each time. To begin
-    at a checkpoint, let it load one.
+    not yet started. `step()` takes one training step and may return its loss; `evaluate()` returns
+    a dict of numbers. `make` is called once per arm (one training run of the experiment), after
+    torch's, numpy's and Python's generators have been seeded, and must give the same weights and
+    batches each time. To start at a checkpoint, let it load one.
 
-    Every arm takes `steps` steps: 4 arms a seed, 8 under K-FAC, one more where parameters decay
-    that are not held, one more where L2 stands before a preconditioner. See
+    Every arm takes `steps` steps: 4 arms per seed, 8 under K-FAC, one more if parameters decay
+    that are not held, and one more if L2 enters before a preconditioner. See
     `decaylab.attribution.arms` for the design and `decaylab.attribution.shares` for the shares.
 
     Args:
-        make: makes the loop of a seed.
+        make: sets up the loop for a seed.
         steps: training steps per arm.
         seeds: how many, from 0, or which.
         metric: the metric of `total` and `shares`; the first that `evaluate` returns by default.
         only: which layers are held: "all" that decay, "conv" (those before the last), "fc" (the
             last), or names.
         extra: further arms, such as `arms.SIZE_FREE_ROTATION`.
-        folder: results and paths of finished arms are kept there, and not trained again.
-        report: called with every arm's result when it is there.
+        folder: keeps the results and paths of finished arms, which are then not trained again.
+        report: called with each arm's result as it finishes.
     """
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not numbers or steps < 1:
@@ -74,14 +74,16 @@ def attribute(
     results: list[ArmResult] = []
     paths: dict[int, dict[str, LayerPaths]] = {}
     for seed in numbers:
-        taken = paths.setdefault(seed, {})
+        seed_paths = paths.setdefault(seed, {})
         for arm in plan.arms():
-            if arm.follows and not _can_follow(taken, plan):
+            if arm.follows and not _can_follow(seed_paths, plan):
                 continue
             stored = files.load(arm, seed) if files else None
-            result, taken[arm.name] = stored or run_arm(make, arm, seed, steps, taken, plan, only)
+            result, seed_paths[arm.name] = stored or run_arm(
+                make, arm, seed, steps, seed_paths, plan, only
+            )
             if files and stored is None:
-                files.save(arm, result, taken[arm.name])
+                files.save(arm, result, seed_paths[arm.name])
             results.append(result)
             check_same_start(results)
             if report is not None:
@@ -101,9 +103,9 @@ def attribute(
     return attribution
 
 
-def _can_follow(taken: dict[str, LayerPaths], plan: Plan) -> bool:
+def _can_follow(paths: dict[str, LayerPaths], plan: Plan) -> bool:
     """Whether both runs that arms follow stayed finite."""
-    return all(taken[arm.name].finite() for arm in (WITH, plan.base))
+    return all(paths[arm.name].finite() for arm in (WITH, plan.base))
 
 
 def _setting(selection: Selection, plan: Plan, steps: int) -> dict[str, Any]:
@@ -123,8 +125,8 @@ class _ArmFiles:
         self.folder = folder
         path = folder / "attribution.json"
         if path.exists():
-            known = json.loads(path.read_text(encoding="utf-8"))
-            if differing := [key for key in setting if known.get(key) != setting[key]]:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            if differing := [key for key in setting if stored.get(key) != setting[key]]:
                 raise DecaylabError(
                     f"{folder} holds an attribution with other {differing[0]}: give another folder"
                 )

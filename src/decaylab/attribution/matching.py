@@ -103,6 +103,17 @@ def _rate(spec: RunSpec) -> float:
     return rate
 
 
+def matched_runs(
+    a: RunSpec, b: RunSpec, path: Matched, seeds: Sequence[int]
+) -> dict[tuple[int, str], RunSpec]:
+    """Seed and name (A, B, B matched) -> the run."""
+    return {
+        (seed, name): spec
+        for seed in seeds
+        for name, spec in _three(replace(a, seed=seed), replace(b, seed=seed), path).items()
+    }
+
+
 def match(
     a: RunSpec,
     b: RunSpec,
@@ -115,31 +126,32 @@ def match(
     tell: Tell | None = None,
 ) -> Match:
     """Train A, B, and B as it follows A, as recorded runs, and compare them."""
-    runs = {
-        (seed, name): spec
-        for seed in seeds
-        for name, spec in _three(replace(a, seed=seed), replace(b, seed=seed), path).items()
-    }
+    runs = matched_runs(a, b, path, seeds)
     clock = Clock(options)
     for stage in (("A", "B"), ("B matched",)):
         specs = {key: spec for key, spec in runs.items() if key[1] in stage}
         train_all(specs, store, clock.options(), tier, tell)
     results = {key: arm_result(store, key[1], spec)[0] for key, spec in runs.items()}
     unused = tuple(r.unused for r in results.values() if r.unused is not None)
-    left_out = {each.seed for each in unused}
-    whole = [seed for seed in seeds if seed not in left_out]
+    left_out = {unused_arm.seed for unused_arm in unused}
+    complete = [seed for seed in seeds if seed not in left_out]
     differences, left, gone = {}, {}, {}
     for metric in METRICS:
         values = {key: result.metrics.get(metric) for key, result in results.items()}
-        there = [s for s in whole if all(values[s, n] is not None for n in ("A", "B", "B matched"))]
-        if not there:
+        recorded = [
+            s for s in complete if all(values[s, n] is not None for n in ("A", "B", "B matched"))
+        ]
+        if not recorded:
             continue
-        before = [results[s, "A"].metrics[metric] - results[s, "B"].metrics[metric] for s in there]
+        before = [
+            results[s, "A"].metrics[metric] - results[s, "B"].metrics[metric] for s in recorded
+        ]
         after = [
-            results[s, "A"].metrics[metric] - results[s, "B matched"].metrics[metric] for s in there
+            results[s, "A"].metrics[metric] - results[s, "B matched"].metrics[metric]
+            for s in recorded
         ]
         differences[metric], left[metric] = estimate(before), estimate(after)
-        removed = [one - other for one, other in zip(before, after, strict=True)]
+        removed = [unmatched - matched for unmatched, matched in zip(before, after, strict=True)]
         gone[metric] = fraction(removed, before)
     first = seeds[0]
     return Match(

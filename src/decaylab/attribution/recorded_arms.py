@@ -5,7 +5,7 @@ record their paths, and since an arm is no run to compare others with.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,14 +99,10 @@ def attribute_spec(
     """
     selection = selection_for(spec, data, only)
     plan = plan_for(selection, extra)
-    arms = {
-        (seed, arm.name): (arm, arm_spec(spec, arm, plan, seed, only))
-        for seed in seeds
-        for arm in plan.arms()
-    }
+    arms = _arms(spec, plan, seeds, only)
     clock = Clock(options)
     results: dict[tuple[int, str], ArmResult] = {}
-    taken: dict[int, dict[str, LayerPaths]] = {seed: {} for seed in seeds}
+    paths_by_seed: dict[int, dict[str, LayerPaths]] = {seed: {} for seed in seeds}
     for follows in (False, True):
         stage = {key: s for key, (arm, s) in arms.items() if arm.follows == follows}
         lost = {seed for (seed, _), result in results.items() if not result.finite}
@@ -116,17 +112,39 @@ def attribute_spec(
             seed, name = key
             results[key], paths = arm_result(store, name, its_spec)
             if paths is not None:
-                taken[seed][name] = paths
+                paths_by_seed[seed][name] = paths
     return Attribution(
         plan=plan,
         layers=tuple(selection.weights),
         notes=selection.notes,
         seeds=tuple(seeds),
-        steps=max((paths.steps for by in taken.values() for paths in by.values()), default=0),
+        steps=max(
+            (paths.steps for by_arm in paths_by_seed.values() for paths in by_arm.values()),
+            default=0,
+        ),
         results=tuple(results[key] for key in arms if key in results),
         metric=metric,
-        paths=taken,
+        paths=paths_by_seed,
     )
+
+
+def _arms(
+    spec: RunSpec, plan: Plan, seeds: Sequence[int], only: str
+) -> dict[tuple[int, str], tuple[Arm, RunSpec]]:
+    """Seed and name -> an arm and its run."""
+    return {
+        (seed, arm.name): (arm, arm_spec(spec, arm, plan, seed, only))
+        for seed in seeds
+        for arm in plan.arms()
+    }
+
+
+def arm_specs(
+    spec: RunSpec, data: DataSet, seeds: Sequence[int], only: str, extra: Sequence[Arm]
+) -> list[RunSpec]:
+    """The runs of all arms, each once."""
+    plan = plan_for(selection_for(spec, data, only), extra)
+    return list({s.id: s for _, s in _arms(spec, plan, seeds, only).values()}.values())
 
 
 class OutOfTime(DecaylabError):
@@ -149,6 +167,20 @@ class Clock:
         return replace(self._options, seconds=seconds - (time.monotonic() - self._began))
 
 
+def planned_arms(specs: Iterable[RunSpec], tier: str) -> list[PlannedRun]:
+    """Arms as runs to make: all record their paths, and their Jacobian norm at the end."""
+    return [
+        PlannedRun(
+            spec,
+            purposes=("attribution",),
+            tier=tier,
+            epoch_probe=_jacobian_at_end,
+            record_paths=True,
+        )
+        for spec in specs
+    ]
+
+
 def train_all(
     specs: Mapping[tuple[int, str], RunSpec],
     store: RunStore,
@@ -156,23 +188,12 @@ def train_all(
     tier: str = "custom",
     tell: Tell | None = None,
 ) -> None:
-    """Train what is not finished; a run that diverges is left.
-
-    All record their paths, and their Jacobian norm at the end.
-    """
+    """Train what is not finished, or wait for who does; a run that diverges is left."""
     names = {spec.id: key for key, spec in specs.items()}
-    planned = [
-        PlannedRun(
-            spec,
-            purposes=("attribution",),
-            tier=tier,
-            observe=_jacobian_at_end,
-            record_paths=True,
-        )
-        for spec in specs.values()
-        if not _ended(store.folder(spec.id))
-    ]
-    worker = Worker(planned, store, options)
+    planned = planned_arms(
+        [spec for spec in specs.values() if not _ended(store.folder(spec.id))], tier
+    )
+    worker = Worker(planned, store, replace(options, stay=True))
     for event in worker.run():
         if event.kind in ("epoch", "finished") and event.progress is not None and tell is not None:
             tell(*names[event.run.spec.id], event.progress)

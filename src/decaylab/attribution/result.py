@@ -8,7 +8,7 @@ from decaylab.attribution import words
 from decaylab.attribution.arms import WITH, ArmResult, Plan
 from decaylab.attribution.reasons import Unused
 from decaylab.attribution.shares import Estimate, Shares, decompose
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, did_you_mean
 from decaylab.training.held_layers import LayerNote
 from decaylab.training.paths import LayerPaths
 
@@ -61,7 +61,8 @@ class Attribution:
         """The decomposition of a metric."""
         if self.metrics and metric not in self.metrics:  # no arm has any where all diverged
             raise DecaylabError(
-                f"there is no metric {metric!r}: choose one of {', '.join(self.metrics)}"
+                f"there is no metric {metric!r}{did_you_mean(metric, self.metrics)}: choose one of"
+                f" {', '.join(self.metrics)}"
             )
         return decompose(metric, self.plan, self.results)
 

@@ -120,17 +120,17 @@ def decompose(metric: str, plan: Plan, results: Sequence[ArmResult]) -> Shares:
     for result in results:
         if result.unused is None and metric in result.metrics:
             values.setdefault(result.seed, {})[result.arm] = result.metrics[metric]
-    ends = [by for by in values.values() if WITH.name in by and WITHOUT.name in by]
-    total = estimate([by[WITH.name] - by[WITHOUT.name] for by in ends])
+    ends = [by_arm for by_arm in values.values() if WITH.name in by_arm and WITHOUT.name in by_arm]
+    total = estimate([by_arm[WITH.name] - by_arm[WITHOUT.name] for by_arm in ends])
     design = [arm.name for arm in plan.arms() if arm not in plan.extra]
-    whole = [by for by in ends if all(name in by for name in design)]
-    if not whole:
+    complete = [by_arm for by_arm in ends if all(name in by_arm for name in design)]
+    if not complete:
         return Shares(metric, total, doubt=Doubt.NO_SEED)
-    totals = [by[WITH.name] - by[WITHOUT.name] for by in whole]
-    effects, alone = _effects(plan, whole)
+    totals = [by_arm[WITH.name] - by_arm[WITHOUT.name] for by_arm in complete]
+    effects, alone = _effects(plan, complete)
     shares = {name: fraction(parts, totals) for name, parts in effects.items()}
     doubt = None
-    if len(whole) == 1:
+    if len(complete) == 1:
         doubt = Doubt.ONE_SEED
     elif 0.0 in estimate(totals):
         doubt = Doubt.TOTAL_UNCLEAR
@@ -141,7 +141,7 @@ def decompose(metric: str, plan: Plan, results: Sequence[ArmResult]) -> Shares:
         alone={name: estimate(parts) for name, parts in alone.items()},
         shares=shares,
         alone_shares={name: fraction(parts, totals) for name, parts in alone.items()},
-        factorial=_factorial(plan, whole),
+        factorial=_factorial(plan, complete),
         extra=_extra(plan, ends),
         doubt=doubt,
     )
@@ -157,22 +157,24 @@ def _effects(
     """Shapley and other effects by name, and those of each path alone: a number per seed."""
     effects: dict[str, list[float]] = {}
     alone: dict[str, list[float]] = {}
-    for by in seeds:
-        none = by[plan.base.name]
+    for by_arm in seeds:
+        none = by_arm[plan.base.name]
         for path in plan.paths:
-            alone.setdefault(path, []).append(by[plan.crossed([path]).name] - none)
-            effects.setdefault(path, []).append(_shapley(plan, by, path))
-        together = by[plan.all_paths.name] - none
+            alone.setdefault(path, []).append(by_arm[plan.crossed([path]).name] - none)
+            effects.setdefault(path, []).append(_shapley(plan, by_arm, path))
+        together = by_arm[plan.all_paths.name] - none
         singles = sum(alone[path][-1] for path in plan.paths)
         effects.setdefault("interaction", []).append(together - singles)
         if plan.others:
-            effects.setdefault("others", []).append(none - by[WITHOUT.name])
+            effects.setdefault("others", []).append(none - by_arm[WITHOUT.name])
         if plan.direction:
-            effects.setdefault("direction", []).append(by[WITH.name] - by[plan.all_paths.name])
+            effects.setdefault("direction", []).append(
+                by_arm[WITH.name] - by_arm[plan.all_paths.name]
+            )
     return effects, alone
 
 
-def _shapley(plan: Plan, by: Values, path: Path) -> float:
+def _shapley(plan: Plan, by_arm: Values, path: Path) -> float:
     """Mean over the orders of the paths of what `path` adds when its turn comes."""
     rest = [other for other in plan.paths if other != path]
     total = 0.0
@@ -180,7 +182,7 @@ def _shapley(plan: Plan, by: Values, path: Path) -> float:
         weight = 1 / (len(plan.paths) * math.comb(len(rest), count))
         for chosen in combinations(rest, count):
             after, before = plan.crossed([*chosen, path]), plan.crossed(chosen)
-            total += weight * (by[after.name] - by[before.name])
+            total += weight * (by_arm[after.name] - by_arm[before.name])
     return total
 
 
@@ -189,27 +191,29 @@ def _factorial(plan: Plan, seeds: Sequence[Values]) -> dict[str, Estimate]:
 
     For paths Q: the mean over the settings of the other paths of the |Q|-fold difference.
     """
-    found = {}
+    estimates = {}
     for count in range(1, len(plan.paths) + 1):
         for chosen in combinations(plan.paths, count):
-            per_seed = [_contrast(plan, by, chosen) for by in seeds]
-            found[" x ".join(chosen)] = estimate(per_seed)
-    return found
+            per_seed = [_contrast(plan, by_arm, chosen) for by_arm in seeds]
+            estimates[" x ".join(chosen)] = estimate(per_seed)
+    return estimates
 
 
-def _contrast(plan: Plan, by: Values, chosen: Sequence[Path]) -> float:
+def _contrast(plan: Plan, by_arm: Values, chosen: Sequence[Path]) -> float:
     total = 0.0
     for count in range(len(plan.paths) + 1):
         for as_with in combinations(plan.paths, count):
             off = sum(path not in as_with for path in chosen)
-            total += (-1) ** off * by[plan.crossed(as_with).name]
+            total += (-1) ** off * by_arm[plan.crossed(as_with).name]
     return total / 2 ** (len(plan.paths) - len(chosen))
 
 
 def _extra(plan: Plan, ends: Sequence[Values]) -> dict[str, Estimate]:
-    found = {}
+    fractions = {}
     for arm in plan.extra:
-        seeds = [by for by in ends if arm.name in by and plan.base.name in by]
-        parts = [by[arm.name] - by[plan.base.name] for by in seeds]
-        found[arm.name] = fraction(parts, [by[WITH.name] - by[WITHOUT.name] for by in seeds])
-    return found
+        seeds = [by_arm for by_arm in ends if arm.name in by_arm and plan.base.name in by_arm]
+        parts = [by_arm[arm.name] - by_arm[plan.base.name] for by_arm in seeds]
+        fractions[arm.name] = fraction(
+            parts, [by_arm[WITH.name] - by_arm[WITHOUT.name] for by_arm in seeds]
+        )
+    return fractions

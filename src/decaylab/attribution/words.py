@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from decaylab.attribution.reasons import LIMIT, Doubt, Fault, Unused
+from decaylab.text_table import Column, TextTable
 from decaylab.training.held_layers import WHY_NOT_HELD, LayerNote
 
 if TYPE_CHECKING:
@@ -145,12 +146,7 @@ def match_sentence(found: "Match") -> str:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in plain text."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [header, ["-" * width for width in widths], *rows]
-    ]
-    return "\n".join(lines)
+    return TextTable([Column(header[0], words=True), *map(Column, header[1:])], rows).text(80)
 
 
 def counted(number: int, noun: str) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.audits.words import DECAY_MARKS, explain_decay, joined
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, unknown
 from decaylab.optim.decay_operator import (
     LR,
     NEARLY_NONE,
@@ -30,6 +30,7 @@ from decaylab.optim.decay_operator import (
     OperatorKind,
     Place,
     decay_operator,
+    restore,
     take_step,
     times_among,
 )
@@ -139,33 +140,30 @@ def audit_decay(factory: Factory, *, expect: str | None = None) -> DecayAudit:
         expect: the operator that it must be ("l2", "decoupled", "independent", ...). Without it,
             decoupled is expected where a flag of the optimizer or its name says so (AdamW, Lion).
 
-    A model is left alone: optimizers are built anew, on parameters of a few numbers. Cost: some
-    hundred steps of these.
+    Your model is left alone: optimizers are rebuilt on tiny parameters. Cost: a few hundred steps
+    of these.
     """
     if expect is not None and expect not in get_args(OperatorKind):
-        raise DecaylabError(
-            f"unknown operator {expect!r}: choose one of {', '.join(get_args(OperatorKind))}"
-        )
+        raise unknown("operator", expect, get_args(OperatorKind))
     if _takes_parameters(factory):
         return _of_class(factory, expect)
     return _of_model(factory, expect)
 
 
 def _takes_parameters(factory: Factory) -> bool:
+    names = list(inspect.signature(factory).parameters)
     if isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer):
-        names = list(inspect.signature(factory).parameters)
         return not names or names[0] != "model"
-    named = list(inspect.signature(factory).parameters)
-    return bool(named) and named[0] in PARAMETER_NAMES
+    return bool(names) and names[0] in PARAMETER_NAMES
 
 
 # ---------------------------------------------------------------- built from param groups
 
 
 def _of_class(factory: Factory, expect: str | None) -> DecayAudit:
-    made = _build(factory, [{"params": [nn.Parameter(torch.ones(SHAPE))]}], WEIGHT_DECAY)
-    name = type(made).__name__
-    settings = made.param_groups[0]
+    optimizer = _build(factory, [{"params": [nn.Parameter(torch.ones(SHAPE))]}], WEIGHT_DECAY)
+    name = type(optimizer).__name__
+    settings = optimizer.param_groups[0]
     if "weight_decay" not in settings:
         check = DecayCheck("operator", None, DecayReason.NO_DECAY)
         return DecayAudit(name, DecayOperator("none"), (check,))
@@ -187,11 +185,11 @@ def _of_class(factory: Factory, expect: str | None) -> DecayAudit:
 
 def _build(factory: Factory, groups: list[dict[str, Any]], weight_decay: float) -> Any:
     settings = {"lr": LR, "weight_decay": weight_decay}
-    known = inspect.signature(factory).parameters
-    asked = {name: value for name, value in settings.items() if name in known}
+    parameters = inspect.signature(factory).parameters
+    accepted = {name: value for name, value in settings.items() if name in parameters}
     try:
         with undisturbed():
-            optimizer = factory(groups, **asked)
+            optimizer = factory(groups, **accepted)
     except ImportError as error:
         raise DecaylabError(
             f"building the optimizer failed ({error}): install what it imports"
@@ -240,18 +238,18 @@ def _kind_check(
         return DecayCheck("operator", False, DecayReason.IGNORED)
     flag = next((flag for flag in DECOUPLED_FLAGS if settings.get(flag) is True), None)
     denied = any(settings.get(flag) is False for flag in DECOUPLED_FLAGS)
-    named = any(part in name.lower() for part in DECOUPLED_NAMES) and not denied
+    named_decoupled = any(part in name.lower() for part in DECOUPLED_NAMES) and not denied
     if expect is not None:
-        wanted, why = expect, "asked"
+        expected, why = expect, "asked"
     elif flag is not None:
-        wanted, why = "decoupled", flag
-    elif named:
-        wanted, why = "decoupled", "name"
+        expected, why = "decoupled", flag
+    elif named_decoupled:
+        expected, why = "decoupled", "name"
     else:
-        wanted, why = None, ""
-    wrong = operator.kind != wanted and (why == "asked" or operator.kind == "l2")
-    if wanted is not None and wrong:
-        data = {"kind": operator.kind, "expected": wanted, "why": why}
+        expected, why = None, ""
+    wrong = operator.kind != expected and (why == "asked" or operator.kind == "l2")
+    if expected is not None and wrong:
+        data = {"kind": operator.kind, "expected": expected, "why": why}
         return DecayCheck("operator", False, DecayReason.OTHER_KIND, data)
     if operator.kind == "unknown" and math.isnan(operator.along):
         return DecayCheck("operator", None, DecayReason.NOTHING_SEEN)
@@ -299,11 +297,11 @@ def _groups_check(factory: Factory, operator: DecayOperator) -> Iterator[DecayCh
     """Three groups of their own weight decays, none of them that of the constructor."""
     if operator.kind == "masked":
         return
-    asked = (WEIGHT_DECAY, 0.0, 3 * WEIGHT_DECAY)
+    requested = (WEIGHT_DECAY, 0.0, 3 * WEIGHT_DECAY)
     place = Place(SHAPE, torch.device("cpu"), torch.float64)
     try:
         with undisturbed():
-            terms, weights = _terms_of_groups(factory, asked, place)
+            terms, weights = _terms_of_groups(factory, requested, place)
     except Exception:  # some need other groups
         return
     sizes = [
@@ -318,38 +316,38 @@ def _groups_check(factory: Factory, operator: DecayOperator) -> Iterator[DecayCh
     # what is shared by all groups, as a mean over them, may carry a little from one to another
     wrong = [
         value < 1e-2 * max(moved) if wd > 0 else value > 0.3 * max(moved)
-        for value, wd in zip(moved, asked, strict=True)
+        for value, wd in zip(moved, requested, strict=True)
     ]
     if operator.kind in ("decoupled", "independent", "lr-squared") and operator.factor is not None:
         unit = operator.factor * WEIGHT_DECAY * (1 / LR if operator.kind == "independent" else 1)
-        expected = [wd / WEIGHT_DECAY**2 * unit for wd in asked]
+        expected = [wd / WEIGHT_DECAY**2 * unit for wd in requested]
         wrong = [abs(a - b) > 0.15 * max(expected) for a, b in zip(sizes, expected, strict=True)]
         scale = unit / WEIGHT_DECAY
-        got = [round(size / scale * WEIGHT_DECAY, 4) + 0.0 for size in sizes]
+        applied = [round(size / scale * WEIGHT_DECAY, 4) + 0.0 for size in sizes]
     else:
-        got = [round(value / max(moved), 4) for value in moved]
+        applied = [round(value / max(moved), 4) for value in moved]
     if any(wrong):
-        data = {"asked": list(asked), "got": got}
+        data = {"asked": list(requested), "got": applied}
         yield DecayCheck("param groups", False, DecayReason.GROUPS_LOST, data)
     else:
         yield DecayCheck("param groups", True, DecayReason.GROUPS_RIGHT)
 
 
 def _terms_of_groups(
-    factory: Factory, asked: Sequence[float], place: Place
+    factory: Factory, requested: Sequence[float], place: Place
 ) -> tuple[list[Tensor], list[Tensor]]:
     """By group, what decay takes off in a step, and the weights."""
     generator = torch.Generator().manual_seed(0)
     starts, weights = (
-        [torch.randn(place.shape, generator=generator, dtype=place.dtype) for _ in asked]
+        [torch.randn(place.shape, generator=generator, dtype=place.dtype) for _ in requested]
         for _ in range(2)
     )
     gradients = [
-        [0.1 * torch.randn(place.shape, generator=generator, dtype=place.dtype) for _ in asked]
+        [0.1 * torch.randn(place.shape, generator=generator, dtype=place.dtype) for _ in requested]
         for _ in range(STEPS)
     ]
     ends = []
-    for decays in ([NEARLY_NONE] * len(asked), asked):
+    for decays in ([NEARLY_NONE] * len(requested), requested):
         torch.default_generator.manual_seed(0)
         parameters = [nn.Parameter(start.clone()) for start in starts]
         groups = [
@@ -358,11 +356,9 @@ def _terms_of_groups(
         ]
         default = NEARLY_NONE if decays[0] == NEARLY_NONE else WEIGHT_DECAY / 2
         optimizer = _build(factory, groups, default)
-        for at, step in enumerate(gradients):
-            if at > 0:
-                with torch.no_grad():
-                    for parameter, weight in zip(parameters, weights, strict=True):
-                        parameter.copy_(weight)
+        for index, step in enumerate(gradients):
+            if index > 0:
+                restore(parameters, weights)
             take_step(optimizer, parameters, step)
         ends.append([parameter.detach().clone() for parameter in parameters])
     return [plain - decayed for plain, decayed in zip(*ends, strict=True)], weights
@@ -422,7 +418,7 @@ def _setup(factory: Factory) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     if takes_model:
         model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
     try:
-        made = factory(model) if takes_model else factory()
+        built = factory(model) if takes_model else factory()
     except ImportError as error:
         raise DecaylabError(
             f"building the optimizer failed ({error}): install what it imports"
@@ -432,16 +428,16 @@ def _setup(factory: Factory) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
             f"building the optimizer failed ({type(error).__name__}: {error}): give a function of"
             " `params`, of a model, or of nothing"
         ) from error
-    parts = list(made) if isinstance(made, tuple | list) else [made]
+    parts = list(built) if isinstance(built, tuple | list) else [built]
     if parts and isinstance(parts[0], nn.Module):
         model = parts.pop(0)
         if len(parts) == 1 and isinstance(parts[0], tuple | list):
             parts = list(parts[0])
     wrong = [part for part in parts if not hasattr(part, "param_groups")]
     if wrong or not parts:
-        what = type(wrong[0]).__name__ if wrong else "nothing"
+        returned = type(wrong[0]).__name__ if wrong else "nothing"
         raise DecaylabError(
-            f"the function returned {what} where an optimizer is meant: return the optimizer, a"
+            f"the function returned {returned} where an optimizer is meant: return the optimizer, a"
             " list of them, or a model and its optimizers"
         )
     if model is None:

@@ -19,7 +19,7 @@ from decaylab.audits.steps import (
     LARGE,
     Factory,
     Key,
-    Measured,
+    MeasuredStep,
     Options,
     conv_cases,
     damping_of,
@@ -27,7 +27,7 @@ from decaylab.audits.steps import (
     measure,
     take_step,
 )
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, unknown
 
 # Deterministic factors agree to rounding. Sampled ones carry their noise, and the inverse of a
 # noisy block is too long by (dim + 1) / samples: less than a quarter at the sizes used then.
@@ -47,24 +47,22 @@ def audit(
 ) -> Audit:
     """Check the steps of `factory(model)`, any K-FAC-like optimizer, against the exact block.
 
-    Build it without weight decay and KL clip. Every step is taken from the same weights on the same
-    batch, `steps` times, so that running averages settle; the last one is compared. Losses are
-    cross entropies, averaged.
+    Build it without weight decay and KL clip. It takes `steps` steps from the same weights on the
+    same batch, so that running averages settle, and the last one is compared. The loss is the
+    mean cross entropy.
 
     Args:
         factory: model -> optimizer with `step()` and torch's `param_groups`.
-        curvature: "fisher", "gauss-newton" or "empirical-fisher", if it must be that; else the one
-            that its steps are nearest to is named.
-        damping: its lambda; else read off the optimizer (`damping`, in it or its groups).
+        curvature: "fisher", "gauss-newton" or "empirical-fisher", if it must be that one; otherwise
+            the one its steps are closest to is named.
+        damping: its lambda; by default read from the optimizer (`damping`, in it or its groups).
         curvature_scale: a constant factor that the curvature has on purpose.
-        steps: how many steps from the same place before the one that counts.
+        steps: how many steps to take from the same weights.
 
-    Cost: some hundred steps of nets of ten weights; half a minute where factors are sampled.
+    Cost: a few hundred steps of nets with ten weights; half a minute if factors are sampled.
     """
     if curvature is not None and curvature not in CURVATURES:
-        raise DecaylabError(
-            f"unknown curvature {curvature!r}: choose one of {', '.join(CURVATURES)}"
-        )
+        raise unknown("curvature", curvature, CURVATURES)
     if steps < 1:
         raise DecaylabError(f"an audit takes at least one step, not {steps}")
     for name, value in (("damping", damping), ("curvature_scale", curvature_scale)):
@@ -97,12 +95,12 @@ def audit(
 # ---------------------------------------------------------------- comparing
 
 
-def _off(measured: list[Measured], key: Key) -> float:
+def _off(measured: list[MeasuredStep], key: Key) -> float:
     """Sine of the angle to a reference, the mean over cases."""
     return sum(m.off(key) for m in measured) / len(measured)
 
 
-def _nearest(measured: list[Measured], close: float) -> Key:
+def _nearest(measured: list[MeasuredStep], close: float) -> Key:
     """The reference whose directions are nearest to the steps', first come first served.
 
     Plain gradients are meant only where they are close: a step between blocks is no SGD's; and
@@ -120,8 +118,8 @@ def _nearest(measured: list[Measured], close: float) -> Key:
 
 
 def _direction_checks(
-    linear: list[Measured],
-    conv: list[Measured],
+    linear: list[MeasuredStep],
+    conv: list[MeasuredStep],
     key: Key,
     asked: str | None,
     tolerance: dict[str, float],
@@ -156,7 +154,7 @@ AXES: dict[str, Callable[[Case], float]] = {
 
 def _power_checks(
     kind: str,
-    measured: list[Measured],
+    measured: list[MeasuredStep],
     key: Key,
     curvature_scale: float,
     tolerance: dict[str, float],
@@ -166,9 +164,9 @@ def _power_checks(
     What a power means is said only where the directions are those of the block.
     """
     axes = {
-        name: [math.log(of(m.case)) for m in measured]
-        for name, of in AXES.items()
-        if len({of(m.case) for m in measured}) > 1
+        name: [math.log(size_of(m.case)) for m in measured]
+        for name, size_of in AXES.items()
+        if len({size_of(m.case) for m in measured}) > 1
     }
     # the step is too short by what the curvature is too large
     logs = torch.tensor([-math.log(m.ratio(key)) for m in measured], dtype=torch.float64)
@@ -238,7 +236,7 @@ def _damped_checks(
     return [*checks, damped]
 
 
-def _error(measured: Measured, key: Key, curvature_scale: float) -> float:
+def _error(measured: MeasuredStep, key: Key, curvature_scale: float) -> float:
     """|step - reference| / |reference|."""
     reference = measured.references[key] / curvature_scale
     return float((measured.step - reference).norm() / reference.norm())
@@ -246,7 +244,7 @@ def _error(measured: Measured, key: Key, curvature_scale: float) -> float:
 
 def _bias_check(
     name: str,
-    measured: Measured,
+    measured: MeasuredStep,
     key: Key,
     curvature_scale: float,
     tolerance: dict[str, float],

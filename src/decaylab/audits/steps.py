@@ -17,6 +17,7 @@ from decaylab.audits.reference import (
     reference_step,
 )
 from decaylab.errors import DecaylabError
+from decaylab.optim.decay_operator import restore
 
 Factory = Callable[[nn.Module], Any]
 Key = tuple[str, str, str]
@@ -38,7 +39,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """A case with the optimizer's step (per unit of lr, momentum taken out) and references."""
 
     case: Case
@@ -72,7 +73,7 @@ def conv_cases(larger: int) -> list[Case]:
     return [replace(case, gain=LARGE) for case in cases]
 
 
-def measure(options: Options, case: Case, damping: float = 0.0) -> Measured:
+def measure(options: Options, case: Case, damping: float = 0.0) -> MeasuredStep:
     """The mean step over repeats, and the steps of every reference."""
     steps = [take_step(options, case, seed)[1] for seed in range(options.repeats)]
     model, inputs, labels = case.build()
@@ -85,7 +86,7 @@ def measure(options: Options, case: Case, damping: float = 0.0) -> Measured:
                 step = reference_step(factors, gradient, damping, kind)
                 references[curvature, sharing, kind] = step
     references["none", "none", "added"] = gradient
-    return Measured(case, torch.stack(steps).mean(0), references)
+    return MeasuredStep(case, torch.stack(steps).mean(0), references)
 
 
 def take_step(options: Options, case: Case, seed: int) -> tuple[Any, Tensor]:
@@ -109,7 +110,7 @@ def take_step(options: Options, case: Case, seed: int) -> tuple[Any, Tensor]:
             raise DecaylabError("the optimizer does not hold the model's first layer: give it all")
         if group.get("lr") is None:
             raise DecaylabError("the optimizer's param groups name no lr, which its steps go by")
-        kept = [p.detach().clone() for p in model.parameters()]
+        initial = [p.detach().clone() for p in model.parameters()]
         moved = joined(model[0], gradient=False)
         for _ in range(options.steps):
             model.zero_grad()
@@ -117,9 +118,7 @@ def take_step(options: Options, case: Case, seed: int) -> tuple[Any, Tensor]:
             before = joined(model[0], gradient=False)
             _stepped(optimizer, case)
             moved = before - joined(model[0], gradient=False)
-            with torch.no_grad():
-                for parameter, value in zip(model.parameters(), kept, strict=True):
-                    parameter.copy_(value)
+            restore(model.parameters(), initial)
     if not torch.isfinite(moved).all() or not moved.any():
         state = "is not finite on {}: audit it with more damping"
         if not moved.any():

@@ -29,7 +29,7 @@ def _damping(kind: str, damping: float, error: float, others: Iterable[str]) -> 
 def _bias_off(weight_error: float, bias_error: float, factor: float) -> str:
     return (
         f"with a bias the weight's step is off by {weight_error:.2g} and the bias's by"
-        f" {bias_error:.2g} of its length (it is {factor:.3g} times the block's)"
+        f" {bias_error:.2g} of its length (it is {factor:.3g}x the block's)"
     )
 
 
@@ -46,10 +46,10 @@ SENTENCES: dict[str, str | Callable[..., str]] = {
     "POWER_OFF": _power_off,
     "NO_POWER_LAW": "the ratios are no powers of the sizes (off by {off:.0%})",
     "CONSTANT_RIGHT": "right",
-    "CONSTANT_OFF": "the curvature is {factor:.3g} times what it should be",
+    "CONSTANT_OFF": "the curvature is {factor:.3g}x what it should be",
     "PATCHES": "kernel 2, stride 2: sine of the angle {sine:.2g}",
-    "MEND_FIRST": "not looked at: first mend what is above",
-    "MEND_DAMPING_FIRST": "not looked at: first mend the damping, which is part of it",
+    "MEND_FIRST": "not checked: fix the above first",
+    "MEND_DAMPING_FIRST": "not checked: fix the damping first, which is part of it",
     "DAMPING_UNKNOWN": "the damping is not known: give audit(..., damping=...)",
     "DAMPING": _damping,
     "JOINT_BIAS": "weight and bias are one block",
@@ -76,22 +76,23 @@ def _groups_lost(asked: Iterable[float], got: Iterable[float]) -> str:
 
 DECAY_SENTENCES: dict[str, str | Callable[..., str]] = {
     "NAMED": lambda operator: f"{operator.kind}: {explain_operator(operator)}",
-    "IGNORED": "a weight decay is set, and nothing decays",
-    "UNKNOWN": "no known operator: {along:.2g} lr wd |W| along the weight, {across:.2g} across",
+    "IGNORED": "a weight decay is set, but nothing decays",
+    "UNKNOWN": "no known operator: it takes {along:.2g} lr wd |W| along the weight and"
+    " {across:.2g} across",
     "NOT_TRIED": "it could not be tried ({error})",
     "NOTHING_SEEN": "no known operator: its steps are not finite, or see nothing of a gradient",
     "OTHER_KIND": _other_kind,
     "ONCE": "applied once a step",
     "REPEATED": "applied {times} times a step",
-    "SCALED": "scaled by {least:.2g} to {most:.2g}, in the first steps and as the gradients are",
-    "FORMATS_RIGHT": "the same where parameters have several number formats",
-    "FORMATS_REPEATED": "applied {times} times a step where parameters have several number formats",
+    "SCALED": "scaled by {least:.2g} to {most:.2g}, depending on the step and on the gradients",
+    "FORMATS_RIGHT": "the same where parameters differ in number format",
+    "FORMATS_REPEATED": "applied {times} times a step where parameters differ in number format",
     "GROUPS_RIGHT": "each param group has its own weight decay",
     "GROUPS_LOST": _groups_lost,
-    "VECTORS_ALIKE": "vectors decay as matrices do",
+    "VECTORS_ALIKE": "vectors decay like matrices",
     "VECTORS_OTHERWISE": lambda operator: f"{operator.kind}: {explain_operator(operator)}",
-    "NOTHING_UNASKED": "nothing decays without weight decay",
-    "UNASKED": "without weight decay it decays by {strength:.2g} lr a step",
+    "NOTHING_UNASKED": "nothing decays with weight decay 0",
+    "UNASKED": "with weight decay 0 it still decays, by {strength:.2g} lr a step",
     "NO_DECAY": "no weight decay is set",
     "TABLE_PROBLEM": lambda problem: problem.words,
 }

@@ -1,6 +1,7 @@
 """The command `decaylab`."""
 
-import sys
+import errno
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -15,14 +16,16 @@ from decaylab.cli.compare import compare_command
 from decaylab.cli.data import data_app
 from decaylab.cli.decay import audit_decay_command, decay_table_command
 from decaylab.cli.diagnose import SeveralAgainst, diagnose_command
+from decaylab.cli.live import live_command
 from decaylab.cli.probe import probe_command
 from decaylab.cli.report import report_command
 from decaylab.cli.reproduce import reproduce_command
 from decaylab.cli.search import search_command
+from decaylab.cli.terminal import warn
 from decaylab.cli.theory import theory_command
 from decaylab.cli.train import train_command
 from decaylab.errors import DecaylabError
-from decaylab.training import Interrupted
+from decaylab.training import Interrupted, world
 
 
 class _Commands(TyperGroup):
@@ -32,6 +35,7 @@ class _Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         self.debug = "--debug" in args  # anywhere in the command line
+        _flags_without_type(self, ctx)
         return super().parse_args(ctx, [word for word in args if word != "--debug"])
 
     def invoke(self, ctx: Any) -> Any:
@@ -41,10 +45,24 @@ class _Commands(TyperGroup):
             if self.debug:
                 raise
             if isinstance(error, Interrupted):
-                print(f"{error}: give the same command again to continue", file=sys.stderr)
+                warn(f"{error}: give the same command again to continue")
             else:
-                print(f"error: {error}", file=sys.stderr)
+                warn(f"error: {error}")
             raise typer.Exit(error.exit_code) from None
+        except OSError as error:
+            if self.debug or error.errno != errno.ENAMETOOLONG:
+                raise
+            warn("error: a name is too long for a file: give a shorter one")
+            raise typer.Exit(DecaylabError.exit_code) from None
+
+
+def _flags_without_type(command: Any, ctx: Any) -> None:
+    """Help shows a flag as a flag: `--json`, not `--json <bool>`."""
+    for parameter in command.get_params(ctx):
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for inner in getattr(command, "commands", {}).values():
+        _flags_without_type(inner, ctx)
 
 
 app = typer.Typer(
@@ -88,6 +106,7 @@ app.add_typer(sweep.app, name="sweep")
 app.add_typer(data_app, name="data")
 app.command("decay-table")(decay_table_command)
 app.command("audit-decay")(audit_decay_command)
+app.command("live")(live_command)
 app.command("probe")(probe_command)
 app.command("diagnose", cls=SeveralAgainst)(diagnose_command)
 app.add_typer(advise.app, name="advise")
@@ -103,4 +122,16 @@ app.command("report")(report_command)
 
 def main() -> None:
     """Run the command line."""
-    app(prog_name="decaylab")
+    if not world.launched():
+        app(prog_name="decaylab")
+        return
+    code = 1
+    try:
+        app(prog_name="decaylab")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else bool(end.code)
+    except BaseException:
+        traceback.print_exc()
+    else:
+        code = 0
+    world.leave(code)

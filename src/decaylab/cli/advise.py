@@ -1,17 +1,16 @@
 """`decaylab advise`: a decay from measured dynamics, one decay in other words, a schedule."""
 
-import sys
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from decaylab.cli import options
 from decaylab.cli.diagnose import found_records
-from decaylab.cli.output import console, print_json
+from decaylab.cli.output import print_json
+from decaylab.cli.terminal import say, show, warn
 from decaylab.diagnosis import (
     Stepping,
     Suggestion,
@@ -21,9 +20,11 @@ from decaylab.diagnosis import (
     suggest,
     words,
 )
+from decaylab.diagnosis.advice import tokens_per_parameter
 from decaylab.diagnosis.runs import read_run
 from decaylab.errors import DecaylabError
 from decaylab.optim.laws import OPTIMIZER_NAMES, law_named
+from decaylab.text_table import Column, TextTable
 
 app = typer.Typer(help="Choose, convert or replace weight decay.", no_args_is_help=True)
 
@@ -36,18 +37,21 @@ NormAt = Annotated[
 Steps = Annotated[
     int | None, typer.Option("--steps", help="Act within so many steps (the run's own, else).")
 ]
-LEGEND = """\
-norm: in the records used; leads to: the norm that the suggested decay leads to; balance: the norm
-to which the present decay leads; turns: radians per step there; steps: until it is reached
-"""
+LEGEND = (
+    "norm: in the records used; leads to: the norm that the suggested decay leads to; balance: the"
+    " norm to which the present decay leads; turns: radians per step there; steps: until it is"
+    " reached\n"
+)
 OPTIMIZER_HELP = f"{', '.join(OPTIMIZER_NAMES)}."
 RULES_HELP = {
-    "epochs": "the averaging time in epochs stays (Wang and Aitchison 2024, arXiv:2405.13698;"
-    " checked there on ResNets, ViTs and GPTs under AdamW)",
-    "run": "the averaging time stays the same part of the run (Bergsma et al. 2025, Power Lines,"
-    " arXiv:2505.13738; checked there on language models at one ratio of tokens to parameters)",
-    "rotation": "the angle per root of the batch stays (after Kosson et al. 2024,"
-    " arXiv:2305.17212; the equilibrium is checked in tests/optim/test_laws.py)",
+    "epochs": "the averaging time 1/(lr x decay) stays the same in epochs (Wang and Aitchison, ICML"
+    " 2025, arXiv:2405.13698; checked there for AdamW on ResNet-18, ViTs and a NanoGPT)",
+    "run": "the averaging time stays the same part of the run (Bergsma et al., NeurIPS 2025, Power"
+    " Lines, arXiv:2505.13738; checked there for AdamW on language models, for other batch sizes at"
+    " the same number of parameters and tokens)",
+    "rotation": "the angle per step, over the root of the batch size, stays the same (equilibrium:"
+    " Kosson et al., ICML 2024, arXiv:2305.17212, and tests/optim/test_laws.py; the root of the"
+    " batch size follows for independent gradients and is not checked on a task)",
 }
 
 
@@ -67,24 +71,24 @@ def suggest_command(
     it. Use --norm-at or --rotation to ask for something else.
     """
     source = found_records(run, runs)
-    found = suggest(source, rotation=rotation, norm_at=norm_at, steps=steps)
+    suggestion = suggest(source, rotation=rotation, norm_at=norm_at, steps=steps)
     if json_output:
-        print_json(found.as_dict())
+        print_json(suggestion.as_dict())
         return
-    for note in found.notes:
-        print(words.sentence(note))
-    console(110).print(_table(found))
-    if not found.groups:
+    for note in suggestion.notes:
+        say(words.sentence(note))
+    show(_table(suggestion))
+    if not suggestion.groups:
         return
-    print(LEGEND)
-    for group in found.groups:
+    say("", LEGEND)
+    for group in suggestion.groups:
         low, high = group.spread
         spread = f" ({low:.3g} to {high:.3g} over layers)" if low != high else ""
         who = f"{group.optimizer}: " if group.optimizer else ""
-        print(
+        say(
             f"suggested for {words.names(group.layers)}: {who}{group.decay} weight decay of"
             f" {group.weight_decay:.3g}{spread} at lr {group.lr:.3g}, to act within"
-            f" {found.budget} steps"
+            f" {suggestion.budget} steps"
         )
 
 
@@ -105,17 +109,25 @@ def scale_command(
 ) -> None:
     """Scale AdamW's decay to another batch size, length or width, by the rules that there are."""
     factors = {"batch": _factor(batch), "steps": _factor(steps), "width": _factor(width)}
-    found = scale_decay(weight_decay, lr, **factors)
+    scaled = scale_decay(weight_decay, lr, **factors)
     if json_output:
-        print_json([asdict(rule) for rule in found])
+        print_json([asdict(rule) for rule in scaled])
         return
-    for rule in found:
+    for rule in scaled:
         now, there = rule.timescales
-        print(
+        say(
             f"{rule.rule}: weight decay {rule.weight_decay:.4g} at lr {rule.lr:.4g} (averages over"
-            f" {there:.4g} steps, {now:.4g} before)"
+            f" {words.three_digits(there)} steps, {words.three_digits(now)} before)"
         )
-        print(f"  {RULES_HELP[rule.rule]}")
+        say(RULES_HELP[rule.rule], indent="  ")
+    ratio = tokens_per_parameter(**factors)
+    if not math.isclose(ratio, 1):
+        note = (
+            f"note: tokens per parameter change to {words.times(ratio)} (parameters going with the"
+            " width squared). Power Lines finds that the best part of the run to average over falls"
+            " as a power of this ratio, so the second rule is rough here"
+        )
+        say(note)
 
 
 def _factor(pair: str) -> float:
@@ -155,25 +167,25 @@ def convert_command(
     """
     first = Stepping(source, source_lr, source_decay or _kind(source), source_momentum)
     second = Stepping(target, target_lr, target_decay or _kind(target), target_momentum)
-    found = convert_decay(weight_decay, first, second)
+    converted = convert_decay(weight_decay, first, second)
     if json_output:
-        print_json(asdict(found))
+        print_json(asdict(converted))
         return
-    print(f"{_named(weight_decay, first)} = {_named(found.weight_decay, second)}")
-    if not found.shrink:
+    say(f"{_named(weight_decay, first)} = {_named(converted.weight_decay, second)}")
+    if not converted.shrink:
         return
-    print(
-        f"both remove the fraction {found.shrink:.3g} of the weights per step, so decay needs about"
-        f" {found.steps:.4g} steps to take effect"
+    say(
+        f"both remove the fraction {converted.shrink:.3g} of the weights per step, so decay needs"
+        f" about {words.three_digits(converted.steps)} steps to take effect"
     )
-    before, after = found.rotations
+    before, after = converted.rotations
     if before is not None and after is not None:
-        print(
+        say(
             f"at equilibrium the weights turn by {before:.3g} radians per step under {source} and"
             f" by {after:.3g} under {target}"
         )
     if any(stepping.law.name == "kfac" for stepping in (first, second)):
-        print(
+        say(
             "note: K-FAC has this equilibrium through its damping. Where that hardly matters, how"
             " far its weights turn does not depend on the decay"
         )
@@ -186,10 +198,10 @@ def _kind(optimizer: str) -> str:
 def _named(weight_decay: float, stepping: Stepping) -> str:
     law = stepping.law
     memory = {name: getattr(law, name) for name in ("momentum", "beta1") if hasattr(law, name)}
-    said = "".join(f", {name} {value:g}" for name, value in memory.items())
+    settings = "".join(f", {name} {value:g}" for name, value in memory.items())
     return (
         f"{stepping.decay} weight decay {weight_decay:.6g} of {stepping.optimizer} (lr"
-        f" {stepping.lr:g}{said})"
+        f" {stepping.lr:g}{settings})"
     )
 
 
@@ -209,13 +221,12 @@ def schedule_command(
     source = found_records(run, runs)
     read = read_run(source)
     for trouble in read.troubles:
-        print(f"{run}: {words.sentence(trouble)}", file=sys.stderr)
+        warn(f"{run}: {words.sentence(trouble)}")
     fisher = [x for x in read.layers.values() if x.settings and x.first.curvature == "fisher"]
     if fisher:
-        print(
+        warn(
             f"{run}: the Fisher matrix shrinks as the network fits the data, so this schedule is"
             " not reliable for K-FAC-F (docs/diagnosis.md)",
-            file=sys.stderr,
         )
     schedule = equivalent_schedule(source)
     schedule.save(out)
@@ -232,25 +243,22 @@ def schedule_command(
         return
     count = len(schedule.layers)
     layers = f"{count} scale-invariant layer{'s' * (count != 1)}"
-    print(
+    say(
         f"{out}: {len(schedule.lr)} steps. Without decay, lr goes from {schedule.lr[0]:.3g} to"
         f" {schedule.lr[-1]:.3g} for {layers}; for all other parameters it stays"
         f" ({schedule.others[0]:.3g} to {schedule.others[-1]:.3g})"
     )
 
 
-def _table(found: Suggestion) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("layer", no_wrap=True)
+def _table(suggestion: Suggestion) -> TextTable:
     headings = ("decay", "suggested", "norm", "leads to", "balance", "turns", "steps")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    table.add_column("")
-    for row in found.layers:
+    columns = [Column(heading, number=True) for heading in headings]
+    table = TextTable([Column("layer"), *columns, Column("note", words=True)])
+    for row in suggestion.layers:
         numbers = (
             *(row.weight_decay, row.suggested, row.norm, row.target),
             *(row.equilibrium, row.rotation, row.steps),
         )
-        cells = ["-" if value is None else f"{value:.3g}" for value in numbers]
-        table.add_row(escape(row.layer), *cells, escape(words.note_texts(row.notes)))
+        cells = ["-" if value is None else words.three_digits(value) for value in numbers]
+        table.add(row.layer, *cells, words.note_texts(row.notes))
     return table

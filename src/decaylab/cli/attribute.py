@@ -1,5 +1,6 @@
 """`decaylab attribute`: which path carries decay's effect, by experiment."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -12,16 +13,24 @@ import typer
 from decaylab import __version__
 from decaylab.attribution import SIZE_FREE_ROTATION, Arm, ArmResult, Attribution, attribute
 from decaylab.attribution.branches import branch_from, train_to
-from decaylab.attribution.recorded_arms import METRICS, arm_store, attribute_spec
+from decaylab.attribution.recorded_arms import (
+    FOLDER,
+    METRICS,
+    arm_specs,
+    arm_store,
+    attribute_spec,
+    planned_arms,
+)
 from decaylab.cli import options
 from decaylab.cli.output import in_words, print_json
+from decaylab.cli.sweep import EngineOptions, Work, submit
+from decaylab.cli.terminal import say
 from decaylab.data import DataSet, load
 from decaylab.errors import DecaylabError
 from decaylab.paper.tiers import sized, tier_of
 from decaylab.report.attributions import write_attribution
 from decaylab.report.drawing import check_extra
 from decaylab.report.names import named
-from decaylab.sweeps.worker import WorkerOptions
 from decaylab.training import Progress, RunSpec
 from decaylab.training.journal import code_commit
 from decaylab.training.loop import device_name
@@ -57,13 +66,13 @@ NormsAlone = Annotated[
         "--norms-alone", help="One more arm: norms as with decay, rotation free (Fig. 4's wn-conv)."
     ),
 ]
-Keep = Annotated[bool, typer.Option("--keep-checkpoints", help="Keep the models of finished arms.")]
 ReportFile = Annotated[
     Path | None,
     typer.Option("--report", metavar="FILE.html", help="Also write a page with figures."),
 ]
 
 
+@options.spread
 def attribute_command(
     spec: Spec = None,
     seeds: Seeds = 3,
@@ -74,16 +83,11 @@ def attribute_command(
     at: At = None,
     steps: For = None,
     norms_alone: NormsAlone = False,
-    runs: options.Runs = options.RUNS,
-    data_dir: options.DataDir = None,
-    device: options.Device = "auto",
-    at_once: options.AtOnce = 1,
-    max_minutes: options.MaxMinutes = None,
-    compiled: options.Compiled = False,
-    checkpoint_every: options.CheckpointEvery = 60.0,
-    keep_checkpoints: Keep = False,
     report: ReportFile = None,
     json_output: options.Json = False,
+    *,
+    training: options.TrainingOptions,
+    engine: EngineOptions,
 ) -> None:
     """Find out how much of decay's effect goes through size, rotation and damping.
 
@@ -98,25 +102,21 @@ def attribute_command(
         )
     if report is not None:
         check_extra()
-    where = options.chosen_device(device)
+    runs = training.runs
+    where = options.chosen_device(training.device or "auto")
     base = spec_from(start or spec or "", runs, tier)
-    data = load(base.data, data_dir)
-    how = WorkerOptions(
-        device=where,
-        data_dir=data_dir,
-        seconds=None if max_minutes is None else 60 * max_minutes,
-        keep_checkpoints=keep_checkpoints,
-        checkpoint_every=checkpoint_every,
-        at_once=at_once,
-        compiled=compiled,
-    )
+    data = load(base.data, training.data_dir)
     extra = [SIZE_FREE_ROTATION] if norms_alone else []
     tell = None if json_output else _tell_arm
     if start is not None:
-        if at_once > 1 or max_minutes is not None or compiled:
+        if training.at_once > 1 or training.max_minutes is not None or training.compiled:
             raise DecaylabError(
                 "arms that branch are trained one by one, as they are: leave out --at-once,"
                 " --max-minutes and --compiled"
+            )
+        if not engine.in_this_process(training):
+            raise DecaylabError(
+                "arms that branch are trained in this process: leave out --engine and --jobs"
             )
         branch = runs / "attribution" / f"{base.id}-at-{at}"
         result = _branched(
@@ -125,6 +125,14 @@ def attribute_command(
     else:
         if at is not None or steps is not None:
             raise DecaylabError("--at and --for belong to --from RUN: leave them out")
+        specs = arm_specs(base, data, range(seeds), _layers(only), extra)
+        if engine.dry_run or not engine.in_this_process(training):
+            words = ["attribute", spec or "", "--seeds", str(seeds), "--only", only]
+            words += ["--metric", metric, *(["--tier", tier] if tier else [])]
+            words += ["--norms-alone"] * norms_alone
+            submit_arms(words, specs, tier, training, engine, json_output)
+            if engine.leaves:
+                return
         result = attribute_spec(
             base,
             data=data,
@@ -133,11 +141,30 @@ def attribute_command(
             only=_layers(only),
             extra=extra,
             metric=metric,
-            options=how,
+            options=training.worker_options(where),
             tier=tier or "custom",
             tell=None if json_output else tell_finished,
         )
     _show(result, base, where, report, json_output)
+
+
+def submit_arms(
+    words: list[str],
+    specs: Sequence[RunSpec],
+    tier: str | None,
+    training: options.TrainingOptions,
+    engine: EngineOptions,
+    json_output: bool,
+) -> None:
+    """Let an engine train arms, every job any of them."""
+    planned = planned_arms(specs, tier or "custom")
+    submit(
+        Work(words, planned, FOLDER, shared=True),
+        training,
+        engine,
+        gpus=options.on_gpus(training, digits=all(spec.data == "digits" for spec in specs)),
+        stream=sys.stderr if json_output else sys.stdout,
+    )
 
 
 def _branched(
@@ -199,11 +226,11 @@ def tell_finished(seed: int, arm: str, progress: Progress) -> None:
     if progress.kind == "finished":
         accuracy = 100 * progress.values.get("test/accuracy", float("nan"))
         time = "made before" if progress.made_before else in_words(progress.seconds)
-        print(f"seed {seed}, {arm}: test accuracy {accuracy:.2f} % ({time})", flush=True)
+        say(f"seed {seed}, {arm}: test accuracy {accuracy:.2f} % ({time})")
 
 
 def _tell_arm(result: ArmResult) -> None:
-    print(f"seed {result.seed}, {result.arm}: {in_words(result.seconds)}", flush=True)
+    say(f"seed {result.seed}, {result.arm}: {in_words(result.seconds)}")
 
 
 def _show(
@@ -223,6 +250,6 @@ def _show(
         title = f"{_words(spec)} on {named(spec.data)}"
         print_json({"title": title, "spec": spec.id, "about": about, **result.as_dict()})
         return
-    print(f"\n{result}")
+    say(f"\n{result}")
     if report is not None:
-        print(f"\nreport: {report}")
+        say(f"\nreport: {report}")

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from decaylab.audits import Audit, audit
 from decaylab.audits.words import summary
 from decaylab.cli import options
-from decaylab.cli.output import console, print_json
+from decaylab.cli.output import print_json
+from decaylab.cli.terminal import say, show
 from decaylab.errors import DecaylabError
+from decaylab.text_table import Column, Styled, TextTable
 
 Optimizer = Annotated[
     str, typer.Argument(metavar="MODULE:NAME", help="A function that builds the optimizer.")
@@ -33,7 +33,7 @@ Scale = Annotated[
 Steps = Annotated[
     int, typer.Option("--steps", help="Steps from the same weights; the last one counts.")
 ]
-MARKS = {True: "[green]ok[/green]", False: "[bold red]WRONG[/bold red]", None: "[dim]-[/dim]"}
+MARKS = {True: Styled("ok", "green"), False: Styled("WRONG", "bold red"), None: Styled("-", "dim")}
 
 
 def audit_command(
@@ -67,9 +67,10 @@ def audit_command(
     if json_output:
         print_json(result.as_dict())
     else:
-        console(140).print(_table(result))
+        say(result.title)
+        show(_table(result))
         unmade = sum(check.passed is None for check in result.checks)
-        print(summary(result.passed, len(result.checks) - unmade, unmade))
+        say(summary(result.passed, len(result.checks) - unmade, unmade))
     if not result.passed:
         raise typer.Exit(1)
 
@@ -95,10 +96,7 @@ def imported(name: str) -> Any:
     return factory
 
 
-def _table(result: Audit) -> Table:
-    table = Table(box=None, pad_edge=False, title=escape(result.title), title_justify="left")
-    for heading in ("", "what", "found"):
-        table.add_column(heading)
-    for check in result.checks:
-        table.add_row(MARKS[check.passed], escape(check.name), escape(check.words))
-    return table
+def _table(result: Audit) -> TextTable:
+    columns = (Column(""), Column("what"), Column("found", words=True))
+    rows = [(MARKS[check.passed], check.name, check.words) for check in result.checks]
+    return TextTable(columns, rows)

@@ -5,11 +5,12 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 
 from decaylab.cli.output import in_words
+from decaylab.cli.terminal import say
 from decaylab.sweeps.estimate import Estimator
-from decaylab.sweeps.worker import Event, Worker
+from decaylab.sweeps.worker import RunEvent, Worker
+from decaylab.text_table import Column, TextTable
 
 
 def follow(worker: Worker, stream: TextIO) -> None:
@@ -19,18 +20,18 @@ def follow(worker: Worker, stream: TextIO) -> None:
         for event in worker.run():
             if event.kind in ("finished", "pruned", "failed", "retried"):
                 made = len(worker.outcome.finished) + len(worker.outcome.before)
-                print(f"{made}/{total} {_line(event)}", file=stream, flush=True)
+                say(f"{made}/{total} {_line(event)}", stream=stream)
         return
     board = _Board(worker)
     with Live(board.table(), console=Console(file=stream), refresh_per_second=4) as live:
         for event in worker.run():
             board.note(event)
             if event.kind in ("failed", "retried"):
-                live.console.print(_line(event), highlight=False, soft_wrap=True)
+                live.console.print(_line(event), highlight=False, markup=False)
             live.update(board.table())
 
 
-def _line(event: Event) -> str:
+def _line(event: RunEvent) -> str:
     run_id = event.run.spec.id
     if event.progress is None:
         again = "failed, trying once more" if event.kind == "retried" else "failed"
@@ -49,14 +50,14 @@ class _Board:
         self._worker, self._estimator = worker, Estimator(worker.store)
         self._begun = time.monotonic()
         self._spent = 0.0  # estimated seconds of what was made since then
-        self._event: Event | None = None
+        self._event: RunEvent | None = None
 
-    def note(self, event: Event) -> None:
+    def note(self, event: RunEvent) -> None:
         self._event = event
         if event.kind == "finished":
             self._spent += self._estimator.of(event.run.spec).seconds
 
-    def table(self) -> Table:
+    def table(self) -> TextTable:
         outcome = self._worker.outcome
         ended = {*outcome.finished, *outcome.before, *outcome.failed, *outcome.elsewhere}
         left = [run.spec for run in self._worker.planned if run.spec.id not in ended]
@@ -67,10 +68,10 @@ class _Board:
         if self._event is not None and self._event.kind in ("begun", "epoch"):
             at = self._event.progress
             running = self._event.run.spec.id + (f"  epoch {at.epoch}/{at.epochs}" if at else "")
-        table = Table(box=None, pad_edge=False, show_header=False)
-        table.add_row("done", f"{len(outcome.finished) + len(outcome.before)}")
-        table.add_row("running", running)
-        table.add_row("left", f"{len(left)}, about {in_words(seconds)}")
+        table = TextTable([Column(""), Column("", words=True)])
+        table.add("done", f"{len(outcome.finished) + len(outcome.before)}")
+        table.add("running", running)
+        table.add("left", f"{len(left)}, about {in_words(seconds)}")
         if outcome.failed:
-            table.add_row("failed", str(len(outcome.failed)))
+            table.add("failed", str(len(outcome.failed)))
         return table

@@ -1,19 +1,23 @@
 """`decaylab claims`: what the records say about the paper's claims."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from decaylab.cli import options
 from decaylab.cli.output import print_json
-from decaylab.paper import Readings
+from decaylab.cli.progress import stages
+from decaylab.cli.terminal import say, warn
+from decaylab.paper import FinishedRuns
 from decaylab.paper.claims import Claim
 from decaylab.records import RunStore
 from decaylab.report.provenance import seeds_of, tiers_of
 from decaylab.report.sections import judged
-from decaylab.sweeps.survey import survey
+from decaylab.sweeps.run_index import indexed_runs
 
 TierOption = Annotated[
     str | None,
@@ -32,19 +36,26 @@ def claims_command(
     claim is never supported without its runs.
     """
     store = RunStore(runs)
-    readings = Readings(store)
-    found, left_out = survey(store)
-    tiers = [tier] if tier is not None else tiers_of(found)
-    claims = [claim for name in tiers for claim in judged(readings, name, seeds_of(found))]
-    for note in dict.fromkeys([*left_out, *readings.left_out]):
-        print(f"left out: {note}", file=sys.stderr)
+    finished_runs = FinishedRuns(store)
+    claims = []
+    with stages(sys.stderr) as tell:
+        indexed, left_out = indexed_runs(store)
+        for name in [tier] if tier is not None else tiers_of(indexed):
+            at_tier = partial(_tell, tell, name)
+            claims += judged(finished_runs, name, seeds_of(indexed), at_tier)
+    for note in dict.fromkeys([*left_out, *finished_runs.left_out]):
+        warn(f"left out: {note}")
     if json_output:
         print_json([asdict(claim) for claim in claims])
         return
     if not claims:
-        print(f"no runs of any tier in {runs}: make some with `decaylab reproduce table1`")
+        say(f"no runs of any tier in {runs}: make some with `decaylab reproduce table1`")
     for claim in claims:
-        print(_told(claim))
+        say(_told(claim))
+
+
+def _tell(tell: Callable[[str], None], tier: str, claim: str) -> None:
+    tell(f"judging {claim} at tier {tier}")
 
 
 def _told(claim: Claim) -> str:

@@ -4,19 +4,20 @@ from typing import Annotated
 
 import typer
 
-from decaylab.attribution.matching import Matched, match
+from decaylab.attribution.matching import Matched, match, matched_runs
 from decaylab.attribution.recorded_arms import arm_store
 from decaylab.cli import options
 from decaylab.cli.attribute import (
-    Keep,
     Seeds,
     TierOption,
     spec_from,
+    submit_arms,
     tell_finished,
 )
 from decaylab.cli.output import print_json
+from decaylab.cli.sweep import EngineOptions
+from decaylab.cli.terminal import say
 from decaylab.errors import DecaylabError
-from decaylab.sweeps.worker import WorkerOptions
 
 First = Annotated[str, typer.Argument(metavar="A", help="A spec in TOML, or a run.")]
 Second = Annotated[str, typer.Argument(metavar="B", help="Another one; it is made to follow A.")]
@@ -25,21 +26,17 @@ Path = Annotated[
 ]
 
 
+@options.spread
 def compare_command(
     a: First,
     b: Second,
     path: Path = "rotation",
     seeds: Seeds = 3,
     tier: TierOption = None,
-    runs: options.Runs = options.RUNS,
-    data_dir: options.DataDir = None,
-    device: options.Device = "auto",
-    at_once: options.AtOnce = 1,
-    max_minutes: options.MaxMinutes = None,
-    compiled: options.Compiled = False,
-    checkpoint_every: options.CheckpointEvery = 60.0,
-    keep_checkpoints: Keep = False,
     json_output: options.Json = False,
+    *,
+    training: options.TrainingOptions,
+    engine: EngineOptions,
 ) -> None:
     """Compare two optimizers at the same decay: what is left of their difference is not decay.
 
@@ -47,24 +44,24 @@ def compare_command(
     or whose decay has A's timescale. They are recorded in RUNS/attribution. Giving the same command
     again continues.
     """
+    runs = training.runs
     first, second = spec_from(a, runs, tier), spec_from(b, runs, tier)
     if first.data != second.data:
         raise DecaylabError(f"A is on {first.data} and B on {second.data}: give one data set")
     chosen: Matched = path  # type: ignore[assignment]  # an unknown one is refused by match
+    if engine.dry_run or not engine.in_this_process(training):
+        words = ["compare", a, b, "--match", path, "--seeds", str(seeds)]
+        words += ["--tier", tier] if tier else []
+        specs = list(matched_runs(first, second, chosen, range(seeds)).values())
+        submit_arms(words, specs, tier, training, engine, json_output)
+        if engine.leaves:
+            return
     result = match(
         first,
         second,
         chosen,
         store=arm_store(runs),
-        options=WorkerOptions(
-            device=options.chosen_device(device),
-            data_dir=data_dir,
-            seconds=None if max_minutes is None else 60 * max_minutes,
-            keep_checkpoints=keep_checkpoints,
-            checkpoint_every=checkpoint_every,
-            at_once=at_once,
-            compiled=compiled,
-        ),
+        options=training.worker_options(options.chosen_device(training.device or "auto")),
         seeds=range(seeds),
         tier=tier or "custom",
         tell=None if json_output else tell_finished,
@@ -72,4 +69,4 @@ def compare_command(
     if json_output:
         print_json(result.as_dict())
     else:
-        print(f"\n{result}")
+        say(f"\n{result}")

@@ -10,16 +10,17 @@ from rich.progress import (
     DownloadColumn,
     TaskID,
     TextColumn,
-    TimeRemainingColumn,
     TransferSpeedColumn,
 )
 from rich.progress import Progress as Bar
-from rich.table import Table
 
 from decaylab.cli import options
-from decaylab.cli.output import console, print_json
+from decaylab.cli.output import print_json
+from decaylab.cli.progress import Left, stages
+from decaylab.cli.terminal import say, show
 from decaylab.data import DATA_SETS, Facts, fetch, find, load
 from decaylab.errors import DecaylabError
+from decaylab.text_table import Column, TextTable
 
 data_app = typer.Typer(help="List and download data sets.", no_args_is_help=True)
 
@@ -27,22 +28,31 @@ data_app = typer.Typer(help="List and download data sets.", no_args_is_help=True
 @data_app.command("list")
 def list_data(data_dir: options.DataDir = None, json_output: options.Json = False) -> None:
     """List the data sets and where each was found."""
-    entries = [_entry(facts, data_dir) for facts in DATA_SETS.values()]
+    entries = []
+    with stages(sys.stderr) as tell:
+        for facts in DATA_SETS.values():
+            tell(f"looking for {facts.name}")
+            entries.append(_entry(facts, data_dir))
     if json_output:
         print_json(entries)
         return
-    table = Table(box=None, pad_edge=False)
-    for heading in ("name", "images", "classes", "shape", "where"):
-        table.add_column(heading, overflow="fold")
+    columns = (
+        Column("name"),
+        Column("images", drop=1),
+        Column("classes", number=True, drop=2),
+        Column("shape", drop=3),
+        Column("where", words=True),
+    )
+    table = TextTable(columns)
     for entry in entries:
-        table.add_row(
+        table.add(
             entry["name"],
             f"{entry['train']:,} + {entry['test']:,}",
             str(entry["classes"]),
             "x".join(map(str, entry["shape"])),
             _where(entry),
         )
-    console(500, markup=False).print(table)
+    show(table)
 
 
 def _entry(facts: Facts, data_dir: Path | None) -> dict[str, Any]:
@@ -85,11 +95,13 @@ def fetch_data(
 ) -> None:
     """Download a data set into the user's cache, check it and decode it."""
     if name == "digits":
-        print("digits ships with scikit-learn: there is nothing to fetch")
+        say("digits ships with scikit-learn: there is nothing to fetch")
         return
     folder = _with_bar(name) if sys.stdout.isatty() else fetch(name, _line_when_done)
-    data = load(name, folder)
-    print(
+    with stages(sys.stderr) as tell:
+        tell(f"checking and decoding {name}")
+        data = load(name, folder)
+    say(
         f"{name}: {len(data.train):,} + {len(data.test):,} images, {data.classes} classes, "
         f"checked, in {folder}"
     )
@@ -97,7 +109,7 @@ def fetch_data(
 
 def _with_bar(name: str) -> Path:
     tasks: dict[str, TaskID] = {}
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), Left())
     with Bar(TextColumn("{task.description}"), *columns) as bar:
 
         def show(file: str, done: int, total: int | None) -> None:
@@ -110,4 +122,4 @@ def _with_bar(name: str) -> Path:
 
 def _line_when_done(file: str, done: int, total: int | None) -> None:
     if done == total:
-        print(f"{file}: {done:,} bytes", flush=True)
+        say(f"{file}: {done:,} bytes")

@@ -9,12 +9,13 @@ from decaylab.audits import audit_decay
 from decaylab.cli import options
 from decaylab.cli.audit import imported
 from decaylab.cli.output import print_json
+from decaylab.cli.terminal import say
 from decaylab.networks import build
 from decaylab.optim.table import decay_table
 from decaylab.training import RunSpec, build_optimizer
 
 Network = Annotated[str, typer.Argument(help="mlp, vgg11/13/16/19 or resnet20/32/44/56.")]
-Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, adam, kfac-f or kfac-g.")]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, adam, adamw, kfac-f or kfac-g.")]
 Decay = Annotated[str, typer.Option("--decay", help="none, l2, decoupled or independent.")]
 WeightDecay = Annotated[float, typer.Option("--weight-decay", help="Strength of the decay.")]
 Scope = Annotated[str, typer.Option("--scope", help="What is decayed: all, conv or fc.")]
@@ -51,27 +52,28 @@ def decay_table_command(
     and K-FAC passes through the preconditioner, so it has no fixed factor. Parameters that differ
     by a number alone share a line.
     """
-    spec = RunSpec(
-        network=network,
-        width=width,
-        batch_norm=batch_norm,
-        optimizer=optimizer,
-        lr=lr,
-        momentum=momentum,
-        decay=decay,
-        weight_decay=0.0 if decay == "none" else weight_decay,
-        decay_scope=scope,
-    ).resolved()
+    values = {
+        "network": network,
+        "width": width,
+        "batch_norm": batch_norm,
+        "optimizer": optimizer,
+        "lr": lr,
+        "momentum": momentum,
+        "decay": decay,
+        "weight_decay": 0.0 if decay == "none" else weight_decay,
+        "decay_scope": scope,
+    }
+    spec = RunSpec.from_mapping(values).resolved()
     model = build(network, classes=10, batch_norm=batch_norm, width=width)
     rows = decay_table(model, build_optimizer(spec, model))
     if json_output:
         print_json([asdict(row) | {"how": row.how} for row in rows])
         return
     strength = f"{decay} decay of {spec.weight_decay:g} on {scope}"
-    print(f"{network}, {optimizer} at lr {spec.lr:g}, {strength}")
-    print(rows)
+    say(f"{network}, {optimizer} at lr {spec.lr:g}, {strength}")
+    say(str(rows))
     decayed = sum(row.decay != "none" for row in rows)
-    print(f"{decayed} of {len(rows)} parameters decay")
+    say(f"{decayed} of {len(rows)} parameters decay")
 
 
 Factory = Annotated[
@@ -97,7 +99,6 @@ def audit_decay_command(
     if json_output:
         print_json(audited.as_dict())
     else:
-        print(audited)
-        print("it passes" if audited.passed else "it does not pass")
+        say(str(audited), "it passes" if audited.passed else "it does not pass")
     if not audited.passed:
         raise typer.Exit(1)

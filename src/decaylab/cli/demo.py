@@ -1,50 +1,60 @@
-"""`decaylab demo`: the whole of the paper in small, on the digits that ship with scikit-learn."""
+"""`decaylab demo`: the three mechanisms, each shown as it is measured, on small networks."""
 
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 
 from decaylab.cli import options
-from decaylab.cli.output import console, print_json
+from decaylab.cli.output import print_json
+from decaylab.cli.progress import Left, stages
 from decaylab.cli.report import Out
+from decaylab.cli.terminal import say, warn
 from decaylab.errors import DecaylabError
-from decaylab.paper import Readings
+from decaylab.paper import FinishedRuns
 from decaylab.records import RunStore
 from decaylab.report.drawing import check_extra
 from decaylab.report.mechanisms import (
     DECAYS,
     MECHANISMS,
-    RATIO_NOTE,
     TIER,
     Demo,
+    MechanismSection,
+    decay_ratios,
     demo_runs,
-    mechanism_grid,
-    short_accuracy_grid,
+    ends_by_decay,
+    moved_as_expected,
 )
-from decaylab.report.page import Grid
+from decaylab.report.names import named
 from decaylab.report.sections import theory_checks
+from decaylab.report.tables import number
 from decaylab.report.write import write_report
 from decaylab.sweeps.plan import PlannedRun
-from decaylab.sweeps.survey import survey
+from decaylab.sweeps.run_index import indexed_runs
 from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.training import RunSpec, TrainingRun
 
 Seed = Annotated[int, typer.Option("--seed", help="First seed; it sets everything random.")]
 Seeds = Annotated[int, typer.Option("--seeds", help="Number of runs (seeds) per setting.")]
 Epochs = Annotated[int | None, typer.Option("--epochs", help="Passes over the training data.")]
-WithReport = Annotated[bool, typer.Option("--report/--no-report", help="Write a report.")]
+All = Annotated[
+    bool, typer.Option("--all", help="Also train with L2, and every optimizer in every network.")
+]
+WithReport = Annotated[
+    bool | None,
+    typer.Option(
+        "--report/--no-report", help="Write a page with figures.", show_default="if it can be drawn"
+    ),
+]
 
 # Per optimizer: learning rate, L2 and decoupled weight decay. Decoupled decay is multiplied by lr
 # and not by the preconditioner, so that equal numbers would not be equal decays (recipe line 15).
@@ -64,7 +74,7 @@ EPOCHS = 50
 
 
 def demo_specs(seed: int = 0, seeds: int = 1, epochs: int | None = None) -> list[RunSpec]:
-    """A small MLP with and without batch norm under four optimizers and three kinds of decay."""
+    """All of `--all`: a small MLP with and without batch norm, four optimizers, three decays."""
     base = RunSpec(
         data="digits",
         network="mlp",
@@ -74,7 +84,7 @@ def demo_specs(seed: int = 0, seeds: int = 1, epochs: int | None = None) -> list
         lr_drop_every=epochs or EPOCHS,  # a constant lr: what changes lr/|W|^2 is |W| alone
     )
     specs = []
-    for number in range(seed, seed + seeds):
+    for own_seed in range(seed, seed + seeds):
         for batch_norm in (True, False):
             for optimizer, (lr, l2, decoupled) in SETTINGS.items():
                 settings: dict[str, Any] = {"lr": lr}
@@ -85,13 +95,47 @@ def demo_specs(seed: int = 0, seeds: int = 1, epochs: int | None = None) -> list
                     settings, strengths = settings | WITHOUT_NORM, WITHOUT_NORM_DECAY
                 settings = {**settings, "batch_norm": batch_norm, "optimizer": optimizer}
                 specs += [
-                    replace(base, seed=number, decay=d, weight_decay=strengths[d], **settings)
+                    replace(base, seed=own_seed, decay=d, weight_decay=strengths[d], **settings)
                     for d in DECAYS
                 ]
     return specs
 
 
-def observe(run: TrainingRun) -> dict[str, float]:
+# What a mechanism needs, without --all: no L2, and two optimizers for the Jacobian.
+PAIR = ("none", "decoupled")
+SHOWN = {"mechanism2": ("sgd", "kfac-g")}
+ASKED = {
+    "mechanism1": (
+        "Batch normalisation undoes the size of the weights W, which then only sets how far a step"
+        " turns them: by lr / |W|^2 under SGD. Decay keeps |W| small."
+    ),
+    "mechanism2": (
+        "The Jacobian says how strongly the outputs react to a change of the input. Under K-FAC,"
+        " decay is close to a penalty on it."
+    ),
+    "mechanism3": (
+        "K-FAC adds a damping to the curvature, which counts for more as the weights grow: its"
+        " steps turn into SGD's. Decay keeps the weights small."
+    ),
+}
+LEARNED = {
+    "mechanism1": "Learned: with decay, the same learning rate turns the weights further.",
+    "mechanism2": "Learned: with decay, the network reacts less to a change of its input.",
+    "mechanism3": "Learned: with decay, the damping counts for less against the curvature.",
+}
+OTHERWISE = "Learned: one short run does not show it everywhere; --seeds 3 tells more."
+SUMMARY = {
+    "mechanism1": (
+        "Under batch normalisation, weight decay does not make the network simpler: it acts as a"
+        " larger learning rate."
+    ),
+    "mechanism2": "Without normalisation, it makes the function smoother, above all under K-FAC.",
+    "mechanism3": "Under K-FAC with normalisation, it keeps the damping from taking over.",
+}
+UNSHOWN = "The paper says more than these runs show: {title}."
+
+
+def measure_epoch(run: TrainingRun) -> dict[str, float]:
     """The quantities of the three mechanisms: all at the start, the end and on the way."""
     if run.spec.batch_norm:
         return run.measured(["effective_lr", "second_order_share"])
@@ -102,116 +146,162 @@ def demo_command(
     runs: options.Runs = options.RUNS,
     out: Out = None,
     seed: Seed = 0,
-    seeds: Seeds = 3,
+    seeds: Seeds = 1,
     epochs: Epochs = None,
+    everything: All = False,
     device: options.Device = "cpu",
-    report: WithReport = True,
+    report: WithReport = None,
     json_output: options.Json = False,
 ) -> None:
-    """Show what weight decay does, on small networks, in minutes.
+    """Show what weight decay does, on small networks, in about a minute.
 
-    Trains small networks on digits with SGD, Adam, K-FAC-F and K-FAC-G: without decay, with L2 and
-    with weight decay, with and without batch normalisation. Then measures the three mechanisms,
-    checks the theory and writes a report. Running it again reuses the finished runs.
+    Trains small networks on handwritten digits with and without weight decay, and prints each of
+    the paper's three mechanisms as soon as it is measured. Running it again reuses the runs.
     """
     for name, value in (("epochs", epochs), ("seeds", seeds)):
         if value is not None and value < 1:
             raise DecaylabError(f"{name} must be positive, not {value}")
-    if report:
-        check_extra()
+    drawn = _can_draw(report)
     store, where = RunStore(runs), options.chosen_device(device)
     torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
     specs = demo_specs(seed, seeds, epochs)
-    if not json_output:
-        print(
-            f"What does weight decay do to a network? {len(specs)} small ones on handwritten"
-            " digits:\nfour optimizers, with and without batch normalisation, no decay / L2 /"
-            " weight decay."
-        )
-    _train(specs, store, where)
-    found, left_out = survey(store)
-    ids = {spec.id for spec in specs}
-    demo = demo_runs((run for run in found if run.manifest.id in ids), Readings(store))
-    checks = theory_checks()
-    page = write_report(runs, out or runs / "report", checks).page if report else None
-    for note in left_out:
-        print(f"left out: {note}", file=sys.stderr)
-    held = sum(c.holds for c in checks if c.kind == "statement")
-    stated = sum(c.kind == "statement" for c in checks)
+    chosen = specs if everything else [spec for spec in specs if _is_shown(spec)]
+    tell: Callable[..., None] = (lambda *sentences: None) if json_output else say
+    tell(
+        "What does weight decay do to a network? "
+        f"{len(chosen)} small ones learn handwritten digits, without it and with it (a -> b).",
+    )
+    with _bar(len(chosen)) as advance:
+        shown = [_measure(m, chosen, store, where, advance, tell) for m in MECHANISMS]
+    left = [spec for spec in chosen if not store.folder(spec.id).is_finished()]
+    _train(left, store, where, lambda: None)
+    demo, left_out = _measured(chosen, store)
+    with stages(sys.stderr) as stage:
+        stage("checking the paper's statements")
+        checks = theory_checks()
+        page = write_report(runs, out or runs / "report", checks, stage).page if drawn else None
+    warn(*(f"left out: {note}" for note in left_out))
+    held = sum(check.holds for check in checks if check.kind == "statement")
+    stated = sum(check.kind == "statement" for check in checks)
     if json_output:
         print_json(_plain(demo, held, stated, page))
         return
-    _show(demo, seeds)
-    print(
-        f"\nTheory: {held} of {stated} checks of the paper's statements hold (`decaylab theory`)."
-    )
-    print(f"Records: `decaylab runs list --runs {runs}`. Running the demo again reuses them.")
+    say("", "What decay did:")
+    for mechanism, was_shown in zip(MECHANISMS, shown, strict=True):
+        unshown = UNSHOWN.format(title=mechanism.title)
+        say(f"- {SUMMARY[mechanism.anchor] if was_shown else unshown}")
+    say("", f"{held} of {stated} checks of the paper's statements hold (`decaylab theory`).")
     if page is not None:
-        print(f"\nReport: open {page} in a browser.")
+        say(f"A page with the curves: {page}")
+    elif report is None:
+        say("For a page with the curves: pip install 'decaylab[report]'")
+    run = next(spec for spec in chosen if spec.batch_norm and spec.decay == "decoupled")
+    base = next(spec for spec in chosen if spec.batch_norm and spec.decay == "none")
+    names = [spec.id.rpartition("-")[2] for spec in (run, base)]  # the ends of their ids suffice
+    say("", "Next, the verdict on the first of them:")
+    print(f"  decaylab diagnose {names[0]} --against {names[1]} --runs {runs}")
 
 
-def _train(specs: list[RunSpec], store: RunStore, device: torch.device) -> None:
-    """Train what is not finished, with a bar on a terminal and a line per optimizer elsewhere."""
-    planned = [PlannedRun(spec, (), ("demo",), TIER, observe) for spec in specs]
+def _can_draw(report: bool | None) -> bool:
+    """Whether a report is written: where the libraries are there, unless one is asked for."""
+    try:
+        if report is not False:
+            check_extra()
+    except DecaylabError:
+        if report:
+            raise
+        return False
+    return report is not False
+
+
+def _is_shown(spec: RunSpec) -> bool:
+    """Whether a run belongs to a mechanism that is shown without `--all`."""
+    return spec.decay in PAIR and any(
+        spec.batch_norm == mechanism.batch_norm and spec.optimizer in _optimizers(mechanism, False)
+        for mechanism in MECHANISMS
+    )
+
+
+def _optimizers(mechanism: MechanismSection, everything: bool) -> tuple[str, ...]:
+    return mechanism.optimizers if everything else SHOWN.get(mechanism.anchor, mechanism.optimizers)
+
+
+def _measure(
+    mechanism: MechanismSection,
+    specs: Sequence[RunSpec],
+    store: RunStore,
+    device: torch.device,
+    advance: Callable[[], None],
+    tell: Callable[..., None],
+) -> bool:
+    """Train a mechanism's networks, print what decay did in each; whether it did as expected."""
+    quantity = mechanism.quantities[0]
+    tell("", mechanism.title, ASKED[mechanism.anchor])
+    expected = True
+    for optimizer in mechanism.optimizers:
+        mine = [
+            s for s in specs if (s.batch_norm, s.optimizer) == (mechanism.batch_norm, optimizer)
+        ]
+        if not mine:
+            continue
+        _train(mine, store, device, advance)
+        ends = ends_by_decay(mechanism, optimizer, quantity, _measured(mine, store)[0])
+        ratios = decay_ratios(ends)
+        before, after = (fmean(ends[decay].values()) for decay in PAIR)
+        tell(
+            f"  {named(optimizer)}: {quantity.words}, {number(before)} -> {number(after)},"
+            f" {_times(ratios)}"
+        )
+        expected = expected and all(moved_as_expected(quantity, ratio) for ratio in ratios)
+    tell(f"  {LEARNED[mechanism.anchor] if expected else OTHERWISE}")
+    return expected
+
+
+def _times(ratios: Sequence[float]) -> str:
+    """By how much decay changed something.
+
+    >>> _times([6.9]), _times([0.25])
+    ('6.9x larger', '4.0x smaller')
+    """
+    ratio = fmean(ratios) if ratios else 1.0
+    return f"{ratio:.1f}x larger" if ratio >= 1 else f"{1 / ratio:.1f}x smaller"
+
+
+def _measured(specs: Sequence[RunSpec], store: RunStore) -> tuple[Demo, list[str]]:
+    """The records of some runs, and what could not be read."""
+    ids = {spec.id for spec in specs}
+    indexed, left_out = indexed_runs(store)
+    return demo_runs(
+        (run for run in indexed if run.manifest.id in ids), FinishedRuns(store)
+    ), left_out
+
+
+def _train(
+    specs: Sequence[RunSpec], store: RunStore, device: torch.device, advance: Callable[[], None]
+) -> None:
+    """Train what is not finished."""
+    planned = [PlannedRun(spec, (), ("demo",), TIER, measure_epoch) for spec in specs]
+    done_before = sum(store.folder(spec.id).is_finished() for spec in specs)
     worker = Worker(planned, store, WorkerOptions(device, keep_checkpoints=True))
-    started = time.perf_counter()
-    with _bar(len(specs)) as advance:
-        for event in worker.run():
-            outcome = worker.outcome
-            number = len(outcome.before) + len(outcome.finished) + len(outcome.failed)
-            if event.kind in ("finished", "failed"):
-                advance(number, time.perf_counter() - started)
+    for _ in range(done_before):
+        advance()
+    for event in worker.run():
+        if event.kind in ("finished", "failed"):
+            advance()
     for reason in worker.outcome.failed.values():
         raise DecaylabError(reason)
 
 
 @contextmanager
-def _bar(total: int) -> Iterator[Callable[[int, float], None]]:
-    """What is told how many networks are trained, after how many seconds."""
-    if sys.stderr.isatty():
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("networks"), TimeRemainingColumn())
-        with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("", total=total)
-            yield lambda number, _: bar.update(task, completed=number)
+def _bar(total: int) -> Iterator[Callable[[], None]]:
+    """What is called for each network that is trained; a bar on a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda: None
         return
-
-    def line(number: int, seconds: float) -> None:
-        if number % 12 == 0 or number == total:
-            print(f"{number}/{total} networks, {seconds:.0f} s", file=sys.stderr, flush=True)
-
-    yield line
-
-
-def _show(demo: Demo, seeds: int) -> None:
-    out = console(110)
-    spread = "one seed" if seeds == 1 else f"mean ± standard deviation of {seeds} seeds"
-    out.print(f"\n[bold]Test accuracy in %[/bold] ({spread}; one test image is 0.28)")
-    out.print(_table(short_accuracy_grid(demo)))
-    if seeds > 1:
-        out.print(f"In the tables below, {RATIO_NOTE}")
-    for mechanism in MECHANISMS:
-        out.print(f"\n[bold]{escape(mechanism.title)}[/bold]")
-        out.print(mechanism.says, markup=False, width=min(out.width, 100))
-        for quantity in mechanism.quantities:
-            grid = mechanism_grid(mechanism, quantity, demo)
-            out.print(f"\n{grid.caption}", markup=False)
-            out.print(_table(grid))
-
-
-def _table(grid: Grid) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for cell in grid.header:
-        right = cell.kind == "number"
-        table.add_column(cell.text, justify="right" if right else "left", overflow="fold")
-    colours = {"good": "green", "near": "yellow", "bad": "red"}
-    for row in grid.rows:
-        cells = []
-        for cell in row:
-            colour = colours.get(cell.tone)
-            text = escape(cell.text)
-            cells.append(f"[{colour}]{text}[/{colour}]" if colour else text)
-        table.add_row(*cells)
-    return table
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("networks"), Left())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.update(task, advance=1)
 
 
 def _plain(demo: Demo, held: int, stated: int, page: Path | None) -> dict[str, Any]:
@@ -226,8 +316,8 @@ def _plain(demo: Demo, held: int, stated: int, page: Path | None) -> dict[str, A
                 "seed": run.spec.seed,
                 **{name: run.final(name) for name in run.rows.names()},
             }
-            for (batch_norm, optimizer, decay), of in demo.items()
-            for run in of
+            for (batch_norm, optimizer, decay), readings in demo.items()
+            for run in readings
         ],
         "theory": {"hold": held, "statements": stated},
         "report": None if page is None else str(page),

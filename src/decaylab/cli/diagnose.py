@@ -5,19 +5,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group
-from rich.markup import escape
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
 from typer.core import TyperCommand
 
 from decaylab.cli import options
 from decaylab.cli.output import console, print_json
-from decaylab.diagnosis import Diagnosis, Finding, Verdict, diagnose, words
+from decaylab.diagnosis import Diagnosis, diagnose
+from decaylab.diagnosis.card import card
 from decaylab.diagnosis.runs import read_run
-from decaylab.records import RunFolder
-from decaylab.report.diagnoses import write_diagnosis
+from decaylab.errors import DecaylabError
+from decaylab.records import RunFolder, RunStore
+from decaylab.report.diagnoses import same_but_decay, same_but_seed, write_diagnosis
+from decaylab.sweeps.run_index import indexed_runs
 
 Runs = Annotated[
     list[str], typer.Argument(metavar="RUN...", help="Runs with decay: one, or several seeds.")
@@ -29,13 +27,18 @@ Against = Annotated[
     ),
 ]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the result as Markdown.")]
+AllSeeds = Annotated[
+    bool,
+    typer.Option(
+        "--all-seeds", help="Also the other seeds of RUN, and the same without decay, beside it."
+    ),
+]
 ReportFile = Annotated[
     Path | None,
     typer.Option(
         "--report", metavar="FILE.html", help="Also write a page with figures, as one file."
     ),
 ]
-COLOURS = {Verdict.ACTS: "green", Verdict.DOES_NOT_ACT: "dim", Verdict.CANNOT_TELL: "yellow"}
 
 
 class SeveralAgainst(TyperCommand):
@@ -66,6 +69,7 @@ def found_records(name: str, runs: Path) -> RunFolder | Path:
 def diagnose_command(
     run: Runs,
     against: Against = None,
+    all_seeds: AllSeeds = False,
     runs: options.Runs = options.RUNS,
     json_output: options.Json = False,
     markdown: Markdown = False,
@@ -74,9 +78,12 @@ def diagnose_command(
     """Did weight decay help, through which of three mechanisms, and what to try next.
 
     RUN and BASE are runs of decaylab or folders written by watch(folder=...). Without --against,
-    those of several runs that have no decay are the baselines. The verdict is made from the
-    records alone. If something was not recorded, it says what, and which command records it.
+    those of several runs that have no decay are the baselines; with --all-seeds, runs of decaylab
+    that lie beside RUN and differ in decay or seed alone. The verdict is made from the records
+    alone. If something was not recorded, it says what, and which command records it.
     """
+    if all_seeds:
+        run, against = seeds_beside(run[0], runs)
     mine: list[Any] = [found_records(name, runs) for name in run]
     others: list[Any] = [found_records(name, runs) for name in against or ()]
     if against is None and len(mine) > 1:
@@ -95,54 +102,18 @@ def diagnose_command(
             print(f"report: {report}")
 
 
+def seeds_beside(name: str, runs: Path) -> tuple[list[str], list[str]]:
+    """The finished runs that differ from this one in nothing but the seed; those without decay."""
+    folder = options.found_run(name, runs)
+    known, _ = indexed_runs(RunStore(folder.path.parent))
+    own = next((run for run in known if run.folder.id == folder.id), None)
+    if own is None:
+        raise DecaylabError(f"{name} has not been begun: train it first")
+    return same_but_seed(own, known), same_but_decay(own, known)
+
+
 def judged(runs: Sequence[Any], baselines: Sequence[Any]) -> Diagnosis:
     """The diagnosis of one run or several."""
     if len(runs) == 1 and len(baselines) <= 1:
         return diagnose(runs[0], baselines[0] if baselines else None)
     return diagnose(list(runs), list(baselines))
-
-
-def card(diagnosis: Diagnosis) -> Panel:
-    """The result as a card: the answer, what to know first, verdicts, layers, what follows."""
-    parts: list[Text | Table] = [Text(words.headline(diagnosis), "bold")]
-    parts += [Text(words.first_text(*item), "bold red") for item in diagnosis.first]
-    if diagnosis.baselines:  # below the title, which is cut where it is too long
-        parts.append(Text(f"against {', '.join(diagnosis.baselines)}", "dim"))
-    for finding in diagnosis.findings:
-        colour = COLOURS[finding.verdict]
-        parts.append(Text.assemble("\n", (words.verdict_title(finding), f"bold {colour}")))
-        parts.append(Text(words.finding_text(finding)))
-        if finding.effect is not None:
-            parts.append(Text(words.records_words(finding), "dim"))
-        if finding.remedies:
-            parts.append(Text(f"To decide it: {words.remedy_text(finding)}.", "yellow"))
-        if any(row.effect for row in finding.layers):
-            parts.append(_layers(finding))
-    if diagnosis.motions:
-        parts.append(Text("\nhow far each layer turns", "bold"))
-        parts += [Text(line) for line in words.insight(diagnosis)]
-        parts.append(_motions(diagnosis))
-        parts.append(Text(words.motion_legend(diagnosis), "dim"))
-    parts.append(Text("\nwhat follows", "bold"))
-    parts += [Text(f"- {sentence}") for sentence in words.follow_texts(diagnosis)]
-    parts += [Text(f"- left out: {k} ({why})") for why, k in words.left_out(diagnosis).items()]
-    title = escape(f"weight decay in {', '.join(diagnosis.runs)}")
-    return Panel(Group(*parts), title=title, title_align="left")
-
-
-def _layers(finding: Finding) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("layer", "verdict", words.layer_heading(finding)):
-        table.add_column(heading, style="dim")
-    for row in words.layer_table(finding):
-        table.add_row(*map(escape, row))
-    return table
-
-
-def _motions(diagnosis: Diagnosis) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for place, heading in enumerate(words.MOTION_HEADINGS):
-        table.add_column(heading, style="dim", justify="right" if place else "left")
-    for row in words.motion_rows(diagnosis):
-        table.add_row(*map(escape, row))
-    return table

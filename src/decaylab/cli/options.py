@@ -1,14 +1,22 @@
 """The options that commands share, and what they stand for."""
 
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import torch
 import typer
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, path_did_you_mean
 from decaylab.records import RunFolder, RunStore
 from decaylab.records.packing import has_rows
+from decaylab.sweeps.worker import WorkerOptions
+from decaylab.training.world import World, joined, launched
 
 Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder that holds the runs.")]
 DataDir = Annotated[
@@ -76,10 +84,111 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 RUNS = Path("runs")
 
 
+@dataclass(frozen=True)
+class TrainingOptions:
+    """Where, on what and how long a command trains: the same for all that make runs."""
+
+    runs: Runs = RUNS
+    data_dir: DataDir = None
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", help="cpu, cuda, or auto (cuda if there is one; digits stay on the CPU)."
+        ),
+    ] = None
+    at_once: AtOnce = 1
+    processes: Processes = 1
+    compiled: Compiled = False
+    max_minutes: MaxMinutes = None
+    whole_runs: WholeRuns = False
+    checkpoint_every: CheckpointEvery = 60.0
+    keep_checkpoints: Annotated[
+        bool,
+        typer.Option(
+            "--keep-checkpoints",
+            help="Keep the models of finished runs, for `decaylab probe` (K-FAC: gigabytes).",
+        ),
+    ] = False
+
+    def device_for(self, *, digits: bool) -> torch.device:
+        """The device that is asked for; digits, where none is, stay on the CPU."""
+        return chosen_device(self.device or ("cpu" if digits else "auto"))
+
+    def worker_options(self, device: torch.device) -> WorkerOptions:
+        """For a worker in this process."""
+        return WorkerOptions(
+            device=device,
+            data_dir=self.data_dir,
+            seconds=None if self.max_minutes is None else 60 * self.max_minutes,
+            whole_runs=self.whole_runs,
+            keep_checkpoints=self.keep_checkpoints,
+            checkpoint_every=self.checkpoint_every,
+            at_once=self.at_once,
+            processes=self.processes,
+            compiled=self.compiled,
+        )
+
+    def words(self) -> list[str]:
+        """The same options for a command that an engine starts, elsewhere."""
+        words = ["--runs", str(self.runs.resolve()), "--at-once", str(self.at_once)]
+        words += [] if self.data_dir is None else ["--data-dir", str(self.data_dir.resolve())]
+        words += [] if self.device is None else ["--device", self.device]
+        words += ["--checkpoint-every", f"{self.checkpoint_every:g}"]
+        words += ["--compiled"] * self.compiled
+        return words + ["--keep-checkpoints"] * self.keep_checkpoints
+
+
+def on_gpus(training: TrainingOptions, *, digits: bool) -> bool:
+    """Whether jobs of an engine need a GPU each: unless it is said otherwise, digits do not."""
+    return not digits if training.device in (None, "auto") else training.device != "cpu"
+
+
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the fields of the dataclasses among its parameters as options of its own."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    parameters = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name not in groups:
+            kind = hints[parameter.name]
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=kind))
+            continue
+        group = groups[parameter.name]
+        types = get_type_hints(group, include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                item.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=item.default,
+                annotation=types[item.name],
+            )
+            for item in fields(group)
+        ]
+
+    @wraps(command)
+    def spread_command(**values: Any) -> None:
+        given = {
+            name: group(**{item.name: values.pop(item.name) for item in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**values, **given)
+
+    del spread_command.__wrapped__
+    spread_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    spread_command.__annotations__ = {item.name: item.annotation for item in parameters}
+    return spread_command
+
+
 def chosen_device(name: str) -> torch.device:
-    """The device an option names; an error where torch does not have it."""
+    """The device an option names; an error where torch does not have it.
+
+    Of several GPUs that are not told apart, a process that torchrun or Slurm has started beside
+    others takes that of its number on this machine.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and torch.cuda.device_count() > 1:
+        name = f"cuda:{local_rank() % torch.cuda.device_count()}"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -94,6 +203,28 @@ def chosen_device(name: str) -> torch.device:
     return device
 
 
+def local_rank() -> int:
+    """Which of the processes that torchrun or Slurm has started on this machine this one is."""
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+
+
+@contextmanager
+def together(name: str, device: torch.device) -> Iterator[World]:
+    """The processes that torchrun has started to train together; one, where it has not.
+
+    An error where they have fewer GPUs than they are; a GPU that is named (cuda:0) is shared.
+    """
+    shared = device.type == "cuda" and ":" in name
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    if launched() and device.type == "cuda" and not shared and here > torch.cuda.device_count():
+        raise DecaylabError(
+            f"torchrun has started {here} processes here, and torch sees"
+            f" {torch.cuda.device_count()} GPUs: give --nproc-per-node as many, or --device cpu"
+        )
+    with joined(device, shared=shared) as world:
+        yield world
+
+
 def found_run(name: str, runs: Path) -> RunFolder:
     """A run by its folder, else by its id in `runs`."""
     path = Path(name)
@@ -104,4 +235,6 @@ def found_run(name: str, runs: Path) -> RunFolder:
             f"{name} holds records of `watch`, not a run of `decaylab train` with its network:"
             " `decaylab diagnose` and `decaylab advise` read them"
         )
+    if not path.exists() and "/" in name and (near := path_did_you_mean(path)):
+        raise DecaylabError(f"there is no {name}{near}: give a run's folder, or its id")
     return RunStore(runs).find(name)

@@ -7,27 +7,21 @@ from typing import Any
 
 from rich.console import Console
 
+from decaylab.cli.terminal import width_of
+from decaylab.report.names import in_words
+
+__all__ = ["console", "in_words", "print_json"]
+
 
 def console(piped_width: int, *, markup: bool = True) -> Console:
-    """Stdout as wide as the terminal; piped, a table must not be folded to 80 columns."""
-    width = None if sys.stdout.isatty() else piped_width
+    """Stdout as wide as the terminal; piped, as wide as $COLUMNS says, else as given."""
+    width = None if sys.stdout.isatty() else min(piped_width, width_of(sys.stdout))
     return Console(width=width, highlight=False, markup=markup)
 
 
 def print_json(result: Any) -> None:
     """Print a result as JSON, which has no nan and no inf: they are null."""
     print(json.dumps(_finite(result), indent=2, allow_nan=False))
-
-
-def in_words(seconds: float) -> str:
-    """A duration for people.
-
-    >>> in_words(42.4), in_words(200), in_words(9000)
-    ('42 s', '3.3 min', '2.5 h')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _finite(value: Any) -> Any:

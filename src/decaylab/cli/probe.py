@@ -1,23 +1,23 @@
 """`decaylab probe RUN`: the paper's quantities at the last checkpoint of a run."""
 
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 from torch import Tensor, nn
 
 from decaylab import probes
 from decaylab.cli import options
-from decaylab.cli.output import console, print_json
+from decaylab.cli.output import print_json
+from decaylab.cli.terminal import say, show, warn
 from decaylab.data import DataSet, Split, evaluation_batches
 from decaylab.errors import DecaylabError
 from decaylab.optim.kfac import KFAC
 from decaylab.probes import Reading, Watch
 from decaylab.records import RunFolder
+from decaylab.text_table import Column, TextTable
 from decaylab.training import RunSpec, checkpoint
 from decaylab.training.build import build_optimizer, load_run
 
@@ -55,7 +55,7 @@ def probe_command(
         warnings.simplefilter("always", probes.NonFiniteWarning)
         readings = list(_measured(model, optimizer, data, examples))
     for warning in caught:
-        print(f"warning: {warning.message}", file=sys.stderr)
+        warn(f"warning: {warning.message}")
     if record:
         _append(folder, spec, model, optimizer, readings)
     if json_output:
@@ -63,11 +63,10 @@ def probe_command(
         return
     used = dict.fromkeys(min(examples, len(split)) for split in (data.train, data.test))
     counted = " + ".join(map(str, used))  # of the training and the test split, where they differ
-    print(f"{folder.id}: {counted} images of {data.name}, BN in eval mode\n")
-    out = console(200, markup=False)
-    out.print(_totals(readings))
-    out.print()
-    out.print(_by_layer(readings))
+    say(f"{folder.id}: {counted} images of {data.name}, BN in eval mode", "")
+    show(_totals(readings))
+    print()
+    show(_by_layer(readings))
 
 
 def _measured(
@@ -133,20 +132,17 @@ def _entries(reading: Reading) -> Iterator[dict[str, Any]]:
         }
 
 
-def _totals(readings: list[Reading]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("model")
-    table.add_column("value", justify="right")
-    table.add_column("standard error", justify="right")
-    table.add_column("unit")
+def _totals(readings: list[Reading]) -> TextTable:
+    numbers = [Column(heading, number=True) for heading in ("value", "standard error")]
+    table = TextTable([Column("model"), *numbers, Column("unit", words=True)])
     for reading in readings:
         if reading.total is not None:
             error = "" if reading.total_error is None else f"{reading.total_error:.2g}"
-            table.add_row(reading.name, f"{reading.total:.5g}", error, reading.unit)
+            table.add(reading.name, f"{reading.total:.5g}", error, reading.unit)
     return table
 
 
-def _by_layer(readings: list[Reading]) -> Table:
+def _by_layer(readings: list[Reading]) -> TextTable:
     cells: dict[str, dict[str, float]] = {}
     columns: dict[str, None] = {}
     for reading in readings:
@@ -155,11 +151,9 @@ def _by_layer(readings: list[Reading]) -> Table:
             if layer:
                 cells.setdefault(layer, {})[quantity] = value
                 columns[quantity] = None
-    table = Table(box=None, pad_edge=False)
-    table.add_column("layer", no_wrap=True)
-    for quantity in columns:
-        table.add_column(quantity.replace("_", " "), justify="right")
+    quantities = [Column(quantity.replace("_", " "), number=True) for quantity in columns]
+    table = TextTable([Column("layer"), *quantities])
     for layer, values in cells.items():
         numbers = [f"{values[q]:.3g}" if q in values else "" for q in columns]
-        table.add_row(layer, *numbers)
+        table.add(layer, *numbers)
     return table

@@ -1,30 +1,36 @@
 """`decaylab reproduce --queue FILE`: the work of a queue, in order, in the time there is."""
 
+import hashlib
 import math
 import subprocess
 import sys
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.table import Table
-
 from decaylab.cli.board import follow
-from decaylab.cli.output import console, in_words, print_json
+from decaylab.cli.output import in_words, print_json
 from decaylab.cli.search import make_search
+from decaylab.cli.terminal import say, show
 from decaylab.paper import Cell
+from decaylab.paper.finished_runs import REPEATS, FinishedRun, FinishedRuns
 from decaylab.paper.plan import chosen_cells, plan
 from decaylab.paper.searches import cell_plan
+from decaylab.paper.superseded import is_listed, superseded
 from decaylab.records import RunStore
+from decaylab.records.files import disk_errors
+from decaylab.records.ownership import Ownership
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, has_ended
 from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, Entry, SearchEntry
 from decaylab.sweeps.search import SearchPlan, first_specs
 from decaylab.sweeps.worker import Worker, WorkerOptions
+from decaylab.text_table import Column, TextTable
 
 State = Literal["done", "to do", "held"]
 GRACE = 30.0  # seconds a command has to end after SIGTERM
@@ -45,12 +51,31 @@ class Standing:
     lacking: int = 0
 
 
+@dataclass(frozen=True)
+class Work:
+    """The runs of an entry, the store that they are made in, and those that are done.
+
+    `lacking`: cells without a run, since their settings must be searched first.
+    """
+
+    store: RunStore
+    planned: list[PlannedRun]
+    done: frozenset[str]
+    lacking: int = 0
+
+    @property
+    def left(self) -> list[PlannedRun]:
+        """What is still to be made."""
+        return [run for run in self.planned if run.spec.id not in self.done]
+
+
 class Queue:
     """The entries of a queue against the records in a folder of runs."""
 
     def __init__(self, entries: list[Entry], runs: Path) -> None:
         self.entries, self.runs = entries, runs
         self.store, self.searches = RunStore(runs), RunStore(runs / "searched" / "runs")
+        self.remade, self.repeats = RunStore(runs / "remade"), RunStore(runs / REPEATS)
         for entry in entries:  # what is wrong in any of them is said before the first begins
             if isinstance(entry, ArtefactEntry):
                 self._cells(entry)
@@ -61,25 +86,30 @@ class Queue:
         """Where each entry stands; a run that several want counts as left in the first only."""
         estimators = {store.root: Estimator(store) for store in (self.store, self.searches)}
         counted: set[str] = set()
-        found = []
+        standings = []
         for entry in self.entries:
             if isinstance(entry, CommandEntry):
                 done, runs, lacking, seconds = int(self._is_there(entry)), 1, 0, 60 * entry.minutes
             else:
-                store, planned, lacking = self._runs(entry)
-                ended = {run.spec.id for run in planned if has_ended(run, store)}
-                left = [r.spec for r in planned if r.spec.id not in ended | counted]
+                work = self._work(entry)
+                again = isinstance(entry, ArtefactEntry) and entry.again
+                left = [r.spec for r in work.left if again or r.spec.id not in counted]
                 counted |= {spec.id for spec in left}
-                done, runs = len(ended), len(planned)
-                seconds = estimators[store.root].total(left)
+                done, runs, lacking = (
+                    len(work.planned) - len(work.left),
+                    len(work.planned),
+                    work.lacking,
+                )
+                estimator = self.searches if work.store is self.searches else self.store
+                seconds = estimators[estimator.root].total(left)
             if isinstance(entry, SearchEntry):
                 complete = self._is_there(entry)
             else:
                 complete = done == runs and not lacking
             state: State = "done" if complete else "held" if entry.hold else "to do"
             seconds = 0.0 if complete else seconds
-            found.append(Standing(entry, state, done, runs, seconds, lacking))
-        return found
+            standings.append(Standing(entry, state, done, runs, seconds, lacking))
+        return standings
 
     def _is_there(self, entry: CommandEntry | SearchEntry) -> bool:
         """Whether there is what an entry ends with: a file, or a winner."""
@@ -90,27 +120,67 @@ class Queue:
     def stages(self) -> Iterator[list[Entry]]:
         """What is worked on together: runs of neighbouring entries share the device."""
         ready = [entry for entry in self.entries if not entry.hold]
-        for of_runs, entries in groupby(ready, key=lambda e: isinstance(e, ArtefactEntry)):
+        for together, entries in groupby(ready, key=_shares):
             group = list(entries)
-            yield from [group] if of_runs else [[entry] for entry in group]
+            yield from [group] if together else [[entry] for entry in group]
 
     def planned(self, entries: Sequence[Entry]) -> list[PlannedRun]:
-        """The runs of neighbouring entries, each once."""
+        """The runs of neighbouring entries that share the device, each once."""
         runs: dict[str, PlannedRun] = {}
         for entry in entries:
-            for run in self._runs(entry)[1]:
+            for run in self._work(entry).planned:
                 runs.setdefault(run.spec.id, run)
         return list(runs.values())
 
-    def _runs(self, entry: Entry) -> tuple[RunStore, list[PlannedRun], int]:
+    def _work(self, entry: Entry) -> Work:
         if isinstance(entry, SearchEntry):
             specs = first_specs(_search_plan(entry))
-            return self.searches, [PlannedRun(s, (), ("search",), entry.tier) for s in specs], 0
+            searched = [PlannedRun(s, (), ("search",), entry.tier) for s in specs]
+            return Work(self.searches, searched, _ended(searched, self.searches))
         assert isinstance(entry, ArtefactEntry)
+        if entry.again:
+            return self.remaking(entry)
         chosen = self._cells(entry)
+        planned = self._plan(entry, chosen)
+        lacking = sum(bool(cell.missing) for cell in chosen)
+        return Work(self.store, planned, _ended(planned, self.store), lacking)
+
+    def remaking(self, entry: ArtefactEntry) -> Work:
+        """The finished runs of an entry that are to be made again, and where."""
+        chosen = self._cells(entry)
+        planned = self._plan(entry, chosen)
+        if entry.again == "superseded":
+            planned = [run for run in planned if is_listed(run.spec.id)]
+            manifests = {run.spec.id: self.store.folder(run.spec.id).manifest() for run in planned}
+            done = {name for name, m in manifests.items() if m is not None and not superseded(m)}
+            return Work(self.remade, planned, frozenset(done))
+        runs, again = FinishedRuns(self.store), FinishedRuns(self.repeats)
+        wanted = {spec.id: cell.probes for cell in chosen for spec in cell.runs}
+        lacks = [run for run in planned if _lacks(runs.of(run.spec), wanted.get(run.spec.id, ()))]
+        done = {
+            run.spec.id
+            for run in lacks
+            if (repeat := again.of(run.spec)) is not None
+            and not repeat.lacking(wanted[run.spec.id])
+        }
+        return Work(self.repeats, lacks, frozenset(done))
+
+    def take_over(self, work: Work) -> None:
+        """Put runs that were made again in the place of those with superseded numerics."""
+        for run in work.planned:
+            name = run.spec.id
+            if work.store is not self.remade or not self.remade.folder(name).is_finished():
+                continue
+            old = self.store.root / name
+            if old.exists():
+                superseded = self.runs / "superseded"
+                superseded.mkdir(exist_ok=True)
+                old.rename(superseded / name)
+            (self.remade.root / name).rename(old)
+
+    def _plan(self, entry: ArtefactEntry, chosen: list[Cell]) -> list[PlannedRun]:
         everything = chosen_cells("all", entry.tier, entry.seeds, [], self.runs)
-        planned = plan(chosen, everything, tier=entry.tier)
-        return self.store, planned, sum(bool(cell.missing) for cell in chosen)
+        return plan(chosen, everything, tier=entry.tier)
 
     def _cells(self, entry: ArtefactEntry) -> list[Cell]:
         return chosen_cells(entry.reproduce, entry.tier, entry.seeds, entry.only, self.runs)
@@ -134,17 +204,16 @@ def print_queue(queue: Queue, json_output: bool) -> None:
     if json_output:
         print_json({"entries": [_plain(s) for s in standing], "seconds_left": left})
         return
-    table = Table(box=None, pad_edge=False)
-    for heading in ("entry", "state", "runs", "left"):
-        table.add_column(heading)
+    columns = (Column("entry", words=True), Column("state", words=True), Column("runs", words=True))
+    table = TextTable([*columns, Column("left", number=True)])
     for s in standing:
         lacking = f", {s.lacking} to be searched" if s.lacking else ""
         why = f": {s.entry.hold}" if s.state == "held" else ""
         minutes = in_words(s.seconds) if s.seconds else ""
-        table.add_row(s.entry.name, s.state + why, f"{s.done} of {s.runs}{lacking}", minutes)
-    console(160, markup=False).print(table)
+        table.add(s.entry.name, s.state + why, f"{s.done} of {s.runs}{lacking}", minutes)
+    show(table)
     entries = sum(s.state == "to do" for s in standing)
-    print(f"\n{entries} of {len(standing)} entries to do, about {in_words(left)}")
+    say(f"\n{entries} of {len(standing)} entries to do, about {in_words(left)}")
 
 
 def work_off(queue: Queue, limits: WorkerOptions, stream: Any) -> dict[str, str]:
@@ -161,18 +230,70 @@ def work_off(queue: Queue, limits: WorkerOptions, stream: Any) -> dict[str, str]
         limited = replace(limits, seconds=None if math.isinf(left) else left)
         first = entries[0]
         if isinstance(first, CommandEntry):
-            if reason := _run_command(first, limited, stream):
-                failed[first.name] = reason
+            with _alone(first, queue.runs) as mine:
+                if mine and (reason := _run_command(first, limited, stream)):
+                    failed[first.name] = reason
         elif isinstance(first, SearchEntry):
             search = _search_plan(first)
             if not queue.is_searched(search):
                 make_search(search, queue.runs / "searched", limited, stream)
+        elif _shares(first):
+            failed |= _make_runs(queue, entries, limited, stream)
         else:
-            worker = Worker(queue.planned(entries), queue.store, limited)
-            worker.check_data()
-            follow(worker, stream)
-            failed |= worker.outcome.failed
+            with _alone(first, queue.runs) as mine:
+                if mine:
+                    failed |= _make_runs(queue, entries, limited, stream)
     return failed
+
+
+@contextmanager
+def _alone(entry: Entry, runs: Path) -> Iterator[bool]:
+    """Whether no other process works on this entry; none begins to before this ends."""
+    digest = hashlib.sha256(entry.name.encode()).hexdigest()[:12]
+    path = runs / "sweeps" / f"queue-{digest}.json"
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    ownership = Ownership(path)
+    mine = ownership.take() is None
+    try:
+        yield mine
+    finally:
+        ownership.release()
+
+
+def _make_runs(
+    queue: Queue, entries: Sequence[Entry], limits: WorkerOptions, stream: Any
+) -> dict[str, str]:
+    """Make the runs of some entries that share the device, or of one that has its own rules."""
+    first = entries[0]
+    assert isinstance(first, ArtefactEntry)
+    if first.alone:
+        limits = replace(limits, at_once=1, processes=1, compiled=False)
+    if first.again:
+        work = queue.remaking(first)
+        worker = Worker(work.left, work.store, limits)
+    else:
+        worker = Worker(queue.planned(entries), queue.store, limits)
+    worker.check_data()
+    try:
+        follow(worker, stream)
+    finally:  # also when the time is up: what is finished counts
+        if first.again:
+            queue.take_over(work)
+    return dict(worker.outcome.failed)
+
+
+def _shares(entry: Entry) -> bool:
+    """Whether the runs of an entry may share the device with those of its neighbours."""
+    return isinstance(entry, ArtefactEntry) and not entry.alone and not entry.again
+
+
+def _ended(planned: Sequence[PlannedRun], store: RunStore) -> frozenset[str]:
+    return frozenset(run.spec.id for run in planned if has_ended(run, store))
+
+
+def _lacks(run: FinishedRun | None, probes: Sequence[str]) -> bool:
+    return run is not None and bool(run.lacking(probes))
 
 
 def _run_command(entry: CommandEntry, limits: WorkerOptions, stream: Any) -> str:
@@ -182,7 +303,7 @@ def _run_command(entry: CommandEntry, limits: WorkerOptions, stream: Any) -> str
     if limits.whole_runs and limits.seconds is not None and 60 * entry.minutes > limits.seconds:
         return ""
     words = [sys.executable if entry.command[0] == "python" else entry.command[0]]
-    print(f"{entry.name}: {' '.join(entry.command)}", file=stream, flush=True)
+    say(f"{entry.name}: {' '.join(entry.command)}", stream=stream)
     try:
         process = subprocess.Popen([*words, *entry.command[1:]])
     except OSError as error:

@@ -8,21 +8,15 @@ import typer
 
 from decaylab.cli import options
 from decaylab.cli.output import print_json
-from decaylab.errors import DecaylabError
-from decaylab.report.blocks import refresh
+from decaylab.cli.progress import stages
+from decaylab.cli.terminal import say, warn
+from decaylab.errors import DecaylabError, path_did_you_mean
+from decaylab.records import RunStore
 from decaylab.report.write import Written, write_report
 
 Out = Annotated[
     Path | None,
     typer.Option("--out", metavar="DIR", help="Folder of the report; without it, RUNS/report."),
-]
-Pages = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--page",
-        metavar="FILE",
-        help="Instead, update the blocks `<!-- results: NAME -->` of this Markdown file.",
-    ),
 ]
 REMEDY = "make runs with `decaylab demo`, or give their folder with --runs"
 WATCHED = "there are records of `watch`: `decaylab diagnose FOLDER --report FILE.html` shows them"
@@ -31,7 +25,6 @@ WATCHED = "there are records of `watch`: `decaylab diagnose FOLDER --report FILE
 def report_command(
     runs: options.Runs = options.RUNS,
     out: Out = None,
-    page: Pages = None,
     json_output: options.Json = False,
 ) -> None:
     """Write a report of the runs in a folder: one offline HTML page, Markdown, CSV and figures.
@@ -40,39 +33,35 @@ def report_command(
     difference, the claims, the theory, and where every number comes from. Numbers without a run
     are shown as missing.
     """
-    if not runs.exists():  # misspelt, it would be made, or empty the pages
-        raise DecaylabError(f"there is no folder {runs}: {REMEDY}")
+    if not runs.exists():  # misspelt, it would be made
+        raise DecaylabError(f"there is no folder {runs}{path_did_you_mean(runs)}: {REMEDY}")
     if not runs.is_dir():
         raise DecaylabError(f"{runs} is no folder: {REMEDY}")
-    if page:
-        _refresh(page, runs, json_output)
-        return
     out = out or runs / "report"
     if out.exists() and not out.is_dir():
         raise DecaylabError(f"{out} is no folder: give one for the report's files with --out")
-    written = write_report(runs, out)
+    _check_runs(runs)
+    with stages(sys.stderr) as tell:
+        written = write_report(runs, out, tell=tell)
     for note in written.left_out:
-        print(f"left out: {note}", file=sys.stderr)
-    if not written.runs:
-        rows = runs.glob("*/rows.json*")
-        watched = any(not path.with_name("spec.toml").exists() for path in rows)
-        print(f"no runs in {runs}: {WATCHED if watched else REMEDY}", file=sys.stderr)
+        warn(f"left out: {note}")
     if json_output:
         print_json(_plain(written))
         return
     for tier, artefacts in written.coverage.items():
         filled = ", ".join(f"{name} {done}/{all_}" for name, (done, all_) in artefacts.items())
-        print(f"tier {tier}, cells with runs: {filled}")
-    print(f"{written.runs} runs, {len(written.files)} files in {written.page.parent}")
-    print(f"report: {written.page}")
+        say(f"tier {tier}, cells with runs: {filled}")
+    say(f"{written.runs} runs, {len(written.files)} files in {written.page.parent}")
+    say(f"report: {written.page}")
 
 
-def _refresh(pages: list[Path], runs: Path, json_output: bool) -> None:
-    changed = refresh(pages, runs)
-    if json_output:
-        print_json([str(page) for page in changed])
-    else:
-        print(f"{len(changed)} changed")
+def _check_runs(runs: Path) -> None:
+    """Refuse a folder without a run: the report would have nothing to show."""
+    if RunStore(runs).runs():
+        return
+    rows = runs.glob("*/rows.json*")
+    watched = any(not path.with_name("spec.toml").exists() for path in rows)
+    raise DecaylabError(f"no runs in {runs}: {WATCHED if watched else REMEDY}")
 
 
 def _plain(written: Written) -> dict[str, object]:

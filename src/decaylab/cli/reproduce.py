@@ -8,23 +8,25 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 
 from decaylab.cli import options
 from decaylab.cli.board import follow
-from decaylab.cli.output import console, in_words, print_json
+from decaylab.cli.output import in_words, print_json
 from decaylab.cli.queue import Queue, print_queue, work_off
 from decaylab.cli.search import make_search
-from decaylab.cli.sweep import engine_options, submit
+from decaylab.cli.sweep import EngineOptions, Work, submit
+from decaylab.cli.terminal import say, show, warn
 from decaylab.errors import RUNS_LEFT, DecaylabError
-from decaylab.paper import Cell, Readings, tier_of
+from decaylab.paper import Cell, FinishedRuns, tier_of
 from decaylab.paper.plan import chosen_cells, plan
 from decaylab.paper.searches import missing_searches
 from decaylab.records import RunStore
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, state_of
-from decaylab.sweeps.queue import CommandEntry, read_queue
+from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, read_queue
 from decaylab.sweeps.worker import Worker, WorkerOptions
+from decaylab.text_table import Column, TextTable
+from decaylab.training.world import launched
 
 Name = Annotated[
     str | None, typer.Argument(metavar="ARTEFACT", help="table1-3, fig1-9, decay-alone, or all.")
@@ -47,65 +49,26 @@ Only = Annotated[
     list[str] | None,
     typer.Option("--only", metavar="KEY=VALUE", help="Run only these cells; may be repeated."),
 ]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Only print the plan and an estimate of the time.")
-]
-Keep = Annotated[
-    bool,
-    typer.Option(
-        "--keep-checkpoints",
-        help="Keep the models of finished runs, for `decaylab probe` (K-FAC: gigabytes).",
-    ),
-]
 
 
+@options.spread
 def reproduce_command(
     artefact: Name = None,
     tier: TierOption = None,
     seeds: Seeds = None,
     only: Only = None,
     queue: QueueFile = None,
-    max_minutes: options.MaxMinutes = None,
-    whole_runs: options.WholeRuns = False,
-    dry_run: DryRun = False,
     search: Annotated[
         bool, typer.Option(help="First search the settings of cells that have none (L2 of Fig. 1).")
     ] = True,
-    runs: options.Runs = options.RUNS,
-    data_dir: options.DataDir = None,
-    device: Annotated[
-        str | None,
-        typer.Option("--device", help="cpu, cuda or auto; the tier decides the default."),
-    ] = None,
-    at_once: options.AtOnce = 1,
-    processes: options.Processes = 1,
-    compiled: options.Compiled = False,
-    checkpoint_every: options.CheckpointEvery = 60.0,
-    keep_checkpoints: Keep = False,
-    engine: Annotated[
-        str, typer.Option("--engine", help="Who makes the runs: local, slurm or ray.")
-    ] = "local",
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            "--jobs", min=1, help="Processes at a time (local: one per GPU), or jobs at least."
-        ),
-    ] = None,
-    job_minutes: Annotated[
-        float, typer.Option("--job-minutes", min=0.01, help="How long a job may be, estimated.")
-    ] = 60.0,
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option("--sbatch", metavar="KEY=VALUE", help="An option of Slurm's sbatch."),
-    ] = None,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Slurm: stay, and submit once more what is left.")
-    ] = False,
     run: Annotated[
         list[str] | None,
         typer.Option("--run", metavar="ID", help="Make only these of the runs; may be repeated."),
     ] = None,
     json_output: options.Json = False,
+    *,
+    training: options.TrainingOptions,
+    engine: EngineOptions,
 ) -> None:
     """Make the runs behind a table or figure of the paper.
 
@@ -115,81 +78,86 @@ def reproduce_command(
     """
     if (artefact is None) == (queue is None):
         raise DecaylabError("give an artefact (table1, fig4, all ...) or --queue FILE")
-    if queue is not None and (tier or seeds or only or keep_checkpoints):
+    if queue is not None and (tier or seeds or only or training.keep_checkpoints):
         raise DecaylabError("the entries of a queue say --tier, --seeds and --only: leave them out")
     tier, seeds = tier or "smoke", 1 if seeds is None else seeds
+
+    runs, stream = training.runs, sys.stderr if json_output else sys.stdout
 
     def worker_options(*tiers: str) -> WorkerOptions:
         """For runs of these tiers; an error where they would take weeks here."""
         on_digits = all(tier_of(name).on_digits for name in tiers)
-        if device is None and not on_digits and not torch.cuda.is_available():
+        if training.device is None and not on_digits and not torch.cuda.is_available():
             raise DecaylabError(
                 "tiers short and full are for a GPU, and torch sees none: give --tier quick, or"
                 " --device cpu to begin all the same"
             )
-        return WorkerOptions(
-            device=options.chosen_device(device or ("cpu" if on_digits else "auto")),
-            data_dir=data_dir,
-            seconds=None if max_minutes is None else 60 * max_minutes,
-            whole_runs=whole_runs,
-            keep_checkpoints=keep_checkpoints,
-            checkpoint_every=checkpoint_every,
-            at_once=at_once,
-            processes=processes,
-            compiled=compiled,
-        )
+        return training.worker_options(training.device_for(digits=on_digits))
 
     if queue is not None:
+        if launched():
+            raise DecaylabError("torchrun trains one run after another of an artefact: name that")
         entries = read_queue(queue)
         tiers = [entry.tier for entry in entries if not isinstance(entry, CommandEntry)]
-        limits = None if dry_run else worker_options(*tiers)
-        _work_off(Queue(entries, runs), limits, json_output)
+        work = Queue(entries, runs)
+        if engine.dry_run and engine.engine == "local":
+            print_queue(work, json_output)
+        elif engine.in_this_process(training):
+            _work_off(work, worker_options(*tiers), json_output)
+        else:
+            on_digits = all(tier_of(name).on_digits for name in tiers)
+            planned = work.planned([e for e in entries if isinstance(e, ArtefactEntry)])
+            submit(
+                Work(["reproduce", "--queue", str(queue.resolve())], planned, shared=True),
+                training,
+                engine,
+                gpus=options.on_gpus(training, digits=on_digits),
+                stream=stream,
+            )
         return
     store = RunStore(runs)
     chosen = chosen_cells(artefact or "", tier, seeds, only or [], runs)
     planned = plan(chosen, chosen_cells("all", tier, seeds, [], runs), tier=tier)
     if run:
         planned = _only_these(planned, run)
-    how = engine_options(engine, jobs, job_minutes, sbatch or [], wait, device == "cpu")
-    if not run and not how.in_this_process:
-        if max_minutes is not None or whole_runs:
-            raise DecaylabError("--max-minutes and --whole-runs are for one process: give --jobs 1")
+    on_digits = tier_of(tier).on_digits
+    if not run and not engine.in_this_process(training):
         words = ["reproduce", artefact or "", "--tier", tier, "--seeds", str(seeds)]
         words += [word for condition in only or [] for word in ("--only", condition)]
-        words += ["--runs", str(runs.resolve()), "--at-once", str(at_once)]
-        words += [] if data_dir is None else ["--data-dir", str(data_dir.resolve())]
-        words += [] if device is None else ["--device", device]
-        words += ["--checkpoint-every", f"{checkpoint_every:g}"]
-        words += ["--compiled"] * compiled + ["--keep-checkpoints"] * keep_checkpoints
-        on_gpus = not tier_of(tier).on_digits and device != "cpu"
         submit(
-            planned,
-            runs,
-            words,
-            how,
-            gpus=float(on_gpus),
-            dry_run=dry_run,
-            stream=sys.stderr if json_output else sys.stdout,
+            Work(words, planned),
+            training,
+            engine,
+            gpus=options.on_gpus(training, digits=on_digits),
+            stream=stream,
         )
-        _say_missing({} if dry_run else _missing(chosen))
+        _say_missing({} if engine.dry_run else _missing(chosen))
         return
-    if dry_run:
+    if engine.dry_run:
         _print_plan(planned, chosen, store, json_output)
         return
-    if tier_of(tier).on_digits:
+    if on_digits:
         torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
-    stream = sys.stderr if json_output else sys.stdout
     limits = worker_options(tier)
     searches = missing_searches(chosen, tier) if search and not run else []
+    if searches and launched():
+        raise DecaylabError(
+            f"{len(searches)} searches come first, which one process makes: give the command"
+            " without torchrun, or --no-search"
+        )
     ends = None if limits.seconds is None else time.monotonic() + limits.seconds
     for search_plan in searches:
         make_search(search_plan, runs / "searched", _until(limits, ends), stream)
     if searches:
         chosen = chosen_cells(artefact or "", tier, seeds, only or [], runs)
         planned = plan(chosen, chosen_cells("all", tier, seeds, [], runs), tier=tier)
-    worker = Worker(planned, store, _until(limits, ends))
-    worker.check_data()
-    follow(worker, stream)
+    with options.together(training.device or "auto", limits.device) as world:
+        worker = Worker(planned, store, replace(_until(limits, ends), world=world))
+        worker.check_data()
+        if not world.first:
+            worker.assist()
+            return
+        follow(worker, stream)
     _summarise(worker, chosen, tier, json_output)
     _exit(bool(worker.outcome.failed), bool(worker.outcome.left))
 
@@ -217,15 +185,12 @@ def _exit(failed: bool, left: bool) -> None:
         raise typer.Exit(1 if failed else RUNS_LEFT)
 
 
-def _work_off(queue: Queue, worker_options: WorkerOptions | None, json_output: bool) -> None:
-    """Work off a queue, or (without options) print what is left."""
-    if worker_options is None:
-        print_queue(queue, json_output)
-        return
+def _work_off(queue: Queue, worker_options: WorkerOptions, json_output: bool) -> None:
+    """Work off a queue, and print what is left."""
     failed = work_off(queue, worker_options, sys.stderr if json_output else sys.stdout)
     print_queue(queue, json_output)
     for name, reason in failed.items():
-        print(f"failed: {name}: {reason}", file=sys.stderr)
+        warn(f"failed: {name}: {reason}")
     _exit(bool(failed), any(entry.state == "to do" for entry in queue.standing()))
 
 
@@ -261,25 +226,24 @@ def _print_plan(
     if json_output:
         print_json({"runs": entries, "seconds_left": left, "missing": missing})
         return
-    table = Table(box=None, pad_edge=False)
-    for heading in ("run", "for", "state", "estimate"):
-        table.add_column(heading, no_wrap=heading == "run")
+    columns = (Column("run"), Column("for", words=True), Column("state", words=True))
+    table = TextTable([*columns, Column("estimate", number=True)])
     for entry in entries:
         mark = "" if entry["recorded"] else " *"
-        table.add_row(
+        table.add(
             entry["run"],
             " ".join(entry["artefacts"]),
             entry["state"],
             in_words(entry["seconds"]) + mark,
         )
-    console(200).print(table)
+    show(table)
     done = sum(entry["state"] == "finished" for entry in entries)
-    print(
+    say(
         f"\n{len(chosen)} cells, {len(entries)} runs: {done} done, {len(to_do)} left,"
         f" about {in_words(left)}"
     )
     if any(not entry["recorded"] for entry in entries):
-        print("* from a table of step times (H200; digits: one CPU core), not from these records")
+        say("* from a table of step times (H200; digits: one CPU core), not from these records")
     _say_missing(missing)
 
 
@@ -289,16 +253,16 @@ def _missing(chosen: list[Cell]) -> dict[str, str]:
 
 def _say_missing(missing: dict[str, str]) -> None:
     if missing:
-        print(f"\n{len(missing)} cells without a run yet:")
+        say(f"\n{len(missing)} cells without a run yet:")
         for reason in dict.fromkeys(missing.values()):
-            print(f"  {reason}")
+            say(f"  {reason}")
 
 
 def _summarise(worker: Worker, chosen: list[Cell], tier: str, json_output: bool) -> None:
     outcome, store = worker.outcome, worker.store
-    readings = Readings(store)
-    lacking = dict(readings.lacking(chosen))
-    filled = sum(bool(cell.runs) and all(map(readings.of, cell.runs)) for cell in chosen)
+    finished_runs = FinishedRuns(store)
+    lacking = dict(finished_runs.lacking(chosen))
+    filled = sum(bool(cell.runs) and all(map(finished_runs.of, cell.runs)) for cell in chosen)
     missing = _missing(chosen)
     if json_output:
         facts = {
@@ -306,34 +270,34 @@ def _summarise(worker: Worker, chosen: list[Cell], tier: str, json_output: bool)
             "cells_filled": filled,
             "lacking_probes": lacking,
             "missing": missing,
-            "left_out": readings.left_out,
+            "left_out": finished_runs.left_out,
         }
         print_json(vars(outcome) | facts)
         return
-    print(
+    say(
         f"{filled} of {len(chosen)} cells filled: {len(outcome.finished)} runs made,"
         f" {len(outcome.before)} done before, {len(outcome.left)} left"
     )
     if outcome.out_of_time:
-        print("the time is up: give the same command again to continue")
+        say("the time is up: give the same command again to continue")
     if outcome.late:
-        print(
+        say(
             f"{len(outcome.late)} of those left were not begun, since they should not have ended in"
             " time (--whole-runs): give more --max-minutes if that stays so"
         )
     for run_id in outcome.elsewhere:
-        print(f"another process is working on {run_id}")
+        say(f"another process is working on {run_id}")
     for run_id, reason in outcome.failed.items():
-        print(f"failed: {run_id}: {reason}", file=sys.stderr)
+        warn(f"failed: {run_id}: {reason}")
     for run_id, probes in lacking.items():
-        print(
+        say(
             f"{run_id} was finished without {', '.join(probes)}: move its folder away to make it"
             " again",
         )
-    for note in readings.left_out:
-        print(f"left out: {note}", file=sys.stderr)
+    for note in finished_runs.left_out:
+        warn(f"left out: {note}")
     _say_missing(missing)
     if filled:
-        print(f"`decaylab report --runs {store.root}` shows them beside the paper's")
+        say(f"`decaylab report --runs {store.root}` shows them beside the paper's")
     if tier == "smoke":
-        print("tier smoke only shows that everything runs: --tier quick trains for minutes")
+        say("tier smoke only shows that everything runs: --tier quick trains for minutes")

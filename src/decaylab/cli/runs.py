@@ -1,83 +1,88 @@
 """`decaylab runs list`, `show` and `pack`: what is recorded."""
 
-import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
 import typer
-from rich.table import Table
 
 from decaylab.cli import options
-from decaylab.cli.output import console, print_json
-from decaylab.errors import DecaylabError
+from decaylab.cli.output import print_json
+from decaylab.cli.terminal import say, show, warn
+from decaylab.errors import path_did_you_mean, printable
 from decaylab.records import RunFolder, RunStore
+from decaylab.records.index import RunSummary, summaries, summarise
 from decaylab.records.packing import pack
+from decaylab.text_table import Column, TextTable
 
 app = typer.Typer(help="List and show recorded runs.", no_args_is_help=True)
 
+COLUMNS = (
+    Column("run"),
+    Column("status"),
+    Column("epoch", number=True, drop=2),
+    Column("test accuracy", number=True),
+    Column("train loss", number=True, drop=1),
+    Column("seconds", number=True, drop=3),
+    Column("device", drop=4),
+)
 # Prefixes of names that say something of the whole run; behind any other stands a layer.
 OF_THE_WHOLE = ("train", "test", "kfac", "exposure")
 
 
 def summary(folder: RunFolder) -> dict[str, Any]:
     """A run in plain values: id, folder, manifest, spec, latest value of each name."""
-    manifest = folder.manifest()
-    rows = folder.rows()
-    by_step = sorted(rows.rows, key=lambda row: row.step)
-    latest = by_step[-1] if by_step else None
+    return _plain(summarise(folder))
+
+
+def _plain(run: RunSummary) -> dict[str, Any]:
     return {
-        "id": folder.id,
-        "folder": str(folder.path),
-        "status": manifest.status if manifest else "not started",
-        "step": latest.step if latest else 0,
-        "epoch": latest.epoch if latest else 0,
-        "seconds": latest.seconds if latest else 0.0,
-        "values": {row.name: row.value for row in by_step},
-        "manifest": asdict(manifest) if manifest else None,
-        "spec": folder.spec_values(),
-        "left_out": list(rows.left_out),
+        "id": run.folder.id,
+        "folder": str(run.folder.path),
+        "status": run.manifest.status if run.manifest else "not started",
+        "step": run.step,
+        "epoch": run.epoch,
+        "seconds": run.seconds,
+        "values": dict(run.values),
+        "manifest": asdict(run.manifest) if run.manifest else None,
+        "spec": dict(run.spec),
+        "left_out": list(run.left_out),
     }
 
 
 @app.command("list")
 def list_runs(runs: options.Runs = options.RUNS, json_output: options.Json = False) -> None:
     """List the runs in a folder, with their status and latest accuracy."""
-    found, unreadable = [], []
-    for folder in RunStore(runs).runs():
-        try:
-            found.append(summary(folder))
-        except DecaylabError as error:
-            unreadable.append({"id": folder.id, "status": "unreadable", "message": str(error)})
+    known, unreadable = summaries(RunStore(runs))
     if json_output:
-        print_json(found + unreadable)
+        damaged = [
+            {"id": run, "status": "unreadable", "message": message}
+            for run, message in unreadable.items()
+        ]
+        print_json([_plain(run) for run in known] + damaged)
         return
-    for entry in unreadable:
-        print(f"left out: {entry['message']}", file=sys.stderr)
-    if not found:
-        print(f"no runs in {runs}" + ("" if runs.exists() else ": there is no such folder"))
+    damaged_lines = [f"{run.folder.id}: {note}" for run in known for note in run.damaged]
+    for message in (*unreadable.values(), *damaged_lines):
+        warn(f"left out: {printable(message)}")
+    if not known:
+        near = "" if runs.exists() else f": there is no such folder{path_did_you_mean(runs)}"
+        say(f"no runs in {runs}{near}")
         return
-    console(200, markup=False).print(_table(found))
+    show(TextTable(COLUMNS, map(_line, known)))
 
 
-def _table(found: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("run", "status", "epoch", "test accuracy", "train loss", "seconds", "device"):
-        table.add_column(heading, no_wrap=heading == "run", justify="left")
-    for entry in found:
-        values, manifest = entry["values"], entry["manifest"] or {}
-        accuracy = values.get("test/accuracy")
-        loss = values.get("train/loss", values.get("train/running_loss"))
-        table.add_row(
-            entry["id"],
-            entry["status"],
-            str(entry["epoch"]),
-            "" if accuracy is None else f"{100 * accuracy:.2f} %",
-            "" if loss is None else f"{loss:.4g}",
-            f"{entry['seconds']:.1f}",
-            f"{manifest.get('device', '')}",
-        )
-    return table
+def _line(run: RunSummary) -> list[str]:
+    accuracy = run.values.get("test/accuracy")
+    loss = run.values.get("train/loss", run.values.get("train/running_loss"))
+    return [
+        run.folder.id,
+        run.manifest.status if run.manifest else "not started",
+        str(run.epoch),
+        "" if accuracy is None else f"{100 * accuracy:.2f} %",
+        "" if loss is None else f"{loss:.4g}",
+        f"{run.seconds:.1f}",
+        run.manifest.device if run.manifest else "",
+    ]
 
 
 @app.command("show")
@@ -96,21 +101,21 @@ def show_run(
         }
         print_json(entry)
         return
-    print(f"{entry['id']}: {entry['status']} after {entry['epoch']} epochs, {entry['folder']}\n")
-    print(folder.spec_text())
+    say(f"{entry['id']}: {entry['status']} after {entry['epoch']} epochs, {entry['folder']}", "")
+    print(printable(folder.spec_text()))
     for key, value in (entry["manifest"] or {}).items():
         if key in ("started", "updated"):
             value = datetime.fromtimestamp(value, UTC).isoformat(" ", "seconds")
         if key not in ("id", "status") and value not in ("", None):
-            print(f"{key}: {value}")
+            say(f"{key}: {printable(str(value))}")
     for table in latest_values(entry["values"]):
         print()
-        console(200, markup=False).print(table)
+        show(table)
     for note in entry["left_out"]:
-        print(f"left out: {note}", file=sys.stderr)
+        warn(f"left out: {printable(note)}")
 
 
-def latest_values(values: dict[str, float]) -> list[Table]:
+def latest_values(values: dict[str, float]) -> list[TextTable]:
     """The last numbers as tables: those of the whole run, then a layer a row, a probe a column."""
     whole: dict[str, float] = {}
     layers: dict[str, dict[str, float]] = {}
@@ -122,23 +127,20 @@ def latest_values(values: dict[str, float]) -> list[Table]:
             whole[name] = value
     first = _numbers_table("name", ["latest"])
     for name, value in whole.items():
-        first.add_row(name, f"{value:.6g}")
+        first.add(name, f"{value:.6g}")
     if not layers:
         return [first]
     quantities = list(dict.fromkeys(quantity for own in layers.values() for quantity in own))
     second = _numbers_table("layer", quantities)
     for layer, own in layers.items():
         numbers = [f"{own[q]:.5g}" if q in own else "" for q in quantities]
-        second.add_row(layer, *numbers)
+        second.add(layer, *numbers)
     return [first, second]
 
 
-def _numbers_table(first: str, numbers: list[str]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(first)
-    for heading in numbers:
-        table.add_column(heading, justify="right")
-    return table
+def _numbers_table(first: str, numbers: list[str]) -> TextTable:
+    headings = [Column(heading.replace("_", " "), number=True) for heading in numbers]
+    return TextTable([Column(first), *headings])
 
 
 @app.command("pack")
@@ -152,11 +154,7 @@ def pack_runs(runs: options.Runs = options.RUNS) -> None:
     for folder in [RunFolder(path.parent) for path in sorted(runs.rglob("spec.toml"))]:
         if not folder.is_finished() or not folder.rows_writer.path.exists():
             continue
-        lock = folder.path / "lock"
-        begun = lock.exists()
         with folder.writing(folder.spec_text()):
             saved += pack(folder.path)
-            if not begun:  # a folder that was copied here has none
-                lock.unlink()
         packed += 1
     print(f"{packed} runs packed, {saved / 2**20:.1f} MB saved")

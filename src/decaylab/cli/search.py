@@ -11,12 +11,14 @@ import typer
 
 from decaylab.cli import options
 from decaylab.cli.board import follow
+from decaylab.cli.sweep import EngineOptions, Work, submit
+from decaylab.cli.terminal import say
 from decaylab.errors import RUNS_LEFT, DecaylabError
 from decaylab.paper import artefacts, cells
-from decaylab.paper.searches import cell_plan, default_space, search_observer
+from decaylab.paper.searches import cell_plan, default_space, search_probe
 from decaylab.records import RunStore
 from decaylab.sweeps.plan import PlannedRun
-from decaylab.sweeps.search import Search, SearchPlan, on_all_images, on_edge
+from decaylab.sweeps.search import Search, SearchPlan, first_specs, on_all_images, on_edge
 from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.training import RunSpec
 
@@ -35,6 +37,7 @@ Values = Annotated[
 ]
 
 
+@options.spread
 def search_command(
     cell: Cell = None,
     config: Config = None,
@@ -53,17 +56,12 @@ def search_command(
     widen: Annotated[
         bool, typer.Option(help="Try more values while the best of a grid is at its edge.")
     ] = True,
-    at_once: options.AtOnce = 1,
-    processes: options.Processes = 1,
-    compiled: options.Compiled = False,
-    max_minutes: options.MaxMinutes = None,
-    whole_runs: options.WholeRuns = False,
     retrain: Annotated[
         bool, typer.Option("--retrain", help="Finally train the winner on all training images.")
     ] = False,
-    runs: options.Runs = options.RUNS,
-    data_dir: options.DataDir = None,
-    device: options.Device = "auto",
+    *,
+    training: options.TrainingOptions,
+    engine: EngineOptions,
 ) -> None:
     """Search for the best settings of a cell or a spec, by accuracy on held-out training images.
 
@@ -87,18 +85,28 @@ def search_command(
         spec = RunSpec.from_file(config)
         space = default_space(spec, "own") | space
         plan = SearchPlan(name=f"search-{spec.id}", base=spec, space=space, **limits)
-    if plan.base.data == "digits":
+    runs, on_digits = training.runs, plan.base.data == "digits"
+    if engine.dry_run or not engine.in_this_process(training):
+        words = ["search", *(cell or ["--config", str(config)])]
+        words += ["--scheme", scheme, "--tier", tier, "--method", method, "--trials", str(trials)]
+        words += ["--widen" if widen else "--no-widen"]
+        for name, text in given.items():
+            words += [] if text is None else [f"--{name.replace('_', '-')}", text]
+        planned = [
+            PlannedRun(spec, purposes=("search",), tier=plan.tier) for spec in first_specs(plan)
+        ]
+        submit(
+            Work(words, planned, "searched/runs", shared=True),
+            training,
+            engine,
+            gpus=options.on_gpus(training, digits=on_digits),
+            stream=sys.stdout,
+        )
+        if engine.leaves:
+            return
+    if on_digits:
         torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
-        device = "cpu" if device == "auto" else device
-    worker_options = WorkerOptions(
-        device=options.chosen_device(device),
-        data_dir=data_dir,
-        seconds=None if max_minutes is None else 60 * max_minutes,
-        whole_runs=whole_runs,
-        at_once=at_once,
-        processes=processes,
-        compiled=compiled,
-    )
+    worker_options = training.worker_options(training.device_for(digits=on_digits))
     best = make_search(plan, runs / "searched", worker_options, sys.stdout)
     if best is None:
         raise typer.Exit(RUNS_LEFT)
@@ -109,7 +117,7 @@ def search_command(
         for reason in worker.outcome.failed.values():
             raise DecaylabError(reason)
         accuracy = RunStore(runs).folder(best.id).rows().last("test/accuracy") or 0.0
-        print(f"{best.id}: test accuracy {100 * accuracy:.2f} %")
+        say(f"{best.id}: test accuracy {100 * accuracy:.2f} %")
 
 
 def make_search(
@@ -118,7 +126,7 @@ def make_search(
     """A search's runs, then its winner. None where runs are left: the same command goes on."""
     seconds = worker_options.seconds
     until = None if seconds is None else time.monotonic() + seconds
-    search = Search(plan, folder, worker_options, search_observer(plan))
+    search = Search(plan, folder, worker_options, search_probe(plan))
     for worker in search.rounds():
         if until is not None:
             left = max(until - time.monotonic(), 1e-3)
@@ -126,27 +134,27 @@ def make_search(
         worker.check_data()
         follow(worker, stream)
         ended = sum(trial.ended for trial in search.trials())
-        print(f"{ended} runs of {plan.name} recorded", file=stream)
+        say(f"{ended} runs of {plan.name} recorded", stream=stream)
         for run, reason in worker.outcome.failed.items():
-            print(f"{run}: {reason}", file=stream)
+            say(f"{run}: {reason}", stream=stream)
     winner = search.winner()
     if winner is None:
         return None
     standing = search.write_winner(winner)
     words = ", ".join(f"{name} {value:g}" for name, value in standing.values.items())
-    print(f"winner: {words}\nas a spec: {folder / plan.name / 'winner.toml'}", file=stream)
+    say(f"winner: {words}\nas a spec: {folder / plan.name / 'winner.toml'}", stream=stream)
     if standing.values != winner.values:
-        print("it was found by an earlier search, and is better than what was tried now")
+        say("it was found by an earlier search, and is better than what was tried now")
     best = on_all_images(plan, standing.values)
     if plan.cell is not None:
-        print(_use(plan, plan.cell["scheme"], folder, best), file=stream)
+        say(_use(plan, plan.cell["scheme"], folder, best), stream=stream)
     edges = on_edge(standing.values, standing.tried)
     if edges:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in edges)
         remedy = f"give {flags} beyond it"
         if plan.method == "tpe":  # its values are drawn from a range, mostly inside
             remedy = f"give more --trials, or {flags} with a wider range"
-        print(f"on the edge of what was tried: {', '.join(edges)} ({remedy})", file=stream)
+        say(f"on the edge of what was tried: {', '.join(edges)} ({remedy})", stream=stream)
     return best
 
 
@@ -154,8 +162,8 @@ def _use(plan: SearchPlan, scheme: str, folder: Path, best: RunSpec) -> str:
     """What `reproduce` makes of a cell's winner: the tables and figures that have it as a run."""
     used = []
     for name in artefacts():
-        found = cells(name, plan.tier, searched_folder=folder)
-        specs = [spec for cell in found for spec in (*cell.runs, *cell.own)]
+        cells_of_artefact = cells(name, plan.tier, searched_folder=folder)
+        specs = [spec for cell in cells_of_artefact for spec in (*cell.runs, *cell.own)]
         if plan.cell and plan.cell.get("constant_lr"):  # searched in its first epochs alone
             epochs = best.epochs
             constant = [spec for spec in specs if spec.lr_drop_every == spec.epochs]

@@ -3,19 +3,19 @@
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import torch
 import typer
-from rich.table import Table
 
 from decaylab.cli import options
-from decaylab.cli.output import console, in_words, print_json
-from decaylab.errors import RUNS_LEFT, DecaylabError
+from decaylab.cli.output import in_words, print_json
+from decaylab.cli.terminal import say, show, warn
+from decaylab.errors import RUNS_LEFT, DecaylabError, did_you_mean, unknown
 from decaylab.records import RunStore
-from decaylab.sweeps.engines import JobStatus
+from decaylab.sweeps.engines import Engine, JobStatus
 from decaylab.sweeps.engines.local import LocalEngine
 from decaylab.sweeps.engines.ray import RayEngine
 from decaylab.sweeps.engines.slurm import SlurmEngine
@@ -24,6 +24,7 @@ from decaylab.sweeps.sweep import (
     Submission,
     Sweep,
     assignments,
+    check_owners,
     estimates,
     folder_of,
     left_of,
@@ -35,6 +36,8 @@ from decaylab.sweeps.sweep import (
     under_way,
     write_sweep,
 )
+from decaylab.text_table import Column, TextTable
+from decaylab.training.world import launched
 
 ENGINES = ("local", "slurm", "ray")
 SUBMISSIONS = 3  # by one command that stays: the first, and two of what was left
@@ -46,66 +49,123 @@ app = typer.Typer(help="Sweeps that an engine works on.", no_args_is_help=True)
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Which engine, and how runs are shared out.
+    """Which engine makes the runs, and how they are shared out."""
 
-    Attributes:
-        jobs: how many jobs at least (local: processes at a time).
-        job_minutes: how long a job may be, by the estimates.
-        sbatch: options of Slurm's sbatch, by name.
-        wait: Slurm: stay until all have ended, and submit once more what is left.
-    """
+    engine: Annotated[
+        str, typer.Option("--engine", help="Who makes the runs: local, slurm or ray.")
+    ] = "local"
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs", min=1, help="Processes at a time (local: one per GPU), or jobs at least."
+        ),
+    ] = None
+    job_minutes: Annotated[
+        float, typer.Option("--job-minutes", min=0.01, help="How long a job may be, estimated.")
+    ] = 60.0
+    gpus: Annotated[
+        float | None,
+        typer.Option("--gpus", min=0.0, help="GPUs of a job; for Ray also a part, such as 0.5."),
+    ] = None
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option("--sbatch", metavar="KEY=VALUE", help="An option of Slurm's sbatch."),
+    ] = None
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Slurm: stay, and submit once more what is left.")
+    ] = False
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Only print the plan, or the script, and how long it takes."
+        ),
+    ] = False
 
-    engine: str = "local"
-    jobs: int = 1
-    job_minutes: float = 60.0
-    sbatch: dict[str, str] = field(default_factory=dict)
-    wait: bool = False
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise unknown("engine", self.engine, ENGINES)
+        if (self.sbatch or self.wait) and self.engine != "slurm":
+            raise DecaylabError("--sbatch and --wait are for --engine slurm")
+        if self.gpus is not None and self.engine == "local":
+            raise DecaylabError(
+                "--gpus is for --engine slurm or ray: here, processes get a GPU each by --jobs"
+            )
+        if self.engine == "slurm" and self.gpus is not None and self.gpus % 1:
+            raise DecaylabError(f"Slurm gives whole GPUs, not {self.gpus:g}: give --gpus 1")
+        _ = self.sbatch_options
 
     @property
-    def in_this_process(self) -> bool:
-        """Whether no other process is needed."""
-        return self.engine == "local" and self.jobs == 1
+    def sbatch_options(self) -> dict[str, str]:
+        """Options of Slurm's sbatch, by name."""
+        given = {}
+        for option in self.sbatch or ():
+            key, equals, value = option.partition("=")
+            if not key or key.startswith("-"):
+                raise DecaylabError(f"--sbatch {option!r}: give KEY=VALUE, such as partition=gpu")
+            given[key] = value if equals else ""
+        return given
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the command ends before the runs do."""
+        return self.dry_run or (self.engine == "slurm" and not self.wait)
+
+    def count(self, training: options.TrainingOptions) -> int:
+        """Jobs at least; local: a process per GPU unless it is said otherwise."""
+        if self.jobs is not None:
+            return self.jobs
+        if self.engine != "local" or training.device == "cpu":
+            return 1
+        return max(1, torch.cuda.device_count())
+
+    def in_this_process(self, training: options.TrainingOptions) -> bool:
+        """Whether no other process is needed: not beside those that torchrun has started."""
+        if launched():
+            return True
+        if self.engine == "local" and self.count(training) == 1:
+            return True
+        if training.max_minutes is not None or training.whole_runs:
+            raise DecaylabError("--max-minutes and --whole-runs are for one process: give --jobs 1")
+        return False
 
 
-def engine_options(
-    engine: str, jobs: int | None, job_minutes: float, sbatch: Sequence[str], wait: bool, cpu: bool
-) -> EngineOptions:
-    """The options of a command, checked; local: a process per GPU unless it is said otherwise."""
-    if engine not in ENGINES:
-        raise DecaylabError(f"unknown engine {engine!r}: choose one of {', '.join(ENGINES)}")
-    if (sbatch or wait) and engine != "slurm":
-        raise DecaylabError("--sbatch and --wait are for --engine slurm")
-    given = {}
-    for option in sbatch:
-        key, equals, value = option.partition("=")
-        if not key or key.startswith("-"):
-            raise DecaylabError(f"--sbatch {option!r}: give KEY=VALUE, such as partition=gpu")
-        given[key] = value if equals else ""
-    if jobs is None:
-        jobs = 1 if cpu or engine != "local" else max(1, torch.cuda.device_count())
-    return EngineOptions(engine, jobs, job_minutes, given, wait)
+@dataclass(frozen=True)
+class Work:
+    """Runs that an engine is to make, and the command that makes them.
+
+    Attributes:
+        command: words of `decaylab`, which makes all of them.
+        planned: the runs, as far as they are known before.
+        folder: of the store that holds them, in the folder of runs.
+        shared: whether every job is the whole command, and each takes what the others have not
+            begun (a search, whose runs follow from each other); else a job has runs of its own.
+    """
+
+    command: Sequence[str]
+    planned: Sequence[PlannedRun]
+    folder: str = ""
+    shared: bool = False
 
 
 def submit(
-    planned: Sequence[PlannedRun],
-    runs: Path,
-    command: Sequence[str],
+    work: Work,
+    training: options.TrainingOptions,
     how: EngineOptions,
     *,
-    gpus: float,
-    dry_run: bool,
+    gpus: bool,
     stream: TextIO,
 ) -> None:
     """Let an engine make what is left of some runs; exits with 1 or 75 where something is left."""
-    store = RunStore(runs)
-    words = [sys.executable, "-m", "decaylab", *command]
+    runs = training.runs
+    store = RunStore(runs / work.folder)
+    command = [*work.command, *training.words()]
     name = sweep_name(command)
-    sweep = read_sweep(name, runs) or Sweep(name, list(command))
-    folder = folder_of(name, runs)
+    sweep = read_sweep(name, runs) or Sweep(name, command, folder=work.folder)
+    engine = _engine(name, folder_of(name, runs), training, how, gpus)
     statuses: list[JobStatus] = []
     before: list[PlannedRun] | None = None
     for _ in range(SUBMISSIONS):
-        left = left_of(planned, store)
+        left = left_of(work.planned, store)
         if left == before:  # what failed once more would do so again
             break
         before = left
@@ -115,55 +175,58 @@ def submit(
             break
         if todo:
             seconds = estimates(todo, store)
-            packs = pack(todo, seconds, jobs=how.jobs, longest=60 * how.job_minutes)
-            jobs = make_jobs(packs, words, seconds, gpus=gpus)
-            if how.engine == "slurm":
-                slurm = SlurmEngine(name, folder, how.sbatch)
-                if dry_run:
-                    print(slurm.script(jobs), end="")
-                    return
-            total = in_words(sum(seconds.values()))
-            print(
-                f"sweep {name}: {len(todo)} runs in {len(jobs)} jobs, about {total} in all; what"
-                f" they print is in {folder}",
-                file=stream,
-                flush=True,
-            )
-            if dry_run:
+            packs = pack(todo, seconds, jobs=how.count(training), longest=60 * how.job_minutes)
+            words = [sys.executable, "-m", "decaylab", *command]
+            each = float(gpus) if how.gpus is None else how.gpus
+            jobs = make_jobs(packs, words, seconds, gpus=each, shared=work.shared)
+            if how.dry_run and isinstance(engine, SlurmEngine):
+                print(engine.script(jobs), end="")
                 return
+            total = in_words(sum(seconds.values()))
+            say(
+                f"sweep {name}: {len(todo)} runs in {len(jobs)} jobs, about {total} in all; what"
+                f" they print is in {folder_of(name, runs)}",
+                stream=stream,
+            )
+            if how.dry_run:
+                return
+            check_owners(todo, store)
+            engine.check(jobs)
             ids = [[run.spec.id for run in runs_of_job] for runs_of_job in packs]
+            handle = engine.start(jobs)
+            sweep.submissions.append(Submission(how.engine, handle, ids, shared=work.shared))
+            write_sweep(sweep, runs)
             if how.engine == "slurm":
-                handle = slurm.start(jobs)
-                sweep.submissions.append(Submission("slurm", handle, ids))
-                write_sweep(sweep, runs)
-                print(f"submitted as Slurm job {handle}", file=stream, flush=True)
+                say(f"submitted as Slurm job {handle}", stream=stream)
             else:
-                sweep.submissions.append(Submission(how.engine, "", ids))
-                write_sweep(sweep, runs)
-                engine: Any
-                if how.engine == "local":
-                    visible = torch.cuda.device_count() if gpus else 0
-                    engine = LocalEngine(folder, how.jobs, visible)
-                else:
-                    engine = RayEngine(folder, how.jobs if how.jobs > 1 else None)
-                engine.start(jobs)
                 statuses = engine.wait()
-        elif dry_run:
-            print(f"sweep {name}: nothing to submit, {len(left)} runs are under way", file=stream)
+        elif how.dry_run:
+            say(f"sweep {name}: nothing to submit, {len(left)} runs are under way", stream=stream)
             return
         if how.engine == "slurm" and not how.wait:
-            print(f"`decaylab sweep status {name} --runs {runs}` shows how it goes", file=stream)
+            say(f"`decaylab sweep status {name} --runs {runs}` shows how it goes", stream=stream)
             return
-        if how.engine == "slurm":
-            while under_way(sweep, runs):
-                time.sleep(2.0)
-    left = left_of(planned, store)
-    print(f"{len(planned) - len(left)} of {len(planned)} runs ended, {len(left)} left", file=stream)
+        while how.engine == "slurm" and under_way(sweep, runs):
+            time.sleep(2.0)
+    left = left_of(work.planned, store)
+    count = len(work.planned)
+    say(f"{count - len(left)} of {count} runs ended, {len(left)} left", stream=stream)
     failed = [status for status in statuses if status.state == "failed"]
     for status in failed if left else ():
-        print(f"job {status.number} failed: {status.reason}", file=sys.stderr)
+        warn(f"job {status.number} failed: {status.reason}")
     if left:
         raise typer.Exit(1 if failed else RUNS_LEFT)
+
+
+def _engine(
+    name: str, folder: Path, training: options.TrainingOptions, how: EngineOptions, gpus: bool
+) -> Engine:
+    if how.engine == "slurm":
+        return SlurmEngine(name, folder, how.sbatch_options)
+    if how.engine == "ray":
+        count = how.count(training)
+        return RayEngine(folder, count if count > 1 else None)
+    return LocalEngine(folder, how.count(training), torch.cuda.device_count() if gpus else 0)
 
 
 @app.command("status")
@@ -176,21 +239,20 @@ def status_command(
         print_json(entries)
         return
     if not entries:
-        print(f"no sweeps in {runs}: `decaylab reproduce ... --engine slurm` makes one")
+        say(f"no sweeps in {runs}: `decaylab reproduce ... --engine slurm` makes one")
         return
-    table = Table(box=None, pad_edge=False)
-    columns = ("sweep", "engine", "finished", "diverged", "running", "waiting", "left", "runs")
-    for heading in columns:
-        table.add_column(heading, no_wrap=heading == "sweep")
+    counts = ("finished", "diverged", "running", "waiting", "left", "runs")
+    numbers = [Column(heading, number=True) for heading in counts]
+    table = TextTable([Column("sweep"), Column("engine", drop=1), *numbers])
     for entry in entries:
-        table.add_row(*(str(entry[column]) for column in columns))
-    console(160, markup=False).print(table)
+        table.add(*(str(entry[column]) for column in ("sweep", "engine", *counts)))
+    show(table)
     for entry in entries:
         for reason in entry["reasons"]:
-            print(f"{entry['sweep']}: {reason}")
+            say(f"{entry['sweep']}: {reason}")
         if entry["left"]:
             command = " ".join(entry["command"])
-            print(f"{entry['left']} runs have no job: `decaylab {command}` with its --engine again")
+            say(f"{entry['left']} runs have no job: `decaylab {command}` with its --engine again")
 
 
 @app.command("cancel")
@@ -209,21 +271,21 @@ def cancel_command(
         for submission in slurm:
             if engine.look(submission.handle):
                 engine.cancel(submission.handle)
-                print(f"cancelled Slurm job {submission.handle}")
+                say(f"cancelled Slurm job {submission.handle}")
 
 
 def _sweeps(name: str | None, runs: Path) -> list[Sweep]:
     names = sweeps_in(runs)
     if name is not None and name not in names:
         there = f"there are {', '.join(names)}" if names else "there is none"
-        raise DecaylabError(f"no sweep {name!r} in {runs}: {there}")
-    found = [read_sweep(one, runs) for one in names if name in (None, one)]
-    return [sweep for sweep in found if sweep is not None]
+        raise DecaylabError(f"no sweep {name!r} in {runs}{did_you_mean(name, names)}: {there}")
+    chosen = [read_sweep(known, runs) for known in names if name in (None, known)]
+    return [sweep for sweep in chosen if sweep is not None]
 
 
 def _status(sweep: Sweep, runs: Path) -> dict[str, Any]:
     """Counts of a sweep's runs, and the reasons why some are left."""
-    store = RunStore(runs)
+    store = RunStore(runs / sweep.folder)
     counts = dict.fromkeys(("finished", "diverged", "running", "waiting", "left"), 0)
     reasons: dict[str, None] = {}
     assigned = assignments(sweep, runs)

@@ -3,12 +3,12 @@
 from dataclasses import asdict
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from decaylab.cli import options
-from decaylab.cli.output import console, print_json
+from decaylab.cli.output import print_json
+from decaylab.cli.terminal import say, show
 from decaylab.report.sections import theory_checks
+from decaylab.text_table import Column, Styled, TextTable
 from decaylab.theory import Check
 
 
@@ -24,31 +24,30 @@ def theory_command(json_output: options.Json = False) -> None:
     if json_output:
         print_json([asdict(check) for check in checks])
     else:
-        console(120).print(_table(checks))
-        print(f"{held} of {len(stated)} checks of the statements hold")
-        print("broken: a condition of the statement was violated on purpose, so it need not hold")
+        show(_table(checks))
+        say(
+            f"{held} of {len(stated)} checks of the statements hold.",
+            "broken: a condition of the statement was violated on purpose, so it need not hold",
+        )
     if held < len(stated):
         raise typer.Exit(1)
 
 
-def _table(checks: list[Check]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("statement, condition")
-    for heading in ("left", "right", "error"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+def _table(checks: list[Check]) -> TextTable:
+    numbers = [Column(heading, number=True) for heading in ("left", "right", "error")]
+    table = TextTable([Column("statement, condition", words=True), *numbers, Column("")])
     previous = ""
     for check in checks:
         if check.id != previous:
             title = f"{check.id}  {check.where}, tolerance {check.tolerance:g}"
-            table.add_row(f"[bold]{title}[/bold]")
+            table.add(Styled(title, "bold"))
         previous = check.id
         sides = (f"{check.left:.4g}", f"{check.right:.4g}", f"{check.error:.1e}")
-        table.add_row("  " + escape(check.condition), *sides, _verdict(check))
+        table.add("  " + check.condition, *sides, _verdict(check))
     return table
 
 
-def _verdict(check: Check) -> str:
+def _verdict(check: Check) -> Styled:
     if check.kind == "broken":
-        return "[dim]broken, but holds[/dim]" if check.holds else "[dim]broken[/dim]"
-    return "[green]holds[/green]" if check.holds else "[bold red]FAILS[/bold red]"
+        return Styled("broken, but holds" if check.holds else "broken", "dim")
+    return Styled("holds", "green") if check.holds else Styled("FAILS", "bold red")

@@ -13,6 +13,7 @@ from decaylab.cli import options
 from decaylab.cli.output import print_json
 from decaylab.cli.progress import follow
 from decaylab.cli.runs import summary
+from decaylab.cli.terminal import say
 from decaylab.data import load
 from decaylab.errors import DecaylabError, Diverged
 from decaylab.records import RunFolder, RunStore
@@ -63,32 +64,40 @@ def _train(
     store = RunStore(runs)
     folder = store.folder(spec.id)
     if _ended_before(folder, spec):
-        print(f"run {spec.id} is finished already: nothing to train", file=stream)
+        say(f"run {spec.id} is finished already: nothing to train", stream=stream)
     else:
         data = load(spec.data, data_dir)
-        execution = Execution(
-            probes=DIAGNOSED,
-            checkpoint_every=checkpoint_every,
-            every_step=stream.isatty(),  # for the bar
-            train_set_each_epoch=train_set,
-            tier=tier,
-            compiled=compiled,
-        )
-        training = train(spec, data=data, device=where, store=store, execution=execution)
-        begun = " (continued)" if folder.checkpoint.exists() else ""
-        print(f"run {spec.id}{begun} in {folder.path}", file=stream, flush=True)
-        follow(training, stream)
-    result = summary(folder)
+        with options.together(device, where) as world, world.output(stream) as shown:
+            execution = Execution(
+                probes=DIAGNOSED,
+                checkpoint_every=checkpoint_every,
+                every_step=shown.isatty(),  # for the bar
+                train_set_each_epoch=train_set,
+                tier=tier,
+                compiled=compiled,
+                world=world,
+            )
+            training = train(spec, data=data, device=where, store=store, execution=execution)
+            begun = " (continued)" if folder.has_checkpoint() else ""
+            together = f" by {world.size} processes" if world.size > 1 else ""
+            say(f"run {spec.id}{begun} in {folder.path}{together}", stream=shown)
+            follow(training, shown)
+        if not world.first:
+            return
+    _say_result(spec, summary(folder), json_output)
+
+
+def _say_result(spec: RunSpec, result: dict[str, Any], json_output: bool) -> None:
     if json_output:
         print_json(result)
-    else:
-        values = result["values"]
-        print(
-            f"finished: test accuracy {100 * values['test/accuracy']:.2f} %, train accuracy"
-            f" {100 * values['train/accuracy']:.2f} %, train loss {values['train/loss']:.4g}"
-        )
-        if spec.batch_norm and values["train/accuracy"] < values["train/running_accuracy"] - 0.1:
-            print(LAGGING.format(values["train/running_accuracy"], result["step"]))
+        return
+    values = result["values"]
+    say(
+        f"finished: test accuracy {100 * values['test/accuracy']:.2f} %, train accuracy"
+        f" {100 * values['train/accuracy']:.2f} %, train loss {values['train/loss']:.4g}"
+    )
+    if spec.batch_norm and values["train/accuracy"] < values["train/running_accuracy"] - 0.1:
+        say(LAGGING.format(values["train/running_accuracy"], result["step"]))
 
 
 def _ended_before(folder: RunFolder, spec: RunSpec) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from decaylab.curvature import guards
 from decaylab.curvature.kinds import base_of, kind_of
 from decaylab.curvature.kinds.embedding import Embedding
+from decaylab.curvature.kinds.grouped import PROJECTION
 from decaylab.curvature.kinds.kind import Part, Reason, Shape, Site
 from decaylab.curvature.kinds.linear import Linear
 
@@ -18,8 +19,9 @@ from decaylab.curvature.kinds.linear import Linear
 class Block:
     """Parameters whose curvature is one Kronecker product, and where their matrix meets vectors.
 
-    Almost always at one `site`. A head that is tied to an embedding has that as `tied`: the block
-    is a sum of two products, and is approximated by one (`factors.merged`).
+    Almost always at one `site`. A head that is tied to an embedding has that as `tied`, and an
+    embedding has what `F.linear` may do with its weight: the block is then a sum of two products,
+    and is approximated by one (`factors.merged`).
     """
 
     name: str
@@ -28,7 +30,7 @@ class Block:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """The head first, where there are two."""
+        """Whose parameters they are first, where there are two."""
         return (self.site,) if self.tied is None else (self.site, self.tied)
 
     @property
@@ -43,7 +45,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Placement:
     """Whether a parameter is in a block: its name, or None; why; and the names the reason needs."""
 
     block: str | None
@@ -53,10 +55,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks by name, and the verdict on each parameter."""
+    """The blocks by name, and the place of each parameter."""
 
     by_name: dict[str, Block]
-    verdicts: dict[Tensor, Verdict]
+    placements: dict[Tensor, Placement]
 
 
 def plan_blocks(
@@ -71,30 +73,33 @@ def plan_blocks(
     guards.check_excluded(layers, exclude, lambda module: kind_of(module) is not None)
     places = _places(model)
     parts = _parts(layers)
-    verdicts: dict[Tensor, Verdict] = {}
+    placements: dict[Tensor, Placement] = {}
     members: dict[str, dict[str, Tensor]] = {}  # of each block: its weight, bias or both
     homes: dict[str, tuple[Part, Part | None]] = {}
     for parameter in parameters:
-        verdict, own = _verdict(parameter, places, layers, parts, set(exclude))
-        verdicts[parameter] = verdict
-        if verdict.block is not None:
-            homes[verdict.block] = own[0], own[1] if len(own) > 1 else None
-            role = "weight" if places[parameter][0][1] == own[0].weight else "bias"
-            members.setdefault(verdict.block, {})[role] = parameter
+        placement, block_parts = _placement(parameter, places, layers, parts, set(exclude))
+        placements[parameter] = placement
+        if placement.block is not None:
+            homes[placement.block] = (
+                block_parts[0],
+                block_parts[1] if len(block_parts) > 1 else None,
+            )
+            role = "weight" if places[parameter][0][1] == block_parts[0].weight else "bias"
+            members.setdefault(placement.block, {})[role] = parameter
     guards.refuse_without_blocks(members)
     blocks = {}
     for name, trained in members.items():
-        part, other = homes[name]
+        part, tied_part = homes[name]
         site = _site(part, trained.keys(), max_factor_dim)
-        if other is None:
-            blocks[name] = Block(name, site)
+        if tied_part is None:
+            blocks[name] = Block(name, site, _as_head(site) if site.is_embedding else None)
             continue
         # the counts of tokens, which are the other's input side, make this one's output side
         site = replace(site, shape=site.shape._replace(output_diagonal=True))
-        tied = _site(other, trained.keys(), max_factor_dim)
+        tied = _site(tied_part, trained.keys(), max_factor_dim)
         aligned = tied.shape._replace(output_diagonal=site.shape.input_diagonal)
         blocks[name] = Block(name, site, replace(tied, shape=aligned))
-    return Blocks(blocks, verdicts)
+    return Blocks(blocks, placements)
 
 
 def _site(part: Part, trained: Iterable[str], max_factor_dim: int) -> Site:
@@ -126,34 +131,41 @@ def _site(part: Part, trained: Iterable[str], max_factor_dim: int) -> Site:
     )
 
 
+def _as_head(embedding: Site) -> Site:
+    """An embedding's weight where `F.linear` multiplies with it: a head without a module."""
+    fan_out, fan_in, _, _, diagonal, dtype, _ = embedding.shape
+    shape = Shape(fan_in, fan_out, False, diagonal, True, dtype)
+    return replace(embedding, name=embedding.weight_name, kind=PROJECTION, shape=shape)
+
+
 Place = tuple[str, str]  # the name of a module, and an attribute of it
 
 
-def _verdict(
+def _placement(
     parameter: Tensor,
     places: dict[Tensor, list[Place]],
     layers: dict[str, Any],
     parts: dict[Place, Part],
     exclude: set[str],
-) -> tuple[Verdict, list[Part]]:
+) -> tuple[Placement, list[Part]]:
     """Where a parameter is preconditioned, with the part it is of; of a tied one, both of them."""
     name, attribute = places[parameter][0]
     module, part = layers[name], parts.get((name, attribute))
     class_name = type(module).__name__
 
-    def refused(reason: Reason, *about: str) -> tuple[Verdict, list[Part]]:
-        return Verdict(None, reason, about), []
+    def refused(reason: Reason, *about: str) -> tuple[Placement, list[Part]]:
+        return Placement(None, reason, about), []
 
     if not parameter.requires_grad:
         return refused(Reason.FROZEN)
     if any(_excluded(home, exclude) for home, _ in places[parameter]):
         return refused(Reason.EXCLUDED)
     if len(places[parameter]) > 1:
-        both = _head_and_embedding(places[parameter], parts, exclude)
-        if both is None:
+        tied_parts = _head_and_embedding(places[parameter], parts, exclude)
+        if tied_parts is None:
             return refused(Reason.TIED, *(".".join(place) for place in places[parameter]))
-        classes = tuple(type(each.module).__name__ for each in both)
-        return Verdict(name, Reason.COVERED, classes), both
+        classes = tuple(type(tied_part.module).__name__ for tied_part in tied_parts)
+        return Placement(name, Reason.COVERED, classes), tied_parts
     if part is None:
         if isinstance(module, nn.RNNBase | nn.RNNCellBase):
             return refused(Reason.RECURRENT, class_name)
@@ -173,7 +185,7 @@ def _verdict(
         return refused(Reason.COMPUTED)
     if weight is not parameter and _head_and_embedding(places[weight], parts, exclude):
         return refused(Reason.SHARED_BIAS)
-    return Verdict(part.name, Reason.COVERED, (class_name,)), [part]
+    return Placement(part.name, Reason.COVERED, (class_name,)), [part]
 
 
 def _head_and_embedding(
@@ -181,9 +193,9 @@ def _head_and_embedding(
 ) -> list[Part] | None:
     """The two parts of a weight that is an embedding and the head behind it; None: it is not."""
     tied = [parts.get(place) for place in places]
-    found = [part for part in tied if part is not None and not _excluded(part.name, exclude)]
-    heads = [part for part in found if type(part.kind) is Linear]
-    embeddings = [part for part in found if type(part.kind) is Embedding]
+    included = [part for part in tied if part is not None and not _excluded(part.name, exclude)]
+    heads = [part for part in included if type(part.kind) is Linear]
+    embeddings = [part for part in included if type(part.kind) is Embedding]
     if len(tied) != 2 or not heads or not embeddings:
         return None
     refusal = embeddings[0].kind.refusal(embeddings[0].module)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from decaylab.curvature import guards
 from decaylab.curvature.kinds.kind import Site
-from decaylab.networks.preserved import preserved
+from decaylab.networks.preserve import preserved
 
 # Functions that are called with (input, weight, bias, ...) for a layer's product.
 FUNCTIONS = ("linear", "conv1d", "conv2d", "conv3d")
@@ -258,18 +258,19 @@ class Capture:
 
     def met(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         """A product was made by one of FUNCTIONS."""
-        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-        weight = given["weight"]
+        arguments = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        weight = arguments["weight"]
         base = weight if weight._base is None or weight in self._by_weight else weight._base
         site = self._by_weight.get(base)
         if site is None or (not weight.is_contiguous() and weight is not base):
             return
-        rest = {key: kwargs[key] for key in kwargs.keys() - {"input", "weight", "bias"}}
-        whole = weight.numel() == base.numel()
-        if site.kind.hooked and not (whole and site.kind.same_call(site.module, args[3:], rest)):
-            return  # and if nothing else is seen of the layer, it is refused
+        other_kwargs = {key: kwargs[key] for key in kwargs.keys() - {"input", "weight", "bias"}}
+        if weight.numel() != base.numel() and not site.kind.counts_groups:
+            return  # a part of one matrix; if nothing else is seen of the layer, it is refused
+        if site.kind.hooked and not site.kind.same_call(site.module, args[3:], other_kwargs):
+            return
         offset = weight.storage_offset() - base.storage_offset()
-        call = self._add(site, given["input"], output, offset)
+        call = self._add(site, arguments["input"], output, offset)
         if call is not None and site.kind.hooked:
             self._met_last = call, weakref.ref(output)
 
@@ -279,12 +280,12 @@ class Capture:
             self.without_grad.add(site.name)
         if not self.acts() or not output.requires_grad or not site.trained:
             return None
-        made = _in_the_graph(output)
-        edge = get_gradient_edge(made) if self._on_gradient is None else None
+        graph_output = _in_the_graph(output)
+        edge = get_gradient_edge(graph_output) if self._on_gradient is None else None
         call = Call(site, inputs.detach(), output.shape, edge, offset)
         self.calls.append(call)
         if self._on_gradient is not None:
-            made.register_hook(partial(self._on_gradient, call))
+            graph_output.register_hook(partial(self._on_gradient, call))
         return call
 
     def _end(self, _: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -357,8 +358,8 @@ def logits_of(output: Any) -> Tensor | None:
 
     The latter is what Hugging Face models return. None where there are none.
     """
-    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    return found if isinstance(found, Tensor) else None
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else None
 
 
 class BackPropagation:
@@ -384,14 +385,14 @@ class BackPropagation:
         Not for calls that the logits ignore.
         """
         names = tuple(call.name for call in calls)
-        known = self._ends.get(names)
-        ends = _ends(logits, calls) if known is None else known
+        cached_ends = self._ends.get(names)
+        ends = _ends(logits, calls) if cached_ends is None else cached_ends
         missed = self._through(logits, vectors, calls, ends, use)
-        if known is not None and missed and _ends(logits, calls) != known:
+        if cached_ends is not None and missed and _ends(logits, calls) != cached_ends:
             # another graph than last time: what it has in other places is asked for by itself
             del self._ends[names]
-            rest = [calls[i] for i in missed]
-            self._through(logits, vectors, rest, frozenset(range(len(rest))), use)
+            missed_calls = [calls[i] for i in missed]
+            self._through(logits, vectors, missed_calls, frozenset(range(len(missed_calls))), use)
             return
         self._ends[names] = ends
 
@@ -435,7 +436,7 @@ class BackPropagation:
 
 def _ends(logits: list[Tensor], calls: list[Call]) -> frozenset[int]:
     """The calls that no other call lies behind, and those that the logits do not lead to."""
-    own = {call.edge.node for call in calls if call.edge is not None}
+    call_nodes = {call.edge.node for call in calls if call.edge is not None}
     leads: dict[Any, bool] = {}  # whether a call lies behind a node
     roots = [head.grad_fn for head in logits]
     stack: list[tuple[Any, bool]] = [(node, False) for node in roots if node is not None]
@@ -443,7 +444,7 @@ def _ends(logits: list[Tensor], calls: list[Call]) -> frozenset[int]:
         node, visited = stack.pop()
         if visited:
             behind = [parent for parent, _ in node.next_functions if parent is not None]
-            leads[node] = any(parent in own or leads.get(parent, False) for parent in behind)
+            leads[node] = any(parent in call_nodes or leads.get(parent, False) for parent in behind)
         elif node not in leads:
             leads[node] = False
             stack.append((node, True))

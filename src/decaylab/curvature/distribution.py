@@ -17,7 +17,9 @@ different batches, but for SyncBatchNorm, whose ranks wait for each other in eve
 The empirical Fisher takes a mean loss to be the mean over the rank's own rows. Sampled outputs are
 drawn by each rank for its own rows, from numbers that depend on seed, step and rank alone:
 what the first rank's `state_dict()` holds lets all ranks go on bit for bit (load it on every rank);
-another number of ranks, or one, goes on with other samples.
+another number of ranks, or one, goes on with other samples. Where every rank has an equal part of
+one batch, in the order of ranks, `KFACOptions(equal_shares=True)` lets all draw what one process
+would draw for that batch: then the number of ranks changes nothing but rounding.
 
 Cost, beside that of one process: at a refresh the sums of A and G are added up over the ranks, and
 the host waits once; each rank inverts a share of the blocks, and inverses are sent around.
@@ -59,6 +61,10 @@ class Distribution(Protocol):
     def size(self) -> int:
         """How many there are."""
 
+    @property
+    def share_of_batch(self) -> tuple[int, int]:
+        """(which, of how many) equal part of a batch its rows are, as far as samples go."""
+
     def gather(
         self, measure: Measuring, sites: Mapping[str, Site], step: int, device: torch.device
     ) -> dict[str, Sums]:
@@ -90,6 +96,7 @@ class Alone:
 
     early: bool = False
     size: int = 1
+    share_of_batch: tuple[int, int] = (0, 1)
 
     def gather(
         self, measure: Measuring, sites: Mapping[str, Site], step: int, device: torch.device
@@ -134,6 +141,11 @@ class Ranks:
     size: int
     wrapper: Any = None
 
+    @property
+    def share_of_batch(self) -> tuple[int, int]:
+        """Each draws for its own rows, from numbers of its own."""
+        return 0, 1
+
     def from_first(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite the tensors with those of the first rank."""
         for bucket in _buckets(tensors):
@@ -171,13 +183,15 @@ class Ranks:
             raise failure
         guards.check_ranks_agree(self.size, failures, steps, squares)
         total: dict[str, Sums] = {}
-        for (name, site), (seen, rows, *positions) in zip(sites.items(), counts, strict=True):
-            if seen:
-                total[name] = own = sums.get(name) or Sums.none(site, device)
-                own.rows, own.positions = rows, positions[0]
+        for (name, site), (measured, rows, *positions) in zip(sites.items(), counts, strict=True):
+            if measured:
+                total[name] = site_sums = sums.get(name) or Sums.none(site, device)
+                site_sums.rows, site_sums.positions = rows, positions[0]
                 if len(positions) > 1:
-                    own.positions = torch.tensor(positions, dtype=torch.float64, device=device)
-        self.add_up([side for own in total.values() for side in own.sides])
+                    site_sums.positions = torch.tensor(
+                        positions, dtype=torch.float64, device=device
+                    )
+        self.add_up([side for site_sums in total.values() for side in site_sums.sides])
         return total
 
     def _added_up(self, table: list[list[Any]], device: torch.device) -> list[list[float]]:
@@ -237,7 +251,44 @@ class Ranks:
         return seed
 
 
-def distribution_of(model: nn.Module, group: Any) -> Distribution:
+@dataclass(frozen=True)
+class EqualShares(Ranks):
+    """Ranks of which each has an equal part of one batch, in their order.
+
+    All draw the samples of the whole batch, as one process does, and use those of their part.
+    """
+
+    @property
+    def share_of_batch(self) -> tuple[int, int]:
+        """The part of this rank."""
+        return self.rank, self.size
+
+    def gather(
+        self, measure: Measuring, sites: Mapping[str, Site], step: int, device: torch.device
+    ) -> dict[str, Sums]:
+        """As of any ranks; refused where they have different numbers of rows."""
+        rows: dict[str, Any] = {}
+
+        def measured() -> dict[str, Sums]:
+            sums = measure()
+            rows.update({name: site_sums.rows for name, site_sums in sums.items()})
+            return sums
+
+        total = super().gather(measured, sites, step, device)
+        guards.check_equal_shares(self.size, rows, {n: sums.rows for n, sums in total.items()})
+        return total
+
+    def seed(self, generator: torch.Generator, seed: int, step: int) -> None:
+        """All go on with the numbers they have, which are the same."""
+
+    def together(self, seed: int, norms: Mapping[str, Tensor], generator: torch.Generator) -> int:
+        """The first one's seed, and norms."""
+        seed = super().together(seed, norms, generator)
+        generator.manual_seed(seed)
+        return seed
+
+
+def distribution_of(model: nn.Module, group: Any, *, equal_shares: bool = False) -> Distribution:
     """The ranks that train a model together: of `group`, or of its DistributedDataParallel."""
     if not (dist.is_available() and dist.is_initialized()):
         return Alone(early=True)
@@ -248,7 +299,8 @@ def distribution_of(model: nn.Module, group: Any) -> Distribution:
         group = wrapper.process_group
     if group is not None:
         size = dist.get_world_size(group)
-        return Ranks(group, dist.get_rank(group), size, wrapper) if size > 1 else Alone()
+        ranks = EqualShares if equal_shares else Ranks
+        return ranks(group, dist.get_rank(group), size, wrapper) if size > 1 else Alone()
     if guards.several():
         warnings.warn(
             "there are several processes, and KFAC was given a model that is not in a "

@@ -1,7 +1,7 @@
 """Measuring Kronecker factors of a model: plan its blocks, capture passes, sums become factors.
 
     estimator = KroneckerEstimator(model, curvature="gauss-newton", outputs="exact")
-    factors = estimator.measure([inputs])           # or: estimator.observe(inputs), update()
+    factors = estimator.measure([inputs])           # or: estimator.add_batch(inputs), update()
 
 There is no learning rate here, no step and no inverse: `KFAC` adds them. An observed forward pass
 costs one extra backward pass (`outputs="sampled"`) or one per class (`"exact"`). The empirical
@@ -33,7 +33,7 @@ from decaylab.curvature.capture import (
 from decaylab.curvature.distribution import Alone, Distribution
 from decaylab.curvature.factors import KroneckerFactors, RunningFactors, Sums
 from decaylab.curvature.kinds.rows import Sharing
-from decaylab.curvature.outputs import Curvature, Likelihood, check_names, exact, sampled
+from decaylab.curvature.outputs import Curvature, Likelihood, check_names, exact, of_whole, sampled
 
 CountedRows = Callable[[Mapping[str, Any], Tensor], Tensor | None]
 """From the model's keyword arguments and its logits [..., C], which rows count; None: all."""
@@ -54,7 +54,7 @@ class Measurement:
         reduction: how the loss adds up rows; only the empirical Fisher reads the loss.
         sharing: "expand" or "reduce", for layers that meet several positions per example.
         logits: "output": they are what the model returns, or the `.logits` of it; "observed": the
-            loop hands them to `observe`.
+            loop hands them to `add_batch`.
     """
 
     curvature: Curvature = "fisher"
@@ -81,7 +81,7 @@ class KroneckerEstimator:
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> estimator = KroneckerEstimator(model, curvature="gauss-newton")
-    >>> estimator.observe(torch.randn(16, 4))
+    >>> estimator.add_batch(torch.randn(16, 4))
     >>> estimator.update()
     >>> estimator.factors()["0"].A.shape
     torch.Size([5, 5])
@@ -100,7 +100,7 @@ class KroneckerEstimator:
             mask of the rows that count, or None for all.
         seed: of the generator of sampled outputs; None takes torch's initial seed.
         due: whether passes are to be observed now, asked in each: those in train mode are. None:
-            those inside `observing()` are, in whatever mode.
+            those inside `listening()` are, in whatever mode.
         distribution: with whom the rows of a batch are shared.
     """
 
@@ -131,7 +131,7 @@ class KroneckerEstimator:
             parameters = [p for p in inner.parameters() if p.requires_grad]
         chosen = list(parameters)
         planned = plan_blocks(inner, chosen, exclude=exclude, max_factor_dim=max_factor_dim)
-        self.blocks, self.verdicts = planned.by_name, planned.verdicts
+        self.blocks, self.placements = planned.by_name, planned.placements
         self.device = guards.one_device(chosen)
         self.running = RunningFactors(self.blocks, self.device)
         self.sums: dict[str, Sums] = {}
@@ -140,37 +140,39 @@ class KroneckerEstimator:
         self._counted_rows, self._distribution = counted_rows, distribution
         self._loss_gradients: dict[Call, Tensor] = {}
         self._classes: tuple[int, ...] | None = None
-        self._observing = False
+        self._listening = False
         self._through_the_graph = BackPropagation()
         self.sites = {site.name: site for block in self.blocks.values() for site in block.sites}
         empirical = curvature == "empirical-fisher"
         # nothing refers back to self: its memory and hooks go with the last reference to it
-        own = weakref.ref(self)
+        weak_self = weakref.ref(self)
         self.capture = Capture(
             model,
             self.sites,
-            due if due is not None else lambda: (me := own()) is not None and me._observing,
-            partial(_forwarded, own, KroneckerEstimator._model_returned),
-            partial(_forwarded, own, KroneckerEstimator._loss_gradient) if empirical else None,
+            due if due is not None else lambda: (me := weak_self()) is not None and me._listening,
+            partial(_forwarded, weak_self, KroneckerEstimator._model_returned),
+            partial(_forwarded, weak_self, KroneckerEstimator._loss_gradient)
+            if empirical
+            else None,
             in_training=due is not None,
         )
         self.capture.arm(due is not None)
         weakref.finalize(self, self.capture.detach).atexit = False
 
     @contextmanager
-    def observing(self) -> Iterator[None]:
+    def listening(self) -> Iterator[None]:
         """Forward passes with grad in here are observed, where `due` was not given."""
-        before, self._observing = self._observing, True
+        before, self._listening = self._listening, True
         self.capture.arm()
         try:
             yield
         finally:
-            self._observing = before
+            self._listening = before
             self.capture.arm(before)
 
-    def observe(self, inputs: Any) -> None:
+    def add_batch(self, inputs: Any) -> None:
         """Observe a forward pass on `inputs`: a tensor, or a mapping of keyword arguments."""
-        with self.observing(), torch.enable_grad():
+        with self.listening(), torch.enable_grad():
             self._forward(inputs)
 
     def update(self, factor_decay: float = 0.0) -> None:
@@ -182,7 +184,7 @@ class KroneckerEstimator:
         self, batches: Iterable[Any], *, forward: Callable[[Any], Any] | None = None
     ) -> dict[str, KroneckerFactors]:
         """The factors' means over `batches`, in the mode that the model is in."""
-        with self.observing(), torch.enable_grad():
+        with self.listening(), torch.enable_grad():
             sums = self.gather(partial(self.measured, batches, forward, None, []))
         guards.check_initial(sums)
         with torch.no_grad():
@@ -201,6 +203,11 @@ class KroneckerEstimator:
     def gather(self, measure: Callable[[], dict[str, Sums]], step: int = 0) -> dict[str, Sums]:
         """The sums that `measure` returns; of several ranks, those of all of them together."""
         return self._distribution.gather(measure, self.sites, step, self.device)
+
+    @property
+    def observed(self) -> bool:
+        """Whether a forward pass was observed that `take` has not handed over yet."""
+        return bool(self.sums or self.capture.calls or self._loss_gradients)
 
     def take(self) -> dict[str, Sums]:
         """Hand over what was summed; complain about passes whose logits were never seen."""
@@ -299,16 +306,16 @@ class KroneckerEstimator:
 
             def use(call: Call, gradient: Tensor, waiting: Any = waiting) -> None:
                 """Add a site's gradients as soon as those of all its calls are there."""
-                own = waiting.setdefault(call.name, [])
-                own.append((call, gradient))
-                if len(own) == uses[call.name]:
+                site_pairs = waiting.setdefault(call.name, [])
+                site_pairs.append((call, gradient))
+                if len(site_pairs) == uses[call.name]:
                     self._add_gradients(waiting.pop(call.name), self.measurement.scale)
                 reached[call] = None
 
             with torch.enable_grad(), frozen_batch_norm(self.capture.model):
                 self._through_the_graph(heads, vectors, calls, use)
-            for own in waiting.values():  # of sites with calls that the logits ignore
-                self._add_gradients(own, self.measurement.scale)
+            for site_pairs in waiting.values():  # of sites with calls that the logits ignore
+                self._add_gradients(site_pairs, self.measurement.scale)
         guards.refuse_unreached(reached)
         self._add_inputs([call for call in calls if call in reached], observed)
 
@@ -317,8 +324,9 @@ class KroneckerEstimator:
         for call, gradient in pairs:
             call.count(gradient)
             by_site.setdefault(call.name, []).append((call, gradient))
-        for name, own in by_site.items():
-            calls, gradients = [call for call, _ in own], [gradient for _, gradient in own]
+        for name, site_pairs in by_site.items():
+            calls = [call for call, _ in site_pairs]
+            gradients = [gradient for _, gradient in site_pairs]
             sums = self.sums.setdefault(name, Sums())
             sharing = self.measurement.sharing
             sums.add_gradients(self.sites[name], [*calls], gradients, sharing, scale)
@@ -329,9 +337,9 @@ class KroneckerEstimator:
             if call.overwritten and call.site.trains_weight:
                 guards.refuse_overwritten(call.name)
             by_site.setdefault(call.name, []).append(call)
-        for name, own in by_site.items():
+        for name, site_calls in by_site.items():
             sums = self.sums.setdefault(name, Sums())
-            sums.add_inputs(self.sites[name], [*own], self.measurement.sharing)
+            sums.add_inputs(self.sites[name], [*site_calls], self.measurement.sharing)
             sums.add_rows(observed.rows)
 
     def _vectors(self, heads: list[Tensor], observed: Pass) -> Iterator[list[Tensor]]:
@@ -346,7 +354,8 @@ class KroneckerEstimator:
             return vector * (observed.rows / _rows(head, None)) ** 0.5
 
         if self.measurement.outputs == "sampled":
-            yield [weighted(head, sampled(head, *kind, self.generator)) for head in heads]
+            draws = self.generator, self._distribution.share_of_batch
+            yield [weighted(head, sampled(head, *kind, *draws)) for head in heads]
             return
         for head in heads:
             for vector in exact(head, *kind):
@@ -359,7 +368,8 @@ class KroneckerEstimator:
     def _signs(self, vectors: Tensor) -> Tensor:
         """A random sign per row: it cancels what rows that see each other would add."""
         shape = (*vectors.shape[:-1], 1)
-        draws = torch.rand(shape, device=vectors.device, generator=self.generator)
+        whole, part = of_whole(shape, self._distribution.share_of_batch)
+        draws = torch.rand(whole, device=vectors.device, generator=self.generator)[part]
         return (draws < 0.5).to(vectors.dtype) * 2 - 1
 
     def _loss_gradient(self, call: Call, gradient: Tensor) -> None:
@@ -392,10 +402,10 @@ class KroneckerEstimator:
 
 
 def _forwarded(
-    own: "weakref.ref[KroneckerEstimator]", method: Callable[..., None], *event: Any
+    weak_estimator: "weakref.ref[KroneckerEstimator]", method: Callable[..., None], *event: Any
 ) -> None:
     """Call a method of an estimator that is still there."""
-    estimator = own()
+    estimator = weak_estimator()
     if estimator is not None:
         method(estimator, *event)
 

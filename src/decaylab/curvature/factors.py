@@ -12,7 +12,7 @@ convolutions, sequences and layers that are called several times alike. Blocks o
 stacked, so that each operation runs once per shape.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,11 @@ from torch.nn import functional as F
 
 from decaylab.curvature import guards
 from decaylab.curvature.blocks import Block
-from decaylab.curvature.inverses import diagonal_of, mean_diagonal
+from decaylab.curvature.inverses import mean_diagonal
 from decaylab.curvature.kernels import fold_
 from decaylab.curvature.kinds.kind import Shape, Site, Use
 from decaylab.curvature.kinds.rows import Sharing
+from decaylab.curvature.storage import diagonal_of, is_packed, pack, unpack
 
 # A mean eigenvalue of a block that shows none.
 TINY = 1e-12
@@ -52,7 +53,8 @@ class KroneckerFactors:
 class Sums:
     """What one site has shown since the last refresh: sums and counts, so that passes add up.
 
-    `positions` is a number (on the device, of masked rows) or one for each group.
+    Large sides are triangles (`curvature.storage`). `positions` is a number (on the device, of
+    masked rows) or one for each group.
     """
 
     A: Tensor | None = None
@@ -63,11 +65,10 @@ class Sums:
     @staticmethod
     def none(site: Site, device: torch.device) -> "Sums":
         """The sums of no rows, to which others can be added."""
-        shape, dtype = site.shape, site.shape.dtype
-        A = (shape.wide(device),) * (2 - shape.input_diagonal)
-        G = (shape.output_dim,) * (2 - shape.output_diagonal)
-        sides = (torch.zeros(site.groups, *s, dtype=dtype, device=device) for s in (A, G))
-        return Sums(*sides)
+        stored, dtype = site.shape.stored(device), site.shape.dtype
+        return Sums(
+            *(torch.zeros(site.groups, *size, dtype=dtype, device=device) for size in stored)
+        )
 
     @property
     def sides(self) -> tuple[Tensor, Tensor]:
@@ -78,18 +79,30 @@ class Sums:
 
     @property
     def means(self) -> tuple[Tensor, Tensor]:
-        """The sides divided by their counts; nan without a row."""
-        A, G = self.sides
+        """The sides divided by their counts, as matrices or diagonals; nan without a row."""
+        A, G = map(_matrices, self.sides)
         return A / _along(self.positions, A), G / self.rows
 
-    def traces(self) -> Tensor:
-        """The traces of the means, added, [groups]: finite where all of both is, and rows count."""
-        A, G = self.sides
-        return diagonal_of(A).sum(1) / self.positions + diagonal_of(G).sum(1) / self.rows
+    @property
+    def is_single(self) -> bool:
+        """Whether it is of one group, by counts that the host knows, which are not zero."""
+        counted = all(isinstance(count, int | float) and count for count in self.counts)
+        return counted and len(self.sides[0]) == 1
+
+    @property
+    def counts(self) -> tuple[Tensor | float, Tensor | float]:
+        """What A and G are sums over."""
+        return self.positions, self.rows
+
+    def traces(self) -> list[Tensor]:
+        """Two numbers a group, [groups] each: finite where all of A and G is, and rows count."""
+        sides = zip(self.sides, self.counts, strict=True)
+        return [diagonal_of(side).sum(1) / count for side, count in sides]
 
     def add_inputs(self, site: Site, uses: list[Use], sharing: Sharing) -> None:
         """Add the sum of a a' over the rows of the site's uses in one pass."""
         total, count = site.kind.input_moment(site, uses, sharing)
+        total = _stored(total, site.shape.stored(total.device)[0])
         self.A = total if self.A is None else self.A.add_(total)
         self.positions = self.positions + count
 
@@ -102,7 +115,10 @@ class Sums:
         scale: Tensor | float,
     ) -> None:
         """Add scale times the sum of g g' over those rows."""
-        total = site.kind.gradient_moment(site, uses, gradients, sharing).mul_(scale)
+        total = site.kind.gradient_moment(site, uses, gradients, sharing)
+        if isinstance(scale, Tensor) or scale != 1:
+            total.mul_(scale)
+        total = _stored(total, site.shape.stored(total.device)[1])
         self.G = total if self.G is None else self.G.add_(total)
 
     def add_rows(self, rows: Tensor | float) -> None:
@@ -131,7 +147,7 @@ def merged(head: Sums, embedding: Sums) -> Sums:
     """
     A, G = head.means
     C, S = embedding.means
-    C, S = C[:, : G.shape[1]], _padded(S, A)
+    C, S = C[:, : G.shape[1]], _padded(S, A.shape[-1])
     A_mean, G_mean, S_mean, C_mean = map(mean_diagonal, (A, G, S, C))
     both = A_mean * G_mean + S_mean * C_mean
     share = torch.where(both > 0, A_mean * G_mean / both, 1.0)
@@ -144,16 +160,33 @@ def of_blocks(sums: Mapping[str, Sums], blocks: Mapping[str, Block]) -> dict[str
     """The sums by site as sums by block."""
     result = {}
     for name, block in blocks.items():
-        head = sums.get(block.site.name)
-        embedding = None if block.tied is None else sums.get(block.tied.name)
-        if head is not None:
-            result[name] = head if embedding is None else merged(head, embedding)
-        elif embedding is not None:  # the head was not used: the same product, turned round
-            C, S = embedding.sides
-            A = S.new_zeros(1, *(block.shape.wide(S.device),) * (S.dim() - 1))
-            turned = _padded(S, A), C[:, : block.shape.output_dim]
-            result[name] = Sums(*turned, embedding.rows, embedding.positions)
+        site_sums = sums.get(block.site.name)
+        tied_sums = None if block.tied is None else sums.get(block.tied.name)
+        if site_sums is not None and tied_sums is not None:
+            if block.site.is_embedding:
+                result[name] = _turned(merged(tied_sums, site_sums), block.shape)
+            else:
+                result[name] = _laid_out(merged(site_sums, tied_sums), block.shape)
+        elif site_sums is not None:
+            result[name] = site_sums
+        elif tied_sums is not None:  # the layer itself was not used
+            result[name] = _turned(tied_sums, block.shape)
     return result
+
+
+def _turned(sums: Sums, shape: Shape) -> Sums:
+    """The same product for the transposed matrix, which has this shape."""
+    A, G = map(_matrices, sums.sides)
+    return _laid_out(Sums(G, A, sums.rows, sums.positions), shape)
+
+
+def _laid_out(sums: Sums, shape: Shape) -> Sums:
+    """Matrices or diagonals with the margins of a shape, and as triangles where it has them."""
+    A, G = sums.sides
+    A_size, G_size = shape.stored(A.device)
+    A = _padded(_cut(A, shape.input_dim), shape.wide(A.device))
+    sides = _stored(A, A_size), _stored(_cut(G, shape.output_dim), G_size)
+    return Sums(*sides, sums.positions, sums.rows)
 
 
 @dataclass
@@ -175,37 +208,48 @@ class Bank:
 
     def allocate(self, ready: Tensor) -> None:
         """Make the buffers, zero: nothing is known. `ready` [n] is taken over."""
-        n, a, g = self.count, self.shape.input_dim, self.shape.output_dim
-        wide = self.shape.wide(self.device)
 
         def zeros(*size: int) -> Tensor:
-            return torch.zeros(size, dtype=self.shape.dtype, device=self.device)
+            return torch.zeros(self.count, *size, dtype=self.shape.dtype, device=self.device)
 
-        axes = 2 - self.shape.input_diagonal
-        self._wide_A = zeros(n, *(wide,) * axes)
-        self.A = self._wide_A[(slice(None), *(slice(a),) * axes)]
-        self.G = zeros(n, *(g,) * (2 - self.shape.output_diagonal))
-        self.T, self.ready = zeros(n), ready
+        self.A, self.G = (zeros(*size) for size in self.shape.stored(self.device))
+        self.T, self.ready = zeros(), ready
+
+    def matrices(self, here: slice) -> tuple[Tensor, Tensor]:
+        """A and G of some entries, as matrices or diagonals without the margins of A, copied."""
+        a = self.shape.input_dim
+        return _matrices(self.A[here], a), _matrices(self.G[here], self.shape.output_dim)
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        """The means of the diagonals of A and G, [n] each."""
+        lengths = self.shape.input_dim, self.shape.output_dim
+        sides = zip((self.A, self.G), lengths, strict=True)
+        return tuple(diagonal_of(s).sum(1) / n for s, n in sides)  # type: ignore[return-value]
 
     def fold(self, sums: Mapping[str, Sums], keep: Tensor) -> None:
         """F <- keep F + (1 - keep) mean, for each entry; where `keep` [n] is 1, nothing changes."""
         keep = keep.to(self.shape.dtype)
-        gain = 1 - keep
-        self.T *= keep
+        per_row = torch.zeros_like(keep)
         for name, layer in sums.items():
             here, (A, G) = self.slices[name], layer.sides
-            fold_(self._wide_A[here], A, keep[here], layer.positions)
+            fold_(self.A[here], A, keep[here], layer.positions)
             fold_(self.G[here], G, keep[here], layer.rows)
-            # a mask may have left no row: then the gain is 0, and what it multiplies must be finite
+            # a mask may have left no row: then `keep` is 1, and what is mixed in must be finite
             rows = layer.rows.clamp(min=1) if isinstance(layer.rows, Tensor) else max(layer.rows, 1)
-            self.T[here] += gain[here] * (layer.positions / rows)
+            ratio = layer.positions / rows
+            if isinstance(ratio, Tensor):
+                per_row[here] = ratio
+            else:  # a launch without a tensor for the number
+                per_row[here].fill_(ratio)
+        self.T.copy_(torch.lerp(per_row, self.T, keep))
 
     def factors(self, block: Block) -> KroneckerFactors:
         """One layer's factors, copied."""
         here = self.slices[block.name]
         T = self.T[here][0].clone()
-        A = block.site.in_weight_order(self.A[here]).clone()
-        S = self.G[here] / torch.where(T > 0, T, 1.0)  # T is 0 before a layer was seen
+        A, G = self.matrices(here)
+        A = block.site.in_weight_order(A)
+        S = G / torch.where(T > 0, T, 1.0)  # T is 0 before a layer was seen
         sides = (A, S) if len(A) > 1 else (A[0], S[0])
         return KroneckerFactors(*sides, T, block.site)
 
@@ -215,8 +259,6 @@ class RunningFactors:
 
     `seen` names the blocks that have shown their factors at least once.
     """
-
-    STATE = ("A", "G", "T", "ready")
 
     def __init__(self, blocks: dict[str, Block], device: torch.device) -> None:
         self.blocks, self.device = blocks, device
@@ -239,19 +281,31 @@ class RunningFactors:
         A layer that was not seen, or whose mean is not finite, is left out, on the device.
         """
         sums = of_blocks(by_site, self.blocks)
-        unseen = self._ready.double() * torch.nan if len(sums) < len(self.home) else self._ready
-        shown = [
-            sums[name].traces() if name in sums else nothing[here]
-            for bank, nothing in zip(self.banks, self._by_bank(unseen), strict=True)
-            for name, here in bank.slices.items()
-        ]
-        sound = torch.cat(shown).isfinite()
+        sound = self._sound(sums)
         keep = torch.where(sound, self._ready.double() * factor_decay, 1.0)
-        for bank, kept in zip(self.banks, self._by_bank(keep), strict=True):
-            bank.fold({name: sums[name] for name in bank.slices if name in sums}, kept)
+        for bank, bank_keep in zip(self.banks, self._by_bank(keep), strict=True):
+            bank.fold({name: sums[name] for name in bank.slices if name in sums}, bank_keep)
         self._ready |= sound
         # not yet, if it was called with no example
         self.seen |= {n for n, s in sums.items() if isinstance(s.positions, Tensor) or s.positions}
+
+    def _sound(self, sums: Mapping[str, Sums]) -> Tensor:
+        """Which entries were seen and are finite, [entries]."""
+        names = [name for bank in self.banks for name in bank.slices]
+        dtypes = {bank.shape.dtype for bank in self.banks}
+        all_single = all(name in sums and sums[name].is_single for name in names)
+        if all_single and len(dtypes) == 1:  # two launches for all, instead of several a layer
+            sides = [side for name in names for side in sums[name].sides]
+            largest = torch.stack(torch._foreach_norm(sides, float("inf")))
+            return largest.isfinite().view(-1, 2).all(1)
+        unseen = self._ready.double() * torch.nan if len(sums) < len(self.home) else self._ready
+        all_traces = [
+            sums[name].traces() if name in sums else [nothing[here]] * 2
+            for bank, nothing in zip(self.banks, self._by_bank(unseen), strict=True)
+            for name, here in bank.slices.items()
+        ]
+        A, G = (torch.cat(traces).isfinite() for traces in zip(*all_traces, strict=True))
+        return A & G
 
     def forget(self) -> None:
         """Let the next `update` set the factors instead of averaging into them."""
@@ -266,32 +320,45 @@ class RunningFactors:
 
         A little more than zero where the layer is dead, so that it can damp.
         """
+        products = {bank.shape: torch.stack(bank.means()).prod(0) for bank in self.banks}
         return {
-            name: (mean_diagonal(bank.A) * mean_diagonal(bank.G)).clamp(min=TINY)[bank.slices[name]]
+            name: products[bank.shape].clamp(min=TINY)[bank.slices[name]]
             for name, bank in self.home.items()
         }
 
     def state(self, name: str) -> dict[str, Tensor]:
         """What outlives a step, of one block, copied; A in the order of `weight.flatten(1)`."""
         bank = self.home[name]
-        own = {key: getattr(bank, key)[bank.slices[name]].clone() for key in self.STATE}
-        own["A"] = self.blocks[name].site.in_weight_order(own["A"])
-        own["seen"] = torch.full_like(own["ready"][0], name in self.seen)
-        return own
+        here = bank.slices[name]
+        A, G = bank.matrices(here)
+        A = self.blocks[name].site.in_weight_order(A)
+        layer_state = {"A": A, "G": G, "T": bank.T[here].clone(), "ready": bank.ready[here].clone()}
+        layer_state["seen"] = torch.full_like(layer_state["ready"][0], name in self.seen)
+        return layer_state
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Put back the `state` of every block."""
-        for name, own in state.items():
+        for name, layer_state in state.items():
             bank = self.home[name]
-            for key in self.STATE:
-                buffer = getattr(bank, key)[bank.slices[name]]
-                guards.check_saved_shape(name, own[key], buffer)
-                value = own[key].to(buffer.device)
+            here = bank.slices[name]
+            for key, like in zip("AG", bank.matrices(here), strict=True):
+                guards.check_saved_shape(name, layer_state[key], like)
+                value = layer_state[key].to(like)
                 if key == "A":
                     value = self.blocks[name].site.in_stored_order(value)
-                buffer.copy_(value)
+                    value = _padded(value, bank.shape.wide(like.device))
+                buffer = getattr(bank, key)[here]
+                buffer.copy_(_stored(value, buffer.shape[1:]))
+            for key in ("T", "ready"):
+                buffer = getattr(bank, key)[here]
+                guards.check_saved_shape(name, layer_state[key], buffer)
+                buffer.copy_(layer_state[key])
         # a layer may have been seen and not be ready: of values that are not finite
-        self.seen = {n for n, own in state.items() if bool(own.get("seen", own["ready"].any()))}
+        self.seen = {
+            n
+            for n, layer_state in state.items()
+            if bool(layer_state.get("seen", layer_state["ready"].any()))
+        }
 
     def _by_bank(self, entries: Tensor) -> tuple[Tensor, ...]:
         """A vector over all entries, cut into those of each bank."""
@@ -305,11 +372,32 @@ def _along(values: Tensor | float, side: Tensor) -> Tensor | float:
     return values.view((-1,) + (1,) * (side.dim() - 1)).to(side.dtype)
 
 
-def _ratio(one: Tensor, other: Tensor) -> Tensor:
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """One over the other, zero where that is zero."""
-    return torch.where(other > 0, one / torch.where(other > 0, other, 1.0), 0.0)
+    return torch.where(
+        denominator > 0, numerator / torch.where(denominator > 0, denominator, 1.0), 0.0
+    )
 
 
-def _padded(side: Tensor, like: Tensor) -> Tensor:
-    """A side with zeros behind it, up to the length of another."""
-    return F.pad(side, (0, like.shape[-1] - side.shape[-1]) * (side.dim() - 1))
+def _cut(side: Tensor, length: int) -> Tensor:
+    """The first entries of matrices or diagonals."""
+    return side[(slice(None), *(slice(length),) * (side.dim() - 1))]
+
+
+def _padded(side: Tensor, length: int) -> Tensor:
+    """Matrices or diagonals with zeros behind them, up to a length."""
+    return F.pad(side, (0, length - side.shape[-1]) * (side.dim() - 1))
+
+
+def _stored(side: Tensor, size: Sequence[int]) -> Tensor:
+    """Matrices as triangles, where that is how they are kept."""
+    return side if side.shape[1:] == torch.Size(size) else pack(side.contiguous())
+
+
+def _matrices(side: Tensor, length: int | None = None) -> Tensor:
+    """Triangles as matrices; those and diagonals cut to a length, if one is given, and copied."""
+    if is_packed(side):
+        return unpack(side, 2 * side.shape[2] if length is None else length)
+    if length is None:
+        return side
+    return _cut(side, length).clone()

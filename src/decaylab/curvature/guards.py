@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, unknown
 
 # -- planning --
 
@@ -65,7 +65,7 @@ def check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:
     """Refuse a value that is none of the known ones; each is given with those."""
     for name, (value, known) in choices.items():
         if value not in known:
-            raise DecaylabError(f"unknown {name} {value!r}: use one of {', '.join(known)}")
+            raise unknown(name, value, known)
 
 
 def check_scale(scale: float) -> None:
@@ -231,14 +231,51 @@ def refuse_reentrant_checkpoints(logits: Tensor, hidden: Collection[str]) -> Non
 
 def nodes_behind(tensor: Tensor) -> Iterator[Node]:
     """Every node of the graph that made a tensor, once, beginning with its own."""
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     nodes = [tensor.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is not None and node not in seen:
+        if node is not None and node not in visited:
             yield node
-            seen.add(node)
+            visited.add(node)
             nodes.extend(parent for parent, _ in node.next_functions)
+
+
+class Held:
+    """The parameters and layers that KFAC was built with, which the model must go on holding.
+
+    What it has replaced nobody uses any more, and training would stand still without a word.
+    `parameters` and `layers` by name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, Tensor],
+        layers: Mapping[str, nn.Module],
+    ) -> None:
+        self._model, self._parameters, self._layers = model, parameters, layers
+        self._entries = [
+            (registry, key, value)
+            for module in model.modules()
+            for registry in (module._parameters, module._modules)
+            for key, value in registry.items()
+        ]
+
+    def check(self) -> None:
+        """Refuse to go on without one of them. Cost: a look at each of the model's registries."""
+        if all(registry.get(key) is value for registry, key, value in self._entries):
+            return
+        parameters, modules = set(self._model.parameters()), set(self._model.modules())
+        gone = [f"parameter {n!r}" for n, p in self._parameters.items() if p not in parameters]
+        gone += [f"layer {n!r}" for n, layer in self._layers.items() if layer not in modules]
+        if gone:
+            raise DecaylabError(
+                f"the model no longer holds the {gone[0]} that KFAC was built with (fully_shard, "
+                "load_state_dict(assign=True), or another module in its place), so KFAC would step "
+                "what nobody uses: build KFAC after such a change and load the state_dict() of "
+                "this one (of a model in shards: use DistributedDataParallel)"
+            )
 
 
 # -- saved states --
@@ -342,12 +379,22 @@ def refuse_own_gradients(wrapper: Any, parameters: Mapping[str, Sequence[Tensor]
             "wrap the network anew and build KFAC with that"
         )
     common = {*wrapper._module_parameters, *wrapper._delay_all_reduce_params}
-    for name, own in parameters.items():
-        if any(p.requires_grad for p in set(own) - common):
+    for name, layer_parameters in parameters.items():
+        if any(p.requires_grad for p in set(layer_parameters) - common):
             raise DecaylabError(
                 f"DistributedDataParallel was told to ignore layer {name!r}, of which each "
                 "rank has gradients of its own, and the ranks would step apart: let it take "
                 "care of all that KFAC covers, or exclude it (KFACOptions)"
+            )
+
+
+def check_equal_shares(size: int, own: Mapping[str, Any], total: Mapping[str, Any]) -> None:
+    """Refuse different numbers of rows, by layer, where all ranks should have as many."""
+    for name, rows in own.items():
+        if float(rows) * size != float(total[name]):
+            raise DecaylabError(
+                f"equal_shares is set, and this rank has {float(rows):g} of {float(total[name]):g} "
+                f"rows, with {size} ranks: give each equally many, or leave it out of KFACOptions"
             )
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decaylab.curvature.storage import diagonal_of
+
 # Above this size factorisations one by one are faster than a batch of them.
 LARGEST_BATCHED = 1200
 # Triangular matrices above it are inverted by blocks of this size.
@@ -29,8 +31,8 @@ def factored_damping(A: Tensor, G: Tensor, damping: Tensor) -> tuple[Tensor, Ten
     """
     mean_A, mean_G = mean_diagonal(A), mean_diagonal(G)
     sound = (mean_A > 0) & (mean_G > 0)
-    one = torch.ones_like(mean_A)
-    pi = (torch.where(sound, mean_A, one) / torch.where(sound, mean_G, one)).sqrt()
+    ones = torch.ones_like(mean_A)
+    pi = (torch.where(sound, mean_A, ones) / torch.where(sound, mean_G, ones)).sqrt()
     root = damping.sqrt()
     return pi * root, root / pi
 
@@ -38,11 +40,6 @@ def factored_damping(A: Tensor, G: Tensor, damping: Tensor) -> tuple[Tensor, Ten
 def mean_diagonal(side: Tensor) -> Tensor:
     """Trace over dimension of each factor: [n, d, d] or [n, d] to [n]."""
     return diagonal_of(side).mean(1)
-
-
-def diagonal_of(side: Tensor) -> Tensor:
-    """The diagonal [n, d] of each factor."""
-    return side if side.dim() == 2 else side.diagonal(dim1=1, dim2=2)
 
 
 def damped(side: Tensor, damping: Tensor) -> Tensor:

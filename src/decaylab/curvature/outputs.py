@@ -16,13 +16,13 @@ are rows. The empirical Fisher (gradients at the data's own labels) needs no vec
 the loss's own backward pass.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, unknown
 
 # Numbers of logits for which vectors are drawn in one go.
 SAMPLED_AT_ONCE = 2**25
@@ -38,7 +38,7 @@ def check_names(curvature: str, likelihood: str) -> None:
         ("likelihood", likelihood, get_args(Likelihood)),
     ):
         if given not in known:
-            raise DecaylabError(f"unknown {kind} {given!r}: use one of {', '.join(known)}")
+            raise unknown(kind, given, known)
 
 
 def output_hessian(curvature: Curvature, likelihood: Likelihood) -> Likelihood:
@@ -56,6 +56,7 @@ def sampled(
     curvature: Curvature,
     likelihood: Likelihood,
     generator: torch.Generator | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> Tensor:
     """One random vector per row, v with E[v v'] = H, shaped like `logits`. One backward pass.
 
@@ -63,30 +64,43 @@ def sampled(
     data's labels). Gauss-Newton: v ~ N(0, I). Draws without a host synchronisation. Logits of more
     than SAMPLED_AT_ONCE numbers are drawn for part by part: there are several tensors of a part's
     size in float32.
+
+    `share`: (which, of how many) equal part of a batch the logits are, of whose draws theirs are
+    taken.
     """
     kind = output_hessian(curvature, likelihood)
     z = logits.detach()
     if z.numel() <= SAMPLED_AT_ONCE:
-        return _drawn(z, kind, generator)
+        return _drawn(z, kind, generator, share)
     vectors = torch.empty_like(z, memory_format=torch.contiguous_format)
     rows = max(1, SAMPLED_AT_ONCE // z.shape[-1])
     parts = z.reshape(-1, z.shape[-1]).split(rows)
     for part, room in zip(parts, vectors.view(-1, z.shape[-1]).split(rows), strict=True):
-        room.copy_(_drawn(part, kind, generator))
+        room.copy_(_drawn(part, kind, generator, share))
     return vectors
 
 
-def _drawn(z: Tensor, kind: Likelihood, generator: torch.Generator | None) -> Tensor:
+def of_whole(shape: Sequence[int], share: tuple[int, int]) -> tuple[list[int], slice]:
+    """The shape of a batch whose equal part has the shape that is given, and where the part is."""
+    part, parts = share
+    return [shape[0] * parts, *shape[1:]], slice(shape[0] * part, shape[0] * (part + 1))
+
+
+def _drawn(
+    z: Tensor, kind: Likelihood, generator: torch.Generator | None, share: tuple[int, int]
+) -> Tensor:
+    batch_shape, part = of_whole(z.shape, share)
     if kind == "gaussian":
         # drawn in float32 at least, then rounded: the sample does not depend on the autocast dtype
         wide = torch.promote_types(z.dtype, torch.float32)
-        return torch.randn(z.shape, dtype=wide, device=z.device, generator=generator).to(z.dtype)
+        draws = torch.randn(batch_shape, dtype=wide, device=z.device, generator=generator)
+        return draws[part].to(z.dtype)
     p = _probabilities(z, kind)
     if kind == "bernoulli":
-        y = torch.rand(p.shape, dtype=p.dtype, device=p.device, generator=generator) < p
+        y = torch.rand(batch_shape, dtype=p.dtype, device=p.device, generator=generator)[part] < p
         return (p - y.to(p.dtype)).to(z.dtype)
     # argmax of p / Exp(1) is a draw from p (the exponential race): no host check as in multinomial
-    race = torch.empty_like(p).exponential_(generator=generator)
+    race = p.new_empty(batch_shape).exponential_(generator=generator)[part]
     drawn = torch.div(p, race, out=race).argmax(-1, keepdim=True)
     return p.scatter_add_(-1, drawn, -torch.ones_like(p[..., :1])).to(z.dtype)
 

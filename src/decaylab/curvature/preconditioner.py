@@ -10,8 +10,9 @@ from torch import Tensor
 
 from decaylab.curvature import guards
 from decaylab.curvature.factors import Bank, RunningFactors
-from decaylab.curvature.inverses import damped, factored_damping, ieee_products, invert_
+from decaylab.curvature.inverses import factored_damping, ieee_products, invert_
 from decaylab.curvature.kinds.kind import Shape
+from decaylab.curvature.storage import InverseStack, diagonal_of
 
 # Bytes of factors that are inverted in one go: more are no faster, and need room for all of them.
 INVERTED_AT_ONCE = 2**27
@@ -20,19 +21,16 @@ LARGEST_PRECISE = 640
 # So many parts are inverted side by side on CUDA.
 STREAMS = 4
 PENDING = ("A_pending", "G_pending", "sound")
-INVERSES = ("A_inverse", "G_inverse", "boost", "failures")
 INPUT_SIDES = {"A_inverse", "A_pending"}
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in its bank: views, shaped like it, of the stacked gradient and step.
+    """A parameter's place in its bank: a view, shaped like it, of its gradient and then its step.
 
-    The step lies in memory as the parameter does: gradients are gathered there, in one go, and
-    `Preconditioner.take_gradients` moves them to their own place, which has margins.
+    It lies in memory as the parameter does.
     """
 
-    gradient: Tensor
     step: Tensor
 
 
@@ -77,33 +75,36 @@ class Workers(Protocol):
 
 
 class Inverses:
-    """The inverses of a bank of factors, and the gradients and steps of its blocks.
+    """The inverses of a bank of factors, and the gradients and then steps of its blocks.
 
-    Until a block is ready its inverse is zero, so that a layer that was never seen is not moved.
+    Until a block is ready its inverse is the identity: a layer, or an expert, that is first reached
+    between two refreshes takes steps of gradient descent for so long.
     `boost` multiplies the damping of blocks whose last Cholesky factorisation failed. `shares` is
-    between how many the inversions are divided.
+    between how many the inversions are divided; `half` keeps large inverses in float16.
     """
 
-    def __init__(self, bank: Bank, shares: int) -> None:
+    def __init__(self, bank: Bank, shares: int, *, half: bool) -> None:
         self.bank, self.shape, self._shares = bank, bank.shape, shares
-        n, a, g = bank.count, self.shape.input_dim, self.shape.output_dim
-        wide = self.shape.wide(bank.device)
+        n, shape, device = bank.count, bank.shape, bank.device
 
-        def zeros(*size: int, dtype: torch.dtype = self.shape.dtype) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=bank.device)
+        def zeros(*size: int, dtype: torch.dtype = shape.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
 
-        axes = 2 - self.shape.input_diagonal
-        self._wide_inverse = zeros(n, *(wide,) * axes)
-        self.A_inverse = self._wide_inverse[(slice(None), *(slice(a),) * axes)]
-        self.G_inverse = zeros(n, *(g,) * (2 - self.shape.output_diagonal))
-        # both [n, out, in]; apart and without a margin, so that a step lies in memory as its
-        # parameter does
-        self.gradient, self.weight_step = (
-            zeros(n, columns, g).mT if self.shape.transposed else zeros(n, g, columns)
-            for columns in (wide, self.shape.width)
-        )
-        self.bias_step = zeros(n, g * self.shape.bias)
+        def stack(length: int, wide: int, diagonal: bool) -> InverseStack:
+            halved = half and not diagonal and length > LARGEST_PRECISE
+            place = shape.dtype, device
+            return InverseStack(n, length, wide, *place, diagonal=diagonal, half=halved)
+
+        self.A = stack(shape.input_dim, shape.wide(device), shape.input_diagonal)
+        self.G = stack(shape.output_dim, shape.output_dim, shape.output_diagonal)
+        # [n, out, in], without margins, so that it lies in memory as its parameter does
+        if shape.transposed:
+            self.weight_step = zeros(n, shape.width, shape.output_dim).mT
+        else:
+            self.weight_step = zeros(n, shape.output_dim, shape.width)
+        self.bias_step = zeros(n, shape.output_dim * shape.bias)
         self.boost, self.failures = zeros(n) + 1, zeros(n, dtype=torch.int64)
+        self.decreases: list[Tensor] = []
 
     @property
     def steps(self) -> tuple[Tensor, Tensor]:
@@ -114,15 +115,20 @@ class Inverses:
     @property
     def parts(self) -> list[slice]:
         """The entries that are inverted together: as many as need no more than INVERTED_AT_ONCE."""
-        entry = self.bank.A[0].nbytes + self.bank.G[0].nbytes
+        shape = self.shape
+        numbers = shape.input_dim ** (2 - shape.input_diagonal)
+        numbers += shape.output_dim ** (2 - shape.output_diagonal)
+        entry = numbers * shape.dtype.itemsize
         length = max(1, min(INVERTED_AT_ONCE // entry, -(-self.bank.count // self._shares)))
         return [slice(i, i + length) for i in range(0, self.bank.count, length)]
 
     def begin(self, part: slice, damping: Tensor) -> Inversion:
         """Take a damped copy of the factors: `damping` [n] times each block's boost."""
-        A, G = self.bank.A[part], self.bank.G[part]
-        extra_A, extra_G = factored_damping(A, G, damping[part] * self.boost[part])
-        return Inversion(damped(A, extra_A), damped(G, extra_G), self.bank.ready[part].clone())
+        sides = self.bank.matrices(part)
+        extra = factored_damping(*sides, damping[part] * self.boost[part])
+        for side, more in zip(sides, extra, strict=True):
+            diagonal_of(side).add_(more[:, None])
+        return Inversion(*sides, self.bank.ready[part].clone())
 
     def end(self, part: slice, done: Inversion) -> None:
         """Use the new inverses.
@@ -131,38 +137,11 @@ class Inverses:
         where it worked the boost halves towards 1.
         """
         failed = self.bank.ready[part] & ~done.sound
-        for old, new in ((self.A_inverse[part], done.A), (self.G_inverse[part], done.G)):
-            old.copy_(torch.where(done.sound.view((-1,) + (1,) * (old.dim() - 1)), new, old))
+        self.A.write(part, done.A, done.sound)
+        self.G.write(part, done.G, done.sound)
         boost = self.boost[part]
         boost.copy_(torch.where(failed, boost * 2, (boost / 2).clamp(min=1)))
         self.failures[part] += failed
-
-    def take_gradients(self) -> None:
-        """Take over the gradients that were written to the places of the steps."""
-        width = self.shape.width
-        self.gradient[..., :width] = self.weight_step
-        if self.shape.bias:
-            self.gradient[..., width] = self.bias_step
-
-    def decreases(self) -> list[Tensor]:
-        """Gradient times step: of the weights [n] and, where there are some, of the biases [n]."""
-        width = self.shape.width
-        gradient = self.gradient[..., :width]
-        sums = [(gradient * self.weight_step).sum((1, 2), dtype=torch.float64)]
-        if self.shape.bias:
-            biases = self.gradient[..., width] * self.bias_step
-            sums.append(biases.sum(1, dtype=torch.float64))
-        return sums
-
-    def scale_steps(self, rms: float) -> None:
-        """Give each block's step, weight and bias together, this root mean square; zero stays."""
-        parts = self.steps[: 1 + self.shape.bias]
-        squares = [part.flatten(1).square().sum(1, dtype=torch.float64) for part in parts]
-        length = rms * (self.shape.output_dim * self.shape.input_dim) ** 0.5
-        total = torch.stack(squares).sum(0)
-        scale = torch.where(total > 0, length / total.sqrt(), 0.0).to(self.shape.dtype)
-        for part in parts:
-            part.mul_(scale.view((-1,) + (1,) * (part.dim() - 1)))
 
     def hold(self, here: slice, *, bias: bool) -> None:
         """Let the gradient of a layer's bias, or else of its weight, be what makes its step zero.
@@ -172,55 +151,73 @@ class Inverses:
         """
         if self.shape.input_diagonal:  # neither part knows of the other
             return
-        last, inverse = self.shape.width, self.A_inverse[here]
-        weights, biases = self.gradient[here, :, :last], self.gradient[here, :, last:][..., :1]
-        known = inverse[:, last:, last:] > 0  # zero before the layer was seen
+        last, inverse = self.shape.width, self.A.read(here)
+        weights = self.weight_step[here]
+        biases = self.bias_step[here].view(len(weights), -1, 1)
         if bias:
-            coupling = inverse[:, :last, last:] / torch.where(known, inverse[:, last:, last:], 1.0)
-            biases.copy_(-weights @ coupling)
+            biases.copy_(-weights @ (inverse[:, :last, last:] / inverse[:, last:, last:]))
             return
-        identity = torch.eye(last + 1, dtype=torch.float64, device=inverse.device)
-        sound = torch.where(known, inverse.double(), identity)
-        row = torch.linalg.solve_ex(sound, identity[:, last:].expand(len(sound), -1, -1))[0].mT
+        unit = torch.eye(last + 1, dtype=torch.float64, device=inverse.device)[:, last:]
+        row = torch.linalg.solve_ex(inverse.double(), unit.expand(len(inverse), -1, -1))[0].mT
         weights.copy_(biases * (row[..., :last] / row[..., last:]))
 
-    def precondition(self) -> None:
-        """Apply the inverse of A (x) G to each gradient [out, in (+1)]: G^-1 gradient A^-1.
+    def precondition(self, *, decreases: bool = False) -> None:
+        """Replace each gradient [out, in (+1)] by its step: G^-1 gradient A^-1.
 
-        Small layers without TF32: at the end of training ResNet32's first and last one, which are
-        its smallest, lost 2 % of their step to it (benchmarks/precision.py).
+        `decreases`: let these be gradient times step, of the weights [n] and, where there are some,
+        of the biases [n]. Small layers without TF32: at the end of training ResNet32's first and
+        last one, which are its smallest, lost 2 % of their step to it (benchmarks/precision.py).
         """
         small = max(self.shape.input_dim, self.shape.output_dim) <= LARGEST_PRECISE
         with ieee_products(self.bank.device) if small else nullcontext():
-            self._precondition()
+            self._precondition(decreases)
 
-    def _precondition(self) -> None:
-        if self.shape.input_diagonal:
-            half = self.gradient * self._wide_inverse[:, None, :]
-        else:
-            half = torch.bmm(self.gradient, self._wide_inverse)
+    def _precondition(self, decreases: bool) -> None:
         width = self.shape.width
-        parts = [(half[..., :width], self.weight_step)]
+        half, scale = self.A.after(self._gradient())
+        if self.shape.transposed:  # as it lies in memory; the inverse is symmetric
+            turned, more = self.G.after(half.mT)
+            step = turned.mT
+        else:
+            step, more = self.G.before(half)
+        for factor in (scale, more):
+            if factor is not None:
+                step.mul_(factor[:, None, None])
+        parts = [(step[..., :width], self.weight_step)]
         if self.shape.bias:
-            parts.append((half[..., width : width + 1], self.bias_step[..., None]))
-        for part, step in parts:
-            if self.shape.output_diagonal:
-                torch.mul(part, self.G_inverse[:, :, None], out=step)
-            elif self.shape.transposed and step is self.weight_step:
-                torch.bmm(part.mT, self.G_inverse, out=step.mT)  # which is symmetric
-            else:
-                torch.bmm(self.G_inverse, part, out=step)
+            parts.append((step[..., width : width + 1], self.bias_step.view(len(step), -1, 1)))
+        self.decreases = []
+        for part, gradient in parts:
+            if decreases:
+                self.decreases.append((gradient * part).sum((1, 2), dtype=torch.float64))
+            gradient.copy_(part)
+
+    def _gradient(self) -> Tensor:
+        """Gradients of weights and biases [n, out, wide], with zeros behind them."""
+        width, wide = self.shape.width, self.shape.wide(self.bank.device)
+        if wide == width:
+            return self.weight_step
+        n, rows = len(self.weight_step), self.shape.output_dim
+        if self.shape.transposed:
+            joined = self.weight_step.new_empty(n, wide, rows).mT
+        else:
+            joined = self.weight_step.new_empty(n, rows, wide)
+        joined[..., :width] = self.weight_step
+        joined[..., width:] = 0
+        if self.shape.bias:
+            joined[..., width] = self.bias_step
+        return joined
 
 
 class Preconditioner:
     """Every block's inverse, gradient and preconditioned step.
 
-    `slots` has the views for each covered parameter: write the gradient where the step will be,
-    `take_gradients()`, `precondition()`, and read the step. Several ranks divide the inversions
-    between them.
+    `slots` has the views for each covered parameter: write the gradient there, `precondition()`,
+    and read the step. Several ranks divide the inversions between them. `half`: keep large inverses
+    in float16.
     """
 
-    def __init__(self, factors: RunningFactors, workers: Workers) -> None:
+    def __init__(self, factors: RunningFactors, workers: Workers, *, half: bool = False) -> None:
         self.blocks, self._factors, self._workers = factors.blocks, factors, workers
         self.device = device = factors.device
         streams = STREAMS if device.type == "cuda" else 0
@@ -229,18 +226,25 @@ class Preconditioner:
         self._to_run: list[Inversion] = []
         self._of_others: list[Inversion] = []  # which other ranks run
         self._per_advance = 0
-        self.banks = [Inverses(bank, workers.size) for bank in factors.banks]
+        self.banks = [
+            Inverses(b, workers.size, half=half and b.shape.dtype == torch.float32)
+            for b in factors.banks
+        ]
+        self._biased_first = sorted(self.banks, key=lambda bank: not bank.shape.bias)
+        roots = [
+            torch.full((b.bank.count,), b.shape.size**0.5, dtype=torch.float64, device=device)
+            for b in self._biased_first
+        ]
+        self._roots = torch.cat(roots)
         self._home = {name: each for each in self.banks for name in each.bank.slices}
         self.slots: dict[Tensor, Slot] = {}
         for name, block in self.blocks.items():
             inverses, site = self._home[name], block.site
-            here, width = inverses.bank.slices[name], block.shape.width
+            here = inverses.bank.slices[name]
             if site.trains_weight:
-                stacks = inverses.gradient[here, :, :width], inverses.weight_step[here]
-                self.slots[site.weight] = Slot(*(site.as_weight(rows) for rows in stacks))
+                self.slots[site.weight] = Slot(site.as_weight(inverses.weight_step[here]))
             if site.trains_bias and site.bias is not None:
-                stacks = inverses.gradient[here, :, width], inverses.bias_step[here]
-                self.slots[site.bias] = Slot(*(rows.view(site.bias.shape) for rows in stacks))
+                self.slots[site.bias] = Slot(inverses.bias_step[here].view(site.bias.shape))
 
     @property
     def steps(self) -> list[Tensor]:
@@ -282,8 +286,8 @@ class Preconditioner:
         for bank in self.banks:
             dampings = _dampings(bank, damping, ratios)
             self._pending[bank.shape] = [bank.begin(part, dampings) for part in bank.parts]
-        every = [inversion for parts in self._pending.values() for inversion in parts]
-        self._to_run, self._of_others = self._workers.divided(every)
+        inversions = [inversion for parts in self._pending.values() for inversion in parts]
+        self._to_run, self._of_others = self._workers.divided(inversions)
         self._per_advance = 0
         for stream in self._streams[:1]:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -296,9 +300,9 @@ class Preconditioner:
         if calls is not None and not self._per_advance:
             self._per_advance = -(-len(self._to_run) // calls)
         count = len(self._to_run) if calls is None else self._per_advance
-        now, self._to_run = self._to_run[:count], self._to_run[count:]
+        batch, self._to_run = self._to_run[:count], self._to_run[count:]
         with torch.cuda.stream(stream := self._stream(0)):
-            for inversion in now:
+            for inversion in batch:
                 inversion.run()
                 if stream is not None:
                     inversion.stay_for(stream)
@@ -323,7 +327,9 @@ class Preconditioner:
 
     def boosts(self) -> dict[str, Tensor]:
         """What failed inversions have multiplied each layer's damping by (of groups: the most)."""
-        return {n: each.boost[each.bank.slices[n]].max() for n, each in self._home.items()}
+        return {
+            n: inverses.boost[inverses.bank.slices[n]].max() for n, inverses in self._home.items()
+        }
 
     def hold(self, parameters: set[Tensor]) -> None:
         """Fill in the gradients of those of `parameters` whose layer's other part moves."""
@@ -334,50 +340,66 @@ class Preconditioner:
             if len(parts) == 2 and (parts[0] in parameters) != (parts[1] in parameters):
                 inverses.hold(inverses.bank.slices[name], bias=parts[1] in parameters)
 
-    def precondition(self) -> None:
-        """Solve every block's damped system for the gradients in the slots."""
-        for bank in self.banks:
-            bank.precondition()
+    def precondition(self, *, decreases: bool = False) -> None:
+        """Solve every block's damped system for the gradients in the slots.
 
-    def take_gradients(self) -> None:
-        """Take over the gradients that were written to the places of the steps (`slots`)."""
+        `decreases`: look at gradient times step on the way, for `decreases()`.
+        """
         for bank in self.banks:
-            bank.take_gradients()
+            bank.precondition(decreases=decreases)
 
     def decreases(self) -> Tensor:
         """Gradient times step, summed within each entry, in float64: `places` says whose they are.
 
         Of the entries' weights, then their biases, bank by bank.
         """
-        return torch.cat([sums for bank in self.banks for sums in bank.decreases()])
+        return torch.cat([sums for bank in self.banks for sums in bank.decreases])
 
     def places(self) -> dict[Tensor, range]:
         """Where the entries of each covered parameter are in `decreases`."""
         places, start = {}, 0
-        for each in self.banks:
-            count = each.bank.count
-            for name, here in each.bank.slices.items():
+        for inverses in self.banks:
+            count = inverses.bank.count
+            for name, here in inverses.bank.slices.items():
                 site = self.blocks[name].site
                 if site.trains_weight:
                     places[site.weight] = range(start + here.start, start + here.stop)
                 if site.trains_bias and site.bias is not None:
                     behind = start + count
                     places[site.bias] = range(behind + here.start, behind + here.stop)
-            start += count * (1 + each.shape.bias)
+            start += count * (1 + inverses.shape.bias)
         return places
 
     def scale_steps(self, rms: float) -> None:
-        """Give each block's step this root mean square."""
-        for bank in self.banks:
-            bank.scale_steps(rms)
+        """Give each block's step, weight and bias together, this root mean square; zero stays.
+
+        Numbers of all blocks are computed together: three launches a bank, and a few more.
+        """
+        banks = self._biased_first
+        biases = [_norms(bank.bias_step) for bank in banks if bank.shape.bias]
+        squares = torch.cat([_norms(bank.steps[0]) for bank in banks]).square_()
+        if biases:
+            squares[: sum(map(len, biases))] += torch.cat(biases).square_()
+        counts = [bank.bank.count for bank in banks]
+        scales = torch.where(squares > 0, rms * self._roots / squares.sqrt(), 0.0)
+        by_dtype = {dtype: scales.to(dtype) for dtype in {bank.shape.dtype for bank in banks}}
+        for index, bank in enumerate(banks):
+            bank_scales = by_dtype[bank.shape.dtype].split(counts)[index]
+            for part in bank.steps[: 1 + bank.shape.bias]:
+                part.mul_(bank_scales.view((-1,) + (1,) * (part.dim() - 1)))
 
     def failures(self) -> dict[str, int]:
         """How many inversions failed, for the layers where one did. Synchronises with the host."""
         failed = {}
-        for each in self.banks:
-            counts = each.failures.tolist()
-            failed.update({name: sum(counts[here]) for name, here in each.bank.slices.items()})
+        for inverses in self.banks:
+            counts = inverses.failures.tolist()
+            failed.update({name: sum(counts[here]) for name, here in inverses.bank.slices.items()})
         return {name: count for name, count in failed.items() if count}
+
+    @property
+    def inverting(self) -> bool:
+        """Whether an inversion has begun and is not yet in use."""
+        return bool(self._pending)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Factors, inverses (those begun too, once they are done) and counters by layer, copied.
@@ -389,12 +411,17 @@ class Preconditioner:
         self._finish_inversion()
         state = {}
         for name, inverses in self._home.items():
-            stacks = self._stacks(inverses)
             here = inverses.bank.slices[name]
-            own = {key: value[here].clone() for key, value in stacks.items()}
-            for key in INPUT_SIDES & own.keys():
-                own[key] = self.blocks[name].site.in_weight_order(own[key])
-            state[name] = self._factors.state(name) | own
+            layer_state = {
+                "A_inverse": inverses.A.read(here).clone(),
+                "G_inverse": inverses.G.read(here).clone(),
+                "boost": inverses.boost[here].clone(),
+                "failures": inverses.failures[here].clone(),
+                **{key: value[here].clone() for key, value in self._begun(inverses).items()},
+            }
+            for key in INPUT_SIDES & layer_state.keys():
+                layer_state[key] = self.blocks[name].site.in_weight_order(layer_state[key])
+            state[name] = self._factors.state(name) | layer_state
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -402,31 +429,37 @@ class Preconditioner:
         guards.check_saved_layers(state.keys(), self.blocks.keys())
         self._factors.load(state)
         self._pending = {}
-        if any("sound" in own for own in state.values()):
+        if any("sound" in layer_state for layer_state in state.values()):
             self.begin_inversion(1.0, {})  # makes the room for what was begun
         self._to_run, self._of_others = [], []
         for inverses in self.banks:
-            stacks = self._stacks(inverses)
+            begun = self._begun(inverses)
             for name, here in inverses.bank.slices.items():
-                for key, buffer in stacks.items():
-                    guards.check_saved_shape(name, state[name][key], buffer[here])
-                    value = state[name][key].to(buffer.device)
+                layer_state, site = dict(state[name]), self.blocks[name].site
+                buffers = {key: value[here] for key, value in begun.items()}
+                buffers |= {key: getattr(inverses, key)[here] for key in ("boost", "failures")}
+                buffers |= {"A_inverse": inverses.A.read(here), "G_inverse": inverses.G.read(here)}
+                for key, buffer in buffers.items():
+                    guards.check_saved_shape(name, layer_state[key], buffer)
+                    layer_state[key] = layer_state[key].to(buffer)
                     if key in INPUT_SIDES:
-                        value = self.blocks[name].site.in_stored_order(value)
-                    buffer[here] = value
+                        layer_state[key] = site.in_stored_order(layer_state[key])
+                    if key not in ("A_inverse", "G_inverse"):
+                        buffer.copy_(layer_state[key])
+                for side, key in ((inverses.A, "A_inverse"), (inverses.G, "G_inverse")):
+                    side.write(here, layer_state[key])
+                    side.reset(here, inverses.bank.ready[here])  # zero in decaylab 0.1
             parts = zip(inverses.parts, self._pending.get(inverses.shape, []), strict=False)
             for part, inversion in parts:
-                inversion.A, inversion.G, inversion.sound = (stacks[key][part] for key in PENDING)
+                inversion.A, inversion.G, inversion.sound = (begun[key][part] for key in PENDING)
 
-    def _stacks(self, inverses: Inverses) -> dict[str, Tensor]:
-        """What outlives a step, of a bank, and what was begun for it."""
-        stacks = {key: getattr(inverses, key) for key in INVERSES}
+    def _begun(self, inverses: Inverses) -> dict[str, Tensor]:
+        """What was begun for a bank, stacked as its entries are; nothing where nothing was."""
         parts = self._pending.get(inverses.shape)
         if not parts:
-            return stacks
+            return {}
         fields = ([p.A for p in parts], [p.G for p in parts], [p.sound for p in parts])
-        begun = {key: torch.cat(stack) for key, stack in zip(PENDING, fields, strict=True)}
-        return stacks | begun
+        return {key: torch.cat(stack) for key, stack in zip(PENDING, fields, strict=True)}
 
 
 def _dampings(inverses: Inverses, damping: float, ratios: Mapping[str, Tensor]) -> Tensor:
@@ -436,3 +469,8 @@ def _dampings(inverses: Inverses, damping: float, ratios: Mapping[str, Tensor]) 
         if name in ratios:
             dampings[here] *= ratios[name]
     return dampings
+
+
+def _norms(steps: Tensor) -> Tensor:
+    """The norm of each entry of [n, ...], in float64."""
+    return torch.linalg.vector_norm(steps.flatten(1), dim=1, dtype=torch.float64)

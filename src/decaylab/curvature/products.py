@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import jvp
 
 from decaylab.curvature.outputs import Curvature, Likelihood, exact, hessian_product, sampled
-from decaylab.curvature.untouched import (
+from decaylab.curvature.preserve import (
     BatchNormMode,
     as_function,
     check_inputs,
@@ -111,10 +111,10 @@ def exact_traces(
         parameters = _leaves(trainable(bare_model))
         total = {name: p.new_zeros((), dtype=torch.float64) for name, p in parameters.items()}
         count = 0
-        for part, wanted in _separable_parts(inputs, targets, tied(bare_model, batch_norm)):
+        for part, part_targets in _separable_parts(inputs, targets, tied(bare_model, batch_norm)):
             logits = as_function(bare_model, part)(parameters)
             count += rows(logits)
-            for cotangent in _exact_cotangents(logits, curvature, likelihood, wanted):
+            for cotangent in _exact_cotangents(logits, curvature, likelihood, part_targets):
                 # rows add up before they are squared in a backward pass: one row at a time
                 for row in range(rows(logits)):
                     alone = torch.zeros_like(cotangent).flatten(0, -2)

@@ -15,7 +15,7 @@ PADDING = 4
 
 
 class Batches:
-    """Training batches: every image once an epoch in random order, every batch full.
+    """Training batches: every image once an epoch in random order; every batch full, unless asked.
 
     Recipe 13. With `augment`, each image gets 4 rows and columns of zeros on every side, a random
     crop of its own size (one of 9 x 9 corners) and, with probability one half, a horizontal flip.
@@ -28,12 +28,14 @@ class Batches:
     Args:
         split: images uint8 [N, C, H, W] and labels int64 [N]; batches live on their device.
         batch_size: images in every batch; the N % batch_size left over are dropped, others each
-            epoch.
+            epoch, or kept as a smaller last batch.
         mean: per channel, of pixels / 255.
         std: per channel, of pixels / 255.
         augment: crop and flip.
         seed: of the generator (on that device) behind every draw.
-        dtype: of the images given out.
+        dtype: of the images given out; None is torch's default.
+        keep_last: keep that smaller batch.
+        share: (which, of how many) equal part of every batch is given out.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class Batches:
         std: Sequence[float],
         augment: bool = False,
         seed: int = 0,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
+        keep_last: bool = False,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         if not 0 < batch_size <= len(split):
             raise DecaylabError(
@@ -53,7 +57,11 @@ class Batches:
                 f"choose a batch size between 1 and {len(split)}."
             )
         self.batch_size, self.device = batch_size, split.images.device
-        self.steps_per_epoch = len(split) // batch_size
+        self._share = share
+        left_over = len(split) % batch_size
+        self.ends_short = keep_last and left_over > 0
+        self.steps_per_epoch = len(split) // batch_size + self.ends_short
+        self.images_per_epoch = len(split) - (0 if self.ends_short else left_over)
         self._images, self._labels = split.images, split.labels
         self._normalise = _Normalise(split.images, mean, std, dtype)
         self._generator = torch.Generator(split.images.device).manual_seed(seed)
@@ -81,21 +89,27 @@ class Batches:
         if not self._draws:
             self._draws = tuple(drawn)
             return
-        for kept, new in zip(self._draws, drawn, strict=True):
-            kept.copy_(new)  # in its place: CUDA graphs read it
+        for place, new in zip(self._draws, drawn, strict=True):
+            place.copy_(new)  # in its place: CUDA graphs read it
 
     def batch(self, i: int | Tensor) -> tuple[Tensor, Tensor]:
         """Batch i of this epoch: images [B, C, H, W], normalised, and labels [B]. Draws nothing.
 
-        As a tensor on the device (a scalar, for CUDA graphs), i is not checked.
+        As a tensor on the device (a scalar, for CUDA graphs), i is not checked; a smaller last
+        batch is to be asked for by its number.
         """
         if not self._draws:
             raise DecaylabError("Call begin_epoch() before batch(): it draws what a batch holds.")
         part: slice | Tensor
+        rank, size = self._share
+        rows = self.batch_size // size
         if isinstance(i, Tensor):
-            part = torch.arange(self.batch_size, device=self.device) + i * self.batch_size
+            first = i * self.batch_size + rank * rows
+            part = torch.arange(rows, device=self.device) + first
         elif 0 <= i < self.steps_per_epoch:
-            part = slice(i * self.batch_size, (i + 1) * self.batch_size)
+            begin, end = i * self.batch_size, min((i + 1) * self.batch_size, len(self._images))
+            rows = (end - begin) // size
+            part = slice(begin + rank * rows, begin + (rank + 1) * rows)
         else:
             raise IndexError(f"batch {i} of {self.steps_per_epoch}")
         chosen = self._draws[0][part]
@@ -126,7 +140,7 @@ def evaluation_batches(
     batch_size: int,
     mean: Sequence[float],
     std: Sequence[float],
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """All images in order, normalised, with their labels; the last batch may be short.
 
@@ -146,8 +160,9 @@ class _Normalise:
     """(pixel / 255 - mean) / std as one multiplication and one addition per pixel."""
 
     def __init__(
-        self, images: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype
+        self, images: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype | None
     ) -> None:
+        dtype = torch.get_default_dtype() if dtype is None else dtype
         channels = images.shape[1]
         if len(mean) != channels or len(std) != channels:
             raise DecaylabError(

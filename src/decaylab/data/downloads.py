@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -20,37 +21,40 @@ Progress = Callable[[str, int, int | None], None]
 
 TIMEOUT = 30.0
 CHUNK = 1 << 18
+PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0, 30.0)
+"""Seconds before an address that broke off is asked for the rest; then it is given up."""
 
 
 @dataclass(frozen=True)
 class Download:
-    """One file: where it is offered, in the order to try, and its published md5."""
+    """One file: where it is offered, in the order to try, its published md5 and size in bytes."""
 
     file: str
     urls: tuple[str, ...]
     md5: str
+    size: int
 
 
-def _cifar(file: str, md5: str) -> tuple[Download, ...]:
-    return (Download(file, (f"https://www.cs.toronto.edu/~kriz/{file}",), md5),)
+def _cifar(file: str, md5: str, size: int) -> tuple[Download, ...]:
+    return (Download(file, (f"https://www.cs.toronto.edu/~kriz/{file}",), md5, size),)
 
 
-def _mnist(stem: str, md5: str) -> Download:
+def _mnist(stem: str, md5: str, size: int) -> Download:
     mirrors = (
         "https://ossci-datasets.s3.amazonaws.com/mnist",
         "https://storage.googleapis.com/cvdf-datasets/mnist",
     )
-    return Download(f"{stem}.gz", tuple(f"{mirror}/{stem}.gz" for mirror in mirrors), md5)
+    return Download(f"{stem}.gz", tuple(f"{mirror}/{stem}.gz" for mirror in mirrors), md5, size)
 
 
 DOWNLOADS: dict[str, tuple[Download, ...]] = {
-    "cifar10": _cifar("cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"),
-    "cifar100": _cifar("cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8"),
+    "cifar10": _cifar("cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530", 170_052_171),
+    "cifar100": _cifar("cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8", 168_513_733),
     "mnist": (
-        _mnist("train-images-idx3-ubyte", "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
-        _mnist("train-labels-idx1-ubyte", "d53e105ee54ea40749a09fcbcd1e9432"),
-        _mnist("t10k-images-idx3-ubyte", "9fb629c4189551a2d022fa330f9573f3"),
-        _mnist("t10k-labels-idx1-ubyte", "ec29112dd5afa0611ce80d1b7f02629c"),
+        _mnist("train-images-idx3-ubyte", "f68b3c2dcbeaaa9fbdd348bbdeb94873", 9_912_422),
+        _mnist("train-labels-idx1-ubyte", "d53e105ee54ea40749a09fcbcd1e9432", 28_881),
+        _mnist("t10k-images-idx3-ubyte", "9fb629c4189551a2d022fa330f9573f3", 1_648_877),
+        _mnist("t10k-labels-idx1-ubyte", "ec29112dd5afa0611ce80d1b7f02629c", 4_542),
     ),
 }
 
@@ -80,16 +84,17 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
 
 
 def _obtain(name: str, download: Download, target: Path, progress: Progress) -> None:
-    """Try each address in turn; go on at the same one as long as it brings bytes."""
+    """Try each address in turn; go on at the same one while it brings bytes, with pauses."""
     part = target.with_name(target.name + ".part")
     tried: list[str] = []
     for url in download.urls:
-        while True:
+        for pause in (*PAUSES, None):
             before = _size(part)
             try:
-                _transfer(url, part, download.file, progress)
+                _transfer(url, part, download, progress)
             except (OSError, http.client.HTTPException) as error:
-                if _size(part) > before:
+                if _size(part) > before and pause is not None:
+                    time.sleep(pause)
                     continue
                 tried.append(f"{url} ({_reason(error)})")
                 break
@@ -108,9 +113,12 @@ def _obtain(name: str, download: Download, target: Path, progress: Progress) -> 
     )
 
 
-def _transfer(url: str, part: Path, file: str, progress: Progress) -> None:
-    """Append to `part` what is missing of `url`; begin anew where the server cannot resume."""
-    done = _size(part)
+def _transfer(url: str, part: Path, download: Download, progress: Progress) -> None:
+    """Append to `part` what is missing of `url`; begin anew where the server cannot resume.
+
+    Never more than the file's published size: what is longer is another file.
+    """
+    done, file = _size(part), download.file
     request = urllib.request.Request(url, headers={"User-Agent": "decaylab"})
     if done:
         request.add_header("Range", f"bytes={done}-")
@@ -125,13 +133,17 @@ def _transfer(url: str, part: Path, file: str, progress: Progress) -> None:
     with response, _opened(part, "ab" if response.status == 206 else "wb") as output:
         if response.status != 206:
             done = 0
-        length = response.headers.get("Content-Length")
-        total = done + int(length) if length else None
+        length = response.headers.get("Content-Length", "")
+        total = done + int(length) if length.isdecimal() else None
         progress(file, done, total)
-        while chunk := response.read(CHUNK):
-            _write(output, chunk, part)
+        while (total or done) <= download.size and (chunk := response.read(CHUNK)):
             done += len(chunk)
-            progress(file, done, total)
+            if done <= download.size:
+                _write(output, chunk, part)
+                progress(file, done, total)
+    if max(total or 0, done) > download.size:
+        part.unlink()
+        raise OSError(f"it sends more than the {download.size} bytes of the published file")
     if total is not None and done < total:
         raise OSError(f"the connection broke after {done} of {total} bytes")
 

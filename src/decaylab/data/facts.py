@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, unknown
 
 # The values below have five digits. Files that were re-encoded with loss, test files under a
 # training name (0.003 apart for CIFAR) and swapped channels are all further away than this.
@@ -16,7 +16,7 @@ TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Part:
+class ImageFile:
     """What one file held: images uint8 [N, C, H, W] and labels [N] of any integer type."""
 
     path: Path
@@ -123,7 +123,7 @@ DATA_SETS: dict[str, Facts] = {
 def facts_of(name: str) -> Facts:
     """The facts of the data set `name`; an error that lists the names if there is none."""
     if name not in DATA_SETS:
-        raise DecaylabError(f"unknown data set {name!r}: choose one of {', '.join(DATA_SETS)}")
+        raise unknown("data set", name, DATA_SETS)
     return DATA_SETS[name]
 
 
@@ -146,7 +146,7 @@ def channel_statistics(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndar
     return mean, np.sqrt(variance)
 
 
-def check(facts: Facts, split: str, parts: Sequence[Part]) -> None:
+def check(facts: Facts, split: str, parts: Sequence[ImageFile]) -> None:
     """Compare what was read with what is known; raise an error naming the file and the reason.
 
     Checked: the shape of the images, labels in range, the number of images, images per class, and
@@ -183,12 +183,12 @@ def check(facts: Facts, split: str, parts: Sequence[Part]) -> None:
             f"{facts.remedy}."
         )
     measured = channel_statistics([part.images for part in parts])
-    for what, found, expected in zip(
+    for what, value, expected in zip(
         ("mean", "std"), measured, (known.mean, known.std), strict=True
     ):
-        if np.abs(found - expected).max() > TOLERANCE:
+        if np.abs(value - expected).max() > TOLERANCE:
             raise DecaylabError(
-                f"{names}: the pixels' {what} per channel is {_digits(found)} instead of "
+                f"{names}: the pixels' {what} per channel is {_digits(value)} instead of "
                 f"{_digits(expected)}, so these are not {facts.name}'s {split} images: "
                 f"{facts.remedy}."
             )

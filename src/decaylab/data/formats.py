@@ -1,29 +1,36 @@
 """The file formats: MNIST's idx, CIFAR's binary records, and Hugging Face's parquet layout.
 
-Each reader turns files into `Part`s and knows nothing of how many images there should be; a file
-that breaks its own format gets a `DecaylabError` that names it. Nothing is ever unpickled.
+Each reader turns files into `ImageFile`s and knows nothing of how many images there should be. A
+file that breaks its own format gets a `DecaylabError` that names it. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
+import math
 import struct
 import tarfile
 import zlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from decaylab.data.facts import Part
+from decaylab.data.facts import ImageFile
 from decaylab.errors import DecaylabError, needed
 
 IMAGE_COLUMNS = ("img", "image")
 # imported when a parquet file is met
 _module = partial(needed, extra="data", what="Reading parquet files")
+
+
+# The largest file of a data set here has 154 MB (CIFAR-100's training images).
+MOST_BYTES = 200_000_000
+PARQUET_BATCH = 64
+LARGEST_HEADER = 4096  # bytes of an encoded image beside its pixels
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -50,7 +57,7 @@ def read_idx(path: Path) -> np.ndarray:
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
 
 
-def read_mnist(images_path: Path, labels_path: Path) -> Part:
+def read_mnist(images_path: Path, labels_path: Path) -> ImageFile:
     """One split of MNIST from its two idx files: images [N, 1, H, W] and labels [N]."""
     images, labels = read_idx(images_path), read_idx(labels_path)
     if images.ndim != 3:
@@ -62,10 +69,10 @@ def read_mnist(images_path: Path, labels_path: Path) -> Part:
             f"{images_path} holds {len(images)} images and {labels_path} {len(labels)} labels: "
             f"they do not belong together; replace them."
         )
-    return Part(images_path, images[:, None], labels)
+    return ImageFile(images_path, images[:, None], labels)
 
 
-def read_cifar_records(path: Path, data: bytes, label_bytes: int) -> Part:
+def read_cifar_records(path: Path, data: bytes, label_bytes: int) -> ImageFile:
     """Records of CIFAR's binary version: labels, then 3x32x32 bytes, channel by channel.
 
     CIFAR-10 has one label byte, CIFAR-100 two (coarse, fine); the last one is the label.
@@ -81,20 +88,25 @@ def read_cifar_records(path: Path, data: bytes, label_bytes: int) -> Part:
             f"of records of {size}{hint}; replace it."
         )
     records = np.frombuffer(data, np.uint8).reshape(-1, size)
-    return Part(path, records[:, label_bytes:].reshape(-1, 3, 32, 32), records[:, label_bytes - 1])
+    return ImageFile(
+        path, records[:, label_bytes:].reshape(-1, 3, 32, 32), records[:, label_bytes - 1]
+    )
 
 
-def read_cifar_folder(folder: Path, names: Sequence[str], label_bytes: int) -> list[Part]:
+def read_cifar_folder(folder: Path, names: Sequence[str], label_bytes: int) -> list[ImageFile]:
     """The binary files `names` of an unpacked CIFAR archive, one part per file."""
     return [read_cifar_records(folder / name, _bytes(folder / name), label_bytes) for name in names]
 
 
-def read_cifar_archive(path: Path, names: Sequence[str], label_bytes: int) -> list[Part]:
+def read_cifar_archive(path: Path, names: Sequence[str], label_bytes: int) -> list[ImageFile]:
     """The same from the archive (tar.gz) itself, read in memory: nothing is unpacked to disk."""
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     seen: list[str] = []
     try:
-        with tarfile.open(path, "r:gz") as archive:
+        with (
+            gzip.open(path) as unpacked,
+            tarfile.open(fileobj=_Counted(unpacked, path), mode="r|") as archive,  # type: ignore[call-overload]
+        ):
             for member in archive:
                 name = PurePosixPath(member.name).name
                 stream = archive.extractfile(member) if member.isfile() else None
@@ -102,12 +114,12 @@ def read_cifar_archive(path: Path, names: Sequence[str], label_bytes: int) -> li
                     continue
                 seen.append(name)
                 if name in names:
-                    found[name] = stream.read()
+                    contents[name] = stream.read()
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise DecaylabError(
             f"{path} is truncated or corrupt ({_reason(error)}): replace it."
         ) from error
-    missing = [name for name in names if name not in found]
+    missing = [name for name in names if name not in contents]
     if missing:
         if missing[0].removesuffix(".bin") in seen:
             raise DecaylabError(pickle_refusal(path, label_bytes))
@@ -115,7 +127,24 @@ def read_cifar_archive(path: Path, names: Sequence[str], label_bytes: int) -> li
             f"{path} holds no {missing[0]} but {', '.join(seen[:8]) or 'nothing'}: it is not the "
             f"binary archive of this data set; replace it."
         )
-    return [read_cifar_records(path / name, found[name], label_bytes) for name in names]
+    return [read_cifar_records(path / name, contents[name], label_bytes) for name in names]
+
+
+class _Counted:
+    """A stream that ends in an error where an archive unpacks to more than any data set here."""
+
+    def __init__(self, stream: gzip.GzipFile, path: Path) -> None:
+        self._stream, self._path, self._left = stream, path, 2 * MOST_BYTES
+
+    def read(self, size: int) -> bytes:
+        data = self._stream.read(size)
+        self._left -= len(data)
+        if self._left < 0:
+            raise DecaylabError(
+                f"{self._path} unpacks to more than {2 * MOST_BYTES} bytes, twice what the largest"
+                f" data set here has: it is another archive; replace it."
+            )
+        return data
 
 
 def pickle_refusal(path: Path, label_bytes: int) -> str:
@@ -128,11 +157,14 @@ def pickle_refusal(path: Path, label_bytes: int) -> str:
     )
 
 
-def read_parquet(path: Path, shape: tuple[int, int, int], label_column: str) -> Part:
+def read_parquet(
+    path: Path, shape: tuple[int, int, int], label_column: str, most_images: int
+) -> ImageFile:
     """One shard of Hugging Face's layout: `img` or `image` (struct<bytes, path>) and labels.
 
     The bytes may be any image format that pillow reads; they are converted to RGB, or to grey
-    where `shape` (C, H, W) has one channel. About 0.1 ms an image (WebP, PNG).
+    where `shape` (C, H, W) has one channel. About 0.1 ms an image (WebP, PNG). Files that would
+    take far more memory than `most_images` of that shape are refused before they are read.
     """
     parquet, pyarrow = _module("pyarrow.parquet"), _module("pyarrow")
     try:
@@ -145,9 +177,19 @@ def read_parquet(path: Path, shape: tuple[int, int, int], label_column: str) -> 
                     f"{path} has the columns {', '.join(names)} and no {wanted!r}: it is of "
                     f"another data set or layout; replace it."
                 )
-            table = file.read(columns=[image_column, label_column])
-        encoded = table[image_column].combine_chunks().field("bytes").to_pylist()
-        labels = np.array(table[label_column].to_pylist(), dtype=np.int64)
+            _check_parquet_size(path, file.metadata, most_images, shape)
+            encoded: list[Any] = []
+            labels_read: list[Any] = []
+            for batch in file.iter_batches(PARQUET_BATCH, columns=[image_column, label_column]):
+                column = batch.column(image_column).field("bytes")
+                if column.nbytes > len(column) * (LARGEST_HEADER + 8 * math.prod(shape)):
+                    raise DecaylabError(
+                        f"{path}: images take {column.nbytes // len(column)} bytes each, far more"
+                        f" than {shape[1]}x{shape[2]} pixels need; replace the file."
+                    )
+                encoded += column.to_pylist()
+                labels_read += batch.column(label_column).to_pylist()
+        labels = np.array(labels_read, dtype=np.int64)
     except (
         pyarrow.ArrowException,
         OSError,
@@ -164,7 +206,25 @@ def read_parquet(path: Path, shape: tuple[int, int, int], label_column: str) -> 
     images = np.empty((len(encoded), *shape), np.uint8)
     for index, data in enumerate(encoded):
         images[index] = _decoded(path, index, data, shape)
-    return Part(path, images, labels)
+    return ImageFile(path, images, labels)
+
+
+def _check_parquet_size(
+    path: Path, metadata: Any, most_images: int, shape: tuple[int, int, int]
+) -> None:
+    """Refuse by what the file says of itself: its images, and the bytes of its columns."""
+    if metadata.num_rows > 10 * most_images:
+        raise DecaylabError(
+            f"{path} says that it holds {metadata.num_rows} images, and the data set has"
+            f" {most_images}: replace it."
+        )
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    size = sum(group.total_byte_size for group in groups)
+    if size > most_images * (LARGEST_HEADER + 8 * math.prod(shape)):
+        raise DecaylabError(
+            f"{path} unpacks to {size:.2g} bytes, far more than {most_images} images of"
+            f" {shape[1]}x{shape[2]} pixels need: replace it."
+        )
 
 
 def _decoded(path: Path, index: int, data: Any, shape: tuple[int, int, int]) -> np.ndarray:
@@ -185,7 +245,8 @@ def _decoded(path: Path, index: int, data: Any, shape: tuple[int, int, int]) -> 
 
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return _limited(file, path)
     except OSError as error:
         raise DecaylabError(
             f"{path} cannot be read ({_reason(error)}): make it readable, or replace it."
@@ -193,12 +254,23 @@ def _bytes(path: Path) -> bytes:
 
 
 def _unzipped(path: Path) -> bytes:
+    _bytes(path)  # what cannot be read at all is said as such
     try:
-        return gzip.decompress(_bytes(path))
+        with gzip.open(path) as file:
+            return _limited(file, path)
     except (EOFError, zlib.error, OSError) as error:
         raise DecaylabError(
             f"{path} is truncated or corrupt ({_reason(error)}): replace it."
         ) from error
+
+
+def _limited(file: IO[bytes] | gzip.GzipFile, path: Path) -> bytes:
+    data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise DecaylabError(
+            f"{path} has more bytes than any file of these data sets ({MOST_BYTES}): replace it."
+        )
+    return data
 
 
 def _reason(error: Exception) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from decaylab.data.cache import cache_folder, decoded_path, read_decoded, write_decoded
-from decaylab.data.facts import DATA_SETS, Facts, Part, check, facts_of
+from decaylab.data.facts import DATA_SETS, Facts, ImageFile, check, facts_of
 from decaylab.data.formats import (
     pickle_refusal,
     read_cifar_archive,
@@ -74,7 +74,7 @@ class Source:
     place: Path
     format: str
     files: tuple[Path, ...]
-    read: Callable[[str], list[Part]]
+    read: Callable[[str], list[ImageFile]]
 
 
 def load(name: str, data_dir: str | Path | None = None) -> DataSet:
@@ -99,12 +99,12 @@ def load(name: str, data_dir: str | Path | None = None) -> DataSet:
         source = find(name, data_dir)
         if source is None:
             raise DecaylabError(_not_found(name, data_dir))
-        kept = decoded_path(name, source.files)
-        found = read_decoded(kept, facts)
-        if found is None:
-            found = _checked(facts, source.read)
-            write_decoded(kept, found)
-        splits = found
+        cache = decoded_path(name, source.files)
+        decoded = read_decoded(cache, facts)
+        if decoded is None:
+            decoded = _checked(facts, source.read)
+            write_decoded(cache, decoded)
+        splits = decoded
     return DataSet(name, splits["train"], splits["test"], facts.classes, facts.mean, facts.std)
 
 
@@ -184,7 +184,7 @@ def _mnist(folder: Path) -> Source | None:
     if missing := [stem for stem in stems if stem not in paths]:
         raise DecaylabError(_incomplete(folder, missing[0] + "[.gz]", "mnist"))
 
-    def read(split: str) -> list[Part]:
+    def read(split: str) -> list[ImageFile]:
         images, labels = MNIST_STEMS[split]
         return [read_mnist(paths[images], paths[labels])]
 
@@ -220,12 +220,12 @@ def _cifar(name: str, folder: Path) -> Source | None:
 
 def _parquet(facts: Facts, folder: Path) -> Source | None:
     names_found = [path.name for path in folder.iterdir() if path.is_file()]
-    found = [match for name in names_found if (match := SHARD.fullmatch(name))]
-    if not found:
+    matches = [match for name in names_found if (match := SHARD.fullmatch(name))]
+    if not matches:
         return None
     shards: dict[str, list[Path]] = {}
     for split in facts.splits:
-        mine = [match for match in found if match[1] == split]
+        mine = [match for match in matches if match[1] == split]
         if not mine:
             raise DecaylabError(_incomplete(folder, f"{split}-*.parquet", facts.name))
         total = max(int(match[3]) for match in mine)
@@ -244,7 +244,10 @@ def _parquet(facts: Facts, folder: Path) -> Source | None:
         folder,
         "parquet",
         tuple(path for paths in shards.values() for path in paths),
-        lambda split: [read_parquet(path, facts.shape, column) for path in shards[split]],
+        lambda split: [
+            read_parquet(path, facts.shape, column, facts.splits[split].count)
+            for path in shards[split]
+        ],
     )
 
 
@@ -252,7 +255,7 @@ def _incomplete(folder: Path, missing: str, name: str) -> str:
     return f"{folder} lacks {missing}: add it, or run `decaylab data fetch {name}`."
 
 
-def _read_digits(split: str) -> list[Part]:
+def _read_digits(split: str) -> list[ImageFile]:
     """Scikit-learn's 1,797 digits; a fixed random fifth is the test split.
 
     Pixels 0..16 are stored times 15. RandomState's streams are frozen by numpy's promise, and the
@@ -264,10 +267,10 @@ def _read_digits(split: str) -> list[Part]:
     images = (digits.images * 15).astype(np.uint8)[:, None]
     order = np.random.RandomState(0).permutation(len(images))
     chosen = np.sort(order[:360] if split == "test" else order[360:])
-    return [Part(Path("scikit-learn's digits"), images[chosen], digits.target[chosen])]
+    return [ImageFile(Path("scikit-learn's digits"), images[chosen], digits.target[chosen])]
 
 
-def _checked(facts: Facts, read: Callable[[str], list[Part]]) -> dict[str, Split]:
+def _checked(facts: Facts, read: Callable[[str], list[ImageFile]]) -> dict[str, Split]:
     splits = {}
     for split in facts.splits:
         parts = read(split)

@@ -1,6 +1,6 @@
 """What to do about it: a decay that acts within the budget, one decay in other words, and scaling.
 
-Sources of the rules for other batch sizes, lengths and widths: Wang and Aitchison 2024
+Sources of the rules for other batch sizes, lengths and widths: Wang and Aitchison 2025
 (arXiv:2405.13698), Bergsma et al. 2025 (Power Lines, arXiv:2505.13738), Kosson et al. 2024
 (arXiv:2305.17212).
 """
@@ -20,7 +20,7 @@ from decaylab.diagnosis.growth import (
 )
 from decaylab.diagnosis.reasons import Because, Reason, because
 from decaylab.diagnosis.rules import RULES
-from decaylab.diagnosis.runs import Layer, Run, read_run
+from decaylab.diagnosis.runs import RecordedLayer, Run, read_run
 from decaylab.diagnosis.verdict import has_collapsed
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import check_decay
@@ -95,9 +95,9 @@ def convert_decay(weight_decay: float, source: Stepping, target: Stepping) -> Co
             f"a weight decay of {weight_decay:g} at lr {source.lr:g} is too strong: each step"
             " removes more than the weights themselves"
         )
-    found = target.law.weight_decay_for(shrink, target.decay, target.lr)
+    converted = target.law.weight_decay_for(shrink, target.decay, target.lr)
     rotations = source.law.rotation(shrink), target.law.rotation(shrink)
-    return Conversion(found, shrink, rotations, 1 / shrink if shrink else math.inf)
+    return Conversion(converted, shrink, rotations, 1 / shrink if shrink else math.inf)
 
 
 # ---------------------------------------------------------------- another batch, length or width
@@ -117,6 +117,15 @@ class ScaledDecay:
     timescales: tuple[float, float]
 
 
+def tokens_per_parameter(batch: float, steps: float, width: float) -> float:
+    """By which factor it changes, parameters going with the width squared.
+
+    >>> tokens_per_parameter(batch=2, steps=2, width=2)
+    1.0
+    """
+    return batch * steps / width**2
+
+
 def scale_decay(
     weight_decay: float, lr: float, *, batch: float = 1.0, steps: float = 1.0, width: float = 1.0
 ) -> tuple[ScaledDecay, ...]:
@@ -124,13 +133,14 @@ def scale_decay(
 
     AdamW's weights average the updates of the last tau = 1/(lr wd) steps.
 
-    - "epochs": tau in epochs stays (Wang and Aitchison 2024): tau in steps goes with 1/batch. At
+    - "epochs": tau in epochs stays (Wang and Aitchison 2025): tau in steps goes with 1/batch. At
       another width with muP's lr / width, lr wd stays, so wd goes with the width.
-    - "run": tau stays the same part of the run (Bergsma et al. 2025, at a constant ratio of tokens
-      to parameters): lr wd goes with 1/steps.
-    - "rotation": the angle sqrt(2 lr wd) that a step turns the weights by, per root of the batch
-      (Kosson et al. 2024 balance it at one batch size; the root follows from noise that averages):
-      lr wd goes with the batch; the length does not matter.
+    - "run": tau stays the same part of the run: lr wd goes with 1/steps. Bergsma et al. 2025 find
+      this at a fixed number of parameters and tokens (wd goes with the batch), and that the best
+      part falls as a power of tokens per parameter, where that changes (`tokens_per_parameter`).
+    - "rotation": the angle sqrt(2 lr wd) that a step turns the weights by, per root of the batch:
+      lr wd goes with the batch; the length does not matter. The equilibrium is that of Kosson et
+      al. 2024; the root of the batch is for noise that averages, and is not checked by them.
     """
     if not (weight_decay > 0 and lr > 0 and min(batch, steps, width) > 0):
         raise DecaylabError(
@@ -164,6 +174,7 @@ class LayerAdvice:
             present decay leads, None where no balance is near. rotation: radians per step at the
             suggested decay's balance.
         steps: until the suggested decay has brought |W|^2 to within 1/e of its distance.
+        least: the weakest decay that acts within the budget; None where none was asked for.
     """
 
     layer: str
@@ -175,11 +186,17 @@ class LayerAdvice:
     rotation: float | None = None
     steps: float | None = None
     notes: tuple[Because, ...] = ()
+    least: float | None = None
 
 
 @dataclass(frozen=True)
 class GroupAdvice:
-    """One value for layers that are stepped alike; `spread`: the smallest and largest of theirs."""
+    """One value for layers that are stepped alike; `spread`: the smallest and largest of theirs.
+
+    The value is the geometric mean of layers that nearly agree (`Rules.rough`). Else it is the
+    weakest that acts within the budget, as far as it lies among theirs: layers that begin tiny, as
+    the last ones of a transformer's branches, ask for far more to stay so, and are better grown.
+    """
 
     layers: tuple[str, ...]
     optimizer: str
@@ -198,7 +215,6 @@ class Suggestion:
     """
 
     run: str
-    address: str
     decay: str
     lr: float
     weight_decay: float | None
@@ -237,33 +253,32 @@ def suggest(
     turns weights by that many radians a step, whatever the budget. Layers whose size is part of
     the function get a reason instead: choose their decay by the outcome.
     """
-    read = read_run(run, "the watched run")
+    watched = read_run(run, "the watched run")
     if norm_at is not None and rotation is not None:
         raise DecaylabError("a rotation sets the norms, too: give a rotation or a step, not both")
-    if norm_at is not None and norm_at > read.steps:
+    if norm_at is not None and norm_at > watched.steps:
         raise DecaylabError(
-            f"nothing is recorded at step {norm_at}: the last record is of step {read.steps}"
+            f"nothing is recorded at step {norm_at}: the last record is of step {watched.steps}"
         )
     if steps is not None and steps < 1:
         raise DecaylabError(f"a budget of {steps} steps: give at least one")
-    budget = read.steps if steps is None else steps
-    layers = [x for x in read.layers.values() if x.role != "gain"]
+    budget = watched.steps if steps is None else steps
+    layers = [x for x in watched.layers.values() if x.role != "gain"]
     advice = [_advice(layer, rotation, norm_at, budget) for layer in layers]
-    groups = _groups(read, advice)
-    candidates = [x for x in read.layers.values() if x.size_counts is False]
-    notes = list(read.troubles)
+    groups = _groups(watched, advice)
+    candidates = [x for x in watched.layers.values() if x.size_counts is False]
+    notes = list(watched.troubles)
     if len(groups) > 1:
         notes.append(because(Reason.NO_ONE_VALUE))
     elif not groups:
         notes.append(because(Reason.NO_SUGGESTION if candidates else Reason.NO_CANDIDATE))
     first = next((_in_kind(layer, layer.first) for layer in candidates if layer.settings), None)
-    one = groups[0] if len(groups) == 1 else None
+    only_group = groups[0] if len(groups) == 1 else None
     return Suggestion(
-        read.name,
-        read.address,
-        one.decay if one else first.decay if first else "decoupled",
-        one.lr if one else (first.lr or math.nan) if first else math.nan,
-        one.weight_decay if one else None,
+        watched.name,
+        only_group.decay if only_group else first.decay if first else "decoupled",
+        only_group.lr if only_group else (first.lr or math.nan) if first else math.nan,
+        only_group.weight_decay if only_group else None,
         budget,
         tuple(groups),
         tuple(advice),
@@ -273,17 +288,17 @@ def suggest(
 
 def _groups(run: Run, advice: Sequence[LayerAdvice]) -> list[GroupAdvice]:
     """Layers with a suggestion, by how they are stepped: one value each."""
-    held: dict[tuple[Any, ...], list[tuple[LayerAdvice, LayerSettings]]] = {}
+    by_stepping: dict[tuple[Any, ...], list[tuple[LayerAdvice, LayerSettings]]] = {}
     for row in advice:
         if row.suggested is None:
             continue
         layer = run.layers[row.layer]
-        at = _at_longest_stretch(layer)
-        unit = layer.law_under(at).shrink(1.0, at.decay, at.lr or 0.0)
-        key = (at.optimizer, at.decay, round(math.log(unit) / math.log(RULES.alike)))
-        held.setdefault(key, []).append((row, at))
+        settings = _at_longest_stretch(layer)
+        unit = layer.law_under(settings).shrink(1.0, settings.decay, settings.lr or 0.0)
+        key = (settings.optimizer, settings.decay, round(math.log(unit) / math.log(RULES.alike)))
+        by_stepping.setdefault(key, []).append((row, settings))
     groups = []
-    for (optimizer, decay, _), rows in held.items():
+    for (optimizer, decay, _), rows in by_stepping.items():
         values = [row.suggested or 0.0 for row, _ in rows]
         waits = [row.steps for row, _ in rows if row.steps]
         names = tuple(
@@ -295,7 +310,7 @@ def _groups(run: Run, advice: Sequence[LayerAdvice]) -> list[GroupAdvice]:
                 optimizer,
                 decay,
                 rows[0][1].lr or math.nan,
-                geometric_mean(values),
+                _one_value(values, [row.least for row, _ in rows if row.least]),
                 (min(values), max(values)),
                 geometric_mean(waits) if waits else None,
             )
@@ -303,33 +318,46 @@ def _groups(run: Run, advice: Sequence[LayerAdvice]) -> list[GroupAdvice]:
     return groups
 
 
-def _in_kind(layer: Layer, settings: LayerSettings) -> LayerSettings:
+def _one_value(values: Sequence[float], least: Sequence[float]) -> float:
+    """For layers that ask for these, of which the weakest that act are `least` (`GroupAdvice`)."""
+    if not least or max(values) < RULES.rough * min(values):
+        return geometric_mean(values)
+    return min(max(geometric_mean(least), min(values)), max(values))
+
+
+def _in_kind(layer: RecordedLayer, settings: LayerSettings) -> LayerSettings:
     """With the run's own kind of decay; without decay the usual one: torch's SGD has L2."""
     if settings.decays and not layer.why_unknown(settings):
         return settings
     return replace(settings, decay="l2" if isinstance(law_for(settings), Sgd) else "decoupled")
 
 
-def _advice(layer: Layer, rotation: float | None, norm_at: int | None, budget: int) -> LayerAdvice:
-    now = layer.settings[-1][1].weight_decay if layer.settings else 0.0
+def _advice(
+    layer: RecordedLayer, rotation: float | None, norm_at: int | None, budget: int
+) -> LayerAdvice:
+    weight_decay = layer.settings[-1][1].weight_decay if layer.settings else 0.0
     if (reason := _why_none(layer)) is not None:
-        return LayerAdvice(layer.name, now, notes=(reason,))
-    at = _at_longest_stretch(layer)
-    now, stretch = at.weight_decay, longest_stretch(layer)
+        return LayerAdvice(layer.name, weight_decay, notes=(reason,))
+    settings = _at_longest_stretch(layer)
+    weight_decay, stretch = settings.weight_decay, longest_stretch(layer)
     law = layer.law.elasticity(layer.last("second_order_share")) or 0.0
     if not layer.invariant:
         law = max(law, 0.0)  # how pushes depend on a size that hardly matters is not SGD's law
     e = seen_elasticity(layer, stretch, law)
     growth, norm = growth_over(layer, late(stretch), e)
     if growth <= 0:
-        return LayerAdvice(layer.name, now, norm=norm, notes=(because(Reason.DOES_NOT_GROW),))
+        return LayerAdvice(
+            layer.name, weight_decay, norm=norm, notes=(because(Reason.DOES_NOT_GROW),)
+        )
     correlation = seen_correlation(layer, late(stretch), e)
-    target = _norm_at(layer, norm_at)
+    target, least = _norm_at(layer, norm_at), None
     shrink, doubts = shrink_for_norm(growth, norm, target, e), []
     if rotation is not None:
         layer.law.shrink_for_rotation(rotation)  # refuses what is no angle
         if correlation is None:
-            return LayerAdvice(layer.name, now, norm=norm, notes=(because(Reason.NO_ROTATION),))
+            return LayerAdvice(
+                layer.name, weight_decay, norm=norm, notes=(because(Reason.NO_ROTATION),)
+            )
         shrink = rotation**2 * correlation / 2
     elif e <= 0 and norm_at is None:
         least = RULES.timescales / (2 * (1 - e) * budget)
@@ -344,17 +372,17 @@ def _advice(layer: Layer, rotation: float | None, norm_at: int | None, budget: i
     if shrink >= RULES.too_strong:
         kind = Reason.NOTHING_HOLDS if rotation is None else Reason.ASK_FOR_LESS
         reason = because(kind, growth=2 * shrink)
-        return LayerAdvice(layer.name, now, norm=norm, target=target, notes=(reason,))
-    present = balance(growth, norm, layer.rate(at), e)
+        return LayerAdvice(layer.name, weight_decay, norm=norm, target=target, notes=(reason,))
+    present = balance(growth, norm, layer.rate(settings), e)
     last = dict(layer.norms)[stretch[-1]]
     doubts += [] if rested else [because(Reason.TURNS_BY_LR)]
     doubts += _rough(norm, target, e, law) if rotation is None else []
-    doubts += _mixed(shrink, at, correlation)
+    doubts += _mixed(shrink, settings, correlation)
     doubts += _travelling(last, present)
-    unit = layer.law_under(at).shrink(1.0, at.decay, at.lr or 0.0)
+    unit = layer.law_under(settings).shrink(1.0, settings.decay, settings.lr or 0.0)
     return LayerAdvice(
         layer.name,
-        now,
+        weight_decay,
         shrink / unit,
         norm,
         target,
@@ -362,12 +390,13 @@ def _advice(layer: Layer, rotation: float | None, norm_at: int | None, budget: i
         math.sqrt(2 * shrink / correlation) if rested and correlation is not None else None,
         rested[1] if rested else None,
         tuple(doubts),
+        None if least is None else least / unit,
     )
 
 
-def _mixed(shrink: float, at: LayerSettings, correlation: float | None) -> list[Because]:
+def _mixed(shrink: float, settings: LayerSettings, correlation: float | None) -> list[Because]:
     """L2 inside a momentum is summed up as the gradients are, and balances them exactly."""
-    if at.decay == "l2" or shrink <= RULES.mixed / (correlation or 1.0):
+    if settings.decay == "l2" or shrink <= RULES.mixed / (correlation or 1.0):
         return []
     return [because(Reason.MIXED)]
 
@@ -398,7 +427,7 @@ def _rough(norm: float, target: float, e: float, law: float) -> list[Because]:
     return [because(Reason.ROUGH, factor=doubt, way=way)] if doubt >= RULES.rough else []
 
 
-def _why_none(layer: Layer) -> Because | None:
+def _why_none(layer: RecordedLayer) -> Because | None:
     """Why no decay can be suggested for a layer; None where one can."""
     if layer.skipped is not None:
         return layer.skipped
@@ -410,15 +439,15 @@ def _why_none(layer: Layer) -> Because | None:
         return because(Reason.LAW_UNKNOWN)
     if (unknown := layer.unknown) is not None:
         return unknown
-    at = _at_longest_stretch(layer)
-    if not at.lr:
+    settings = _at_longest_stretch(layer)
+    if not settings.lr:
         return because(Reason.NO_LR)
-    if not layer.law_under(at).shrink(1.0, at.decay, at.lr):
+    if not layer.law_under(settings).shrink(1.0, settings.decay, settings.lr):
         return because(Reason.DAMPENED_OUT)
     return because(Reason.TAKEN) if has_collapsed(layer) else None
 
 
-def _norm_at(layer: Layer, step: int | None) -> float:
+def _norm_at(layer: RecordedLayer, step: int | None) -> float:
     norms = [norm for s, norm in layer.norms if step is None or s <= step]
     if not norms:
         raise DecaylabError(
@@ -428,7 +457,7 @@ def _norm_at(layer: Layer, step: int | None) -> float:
     return norms[0] if step is None else norms[-1]
 
 
-def _at_longest_stretch(layer: Layer) -> LayerSettings:
+def _at_longest_stretch(layer: RecordedLayer) -> LayerSettings:
     """The settings in its second half, with the mean learning rate there."""
     steps = late(longest_stretch(layer))
     lr = fmean(layer.settings_at(step).lr or 0.0 for step in steps[1:])

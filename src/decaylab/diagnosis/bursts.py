@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from decaylab.diagnosis.rules import RULES
-from decaylab.diagnosis.runs import Layer
+from decaylab.diagnosis.runs import RecordedLayer
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,17 @@ class Burst:
     after: float
 
 
-def bursts(layer: Layer) -> list[Burst]:
+def bursts(layer: RecordedLayer) -> list[Burst]:
     """Where the norm fell for several intervals, and the next, at no larger lr, undid it all.
 
     Slower growth is not one: that is how weights move when training gets going.
     """
-    found, norms, falling = [], layer.norms, RULES.burst_falling
+    burst_list, norms, falling = [], layer.norms, RULES.burst_falling
     for i in range(falling, len(norms) - 1):
         (step, before), (later, after) = norms[i], norms[i + 1]
         fell = all(b < a for (_, a), (_, b) in pairwise(norms[i - falling : i + 1]))
         undone = after >= RULES.burst_growth * before and after > norms[i - falling][1]
         rates = [layer.settings_at(at).lr or 0.0 for at in (later, step)]
         if fell and undone and rates[0] <= rates[1]:
-            found.append(Burst(layer.name, step, before, after))
-    return found
+            burst_list.append(Burst(layer.name, step, before, after))
+    return burst_list

@@ -7,7 +7,7 @@ from statistics import fmean
 from decaylab.diagnosis.effects import ratio
 from decaylab.diagnosis.reasons import Because, Reason, because
 from decaylab.diagnosis.rules import RULES
-from decaylab.diagnosis.runs import Layer, Run
+from decaylab.diagnosis.runs import RecordedLayer, Run
 from decaylab.optim.laws import Adam, Lion, Muon, Sgd
 
 # What may differ between a run and its baseline: the decay, and what leaves the same training.
@@ -37,27 +37,28 @@ def same_training(run: Run, other: Run, *, free: set[str]) -> tuple[Because | No
             pairs = {key: differing[key] for key in shown[:3]}
             return because(Reason.OTHER_SPEC, fields=pairs), []
         noted = {key: pair for key, pair in differing.items() if key in NOTED}
-        said = [because(Reason.DIFFERS, name=k, pair=pair) for k, pair in noted.items()]
-        return None, said
-    why_not = _same_layers(run, other) or grown_otherwise(run, other)
+        notes = [because(Reason.DIFFERS, name=k, pair=pair) for k, pair in noted.items()]
+        return None, notes
+    decay = [name for name in ("decay", "weight_decay") if name not in free]
+    why_not = _same_layers(run, other, decay) or grown_otherwise(run, other)
     shorter, longer = sorted((run.steps, other.steps))
     differs = because(Reason.STEPS_DIFFER, pair=(run.steps, other.steps))
     return why_not, [differs] if not why_not and shorter < RULES.same_length * longer else []
 
 
-def _same_layers(run: Run, other: Run) -> Because | None:
+def _same_layers(run: Run, other: Run, decay: Sequence[str]) -> Because | None:
     if run.layers.keys() != other.layers.keys() and not _split(run, other):
         return because(Reason.OTHER_LAYERS)
     for name, layer in run.layers.items():
-        its = other.layers.get(name)
-        if its is None or not layer.settings or not its.settings:
+        counterpart = other.layers.get(name)
+        if counterpart is None or not layer.settings or not counterpart.settings:
             continue
-        powers = (layer.law.norm_power, its.law.norm_power)
+        powers = (layer.law.norm_power, counterpart.law.norm_power)
         if None not in powers and powers[0] != powers[1]:
             return because(Reason.OTHER_OPTIMIZER, layer=name)
-        norms = ratio(layer.norms, its.norms)
-        why_not = (norms and _starts_otherwise(layer, its, norms[0])) or _stepped_otherwise(
-            layer, its, [step for step, _ in norms]
+        norms = ratio(layer.norms, counterpart.norms)
+        why_not = (norms and _starts_otherwise(layer, counterpart, norms[0])) or _stepped_otherwise(
+            layer, counterpart, [step for step, _ in norms], (*SAME_SETTINGS, *decay)
         )
         if why_not:
             return why_not
@@ -67,7 +68,8 @@ def _same_layers(run: Run, other: Run) -> Because | None:
 def _split(run: Run, other: Run) -> bool:
     """Whether they differ only in that one decays a group of layers together."""
     names = [
-        {m for x in of.layers.values() for m in (x.members or (x.name,))} for of in (run, other)
+        {m for x in compared.layers.values() for m in (x.members or (x.name,))}
+        for compared in (run, other)
     ]
     return names[0] == names[1]
 
@@ -97,28 +99,34 @@ def grown_otherwise(run: Run, baseline: Run) -> Because | None:
         low, high = min(start, 0.0), max(start, 0.0) + most
         margin = math.log(RULES.same_growth)
         if not low - margin < apart < high + margin:
-            seen, least, largest = (math.exp(min(x, 700.0)) for x in (apart, low, high))
-            return because(Reason.OTHER_GROWTH, step=step, seen=seen, least=least, largest=largest)
+            measured, least, largest = (math.exp(min(x, 700.0)) for x in (apart, low, high))
+            return because(
+                Reason.OTHER_GROWTH, step=step, seen=measured, least=least, largest=largest
+            )
     return None
 
 
-def _stepped_otherwise(layer: Layer, other: Layer, steps: Sequence[int]) -> Because | None:
-    """The first of the settings that differs, from the first record on or at one of `steps`."""
+def _stepped_otherwise(
+    layer: RecordedLayer, other: RecordedLayer, steps: Sequence[int], names: Sequence[str]
+) -> Because | None:
+    """The first of the settings `names` that differs, from the first record on or at `steps`."""
     for step in (0, *steps):
-        mine, its = layer.settings_at(step), other.settings_at(step)
-        for name in SAME_SETTINGS:
-            pair = getattr(mine, name), getattr(its, name)
+        mine, theirs = layer.settings_at(step), other.settings_at(step)
+        for name in names:
+            pair = getattr(mine, name), getattr(theirs, name)
             if pair[0] != pair[1]:
                 later = step if step > layer.settings[0][0] else None
                 return because(
                     Reason.OTHER_SETTING, layer=layer.name, name=name, pair=pair, step=later
                 )
-        if step and not math.isclose(mine.lr or 0.0, its.lr or 0.0, rel_tol=1e-3):
-            return because(Reason.OTHER_LR, pair=(mine.lr, its.lr), step=step)
+        if step and not math.isclose(mine.lr or 0.0, theirs.lr or 0.0, rel_tol=1e-3):
+            return because(Reason.OTHER_LR, pair=(mine.lr, theirs.lr), step=step)
     return None
 
 
-def _starts_otherwise(layer: Layer, other: Layer, first: tuple[int, float]) -> Because | None:
+def _starts_otherwise(
+    layer: RecordedLayer, other: RecordedLayer, first: tuple[int, float]
+) -> Because | None:
     """What differs before decay can act; `first`: the first common step, the ratio of the norms."""
     sizes = layer.first.size, other.first.size
     if sizes[0] != sizes[1] and all(sizes):

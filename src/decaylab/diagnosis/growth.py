@@ -10,12 +10,12 @@ from itertools import pairwise
 from statistics import fmean, geometric_mean
 
 from decaylab.diagnosis.rules import RULES
-from decaylab.diagnosis.runs import Layer
+from decaylab.diagnosis.runs import RecordedLayer
 from decaylab.optim.laws import Adam
 from decaylab.optim.laws.dynamics import pushes
 
 
-def longest_stretch(layer: Layer) -> Sequence[int]:
+def longest_stretch(layer: RecordedLayer) -> Sequence[int]:
     """The recorded steps of the longest time with nearly one learning rate, at least two."""
     stretches: list[list[int]] = []
     rate = math.nan
@@ -26,7 +26,11 @@ def longest_stretch(layer: Layer) -> Sequence[int]:
             rate = lr
         stretches[-1].append(step)
     return max(
-        stretches, key=lambda of: ((layer.settings_at(of[-1]).lr or 0.0) > 0, of[-1] - of[0])
+        stretches,
+        key=lambda stretch: (
+            (layer.settings_at(stretch[-1]).lr or 0.0) > 0,
+            stretch[-1] - stretch[0],
+        ),
     )
 
 
@@ -35,7 +39,7 @@ def late(stretch: Sequence[int]) -> Sequence[int]:
     return stretch[min(len(stretch) // 2, len(stretch) - 2) :]
 
 
-def growth_over(layer: Layer, steps: Sequence[int], e: float) -> tuple[float, float]:
+def growth_over(layer: RecordedLayer, steps: Sequence[int], e: float) -> tuple[float, float]:
     """G per step between these records, brought to one norm by G = c N^e, and that norm: the mean.
 
     Where Adam remembers other norms, its steps are longer or shorter than at rest (`memory`): G is
@@ -46,7 +50,7 @@ def growth_over(layer: Layer, steps: Sequence[int], e: float) -> tuple[float, fl
     return sum(_pushed(layer, steps, e)) * norm ** (2 * e) / (steps[-1] - steps[0]), norm
 
 
-def _pushed(layer: Layer, steps: Sequence[int], e: float) -> list[float]:
+def _pushed(layer: RecordedLayer, steps: Sequence[int], e: float) -> list[float]:
     """The sum of c between each two of these records."""
     norms, exposure, longer = dict(layer.norms), dict(layer.exposure), _longer(layer)
     return [
@@ -56,7 +60,7 @@ def _pushed(layer: Layer, steps: Sequence[int], e: float) -> list[float]:
     ]
 
 
-def _longer(layer: Layer) -> dict[int, float]:
+def _longer(layer: RecordedLayer) -> dict[int, float]:
     """By step, N_v / N_m (`memory`): how much longer Adam's steps are than at norms at rest."""
     if not isinstance(layer.law, Adam) or not layer.invariant:
         return {}
@@ -65,7 +69,7 @@ def _longer(layer: Layer) -> dict[int, float]:
     return {step: value * norms[step] for step, value in effective}
 
 
-def seen_elasticity(layer: Layer, stretch: Sequence[int], law: float) -> float:
+def seen_elasticity(layer: RecordedLayer, stretch: Sequence[int], law: float) -> float:
     """The e of G = c N^e that the run's own norms show, between the law's e and 0.
 
     The law takes |grad L(u)| to be constant. Under SGD it falls with the norm, as smaller steps
@@ -86,7 +90,7 @@ def seen_elasticity(layer: Layer, stretch: Sequence[int], law: float) -> float:
     ]
     if len(logs) < 3:
         return law
-    centre = [fmean(of) for of in zip(*logs, strict=True)]
+    centre = [fmean(coordinates) for coordinates in zip(*logs, strict=True)]
     moved = [(x - centre[0], y - centre[1]) for x, y in logs]
     squares, product = sum(x * x for x, _ in moved), sum(x * y for x, y in moved)
     slope = product / squares if squares else 0.0
@@ -99,7 +103,7 @@ def seen_elasticity(layer: Layer, stretch: Sequence[int], law: float) -> float:
     return min(max((product + weight * law / 2) / (squares + weight), law), 0.0)
 
 
-def seen_correlation(layer: Layer, steps: Sequence[int], e: float) -> float | None:
+def seen_correlation(layer: RecordedLayer, steps: Sequence[int], e: float) -> float | None:
     """The C of `laws.law` by which single steps turn a weight as far as was recorded.
 
     |d|^2 = G / C, and |d| = rotation |W|. It stands for all that makes steps agree or not: NAdam's

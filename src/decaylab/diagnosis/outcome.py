@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -65,16 +66,16 @@ def outcome_of(runs: Sequence[Run], baselines: Sequence[Run]) -> Outcome:
     names = [name for name in ends[0] if all(name in end for end in ends)] if ends else []
     if not baselines:
         return Outcome(Helped.NOT_COMPARED if names else Helped.UNKNOWN)
-    others = [end_values(run) for run in baselines]
-    names = [name for name in names if all(name in end for end in others)]
+    baseline_ends = [end_values(run) for run in baselines]
+    names = [name for name in names if all(name in end for end in baseline_ends)]
     name = min(names, key=_preference, default=None)
     if name is None:
         return Outcome(Helped.UNKNOWN)
     larger = bool(LARGER_IS_BETTER.search(name))
-    mine, its = [end[name] for end in ends], [end[name] for end in others]
+    mine, theirs = [end[name] for end in ends], [end[name] for end in baseline_ends]
     sign = 1.0 if larger else -1.0
-    gain = sign * (fmean(mine) - fmean(its))
-    interval = _interval(mine, its, sign)
+    gain = sign * (fmean(mine) - fmean(theirs))
+    interval = _interval(mine, theirs, sign)
     if interval is None:
         verdict = Helped.UNDECIDED if gain == 0 else Helped.BETTER if gain > 0 else Helped.WORSE
     elif interval[0] > 0:
@@ -83,32 +84,36 @@ def outcome_of(runs: Sequence[Run], baselines: Sequence[Run]) -> Outcome:
         verdict = Helped.NO if interval[1] < 0 else Helped.UNDECIDED
     if any(run.diverged for run in runs) and not any(run.diverged for run in baselines):
         verdict = Helped.NO
-    seeds = (len(mine), len(its))
+    seeds = (len(mine), len(theirs))
     training = bool(TRAINING.match(name))
-    return Outcome(verdict, name, larger, fmean(mine), fmean(its), seeds, gain, interval, training)
+    return Outcome(
+        verdict, name, larger, fmean(mine), fmean(theirs), seeds, gain, interval, training
+    )
 
 
 def _interval(
-    mine: Sequence[float], its: Sequence[float], sign: float
+    mine: Sequence[float], theirs: Sequence[float], sign: float
 ) -> tuple[float, float] | None:
-    if min(len(mine), len(its)) < 2:
+    if min(len(mine), len(theirs)) < 2:
         return None
-    if len({*mine}) == len({*its}) == 1:  # no spread to go by
-        return (sign * (mine[0] - its[0]),) * 2
-    test = stats.ttest_ind(mine, its, equal_var=False)
+    if len({*mine}) == len({*theirs}) == 1:  # no spread to go by
+        return (sign * (mine[0] - theirs[0]),) * 2
+    with warnings.catch_warnings():  # scipy's, of seeds that ended nearly alike
+        warnings.simplefilter("ignore", RuntimeWarning)
+        test = stats.ttest_ind(mine, theirs, equal_var=False)
     low, high = test.confidence_interval(RULES.confidence)
     return (float(low), float(high)) if sign > 0 else (-float(high), -float(low))
 
 
 def end_values(run: Run) -> dict[str, float]:
     """Each outcome at the end of a run; those that are not finite are left out."""
-    found = {}
+    ends = {}
     for name, series in run.recording.outcomes.items():
         values = [value for _, value in series if math.isfinite(value)]
         if values:
             tail = max(1, round(RULES.outcome_tail * len(values))) if TRAINING.match(name) else 1
-            found[name] = fmean(values[-tail:])
-    return found
+            ends[name] = fmean(values[-tail:])
+    return ends
 
 
 def _preference(name: str) -> tuple[int, str]:

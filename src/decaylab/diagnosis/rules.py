@@ -5,104 +5,91 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rules:
-    """Thresholds. Factors are above one, parts between nought and one.
+    """Thresholds. Factors are above one, parts between nought and one."""
 
-    Verdicts:
-        acts, nothing: a learning rate is searched by factors of about three and a factor of 1.25 in
-            it is the least that anybody would notice; two seeds of one run differ by a few per
-            cent, so 1.1 is none.
-        jacobian_acts, jacobian_nothing: |J|^2 of two seeds differs by tens of per cent, and the
-            paper's effects are 3 to 30 (Table 2).
-        judged_share: decay works over 1/(lr wd) steps and the early records show the start, not the
-            decay: this part of the records, the last, is judged.
-        too_little_exposure: while decay has taken less than a twentieth of the weights, it cannot
-            have done much.
-        collapsed: where so little is left of a norm, decay has won over the gradients.
-        size_little: per cent by which the logits change per per cent of a layer's size. A head has
-            1 and a scale-invariant layer 0; what stands below hardly matters by its size.
-        settled: a rotation as near as this to the law's equilibrium has come to rest there.
-        damping_negligible: nine tenths of the directions are second-order: what damping does to
-            the rest changes little. damping_dominates: less than half are: K-FAC steps as SGD does.
-        same_share: second-order shares of two seeds differ by so much (results/demo).
-
-    Reconstruction from one run:
-        remembered_rounds: what Adam remembers depends on the norms that it makes: rounds until both
-            agree (to 1e-3).
-        remembered_too_much: what decay takes of the weights while K-FAC's factors remember them,
-            times its second-order share (benchmarks/schedules.py, part one-run).
-        shares_needed: how K-FAC's pushes depend on the norm hangs on its share, which falls from
-            one to a few per cent. From its two ends alone, reconstructions were up to 160 times
-            off: so many of the records of a norm must have it.
-
-    Which runs belong together:
-        same_length: runs whose last records are nearer than this are of one length.
-        same_start: two seeds of one layer begin with norms that are nearer.
-        same_growth, early: while the exposure is below the second, the squared norms of true pairs
-            leave the range that decay explains by less than the first (those of results/ do).
-
-    Where an optimizer leaves its law:
-        along: radial_gradient is below it before decay acts, if a layer is scale-invariant:
-            rounding gives up to 0.02 (16 bits), and a layer that is not has about 1.
-        same_gradient, clipped_records: sizes of gradients as near as this, at so many records, are
-            at the bound of a clip. seldom: clipping at fewer of the records, or of a smaller part
-            of the gradient, changes little.
-        eps: from such a part of the root of the second moment on eps counts: factors were 12 % off.
-
-    Bursts:
-        burst_falling: intervals in which the norm fell, one after the other. burst_growth: the
-            least factor by which it grows in the next.
-
-    Advice:
-        one_rate: learning rates within such a factor count as one: those at the top of a cosine.
-        scattered: how much the middle counts, times the scatter of log G: ten records of it.
-        rough: from such a factor on it is said that a suggestion may be off.
-        too_strong: a weight that a step lengthens by itself cannot be held: s >= 1/2.
-        mixed: where decay takes this part of the weights while steps still agree, Lion turned them
-            20 % further than was said.
-        travelling: a norm farther from its balance has not come to rest.
-        alike: the same decay takes as much of layers whose rates are as near as this.
-        far: so far from the norms that were seen, the growth seen there says little.
-        timescales: a decay acts within a budget of so many of its timescales 1/(2 s (1 - e)), in
-            which the distance from its balance falls to exp(-2).
-    """
-
+    # -- verdicts
+    # Learning rates are searched by factors of about three, and 1.25 is the least that anybody
+    # would notice; two seeds of one run differ by a few per cent, so 1.1 is none.
     acts: float = 1.25
     nothing: float = 1.1
+    # |J|^2 of two seeds differs by tens of per cent, and the paper's effects are 3 to 30 (Table 2).
     jacobian_acts: float = 1.5
     jacobian_nothing: float = 1.2
+    # Early records show the start, not the decay: this part of them, the last, is judged.
     judged_share: float = 0.5
+    # Decay that has taken less of the weights cannot have done much.
     too_little_exposure: float = 0.05
+    # Where so little is left of a norm, decay has won over the gradients.
     collapsed: float = 1e-3
+    # Per cent of the outputs per per cent of a layer's size, below which that hardly matters: a
+    # head has 1, a scale-invariant layer 0.
     size_little: float = 0.25
+    # A rotation as near as this to the law's equilibrium has come to rest there.
     settled: float = 1.25
+    # Second-order shares: from here on damping changes little; below this K-FAC steps as SGD does;
+    # two seeds differ by so much (results/demo).
     damping_negligible: float = 0.9
     damping_dominates: float = 0.5
     same_share: float = 0.02
+    # Of what is logged in training, the last part is the outcome; intervals are of this confidence.
+    outcome_tail: float = 0.1
+    confidence: float = 0.95
+
+    # -- reconstruction from one run
+    # What Adam remembers depends on the norms that it makes: rounds until both agree (to 1e-3).
     remembered_rounds: int = 4
+    # What decay takes of the weights while K-FAC's factors remember them, times its second-order
+    # share (benchmarks/schedules.py, part one-run).
     remembered_too_much: float = 0.7
+    # The part of the records of a norm that must have K-FAC's share, which falls from one to a few
+    # per cent: from its two ends alone, reconstructions were up to 160 times off.
     shares_needed: float = 0.5
+
+    # -- which runs belong together
+    # Last records nearer than this: one length. Norms nearer than this: one start, of two seeds.
     same_length: float = 0.9
     same_start: float = 1.25
+    # While the exposure is below `early`, squared norms of true pairs leave the range that decay
+    # explains by less than this (those of results/ do).
     same_growth: float = 1.25
     early: float = 1.0
+
+    # -- where an optimizer leaves its law
+    # The radial part of the gradient of a scale-invariant layer: rounding gives up to 0.02 (16
+    # bits), and a layer that is not has about 1.
     along: float = 0.1
+    # Sizes of gradients as near as this, at so many records, are at the bound of a clip; clipping
+    # at fewer of the records, or of a smaller part of the gradient, changes little.
     same_gradient: float = 1e-4
     clipped_records: int = 3
     seldom: float = 0.1
+    # From such a part of the root of the second moment on eps counts: factors were 12 % off.
     eps: float = 0.1
+
+    # -- bursts: intervals in which the norm fell in a row, and by how much it grows in the next
     burst_falling: int = 5
     burst_growth: float = 1.2
+
+    # -- advice
+    # Learning rates within such a factor count as one: those at the top of a cosine.
     one_rate: float = 1.5
+    # How much the middle counts, times the scatter of log G: ten records of it.
     scattered: float = 10.0
+    # From such a factor on a suggestion may be off, and layers disagree.
     rough: float = 2.0
+    # A weight that a step lengthens by itself cannot be held: s >= 1/2.
     too_strong: float = 0.5
+    # Where decay takes this part while steps still agree, Lion turned 20 % further than was said.
     mixed: float = 0.25
+    # A norm farther from its balance has not come to rest; so far from it, the growth that was seen
+    # says little.
     travelling: float = 1.25
-    alike: float = 1.05
     far: float = 10.0
+    # The same decay takes as much of layers whose rates are as near as this.
+    alike: float = 1.05
+    # A decay acts within a budget of so many of its timescales 1/(2 s (1 - e)), in which the
+    # distance from its balance falls to exp(-2).
     timescales: float = 2.0
-    outcome_tail: float = 0.1
-    confidence: float = 0.95
 
 
 RULES = Rules()

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from decaylab.diagnosis.commands import Address
 from decaylab.diagnosis.limits import clipped, cut_entries, eps_counts
 from decaylab.diagnosis.reasons import Because, Reason, because
 from decaylab.diagnosis.rules import RULES
@@ -33,7 +35,7 @@ TOTALS = ("jacobian_norm", "kfac_gn_norm", "gn_norm", "clip_coefficient")
 
 
 @dataclass(frozen=True)
-class Layer:
+class RecordedLayer:
     """One layer in the records, or several that are scale-invariant together (`members`).
 
     Attributes:
@@ -41,7 +43,7 @@ class Layer:
         norms: above zero. exposure: the decay exposure at the steps of `norms`.
         invariant: whether its size is no part of the function; None where that is not known.
         skipped: why it cannot be judged. clipped: whether its gradients are.
-        lawless: whether an eps or a floor takes its steps away from their law.
+        off_law: whether its steps depart from their law, because of an eps or a floor.
         normalised_net: whether normalisations stand somewhere in the network, so that the size of
             a layer may hardly count though it is not scale-invariant.
     """
@@ -54,7 +56,7 @@ class Layer:
     invariant: bool | None = False
     skipped: Because | None = None
     clipped: bool = False
-    lawless: bool = False
+    off_law: bool = False
     members: tuple[str, ...] = ()
     role: str = "weight"
     normalised_net: bool = False
@@ -62,7 +64,7 @@ class Layer:
     @cached_property
     def law(self) -> Law:
         """How its steps depend on its norm; of clipped SGD between lr/|W|^2 and lr/|W|: unknown."""
-        if not self.settings or self.lawless:
+        if not self.settings or self.off_law:
             return Unknown()
         law = law_for(self.settings[0][1])
         if not self.clipped:
@@ -189,7 +191,7 @@ class Run:
     """
 
     recording: Recording
-    layers: Mapping[str, Layer]
+    layers: Mapping[str, RecordedLayer]
     totals: Mapping[str, Series]
     steps: int
     troubles: tuple[Because, ...] = ()
@@ -208,10 +210,13 @@ class Run:
         return self.recording.meta.spec
 
     @property
-    def address(self) -> str:
-        """What a command line calls it: its folder, else RUN."""
-        folder = self.recording.meta.folder
-        return str(folder) if folder is not None else "RUN"
+    def address(self) -> Address:
+        """Where commands find it."""
+        folder, spec = self.recording.meta.folder, self.spec
+        seed = None if spec is None else spec.get("seed", 0)
+        if folder is not None and folder.is_relative_to(Path.cwd()):
+            folder = folder.relative_to(Path.cwd())  # as short as it can be typed
+        return Address("" if folder is None else str(folder), spec is not None, seed)
 
     @property
     def decays(self) -> bool:
@@ -224,12 +229,12 @@ class Run:
         return any(layer.settings for layer in self.layers.values())
 
     @property
-    def decayed_layers(self) -> list[Layer]:
+    def decayed_layers(self) -> list[RecordedLayer]:
         """Those with a decay term that are not skipped."""
         return [x for x in self.layers.values() if x.decayed and not x.skipped]
 
     @property
-    def turned_layers(self) -> list[Layer]:
+    def turned_layers(self) -> list[RecordedLayer]:
         """The decayed layers whose size hardly matters: decay sets how far steps turn them."""
         return [layer for layer in self.decayed_layers if layer.size_counts is False]
 
@@ -291,7 +296,7 @@ def _finite(recording: Recording) -> tuple[dict[str, Series], list[Because], boo
         if event.kind in EVENT_REASONS
     }
     troubles += [because(EVENT_REASONS[k], parameters=names) for k, names in parameters.items()]
-    bad = [row for row in rows.rows if not math.isfinite(row.value)]
+    bad = rows.not_finite()
     # A Jacobian or a trace may overflow on its own; weights and losses that do end the run.
     ends = ("weight_norm", "train/", "test/loss", "update_norm", "outcome/")
     fatal = min((row.step for row in bad if row.name.startswith(ends)), default=None)
@@ -300,8 +305,8 @@ def _finite(recording: Recording) -> tuple[dict[str, Series], list[Because], boo
         troubles.insert(0, because(Reason.DIVERGED, step=fatal))
     elif bad:
         # those of a layer of zeros, which has no direction, are not finite in a sound run too
-        own = ("rotation/", "effective_lr/")
-        last = {row.name: row for row in rows.rows if not row.name.startswith(own)}
+        undefined_at_zero = ("rotation/", "effective_lr/")
+        last = {row.name: row for row in rows.rows if not row.name.startswith(undefined_at_zero)}
         lasting = [row.name for row in last.values() if not math.isfinite(row.value)]
         kind = Reason.PROBABLY_DIVERGED if lasting else Reason.NOT_FINITE
         names = sorted({row.name for row in bad})[:3]
@@ -312,41 +317,50 @@ def _finite(recording: Recording) -> tuple[dict[str, Series], list[Because], boo
         epochs = max((row.epoch for row in rows.rows), default=0)
         planned = recording.meta.epochs
         troubles.insert(0, because(Reason.UNFINISHED, status=status, epochs=epochs, of=planned))
-    found: dict[str, dict[int, float]] = {}
-    for row in sorted(rows.rows, key=lambda row: row.step):
-        if math.isfinite(row.value) and (fatal is None or row.step < fatal):
-            found.setdefault(row.name, {})[row.step] = row.value
-    return {name: tuple(values.items()) for name, values in found.items()}, troubles, diverged
+    series: dict[str, Series] = {}
+    for name in rows.names():
+        points = tuple(dict(rows.points(name)).items())  # of several at a step, the last one
+        if bad:
+            points = tuple(
+                (step, value)
+                for step, value in points
+                if math.isfinite(value) and (fatal is None or step < fatal)
+            )
+        if points:
+            series[name] = points
+    return series, troubles, diverged
 
 
 def _said_of_layers(
-    recording: Recording, series: Mapping[str, Series], layers: Mapping[str, Layer]
+    recording: Recording, series: Mapping[str, Series], layers: Mapping[str, RecordedLayer]
 ) -> list[Because]:
-    said = []
+    troubles = []
     if series and not recording.settings:
-        said.append(because(Reason.NO_SETTINGS))
+        troubles.append(because(Reason.NO_SETTINGS))
     elif layers and all(
         layer.skipped is not None and layer.skipped.reason is Reason.RECORDED_ONCE
         for layer in layers.values()
     ):
-        said.append(because(Reason.TOO_FEW_NORMS))
+        troubles.append(because(Reason.TOO_FEW_NORMS))
     along = [k for k, x in layers.items() if not x.invariant and f"radial_gradient/{k}" in series]
     if along:
-        said.append(because(Reason.GRADIENTS_ALONG, layers=along))
+        troubles.append(because(Reason.GRADIENTS_ALONG, layers=along))
     if eps := [k for k in layers if eps_counts(series, k, _latest(recording, k))]:
-        said.append(because(Reason.EPS_COUNTS, layers=eps))
+        troubles.append(because(Reason.EPS_COUNTS, layers=eps))
     if unwatched := Run(recording, layers, {}, 0).unwatched:
-        said.append(because(Reason.UNWATCHED, layers=unwatched))
-    return said
+        troubles.append(because(Reason.UNWATCHED, layers=unwatched))
+    return troubles
 
 
-def _layer(recording: Recording, series: Mapping[str, Series], name: str, clips: float) -> Layer:
+def _layer(
+    recording: Recording, series: Mapping[str, Series], name: str, clips: float
+) -> RecordedLayer:
     timeline = recording.settings.get(name, ())
     usable = tuple(item for item in timeline if item[1].lr is not None and not item[1].frozen)
     recorded = series.get(f"weight_norm/{name}", ())
     norms = tuple((step, norm) for step, norm in recorded if norm > 0)  # zeros: no direction
     floor = timeline[-1][1].floor if timeline else None
-    layer = Layer(
+    layer = RecordedLayer(
         name,
         settings=usable,
         role=_latest(recording, name).role,
@@ -354,11 +368,11 @@ def _layer(recording: Recording, series: Mapping[str, Series], name: str, clips:
         norms=norms,
         series={q: series[f"{q}/{name}"] for q in QUANTITIES if f"{q}/{name}" in series},
         clipped=bool(clips),
-        lawless=any(norm < (floor or 0.0) for _, norm in norms)
+        off_law=any(norm < (floor or 0.0) for _, norm in norms)
         or eps_counts(series, name, _latest(recording, name)),
     )
-    known = dict(series.get(f"decay_exposure/{name}", ()))
-    exposure = tuple((step, known[step]) for step, _ in norms if step in known)
+    exposure_at = dict(series.get(f"decay_exposure/{name}", ()))
+    exposure = tuple((step, exposure_at[step]) for step, _ in norms if step in exposure_at)
     resumed = any(after < before for (_, before), (_, after) in pairwise(exposure))
     if len(exposure) < len(norms) or resumed:  # a resumed watch counts from zero again
         exposure = _exposure(layer)
@@ -367,14 +381,16 @@ def _layer(recording: Recording, series: Mapping[str, Series], name: str, clips:
     return replace(layer, invariant=_invariant(recording, series, layer))
 
 
-def _invariant(recording: Recording, series: Mapping[str, Series], layer: Layer) -> bool | None:
+def _invariant(
+    recording: Recording, series: Mapping[str, Series], layer: RecordedLayer
+) -> bool | None:
     """As last known: gains that start at zero hide it for a time.
 
     What was read off the order of the modules is checked by the gradients, which then have no part
     along the weights.
     """
-    known = [x.invariant for _, x in recording.settings.get(layer.name, ()) if not x.frozen]
-    latest = next((value for value in reversed(known) if value is not None), None)
+    recorded = [x.invariant for _, x in recording.settings.get(layer.name, ()) if not x.frozen]
+    latest = next((value for value in reversed(recorded) if value is not None), None)
     if not latest or f"invariance/{layer.name}" in series:
         return latest
     exposure, cut = dict(layer.exposure), cut_entries(series, layer.name)
@@ -387,7 +403,7 @@ def _invariant(recording: Recording, series: Mapping[str, Series], layer: Layer)
     return not early or math.sqrt(fmean(value**2 for value in early)) <= RULES.along
 
 
-def _joined(recording: Recording, layers: Mapping[str, Layer]) -> dict[str, Layer]:
+def _joined(recording: Recording, layers: Mapping[str, RecordedLayer]) -> dict[str, RecordedLayer]:
     """With one layer in the place of those that are scale-invariant together.
 
     That is so of layers that decay at one rate. Where some of a group decay and others do not,
@@ -410,15 +426,17 @@ def _alike(values: Sequence[float]) -> bool:
     return min(values) > 0 and max(values) <= RULES.alike * min(values)
 
 
-def _whole(group: Sequence[Layer]) -> Layer:
+def _whole(group: Sequence[RecordedLayer]) -> RecordedLayer:
     """Several layers as one: their weights are one vector, with one norm and one rotation."""
     first = group[0]
     steps = set.intersection(*({step for step, _ in layer.norms} for layer in group))
 
     def combined(series: Sequence[Series]) -> Series:
-        known = [dict(values) for values in series]
-        at = sorted(step for step in steps if all(step in values for values in known))
-        return tuple((step, math.sqrt(sum(v[step] ** 2 for v in known))) for step in at)
+        value_at = [dict(values) for values in series]
+        common_steps = sorted(step for step in steps if all(step in values for values in value_at))
+        return tuple(
+            (step, math.sqrt(sum(v[step] ** 2 for v in value_at))) for step in common_steps
+        )
 
     norms = combined([layer.norms for layer in group])
     lengths = combined([layer.series.get("update_norm", ()) for layer in group])
@@ -440,7 +458,7 @@ def _whole(group: Sequence[Layer]) -> Layer:
     )
 
 
-def counterpart(layer: Layer, baseline: Run | None) -> Layer | None:
+def counterpart(layer: RecordedLayer, baseline: Run | None) -> RecordedLayer | None:
     """The same layer, or the same layers as one, in the baseline."""
     if baseline is None or not layer.members:
         return baseline.layers.get(layer.name) if baseline is not None else None
@@ -457,20 +475,20 @@ def _rounding(recording: Recording, layer: str) -> float:
     return _latest(recording, layer).rounding
 
 
-def _exposure(layer: Layer) -> Series:
-    """The decay exposure at each record: `Layer.rate` summed over the steps up to it."""
+def _exposure(layer: RecordedLayer) -> Series:
+    """The decay exposure at each record: `RecordedLayer.rate` summed over the steps up to it."""
+    rates = [layer.rate(settings) for _, settings in layer.settings]
     before = [0.0]  # each of the settings
-    for (start, settings), (end, _) in pairwise(layer.settings):
-        before.append(before[-1] + layer.rate(settings) * (end - start))
-    found = []
+    for rate, ((start, _), (end, _)) in zip(rates, pairwise(layer.settings), strict=False):
+        before.append(before[-1] + rate * (end - start))
+    exposures = []
     for step, _ in layer.norms:
         last = bisect_right(layer.settings, step, key=lambda item: item[0]) - 1
         total = 0.0
         if last >= 0:
-            start, settings = layer.settings[last]
-            total = before[last] + layer.rate(settings) * (step + 1 - start)
-        found.append((step, total))
-    return tuple(found)
+            total = before[last] + rates[last] * (step + 1 - layer.settings[last][0])
+        exposures.append((step, total))
+    return tuple(exposures)
 
 
 def _why_skipped(

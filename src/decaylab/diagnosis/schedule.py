@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from decaylab.diagnosis.reasons import Reason
-from decaylab.diagnosis.runs import Layer, read_run
+from decaylab.diagnosis.runs import RecordedLayer, read_run
 from decaylab.errors import DecaylabError
 from decaylab.networks import roles
 from decaylab.optim.laws import Adam, Kfac, Sgd
@@ -45,14 +45,15 @@ class EquivalentSchedule:
         unknown = [name for name in self.layers if name not in modules]
         if unknown:
             raise DecaylabError(f"the model has no layer {unknown[0]!r}: is it another model?")
-        found = roles(model)
-        own: list[nn.Parameter] = []
+        parameter_roles = roles(model)
+        scheduled: list[nn.Parameter] = []
         rest: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
             # the gain of a normalised weight is a norm that counts
-            held = found[name].module in self.layers and found[name].role != "norm"
-            (own if held else rest).append(parameter)
-        return [{"params": own, "weight_decay": 0.0}, *([{"params": rest}] if rest else [])]
+            role = parameter_roles[name]
+            in_schedule = role.module in self.layers and role.role != "norm"
+            (scheduled if in_schedule else rest).append(parameter)
+        return [{"params": scheduled, "weight_decay": 0.0}, *([{"params": rest}] if rest else [])]
 
     def lambdas(self) -> list[Callable[[int], float]]:
         """For torch's `LambdaLR` on `groups`: factors on the first learning rate, by step from 0.
@@ -191,7 +192,7 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
     )
 
 
-def _by_step(layer: Layer, steps: int) -> Iterator[LayerSettings]:
+def _by_step(layer: RecordedLayer, steps: int) -> Iterator[LayerSettings]:
     changes = dict(layer.stepping)
     now = layer.first
     for step in range(1, steps + 1):
@@ -204,7 +205,7 @@ def _memory(settings: LayerSettings) -> float:
     return settings.momentum if settings.momentum is not None else settings.beta1 or 0.0
 
 
-def _remaining(layer: Layer, timeline: list[LayerSettings]) -> list[float]:
+def _remaining(layer: RecordedLayer, timeline: list[LayerSettings]) -> list[float]:
     """The r of `equivalent_schedule` before each step, and after the last."""
     r, velocity = [1.0], 0.0
     for step, settings in enumerate(timeline):
@@ -222,17 +223,17 @@ def _remaining(layer: Layer, timeline: list[LayerSettings]) -> list[float]:
 
 
 def _remembered(
-    layer: Layer, timeline: list[LayerSettings], remaining: list[float]
+    layer: RecordedLayer, timeline: list[LayerSettings], remaining: list[float]
 ) -> Iterator[float]:
     """The b of each step: the mean of r^2 over what Adam's v or K-FAC's factors remember."""
     law = layer.law
-    kept = (law.beta2 or 0.0) if isinstance(law, Adam) else 0.0
+    beta2 = (law.beta2 or 0.0) if isinstance(law, Adam) else 0.0
     kfac = isinstance(law, Kfac)
-    sizes = gradient_squares(layer.series.get("second_moment", ()), kept)
+    sizes = gradient_squares(layer.series.get("second_moment", ()), beta2)
     total = weight = b = 0.0
     for step, (settings, r) in enumerate(zip(timeline, remaining, strict=False)):
         if not kfac:
-            keep, size = kept, sizes(step + 1)
+            keep, size = beta2, sizes(step + 1)
         else:
             keep, size = settings.factor_decay or 0.0, interpolated(layer.norms, step) ** -2
             size /= 1 if step else 1 - keep  # the first refresh is the whole, not a part
@@ -244,16 +245,16 @@ def _remembered(
 
 
 def _equivalent(
-    layer: Layer, timeline: list[LayerSettings], remaining: list[float], means: list[float]
+    layer: RecordedLayer, timeline: list[LayerSettings], remaining: list[float], means: list[float]
 ) -> Iterator[tuple[float, float]]:
     """(lr', damping') of each step, as `equivalent_schedule` says; `means`: its b."""
     power = layer.law.norm_power
     total = weight = 0.0  # what the momentum sees of r
     for step, (settings, b) in enumerate(zip(timeline, means, strict=True)):
         r, after = remaining[step : step + 2]
-        seen, memory = r / b if power == 0 else r, _memory(settings)
-        total, weight = memory * total + seen, memory * weight + 1
-        mean = seen if settings.decay == "l2" else total / weight
+        push, memory = r / b if power == 0 else r, _memory(settings)
+        total, weight = memory * total + push, memory * weight + 1
+        mean = push if settings.decay == "l2" else total / weight
         root = math.sqrt(b) if power == 1 else 1.0
         # a scale-free damping follows the norms by itself
         damping = (settings.damping or 0.0) * (1.0 if settings.scale_free else b)

@@ -1,18 +1,22 @@
 """Verdicts: whether decay helped, which mechanism it acts through, and what follows."""
 
+import importlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle
+from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
 from decaylab.diagnosis.bursts import Burst, bursts
+from decaylab.diagnosis.commands import Places
 from decaylab.diagnosis.comparable import comparable, same_training
 from decaylab.diagnosis.effects import (
+    ComparedWith,
     Effect,
-    Evidence,
     Motion,
+    Spread,
     damping_effect,
     effect_of,
     effective_lr_effect,
@@ -28,14 +32,14 @@ from decaylab.diagnosis.effects import (
 from decaylab.diagnosis.outcome import Outcome, outcome_of
 from decaylab.diagnosis.reasons import Because, Mechanism, Reason, Verdict, because, has
 from decaylab.diagnosis.rules import RULES
-from decaylab.diagnosis.runs import Layer, Run, counterpart, read_run
+from decaylab.diagnosis.runs import RecordedLayer, Run, counterpart, read_run
 from decaylab.records.sources import Source
 
 ACTS, DOES_NOT_ACT, CANNOT_TELL = Verdict.ACTS, Verdict.DOES_NOT_ACT, Verdict.CANNOT_TELL
 # Which row stands for the function's sensitivity, best first (Sec. 4.2, Table 2, Fig. 5).
 SENSITIVITY = ("jacobian_norm", "kfac_gn_norm", "gn_norm")
 
-Effects = Callable[[Layer, Layer | None], Effect | None]
+Effects = Callable[[RecordedLayer, RecordedLayer | None], Effect | None]
 
 
 @dataclass(frozen=True)
@@ -70,12 +74,12 @@ class Finding:
         return next((item for item in self.reasons if item.reason is reason), None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """What decay does in a run, or in several seeds of it.
 
     Attributes:
-        runs, baselines: their names. address: what commands call the (first) run.
+        runs, baselines: their names. places: where commands find them.
         outcome: whether decay helped.
         first: what must be known before anything else, each with the run it is said of ("": both).
         findings: the three mechanisms, in the paper's order.
@@ -83,11 +87,12 @@ class Diagnosis:
         follows: what follows from all together.
         skipped: layers that could not be judged, with the reason.
         seeds: the diagnoses of single seeds, where there are several.
+        compared: what was read, for figures: each run with the baseline it was judged against.
     """
 
     runs: tuple[str, ...]
     baselines: tuple[str, ...]
-    address: str
+    places: Places
     outcome: Outcome
     first: tuple[tuple[str, Because], ...]
     findings: tuple[Finding, ...]
@@ -96,7 +101,7 @@ class Diagnosis:
     skipped: dict[str, Because]
     seeds: tuple["Diagnosis", ...] = ()
     decays: bool = True
-    baseline_address: str = ""
+    compared: tuple[tuple[Run, Run | None], ...] = field(default=(), compare=False)
 
     def __getitem__(self, mechanism: str) -> Finding:
         """The finding of a mechanism, by how its name begins: `diagnosis["effective l"]`."""
@@ -111,11 +116,40 @@ class Diagnosis:
         return tuple(item for _, item in self.first)
 
     def __str__(self) -> str:
-        return self.to_markdown()
+        from decaylab.diagnosis.card import text_of
 
-    def _repr_markdown_(self) -> str:
+        return text_of(self)
+
+    def __repr__(self) -> str:
+        verdicts = "; ".join(f"{f.mechanism}: {f.verdict}" for f in self.findings)
+        return f"<Diagnosis of {', '.join(self.runs)}: {verdicts}>"
+
+    def __rich__(self) -> Any:
+        """What `rich.print` shows: the card with every layer."""
+        from decaylab.diagnosis.card import card
+
+        return card(self)
+
+    def _repr_html_(self) -> str:
         """What a notebook shows."""
-        return self.to_markdown()
+        from decaylab.diagnosis.card import html_of
+
+        return html_of(self)
+
+    def plot(self) -> Any:
+        """The recorded curves behind the verdicts, as a matplotlib figure.
+
+        A notebook shows it; `figure.savefig("decay.png")` writes it. Needs the extra `report`.
+        """
+        return _pages().diagnosis_figure(self)
+
+    def report(self, path: str | Path = "diagnosis.html") -> Path:
+        """Write everything with its curves as one offline HTML page; returns its path.
+
+        Needs the extra `report`.
+        """
+        written: Path = _pages().write_page(self, Path(path))
+        return written
 
     def to_markdown(self) -> str:
         """The whole result as Markdown."""
@@ -130,10 +164,15 @@ class Diagnosis:
         return plain(self)
 
 
+def _pages() -> Any:
+    """What draws figures and pages. It stands above this package, so it is looked up when asked."""
+    return importlib.import_module("decaylab.report.diagnoses")
+
+
 def diagnose(
     run: Source | Sequence[Source], baseline: Source | Sequence[Source] | None = None
 ) -> Diagnosis:
-    """Did weight decay help, and which of the paper's three mechanisms did it act through.
+    """Tell whether weight decay helped, and which of the paper's three mechanisms it acted through.
 
     `run` and `baseline` (the same training without decay): a run folder, a folder that
     `watch(folder=...)` wrote, a `Watch`, its records, or lists of these: several seeds. Reads
@@ -168,25 +207,27 @@ def _several(runs: list[Run], baselines: list[Run]) -> Diagnosis:
             if why_not is not None:
                 left_out.append((other.name, because(Reason.SEED_LEFT_OUT, why=why_not)))
                 group.remove(other)
-    found = [_one(run, other) for run, other in _paired(runs, baselines)]
-    used = [item for item in found if item.baselines]
+    diagnoses = [_one(run, other) for run, other in _paired(runs, baselines)]
+    used = [item for item in diagnoses if item.baselines]
     findings = tuple(
-        _over_seeds([item.findings[place] for item in found]) for place in range(len(Mechanism))
+        _over_seeds([item.findings[place] for item in diagnoses]) for place in range(len(Mechanism))
     )
-    first = dict.fromkeys((name, _Key(item)) for each in found for name, item in each.first)
-    said = [(name, key.item) for name, key in first]
+    first = dict.fromkeys((name, _Key(item)) for each in diagnoses for name, item in each.first)
+    notes = [(name, key.item) for name, key in first]
     compared = baselines if used else []
     return replace(
-        found[0],
+        diagnoses[0],
         runs=tuple(run.name for run in runs),
         baselines=tuple(run.name for run in compared),
+        places=Places(tuple(run.address for run in runs), tuple(run.address for run in compared)),
         outcome=outcome_of(runs, compared),
-        first=(*left_out, *(x for x in said if x[1].reason is not Reason.DIFFERS)),
+        first=(*left_out, *(x for x in notes if x[1].reason is not Reason.DIFFERS)),
         findings=findings,
         follows=tuple(
             _follows(runs[0], findings, _shares(runs[0], compared[0] if compared else None))
         ),
-        seeds=tuple(found) if len(found) > 1 else (),
+        seeds=tuple(diagnoses) if len(diagnoses) > 1 else (),
+        compared=tuple(pair for each in diagnoses for pair in each.compared),
     )
 
 
@@ -207,20 +248,21 @@ def _paired(runs: list[Run], baselines: list[Run]) -> list[tuple[Run, Run | None
     turns = cycle(baselines)
     pairs: list[tuple[Run, Run | None]] = []
     for run in runs:
-        own = of_seed.get(run.spec["seed"]) if run.spec and "seed" in run.spec else None
+        same_seed = of_seed.get(run.spec["seed"]) if run.spec and "seed" in run.spec else None
         following = next(turns)
-        pairs.append((run, own or following))
+        pairs.append((run, same_seed or following))
     return pairs
 
 
 def _over_seeds(findings: Sequence[Finding]) -> Finding:
     """One finding of several seeds': theirs if they agree, else "cannot tell" with the count."""
     first, verdicts = findings[0], [finding.verdict for finding in findings]
-    effect = pooled(finding.effect for finding in findings)
+    effect = pooled((finding.effect for finding in findings), Spread.SEEDS)
     rows = []
     for place, row in enumerate(first.layers):
         same = [f.layers[place] for f in findings if len(f.layers) > place]
-        joined = pooled(other.effect for other in same if other.layer == row.layer)
+        effects = (other.effect for other in same if other.layer == row.layer)
+        joined = pooled(effects, Spread.SEEDS)
         rows.append(replace(row, effect=joined))
     if len(set(verdicts)) == 1:
         reasons = first.reasons
@@ -239,20 +281,20 @@ def _over_seeds(findings: Sequence[Finding]) -> Finding:
     )
 
 
-def _one(run: Run, given: Run | None) -> Diagnosis:
+def _one(run: Run, candidate: Run | None) -> Diagnosis:
     first = [(run.name, trouble) for trouble in run.troubles]
-    baseline = given
-    if given is not None:
-        first += [(given.name, trouble) for trouble in given.troubles]
-        why_not, differs = comparable(run, given)
+    baseline = candidate
+    if candidate is not None:
+        first += [(candidate.name, trouble) for trouble in candidate.troubles]
+        why_not, differs = comparable(run, candidate)
         first += [("", item) for item in differs]
         if why_not is not None:
             first.append(("", why_not))
             baseline = None
-    if taken := [layer.name for layer in run.decayed_layers if has_collapsed(layer)]:
-        first.append((run.name, because(Reason.COLLAPSED, layers=taken)))
+    if collapsed := [layer.name for layer in run.decayed_layers if has_collapsed(layer)]:
+        first.append((run.name, because(Reason.COLLAPSED, layers=collapsed)))
     if not run.decays and run.settled and not run.unwatched:
-        swapped = given is not None and given.decays
+        swapped = candidate is not None and candidate.decays
         first.append((run.name, because(Reason.SWAPPED if swapped else Reason.NO_DECAY)))
     damping = _damping(run, baseline)
     findings = (
@@ -266,19 +308,21 @@ def _one(run: Run, given: Run | None) -> Diagnosis:
     return Diagnosis(
         (run.name,),
         (baseline.name,) if baseline is not None else (),
-        run.address,
-        outcome_of([run], [given] if given is not None and not given.decays else compared),
+        Places((run.address,), (baseline.address,) if baseline is not None else ()),
+        outcome_of(
+            [run], [candidate] if candidate is not None and not candidate.decays else compared
+        ),
         tuple(first),
         findings,
         tuple(motion(x, counterpart(x, baseline), run.steps, per_epoch) for x in judged),
         tuple(_follows(run, findings, _shares(run, baseline))),
         {name: layer.skipped for name, layer in run.layers.items() if layer.skipped},
         decays=run.decays,
-        baseline_address=baseline.address if baseline is not None else "",
+        compared=((run, baseline),),
     )
 
 
-def has_collapsed(layer: Layer) -> bool:
+def has_collapsed(layer: RecordedLayer) -> bool:
     """Whether hardly anything is left of its norm."""
     return layer.norms[-1][1] < RULES.collapsed * layer.norms[0][1]
 
@@ -320,7 +364,7 @@ def _no_decay(run: Run, mechanism: Mechanism, *, joint: bool = False) -> Finding
 def _too_little(
     run: Run,
     mechanism: Mechanism,
-    layers: list[Layer],
+    layers: list[RecordedLayer],
     together: Callable[[list[float]], float] = max,
 ) -> Finding | None:
     """Where decay took next to nothing of any of these layers, or of all of them together."""
@@ -372,7 +416,7 @@ def _layer_rows(
     return tuple(rows)
 
 
-def _why_apart(layer: Layer) -> Because | None:
+def _why_apart(layer: RecordedLayer) -> Because | None:
     if layer.role == "gain":
         return because(Reason.GAIN)
     if layer.size_counts is None:
@@ -382,7 +426,7 @@ def _why_apart(layer: Layer) -> Because | None:
     return None if layer.decayed else because(Reason.NOT_DECAYED)
 
 
-def _no_effect(layer: Layer) -> Because:
+def _no_effect(layer: RecordedLayer) -> Because:
     """Why one run shows no effect on a layer that the mechanism can act on."""
     if (unknown := layer.unknown) is not None:
         return unknown
@@ -427,7 +471,9 @@ def _effective_learning_rate(run: Run, baseline: Run | None, damping: Finding) -
     return _found(mechanism, "rotation" if by_rotation else "effective_lr", effect, rows, run)
 
 
-def _of_kfac(run: Run, baseline: Run | None, layers: list[Layer], damping: Finding) -> Finding:
+def _of_kfac(
+    run: Run, baseline: Run | None, layers: list[RecordedLayer], damping: Finding
+) -> Finding:
     """K-FAC turns weights by lr, whatever their norm; but for its damping and old curvature."""
     mechanism = Mechanism.EFFECTIVE_LR
     if not any(layer.first.damping is not None for layer in layers):
@@ -465,22 +511,22 @@ def _damping(run: Run, baseline: Run | None) -> Finding:
         return _found(mechanism, "effective_damping", effect, rows, run)
     if shares.run is None or shares.baseline is None:
         reasons = (because(Reason.SHARE_UNKNOWN),)
-        remedies = (because(Reason.RECORD_SHARE, own=run.spec is not None),)
+        remedies = (because(Reason.RECORD_SHARE),)
         return Finding(mechanism, CANNOT_TELL, reasons, effect, rows, remedies)
-    said = because(Reason.SHARES, **shares.data())
+    shares_reason = because(Reason.SHARES, **shares.data())
     if min(shares.run, shares.baseline) >= RULES.damping_negligible:
         # whatever the factor of a damping that does not matter
         rows = tuple(replace(x, verdict=DOES_NOT_ACT) if x.verdict else x for x in rows)
         reasons = (because(Reason.DAMPING_NEGLIGIBLE, **shares.data()),)
         return Finding(mechanism, DOES_NOT_ACT, reasons, effect, rows)
-    found = _found(mechanism, "effective_damping", effect, rows, run)
-    same = found.verdict is ACTS and shares.same
-    more = (said, because(Reason.SAME_SHARES)) if same else (said,)
-    return replace(found, reasons=(*found.reasons, *more))
+    finding = _found(mechanism, "effective_damping", effect, rows, run)
+    same = finding.verdict is ACTS and shares.same
+    more = (shares_reason, because(Reason.SAME_SHARES)) if same else (shares_reason,)
+    return replace(finding, reasons=(*finding.reasons, *more))
 
 
 @dataclass(frozen=True)
-class Shares:
+class SecondOrderShares:
     """K-FAC's second-order share at the end; without decay measured, or `estimated`."""
 
     run: float | None
@@ -499,23 +545,23 @@ class Shares:
         return {"run": self.run, "baseline": self.baseline, "estimated": self.estimated}
 
 
-def _damped(run: Run) -> list[Layer]:
+def _damped(run: Run) -> list[RecordedLayer]:
     return [layer for layer in run.turned_layers if layer.preconditioned]
 
 
-def _shares(run: Run, baseline: Run | None) -> Shares:
+def _shares(run: Run, baseline: Run | None) -> SecondOrderShares:
     layers = _damped(run)
     mine = _last_share(layers)
     if baseline is not None:
         others = [other for x in layers if (other := counterpart(x, baseline)) is not None]
-        return Shares(mine, _last_share(others), estimated=False)
+        return SecondOrderShares(mine, _last_share(others), estimated=False)
     estimates = [s for layer in layers if (s := share_without_decay(layer)) is not None]
-    return Shares(mine, fmean(estimates) if estimates else None, estimated=True)
+    return SecondOrderShares(mine, fmean(estimates) if estimates else None, estimated=True)
 
 
-def _last_share(layers: Iterable[Layer]) -> float | None:
-    known = [s for x in layers if (s := x.last("second_order_share")) is not None]
-    return fmean(known) if known else None
+def _last_share(layers: Iterable[RecordedLayer]) -> float | None:
+    shares = [s for x in layers if (s := x.last("second_order_share")) is not None]
+    return fmean(shares) if shares else None
 
 
 def _jacobian(run: Run, baseline: Run | None) -> Finding:
@@ -531,32 +577,34 @@ def _jacobian(run: Run, baseline: Run | None) -> Finding:
     if baseline is None:
         recorded = any(row in run.totals for row in SENSITIVITY)
         too = Reason.RECORD_SAME_WAY if recorded else Reason.RECORD_IN_BOTH
-        both = (_give_baseline(run), because(too, own=run.spec is not None))
+        both = (because(Reason.GIVE_BASELINE), because(too))
         reasons = (because(Reason.JACOBIAN_ALONE),)
         return Finding(mechanism, CANNOT_TELL, reasons, layers=rows, remedies=both)
     effects = {
         row: effect_of(
-            ratio(baseline.totals.get(row, ()), run.totals.get(row, ())), (row,), Evidence.BASELINE
+            ratio(baseline.totals.get(row, ()), run.totals.get(row, ())),
+            (row,),
+            ComparedWith.BASELINE,
         )
         for row in SENSITIVITY
     }
     row = next((row for row, effect in effects.items() if effect is not None), None)
     if row is None:
-        remedies = (because(Reason.RECORD_IN_BOTH, own=run.spec is not None),)
+        remedies = (because(Reason.RECORD_IN_BOTH),)
         reasons = (because(Reason.NO_SENSITIVITY),)
         return Finding(mechanism, CANNOT_TELL, reasons, layers=rows, remedies=remedies)
     thresholds = (RULES.jacobian_acts, RULES.jacobian_nothing)
-    found = _found(mechanism, row, effects[row], rows, run, thresholds, joint=True)
+    finding = _found(mechanism, row, effects[row], rows, run, thresholds, joint=True)
     # a scale-free damping leaves decay of these layers no way to act
     others = [x for x in run.turned_layers if not x.first.scale_free]
-    if found.verdict is ACTS and others:
+    if finding.verdict is ACTS and others:
         kinds = [Mechanism.DAMPING if x.preconditioned else Mechanism.EFFECTIVE_LR for x in others]
         through = because(Reason.THROUGH_OTHERS, mechanisms=list(dict.fromkeys(kinds)))
-        found = replace(found, reasons=(*found.reasons, through))
-    return found
+        finding = replace(finding, reasons=(*finding.reasons, through))
+    return finding
 
 
-def _function_row(layer: Layer, baseline: Run | None) -> LayerRow:
+def _function_row(layer: RecordedLayer, baseline: Run | None) -> LayerRow:
     """A layer's part in the Jacobian: its norm (or its K-FAC norm), against the baseline."""
     if layer.skipped or not layer.decayed:
         return LayerRow(layer.name, None, None, layer.skipped or because(Reason.NOT_DECAYED))
@@ -565,18 +613,14 @@ def _function_row(layer: Layer, baseline: Run | None) -> LayerRow:
     other = counterpart(layer, baseline)
     if other is None:
         return LayerRow(layer.name, None, None, because(Reason.NEEDS_BASELINE))
-    own, others = (x.series.get("kfac_gn_norm", ()) for x in (layer, other))
-    probe = "kfac_gn_norm" if ratio(others, own) else "weight_norm"
-    ratios = ratio(others, own) or ratio(other.norms, layer.norms)
-    effect = effect_of(ratios, (probe,), Evidence.BASELINE)
+    norms, baseline_norms = (x.series.get("kfac_gn_norm", ()) for x in (layer, other))
+    probe = "kfac_gn_norm" if ratio(baseline_norms, norms) else "weight_norm"
+    ratios = ratio(baseline_norms, norms) or ratio(other.norms, layer.norms)
+    effect = effect_of(ratios, (probe,), ComparedWith.BASELINE)
     return LayerRow(layer.name, None, effect, None if effect else because(Reason.NO_COMMON_STEP))
 
 
 # ---------------------------------------------------------------- a measured factor
-
-
-def _give_baseline(run: Run) -> Because:
-    return because(Reason.GIVE_BASELINE, run=run.address)
 
 
 def _found(
@@ -594,7 +638,7 @@ def _found(
     if effect is None:
         why = list({_Key(row.why): row.why for row in rows if row.verdict and row.why}.values())
         apart = has(tuple(why), Reason.NO_COMMON_STEP)
-        remedy = because(Reason.SAME_STEPS) if apart else _give_baseline(run)
+        remedy = because(Reason.SAME_STEPS) if apart else because(Reason.GIVE_BASELINE)
         nothing = (because(Reason.NOTHING_TO_COMPARE, why=why),)
         return Finding(
             mechanism, verdict, nothing, layers=rows, remedies=(remedy,), quantity=quantity
@@ -613,14 +657,14 @@ def _found(
     if verdict is DOES_NOT_ACT and more and not joint:
         verdict = CANNOT_TELL  # one layer of many is not lost in the mean
         reasons.append(because(Reason.SOME_LAYERS_MORE, layers=more))
-        remedies = [because(Reason.MORE_SEEDS, baseline=effect.source is Evidence.BASELINE)]
+        remedies = [because(Reason.MORE_SEEDS, baseline=effect.source is ComparedWith.BASELINE)]
     elif verdict is CANNOT_TELL:
         reasons.append(because(Reason.BETWEEN, nothing=thresholds[1], acts=thresholds[0]))
-        remedies = [because(Reason.MORE_SEEDS, baseline=effect.source is Evidence.BASELINE)]
-        if effect.source is Evidence.BASELINE:
-            remedies.append(because(Reason.ATTRIBUTE, run=run.address, own=run.spec is not None))
+        remedies = [because(Reason.MORE_SEEDS, baseline=effect.source is ComparedWith.BASELINE)]
+        if effect.source is ComparedWith.BASELINE:
+            remedies.append(because(Reason.ATTRIBUTE))
         else:
-            remedies.append(_give_baseline(run))
+            remedies.append(because(Reason.GIVE_BASELINE))
     return replace(finding, verdict=verdict, reasons=tuple(reasons), remedies=tuple(remedies))
 
 
@@ -637,65 +681,68 @@ def _implausible(finding: Finding, exposures: list[float], *, joint: bool) -> Fi
         )
     else:
         most = math.exp(min(2 * reached, 700))
-        if joint or effect.source is not Evidence.BASELINE or effect.value <= RULES.acts * most:
+        if joint or effect.source is not ComparedWith.BASELINE or effect.value <= RULES.acts * most:
             return None
         data = {"quantity": finding.quantity, "effect": effect, "taken": reached, "most": most}
         reason, remedy = because(Reason.MORE_THAN_DECAY, **data), Reason.SAME_DATA
     return replace(finding, verdict=CANNOT_TELL, reasons=(reason,), remedies=(because(remedy),))
 
 
-def _exposures_at(layers: Iterable[Layer], step: int) -> list[float]:
+def _exposures_at(layers: Iterable[RecordedLayer], step: int) -> list[float]:
     """The decay exposure of each layer at a step, where it is recorded."""
-    known = [layer for layer in layers if layer.total_exposure is not None]
-    reached = [[value for s, value in layer.exposure if s <= step] for layer in known]
+    exposed = [layer for layer in layers if layer.total_exposure is not None]
+    reached = [[value for s, value in layer.exposure if s <= step] for layer in exposed]
     return [values[-1] for values in reached if values]
 
 
 # ---------------------------------------------------------------- what follows
 
 
-def _follows(run: Run, findings: tuple[Finding, ...], shares: Shares) -> list[Because]:
+def _follows(run: Run, findings: tuple[Finding, ...], shares: SecondOrderShares) -> list[Because]:
     """Which decay matters, and what would replace it."""
     lr, jacobian, damping = findings
     turned = run.turned_layers
-    rest = [layer.name for layer in run.decayed_layers if layer.size_counts is not False]
+    counting = [x for x in run.decayed_layers if x.size_counts is not False]
+    rest = [layer.name for layer in counting if layer.role != "gain"]  # said as one
     gains = bool(run.gains) and bool(run.decayed_layers)
-    said: list[Because] = []
+    consequences: list[Because] = []
     if turned:
         names = [layer.name for layer in turned]
         exact = all(layer.invariant for layer in turned)
-        said.append(because(Reason.DIRECTION_ONLY, layers=names, exact=exact))
+        consequences.append(because(Reason.DIRECTION_ONLY, layers=names, exact=exact))
         ways = [f.mechanism for f in (lr, damping) if f.verdict is ACTS]
         if lr.verdict is not ACTS and damping.verdict is ACTS and shares.same:
-            said.append(because(Reason.NO_MORE_SECOND_ORDER))
+            consequences.append(because(Reason.NO_MORE_SECOND_ORDER))
         elif ways:
-            said.append(because(Reason.MATTERS, mechanisms=ways))
+            consequences.append(because(Reason.MATTERS, mechanisms=ways))
         if lr.verdict is damping.verdict is DOES_NOT_ACT:
             if not (opposite(lr) or opposite(damping) or run.diverged):
-                said.append(because(Reason.NO_EFFECT))
+                consequences.append(because(Reason.NO_EFFECT))
         else:
-            said += _schedule(run, [layer for layer in turned if layer.invariant])
+            consequences += _schedule([layer for layer in turned if layer.invariant])
     if rest or gains:
         data = {"layers": rest, "gains": gains, "verdict": jacobian.verdict}
-        said.append(because(Reason.FUNCTION, **data, opposite=opposite(jacobian)))
-    if not said:
+        consequences.append(because(Reason.FUNCTION, **data, opposite=opposite(jacobian)))
+    if jacobian.because_of(Reason.THROUGH_OTHERS) is not None:
+        consequences.append(because(Reason.ATTRIBUTE))
+    if not consequences:
         unsure = run.decays or not run.settled or run.unwatched
-        said.append(because(Reason.NOTHING_YET if unsure else Reason.NOTHING_TO_DROP))
-    found: list[Burst] = [burst for layer in turned for burst in bursts(layer)]
-    if found:
-        worst = min(found, key=lambda burst: burst.before / burst.after)
+        consequences.append(because(Reason.NOTHING_YET if unsure else Reason.NOTHING_TO_DROP))
+    burst_list: list[Burst] = [burst for layer in turned for burst in bursts(layer)]
+    if burst_list:
+        worst = min(burst_list, key=lambda burst: burst.before / burst.after)
         settings = run.layers[worst.layer].first
         damped = settings.damping is not None
-        data = {"burst": worst, "others": len(found) - 1, "damped": damped}
-        said.append(because(Reason.BURST, **data, scale_free=bool(settings.scale_free)))
+        data = {"burst": worst, "others": len(burst_list) - 1, "damped": damped}
+        consequences.append(because(Reason.BURST, **data, scale_free=bool(settings.scale_free)))
     kfac = [x for x in run.layers.values() if x.invariant and x.preconditioned]
     share = _last_share(kfac)
     if share is not None and share < RULES.damping_dominates:
         fixed = [x for x in kfac if x.norms and not x.first.scale_free]
         grown = sum(math.log(x.norms[-1][1] / x.norms[0][1]) for x in fixed) > 0
-        data = {"share": share, "burst": bool(found), "grown": grown}
-        said.append(because(Reason.DAMPING_DOMINATES, **data))
-    return said
+        data = {"share": share, "burst": bool(burst_list), "grown": grown}
+        consequences.append(because(Reason.DAMPING_DOMINATES, **data))
+    return consequences
 
 
 def opposite(finding: Finding) -> bool:
@@ -705,7 +752,7 @@ def opposite(finding: Finding) -> bool:
     return finding.effect is not None and finding.effect.value < 1 / acts
 
 
-def _schedule(run: Run, layers: list[Layer]) -> list[Because]:
+def _schedule(layers: list[RecordedLayer]) -> list[Because]:
     """By how much lr would have to grow without decay (`advise schedule` writes it out)."""
     if not layers:
         return []
@@ -714,5 +761,4 @@ def _schedule(run: Run, layers: list[Layer]) -> list[Because]:
     if not (exposure and power) or any(layer.stepping != first.stepping for layer in layers):
         return []  # one schedule is for layers that are stepped alike
     factor = math.exp(min(power * exposure, 700))
-    data = {"exposure": exposure, "power": power, "factor": factor, "run": run.address}
-    return [because(Reason.SCHEDULE, **data)]
+    return [because(Reason.SCHEDULE, exposure=exposure, power=power, factor=factor)]

@@ -6,9 +6,12 @@ Nothing is decided here, and nothing reads what is written here.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from statistics import geometric_mean
 from typing import Any
 
-from decaylab.diagnosis.effects import Effect, Evidence, Motion
+from decaylab.diagnosis import commands
+from decaylab.diagnosis.commands import Places
+from decaylab.diagnosis.effects import ComparedWith, Effect, Motion
 from decaylab.diagnosis.outcome import Helped, Outcome
 from decaylab.diagnosis.reasons import Because, Mechanism, Reason, Verdict
 from decaylab.diagnosis.rules import RULES
@@ -29,12 +32,14 @@ USUAL = {
     Mechanism.JACOBIAN: "jacobian_norm",
     Mechanism.DAMPING: "effective_damping",
 }
-SETTING_WORDS = {"momentum": "momentum", "beta1": "beta1"}
 MOST_NAMES = 4
 
 
+# ---------------------------------------------------------------- numbers and names
+
+
 def three_digits(value: float) -> str:
-    """Three digits that count, without an exponent below a million.
+    """Three significant digits, without an exponent below a million.
 
     >>> [three_digits(x) for x in (1.854, 0.012345, 1574.2, 2.3e7)]
     ['1.85', '0.0123', '1570', '2.3e+07']
@@ -43,9 +48,22 @@ def three_digits(value: float) -> str:
     return f"{rounded:.0f}" if 1000 <= rounded < 1e6 else f"{rounded:.3g}"
 
 
+def factor(value: float) -> str:
+    """A factor without its x; near one with two digits behind the point, which count there.
+
+    >>> [factor(x) for x in (0.0123, 0.84, 1.0412, 3.97, 12.4, 1574.2)]
+    ['0.012', '0.84', '1.04', '4.0', '12', '1570']
+    """
+    if value < 0.0995:
+        return f"{value:.2g}"
+    if value < 9.95:
+        return f"{value:.{2 if value < 1.995 else 1}f}"
+    return f"{value:.0f}" if value < 999.5 else three_digits(value)
+
+
 def times(value: float) -> str:
-    """A factor: 1.6x, 0.62x, 12x."""
-    return f"{three_digits(float(f'{value:.2g}') if value < 10 else value)}x"
+    """A factor: 1.60x, 0.62x, 4.0x."""
+    return f"{factor(value)}x"
 
 
 def names(layers: Sequence[str], most: int = MOST_NAMES) -> str:
@@ -55,55 +73,66 @@ def names(layers: Sequence[str], most: int = MOST_NAMES) -> str:
 
 
 def effect_range(effect: Effect) -> str:
-    """The factor and its range: 1.85x (1.80 to 1.91)."""
+    """The factor and its range: 1.85x (1.80 to 1.91 over layers)."""
+    return f"{times(effect.value)}{_spread(effect)}"
+
+
+def _spread(effect: Effect) -> str:
     if effect.low is None or effect.high is None:
-        return times(effect.value)
-    return f"{times(effect.value)} ({three_digits(effect.low)} to {three_digits(effect.high)})"
+        return ""
+    low, high = factor(effect.low), factor(effect.high)
+    return f" ({low} to {high} over {effect.spread})" if low != high else ""
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def _responded(percent: float) -> str:
+    """Per cent of the outputs; what is left of exact invariance by rounding and eps is 0."""
+    return "0" if percent < 5e-4 else f"{percent:.2g}"
+
+
 def _removed(taken: float) -> str:
     return f"{100 * -math.expm1(-taken):.2g} %"
 
 
-def _same_or_both(name: str) -> str:
-    return QUANTITIES.get(name, name)
+def _ended(text: str) -> str:
+    text = text[0].upper() + text[1:]
+    return text if text.endswith(".") else f"{text}."
+
+
+def _compared(quantity: str, effect: Effect) -> str:
+    """What a quantity is with decay: "The angle per step is 1.54x larger with decay"."""
+    grows = quantity in LARGER
+    if effect.value < 1:
+        effect, grows = effect.inverse(), not grows
+    kind = "larger" if grows else "smaller"
+    alone = effect.source is not ComparedWith.BASELINE
+    with_decay = "with decay than a reconstruction without it" if alone else "with decay"
+    return (
+        f"The {QUANTITIES[quantity]} is {times(effect.value)} {kind} {with_decay}{_spread(effect)}"
+    )
 
 
 # ---------------------------------------------------------------- one sentence per reason
 
 
 def _differing(why: Because) -> str:
-    pairs = ", ".join(f"{key} {mine} and {its}" for key, (mine, its) in why["fields"].items())
+    pairs = ", ".join(f"{key} {mine} and {theirs}" for key, (mine, theirs) in why["fields"].items())
     return f"the runs are not comparable ({pairs})"
 
 
 def _changed(why: Because) -> str:
-    effect: Effect = why["effect"]
-    quantity = QUANTITIES[why["quantity"]]
-    verb = "larger" if why["quantity"] in LARGER else "smaller"
-    against = "" if effect.source is Evidence.BASELINE else ", by a reconstruction without decay"
-    if why["verdict"] is Verdict.ACTS:
-        return f"With decay the {quantity} is {effect_range(effect)} {verb}{against}."
-    text = f"The {quantity} changes by {effect_range(effect)}{against}."
-    if why["verdict"] is Verdict.CANNOT_TELL:
-        return text
-    text += " That is too little to matter."
+    text = _compared(why["quantity"], why["effect"])
+    if why["verdict"] is not Verdict.DOES_NOT_ACT:
+        return f"{text}."
+    text += ", too little to matter."
     taken = why["taken"]
     if taken is not None and taken < 1:
-        text += f" Decay has removed {_removed(taken)} of the initial weights; a longer run may"
+        text += f" Decay has removed {_removed(taken)} of the initial weights, and a longer run may"
         text += " show more."
     return text
-
-
-def _opposite_words(why: Because) -> str:
-    effect, quantity = why["effect"], QUANTITIES[why["quantity"]]
-    verb = "smaller" if why["quantity"] in LARGER else "larger"
-    words = effect_range(effect.inverse())
-    return f"With decay the {quantity} is {words} {verb}. The mechanism predicts the opposite."
 
 
 def _shares(why: Because) -> str:
@@ -134,26 +163,12 @@ def _old_curvature(why: Because) -> str:
 def _function(why: Because) -> str:
     what = [*why["layers"], *(["the gains of normalisations"] if why["gains"] else [])]
     verbs = {
-        Verdict.ACTS: "changes the function: it makes the Jacobian smaller",
-        Verdict.DOES_NOT_ACT: "has little effect on the Jacobian",
-        Verdict.CANNOT_TELL: "changes the function. Whether that matters is not decided",
+        Verdict.ACTS: "changes the function: the outputs react less to the inputs",
+        Verdict.DOES_NOT_ACT: "hardly changes how the outputs react to the inputs",
+        Verdict.CANNOT_TELL: "changes the function; whether that matters is not decided",
     }
-    verb = "goes with a larger Jacobian" if why["opposite"] else verbs[why["verdict"]]
+    verb = "goes with outputs that react more" if why["opposite"] else verbs[why["verdict"]]
     return f"Decay of the layers whose size counts ({names(what)}) {verb}."
-
-
-def _schedule(why: Because) -> str:
-    # Adam's law is SGD's as long as it remembers the norms of the start (`laws.memory`)
-    adam = why["power"] == 1
-    least = "at least " if adam else "about "
-    growth = "exposure" if adam else f"{why['power']} x exposure"
-    return (
-        "Without decay, the same motion needs a learning rate that is higher than this run's, by a"
-        f" factor that grows to {least}exp({growth}) = {three_digits(why['factor'])}, for these"
-        " layers only. (The exposure is the fraction of the weights that decay removes per step,"
-        f" summed over the steps: {why['exposure']:.3g}.) `decaylab advise schedule"
-        f" {why['run']} --out schedule.csv` writes such a schedule."
-    )
 
 
 def _burst(why: Because) -> str:
@@ -196,34 +211,29 @@ def _damaged(why: Because) -> str:
     return f"{why['count']} lines are damaged and left out, the first: {why['first']}"
 
 
-def _record(why: Because) -> str:
-    if why["own"]:
-        return "record the Jacobian norm of both runs with `decaylab probe RUN --record`"
-    return 'record both runs with watch(..., probes="diagnosis", inputs=batch)'
-
-
 def _setting(why: Because) -> str:
     when = f" at step {why['step']}" if why["step"] is not None else ""
-    mine, its = why["pair"]
+    mine, theirs = why["pair"]
     return (
-        f"the runs are not comparable (layer {why['layer']}: {why['name']} {mine} and {its}{when})"
+        f"the runs are not comparable (layer {why['layer']}:"
+        f" {why['name']} {mine} and {theirs}{when})"
     )
 
 
 def _growth(why: Because) -> str:
-    seen, least, largest = (three_digits(why[key]) for key in ("seen", "least", "largest"))
+    measured, least, largest = (three_digits(why[key]) for key in ("seen", "least", "largest"))
     return (
-        f"the runs are not comparable (the baseline's scale-invariant layers have {seen} times this"
-        f" run's |W|^2 at step {why['step']}, and start and decay explain {least} to {largest}: use"
-        " the same data, batch size and seed)"
+        f"the runs are not comparable (at step {why['step']} the baseline's scale-invariant layers"
+        f" have {measured} times this run's |W|^2, where start and decay explain {least} to"
+        f" {largest}: use the same data, batch size and seed)"
     )
 
 
 def _matters(why: Because) -> str:
     ways = {
-        Mechanism.EFFECTIVE_LR: "keeps the effective learning rate high: it turns these layers"
-        " further per step",
-        Mechanism.DAMPING: "keeps the effective damping low",
+        Mechanism.EFFECTIVE_LR: "keeps the effective learning rate high: each step turns these"
+        " layers further",
+        Mechanism.DAMPING: "keeps K-FAC's effective damping low",
     }
     return "In this run decay " + " and ".join(ways[way] for way in why["mechanisms"]) + "."
 
@@ -240,8 +250,8 @@ def _direction(why: Because) -> str:
 def _response(why: Because) -> str:
     response = why["response"]
     if response is None:
-        return "not scale-invariant: its size is part of the function"
-    return f"its size is part of the function ({response:.2g} % per percent)"
+        return "its size is part of the function"
+    return f"its size is part of the function ({_responded(response)} % per percent)"
 
 
 TEXTS: dict[Reason, str | Callable[[Because], str]] = {
@@ -257,7 +267,7 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.OPTIMIZER_CHANGED: "its optimizer changed at step {step}: what was before and after is"
     " judged as one",
     Reason.SHARED_PARAMETERS: lambda why: (
-        f"two optimizers step {names(why['parameters'])}: what is said of these is of the first"
+        f"two optimizers step {names(why['parameters'])}: only the first one's settings are used"
     ),
     Reason.UNSTEPPED_PARAMETERS: lambda why: (
         f"no watched optimizer steps {names(why['parameters'])}: give watch all of them"
@@ -276,7 +286,7 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     ),
     Reason.COLLAPSED: lambda why: (
         f"decay has taken nearly all of {names(why['layers'])}: it is too strong. Weights as small"
-        " as that are no more scale-invariant, and the factors below mean little"
+        " as that are no longer scale-invariant, and the factors below mean little"
     ),
     Reason.NO_DECAY: "no layer has weight decay",
     Reason.SWAPPED: "no layer has weight decay, but the baseline has it: did you swap the two?",
@@ -316,7 +326,8 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.ZEROS: "its weights are zero: it has no direction",
     Reason.NEVER_MOVED: "no step has moved it: it has no gradient, or a learning rate of 0",
     Reason.L2_RESCALED: "the optimizer rescales L2",
-    Reason.KIND_UNKNOWN: "its decay is of the kind {kind!r}, which takes no fixed fraction",
+    Reason.KIND_UNKNOWN: "its decay is of the kind {kind!r}, which removes no fixed fraction of"
+    " the weights",
     Reason.ROUNDED_AWAY: "the weights have 16 bits, in which rounding may undo the decay",
     Reason.TAKES_ALL: "decay is so strong that it takes all of the weights in a step",
     Reason.SIZE_COUNTS: _response,
@@ -350,7 +361,7 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.OLD_CURVATURE: _old_curvature,
     Reason.UNDAMPED_BY_LR: "Without damping, K-FAC's step turns the weights by lr, whatever their"
     " norm (Eq. 13). The norm acts through the damping, see below.",
-    Reason.BY_LR: "This optimizer's step turns the weights as far, whatever their norm.",
+    Reason.BY_LR: "This optimizer turns the weights equally far, whatever their norm.",
     Reason.ONLY_KFAC_DAMPS: "Only K-FAC has a damping, and this optimizer is not K-FAC.",
     Reason.NO_KFAC_LAYER: "K-FAC preconditions no scale-invariant layer that has decay.",
     Reason.SCALE_FREE: "The damping is scale-free: it follows the norms, so decay does not change"
@@ -368,55 +379,38 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.NO_SENSITIVITY: "Neither a Jacobian nor a Gauss-Newton norm is recorded in both runs at"
     " a common step.",
     Reason.THROUGH_OTHERS: lambda why: (
-        f"Part of it may come through the {' and the '.join(why['mechanisms'])} of the"
-        " scale-invariant layers."
+        f"Part of it may come through the {' and the '.join(why['mechanisms'])} of the other"
+        " layers."
     ),
     Reason.NOTHING_TO_COMPARE: lambda why: (
         f"There is nothing to compare with: {'; '.join(sentence(x) for x in why['why'])}."
     ),
     Reason.CHANGED: _changed,
-    Reason.OPPOSITE: _opposite_words,
+    Reason.OPPOSITE: lambda why: (
+        f"{_compared(why['quantity'], why['effect'])}. The mechanism predicts the opposite."
+    ),
     Reason.SOME_LAYERS_MORE: lambda why: (
         f"But in single layers it changes by more: {names(why['layers'])}."
     ),
-    Reason.BETWEEN: '"Does not act" ends at {nothing:g}x, and "acts" begins at {acts:g}x.',
+    Reason.BETWEEN: "Up to {nothing:g}x counts as no effect, and {acts:g}x or more as one; this is"
+    " in between.",
     Reason.TOO_EARLY: lambda why: (
         f"Both runs are recorded only up to step {why['step']}, when decay had removed"
         f" {100 * why['taken']:.2g} % of the weights: too early to tell."
     ),
     Reason.MORE_THAN_DECAY: lambda why: (
-        f"The {QUANTITIES[why['quantity']]} changes by {effect_range(why['effect'])}. Decay has"
-        f" removed {_removed(why['taken'])} of the initial weights, which makes"
-        f" {times(why['most'])} at most: the two runs differ in something else too."
+        f"{_compared(why['quantity'], why['effect'])}. Decay has removed {_removed(why['taken'])}"
+        f" of the initial weights, which explains {times(why['most'])} at most: the two runs differ"
+        " in something else, too."
     ),
     Reason.SEEDS_DISAGREE: lambda why: (
         "The seeds disagree: "
         + ", ".join(f"{verdict} in {count}" for verdict, count in why["counts"].items())
         + "."
     ),
-    Reason.GIVE_BASELINE: "give a baseline, the same run without decay (`decaylab diagnose {run}"
-    " --against BASELINE`)",
-    Reason.RECORD_IN_BOTH: _record,
-    Reason.RECORD_SAME_WAY: "record it in the same way",
-    Reason.RECORD_SHARE: lambda why: (
-        "record it with `decaylab probe RUN --record`"
-        if why["own"]
-        else 'record it with watch(..., probes="diagnosis", inputs=batch)'
-    ),
     Reason.SAME_STEPS: "record both runs at the same steps (the same every=)",
     Reason.RECORD_FURTHER: "record both runs further into training",
     Reason.SAME_DATA: "give a baseline with the same data, batch size and seed",
-    Reason.MORE_SEEDS: lambda why: (
-        "train more seeds of both, and give them all (`decaylab diagnose RUN RUN --against BASE"
-        " BASE`)"
-        if why["baseline"]
-        else "train more seeds, or longer"
-    ),
-    Reason.ATTRIBUTE: lambda why: (
-        f"separate the mechanisms by experiment (`decaylab attribute {why['run']}`)"
-        if why["own"]
-        else "separate the mechanisms by experiment (decaylab.attribute, docs/attribution.md)"
-    ),
     Reason.NAME_THE_LAW: 'name its law in its param groups, as group["law"] (docs/extend.md), or'
     " train with SGD, K-FAC or Adam without amsgrad",
     Reason.NO_CLIPPING: "train without clipping, or with Adam",
@@ -431,9 +425,8 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.DIRECTION_ONLY: _direction,
     Reason.MATTERS: _matters,
     Reason.NO_MORE_SECOND_ORDER: "In this run decay keeps the effective damping low, but K-FAC's"
-    " steps are no more second-order for it.",
+    " steps are no more second-order than without it.",
     Reason.NO_EFFECT: "In this run decay of these layers has no effect: it could be left out.",
-    Reason.SCHEDULE: _schedule,
     Reason.FUNCTION: _function,
     Reason.NOTHING_YET: "Nothing yet: no layer with decay could be judged.",
     Reason.NOTHING_TO_DROP: "This run has no weight decay to keep or to drop.",
@@ -449,12 +442,12 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.ASK_FOR_LESS: "to turn it so far, decay would take half of it or more a step: ask for"
     " less",
     Reason.NOTHING_HOLDS: lambda why: (
-        f"a step adds {three_digits(why['growth'])} of |W|^2 at the target: no decay holds it."
-        " Lower the learning rate"
+        f"at the target norm a step adds {three_digits(why['growth'])} times |W|^2, which no decay"
+        " can hold: lower the learning rate"
     ),
     Reason.TURNS_BY_LR: "the weights turn by lr, whatever their norm",
     Reason.ROUGH: lambda why: (
-        f"rough: up to {why['factor']:.2g} times too {why['way']}; suggest from a run nearer to the"
+        f"rough: up to {times(why['factor'])} too {why['way']}; suggest from a run nearer to the"
         " target"
     ),
     Reason.MIXED: "rough: decay takes much of the weights while steps still agree",
@@ -467,11 +460,11 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
         + ("less than a tenth of it" if why["less"] else "more than ten times that")
     ),
     Reason.FOR_THE_BUDGET: lambda why: (
-        f"to act within {why['budget']} steps; {times(why['holding'])} as much would hold the first"
-        " norm, too slowly"
+        f"chosen to act within {why['budget']} steps; {times(why['holding'])} as much would hold"
+        " the initial norm, but too slowly"
     ),
-    Reason.NO_ONE_VALUE: "no one value is for all of these layers, which differ in optimizer,"
-    " learning rate, momentum or kind of decay: give each group its own",
+    Reason.NO_ONE_VALUE: "no single value fits all of these layers: they differ in optimizer,"
+    " learning rate, momentum or kind of decay, so give each group its own",
     Reason.NO_SUGGESTION: "no suggestion for any layer whose size does not count; beside each"
     " stands why",
     Reason.NO_CANDIDATE: "no suggestion: the size of every layer counts",
@@ -484,85 +477,180 @@ def sentence(why: Because) -> str:
     return text.format(**why.data) if isinstance(text, str) else text(why)
 
 
+# ---------------------------------------------------------------- what to do, with real folders
+
+
+def _watched_in(*addresses: commands.Address) -> str:
+    return "recorded by " + " and ".join(f'watch(..., folder="{x.folder}")' for x in addresses)
+
+
+def _give_baseline(why: Because, places: Places) -> str:
+    run = places.run
+    if places.all_own:
+        again = commands.train_again(run, decay=False)
+        return f"train it without decay (`{again}`), then `{commands.diagnose_all_seeds(run)}`"
+    if not run.folder:
+        return f"train the same without decay, then `{commands.diagnose([run], [run])}`"
+    other = run.beside("no-decay")
+    command = commands.diagnose(places.runs, [other])
+    return f"train the same without decay, {_watched_in(other)}, then `{command}`"
+
+
+def _more_seeds(why: Because, places: Places) -> str:
+    run, baselines = places.run, places.baselines
+    each = " of each" if baselines else ""
+    if places.all_own:
+        seed = 1 + max(address.seed or 0 for address in (*places.runs, *baselines))
+        again = [commands.train_again(each, seed=seed) for each in (run, *baselines[:1])]
+        trained = " and ".join(f"`{command}`" for command in again)
+        return f"train another seed{each} ({trained}), then `{commands.diagnose_all_seeds(run)}`"
+    if not all(address.folder for address in (*places.runs, *baselines)):
+        both = [run, run]
+        return f"train another seed{each}, then `{commands.diagnose(both, both)}`"
+    number = 1 + len(places.runs)
+    new = [address.beside(f"seed-{number}") for address in (run, *baselines[:1])]
+    command = commands.diagnose([*places.runs, new[0]], [*baselines, *new[1:]])
+    return f"train another seed{each}, {_watched_in(*new)}, then `{command}`"
+
+
+def _record(why: Because, places: Places) -> str:
+    what = "the Jacobian norm" if why.reason is Reason.RECORD_IN_BOTH else "it"
+    if places.all_own:
+        probes = [commands.probe(run) for run in (*places.runs, *places.baselines)]
+        return f"record {what}: " + " and ".join(f"`{probe}`" for probe in probes)
+    return f'record {what} in all runs, with watch(..., probes="diagnosis", inputs=batch)'
+
+
+def _attribute(why: Because, places: Places) -> str:
+    if places.run.own and places.run.folder:
+        return f"`{commands.attribute(places.run)}` separates the mechanisms by experiment"
+    return (
+        "`decaylab.attribute` separates the mechanisms by experiment, in your own loop"
+        " (docs/attribution.md)"
+    )
+
+
+def _schedule(why: Because, places: Places) -> str:
+    # Adam's law is SGD's as long as it remembers the norms of the start (`laws.memory`)
+    least = "at least " if why["power"] == 1 else "about "
+    return (
+        "To move these layers as far without decay, raise their learning rate over the run, to"
+        f" {least}{times(why['factor'])} at the end: `{commands.schedule(places.run)}` writes the"
+        " schedule."
+    )
+
+
+def _record_same(why: Because, places: Places) -> str:
+    return "" if places.all_own else "record the same probes there"  # our trainer does
+
+
+ADVICE: dict[Reason, Callable[[Because, Places], str]] = {
+    Reason.RECORD_SAME_WAY: _record_same,
+    Reason.GIVE_BASELINE: _give_baseline,
+    Reason.RECORD_IN_BOTH: _record,
+    Reason.RECORD_SHARE: _record,
+    Reason.MORE_SEEDS: _more_seeds,
+    Reason.ATTRIBUTE: _attribute,
+    Reason.SCHEDULE: _schedule,
+}
+
+
+def advice(why: Because, places: Places) -> str:
+    """A reason in words, where it tells what to do with the folders to do it with."""
+    write = ADVICE.get(why.reason)
+    return sentence(why) if write is None else write(why, places)
+
+
 # ---------------------------------------------------------------- the one sentence
 
 
 def headline(diagnosis: Diagnosis) -> str:
     """Whether decay helped, through what, and what to try next."""
-    return f"{_helped(diagnosis.outcome, diagnosis)}{_through(diagnosis)}. {_next(diagnosis)}."
+    outcome, acts = diagnosis.outcome, " and ".join(_ways(diagnosis))
+    if not diagnosis.decays:
+        return f"This run has no weight decay. {_next(diagnosis)}."
+    if outcome.verdict in (Helped.UNKNOWN, Helped.NOT_COMPARED):
+        missing = "no loss was logged"
+        if outcome.verdict is Helped.NOT_COMPARED:
+            missing = "there is no run without decay to compare with"
+        mechanisms = f"Decay {acts}" if acts else _no_way(diagnosis)
+        return f"{mechanisms}. Whether it helped is not known: {missing}. {_next(diagnosis)}."
+    mechanisms = f": decay {acts}" if acts else f". {_no_way(diagnosis)}"
+    return f"{_outcome(outcome)}{mechanisms}. {_next(diagnosis)}."
 
 
-def _value(value: float) -> str:
-    return f"{value:.4g}"
-
-
-def _helped(outcome: Outcome, diagnosis: Diagnosis) -> str:
-    if outcome.verdict is Helped.UNKNOWN:
-        return "Whether decay helped is not recorded"
-    if outcome.verdict is Helped.NOT_COMPARED:
-        return "Whether decay helped cannot be told without a baseline"
+def _outcome(outcome: Outcome) -> str:
     name = outcome.name.replace("_", " ").replace("/", " ")
-    numbers = f"{name} {_value(outcome.run)} with decay, {_value(outcome.baseline)} without"
+    numbers = f"{name} {outcome.run:.4g} with decay, {outcome.baseline:.4g} without"
     seeds = "one seed"
     if outcome.interval is not None:
-        low, high = outcome.interval
         count = f"{outcome.seeds[0]} and {outcome.seeds[1]} seeds"
-        seeds = f"better by {low:+.3g} to {high:+.3g}, 95 % interval, {count}"
+        seeds = f"{_better(*outcome.interval)}, 95 % interval, {count}"
     elif outcome.seeds != (1, 1):
         seeds = f"{outcome.seeds[0]} against {outcome.seeds[1]} seeds"
     words = {
         Helped.YES: "Decay helped",
         Helped.NO: "Decay hurt",
-        Helped.UNDECIDED: "Decay made no difference that these runs show",
+        Helped.UNDECIDED: "These runs show no difference made by decay",
         Helped.BETTER: "The run with decay ended better",
         Helped.WORSE: "The run with decay ended worse",
     }
     return f"{words[outcome.verdict]} ({numbers}; {seeds})"
 
 
-def _through(diagnosis: Diagnosis) -> str:
-    if not diagnosis.decays:
-        return "; it has no weight decay"
+def _better(low: float, high: float) -> str:
+    if low >= 0:
+        return f"better by {low:.3g} to {high:.3g}"
+    if high <= 0:
+        return f"worse by {-high:.3g} to {-low:.3g}"
+    return f"between {-low:.3g} worse and {high:.3g} better"
+
+
+def _ways(diagnosis: Diagnosis) -> list[str]:
+    """What decay does, of each mechanism through which it acts."""
     ways = []
     for finding in diagnosis.findings:
         if finding.verdict is not Verdict.ACTS or finding.effect is None:
             continue
-        factor = times(finding.effect.value)
-        raises = f"it raises the effective learning rate {factor}"
+        changed = times(finding.effect.value)
+        raises = f"raises the effective learning rate {changed}"
         if finding.quantity == "rotation":
-            raises = f"it makes steps turn the weights {factor} as far"
+            raises = f"makes each step turn the weights {changed} as far"
         ways.append(
             {
                 Mechanism.EFFECTIVE_LR: raises,
-                Mechanism.JACOBIAN: f"it makes the {QUANTITIES[finding.quantity]} {factor} smaller",
-                Mechanism.DAMPING: f"it lowers the effective damping {factor}",
+                Mechanism.JACOBIAN: f"shrinks the {QUANTITIES[finding.quantity]} {changed}",
+                Mechanism.DAMPING: f"lowers K-FAC's effective damping {changed}",
             }[finding.mechanism]
         )
-    if ways:
-        return ": " + " and ".join(ways)
+    return ways
+
+
+def _no_way(diagnosis: Diagnosis) -> str:
     undecided = [f.mechanism for f in diagnosis.findings if f.verdict is Verdict.CANNOT_TELL]
     if undecided:
-        return f"; through what is not decided ({', '.join(undecided)})"
-    return "; it acts through none of the three mechanisms"
+        return f"What decay does is not decided ({', '.join(undecided)})"
+    return "Decay acts through none of the three mechanisms"
 
 
 def _next(diagnosis: Diagnosis) -> str:
     """What to try next, as something that can be typed or done."""
-    run, outcome = diagnosis.address, diagnosis.outcome
+    places, outcome = diagnosis.places, diagnosis.outcome
+    nothing = Because(Reason.MORE_SEEDS)
     if not diagnosis.decays:
         return "Next: train the same with decay, and compare"
     if outcome.verdict is Helped.UNKNOWN:
         return "Next: log the outcome (`watched.log(test_loss=...)`) in runs with and without decay"
     if outcome.verdict is Helped.NOT_COMPARED:
-        return f"Next: train the same without decay, then `decaylab diagnose {run} --against BASE`"
+        return f"Next: {_give_baseline(nothing, places)}"
     if outcome.verdict in (Helped.BETTER, Helped.WORSE, Helped.UNDECIDED):
-        more = "two more seeds of each" if outcome.interval is None else "more seeds of each"
-        return f"Next: train {more}, and give them all to `decaylab diagnose`"
-    acts = any(f.verdict is Verdict.ACTS for f in diagnosis.findings[:1])
+        return f"Next: {_more_seeds(nothing, places)}"
+    acts = diagnosis.findings[0].verdict is Verdict.ACTS
     if outcome.verdict is Helped.NO:
-        return f"Next: less decay (`decaylab advise suggest {run}`)" if acts else "Next: less decay"
+        suggested = f" (`{commands.suggest(places.run)}`)" if acts else ""
+        return f"Next: less decay{suggested}"
     if acts:
-        return f"Next: `decaylab advise suggest {run}` for the value that acts within this budget"
+        return f"Next: `{commands.suggest(places.run)}`, for the decay that acts within this budget"
     return "Next: twice and half the decay"
 
 
@@ -574,14 +662,11 @@ def finding_text(finding: Finding) -> str:
     return " ".join(_ended(sentence(why)) for why in finding.reasons)
 
 
-def remedy_text(finding: Finding) -> str:
-    """What would decide it; "" where it is decided."""
-    return "; ".join(sentence(why) for why in finding.remedies)
-
-
-def _ended(text: str) -> str:
-    text = text[0].upper() + text[1:]
-    return text if text.endswith(".") else f"{text}."
+def remedy_text(finding: Finding, places: Places, above: str = "") -> str:
+    """What would decide it; "" where it is decided. What was said `above` is not said again."""
+    texts = [advice(why, places) for why in finding.remedies]
+    remedies = ['see "Next" above' if text in above else text for text in texts if text]
+    return "; ".join(dict.fromkeys(remedies))
 
 
 def first_text(name: str, why: Because) -> str:
@@ -591,36 +676,37 @@ def first_text(name: str, why: Because) -> str:
 
 def verdict_title(finding: Finding) -> str:
     """What decay does to the mechanism: "Decay shrinks the Jacobian norm"."""
+    name = str(finding.mechanism)
     if finding.verdict is Verdict.CANNOT_TELL:
-        return f"{finding.mechanism}: cannot tell"
+        return f"{name[0].upper()}{name[1:]}: cannot tell yet"
+    if finding.because_of(Reason.ONLY_KFAC_DAMPS) is not None:
+        return "No effective damping"
     if finding.verdict is Verdict.DOES_NOT_ACT:
-        verb = "moves the other way" if opposite(finding) else "does not act"
-        return f"{finding.mechanism}: {verb}"
+        if opposite(finding):
+            return f"The {name} changes the other way"
+        verb = "does not act on" if finding.effect is None else "hardly changes"
+        return f"Decay {verb} the {name}"
+    raises = "Decay raises the effective learning rate"
+    if finding.quantity == "rotation":
+        raises = "Decay makes each step turn the weights further"
     return {
-        Mechanism.EFFECTIVE_LR: "effective learning rate: decay keeps it high",
-        Mechanism.JACOBIAN: "Jacobian norm: decay shrinks it",
-        Mechanism.DAMPING: "effective damping: decay keeps it low",
+        Mechanism.EFFECTIVE_LR: raises,
+        Mechanism.JACOBIAN: "Decay shrinks the Jacobian norm",
+        Mechanism.DAMPING: "Decay lowers the effective damping",
     }[finding.mechanism]
-
-
-def quantity_words(finding: Finding) -> str:
-    """What the finding's factor is of."""
-    return QUANTITIES[finding.quantity or USUAL[finding.mechanism]]
 
 
 def layer_heading(finding: Finding) -> str:
     """What the factors by layer are of."""
     key = finding.layer_quantity or finding.quantity or USUAL[finding.mechanism]
-    return f"{QUANTITIES[key]}, {'larger' if key in LARGER else 'smaller'} by"
+    return f"{QUANTITIES[key]}: how much {'larger' if key in LARGER else 'smaller'}"
 
 
 def effect_words(finding: Finding) -> str:
     """What changed, which way and by which factor; "" where nothing was compared."""
     if finding.effect is None:
         return ""
-    key = finding.quantity or USUAL[finding.mechanism]
-    verb = "larger" if key in LARGER else "smaller"
-    return f"{QUANTITIES[key]} {effect_range(finding.effect)} {verb}"
+    return _compared(finding.quantity or USUAL[finding.mechanism], finding.effect)
 
 
 def records_words(finding: Finding) -> str:
@@ -628,7 +714,9 @@ def records_words(finding: Finding) -> str:
     effect = finding.effect
     if effect is None:
         return ""
-    how = "the baseline" if effect.source is Evidence.BASELINE else "a reconstruction"
+    how = "a reconstruction"
+    if effect.source is ComparedWith.BASELINE:
+        how = "the baseline"
     counted = "1 record" if effect.records == 1 else f"{effect.records} records"
     steps = f"steps {effect.steps[0]} to {effect.steps[1]}"
     if effect.steps[0] == effect.steps[1]:
@@ -657,83 +745,119 @@ def left_out(diagnosis: Diagnosis) -> dict[str, str]:
     return {reason: ", ".join(layers) for reason, layers in by_reason.items()}
 
 
-MOTION_HEADINGS = (
-    *("layer", "turns/step", "at balance", "timescale", "by decay: turns", "norm", "size counts"),
-)
+# ---------------------------------------------------------------- how layers turn
 
 
-def motion_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
-    """A row per layer: angle, the law's, timescale, decay's part in turns and norm, response."""
-    return [
-        (
+def motion_table(diagnosis: Diagnosis) -> tuple[list[str], list[list[str]]]:
+    """Headings and a row per layer; the decay time has a column only where layers differ in it."""
+    headings = ["layer", "angle/step", "balance", "turns", "norm", "size"]
+    rows = [
+        [
             m.layer if m.role in ("weight", "") else f"{m.layer} ({m.role})",
             "-" if m.rotation is None else f"{m.rotation:.2g}",
-            "-" if m.expected is None else f"{m.expected:.2g}",
-            _timescale(m),
+            "-" if m.expected is None or m.role == "gain" else f"{m.expected:.2g}",
             "-" if m.turned is None else times(m.turned.value),
             "-" if m.by_decay is None else times(m.by_decay),
-            "-" if m.size_response is None else f"{m.size_response:.2g}",
-        )
+            "-" if m.size_response is None else _responded(m.size_response),
+        ]
         for m in diagnosis.motions
     ]
+    if len(_decay_times(diagnosis.motions)) > 1:
+        headings.insert(3, "decay time")
+        for row, m in zip(rows, diagnosis.motions, strict=True):
+            row.insert(3, "-" if m.timescale is None else three_digits(m.timescale))
+    return headings, rows
 
 
-def _timescale(m: Motion) -> str:
-    return "-" if m.timescale is None else three_digits(m.timescale)
+def _decay_times(motions: Iterable[Motion]) -> set[str]:
+    return {three_digits(m.timescale) for m in motions if m.timescale is not None}
 
 
 def motion_legend(diagnosis: Diagnosis) -> str:
-    """What the columns of `motion_rows` are."""
-    moves = diagnosis.motions
-    steps = moves[0].steps if moves else 0
+    """What the columns of `motion_table` are."""
     baseline = "the baseline" if diagnosis.baselines else "a reconstruction without decay"
-    epochs = [m.epochs for m in moves if m.epochs]
-    in_epochs = ""
-    if epochs:
-        low, high = three_digits(min(epochs)), three_digits(max(epochs))
-        in_epochs = f" ({low if low == high else f'{low} to {high}'} epochs)"
     return (
-        "turns/step: recorded radians per step; at balance: the law's for lr and decay, if the"
-        " layer were scale-invariant and gradients independent; timescale: steps in which decay"
-        f" alone takes weights to 1/e{in_epochs}, the run has {steps}; by decay: how much further"
-        f" it turns and what is left of its norm, against {baseline}; size counts: per cent by"
-        " which the outputs change per per cent of its size."
+        "angle/step: how far a step turns the weights, in radians, as recorded. balance: where"
+        " that would settle with this lr and decay, if the layer were scale-invariant and its"
+        f" gradients independent. turns, norm: as a multiple of {baseline}. size: percent by which"
+        " the outputs change per percent of the layer's size; near 0 only its direction counts."
+        + (
+            " decay time: steps in which decay alone takes the weights to 1/e."
+            if len(_decay_times(diagnosis.motions)) > 1
+            else ""
+        )
     )
 
 
 def insight(diagnosis: Diagnosis) -> list[str]:
     """What the motions show, each checkable in the table."""
-    turned = [m for m in diagnosis.motions if m.turned is not None and m.timescale]
-    if not turned:
-        return []
-    said = []
-    most = max(turned, key=lambda m: m.turned.value if m.turned else 0.0)
-    if most.turned is not None and most.turned.value >= RULES.acts:
-        text = f"Decay makes {most.layer} turn {times(most.turned.value)} as far per step"
+    moved = [m for m in diagnosis.motions if m.role != "gain" and m.timescale]
+    known_turns = [m for m in moved if m.turned is not None]
+    turned = [m for m in known_turns if _turned(m) >= RULES.acts]
+    sentences = []
+    if known_turns and not turned:
+        most = max(known_turns, key=_turned)
+        sentences.append(
+            f"Decay makes no layer turn {times(RULES.acts)} as far per step: it is"
+            f" {times(_turned(most))} at most ({most.layer})."
+        )
+    if turned:
+        most = max(turned, key=_turned)
+        text = f"Decay makes {most.layer} turn {times(_turned(most))} as far per step"
+        if most.by_decay is not None:
+            text += f", at {times(most.by_decay)} the norm"
         if most.size_response is not None:
-            counts = "matters little" if most.size_response <= RULES.size_little else "matters"
-            text += f"; its size itself {counts} ({most.size_response:.2g} % per percent)"
-        said.append(f"{text}.")
-    scales = [m.timescale for m in turned if m.timescale]
-    longest, steps = max(scales), turned[0].steps
-    if longest > steps:
-        said.append(
-            f"Decay needs {three_digits(longest)} steps to replace the weights of the start once;"
-            f" the run has {steps}."
+            little = most.size_response <= RULES.size_little
+            matters = "hardly matters" if little else "matters, too"
+            text += f"; its size itself {matters} ({_responded(most.size_response)} % per percent)"
+        sentences.append(f"{text}.")
+    if len(turned) > 1:
+        all_turned = geometric_mean(_turned(m) for m in turned)
+        count = f"{len(turned)} of" if len(turned) < len(moved) else "All"
+        sentences.append(
+            f"{count} {len(moved)} layers with decay turn at least {times(RULES.acts)} as far,"
+            f" {times(all_turned)} in the mean."
         )
-    known = [m for m in turned if m.settled is not None]
-    rest = [m for m in known if m.settled]
+    if moved:
+        sentences.append(_decay_time(moved))
+    known = [m for m in moved if m.settled is not None]
     if known:
-        apart = [(m.rotation or 1.0) / (m.expected or 1.0) for m in known]
-        said.append(
-            f"{len(rest)} of {len(known)} layers turn as their law says at balance (within"
-            f" {_percent(RULES.settled - 1)}); the others by {times(min(apart))} to"
-            f" {times(max(apart))} of it."
-            if len(rest) < len(known)
-            else f"All {len(known)} layers turn as their law says at balance (within"
-            f" {_percent(RULES.settled - 1)})."
-        )
-    return said
+        sentences.append(_balance(known))
+    return sentences
+
+
+def _turned(m: Motion) -> float:
+    return m.turned.value if m.turned is not None else 1.0
+
+
+def _decay_time(moved: Sequence[Motion]) -> str:
+    scales = [m.timescale for m in moved if m.timescale]
+    low, high = three_digits(min(scales)), three_digits(max(scales))
+    epochs = [m.epochs for m in moved if m.epochs]
+    in_epochs = f" ({three_digits(max(epochs))} epochs)" if epochs else ""
+    needs = f"{low} to {high}" if low != high else low
+    return (
+        f"Decay needs about {needs} steps{in_epochs} to take full effect, 1/(lr x decay); the run"
+        f" has {moved[0].steps}."
+    )
+
+
+def _balance(motions: Sequence[Motion]) -> str:
+    apart = [(m.rotation or 1.0) / (m.expected or 1.0) for m in motions if not m.settled]
+    near = _percent(RULES.settled - 1)
+    if not apart:
+        return f"Every layer with decay turns as far as at its balance, within {near}."
+    low, high = times(min(apart)), times(max(apart))
+    factors = low if low == high else f"{low} to {high}"
+    if len(apart) == len(motions):
+        return f"No layer is within {near} of its balance yet: they turn {factors} as far as there."
+    return (
+        f"Within {near} of their balance: {len(motions) - len(apart)} of {len(motions)} layers. The"
+        f" others turn {factors} as far as there."
+    )
+
+
+# ---------------------------------------------------------------- all of it
 
 
 def markdown(diagnosis: Diagnosis) -> str:
@@ -743,37 +867,42 @@ def markdown(diagnosis: Diagnosis) -> str:
     lines += [f"**{headline(diagnosis)}**", ""]
     lines += [f"- **{first_text(*item)}**" for item in diagnosis.first]
     lines += [""] * bool(diagnosis.first)
-    lines += ["| mechanism | verdict | effect | records |", "| --- | --- | --- | --- |"]
-    for f in diagnosis.findings:
-        cells = (f.mechanism, f"**{f.verdict}**", effect_words(f), records_words(f))
-        lines.append(f"| {' | '.join(cells)} |")
-    for f in diagnosis.findings:
-        title = verdict_title(f)
-        lines += ["", f"## {title[0].upper()}{title[1:]}", "", finding_text(f)]
-        if f.remedies:
-            lines += ["", f"To decide it: {remedy_text(f)}."]
-        if any(row.effect for row in f.layers):
-            lines += ["", f"| layer | verdict | {layer_heading(f)} |", "| --- | --- | --- |"]
-            lines += [f"| {' | '.join(row)} |" for row in layer_table(f)]
+    for finding in diagnosis.findings:
+        lines += [f"## {verdict_title(finding)}", "", finding_text(finding)]
+        if finding.effect is not None:
+            lines[-1] += f" ({records_words(finding)})"
+        if finding.remedies:
+            remedy = remedy_text(finding, diagnosis.places, headline(diagnosis))
+            lines += ["", f"To decide it: {remedy}."]
+        if any(row.effect for row in finding.layers):
+            lines += ["", f"| layer | verdict | {layer_heading(finding)} |", "| --- " * 3 + "|"]
+            lines += [f"| {' | '.join(row)} |" for row in layer_table(finding)]
+        lines.append("")
     if diagnosis.motions:
-        lines += ["", "## How far each layer turns", "", *insight(diagnosis), ""]
-        lines += [f"| {' | '.join(MOTION_HEADINGS)} |", "| --- " * len(MOTION_HEADINGS) + "|"]
-        lines += [f"| {' | '.join(row)} |" for row in motion_rows(diagnosis)]
-        lines += ["", motion_legend(diagnosis)]
+        headings, rows = motion_table(diagnosis)
+        lines += ["## How far each layer turns", "", *insight(diagnosis), ""]
+        lines += [f"| {' | '.join(headings)} |", "| --- " * len(headings) + "|"]
+        lines += [f"| {' | '.join(row)} |" for row in rows]
+        lines += ["", motion_legend(diagnosis), ""]
     if diagnosis.skipped:
-        lines += ["", "## Layers left out", ""]
+        lines += ["## Layers left out", ""]
         lines += [f"- {layers}: {reason}" for reason, layers in left_out(diagnosis).items()]
-    lines += ["", "## What follows", "", *(f"- {x}" for x in follow_texts(diagnosis))]
+        lines.append("")
+    lines += ["## What follows", "", *(f"- {x}" for x in follow_texts(diagnosis))]
     return "\n".join(lines) + "\n"
 
 
 def follow_texts(diagnosis: Diagnosis) -> list[str]:
     """What follows, a sentence or more each."""
-    return [sentence(why) for why in diagnosis.follows]
+    return [_ended(advice(why, diagnosis.places)) for why in diagnosis.follows]
 
 
 def plain(diagnosis: Diagnosis) -> dict[str, Any]:
     """Plain values, for JSON: the data, and the words beside them."""
+
+    def told(why: Because) -> dict[str, str]:
+        return {"reason": _code(why.reason), "text": advice(why, diagnosis.places)}
+
     return {
         "headline": headline(diagnosis),
         "runs": list(diagnosis.runs),
@@ -784,8 +913,9 @@ def plain(diagnosis: Diagnosis) -> dict[str, Any]:
             {
                 "mechanism": f.mechanism,
                 "verdict": f.verdict,
-                "reasons": [_plain(why) for why in f.reasons],
-                "remedies": [_plain(why) for why in f.remedies],
+                "title": verdict_title(f),
+                "reasons": [told(why) for why in f.reasons],
+                "remedies": [told(why) for why in f.remedies],
                 "text": finding_text(f),
                 "effect": asdict(f.effect) if f.effect else None,
                 "layers": [
@@ -807,8 +937,8 @@ def plain(diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-def _plain(why: Because) -> dict[str, str]:
-    return {"reason": why.reason.name.lower().replace("_", "-"), "text": sentence(why)}
+def _code(reason: Reason) -> str:
+    return reason.name.lower().replace("_", "-")
 
 
 def note_texts(notes: Iterable[Because]) -> str:

@@ -121,8 +121,8 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
         if trainer.global_step:
             # it counts the steps of all optimizers together
             shared = trainer.global_step // len(trainer.optimizers)
-            step, own = self._stood
-            self._watched.resume(own if step == trainer.global_step else shared)
+            step, watched_step = self._stood
+            self._watched.resume(watched_step if step == trainer.global_step else shared)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the steps: Lightning keeps their sum over all optimizers."""

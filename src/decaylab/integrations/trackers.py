@@ -69,26 +69,28 @@ class WandB:
 
     def __init__(self, run: Any = None, **settings: Any) -> None:
         self._library = needed("wandb", "wandb", "this tracker")
-        self._run, self._settings, self._own = run, settings, False
-        self._known: set[str] = set()
+        self._run, self._settings, self._opened_run = run, settings, False
+        self._families: set[str] = set()
 
     def log(self, rows: Sequence[Row]) -> None:
         """Send the rows, one call a step."""
         if self._run is None:
-            self._own = self._library.run is None
-            self._run = self._library.init(**self._settings) if self._own else self._library.run
+            self._opened_run = self._library.run is None
+            self._run = (
+                self._library.init(**self._settings) if self._opened_run else self._library.run
+            )
         for step, values in by_step(rows).items():
-            for family in {name.split("/")[0] for name in values} - self._known:
-                self._known.add(family)
+            for family in {name.split("/")[0] for name in values} - self._families:
+                self._families.add(family)
                 for pattern in (family, f"{family}/*"):
                     self._run.define_metric(pattern, step_metric=STEP)
             self._run.log({STEP: step, **values})
 
     def close(self) -> None:
         """Finish the run, if this tracker opened it."""
-        if self._own and self._run is not None:
+        if self._opened_run and self._run is not None:
             _finish("WandB", self._run.finish)
-            self._run, self._own = None, False
+            self._run, self._opened_run = None, False
 
 
 class MLflow:
@@ -110,7 +112,7 @@ class MLflow:
         self._library = needed("mlflow", "mlflow", "this tracker")
         self._run_id, self._experiment, self._uri = run_id, experiment, tracking_uri
         self._client: Any = None
-        self._own = False
+        self._opened_run = False
 
     @property
     def run_id(self) -> str | None:
@@ -120,9 +122,9 @@ class MLflow:
     def log(self, rows: Sequence[Row]) -> None:
         """Send the rows, in requests of at most a thousand."""
         self._open()
-        now = int(time.time() * 1000)
+        timestamp = int(time.time() * 1000)
         metrics = [
-            self._library.entities.Metric(_mlflow_name(row.name), row.value, now, row.step)
+            self._library.entities.Metric(_mlflow_name(row.name), row.value, timestamp, row.step)
             for row in rows
         ]
         for first in range(0, len(metrics), REQUEST):
@@ -130,9 +132,9 @@ class MLflow:
 
     def close(self) -> None:
         """Mark the run as finished, if this tracker opened it."""
-        if self._own:
+        if self._opened_run:
             _finish("MLflow", lambda: self._client.set_terminated(self._run_id))
-            self._own = False
+            self._opened_run = False
 
     def _open(self) -> None:
         if self._client is None:
@@ -141,11 +143,11 @@ class MLflow:
         if self._run_id is None and active is not None:
             self._run_id = active.info.run_id
         if self._run_id is None:
-            known = self._client.get_experiment_by_name(self._experiment)
+            existing = self._client.get_experiment_by_name(self._experiment)
             create = self._client.create_experiment
-            experiment = create(self._experiment) if known is None else known.experiment_id
+            experiment = create(self._experiment) if existing is None else existing.experiment_id
             self._run_id = self._client.create_run(experiment).info.run_id
-            self._own = True
+            self._opened_run = True
 
 
 def by_step(rows: Sequence[Row]) -> dict[int, dict[str, float]]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.estimator import CountedRows
-from decaylab.curvature.untouched import bare
+from decaylab.curvature.preserve import bare
 from decaylab.errors import DecaylabError, needed
 from decaylab.networks.calling import Inputs, LogitsRule
 from decaylab.probes import FREE, Probe, Watch, watch
@@ -69,21 +69,21 @@ class WatchCallback(_library.TrainerCallback):  # type: ignore[misc,unused-ignor
             raise DecaylabError("nothing has been watched yet: call trainer.train first")
         return self._watched
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach to the optimizer, which is prepared by now and has its state."""
         self._detach()
-        model: nn.Module = given["model"]
+        model: nn.Module = kwargs["model"]
         first = state.is_world_process_zero  # one process writes
         device = next(model.parameters()).device
         self._watched = watch(
             model,
-            given["optimizer"],
+            kwargs["optimizer"],
             every=self._every,
             probes=self._probes,
             inputs=moved(self._inputs, device),
             logits=self._logits,
             steps_per_epoch=_steps_per_epoch(
-                given.get("train_dataloader"), args.gradient_accumulation_steps
+                kwargs.get("train_dataloader"), args.gradient_accumulation_steps
             ),
             folder=self._folder if first else None,
             trackers=self._trackers if first else (),
@@ -91,15 +91,15 @@ class WatchCallback(_library.TrainerCallback):  # type: ignore[misc,unused-ignor
         if state.global_step:
             self._watched.resume(state.global_step)
 
-    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record losses and metrics, under the names that the trainer logs them by."""
-        logs = given.get("logs") or {}
+        logs = kwargs.get("logs") or {}
         outcomes = {k: v for k, v in logs.items() if k == "loss" or k.startswith("eval_")}
         speeds = ("_runtime", "_per_second", "_jit_compilation_time")
         if self._watched is not None:
             self._watched.log(**{k: v for k, v in outcomes.items() if not k.endswith(speeds)})
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the hooks off; the records stay."""
         self._detach()
 

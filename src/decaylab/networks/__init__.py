@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, unknown
 from decaylab.networks import resnet, vgg
 from decaylab.networks.layers import BATCH_NORM_EPS, Style, initialize_, scaled
 from decaylab.networks.mlp import MLP
@@ -122,10 +122,10 @@ def build(
     26122
     """
     if name not in NETWORKS:
-        raise DecaylabError(f"unknown network {name!r}: choose one of {', '.join(NETWORKS)}")
-    for what, value in (("classes", classes), ("channels", in_channels), ("size", image_size)):
+        raise unknown("network", name, NETWORKS)
+    for field, value in (("classes", classes), ("channels", in_channels), ("size", image_size)):
         if value < 1:
-            raise DecaylabError(f"a network needs at least one of its {what}, not {value}")
+            raise DecaylabError(f"a network needs at least one of its {field}, not {value}")
     if not batch_norm_eps > 0:
         raise DecaylabError(f"batch_norm_eps must be above zero, and it is {batch_norm_eps}")
     scaled(1, width)  # refuses a wrong width, also of an MLP without hidden layers

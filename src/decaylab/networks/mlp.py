@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import unknown
 from decaylab.networks.layers import Style
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "linear": nn.Identity}
@@ -29,9 +29,7 @@ class MLP(nn.Module):
     ):
         super().__init__()
         if activation not in ACTIVATIONS:
-            raise DecaylabError(
-                f"unknown activation {activation!r}: choose one of {', '.join(ACTIVATIONS)}"
-            )
+            raise unknown("activation", activation, ACTIVATIONS)
         layers: list[nn.Module] = []
         for width in hidden:
             layers += [*style.linear(in_features, width), ACTIVATIONS[activation]()]

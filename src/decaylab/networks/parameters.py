@@ -85,16 +85,16 @@ def _layer(module: nn.Module) -> Layer | None:
         return None
     gains = _gains(module)
     gain_ids = {id(gain) for gain in gains}
-    own = [p for p in _own_parameters(module) if id(p) not in gain_ids]
+    parameters = [p for p in _own_parameters(module) if id(p) not in gain_ids]
     kind: Kind = next((kind for types, kind in KINDS if isinstance(module, types)), "other")
     others: list[Tensor] = []
     if isinstance(module, nn.MultiheadAttention):
         others = [p for p in (module.bias_k, module.bias_v) if p is not None]
-    rest = [p for p in own if all(p is not other for other in others)]
-    weights = [p for p in rest if p.ndim >= 2]
+    weights_and_biases = [p for p in parameters if all(p is not other for other in others)]
+    weights = [p for p in weights_and_biases if p.ndim >= 2]
     if not weights:
         return None
-    biases = [p for p in rest if p.ndim < 2]
+    biases = [p for p in weights_and_biases if p.ndim < 2]
     parametrised = parametrize.is_parametrized(module) or bool(_older(module))
     return Layer(kind, weights, biases, gains, others, parametrised)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from decaylab.errors import DecaylabError
 from decaylab.networks.calling import Inputs, LogitsRule, call, find_logits
 from decaylab.networks.parameters import find_layers
-from decaylab.networks.preserved import cuda_devices, preserved, preserved_buffers
+from decaylab.networks.preserve import cuda_devices, preserved, preserved_buffers
 
 INVARIANCE_THRESHOLD = 0.05
 CONTRAST = 5.0  # a layer counts as invariant if removing it changes this times what doubling does
@@ -34,7 +34,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         torch.clear_autocast_cache()  # of weights that were rescaled
 
 
-class Evaluation:
+class RepeatedForward:
     """f(inputs) again and again, each time from the same state.
 
     Of the generators, for dropout, and of the buffers: a power iteration (spectral normalisation)
@@ -129,7 +129,7 @@ def invariance(
     if not layers:
         return {}
     with undisturbed(model):
-        evaluate = Evaluation(model, inputs, logits)
+        evaluate = RepeatedForward(model, inputs, logits)
         reference = evaluate()
         length = size(reference)
         defects = {}

@@ -10,7 +10,7 @@ CHANNELS = (64, 128, 256)
 BLOCKS = {"resnet20": 3, "resnet32": 5, "resnet44": 7, "resnet56": 9}  # per stage
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """relu(branch(x) + shortcut(x)), the branch being two 3x3 convolutions.
 
     The shortcut is the identity, and a 1x1 convolution (with batch normalisation if the net has it)
@@ -48,7 +48,7 @@ class ResNet(nn.Module):
         for stage, out in enumerate(scaled(group, width) for group in CHANNELS):
             for index in range(BLOCKS[name]):
                 stride = 2 if stage > 0 and index == 0 else 1
-                blocks.append(Block(channels, out, stride, style))
+                blocks.append(ResidualBlock(channels, out, stride, style))
                 channels = out
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels, classes, bias=style.bias)

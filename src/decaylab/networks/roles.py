@@ -114,8 +114,8 @@ def roles(model: nn.Module, inputs: Any = None) -> dict[str, ParameterRole]:
 
     def note(parameters: list[Tensor], module: str, role: Role, kind: Kind) -> None:
         for parameter in parameters:
-            known = by_parameter.get(id(parameter))
-            if known is None or PRIORITY.index(role) < PRIORITY.index(known[1]):
+            noted = by_parameter.get(id(parameter))
+            if noted is None or PRIORITY.index(role) < PRIORITY.index(noted[1]):
                 by_parameter[id(parameter)] = (module, role, kind)
 
     for name, module in model.named_modules():

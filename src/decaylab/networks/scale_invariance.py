@@ -35,7 +35,7 @@ from decaylab.networks.calling import Inputs, LogitsRule, call
 from decaylab.networks.parameters import find_layers
 from decaylab.networks.rescaling import (
     INVARIANCE_THRESHOLD,
-    Evaluation,
+    RepeatedForward,
     distance,
     run_order,
     size,
@@ -205,7 +205,7 @@ def measure_invariance(
         empty = torch.zeros(0, dtype=torch.float64)
         return Invariance((), {}, frozenset(), (), empty.view(0, 0), empty)
     with torch.inference_mode(False), undisturbed(model):
-        evaluate = Evaluation(model, inputs, logits)
+        evaluate = RepeatedForward(model, inputs, logits)
         reference, coarsest = _reference(evaluate)
         if not 0 < size(reference) < math.inf:
             raise DecaylabError(
@@ -255,7 +255,7 @@ def _units(model: nn.Module, inputs: Inputs) -> dict[str, list[Tensor]]:
     }
 
 
-def _reference(evaluate: Evaluation) -> tuple[list[Tensor], torch.dtype]:
+def _reference(evaluate: RepeatedForward) -> tuple[list[Tensor], torch.dtype]:
     """The logits, and the coarsest number format that a module of the model computes in."""
     formats = {torch.float64}
 
@@ -285,7 +285,11 @@ class _Trials:
     """Layers multiplied by powers of two, and how far the logits are from what they should be."""
 
     def __init__(
-        self, evaluate: Evaluation, units: Units, reference: list[Tensor], coarsest: torch.dtype
+        self,
+        evaluate: RepeatedForward,
+        units: Units,
+        reference: list[Tensor],
+        coarsest: torch.dtype,
     ):
         self.evaluate, self.units, self.reference = evaluate, units, reference
         self.size = size(reference)
@@ -328,7 +332,7 @@ class _Columns:
 
 
 def _columns(
-    evaluate: Evaluation, units: Units, reference: list[Tensor], coarsest: torch.dtype
+    evaluate: RepeatedForward, units: Units, reference: list[Tensor], coarsest: torch.dtype
 ) -> _Columns:
     entries = sum(tensor.numel() for tensor in reference)
     chosen = torch.arange(entries)
@@ -364,7 +368,7 @@ class _Called(nn.Module):
         return call(self.model, self.inputs)
 
 
-def _derivative(evaluate: Evaluation, parameters: Sequence[Tensor]) -> list[Tensor]:
+def _derivative(evaluate: RepeatedForward, parameters: Sequence[Tensor]) -> list[Tensor]:
     """D logits / d log of a factor on these parameters; one forward pass."""
     called, chosen = _Called(evaluate.model, evaluate.inputs), {id(p) for p in parameters}
     with warnings.catch_warnings(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
@@ -392,18 +396,18 @@ def _groups(columns: _Columns, trials: _Trials, order: Sequence[str]) -> list[Sc
     matrix = torch.cat([columns.logits[:, None], chosen], dim=1)
     lengths = torch.linalg.vector_norm(matrix, dim=0)
     triangle = torch.linalg.qr(matrix / lengths, mode="r").R  # has their angles, and few rows
-    groups, given = [], [0]
+    groups, independent = [], [0]
     for at, name in enumerate(order, start=1):
-        basis, column = triangle[:, given], triangle[:, at]
+        basis, column = triangle[:, independent], triangle[:, at]
         shares = torch.linalg.lstsq(basis, column[:, None], driver="gelsd").solution[:, 0]
-        rest = float(torch.linalg.vector_norm(column - basis @ shares))
-        if rest < DEPENDENT:
-            factors = shares * lengths[at] / lengths[given]
-            group = _tried(name, [order[g - 1] for g in given[1:]], factors.tolist(), trials)
+        residual = float(torch.linalg.vector_norm(column - basis @ shares))
+        if residual < DEPENDENT:
+            factors = shares * lengths[at] / lengths[independent]
+            group = _tried(name, [order[g - 1] for g in independent[1:]], factors.tolist(), trials)
             if group is not None:
                 groups.append(group)
                 continue
-        given.append(at)
+        independent.append(at)
     return groups
 
 
@@ -411,17 +415,17 @@ def _tried(
     name: str, others: Sequence[str], factors: Sequence[float], trials: _Trials
 ) -> ScaleGroup | None:
     """J_name = factors[0] z + sum factors[k] J_k as whole exponents, if doubling bears them out."""
-    wanted = [1.0, factors[0], *(-factor for factor in factors[1:])]
+    exact = [1.0, factors[0], *(-factor for factor in factors[1:])]
     for denominator in DENOMINATORS:
-        whole = [round(denominator * value) for value in wanted]
-        if all(abs(w - denominator * v) < 0.2 for w, v in zip(whole, wanted, strict=True)):
+        rounded = [round(denominator * value) for value in exact]
+        if all(abs(w - denominator * v) < 0.2 for w, v in zip(rounded, exact, strict=True)):
             break
     else:
         return None
-    if max(map(abs, whole)) > LARGEST_EXPONENT:
+    if max(map(abs, rounded)) > LARGEST_EXPONENT:
         return None
-    degree = whole.pop(1)
-    by_name = dict(zip([name, *others], whole, strict=True))
+    degree = rounded.pop(1)
+    by_name = dict(zip([name, *others], rounded, strict=True))
     exponents = {n: by_name[n] for n in trials.units if by_name.get(n)}  # in order of running
     defect = trials.group(exponents, degree)
     largest = max(trials.each[n].defect for n in exponents)

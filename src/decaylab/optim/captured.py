@@ -99,20 +99,20 @@ def captured(
     shapes: int = 4,
     generators: Sequence[torch.Generator] = (),
 ) -> "CapturedStep[Result]":
-    """The step as one that replays CUDA graphs; on a CPU the plain step.
+    """Turn a training step into one that replays CUDA graphs; on a CPU it stays as it is.
 
-    Same numbers as without graphs, bit for bit where kernels are deterministic and learning rates
-    are tensors there too. What it returns are copies, detached.
+    Gives the same numbers as without graphs, bit for bit if kernels are deterministic and learning
+    rates are tensors there too. It returns detached copies.
 
     Args:
         step: forward, backward, optimizer steps; called with tensors (nested as you like) and
             constants, returns tensors.
-        model: what it trains, or a list of models.
-        optimizers: those it steps: KFAC, torch's with `capturable=True`, SGD with `fused=True`.
-        on_failure: what becomes of a step that cannot be captured: an error with the remedy, or
-            "eager": the error's sentence as a warning, and the step runs as it is.
-        shapes: for so many shapes of the inputs there are graphs; for others it runs as it is.
-        generators: besides torch's own and K-FAC's, those that the step draws from.
+        model: the model it trains, or a list of models.
+        optimizers: what it steps: KFAC, torch's with `capturable=True`, SGD with `fused=True`.
+        on_failure: what to do with a step that cannot be captured: raise an error with the remedy,
+            or "eager": warn with the same sentence and run the step uncaptured.
+        shapes: how many input shapes get graphs; the step runs uncaptured for others.
+        generators: random generators the step draws from, besides torch's own and K-FAC's.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     steppers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
@@ -259,23 +259,25 @@ class CapturedStep(Generic[Result]):
         """Let every learning rate be the tensor that graphs read, with the value it has now."""
         for number, optimizer in enumerate(self._optimizers):
             for index, group in enumerate(optimizer.param_groups):
-                given, kept = group["lr"], self._rates.get((number, index))
-                if given is kept:
+                rate, buffer = group["lr"], self._rates.get((number, index))
+                if rate is buffer:
                     continue
-                if kept is None:
-                    on_device = isinstance(given, Tensor) and given.device == self._device
-                    kept = given if on_device else torch.zeros((), device=self._device)
-                    self._rates[number, index] = kept
-                if given is not kept:
-                    kept.fill_(given)
-                    group["lr"] = kept
+                if buffer is None:
+                    on_device = isinstance(rate, Tensor) and rate.device == self._device
+                    buffer = rate if on_device else torch.zeros((), device=self._device)
+                    self._rates[number, index] = buffer
+                if rate is not buffer:
+                    buffer.fill_(rate)
+                    group["lr"] = buffer
 
     def _check(self) -> None:
         """Refuse optimizers that cannot be captured, and parameters that are not the models'."""
-        own = set(map(id, self._tensors))
+        captured = set(map(id, self._tensors))
         for optimizer in self._optimizers:
             name = type(optimizer).__name__
-            foreign = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in own]
+            foreign = [
+                p for g in optimizer.param_groups for p in g["params"] if id(p) not in captured
+            ]
             if foreign:
                 raise NotCapturable(Obstacle.FOREIGN_PARAMETERS, name, len(foreign))
             for group in optimizer.param_groups:
@@ -290,10 +292,10 @@ class CapturedStep(Generic[Result]):
         self.obstacle = failure.obstacle
         self._variants.clear()
         self._inputs.clear()
-        for (number, index), kept in self._rates.items():  # eager steps would read them each time
+        for (number, index), rate in self._rates.items():  # eager steps would read them each time
             group = self._optimizers[number].param_groups[index]
-            if group["lr"] is kept:
-                group["lr"] = float(kept)
+            if group["lr"] is rate:
+                group["lr"] = float(rate)
         self._rates.clear()
         if self._on_failure == "raise":
             raise failure
@@ -313,9 +315,9 @@ class _Inputs:
 
     def fill(self, leaves: list[Any]) -> None:
         """Take over the values of new arguments."""
-        for own, leaf in zip(self._leaves, leaves, strict=True):
-            if own is not leaf and isinstance(own, Tensor):
-                own.copy_(leaf, non_blocking=True)
+        for buffer, leaf in zip(self._leaves, leaves, strict=True):
+            if buffer is not leaf and isinstance(buffer, Tensor):
+                buffer.copy_(leaf, non_blocking=True)
 
 
 class _Variant(Generic[Result]):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from decaylab.curvature.blocks import Verdict
+from decaylab.curvature.blocks import Placement
 from decaylab.curvature.kinds.kind import Reason
 from decaylab.errors import DecaylabError
 
@@ -65,18 +65,18 @@ class Coverage:
 
 
 def coverage_of(
-    verdicts: Mapping[Tensor, Verdict], names: Mapping[Tensor, str], others: str
+    placements: Mapping[Tensor, Placement], names: Mapping[Tensor, str], others: str
 ) -> dict[str, Coverage]:
     """The coverage by parameter name; a warning where it is less than half of what is trained."""
     coverage = {
         names[p]: Coverage(
-            verdict.block,
-            others if verdict.block is None else "kfac",
-            verdict.reason,
-            verdict.about,
+            placement.block,
+            others if placement.block is None else "kfac",
+            placement.reason,
+            placement.about,
             p.numel(),
         )
-        for p, verdict in verdicts.items()
+        for p, placement in placements.items()
     }
     wanted = [c for c in coverage.values() if c.reason not in (Reason.FROZEN, Reason.EXCLUDED)]
     inside, total = (
@@ -106,13 +106,15 @@ def checked_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[
 
 
 def split_groups(
-    groups: Iterable[dict[str, Any]], verdicts: Mapping[Tensor, Verdict], others: dict[str, Any]
+    groups: Iterable[dict[str, Any]],
+    placements: Mapping[Tensor, Placement],
+    others: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """Each group as one of covered parameters and one of the others, where it has them.
 
     `others` holds the options of the groups that first-order steps serve.
     """
-    covered = {p for p, verdict in verdicts.items() if verdict.block is not None}
+    covered = {p for p, placement in placements.items() if placement.block is not None}
     return [part for group in groups for part in _split(group, covered, others)]
 
 
@@ -122,20 +124,20 @@ def _split(
     """A param group as one of covered parameters and one of the others, where it has them."""
     inside = [p for p in group["params"] if p in covered]
     rest = [p for p in group["params"] if p not in covered]
-    given: Any = group.get("names")  # by `parameter_groups`
-    named = isinstance(given, list) and len(given) == len(group["params"])
-    names = dict(zip(group["params"], given, strict=True)) if named else {}
+    group_names: Any = group.get("names")  # by `parameter_groups`
+    named = isinstance(group_names, list) and len(group_names) == len(group["params"])
+    names = dict(zip(group["params"], group_names, strict=True)) if named else {}
 
     def part(params: list[Tensor]) -> dict[str, Any]:
-        own = {"names": [names[p] for p in params]} if named else {}
-        return {**group, "params": params, **own}
+        part_names = {"names": [names[p] for p in params]} if named else {}
+        return {**group, "params": params, **part_names}
 
     if inside:
         yield {**part(inside), "law": "kfac"}
     if rest:
         # in a group with both kinds its lr is K-FAC's
-        own = others["lr"] if inside else group.get("lr", others["lr"])
-        lr = group.get("others_lr", own)
+        default_lr = others["lr"] if inside else group.get("lr", others["lr"])
+        lr = group.get("others_lr", default_lr)
         yield {**others, **part(rest), "lr": lr, "law": others["law"]}
 
 
@@ -171,13 +173,13 @@ def _refuse_without_effect(groups: list[dict[str, Any]]) -> None:
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Param groups from whatever torch accepts, as dicts of their own with lists of parameters."""
-    given = list(params)
-    if not given:
+    items = list(params)
+    if not items:
         raise DecaylabError("KFAC got an empty list of parameters")
-    if not isinstance(given[0], dict):
-        given = [{"params": given}]
+    if not isinstance(items[0], dict):
+        items = [{"params": items}]
     groups = []
-    for group in given:
+    for group in items:
         members = group["params"]
         members = [members] if isinstance(members, Tensor) else list(members)
         members = [p[1] if isinstance(p, tuple) else p for p in members]

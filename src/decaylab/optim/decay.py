@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, unknown
 from decaylab.networks import ParameterRole, roles
 from decaylab.optim.decay_operator import DecayOperator
 from decaylab.optim.optimizer_behaviour import behaviour, is_torchs, unwrapped
@@ -60,7 +60,7 @@ def add_decay(
 def check_decay(decay: str, weight_decay: float) -> None:
     """Refuse an unknown kind, and a weight decay that is negative or not a number."""
     if decay not in DECAYS:
-        raise DecaylabError(f"unknown decay {decay!r}: choose one of {', '.join(DECAYS)}")
+        raise unknown("decay", decay, DECAYS)
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise DecaylabError(f"weight decay must be zero or more, and it is {weight_decay}")
 
@@ -68,22 +68,19 @@ def check_decay(decay: str, weight_decay: float) -> None:
 def check_optimizer(optimizer: str) -> None:
     """Refuse a name that is none of `OPTIMIZERS`."""
     if optimizer not in OPTIMIZERS:
-        hint = " (AdamW is adam with decoupled decay)" if optimizer.lower() == "adamw" else ""
-        raise DecaylabError(
-            f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}{hint}"
-        )
+        raise unknown("optimizer", optimizer, OPTIMIZERS)
 
 
-def _in_scope(found: dict[str, ParameterRole], scope: Scope) -> set[str]:
+def _in_scope(roles_by_name: dict[str, ParameterRole], scope: Scope) -> set[str]:
     """Names of the parameters that a scope takes."""
     if callable(scope):
-        return {name for name, role in found.items() if scope(role)}
+        return {name for name, role in roles_by_name.items() if scope(role)}
     if scope not in SCOPES:
-        raise DecaylabError(f"unknown scope {scope!r}: choose one of {', '.join(SCOPES)}")
-    head = {role.module for role in found.values() if role.role == "head"}
+        raise unknown("scope", scope, SCOPES)
+    head = {role.module for role in roles_by_name.values() if role.role == "head"}
     return {
         name
-        for name, role in found.items()
+        for name, role in roles_by_name.items()
         if scope == "all"
         or (scope == "fc" and role.module in head)
         or (scope == "conv" and role.module not in head and role.role not in ("norm", "other"))

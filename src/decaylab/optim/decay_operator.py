@@ -30,7 +30,7 @@ optimizer has its own copy of them, the paths run on, and W is that of the one w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -135,14 +135,14 @@ def decay_operator(make: Make, place: Place) -> DecayOperator:
 
     Whatever they raise is raised. Cost: some hundred steps of one small parameter.
     """
-    seen = []
+    measured = []
     for regime in _regimes(place):
         operator = _at(make, regime, put_back=True)
         if operator is not None and operator.kind == "unknown":
             free = _at(make, regime, put_back=False)
             operator = free if free is not None and free.kind != "unknown" else operator
-        seen.append(operator)
-    operators = [operator for operator in seen if operator is not None]
+        measured.append(operator)
+    operators = [operator for operator in measured if operator is not None]
     if not operators:
         return UNKNOWN
     kinds, count = {operator.kind for operator in operators}, len(operators)
@@ -232,9 +232,15 @@ def _walk(
             }
         )
         if put_back:
-            with torch.no_grad():
-                parameter.copy_(regime.weight)
+            restore([parameter], [regime.weight])
     return path
+
+
+@torch.no_grad()
+def restore(parameters: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    """Put parameters back to these values, so that the next step begins where this one did."""
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
 
 
 def take_step(
@@ -313,12 +319,12 @@ def _terms(plain: _Path, decayed: _Path, at: range = COUNTED) -> list[Tensor]:
     return [decayed.steps[t] - plain.steps[t] for t in at]
 
 
-def _close(seen: Tensor, expected: Tensor) -> bool:
-    return bool((seen - expected).norm() <= TOLERANCE * expected.norm())
+def _close(measured: Tensor, expected: Tensor) -> bool:
+    return bool((measured - expected).norm() <= TOLERANCE * expected.norm())
 
 
-def _all_close(seen: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    return all(_close(a, b) for a, b in zip(seen, expected, strict=True))
+def _all_close(measured: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return all(_close(a, b) for a, b in zip(measured, expected, strict=True))
 
 
 def _along_weight(

@@ -60,16 +60,16 @@ class CudaGraphs:
     ) -> None:
         self._device, self._generators = device, tuple(generators)
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
-        self._own: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def _capturing_stream(self) -> torch.cuda.Stream:
         """The current stream; one of our own if that is the default, which cannot be captured."""
         current = torch.cuda.current_stream(self._device)
         if current != torch.cuda.default_stream(self._device):
             return current
-        if self._own is None:
-            self._own = torch.cuda.Stream(self._device)
-        return self._own
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        return self._stream
 
     @contextmanager
     def stream(self) -> Iterator[None]:
@@ -102,6 +102,9 @@ class CudaGraphs:
         except BaseException:
             self._restore_generators()
             raise
+        # a capture begins by resetting the generators' counters, on its stream: not after a replay
+        # has set them on this one
+        torch.cuda.current_stream(self._device).wait_stream(self._capturing_stream())
 
         def replay() -> Result:
             graph.replay()

@@ -37,9 +37,9 @@ class Skips:
         cuda = device.type == "cuda"
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
         # of some steps ago; not on the default device, which may be CUDA, where nothing is pinned
-        self._seen = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=cuda)
+        self._host_counts = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=cuda)
         self._copied = torch.cuda.Event() if cuda else None
-        self._said = False
+        self._warned = False
 
     def count(self, finite: Tensor) -> None:
         """Take a step into account. On the device."""
@@ -56,13 +56,13 @@ class Skips:
 
     def look(self) -> None:
         """Warn, once, if the last ten were skipped. The host does not wait: it reads older news."""
-        if self._said or not (self._copied is None or self._copied.query()):
+        if self._warned or not (self._copied is None or self._copied.query()):
             return
-        if int(self._seen[1]) >= TOLERATED:
-            self._said = True
-            warnings.warn(_message(int(self._seen[1])), stacklevel=7)  # who called step
+        if int(self._host_counts[1]) >= TOLERATED:
+            self._warned = True
+            warnings.warn(_message(int(self._host_counts[1])), stacklevel=7)  # who called step
             return
-        self._seen.copy_(self.counts, non_blocking=True)
+        self._host_counts.copy_(self.counts, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 

@@ -22,18 +22,16 @@ from decaylab.optim.coverage import Coverage, checked_groups, coverage_of, split
 from decaylab.optim.decay import Decay
 from decaylab.optim.first_order import lay_out_state
 from decaylab.optim.graphs import CudaGraphs
-from decaylab.optim.health import Health, Skips
-from decaylab.optim.kfac_options import (
-    DAMPING_SCALINGS,
-    KFACOptions,
+from decaylab.optim.guards import (
     check_arguments,
     check_groups,
     check_measured,
     check_numbers,
     check_saved,
-    chosen_steps,
-    first_order,
 )
+from decaylab.optim.health import Health, Skips
+from decaylab.optim.kfac_state import add_curvature, curvature_state, without_curvature
+from decaylab.optim.options import DAMPING_SCALINGS, KFACOptions, chosen_steps, first_order
 from decaylab.optim.scale_free import ScaleFree, invariant_layers
 from decaylab.optim.update import LossScale, StepSize, Updater
 
@@ -48,7 +46,7 @@ class KFAC(torch.optim.Optimizer):
         m <- mu m + v times its scale: step_rms / rms(v), or min(1, sqrt(c / (lr^2 sum g.v)))
         W <- W - lr (m + [decoupled] beta W) - [independent] beta W
 
-    The loop is the one of SGD: curvature is observed through hooks on forward passes in train mode.
+    Use it in the same loop as SGD: hooks observe the curvature on training-mode forward passes.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> optimizer = KFAC(model, weight_decay=0.01)
@@ -71,13 +69,13 @@ class KFAC(torch.optim.Optimizer):
 
     Args:
         model: the model whose training-mode forward passes are observed; or `torch.compile(model)`.
-        lr: learning rate, a number or a scalar tensor; the default is for steps of a set size.
+        lr: learning rate, a number or a scalar tensor; the default suits `step_scaling="rms"`.
         params: parameters or param groups as in torch (`lr`, `weight_decay`, `decay`, `momentum`
-            per group; weight and bias of a layer may be in different groups); None is all of the
-            model's.
+            per group; weight and bias of a layer may be in different groups); None takes all of
+            the model's.
         curvature: "fisher" (K-FAC-F), "gauss-newton" (K-FAC-G: E[J'J], Eq. 3) or
             "empirical-fisher".
-        likelihood: the predictive distribution whose Fisher is meant: "categorical" (cross
+        likelihood: the predictive distribution that defines the Fisher: "categorical" (cross
             entropy), "bernoulli" (binary cross entropy), "gaussian" (unit variance: |z - y|^2 /
             2).
         outputs: "sampled", or "exact" with one backward pass per class.
@@ -85,28 +83,29 @@ class KFAC(torch.optim.Optimizer):
         weight_decay: the coefficient beta.
         decay: where it enters: "l2", "decoupled", "independent" or "none".
         momentum: mu.
-        damping: lambda; by default 1 relative to the trace, or 1e-3.
+        damping: lambda; by default 1 with `damping_scaling="trace"`, and 1e-3 otherwise.
         damping_scaling: "fixed", or "scale-free": lambda |W_l(0)|^2 / |W_l|^2 for scale-invariant
             layers, W_l(0) being the weight when the optimizer was built, which keeps the effective
-            damping (Eq. 14) where it was asked to be. Steps then leave |W_l| as it is. "trace":
-            lambda (tr A / dim A) (tr G / dim G), so that it does not depend on the loss's scale:
-            the default where neither damping nor kl_clip is given.
+            damping (Eq. 14) constant. Steps then leave |W_l| unchanged. "trace":
+            lambda (tr A / dim A) (tr G / dim G), so that it does not depend on the scale of the
+            loss: the default if neither damping nor kl_clip is given.
         kl_clip: c, or None; 1e-3 is a good first try, with lr 0.03.
         step_scaling: "rms" (the default without a KL clip) gives each layer's step v the root mean
             square `step_rms`, so that lr and decay mean what they mean in AdamW and Muon. "none"
-            leaves it as long as it comes, which few nets bear without a KL clip.
-        step_rms: see there.
+            does not rescale it; without a KL clip, most nets then diverge.
+        step_rms: that root mean square.
         refresh_every: steps between two measurements of the factors.
-        invert_every: steps between two inversions. Within the first so many steps every refresh
-            brings one, as the factors of one batch are poor and age fast; not after `initialize`.
+        invert_every: steps between two inversions. During the first `invert_every` steps every
+            refresh also inverts, because early factors are noisy; not after `initialize`.
         factor_decay: coefficient of the factors' running average.
-        reduction: "mean" or "sum", what the loss does with rows.
-        sharing: "expand" or "reduce", for layers that meet several positions per example (axis 0).
+        reduction: "mean" or "sum": how the loss combines rows.
+        sharing: "expand" or "reduce", for layers applied at several positions per example (axis 0).
         logits: "output" if the model returns them, bare or as `.logits`; "observed" if the loop
             calls `observe`.
         others: "adam" or "sgd", for parameters outside the blocks.
-        others_lr: their learning rate; by default 1e-3 for Adam, `lr` for SGD. A group of them has
-            it as `lr`. OneCycleLR and the like set theirs too; schedulers that multiply do not.
+        others_lr: their learning rate; by default 1e-3 for Adam, `lr` for SGD. It is the `lr` of
+            their param groups: schedulers that set absolute values (OneCycleLR) overwrite it,
+            those that multiply keep the ratio.
         max_factor_dim: a side longer than this is treated as diagonal.
         options: see `KFACOptions`.
     """
@@ -175,7 +174,9 @@ class KFAC(torch.optim.Optimizer):
         self.damping_scaling = scaled_damping
         self.refresh_every, self.invert_every = refresh_every, invert_every
         self._rms_behind_momentum = options.rms_behind_momentum
-        self._distribution = distribution_of(model, options.process_group)
+        self._distribution = distribution_of(
+            model, options.process_group, equal_shares=options.equal_shares
+        )
         self._inversion_lag = lag
         if others_lr is None:
             others_lr = 1e-3 if others == "adam" else lr
@@ -183,7 +184,7 @@ class KFAC(torch.optim.Optimizer):
         self._first_order = first_order(others, others_lr, momentum, options, cuda=cuda)
         groups = checked_groups(self.model, params)
         # nothing here refers back to self: its memory and hooks go with the last reference to it
-        own = weakref.ref(self)
+        weak_self = weakref.ref(self)
         self.estimator = KroneckerEstimator(
             model,
             parameters=[p for group in groups for p in group["params"]],
@@ -198,20 +199,25 @@ class KFAC(torch.optim.Optimizer):
             max_factor_dim=max_factor_dim,
             counted_rows=options.counted_rows,
             seed=options.seed,
-            due=lambda: (kfac := own()) is not None and kfac.refresh_due,
+            due=lambda: (kfac := weak_self()) is not None and kfac.refresh_due,
             distribution=self._distribution,
         )
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        self._coverage = coverage_of(self.estimator.verdicts, names, others)
+        stepped = {names[p]: p for p in self.estimator.placements}
+        watched = {name: site.module for name, site in self.estimator.sites.items()}
+        self._model_guard = guards.Held(self.model, stepped, watched)
+        self._coverage = coverage_of(self.estimator.placements, names, others)
         first = {**self._first_order.defaults, "law": others, "weight_decay": weight_decay}
         defaults = {"lr": lr, "weight_decay": weight_decay, "decay": decay, "momentum": momentum}
-        super().__init__(split_groups(groups, self.estimator.verdicts, first), defaults)
+        super().__init__(split_groups(groups, self.estimator.placements, first), defaults)
         self._laid_out = True
         check_groups(self.param_groups)
         self.device, blocks = self.estimator.device, self.estimator.blocks
-        self._preconditioner = Preconditioner(self.estimator.running, self._distribution)
-        held = scaled_damping == "scale-free"
-        layers = invariant_layers(self.model, blocks, options.invariant) if held else []
+        self._preconditioner = Preconditioner(
+            self.estimator.running, self._distribution, half=options.half_inverses
+        )
+        is_scale_free = scaled_damping == "scale-free"
+        layers = invariant_layers(self.model, blocks, options.invariant) if is_scale_free else []
         self.scale_free = ScaleFree(blocks, layers)
         self._skips = Skips(self.device)
         # a graph reads learning rates from tensors, which torch's fused kernels take as float32
@@ -241,6 +247,9 @@ class KFAC(torch.optim.Optimizer):
                 "capture device_step() and call before_step() and after_step() around a replay"
             )
         loss = None
+        if closure is None and self._lays_out_only():
+            self._updater.lay_out(self.param_groups, self.state)
+            return None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -273,6 +282,8 @@ class KFAC(torch.optim.Optimizer):
     @torch.no_grad()
     def before_step(self) -> None:
         """The part of `step` that precedes its device work: pending inverses come into use."""
+        if self.refresh_due:
+            self._model_guard.check()
         if self._begun is not None and self.steps - self._begun >= self._inversion_lag:
             self._preconditioner.end_inversion()
             self._begun = None
@@ -337,6 +348,14 @@ class KFAC(torch.optim.Optimizer):
         return self._inversion_due and not (self._inversion_lag and self._inverted)
 
     @property
+    def clip_coefficient(self) -> Tensor | None:
+        """What the KL clip multiplied the last step with, at most 1; None without a clip.
+
+        One scalar on the device, which each step overwrites, replays of graphs included.
+        """
+        return None if self.kl_clip is None else self._updater.clip_coefficient
+
+    @property
     def generator(self) -> torch.Generator:
         """The optimizer's own generator, which a CUDA graph of a refresh must be told about."""
         return self.estimator.generator
@@ -373,21 +392,49 @@ class KFAC(torch.optim.Optimizer):
             loss: (output, labels) -> loss, for the empirical Fisher; a batch is then (inputs,
                 labels).
         """
-        if loss is None and self.estimator.measurement.curvature == "empirical-fisher":
-            raise DecaylabError(
-                "the empirical Fisher is made of the loss's gradients: "
-                "call initialize(batches, loss=...)"
-            )
-        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        with self._initialization():
-            passes = partial(self.estimator.measured, batches, forward, loss, trained)
-            sums = self.estimator.gather(passes, self.steps)
+        sums = self._gather(batches, "initialize", forward, loss)
         guards.check_initial(sums)
         with torch.no_grad():
             self.estimator.running.forget()
             self.estimator.running.update(sums, self.factor_decay)
             self._invert()
         self._initialized = True
+
+    def refresh(
+        self,
+        batches: Iterable[Any],
+        *,
+        invert: bool = False,
+        forward: Callable[[Any], Any] | None = None,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+    ) -> None:
+        """Take `batches` into the running averages now, beside what steps do, and invert if asked.
+
+        Batches, `forward` and `loss` are as in `initialize`; it leaves the same things alone.
+        """
+        sums = self._gather(batches, "refresh", forward, loss)
+        with torch.no_grad():
+            self.estimator.running.update(sums, self.factor_decay)
+            if invert:
+                self._invert()
+
+    def _gather(
+        self,
+        batches: Iterable[Any],
+        caller: str,
+        forward: Callable[[Any], Any] | None,
+        loss: Callable[[Any, Any], Tensor] | None,
+    ) -> dict[str, Sums]:
+        """What the estimator sums up over some batches, outside of a step."""
+        if loss is None and self.estimator.measurement.curvature == "empirical-fisher":
+            raise DecaylabError(
+                "the empirical Fisher is made of the loss's gradients: "
+                f"call {caller}(batches, loss=...)"
+            )
+        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        with self._initialization():
+            passes = partial(self.estimator.measured, batches, forward, loss, trained)
+            return self.estimator.gather(passes, self.steps)
 
     def factors(self) -> dict[str, KroneckerFactors]:
         """The running averages A, S and T of every covered layer, by name, copied."""
@@ -414,9 +461,9 @@ class KFAC(torch.optim.Optimizer):
         self.estimator.capture.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's state dict and, under "kfac", factors, inverses, counters and generator state."""
+        """Torch's state dict, with factors, inverses and counters per parameter: `kfac_state`."""
         state = super().state_dict()
-        state["kfac"] = {
+        common = {
             "steps": self.steps,
             "parameters": list(self._coverage),
             "begun": self._begun,
@@ -425,20 +472,26 @@ class KFAC(torch.optim.Optimizer):
             "damping": self.damping,
             "skips": self._skips.counts.clone(),
             "seed": self._seed,
-            "generator": self.generator.get_state(),
+            # beside the rest: torch.distributed.checkpoint refuses a state on several devices
+            "generator": self.generator.get_state().to(self.device),
             "initial_norms": {name: norm.clone() for name, norm in self.scale_free.norms.items()},
-            "layers": self._preconditioner.state_dict(),
         }
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        numbers = {p: number for number, p in enumerate(parameters)}
+        homes = {n: numbers[block.site.parts[0]] for n, block in self.estimator.blocks.items()}
+        add_curvature(state, common, self._preconditioner.state_dict(), homes)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up where `state_dict` left off, bit for bit."""
-        mine = state_dict.get("kfac")
-        if mine is None:
-            raise DecaylabError("this state dict holds no K-FAC factors: it is another optimizer's")
-        check_saved(state_dict, self.param_groups, list(self._coverage))
+        """Take up where `state_dict` left off, bit for bit.
+
+        Through torch.distributed.checkpoint, whose reader takes only what a fresh KFAC has, too, an
+        inversion that was on its way (`inversion_lag`) begins again from the factors.
+        """
+        mine = curvature_state(state_dict)
+        check_saved(state_dict, mine, self.param_groups, list(self._coverage))
         self._preconditioner.load_state_dict(mine["layers"])
-        super().load_state_dict(state_dict)
+        super().load_state_dict(without_curvature(state_dict))
         lay_out_state(self)
         self._updater.forget()
         self.steps, self.damping = int(mine["steps"]), float(mine["damping"])
@@ -450,7 +503,9 @@ class KFAC(torch.optim.Optimizer):
         self._distribution.seed(self.generator, self._seed, self.steps)
         self.estimator.capture.arm(self.refresh_due)
         for name, norm in self.scale_free.norms.items():
-            norm.copy_(mine["initial_norms"].get(name, norm))
+            norm.copy_(mine.get("initial_norms", {}).get(name, norm))
+        if self._begun is not None and not self._preconditioner.inverting:
+            self._preconditioner.begin_inversion(self.damping, self._ratios())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused: hooks tie it to its model, and torch would copy or pickle a part of it."""
@@ -466,6 +521,15 @@ class KFAC(torch.optim.Optimizer):
                 "KFAC lays its blocks out once: build a new one with all param groups"
             )
         super().add_param_group(param_group)
+
+    def _lays_out_only(self) -> bool:
+        """Whether a step is there to make room for a state, as torch.distributed.checkpoint's is.
+
+        Before anything was observed, with learning rates of zero.
+        """
+        if self.state or self.estimator.observed:
+            return False
+        return all(float(group["lr"]) == 0 for group in self.param_groups)
 
     def _refresh(self, sums: dict[str, Sums]) -> None:
         """Fold what was observed into the factors."""

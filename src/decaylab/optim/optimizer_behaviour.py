@@ -53,7 +53,7 @@ SETTING = bool | str | float | tuple  # of a group; whole numbers may count step
 TOLERANCE = 0.02  # relative; of the power: 0.05
 WRAPPERS = ("accelerate", "lightning", "pytorch_lightning")
 
-_seen: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[Any, ...], Behaviour]] = (
+_measured: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[Any, ...], Behaviour]] = (
     WeakKeyDictionary()
 )
 
@@ -93,10 +93,10 @@ def behaviour(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Beh
     telling = [item for item in group.items() if isinstance(item[1], bool | str)]
     telling += [(name, bool(group.get(name))) for name in ("momentum", "weight_decay")]
     telling += [("vectors", _vectors(group)), ("formats", _formats(optimizer, group))]
-    known, key = _seen.setdefault(optimizer, {}), tuple(sorted(map(str, telling)))
-    if key not in known:
-        known[key] = _tried(optimizer, group)
-    return known[key]
+    by_settings, key = _measured.setdefault(optimizer, {}), tuple(sorted(map(str, telling)))
+    if key not in by_settings:
+        by_settings[key] = _tried(optimizer, group)
+    return by_settings[key]
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
@@ -118,17 +118,19 @@ def _vectors(group: Mapping[str, Any]) -> bool:
 def _formats(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[torch.dtype]:
     """The number formats of all parameters that are stepped together with the group's."""
     chosen = {id(parameter) for parameter in group["params"]}
-    whole = [each["params"] for each in optimizer.param_groups]
-    together = [each for each in whole if any(id(parameter) in chosen for parameter in each)]
-    return sorted({parameter.dtype for each in together for parameter in each}, key=str)
+    param_lists = [g["params"] for g in optimizer.param_groups]
+    together = [
+        params for params in param_lists if any(id(parameter) in chosen for parameter in params)
+    ]
+    return sorted({parameter.dtype for params in together for parameter in params}, key=str)
 
 
 def _tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Behaviour:
     operator = _in_some_place(optimizer, group, _operator) or UNKNOWN
-    seen = _in_some_place(optimizer, group, _experiment) or Behaviour()
+    measured = _in_some_place(optimizer, group, _experiment) or Behaviour()
     usual = operator.kind in USUAL and operator.factor is not None
     usual = usual and abs((operator.factor or 0.0) - 1) < TOLERANCE
-    return replace(seen, decay=operator.kind if usual else None, operator=operator)
+    return replace(measured, decay=operator.kind if usual else None, operator=operator)
 
 
 Seen = TypeVar("Seen")
@@ -207,23 +209,27 @@ class Replica:
     def new(self, weights: Sequence[Tensor], weight_decay: float) -> torch.optim.Optimizer:
         """One that steps these weights, with the settings of the group."""
         kind, defaults = type(self.optimizer), self.optimizer.defaults
-        own = {
+        settings = {
             name: value
             for name, value in self.group.items()
             if name in defaults or (isinstance(value, SETTING) and name != "initial_lr")
         }
-        own["lr"] = LR
-        if "weight_decay" in own:
-            own["weight_decay"] = weight_decay
-        own = copy.deepcopy(own)
-        known = _flags(self.optimizer) | own
-        asked = {name: known[name] for name in inspect.signature(kind).parameters if name in known}
-        made = kind([{**own, "params": list(weights)}], **asked)
-        if not _flags(made).items() <= _flags(self.optimizer).items():
+        settings["lr"] = LR
+        if "weight_decay" in settings:
+            settings["weight_decay"] = weight_decay
+        settings = copy.deepcopy(settings)
+        available = _flags(self.optimizer) | settings
+        arguments = {
+            name: available[name]
+            for name in inspect.signature(kind).parameters
+            if name in available
+        }
+        replica = kind([{**settings, "params": list(weights)}], **arguments)
+        if not _flags(replica).items() <= _flags(self.optimizer).items():
             raise TypeError("it was made in another way")
-        if callable(train := getattr(made, "train", None)):
+        if callable(train := getattr(replica, "train", None)):
             train()  # schedule-free ones step in this mode alone
-        return made
+        return replica
 
     def of_sgd(self, weight: Tensor) -> Replica:
         """The same of torch's SGD, with this one's momentum."""
@@ -255,8 +261,8 @@ class Replica:
 
 def _flags(optimizer: torch.optim.Optimizer) -> dict[str, bool | str]:
     """Those that some keep beside their param groups."""
-    kept = vars(optimizer).items()
-    return {k: v for k, v in kept if isinstance(v, bool | str) and not k.startswith("_")}
+    attributes = vars(optimizer).items()
+    return {k: v for k, v in attributes if isinstance(v, bool | str) and not k.startswith("_")}
 
 
 def _experiment(trial: Replica) -> Behaviour:
@@ -284,8 +290,8 @@ def _at(trial: Replica, matrix: float, size: float, along: float) -> Behaviour:
     )
 
 
-def _close(seen: Tensor, expected: Tensor) -> bool:
-    return bool((seen - expected).norm() < TOLERANCE * expected.norm())
+def _close(measured: Tensor, expected: Tensor) -> bool:
+    return bool((measured - expected).norm() < TOLERANCE * expected.norm())
 
 
 def _power(small: Sequence[Tensor], large: Sequence[Tensor]) -> int | None:

@@ -44,8 +44,8 @@ class ScaleFree:
         before = self._norms()
         yield
         for name, after in self._norms().items():
-            there = (before[name] > 0) & (after > 0)
-            back = torch.where(there, before[name] / after, 1.0)
+            nonzero = (before[name] > 0) & (after > 0)
+            back = torch.where(nonzero, before[name] / after, 1.0)
             for parameter in self._parts[name]:
                 if not parameter.requires_grad:
                     continue
@@ -75,10 +75,10 @@ def invariant_layers(
     by_order = named is None
     if named is None:
         named = [r.module for r in roles(model).values() if r.role == "invariant"]
-    found = [
+    invariant = [
         name for name, block in blocks.items() if name in set(named) and block.site.trains_weight
     ]
-    if by_order and (guessed := _guessed(model, found)):
+    if by_order and (guessed := _guessed(model, invariant)):
         warnings.warn(
             f"scale-free damping takes layer {guessed[0]!r} (of {len(guessed)} such) for "
             "scale-invariant by the order of modules alone, and a residual sum may stand before "
@@ -86,7 +86,7 @@ def invariant_layers(
             "with options=KFACOptions(invariant=...)",
             stacklevel=3,
         )
-    return found
+    return invariant
 
 
 def _guessed(model: nn.Module, layers: Sequence[str]) -> list[str]:
@@ -101,12 +101,19 @@ def _guessed(model: nn.Module, layers: Sequence[str]) -> list[str]:
         norm = norms.get(layer)
         if norm is None:
             continue
-        one, other = layer.split("."), names[norm].split(".")
-        beside = one[:-1] == other[:-1] and isinstance(norm, nn.modules.batchnorm._BatchNorm)
-        common = sum(
-            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+        layer_path, norm_path = layer.split("."), names[norm].split(".")
+        beside = layer_path[:-1] == norm_path[:-1] and isinstance(
+            norm, nn.modules.batchnorm._BatchNorm
         )
-        around = {".".join(path[:i]) for path in (one, other) for i in range(common, len(path))}
+        common = sum(
+            1
+            for _ in takewhile(
+                lambda pair: pair[0] == pair[1], zip(layer_path, norm_path, strict=False)
+            )
+        )
+        around = {
+            ".".join(path[:i]) for path in (layer_path, norm_path) for i in range(common, len(path))
+        }
         kinds = [type(model.get_submodule(name)) for name in around]
         if not beside and any(kind.forward is not nn.Sequential.forward for kind in kinds):
             guessed.append(layer)

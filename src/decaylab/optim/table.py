@@ -9,13 +9,19 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, needed
 from decaylab.networks import ParameterRole, roles
 from decaylab.optim.decay import OUTSIDE, operator_of
 from decaylab.optim.decay_operator import NONE, TOLERANCE, DecayOperator
 from decaylab.optim.laws import sums_up
 from decaylab.optim.optimizer_behaviour import unwrapped
-from decaylab.optim.table_words import explain_operator, explain_problem, table_text
+from decaylab.optim.table_words import (
+    Cells,
+    explain_operator,
+    explain_problem,
+    table_html,
+    table_text,
+)
 
 
 class Problem(Enum):
@@ -69,11 +75,12 @@ class DecayRow:
         return explain_operator(self.operator, stepped, self.preconditioned)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DecayTable(Sequence[DecayRow]):
     """One row per parameter and optimizer that steps it, in model order, and what looks wrong.
 
-    Printed, it is 80 columns wide; parameters that differ by a number alone share a line.
+    Printed, it is 80 columns wide; parameters that differ by a number alone share a line. A
+    notebook shows it as a table, and `to_pandas` gives a frame.
     """
 
     rows: tuple[DecayRow, ...]
@@ -92,23 +99,44 @@ class DecayTable(Sequence[DecayRow]):
     def __iter__(self) -> Iterator[DecayRow]:
         return iter(self.rows)
 
-    def __str__(self) -> str:
-        cells = [
+    def _cells(self) -> list[Cells]:
+        return [
             (row.parameter, row.role, row.decay, row.weight_decay, row.factor, row.long_run)
             for row in self.rows
         ]
-        meanings = {row.decay: row.how for row in self.rows if row.decay != "none"}
-        return table_text(cells, meanings, [problem.words for problem in self.problems])
+
+    def _meanings(self) -> dict[str, str]:
+        return {row.decay: row.how for row in self.rows if row.decay != "none"}
+
+    def __str__(self) -> str:
+        problems = [problem.words for problem in self.problems]
+        return table_text(self._cells(), self._meanings(), problems)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        problems = [problem.words for problem in self.problems]
+        return table_html(self._cells(), self._meanings(), problems)
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame with a line per parameter. Needs pandas."""
+        pandas = needed("pandas", extra="notebook", what="to_pandas()")
+        columns = ["parameter", "role", "decay", "weight_decay", "factor", "long_run", "how"]
+        cells = zip(self._cells(), self.rows, strict=True)
+        return pandas.DataFrame([(*values, row.how) for values, row in cells], columns=columns)
 
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def decay_table(model: nn.Module, optimizers: Optimizers) -> DecayTable:
-    """Who is decayed, how, and by which factor a step: a row per parameter, in model order.
+    """What decays, how, and by which factor per step: one row per parameter, in model order.
 
-    Of any torch optimizer, or several: one from elsewhere is tried (`behaviour`), on parameters of
-    its own. factor: what one step multiplies W by through the decay term alone, from rest;
+    For any torch optimizer, or several. Optimizers from elsewhere are tested (`behaviour`), on
+    parameters of their own.
+
+    factor: what one step multiplies W by through the decay term alone, from rest;
     long_run: once the momentum has settled (`steady_shrink`). Both are None for L2 behind a
     preconditioner (Adam, K-FAC), for L2 in an optimizer from elsewhere that does not step as
     torch's SGD does, and where no single factor is applied to all of a weight.
@@ -205,14 +233,14 @@ def _problems(
     alone = [name for name, p in parameters.items() if id(p) not in owners and p.requires_grad]
     if alone:
         yield DecayProblem(Problem.UNSTEPPED, tuple(alone))
-    own = {id(parameter) for parameter in parameters.values()}
-    if foreign := len(owners.keys() - own):
+    model_parameters = {id(parameter) for parameter in parameters.values()}
+    if foreign := len(owners.keys() - model_parameters):
         yield DecayProblem(Problem.FOREIGN, (), {"count": foreign})
-    found: dict[tuple[Any, ...], list[str]] = {}
+    names_by_problem: dict[tuple[Any, ...], list[str]] = {}
     for row in rows:
         for problem in _problems_of(row):
-            found.setdefault(problem, []).append(row.parameter)
-    for (problem, *data), names in found.items():
+            names_by_problem.setdefault(problem, []).append(row.parameter)
+    for (problem, *data), names in names_by_problem.items():
         yield DecayProblem(problem, tuple(names), dict(data))
 
 

@@ -4,11 +4,15 @@ import math
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from typing import Any
 
+from decaylab.notebook import html_table
 from decaylab.optim.decay_operator import TOLERANCE, DecayOperator
+from decaylab.text_table import Column, TextTable
 
 WIDTH = 80
+HEADING = ("parameter", "role", "decay", "a step", "long run")
 KINDS = {
     "none": "not decayed",
     "l2": "in the gradient, inside the momentum",
@@ -39,7 +43,7 @@ def explain_operator(
     if operator.times is not None:
         least, most = operator.times
         if operator.factor is None:
-            words += f", {least:.2g} to {most:.2g} times, as the gradients are"
+            words += f", {least:.2g} to {most:.2g} times, depending on the gradients"
         elif abs(operator.factor - 1) > TOLERANCE:
             words += f", {operator.factor:.3g} times"
     if operator.kind == "unknown" and not math.isnan(operator.along):
@@ -88,16 +92,23 @@ def table_text(cells: Iterable[Cells], meanings: Mapping[str, str], problems: Se
     lines = []
     for words in problems:
         lines += textwrap.wrap(words, WIDTH, initial_indent="! ", subsequent_indent="  ")
-    heading = ("parameter", "role", "decay", "a step", "long run")
-    rows = [heading, *(_row(*cell) for cell in _merged(cells))]
-    widths = [max(len(row[i]) for row in rows) for i in range(1, len(heading))]
-    first = min(max(len(row[0]) for row in rows), WIDTH - sum(widths) - 2 * len(widths))
-    for row in rows:
-        rest = "  ".join(f"{cell:{width}}" for cell, width in zip(row[1:], widths, strict=True))
-        lines.append(f"{_shortened(row[0], first):{first}}  {rest}".rstrip())
+    columns = [
+        Column(HEADING[0], words=True),
+        Column(HEADING[1], drop=1),
+        *map(Column, HEADING[2:]),
+    ]
+    lines.append(TextTable(columns, [_row(*cell) for cell in _merged(cells)]).text(WIDTH))
     for kind, words in meanings.items():
         lines += textwrap.wrap(f"{kind}: {words}", WIDTH, subsequent_indent="  ")
     return "\n".join(lines)
+
+
+def table_html(cells: Iterable[Cells], meanings: Mapping[str, str], problems: Sequence[str]) -> str:
+    """The same for a notebook."""
+    warnings = "".join(f'<p style="color:#b03000">{escape(words)}</p>' for words in problems)
+    table = html_table(HEADING, [_row(*cell) for cell in _merged(cells)], words=3)
+    kinds = [f"{escape(kind)}: {escape(words)}" for kind, words in meanings.items()]
+    return f"{warnings}{table}<p><small>{'<br>'.join(kinds)}</small></p>"
 
 
 def _merged(cells: Iterable[Cells]) -> list[Cells]:
@@ -118,11 +129,3 @@ def _row(
     decay = kind if kind == "none" else f"{kind} {weight_decay:g}"
     numbers = ["-" if value is None else f"{value:.7g}" for value in (factor, late)]
     return (name, role, decay, *numbers)
-
-
-def _shortened(name: str, width: int) -> str:
-    """The name, without its middle where it is too long."""
-    if len(name) <= width:
-        return name
-    end = (width - 1) // 2
-    return f"{name[: width - 1 - end]}~{name[len(name) - end :]}"

@@ -139,6 +139,8 @@ class Updater:
     ) -> None:
         self.blocks, self.first_order = blocks, first_order
         self._skips, self._graphs = skips, graphs
+        # what the KL clip has multiplied the last step with, where there is one
+        self.clip_coefficient = torch.ones((), dtype=torch.float64, device=blocks.device)
         self._patterns: dict[Any, _Pattern] = {}
         self._captured: dict[_Pattern, Captured[None]] = {}
 
@@ -241,10 +243,12 @@ class Updater:
         scale_free: ScaleFree,
     ) -> Captured[None]:
         lent = [{**group, "params": list(group["params"])} for group in groups]
-        own = weakref.ref(self)  # without a cycle: graphs and their memory go with the updater
+        weak_self = weakref.ref(
+            self
+        )  # without a cycle: graphs and their memory go with the updater
 
         def work() -> None:
-            updater = own()
+            updater = weak_self()
             assert updater is not None
             with _gradients(others, pattern.other_gradients):
                 updater._apply(pattern, lent, pattern.rates, size, scale_free, LossScale())
@@ -283,16 +287,19 @@ class Updater:
             _scale(blocks.steps, 1 / loss_scale.scale)
         for weight_decay, steps, params in pattern.l2:
             torch._foreach_copy_(steps, add_decay(steps, params, weight_decay))
-        blocks.take_gradients()
         blocks.hold(pattern.held)
-        blocks.precondition()
+        clips = size.kl_clip is not None and bool(pattern.clipped)
+        blocks.precondition(decreases=clips)
         other_gradients = [g for _, params in pattern.others for g in _gradients_of(params)]
         finite = _all_finite([*blocks.steps, *other_gradients])
         move = finite if loss_scale.skip is None else finite & (loss_scale.skip == 0)
         if size.rms is not None and not size.behind_momentum:
             blocks.scale_steps(size.rms)
-        elif size.kl_clip is not None and pattern.clipped:
-            _scale(blocks.steps, self._kl_scale(pattern, rates, size.kl_clip))
+        elif size.kl_clip is not None and clips:
+            self.clip_coefficient.copy_(self._kl_scale(pattern, rates, size.kl_clip))
+            _scale(blocks.steps, self.clip_coefficient)
+        elif size.kl_clip is not None:  # no block has a gradient
+            self.clip_coefficient.fill_(1.0)
         stay = (~move).float()
         behind = size.rms is not None and size.behind_momentum
         if size.rms is not None and behind:
@@ -306,6 +313,17 @@ class Updater:
             _advance(group, rate, momentum, members, move, stay, alike=alike)
         self._step_others(pattern, groups, rates, move, stay, loss_scale)
         return finite
+
+    def lay_out(self, groups: Sequence[Group], state: State) -> None:
+        """Make the state of every parameter that has a gradient, as a first step does; move none.
+
+        Velocities and moments are zero, and Adam has counted no step.
+        """
+        first_order: Any = self.first_order
+        first_order.state = state
+        pattern = self._pattern(groups, state, (), False)
+        stay = torch.ones((), device=self.blocks.device)
+        self._step_others(pattern, groups, [0.0] * len(groups), stay == 0, stay, LossScale())
 
     def _kl_scale(self, pattern: _Pattern, rates: Sequence[Rate], kl_clip: float) -> Tensor:
         """What the KL clip multiplies the step with: min(1, sqrt(c / sum lr^2 g.v))."""
@@ -401,15 +419,15 @@ def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def _scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors by a scalar, in place."""
-    for same in _by_dtype(tensors):
-        torch._foreach_mul_(same, factor.to(same[0].dtype))
+    for same_dtype in _by_dtype(tensors):
+        torch._foreach_mul_(same_dtype, factor.to(same_dtype[0].dtype))
 
 
 def _all_finite(tensors: list[Tensor]) -> Tensor:
     """Whether every entry of every tensor is finite: a scalar bool on the device."""
     largest = [
-        torch.stack(torch._foreach_norm(same, float("inf"))).double()
-        for same in _by_dtype([t for t in tensors if t.numel()])
+        torch.stack(torch._foreach_norm(same_dtype, float("inf"))).double()
+        for same_dtype in _by_dtype([t for t in tensors if t.numel()])
     ]
     return torch.cat(largest).isfinite().all()
 
@@ -483,9 +501,9 @@ def _advance(
         rate = weight_decay * (lr if group["decay"] == "decoupled" else 1.0)
         torch._foreach_mul_(weights, torch.where(move, one - rate, one))
     _fused_sgd(weights, steps, moved, momentum, lr, stay)
-    for kept, new in zip([*params, *velocities], [*weights, *moved], strict=True):
-        if new is not kept:
-            kept.copy_(new)
+    for stored, new in zip([*params, *velocities], [*weights, *moved], strict=True):
+        if new is not stored:
+            stored.copy_(new)
 
 
 def skipped_when_fused(tensor: Tensor) -> bool:
@@ -493,9 +511,9 @@ def skipped_when_fused(tensor: Tensor) -> bool:
     return not tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
-def _same_order(one: Tensor, other: Tensor) -> bool:
+def _same_order(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one shape lie in memory in the same order."""
-    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+    strides = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
     return all(a == b for length, a, b in strides if length > 1)
 
 

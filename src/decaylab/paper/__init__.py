@@ -1,6 +1,6 @@
 """The paper as experiments: every table and figure as runs, every claim judged from records."""
 
-from decaylab.paper.readings import Readings, RunReading
+from decaylab.paper.finished_runs import FinishedRun, FinishedRuns
 from decaylab.paper.suite import (
     Artefact,
     Cell,
@@ -16,8 +16,8 @@ __all__ = [
     "TIERS",
     "Artefact",
     "Cell",
-    "Readings",
-    "RunReading",
+    "FinishedRun",
+    "FinishedRuns",
     "artefact_of",
     "artefacts",
     "cells",

@@ -59,10 +59,10 @@ def e3(bench: Bench) -> Evidence:
     for row, pairs in _rows(bench, evidence, batch_norm=False).items():
         size = {name: decayed.mean - without.mean for name, (without, decayed) in pairs.items()}
         low, high = min(KFAC, key=size.__getitem__), max(FIRST_ORDER, key=size.__getitem__)
-        told = ", ".join(f"{name} {100 * value:+.2f}" for name, value in size.items())
+        gains = ", ".join(f"{name} {100 * value:+.2f}" for name, value in size.items())
         evidence.add(
             bench.difference(
-                f"{row}: {told}; {low} over {high}",
+                f"{row}: {gains}; {low} over {high}",
                 (1, pairs[low][1]),
                 (-1, pairs[low][0]),
                 (-1, pairs[high][1]),
@@ -82,20 +82,20 @@ def e4(bench: Bench) -> Evidence:
     """
     evidence = Evidence(every=True)
     for key, schemes in bench.groups("fig2"):
-        found = {name: bench.sample(cell) for name, cell in schemes.items()}
-        both, none = found["wd-all"], found["baseline"]
+        samples = {name: bench.sample(cell) for name, cell in schemes.items()}
+        both, none = samples["wd-all"], samples["baseline"]
         gap = bench.difference("", (1, both), (-1, none))
         for scheme, sign in (("wd-conv", 1.0), ("wd-fc", -1.0)):
             half = ((-0.5 * sign, both), (-0.5 * sign, none))
-            nearer = bench.difference("", (sign, found[scheme]), *half, part=CAPTION)
+            nearer = bench.difference("", (sign, samples[scheme]), *half, part=CAPTION)
             if gap is None or nearer is None:
                 evidence.lack(CAPTION)
                 continue
-            share = _percent(_share(found, scheme, gap))
+            share = _percent(_share(samples, scheme, gap))
             text = f"{named(key)}: gap {gap.value:+.2f}, closed by {scheme} {share}"
             evidence.add(_against_gap(gap, replace(nearer, text=text)))
         for scheme, other in (("wd-fc", "baseline"), ("wd-all", "wd-conv")):
-            terms = (1.0, found[scheme]), (-1.0, found[other])
+            terms = (1.0, samples[scheme]), (-1.0, samples[other])
             text = f"{named(key)}: {scheme} over {other}"
             comparison = bench.difference(text, *terms, within=MATTERS)
             evidence.add(comparison and replace(comparison, part=TEXT), TEXT)
@@ -110,14 +110,14 @@ def e6(bench: Bench) -> Evidence:
     """Norm transfer closes almost all of the gap, with wd-fc all of it (Fig. 4)."""
     evidence = Evidence()
     for key, schemes in bench.groups("fig4"):
-        found = {name: bench.sample(cell) for name, cell in schemes.items()}
-        gap = bench.difference("", (1, found["wd"]), (-1, found["none"]))
-        rest = bench.difference("", (1, found["wn-conv"]), (-1, found["wd"]))
-        both = bench.difference("", (1, found["wd-fc+wn-conv"]), (-1, found["wd"]))
+        samples = {name: bench.sample(cell) for name, cell in schemes.items()}
+        gap = bench.difference("", (1, samples["wd"]), (-1, samples["none"]))
+        rest = bench.difference("", (1, samples["wn-conv"]), (-1, samples["wd"]))
+        both = bench.difference("", (1, samples["wd-fc+wn-conv"]), (-1, samples["wd"]))
         if gap is None or rest is None or both is None:
             evidence.lack()
             continue
-        first, second = (_share(found, name, gap) for name in ("wn-conv", "wd-fc+wn-conv"))
+        first, second = (_share(samples, name, gap) for name in ("wn-conv", "wd-fc+wn-conv"))
         closed = (first >= CLOSED_BY_TRANSFER or rest.value >= 0) and (
             second >= CLOSED_BY_BOTH or both.value >= 0
         )
@@ -131,7 +131,7 @@ def e6(bench: Bench) -> Evidence:
         elif rest.value >= 0:
             comparison = replace(comparison, p=None, rule="unclear")
         evidence.add(_against_gap(gap, replace(comparison, noise=None)))
-    return evidence.told()
+    return evidence.summarised()
 
 
 def e9(bench: Bench) -> Evidence:
@@ -144,12 +144,12 @@ def e9(bench: Bench) -> Evidence:
     larger, helps, more = "wd-fc over wd-conv", "wd-conv over none", "wd-conv's gain, F over G"
     gains: dict[object, dict[object, dict[str, tuple[Sample | None, Sample | None]]]] = {}
     for key, schemes in bench.groups("fig6"):
-        found = {name: bench.sample(cell) for name, cell in schemes.items()}
-        conv, fc, name = found["wd-conv"], found["wd-fc"], named(key)
+        samples = {name: bench.sample(cell) for name, cell in schemes.items()}
+        conv, fc, name = samples["wd-conv"], samples["wd-fc"], named(key)
         evidence.add(bench.difference(name, (1, fc), (-1, conv), part=larger), larger)
-        baselines = {"": found["baseline"]}
+        baselines = {"": samples["baseline"]}
         if "undecayed" in schemes and schemes["undecayed"].runs != schemes["baseline"].runs:
-            baselines[" at the same lr"] = found["undecayed"]
+            baselines[" at the same lr"] = samples["undecayed"]
         for same, base in baselines.items():
             evidence.add(bench.difference(name + same, (1, conv), (-1, base), part=helps), helps)
         own = {same: (conv, base) for same, base in baselines.items()}
@@ -174,13 +174,13 @@ def e11(bench: Bench) -> Evidence:
     rows: dict[str, dict[object, dict[object, Sample | None]]] = {}
     for key, pair in bench.groups("table3"):
         row = named(key, "dataset", "network", "optimizer")
-        found = {decay: bench.sample(cell) for decay, cell in pair.items()}
+        samples = {decay: bench.sample(cell) for decay, cell in pair.items()}
         if not bench.tier.on_digits and key["batch_size"] != 128:
             for decay, cell in pair.items():
                 if not _tuned(cell, bool(decay)):
-                    found[decay] = None
+                    samples[decay] = None
                     unsearched[search_command(cell, bench.tier.name)] = None
-        rows.setdefault(row, {})[key["batch_size"]] = found
+        rows.setdefault(row, {})[key["batch_size"]] = samples
     for row, batches in rows.items():
         small, large = batches.get(128, {}), batches.get(2000, {})
         losses[row] = {d: [(1.0, small.get(d)), (-1.0, large.get(d))] for d in (0, 1)}
@@ -205,7 +205,9 @@ def e13(bench: Bench) -> Evidence:
     spreads: dict[str, dict[object, Terms]] = {}
     for row, pairs in _rows(bench, evidence, batch_norm=True).items():
         for side in (0, 1):
-            ordered = sorted((pair[side] for pair in pairs.values()), key=lambda one: one.mean)
+            ordered = sorted(
+                (pair[side] for pair in pairs.values()), key=lambda sample: sample.mean
+            )
             spreads.setdefault(row, {})[side] = [(1.0, ordered[-1]), (-1.0, ordered[0])]
     return _most_closed(bench, evidence, "spread", spreads)
 
@@ -258,7 +260,7 @@ def _most_closed(
 
 
 def _times(factor: float, terms: Terms) -> Terms:
-    return [(factor * by, sample) for by, sample in terms]
+    return [(factor * weight, sample) for weight, sample in terms]
 
 
 def _rows(
@@ -285,16 +287,16 @@ def _rows(
 
 def _mean(evidence: Evidence, what: str = "") -> Evidence:
     """Fill in the mean over the comparisons, in points, and what was found, part by part."""
-    found = evidence.comparisons
-    if found:
+    comparisons = evidence.comparisons
+    if comparisons:
         parts = evidence.by_part().items()
         first = next(iter(evidence.by_part().values()))
         evidence.value = statistics.fmean(c.value for c in first)
         evidence.effect = "; ".join(_told(part or what, members) for part, members in parts)
         against = [c.text for c, leaning in evidence.leanings() if leaning == "against"]
         evidence.notes += [f"against it: {text}" for text in against]
-        if not against and len(found) <= 4:
-            evidence.notes += [c.text for c in found]
+        if not against and len(comparisons) <= 4:
+            evidence.notes += [c.text for c in comparisons]
     return evidence
 
 
@@ -317,10 +319,10 @@ def _against_gap(gap: Comparison, comparison: Comparison) -> Comparison:
     return replace(judged, p=None, rule="unclear", noise=None)
 
 
-def _share(found: dict[object, Sample | None], scheme: str, gap: Comparison) -> float:
+def _share(samples: dict[object, Sample | None], scheme: str, gap: Comparison) -> float:
     """(accuracy of the scheme - baseline) / gap; nan where there is no gap."""
-    base = found["baseline"] if "baseline" in found else found["none"]
-    sample = found[scheme]
+    base = samples["baseline"] if "baseline" in samples else samples["none"]
+    sample = samples[scheme]
     if sample is None or base is None or gap.value == 0:
         return float("nan")
     return 100 * (sample.mean - base.mean) / gap.value

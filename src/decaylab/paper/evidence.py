@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from decaylab.data.facts import DATA_SETS
-from decaylab.paper.readings import Readings, RunReading
+from decaylab.paper.finished_runs import FinishedRun, FinishedRuns
 from decaylab.paper.statistics import (
     ALPHA,
     LEAST_DEGREES,
@@ -48,7 +48,7 @@ class Sample:
     """A quantity in the runs of one cell, by seed."""
 
     values: dict[int, float]
-    runs: tuple[RunReading, ...]
+    runs: tuple[FinishedRun, ...]
 
     @property
     def mean(self) -> float:
@@ -87,7 +87,7 @@ class Comparison:
 
     text: str
     enough: bool
-    runs: tuple[RunReading, ...]
+    runs: tuple[FinishedRun, ...]
     value: float = 0.0
     p: float | None = None
     rule: Leaning = "unclear"
@@ -144,16 +144,16 @@ class Evidence:
 
     def verdict(self) -> Verdict:
         """Of the whole claim: contradicted by any part, supported if every part is."""
-        found = self.verdicts().values()
+        verdicts = self.verdicts().values()
         for verdict in ("contradicted", "not enough runs", "not enough schedule"):
-            if verdict in found:
+            if verdict in verdicts:
                 return verdict
-        return "supported" if found else "not enough runs"
+        return "supported" if verdicts else "not enough runs"
 
-    def _verdict(self, found: Sequence[tuple[Comparison, Leaning]], missing: int) -> Verdict:
-        if any(leaning == "against" and c.enough for c, leaning in found):
+    def _verdict(self, leanings: Sequence[tuple[Comparison, Leaning]], missing: int) -> Verdict:
+        if any(leaning == "against" and c.enough for c, leaning in leanings):
             return "contradicted"
-        needed = [(c, leaning) for c, leaning in found if c.needed]
+        needed = [(c, leaning) for c, leaning in leanings if c.needed]
         if missing or not needed:
             return "not enough runs"
         if not all(c.enough for c, _ in needed):
@@ -184,7 +184,7 @@ class Evidence:
         return math.sqrt(plain_statistics.fmean(s * s for s in spreads)) if spreads else None
 
     @property
-    def runs(self) -> dict[str, RunReading]:
+    def runs(self) -> dict[str, FinishedRun]:
         """The runs used, by id."""
         return {run.spec.id: run for c in self.comparisons for run in c.runs}
 
@@ -206,7 +206,7 @@ class Evidence:
         """Count a comparison as missing."""
         self.missing_by_part[part] = self.missing_by_part.get(part, 0) + 1
 
-    def told(self) -> "Evidence":
+    def summarised(self) -> "Evidence":
         """Itself, its effect telling what each comparison found, its value being their mean."""
         shown = [
             c.value if c.headline is None else c.headline for c in self.comparisons if c.needed
@@ -222,9 +222,9 @@ class Bench:
     """The records at one tier, arranged for comparison."""
 
     def __init__(
-        self, readings: Readings, tier: str, seeds: int, searched_folder: Path | None
+        self, finished_runs: FinishedRuns, tier: str, seeds: int, searched_folder: Path | None
     ) -> None:
-        self.readings, self.tier = readings, tier_of(tier)
+        self.finished_runs, self.tier = finished_runs, tier_of(tier)
         self._seeds, self._folder = seeds, searched_folder
         self.left_out: dict[str, str] = {}  # run -> why its numerics are superseded
         self._cells: dict[str, list[Cell]] = {}
@@ -254,11 +254,11 @@ class Bench:
             unique.setdefault(runs, (rest, by_last))
         return list(unique.values())
 
-    def runs(self, cell: Cell) -> list[RunReading]:
+    def runs(self, cell: Cell) -> list[FinishedRun]:
         """The finished runs of a cell, without those of superseded numerics."""
-        found = [run for spec in cell.runs if (run := self.readings.of(spec)) is not None]
-        self.left_out |= {run.spec.id: run.superseded for run in found if run.superseded}
-        return [run for run in found if not run.superseded]
+        finished = [run for spec in cell.runs if (run := self.finished_runs.of(spec)) is not None]
+        self.left_out |= {run.spec.id: run.superseded for run in finished if run.superseded}
+        return [run for run in finished if not run.superseded]
 
     def superseded(self) -> dict[str, list[str]]:
         """What was wrong with runs that were asked for and left out -> which."""
@@ -282,12 +282,12 @@ class Bench:
         without, decayed = (self.sample(by_decay[decay], metric) for decay in (0, 1))
         return None if without is None or decayed is None else (without, decayed)
 
-    def enough(self, runs: Iterable[RunReading], least: float = LEAST_EXPOSURE) -> bool:
+    def enough(self, runs: Iterable[FinishedRun], least: float = LEAST_EXPOSURE) -> bool:
         """Whether decay had the time to act in each of these runs that has decay.
 
         L2 under Adam and K-FAC is no matter of exposure: their preconditioner changes it.
         """
-        if self.tier.name == "full":
+        if self.tier.whole:
             return True
         decayed = [
             run
@@ -317,9 +317,9 @@ class Bench:
         expected = 0.0 if within is None else math.copysign(within, effect) / 100
         p = max(noise.p_value(value), _on_images(known, expected))
         runs = tuple(run for _, sample in known for run in sample.runs)
-        said = " ".join(filter(None, [text, part, f"{effect:+.2f}"]))
+        summary = " ".join(filter(None, [text, part, f"{effect:+.2f}"]))
         return Comparison(
-            said,
+            summary,
             self.enough(runs),
             runs,
             value,
@@ -338,9 +338,9 @@ class Bench:
         for key in ((spec.data, spec.optimizer), (spec.data, "")):
             if key not in self._pools:
                 self._pools[key] = self._pooled(*key)
-            found = self._pools[key]
-            if found is not None:
-                return found
+            pool = self._pools[key]
+            if pool is not None:
+                return pool
         return Pool(f"test images {sample.mean:g}", sample.sampling_deviation)
 
     def _pooled(self, data: str, optimizer: str) -> Pool | None:
@@ -349,8 +349,8 @@ class Bench:
             for spec, accuracies in self._replicated
             if spec.data == data and optimizer in ("", spec.optimizer)
         ]
-        found = Pool.over(f"{data} {optimizer}".strip(), values)
-        return found if found.degrees >= LEAST_DEGREES else None
+        pool = Pool.over(f"{data} {optimizer}".strip(), values)
+        return pool if pool.degrees >= LEAST_DEGREES else None
 
     @cached_property
     def _replicated(self) -> list[tuple[RunSpec, list[float]]]:
@@ -361,15 +361,17 @@ class Bench:
             for artefact in artefacts().values():
                 if not artefact.percent:
                     continue
-                found = cells(artefact.name, tier, self._seeds, searched_folder=self._folder)
-                for cell in found:
-                    there = [spec for spec in cell.runs if self.readings.exists(spec)]
+                artefact_cells = cells(
+                    artefact.name, tier, self._seeds, searched_folder=self._folder
+                )
+                for cell in artefact_cells:
+                    there = [spec for spec in cell.runs if self.finished_runs.exists(spec)]
                     if len(there) > 1 and there[0].id not in chosen:
                         chosen[there[0].id] = (there[0], self._accuracies(there))
         return [entry for entry in chosen.values() if len(entry[1]) > 1]
 
     def _accuracies(self, specs: Sequence[RunSpec]) -> list[float]:
-        runs = [run for spec in specs if (run := self.readings.of(spec)) is not None]
+        runs = [run for spec in specs if (run := self.finished_runs.of(spec)) is not None]
         values = [run.final("test/accuracy") for run in runs if not run.superseded]
         return [100 * value for value in values if value is not None]
 
@@ -379,7 +381,9 @@ def _on_images(terms: Sequence[tuple[float, Sample]], expected: float) -> float:
     runs = [run for _, sample in terms for run in sample.runs]
     hits = [run.manifest.test_hits for run in runs]
     first = hits[0]
-    if first is None or not all(one is not None and one.comparable(first) for one in hits):
+    if first is None or not all(
+        run_hits is not None and run_hits.comparable(first) for run_hits in hits
+    ):
         return 0.0
     return image_p_value(
         [

@@ -5,7 +5,8 @@ import statistics
 from collections.abc import Callable, Mapping
 
 from decaylab.paper.evidence import Bench, Comparison, Evidence, Leaning, Sample, named
-from decaylab.paper.readings import TRAINED, RunReading
+from decaylab.paper.finished_runs import TRAINED, FinishedRun
+from decaylab.paper.pace import TimedCurve, timed
 from decaylab.paper.statistics import correlation
 from decaylab.paper.suite import SCALED_LR, Cell, search_command
 
@@ -48,7 +49,7 @@ def e5(bench: Bench) -> Evidence:
         f" included; a shortened schedule needs an exposure of {AT_REST:g}, since the norm must"
         " have come to rest"
     )
-    return evidence.told()
+    return evidence.summarised()
 
 
 def e7(bench: Bench) -> Evidence:
@@ -65,25 +66,25 @@ def e17(bench: Bench) -> Evidence:
     return _correlations(bench, {"jacobian and gap": (_jacobian_norm, _generalization_gap)})
 
 
-Quantity = Callable[[RunReading], float | None]
+Quantity = Callable[[FinishedRun], float | None]
 
 
-def _kfac_gn_norm(run: RunReading) -> float | None:
+def _kfac_gn_norm(run: FinishedRun) -> float | None:
     return run.final("kfac_gn_norm")
 
 
-def _jacobian_norm(run: RunReading) -> float | None:
+def _jacobian_norm(run: FinishedRun) -> float | None:
     return run.final("jacobian_norm")
 
 
-def _generalization_gap(run: RunReading) -> float | None:
+def _generalization_gap(run: FinishedRun) -> float | None:
     return run.generalization_gap
 
 
 def _correlations(bench: Bench, pairs: Mapping[str, tuple[Quantity, Quantity]]) -> Evidence:
     """Rank correlations of some quantities over the nets of Fig. 5, a data set at a time."""
     evidence = Evidence(every=True)
-    nets: dict[object, list[RunReading]] = {}
+    nets: dict[object, list[FinishedRun]] = {}
     for key, pair in bench.groups("fig5"):
         for cell in pair.values():
             nets.setdefault(key["dataset"], []).extend(bench.runs(cell))
@@ -97,11 +98,11 @@ def _correlations(bench: Bench, pairs: Mapping[str, tuple[Quantity, Quantity]]) 
         "within an optimizer: of the ranks less their optimizer's mean; its share is that of the"
         " ranks' covariance"
     )
-    return evidence.told()
+    return evidence.summarised()
 
 
 def _correlated(
-    name: str, runs: list[RunReading], first: Quantity, second: Quantity
+    name: str, runs: list[FinishedRun], first: Quantity, second: Quantity
 ) -> Comparison | None:
     """Rank correlation with its 95 % interval, and what of it is within an optimizer."""
     points = [
@@ -113,12 +114,12 @@ def _correlated(
         return None
     measured = tuple(run for _, _, run in points)
     groups = [run.spec.optimizer for run in measured]
-    found = correlation([x for x, _, _ in points], [y for _, y, _ in points], groups)
-    text = f"{name}: rank correlation {found.rank:.2f} [{found.low:.2f}, {found.high:.2f}]"
-    if math.isfinite(found.within):
-        text += f", within an optimizer {found.within:.2f} ({100 * found.share_within:.0f} %)"
-    text += f", {found.count} nets"
-    return Comparison(text, True, measured, found.rank, found.p)
+    result = correlation([x for x, _, _ in points], [y for _, y, _ in points], groups)
+    text = f"{name}: rank correlation {result.rank:.2f} [{result.low:.2f}, {result.high:.2f}]"
+    if math.isfinite(result.within):
+        text += f", within an optimizer {result.within:.2f} ({100 * result.share_within:.0f} %)"
+    text += f", {result.count} nets"
+    return Comparison(text, True, measured, result.rank, result.p)
 
 
 def e8(bench: Bench) -> Evidence:
@@ -132,7 +133,7 @@ def e8(bench: Bench) -> Evidence:
     for key, pair in bench.groups("table2"):
         nets.setdefault(key["network"], {})[key["optimizer"]] = pair
     for network, by_optimizer in nets.items():
-        part, factors, runs = str(network), dict[str, float](), list[RunReading]()
+        part, factors, runs = str(network), dict[str, float](), list[FinishedRun]()
         for optimizer, pair in by_optimizer.items():
             both = bench.pair(pair, "jacobian_norm")
             if both is None:
@@ -160,7 +161,7 @@ def e8(bench: Bench) -> Evidence:
         f" it beyond {FAR:g}x; K-FAC-G's has to be 1.5x SGD's, and contradicts below it"
     )
     evidence.notes += _nothing_but_decay(bench)
-    return evidence.told()
+    return evidence.summarised()
 
 
 def _near(factor: float, papers: float) -> Leaning:
@@ -170,25 +171,27 @@ def _near(factor: float, papers: float) -> Leaning:
 
 def _nothing_but_decay(bench: Bench) -> list[str]:
     """The same factors where both sides have the KL clip and lr that were tuned for decay."""
-    told = []
+    factors = []
     for key, pair in bench.groups("jacobian-alone"):
         without, decayed = (
             bench.sample(pair[scheme], "jacobian_norm") for scheme in ("undecayed", "wd")
         )
         if without is not None and decayed is not None:
-            told.append(f"{named(key)} {_factor(without, decayed):.1f}x")
-    return [f"where nothing but the decay differs: {', '.join(told)}"] if told else []
+            factors.append(f"{named(key)} {_factor(without, decayed):.1f}x")
+    return [f"where nothing but the decay differs: {', '.join(factors)}"] if factors else []
 
 
 def e10(bench: Bench) -> Evidence:
     """Tr F of the first layer's normalised weights falls ~1e4, tr G changes by ~2 (Fig. 7).
 
     Within 50 epochs (of 100: the first half of a schedule), the initialisation included, with batch
-    norm in train mode. The paper's network decides; the other is shown.
+    norm in train mode. The paper's network decides; the other is shown. The paper does not say
+    whether its run has decay: with and without it are two parts.
     """
     evidence = Evidence()
     for key, pair in bench.groups("fig7"):
         for decay, cell in pair.items():
+            part = "with decay" if decay else "without decay"
             finished = bench.runs(cell)
             runs = [run for run in finished if not run.lacking(("traces",))]
             others = [run.spec.id for run in finished if run.first_layer(EVAL_TRACES)]
@@ -201,7 +204,7 @@ def e10(bench: Bench) -> Evidence:
             papers_own = key["network"] == "resnet32"
             if not runs:
                 if papers_own:
-                    evidence.lack()
+                    evidence.lack(part)
                 continue
             fisher = _log_median([_fall(run, FISHER_TRACE) for run in runs])
             newton = _log_median([_change(run, NEWTON_TRACE) for run in runs])
@@ -210,21 +213,19 @@ def e10(bench: Bench) -> Evidence:
                 rule = "for"
             elif fisher <= newton:
                 rule = "against"
-            text = (
-                f"{named(key)} decay={decay}: tr F falls {fisher:.3g}x, tr G changes {newton:.2g}x"
-            )
+            text = f"{named(key)} {part}: tr F falls {fisher:.3g}x, tr G changes {newton:.2g}x"
             if not papers_own:
                 evidence.unjudged.append(f"{text} (not in the paper)")
                 continue
             fitted = all((run.final("train/accuracy") or 0.0) >= FITTED for run in runs)
-            enough = fitted or bench.tier.name == "full"
-            evidence.add(Comparison(text, enough, tuple(runs), fisher, rule=rule))
+            enough = fitted or bench.tier.whole
+            evidence.add(Comparison(text, enough, tuple(runs), fisher, rule=rule, part=part))
     evidence.notes.append(
         "supported where tr F falls 100x within the first half of the schedule, and 10x more than"
         " tr G changes, contradicted where tr G changes as much; a shortened schedule must have"
         f" come to {FITTED:.0%} training accuracy"
     )
-    return evidence.told()
+    return evidence.summarised()
 
 
 class _Convergence:
@@ -233,8 +234,8 @@ class _Convergence:
     def __init__(self, bench: Bench, network: str) -> None:
         self.network = network
         self.guessed: dict[str, Cell] = {}  # at a learning rate that is not known to be good
-        self._by_epoch: dict[str, RunReading] = {}
-        self._by_time: dict[str, RunReading] = {}
+        self._by_epoch: dict[str, FinishedRun] = {}
+        self._by_time: dict[str, TimedCurve] = {}
         self.left_out: list[str] = []
         for key, pair in bench.groups("fig9"):
             if key["network"] != network:
@@ -244,14 +245,17 @@ class _Convergence:
             if cell.note == SCALED_LR and not bench.tier.on_digits:
                 self.guessed[optimizer] = cell
             spec = cell.runs[0]
-            found = [bench.readings.of(spec), bench.readings.repeats.of(spec)]
-            runs = [run for run in found if run is not None and not run.superseded]
+            stored = [bench.finished_runs.of(spec), bench.finished_runs.repeats.of(spec)]
+            runs = [run for run in stored if run is not None and not run.superseded]
             self.left_out += [run.spec.id for run in runs if not run.curve(PASS_LOSS)]
-            for run in runs:
-                if run.curve(PASS_LOSS):
-                    self._by_epoch.setdefault(optimizer, run)
-                if run.timed_curve(PASS_LOSS):
-                    self._by_time.setdefault(optimizer, run)
+            measured = [run for run in runs if run.curve(PASS_LOSS)]
+            if measured:
+                self._by_epoch[optimizer] = measured[0]
+            curves = [
+                curve for run in measured if (curve := timed(run, PASS_LOSS, bench.finished_runs))
+            ]
+            if curves:  # its own seconds before those of a pace
+                self._by_time[optimizer] = min(curves, key=lambda curve: curve.paced)
 
     def epochs(self, optimizer: str) -> float | None:
         """The first epoch; infinite where it never gets there, None without a run."""
@@ -259,15 +263,19 @@ class _Convergence:
         return None if run is None else _first_below(run.curve(PASS_LOSS))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of training by optimizer, of runs alone on one device; empty unless all are."""
-        if len({run.manifest.device for run in self._by_time.values()}) != 1:
+        """Seconds of training by optimizer, alone on one device; empty unless all are of one."""
+        if len({curve.device for curve in self._by_time.values()}) != 1:
             return {}
-        return {name: _first_below(r.timed_curve(PASS_LOSS)) for name, r in self._by_time.items()}
+        return {name: _first_below(curve.points) for name, curve in self._by_time.items()}
 
-    def runs(self) -> tuple[RunReading, ...]:
+    @property
+    def paced(self) -> list[str]:
+        """The optimizers whose seconds are the epochs times a pace."""
+        return [name for name, curve in self._by_time.items() if curve.paced]
+
+    def runs(self) -> tuple[FinishedRun, ...]:
         """All that were used."""
-        chosen = {**{id(r): r for r in self._by_epoch.values()}}
-        return tuple({**chosen, **{id(r): r for r in self._by_time.values()}}.values())
+        return tuple(self._by_epoch.values())
 
 
 NETWORKS = ("vgg16", "resnet32")
@@ -281,49 +289,54 @@ def e12(bench: Bench) -> Evidence:
     evidence = Evidence()
     within, first = f"1e-4 within {KFAC_EPOCHS} epochs", "first in wall-clock time"
     for network in NETWORKS:
-        found = _Convergence(bench, network)
-        _add_within(bench, evidence, found, within)
-        _add_first(bench, evidence, found, ("sgd", "adam"), first)
-        _note_left_out(evidence, found)
+        convergence = _Convergence(bench, network)
+        _add_within(bench, evidence, convergence, within)
+        _add_first(bench, evidence, convergence, ("sgd", "adam"), first)
+        _note_left_out(evidence, convergence)
     evidence.unjudged += _under_batch_norm(bench)
-    return evidence.told()
+    return evidence.summarised()
 
 
-def _add_within(bench: Bench, evidence: Evidence, found: _Convergence, part: str) -> None:
-    epochs = found.epochs("kfac-g")
+def _add_within(bench: Bench, evidence: Evidence, convergence: _Convergence, part: str) -> None:
+    epochs = convergence.epochs("kfac-g")
     if epochs is None:
         evidence.lack(part)
         return
     when = f"in {epochs:g} epochs" if math.isfinite(epochs) else "never"
-    text = f"{found.network}: K-FAC-G reaches 1e-4 {when}"
+    text = f"{convergence.network}: K-FAC-G reaches 1e-4 {when}"
     reached = epochs <= KFAC_EPOCHS
-    if not reached and _at_a_guess(bench, evidence, found, text, part):
+    if not reached and _at_a_guess(bench, evidence, convergence, ("kfac-g",), text, part):
         return
     enough = reached or not bench.tier.on_digits  # an epoch of digits has a tenth of the steps
     rule: Leaning = "for" if reached else "against"
-    evidence.add(Comparison(text, enough, found.runs(), epochs, rule=rule, part=part))
+    evidence.add(Comparison(text, enough, convergence.runs(), epochs, rule=rule, part=part))
 
 
 def _add_first(
-    bench: Bench, evidence: Evidence, found: _Convergence, others: tuple[str, ...], part: str
+    bench: Bench, evidence: Evidence, convergence: _Convergence, others: tuple[str, ...], part: str
 ) -> None:
     """K-FAC-G against others in seconds to the small loss."""
-    seconds = found.seconds()
+    seconds = convergence.seconds()
     if not {"kfac-g", *others} <= seconds.keys():
         evidence.lack(part)
         evidence.notes.append(
-            f"{found.network}: times of {', '.join(['kfac-g', *others])} are needed, of runs alone"
-            " on one device: make them without --at-once and --compiled"
+            f"{convergence.network}: times of {', '.join(['kfac-g', *others])} are needed, alone"
+            " on one device: decaylab reproduce fig9-pace, without --at-once and --compiled"
         )
         return
+    if convergence.paced:
+        evidence.notes.append(
+            f"{convergence.network}: seconds of {', '.join(convergence.paced)} are the epochs times"
+            " the pace of the same run alone on the device (fig9-pace)"
+        )
     own, best = seconds["kfac-g"], min(seconds[other] for other in others)
-    text = f"{found.network}: seconds to 1e-4: "
+    text = f"{convergence.network}: seconds to 1e-4: "
     text += ", ".join(f"{name} {_words(seconds[name])}" for name in ("kfac-g", *others))
-    if own >= best and _at_a_guess(bench, evidence, found, text, part):
-        return
     rule = _earlier(own, best)
+    if _at_a_guess(bench, evidence, convergence, _behind(rule, others), text, part):
+        return
     enough = rule == "for" or not bench.tier.on_digits
-    evidence.add(Comparison(text, enough, found.runs(), best / own, rule=rule, part=part))
+    evidence.add(Comparison(text, enough, convergence.runs(), best / own, rule=rule, part=part))
 
 
 def _earlier(own: float, other: float) -> Leaning:
@@ -331,26 +344,40 @@ def _earlier(own: float, other: float) -> Leaning:
     return "for" if own < other else "against" if own > other else "unclear"
 
 
+def _behind(rule: Leaning, others: tuple[str, ...]) -> tuple[str, ...]:
+    """Who is not ahead: what their learning rate was is what a verdict hangs on."""
+    return others if rule == "for" else ("kfac-g",) if rule == "against" else ("kfac-g", *others)
+
+
 def _at_a_guess(
-    bench: Bench, evidence: Evidence, found: _Convergence, text: str, part: str
+    bench: Bench,
+    evidence: Evidence,
+    convergence: _Convergence,
+    behind: tuple[str, ...],
+    text: str,
+    part: str,
 ) -> bool:
-    """Whether nothing is held against K-FAC-G, since its settings were not searched."""
-    if "kfac-g" not in found.guessed:
+    """Whether nothing is held against those behind, since the settings of one were not searched."""
+    guessed = [convergence.guessed[name] for name in behind if name in convergence.guessed]
+    if not guessed:
         return False
     evidence.lack(part)
     evidence.unjudged.append(f"{text} (at a learning rate that was neither published nor searched)")
-    command = search_command(found.guessed["kfac-g"], bench.tier.name)
-    note = f"{found.network}: find K-FAC-G's learning rate first: {command}"
-    if note not in evidence.notes:
-        evidence.notes.append(note)
+    for cell in guessed:
+        command = search_command(cell, bench.tier.name)
+        note = (
+            f"{convergence.network}: find {cell.key['optimizer']}'s learning rate first: {command}"
+        )
+        if note not in evidence.notes:
+            evidence.notes.append(note)
     return True
 
 
-def _note_left_out(evidence: Evidence, found: _Convergence) -> None:
-    if found.left_out:
+def _note_left_out(evidence: Evidence, convergence: _Convergence) -> None:
+    if convergence.left_out:
         evidence.notes.append(
             "left out, without a pass over the training set after each epoch:"
-            f" {', '.join(dict.fromkeys(found.left_out))}"
+            f" {', '.join(dict.fromkeys(convergence.left_out))}"
         )
 
 
@@ -373,20 +400,21 @@ def e16(bench: Bench) -> Evidence:
     evidence = Evidence()
     in_epochs, in_time = "in epochs", "in wall-clock time"
     for network in NETWORKS:
-        found = _Convergence(bench, network)
-        own, other = found.epochs("kfac-g"), found.epochs("kfac-f")
+        convergence = _Convergence(bench, network)
+        own, other = convergence.epochs("kfac-g"), convergence.epochs("kfac-f")
         if own is None or other is None:
             evidence.lack(in_epochs)
         else:
             text = f"{network}: epochs to 1e-4: K-FAC-G {_words(own)}, K-FAC-F {_words(other)}"
             rule = _earlier(own, other)
-            if rule == "for" or not _at_a_guess(bench, evidence, found, text, in_epochs):
+            behind = _behind(rule, ("kfac-f",))
+            if not _at_a_guess(bench, evidence, convergence, behind, text, in_epochs):
                 enough = rule == "for" or not bench.tier.on_digits
-                runs = found.runs()
+                runs = convergence.runs()
                 evidence.add(Comparison(text, enough, runs, other, rule=rule, part=in_epochs))
-        _add_first(bench, evidence, found, ("kfac-f",), in_time)
-        _note_left_out(evidence, found)
-    return evidence.told()
+        _add_first(bench, evidence, convergence, ("kfac-f",), in_time)
+        _note_left_out(evidence, convergence)
+    return evidence.summarised()
 
 
 def e14(bench: Bench) -> Evidence:
@@ -400,14 +428,16 @@ def e14(bench: Bench) -> Evidence:
                 continue
             reached = sample.mean >= TRAINED
             text = f"{named(key)} decay={decay}: {100 * sample.mean:.2f} %"
-            enough = reached or bench.tier.name == "full"
+            enough = reached or bench.tier.whole
             rule: Leaning = "for" if reached else "against"
             evidence.add(Comparison(text, enough, sample.runs, 100 * sample.mean, rule=rule))
-    found = evidence.comparisons
-    below = [c for c in found if c.rule == "against"]
-    if found:
-        evidence.value = min(c.value for c in found)
-        evidence.effect = f"{len(found) - len(below)} of {len(found)} cells end at {TRAINED:.1%} or"
+    comparisons = evidence.comparisons
+    below = [c for c in comparisons if c.rule == "against"]
+    if comparisons:
+        evidence.value = min(c.value for c in comparisons)
+        evidence.effect = (
+            f"{len(comparisons) - len(below)} of {len(comparisons)} cells end at {TRAINED:.1%} or"
+        )
         evidence.effect += f" more training accuracy, the lowest at {evidence.value:.2f} %"
     evidence.notes += [f"below: {c.text}" for c in below[:8]]
     evidence.notes += [f"and {len(below) - 8} more"] if len(below) > 8 else []
@@ -426,37 +456,37 @@ def e15(bench: Bench) -> Evidence:
             continue
         loss = without.mean
         rule: Leaning = "for" if loss > NOT_ZERO else "against" if loss < ZERO else "unclear"
-        told = "" if decayed is None else f", {decayed.mean:.3g} with decay"
-        enough = bench.tier.name == "full" or rule == "against"  # short runs never reach zero
-        text = f"{named(key)}: training loss {loss:.3g}{told}"
+        with_decay = "" if decayed is None else f", {decayed.mean:.3g} with decay"
+        enough = bench.tier.whole or rule == "against"  # short runs never reach zero
+        text = f"{named(key)}: training loss {loss:.3g}{with_decay}"
         evidence.add(Comparison(text, enough, without.runs, loss, rule=rule))
     evidence.notes.append(f"not zero is above {NOT_ZERO:g}, zero below {ZERO:g}")
-    return evidence.told()
+    return evidence.summarised()
 
 
-def _values(run: RunReading, quantity: str, last: float) -> list[float]:
+def _values(run: FinishedRun, quantity: str, last: float) -> list[float]:
     """A quantity of the first layer from the initialisation to an epoch."""
     return [value for epoch, value in run.first_layer_curve(quantity) if epoch <= last]
 
 
-def _stage_ratio(run: RunReading) -> float | None:
+def _stage_ratio(run: FinishedRun) -> float | None:
     """Max/min over the first stage of the first layer's effective lr."""
     values = _values(run, "effective_lr", run.spec.resolved().lr_drop_every or 0)
     return max(values) / min(values) if len(values) > 1 and min(values) > 0 else None
 
 
-def _first_half(run: RunReading, quantity: str) -> list[float]:
+def _first_half(run: FinishedRun, quantity: str) -> list[float]:
     """A quantity of the first layer in the first half of the schedule: the paper's 50 of 100."""
     return _values(run, quantity, (run.spec.resolved().epochs or 0) / 2)
 
 
-def _change(run: RunReading, quantity: str) -> float:
+def _change(run: FinishedRun, quantity: str) -> float:
     """Max/min over the first half of the epochs."""
     values = _first_half(run, quantity)
     return max(values) / max(min(values), 1e-300)
 
 
-def _fall(run: RunReading, quantity: str) -> float:
+def _fall(run: FinishedRun, quantity: str) -> float:
     """The largest value in the first half of the epochs over the least one after it."""
     values = _first_half(run, quantity)
     top = values.index(max(values))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from decaylab.paper.observe import observer
+from decaylab.paper.epoch_probes import epoch_probe
 from decaylab.paper.suite import Cell, artefacts, select
 from decaylab.paper.suite import cells as cells_of
 from decaylab.paper.tiers import tier_of
@@ -56,5 +56,5 @@ def plan(
     planned = []
     for run_id, spec in ordered.items():
         names = tuple(sorted(probes[run_id]))
-        planned.append(PlannedRun(spec, names, tuple(serves[run_id]), tier, observer(names)))
+        planned.append(PlannedRun(spec, names, tuple(serves[run_id]), tier, epoch_probe(names)))
     return planned

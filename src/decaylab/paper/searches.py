@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from decaylab.errors import DecaylabError
-from decaylab.paper.observe import observer
+from decaylab.paper.epoch_probes import epoch_probe
 from decaylab.paper.settings import ROW
 from decaylab.paper.suite import Cell, searched_cell, spec_for
 from decaylab.paper.tiers import tier_of
-from decaylab.sweeps.plan import Observer
+from decaylab.sweeps.plan import EpochProbe
 from decaylab.sweeps.search import ACCURACY, FACTOR, SearchPlan, rounded
 from decaylab.training import RunSpec
 
@@ -77,9 +77,9 @@ def cell_plan(
     )
 
 
-def search_observer(plan: SearchPlan) -> Observer | None:
+def search_probe(plan: SearchPlan) -> EpochProbe | None:
     """What a search's runs must record beyond what every run does."""
-    return observer(["train_pass"]) if plan.by == PASS_LOSS else None
+    return epoch_probe(["train_pass"]) if plan.by == PASS_LOSS else None
 
 
 def missing_searches(chosen: Iterable[Cell], tier: str) -> list[SearchPlan]:

@@ -8,10 +8,11 @@
 
 import csv
 import math
+import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -99,29 +100,40 @@ class Searched:
 
 
 def searched(
-    key: Mapping[str, Any], scheme: str, tier: str, folder: Path | None = None
+    key: Mapping[str, Any], scheme: str, tiers: Sequence[str], folder: Path | None = None
 ) -> Searched | None:
-    """What a search found for a cell, or None; smoke takes quick's, and full short's, if need be.
+    """What a search at one of some tiers, the first that has one, found for a cell, or None.
 
     A search at batch 128 is not one for other batches, one with drops of lr not one without.
     """
     wanted = {name: key[name] for name in ROW} | {"scheme": scheme}
     wanted["batch_size"] = key.get("batch_size", 128)
     wanted["constant_lr"] = int(bool(key.get("constant_lr")))
-    tiers = {"smoke": ("smoke", "quick"), "full": ("full", "short")}.get(tier, (tier,))
     for name in tiers:
-        for found in _all_searched(folder):
-            if found.tier == name and all(
-                str(found.cell.get(part, 0)) == str(value) for part, value in wanted.items()
+        for search in _all_searched(folder):
+            if search.tier == name and all(
+                str(search.cell.get(part, 0)) == str(value) for part, value in wanted.items()
             ):
-                return found
+                return search
     return None
 
 
-def _all_searched(folder: Path | None) -> list[Searched]:
-    paths = [] if folder is None or not folder.is_dir() else sorted(folder.glob("*.toml"))
-    own = [_read(str(path), path.read_text(encoding="utf-8")) for path in paths]
-    return [*own, *_packaged()]
+def searches_stamp(folder: Path | None) -> tuple[tuple[str, int, int], ...]:
+    """What changes when a search ends in a folder: names, sizes and times of what was found."""
+    if folder is None or not folder.is_dir():
+        return ()
+    files = [entry for entry in os.scandir(folder) if entry.name.endswith(".toml")]
+    facts = [(entry.path, entry.stat().st_mtime_ns, entry.stat().st_size) for entry in files]
+    return tuple(sorted(facts))
+
+
+def _all_searched(folder: Path | None) -> tuple[Searched, ...]:
+    return (*_read_all(searches_stamp(folder)), *_packaged())
+
+
+@lru_cache(maxsize=8)  # for every cell of an artefact the same
+def _read_all(files: tuple[tuple[str, int, int], ...]) -> tuple[Searched, ...]:
+    return tuple(_read(path, Path(path).read_text(encoding="utf-8")) for path, _, _ in files)
 
 
 @cache
@@ -135,7 +147,6 @@ def _packaged() -> tuple[Searched, ...]:
     )
 
 
-@cache  # for every cell of an artefact the same
 def _read(path: str, text: str) -> Searched:
     try:
         entry = tomllib.loads(text)

@@ -164,7 +164,7 @@ def correlation(xs: Sequence[float], ys: Sequence[float], groups: Sequence[objec
     interval = result.confidence_interval(0.95)
     left = ranks.copy()
     for group in set(groups):
-        members = np.array([one == group for one in groups])
+        members = np.array([label == group for label in groups])
         left[:, members] -= ranks[:, members].mean(axis=1, keepdims=True)
     centred = ranks - ranks.mean(axis=1, keepdims=True)
     whole, inside = float(centred[0] @ centred[1]), float(left[0] @ left[1])

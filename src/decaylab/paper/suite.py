@@ -6,7 +6,7 @@ trained once; what is measured in it (`probes`) is no part of the id.
 """
 
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, did_you_mean, unknown
 from decaylab.paper.settings import (
     ROW,
     SCHEMES,
@@ -23,6 +23,7 @@ from decaylab.paper.settings import (
     full_schedule,
     published,
     searched,
+    searches_stamp,
     table,
 )
 from decaylab.paper.tiers import Tier, sized, tier_of
@@ -39,16 +40,20 @@ PROBES: dict[str, str] = {
     "damping": "second_order_share/",
 }
 """What an artefact can ask for beyond what every run records -> how its rows begin."""
-KINDS = ("table", "bars", "curves", "scatter")
+OF_FIGURE_5 = "scatter"  # three quantities, two by two
+KINDS = ("table", "bars", "curves", OF_FIGURE_5)
 SCALED_LR = "lr scaled by the square root of the batch, not searched"
 COLUMNS = (
     *(*ROW, "hidden", "batch_size", "constant_lr", "weight_decay", "scheme"),
-    *("lr", "precision", "batch_norm_eps"),
+    *("lr", "precision", "batch_norm_eps", "loop", "epochs"),
 )
-"""What decides the runs of a cell; the last three in the place of the published settings.
+"""What decides the runs of a cell; the last five in the place of the published settings.
 
-(On digits the precision is always float32.)
+(On digits the precision is always float32. `loop` is "ours" or "authors": `AUTHORS_LOOP`. `epochs`
+are the first ones of a run, at a constant lr, whatever the tier.)
 """
+AUTHORS_LOOP = {"keep_last_batch": True, "lr_drop_steps": 16_000, "refresh_after_step": True}
+"""What the authors' code does otherwise under K-FAC (docs/recipe.md), as fields of a spec."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +127,13 @@ class Cell:
 @cache
 def artefacts() -> dict[str, Artefact]:
     """All artefacts, in the order they are run: Table 1 first, since most share its runs."""
-    found = []
+    numbered = []
     for entry in resources.files("decaylab.paper").joinpath("artefacts").iterdir():
         if entry.name.endswith(".toml"):
             values = tomllib.loads(entry.read_text(encoding="utf-8"))
             name = entry.name.removesuffix(".toml")
-            found.append((values.pop("order"), _artefact(name, values)))
-    return {artefact.name: artefact for _, artefact in sorted(found, key=lambda pair: pair[0])}
+            numbered.append((values.pop("order"), _artefact(name, values)))
+    return {artefact.name: artefact for _, artefact in sorted(numbered, key=lambda pair: pair[0])}
 
 
 def register_artefact(path: str | Path) -> Artefact:
@@ -147,18 +152,20 @@ def register_artefact(path: str | Path) -> Artefact:
         raise DecaylabError(f"there is an artefact {path.stem!r} already: rename {path.name}")
     values.pop("order", None)
     try:
-        found = _artefact(path.stem, values)
+        if values.get("kind") == OF_FIGURE_5:
+            raise ValueError("kind scatter is for fig5 alone: choose table, bars or curves")
+        artefact = _artefact(path.stem, values)
     except (TypeError, ValueError) as error:
         raise DecaylabError(f"{path} is no artefact: {error}; see docs/extend.md") from error
-    artefacts()[found.name] = found
-    return found
+    artefacts()[artefact.name] = artefact
+    return artefact
 
 
 def artefact_of(name: str) -> Artefact:
     """An artefact by name; an error that lists the known ones."""
     known = artefacts()
     if name not in known:
-        raise DecaylabError(f"unknown artefact {name!r}: choose one of {', '.join(known)}, or all")
+        raise unknown("artefact", name, [*known, "all"])
     return known[name]
 
 
@@ -175,22 +182,32 @@ def cells(
     artefact, size = artefact_of(name), tier_of(tier)
     if seeds < 1:
         raise DecaylabError(f"at least one seed is needed, not {seeds}")
-    found = []
+    key = (id(artefact), size.name, seeds, searched_folder, searches_stamp(searched_folder))
+    if key not in _MADE:
+        _MADE[key] = (artefact, tuple(_cells(artefact, size, seeds, searched_folder)))
+    return list(_MADE[key][1])
+
+
+_MADE: dict[tuple[object, ...], tuple[Artefact, tuple[Cell, ...]]] = {}
+"""The cells that were made already; a report asks for the same ones many times.
+
+With the artefact, so that its `id` stays its own.
+"""
+
+
+def _cells(artefact: Artefact, tier: Tier, seeds: int, folder: Path | None) -> Iterator[Cell]:
     for block in artefact.blocks:
         for full_key in _expanded(block):
             key = {column: full_key[column] for column in artefact.keys if column in full_key}
-            found.append(
-                Cell(
-                    artefact.name,
-                    key,
-                    full_key,
-                    paper=_paper_number(artefact, key),
-                    probes=artefact.probes,
-                    **_runs(full_key, size, seeds, searched_folder),
-                    **_own(artefact, full_key, size, seeds, searched_folder),
-                )
+            yield Cell(
+                artefact.name,
+                key,
+                full_key,
+                paper=_paper_number(artefact, key),
+                probes=artefact.probes,
+                **_runs(full_key, tier, seeds, folder),
+                **_own(artefact, full_key, tier, seeds, folder),
             )
-    return found
 
 
 def select(found: Iterable[Cell], only: Sequence[str]) -> list[Cell]:
@@ -204,14 +221,16 @@ def select(found: Iterable[Cell], only: Sequence[str]) -> list[Cell]:
         name, equals, value = condition.partition("=")
         keys = dict.fromkeys(key for cell in found for key in cell.key)
         if not equals or name not in keys:
+            near = did_you_mean(name, keys)
             raise DecaylabError(
-                f"--only {condition!r}: give key=value with a key of these cells: {', '.join(keys)}"
+                f"--only {condition!r}{near}: give KEY=VALUE with a key of these cells:"
+                f" {', '.join(keys)}"
             )
         known = {str(cell.key[name]) for cell in found if name in cell.key}
         wanted = value.split(",")
-        if unknown := [one for one in wanted if one not in known]:
-            there = ", ".join(sorted(known))
-            raise DecaylabError(f"no cell has {name}={unknown[0]}; there are: {there}")
+        if missing := [choice for choice in wanted if choice not in known]:
+            there, near = ", ".join(sorted(known)), did_you_mean(missing[0], known)
+            raise DecaylabError(f"no cell has {name}={missing[0]}{near}; there are: {there}")
         found = [cell for cell in found if str(cell.key.get(name, "")) in wanted]
     return found
 
@@ -221,23 +240,23 @@ def _artefact(name: str, values: dict[str, Any]) -> Artefact:
     fixed = values.pop("fixed", {})
     blocks = tuple({**fixed, **block} for block in values.pop("cells", ()))
     lists: dict[str, Any] = {key: tuple(values.pop(key, ())) for key in ("keys", "probes")}
-    found = Artefact(name=name, blocks=blocks, **lists, **values)
+    artefact = Artefact(name=name, blocks=blocks, **lists, **values)
     columns = {column for block in blocks for column in block}
-    if not blocks or not found.keys:
+    if not blocks or not artefact.keys:
         raise ValueError("it needs [[cells]], and keys that tell them apart")
     for what, given, known in (
-        ("kind", [found.kind], KINDS),
-        ("probe", found.probes, PROBES),
+        ("kind", [artefact.kind], KINDS),
+        ("probe", artefact.probes, PROBES),
         ("column", columns, COLUMNS),
-        ("key without a column", found.keys, columns),
+        ("key without a column", artefact.keys, columns),
     ):
-        if unknown := [one for one in given if one not in known]:
-            raise ValueError(f"unknown {what} {unknown[0]!r}: there are {', '.join(sorted(known))}")
-    if found.kind == "table" and found.keys[-1] not in ("weight_decay", "scheme"):
+        if strangers := [name for name in given if name not in known]:
+            raise ValueError(str(unknown(what, strangers[0], sorted(known))))
+    if artefact.kind == "table" and artefact.keys[-1] not in ("weight_decay", "scheme"):
         raise ValueError("the last key of a table is weight_decay or scheme")
     if missing := [column for block in blocks for column in ROW if column not in block]:
         raise ValueError(f"its cells lack {missing[0]}")
-    return found
+    return artefact
 
 
 def _expanded(block: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
@@ -251,7 +270,7 @@ def _scheme(key: Mapping[str, Any]) -> str:
     scheme = str(key.get("scheme", "wd" if key.get("weight_decay") else "none"))
     scheme = {"wd-all": "wd", "baseline": "none"}.get(scheme, scheme)
     if scheme not in SCHEMES:
-        raise DecaylabError(f"unknown scheme {scheme!r}: choose one of {', '.join(SCHEMES)}")
+        raise unknown("scheme", scheme, SCHEMES)
     return scheme
 
 
@@ -273,19 +292,19 @@ def search_command(cell: Cell, tier: str) -> str:
 def _runs(key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None) -> dict[str, Any]:
     """The runs of a cell, or why there are none; and where the settings come from."""
     scheme, optimizer = _scheme(key), str(key["optimizer"])
-    found, note, where = None, "", searched_cell(key, tier)
+    search, note, where = None, "", searched_cell(key, tier)
     if scheme == "l2" and optimizer != "sgd":  # for SGD, L2 is its weight decay
-        found = searched(where, "l2", tier.name, folder)
-        if found is None:
+        search = searched(where, "l2", tier.searched, folder)
+        if search is None:
             cell = " ".join(f"{n}={where[n]}" for n in (*ROW, "batch_size") if n in where)
             return {"missing": f"needs search: decaylab search {cell} --tier {tier.name}"}
     elif key.get("batch_size", 128) != 128:
-        found = searched(where, scheme, tier.name, folder)
-        note = "" if found else SCALED_LR
+        search = searched(where, scheme, tier.searched, folder)
+        note = "" if search else SCALED_LR
     fields: tuple[str, ...] = ()
-    if found is not None:
-        note, fields = f"searched: {Path(found.path).name}", found.fields
-    runs = _specs(key, scheme, tier, found, seeds)
+    if search is not None:
+        note, fields = f"searched: {Path(search.path).name}", search.fields
+    runs = _specs(key, scheme, tier, search, seeds)
     if "wn-conv" not in scheme:
         return {"runs": runs, "note": note, "searched": fields}
     sources = _specs(key, "wd", tier, None, seeds)
@@ -301,12 +320,12 @@ def _own(
     if not of_accuracies or key.get("batch_size", 128) != 128:
         return {}
     scheme = _scheme(key)
-    found = searched(searched_cell(key, tier), scheme, tier.name, folder)
-    if found is None:
+    search = searched(searched_cell(key, tier), scheme, tier.searched, folder)
+    if search is None:
         return {}
-    ours = _specs(key, scheme, tier, found, seeds)
+    ours = _specs(key, scheme, tier, search, seeds)
     same = ours == _specs(key, scheme, tier, None, seeds)
-    return {} if same else {"own": ours, "own_edges": found.edges}
+    return {} if same else {"own": ours, "own_edges": search.edges}
 
 
 def spec_for(key: Mapping[str, Any], scheme: str, tier: str) -> RunSpec:
@@ -318,18 +337,23 @@ def spec_for(key: Mapping[str, Any], scheme: str, tier: str) -> RunSpec:
 
 
 def _specs(
-    key: Mapping[str, Any], scheme: str, tier: Tier, found: Searched | None, seeds: int
+    key: Mapping[str, Any], scheme: str, tier: Tier, search: Searched | None, seeds: int
 ) -> tuple[RunSpec, ...]:
     """A run per seed, at the published settings or those that a search found."""
     optimizer = str(key["optimizer"])
     row = published(key, decayed=scheme != "none")
     values = full_schedule(key, row) | _decay(scheme, optimizer, float(row["weight_decay"]))
-    values = sized(values, tier) | ({} if found is None else dict(found.values))
+    values = sized(values, tier) | ({} if search is None else dict(search.values))
     asked = ("batch_norm_eps",) if tier.on_digits else ("precision", "batch_norm_eps")
     values |= {name: key[name] for name in asked if name in key}
+    if key.get("loop", "ours") == "authors":
+        values |= AUTHORS_LOOP | {"lr_drop_steps": AUTHORS_LOOP["lr_drop_steps"] // tier.divide}
     if "lr" in key:  # on digits, whose learning rates are others: as many times the usual one
         times = key["lr"] / float(row["learning_rate"])
         values["lr"] = float(f"{values['lr'] * times:.3g}")
+    if "epochs" in key:
+        epochs = min(key["epochs"], values["epochs"])
+        values |= {"epochs": epochs, "lr_drop_every": epochs}
     first = RunSpec.from_mapping(values)
     return tuple(replace(first, seed=seed) for seed in range(seeds))
 

@@ -17,6 +17,11 @@ def superseded(manifest: Manifest) -> str:
     return why if any(commit.startswith(start) for start in commits) else ""
 
 
+def is_listed(name: str) -> bool:
+    """Whether a run was ever made with numerics that were fixed since."""
+    return name in _listed()
+
+
 @cache
 def _listed() -> dict[str, tuple[str, tuple[str, ...]]]:
     """Run id -> why, and the commits (by their first digits) it was made by."""

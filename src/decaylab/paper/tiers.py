@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, unknown
 from decaylab.paper.settings import table
 from decaylab.training import RunSpec
 
@@ -44,6 +44,8 @@ class Tier:
         batches: digits only: the paper's batch size -> ours.
         kfac: digits only: K-FAC's intervals, shorter as the runs are.
         divide: the paper's data only: what epochs and drop interval are divided by.
+        schedule: how long its runs are, in words that stand behind "at".
+        searched: the tiers whose searches it may use, its own first.
     """
 
     name: str
@@ -51,6 +53,13 @@ class Tier:
     batches: Mapping[int, int] | None = None
     kfac: Mapping[str, int] | None = None
     divide: int = 1
+    schedule: str = "a schedule of its own"
+    searched: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the paper's data and schedule."""
+        return not self.on_digits and self.divide == 1
 
     @property
     def on_digits(self) -> bool:
@@ -69,22 +78,26 @@ TIERS: dict[str, Tier] = {
         epochs=((2, 1), (2, 1)),
         batches={128: 256, 640: 512, 2000: 1024},
         kfac={"refresh_every": 4, "invert_every": 8, "initialize_batches": 1},
+        searched=("smoke", "quick"),
     ),
     "quick": Tier(
         "quick",
         epochs=((30, 12), (15, 6)),
         batches={128: 32, 640: 160, 2000: 480},
         kfac={"refresh_every": 5, "invert_every": 25, "initialize_batches": 11},
+        searched=("quick",),
     ),
-    "short": Tier("short", divide=5),
-    "full": Tier("full"),
+    "short": Tier(
+        "short", divide=5, schedule="one fifth of the paper's schedule", searched=("short",)
+    ),
+    "full": Tier("full", schedule="the paper's schedule", searched=("full", "short")),
 }
 
 
 def tier_of(name: str) -> Tier:
     """A tier by name."""
     if name not in TIERS:
-        raise DecaylabError(f"unknown tier {name!r}: choose one of {', '.join(TIERS)}")
+        raise unknown("tier", name, TIERS)
     return TIERS[name]
 
 
@@ -109,7 +122,7 @@ def stand_ins(specs: Iterable[RunSpec], named: Callable[[str], str] = str) -> st
     >>> stand_ins(cell.runs[0] for cell in cells("table1", "quick"))
     'mlp 256x256x256x256 for vgg16, resnet20 for resnet32, at width 0.125'
     """
-    found: dict[str, None] = {}
+    networks: dict[str, None] = {}
     for spec in specs:
         words = [named(spec.network)]
         if spec.hidden is not None:
@@ -117,8 +130,8 @@ def stand_ins(specs: Iterable[RunSpec], named: Callable[[str], str] = str) -> st
         for theirs, ours in STAND_INS.items():
             if all(getattr(spec, field) == value for field, value in ours.items()):
                 words += ["for", named(theirs)]
-        found[" ".join(words)] = None
-    return f"{', '.join(found)}, at width {STAND_IN_WIDTH:g}"
+        networks[" ".join(words)] = None
+    return f"{', '.join(networks)}, at width {STAND_IN_WIDTH:g}"
 
 
 def _on_digits(values: Mapping[str, Any], tier: Tier) -> dict[str, Any]:

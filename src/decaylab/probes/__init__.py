@@ -1,6 +1,6 @@
 """Probes: every quantity of the paper on any model, and a watch that records them in any loop."""
 
-from decaylab.curvature.untouched import untouched
+from decaylab.curvature.preserve import untouched
 from decaylab.probes.damping import DampingReading, LayerDamping, effective_damping, spectrum
 from decaylab.probes.effective_lr import EffectiveLearningRate, effective_learning_rate
 from decaylab.probes.gap import generalization_gap

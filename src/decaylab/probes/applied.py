@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decaylab.curvature.untouched import bare, check_inputs
+from decaylab.curvature.preserve import bare, check_inputs
 from decaylab.errors import DecaylabError
 from decaylab.networks.calling import Inputs, LogitsRule, call, find_logits
 

@@ -48,12 +48,12 @@ class DampingReading(Reading):
 
     def rows(self) -> dict[str, float]:
         """Shares, and per layer the effective damping and the share under factored damping."""
-        found = super().rows()
-        for layer, of in self.details.items():
-            found[row_name("effective_damping", layer)] = of.effective
-            found[row_name("factored_damping", layer)] = of.factored
-            found[row_name("factored_share", layer)] = of.factored_share
-        return found
+        rows = super().rows()
+        for layer, damping in self.details.items():
+            rows[row_name("effective_damping", layer)] = damping.effective
+            rows[row_name("factored_damping", layer)] = damping.factored
+            rows[row_name("factored_share", layer)] = damping.factored_share
+        return rows
 
 
 def effective_damping(
@@ -87,7 +87,7 @@ def effective_damping(
             "the weight of every layer with K-FAC factors is frozen: there is no damping to measure"
         )
     total = sum(details[k].share * counts[k] for k in details) / sum(counts.values())
-    shares = {layer: of.share for layer, of in details.items()}
+    shares = {layer: layer_damping.share for layer, layer_damping in details.items()}
     return DampingReading("second_order_share", "1", shares, total, details=details)
 
 

@@ -61,8 +61,8 @@ def effective_learning_rate(
     layers = layers_of(model, inputs)
     groups = groups_of(layers, optimizer)
     weights = {
-        layer: of
-        for layer, of in layers.weights.items()
+        layer: parameters
+        for layer, parameters in layers.weights.items()
         if layer in layers.defects and layer in groups
     }
     values, used = {}, set()

@@ -53,8 +53,12 @@ class Exposure:
 
     def _by_layer(self, layers: Layers) -> dict[str, float]:
         places = {id(group): i for i, group in enumerate(self._optimizer.param_groups)}
-        found = {layer: places[id(of)] for layer, of in groups_of(layers, self._optimizer).items()}
-        return {layer: float(self._totals[i]) for layer, i in found.items() if i in self._totals}
+        group_places = {
+            layer: places[id(group)] for layer, group in groups_of(layers, self._optimizer).items()
+        }
+        return {
+            layer: float(self._totals[i]) for layer, i in group_places.items() if i in self._totals
+        }
 
 
 register(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from decaylab.curvature.untouched import BatchNormMode, check_inputs, check_logits, untouched
+from decaylab.curvature.preserve import BatchNormMode, check_inputs, check_logits, untouched
 from decaylab.errors import DecaylabError
 from decaylab.probes.reading import Reading
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from decaylab.curvature.factors import KroneckerFactors
 from decaylab.curvature.outputs import Curvature, Likelihood, hessian_product
-from decaylab.curvature.products import jacobian_product, rows
-from decaylab.curvature.untouched import (
+from decaylab.curvature.preserve import (
     BatchNormMode,
     bare,
     check_inputs,
@@ -22,6 +21,7 @@ from decaylab.curvature.untouched import (
     layer_names,
     trainable,
 )
+from decaylab.curvature.products import jacobian_product, rows
 from decaylab.errors import DecaylabError
 from decaylab.probes.applied import applied, whole
 from decaylab.probes.kronecker import joined_weight, measured_factors, named, seen, times

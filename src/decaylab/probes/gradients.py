@@ -20,11 +20,11 @@ def gradient_sizes(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str
     take away (fused ones, K-FAC). No pass; one host synchronisation.
     """
     held = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    found = [g.detach() for g in held if g is not None and g.layout == torch.strided]
-    if not found:
+    gradients = [g.detach() for g in held if g is not None and g.layout == torch.strided]
+    if not gradients:
         return {}
-    largest = _norms(found, math.inf).max()
-    parts = {"gradient_norm": torch.linalg.vector_norm(_norms(found)), "gradient_max": largest}
+    largest = _norms(gradients, math.inf).max()
+    parts = {"gradient_norm": torch.linalg.vector_norm(_norms(gradients)), "gradient_max": largest}
     scale = getattr(optimizer, "grad_scale", None)
     if scale is not None:
         parts = {name: value / scale.squeeze() for name, value in parts.items()}
@@ -43,9 +43,9 @@ def _norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
     """Of each, in double; those of 16 bits are summed in 32, as float16 ends at 65,504."""
     short = [tensor for tensor in tensors if tensor.element_size() < 4]
     others = [tensor for tensor in tensors if tensor.element_size() >= 4]
-    found = [*torch._foreach_norm(short, order, torch.float32)] if short else []
-    found += torch._foreach_norm(others, order) if others else ()
-    return torch.stack([norm.double() for norm in found])
+    norms = [*torch._foreach_norm(short, order, torch.float32)] if short else []
+    norms += torch._foreach_norm(others, order) if others else ()
+    return torch.stack([norm.double() for norm in norms])
 
 
 Scaled = Mapping[str, Sequence[Tensor]]
@@ -60,7 +60,7 @@ def radial_gradients(layers: Layers, before: Scaled) -> dict[str, float]:
     layer is invariant, whatever the batch. A random direction gives about 1. No pass through the
     model; a layer without a gradient has none, nor has one whose invariance was measured.
     """
-    found: dict[str, Tensor] = {}
+    ratios: dict[str, Tensor] = {}
     with torch.no_grad():
         for layer, parameters in layers.scaled.items():
             own = zip(parameters, before[layer], strict=True)
@@ -69,12 +69,12 @@ def radial_gradients(layers: Layers, before: Scaled) -> dict[str, float]:
                 continue
             flat = [(_precise(g), _precise(w)) for g, w in pairs]
             dot, g2, w2 = (
-                torch.stack([torch.dot(*of).double() for of in products]).sum()
+                torch.stack([torch.dot(*factors).double() for factors in products]).sum()
                 for products in (flat, [(g, g) for g, _ in flat], [(w, w) for _, w in flat])
             )
             size = sum(w.numel() for _, w in flat)
-            found[layer] = dot.abs() * math.sqrt(size) / (g2 * w2).sqrt()
-    values = numbers(found)
+            ratios[layer] = dot.abs() * math.sqrt(size) / (g2 * w2).sqrt()
+    values = numbers(ratios)
     return {row_name("radial_gradient", k): v for k, v in values.items() if math.isfinite(v)}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from decaylab.curvature.untouched import (
+from decaylab.curvature.preserve import (
     BatchNormMode,
     check_inputs,
     check_logits,
@@ -60,13 +60,13 @@ def jacobian_norms(model: nn.Module, inputs: Tensor, *, chunk: int | None = 128)
 
     Exact, in eval mode. Compare the mean with the median to see whether a few inputs make it up.
     """
-    found = _draws(model, inputs, None, chunk, "eval", 0)[0]
-    if len(found) < len(inputs):
+    norms = _draws(model, inputs, None, chunk, "eval", 0)[0]
+    if len(norms) < len(inputs):
         raise DecaylabError(
             "the examples share batch statistics, so none has a Jacobian of its own: "
             "use jacobian_norm, or build the norms with track_running_stats=True"
         )
-    return found
+    return norms
 
 
 def _draws(

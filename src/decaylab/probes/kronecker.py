@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from decaylab.curvature.estimator import KroneckerEstimator
 from decaylab.curvature.factors import KroneckerFactors
 from decaylab.curvature.outputs import Curvature, Likelihood
-from decaylab.curvature.untouched import bare, check_inputs, check_logits, trainable, untouched
+from decaylab.curvature.preserve import bare, check_inputs, check_logits, trainable, untouched
 from decaylab.errors import DecaylabError
 
 
@@ -66,10 +66,10 @@ def _checked(model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
 
 def seen(factors: Mapping[str, KroneckerFactors]) -> dict[str, KroneckerFactors]:
     """The factors of layers that have been measured at least once; a sentence if there are none."""
-    found = {layer: factor for layer, factor in factors.items() if float(factor.T) > 0}
-    if not found:
+    measured = {layer: factor for layer, factor in factors.items() if float(factor.T) > 0}
+    if not measured:
         raise DecaylabError("there are no K-FAC factors: take a step or call initialize first")
-    return found
+    return measured
 
 
 def grouped(factors: KroneckerFactors) -> bool:

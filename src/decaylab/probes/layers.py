@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decaylab.curvature.untouched import bare, check_inputs, trainable, untouched
+from decaylab.curvature.preserve import bare, check_inputs, trainable, untouched
 from decaylab.networks import ParameterRole, invariance, roles
 from decaylab.networks.parameters import scaled_parameters
 from decaylab.networks.rescaling import INVARIANCE_THRESHOLD
@@ -152,10 +152,10 @@ def listed(*columns: Sequence[Tensor]) -> list[list[float]]:
 
 def summed(places: list[tuple[str, str]], values: Sequence[float]) -> dict[str, float]:
     """By layer, the sum over its tensors."""
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for (layer, _), value in zip(places, values, strict=True):
-        found[layer] = found.get(layer, 0.0) + value
-    return found
+        totals[layer] = totals.get(layer, 0.0) + value
+    return totals
 
 
 def joined(places: list[tuple[str, str]], norms: Sequence[float]) -> dict[str, float]:

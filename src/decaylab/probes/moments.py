@@ -28,17 +28,17 @@ def second_moments(model: nn.Module | Layers, optimizer: torch.optim.Optimizer) 
     layer, no pass; nothing where the optimizer keeps none (SGD, Lion, K-FAC's own layers). Of
     others than Adam, what they have in its place (`KEPT`).
     """
-    found = {}
+    totals = {}
     for layer, weights in layers_of(model).weights.items():
         names = [_name(optimizer.state.get(p, {})) for p in weights.values()]
         if None not in names:
             held = zip(weights.values(), names, strict=True)
             sums = [optimizer.state[p][k].detach().sum(dtype=torch.float64) for p, k in held]
-            found[layer] = torch.stack(sums).sum()
-    if not found:
+            totals[layer] = torch.stack(sums).sum()
+    if not totals:
         return []
-    values = torch.stack(list(found.values())).tolist()
-    return [Reading("second_moment", "gradient^2", dict(zip(found, values, strict=True)))]
+    values = torch.stack(list(totals.values())).tolist()
+    return [Reading("second_moment", "gradient^2", dict(zip(totals, values, strict=True)))]
 
 
 def kept(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], weight: Tensor) -> float:
@@ -69,7 +69,9 @@ def _name(state: Any) -> str | None:
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its state says that it has; that of SGD without momentum says nothing."""
     states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
-    counts = [of["step"] for of in states if isinstance(of.get("step"), int | float | Tensor)]
+    counts = [
+        state["step"] for state in states if isinstance(state.get("step"), int | float | Tensor)
+    ]
     stepped = any(bool(torch.as_tensor(count).gt(0).any()) for count in counts)
     return stepped or any(state.get("momentum_buffer") is not None for state in states)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, did_you_mean
 from decaylab.networks.calling import Inputs, LogitsRule
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.laws import exposure_rate
@@ -21,7 +21,7 @@ from decaylab.probes.layers import Layers, stepped_by
 from decaylab.probes.reading import Reading
 
 Cost = Literal["free", "one backward", "many"]
-When = Literal["record", "doubling", "tenth", "end"]
+When = Literal["record", "seldom", "tenth", "end"]
 
 
 class ImageBatches(Protocol):
@@ -93,9 +93,10 @@ class Probe:
         cost: "free" (no pass through the model), "one backward" (about one training step), "many".
         needs_inputs: whether it runs the model.
         unit: what the numbers are in.
-        when: how often it is due by itself. "record": whenever anything is recorded; "doubling": at
-            the first record, the second, the fourth and so on; "tenth" and "end": in runs of ours
-            after each tenth of the run, or at its end, elsewhere at each record.
+        when: how often it is due by itself. "record": whenever anything is recorded; "seldom": at
+            the first record, the fourth, the sixteenth and so on, and in runs of ours at the start,
+            after a tenth of the run and at its end; "tenth" and "end": in runs of ours after each
+            tenth of the run, or at its end, elsewhere at each record.
         follows: whether it is measured at the step after a record, from both updates.
         how: what the records are to say of it: mode of batch normalisation, size of a batch.
     """
@@ -131,5 +132,6 @@ def probe_named(name: str) -> Probe:
     """The probe of that name; an error lists those there are."""
     if name not in PROBES:
         known = ", ".join(f"{name} ({probe.cost})" for name, probe in PROBES.items())
-        raise DecaylabError(f"unknown probe {name!r}: use one of {known}")
+        near = did_you_mean(name, PROBES)
+        raise DecaylabError(f"unknown probe {name!r}{near}: choose one of {known}")
     return PROBES[name]

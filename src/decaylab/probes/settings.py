@@ -29,13 +29,13 @@ def layer_settings(optimizers: Optimizers, layers: Layers) -> dict[str, LayerSet
     rows.
     """
     holders = stepped_by(optimizers)
-    found: dict[str, LayerSettings] = {}
+    by_layer: dict[str, LayerSettings] = {}
     for layer, weights in {**layers.weights, **layers.gains}.items():
         held = next((p for p in weights.values() if p in holders), None)
         own = LayerSettings(stepped=False)
         if held is not None:
             own = _of_group(*holders[held], layer, held)
-        found[layer or "model"] = replace(
+        by_layer[layer or "model"] = replace(
             own,
             role=layers.roles.get(layer, "gain"),
             invariant=layers.invariant(layer),
@@ -44,10 +44,10 @@ def layer_settings(optimizers: Optimizers, layers: Layers) -> dict[str, LayerSet
             rounding=_rounding(weights.values()),
         )
     for layer in layers.frozen:
-        found[layer or "model"] = LayerSettings(
+        by_layer[layer or "model"] = LayerSettings(
             frozen=True, stepped=False, role=layers.roles[layer]
         )
-    return found
+    return by_layer
 
 
 def _of_group(
@@ -63,6 +63,8 @@ def _of_group(
         weight_decay=float(weight_decay),
         **_memory(optimizer, group, weight),
     )
+    if law == "lion" and len(group.get("betas", ())) == 2:  # of its momentum, not of a variance
+        settings = replace(settings, beta2=float(group["betas"][1]))
     eps = group.get("eps")
     if law == "kfac" and isinstance(eps, tuple | list) and len(eps) == 2:
         settings = replace(settings, floor=float(eps[1]) * math.sqrt(weight.numel()))

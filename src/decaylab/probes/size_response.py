@@ -1,7 +1,9 @@
 """How the function answers to the scale of its layers, measured on a batch.
 
 The mode is train mode: batch statistics of the batch, running ones untouched (`networks.
-scale_invariance`). It is measured again while a run goes on: gains that start at zero hide it.
+scale_invariance`). It is measured again while a run goes on: gains that start at zero hide it. The
+cost class is "many": two to five forward passes a layer; but it is due seldom, about three times in
+a run, so that it is on wherever there is a batch to measure it on.
 """
 
 from collections.abc import Mapping
@@ -9,7 +11,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from decaylab.curvature.untouched import bare, untouched
+from decaylab.curvature.preserve import bare, untouched
 from decaylab.networks.calling import Inputs, LogitsRule
 from decaylab.networks.scale_invariance import Invariance, measure_invariance
 from decaylab.probes.layers import Layers
@@ -17,7 +19,7 @@ from decaylab.probes.reading import Reading
 from decaylab.probes.registry import Moment, Probe, register
 
 PERCENT = 0.01
-BATCH = 128  # training images that it is measured on in runs of ours
+BATCH = 32  # training images that it is measured on in runs of ours
 
 
 def measured_invariance(model: nn.Module, inputs: Inputs, logits: LogitsRule = None) -> Invariance:
@@ -81,7 +83,7 @@ register(
         _measure,
         needs_inputs=True,
         unit="1 / %",
-        when="doubling",
+        when="seldom",
         how={"batch_norm": "train"},
     )
 )

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from decaylab.curvature.factors import KroneckerFactors
 from decaylab.curvature.outputs import Likelihood
-from decaylab.curvature.products import exact_traces, sampled_traces
-from decaylab.curvature.untouched import (
+from decaylab.curvature.preserve import (
     BatchNormMode,
     bare,
     check_inputs,
@@ -19,6 +18,7 @@ from decaylab.curvature.untouched import (
     layer_names,
     trainable,
 )
+from decaylab.curvature.products import exact_traces, sampled_traces
 from decaylab.errors import DecaylabError
 from decaylab.probes.applied import applied, whole
 from decaylab.probes.kronecker import grouped, named, seen, weight_of, without_bias
@@ -137,8 +137,8 @@ def _sampled(
     generator = torch.Generator(inputs.device).manual_seed(0)
     draws: dict[str, Tensor] = {}
     for part in chunks(bare(model), inputs, chunk, kind["batch_norm"]):
-        found = sampled_traces(model, part, samples=samples, generator=generator, **kind)
-        for name, values in found.items():
+        part_draws = sampled_traces(model, part, samples=samples, generator=generator, **kind)
+        for name, values in part_draws.items():
             draws[name] = draws.get(name, 0) + values.double() * len(part) / len(inputs)
     return draws
 
@@ -150,8 +150,8 @@ def _reading(
     total = torch.stack(list(draws.values())).sum(0)
     exact = len(total) == 1
 
-    def errors(of: dict[str, Tensor]) -> dict[str, float]:
-        return {} if exact else numbers({k: standard_error(v) for k, v in of.items()})
+    def errors(layer_draws: dict[str, Tensor]) -> dict[str, float]:
+        return {} if exact else numbers({k: standard_error(v) for k, v in layer_draws.items()})
 
     return TraceReading(
         name,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import decaylab
-from decaylab.curvature.untouched import bare
+from decaylab.curvature.preserve import bare
 from decaylab.errors import DecaylabError
 from decaylab.networks.calling import Inputs, LogitsRule
 from decaylab.networks.scale_invariance import Invariance
@@ -155,8 +155,8 @@ class Watch:
         """
         epoch, seconds = self._clock()
         for name, value in values.items():
-            kept = value.detach().clone() if isinstance(value, Tensor) else float(value)
-            self._logged.append((self.steps, epoch, seconds, name, kept))
+            number = value.detach().clone() if isinstance(value, Tensor) else float(value)
+            self._logged.append((self.steps, epoch, seconds, name, number))
 
     def note(self, kind: str, **data: Any) -> None:
         """Record an event: something that happened to the run or to its recording."""
@@ -243,15 +243,15 @@ class Watch:
         return any(self._due_probes(step))
 
     def _due_probes(self, step: int) -> list[Probe]:
-        """The probes of a record after this step; "doubling" ones at the 1st, 2nd, 4th ... one."""
+        """The probes of a record after this step; "seldom" ones at the 1st, 4th, 16th ... one."""
         number = self._records + 1
-        doubled = number & (number - 1) == 0
+        seldom = number & (number - 1) == 0 and number.bit_length() % 2 == 1
         return [
             probe
             for probe, every in self.probes.items()
             if (step == 1 or step % every == 0)
             and not probe.follows
-            and (probe.when != "doubling" or doubled)
+            and (probe.when != "seldom" or seldom)
         ]
 
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -275,7 +275,7 @@ class Watch:
         if held.isdisjoint(map(id, self.model.parameters())):
             return
         replaced = [o for o in self.optimizers if any(id(p) in held for p in stepped_by([o]))]
-        kept = tuple(o for o in self.optimizers if o not in replaced)
+        remaining = tuple(o for o in self.optimizers if o not in replaced)
         names = [type(o).__name__ for o in replaced]
         self.note("optimizer-changed", was=names, now=type(optimizer).__name__)
         if self._stepped:
@@ -286,7 +286,7 @@ class Watch:
             totals = self._exposures.pop(old).by_layer(self._layers)
             for layer, total in totals.items():
                 self._carried[layer] = self._carried.get(layer, 0.0) + total
-        self.optimizers = (*kept, optimizer)
+        self.optimizers = (*remaining, optimizer)
         self._exposures[optimizer] = Exposure(optimizer)
         self._exposures[optimizer].begin(self._layers)
         self._attach(optimizer)
@@ -372,18 +372,19 @@ class Watch:
         self, probes: Sequence[Probe], values: Mapping[str, float] | None = None
     ) -> dict[str, float]:
         """Measure probes now and record them with other values; returns all that was recorded."""
-        if any(probe.when == "doubling" for probe in probes) and self.inputs is not None:
+        seldom = any(probe.when == "seldom" for probe in probes)
+        if seldom and self.inputs is not None and self._records:  # at first it is known already
             self._measure_invariance_again()
         follow = any(probe.follows for probe in self.probes) and self._before is not None
         self._take_logged()
-        found = self._measured(probes, self._moment()) | dict(values or {})
+        measured = self._measured(probes, self._moment()) | dict(values or {})
         self._records += 1
         changes = self._changed_settings(self.steps) if self._handles else []
-        rows = self._as_rows(found)
+        rows = self._as_rows(measured)
         self._earlier = self._last_move() if follow else None
         self._before = None
         self._keep([*rows, *changes])
-        return found
+        return measured
 
     def measure(self, probes: Sequence[Probe]) -> dict[str, float]:
         """Measure probes now, by row name; nothing is recorded."""
@@ -436,7 +437,7 @@ class Watch:
         return {layer: total + self._carried.get(layer, 0.0) for layer, total in totals.items()}
 
     def _measured(self, probes: Sequence[Probe], moment: Moment) -> dict[str, float]:
-        found: dict[str, float] = {}
+        rows: dict[str, float] = {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NonFiniteWarning)  # said below, once per probe
             for probe in probes:
@@ -446,10 +447,10 @@ class Watch:
                     self._trouble(probe.name, error)
                     continue
                 for reading in [measured] if isinstance(measured, Reading) else measured:
-                    found |= reading.rows()
+                    rows |= reading.rows()
                     if reading.non_finite:
                         self._trouble(probe.name, reading.not_finite_sentence())
-        return found
+        return rows
 
     def _as_rows(self, values: Mapping[str, float]) -> list[Row]:
         epoch, seconds = self._clock()
@@ -562,8 +563,8 @@ class Watch:
         if name in self._warned:
             return
         self._warned.add(name)
-        said = trouble if isinstance(trouble, str) else f"{type(trouble).__name__}: {trouble}"
-        text = f"watch: {name} at step {self.steps}: {said} (said once; training goes on)"
+        message = trouble if isinstance(trouble, str) else f"{type(trouble).__name__}: {trouble}"
+        text = f"watch: {name} at step {self.steps}: {message} (said once; training goes on)"
         warnings.warn(text, stacklevel=3)
 
 
@@ -590,10 +591,11 @@ def watch(
         model: the model that is trained, bare or wrapped.
         optimizer: the optimizer that steps it, or several; also wrappers with it as `.optimizer`.
         every: steps between two records.
-        probes: names from `PROBES`, or `Probe`s of your own; by default those that cost nothing. A
-            mapping gives steps between two records for each. "diagnosis": the free ones, and what
-            `diagnose` needs for the other mechanisms: how the function answers to layers' scales,
-            the Jacobian norm (for tokens the Gauss-Newton norm), K-FAC's second-order share.
+        probes: names from `PROBES`, or `Probe`s of your own; by default those that cost nothing
+            and, with `inputs`, how the outputs react to each layer's scale, measured rarely. A
+            mapping gives the steps between two records for each. "diagnosis": the defaults, and
+            what `diagnose` needs for the other mechanisms: how updates correlate, the Jacobian
+            norm (for tokens the Gauss-Newton norm), K-FAC's second-order share.
         inputs: a fixed batch for probes that run the model, and to find scale-invariant layers by
             experiment instead of by module order: a tensor, a tuple of arguments, a mapping of
             keyword arguments, or a function that takes the model and returns its output.
@@ -601,10 +603,10 @@ def watch(
             them `logits`: a name, an index, or a function of the output. By default the first
             floating-point tensor of two or more axes.
         steps_per_epoch: fills in the rows' epoch; 0 without it.
-        folder: all is also appended to `rows.jsonl` in this folder; rows of an earlier run in it
-            do not count any more, unless this one goes on with it (`Watch.resume`).
-        trackers: rows are also shown to these (`decaylab.integrations.trackers`). One that fails
-            warns once and is given up; `tracker.log(watched.records.rows)` makes up for it.
+        folder: records are also appended to `rows.jsonl` in this folder; an earlier run's rows in
+            it are ignored, unless this run continues it (`Watch.resume`).
+        trackers: rows are also sent to these (`decaylab.integrations.trackers`). One that fails
+            warns once and is dropped; `tracker.log(watched.records.rows)` sends them later.
     """
     given = [optimizer] if not isinstance(optimizer, list | tuple) else optimizer
     optimizers = [_torch_optimizer(each) for each in given]
@@ -657,7 +659,7 @@ def _chosen(
 ) -> dict[Probe, int]:
     """The probes, and after how many steps each."""
     if probes is None:
-        probes = free_probes()
+        probes = (*free_probes(), *(("size_response",) if inputs is not None else ()))
     elif isinstance(probes, str):
         if probes != "diagnosis":
             raise DecaylabError(f'probes={probes!r}: give a list of names, or "diagnosis"')

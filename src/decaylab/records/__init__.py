@@ -4,7 +4,7 @@ from decaylab.records.hits import TestHits
 from decaylab.records.recording import Meta, Recording, read_recording, recording_from_rows
 from decaylab.records.rows import Event, Row, Rows, SettingsChange, Tracker
 from decaylab.records.settings import LayerSettings
-from decaylab.records.store import Manifest, RunFolder, RunStore, Status
+from decaylab.records.store import Manifest, RunFolder, RunStore, Start, Status
 
 __all__ = [
     "Event",
@@ -17,6 +17,7 @@ __all__ = [
     "RunFolder",
     "RunStore",
     "SettingsChange",
+    "Start",
     "Status",
     "TestHits",
     "Tracker",

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,20 +25,25 @@ def disk_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+def replace_file(
+    path: Path, write: Callable[[Path], object], check: Callable[[], object] | None = None
+) -> None:
     """Let `write` fill a temporary file, force it to disk, then put it in the place of `path`.
 
     A reader sees the old content or the new one, never a part: the rename is the only step that
-    touches `path`. A temporary file left by a kill is overwritten by the next write.
+    touches `path`, and the temporary file has a name of its own: two writers never share one.
+    `check` is called right before it, and raises where the file must not be replaced after all.
     """
-    temporary = path.with_name(path.name + ".part")
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.part")
     with disk_errors(path):
         try:
             write(temporary)
             _sync(temporary)
+            if check is not None:
+                check()
             os.replace(temporary, path)
             _sync_folder(path.parent)
-        except OSError:
+        except BaseException:
             temporary.unlink(missing_ok=True)
             raise
 

@@ -13,13 +13,20 @@ rounded. What is recorded later goes to `rows.jsonl` beside it, and both are rea
 import gzip
 import json
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from decaylab.errors import DecaylabError
+from decaylab.records.columns import RowColumns
 from decaylab.records.files import replace_file
-from decaylab.records.rows import PACKED, Contents, Event, Row, Rows, SettingsChange, read_lines
+from decaylab.records.rows import PACKED, Contents, Event, Rows, SettingsChange, read_lines
 from decaylab.records.settings import LayerSettings
+
+FAULTS: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, RecursionError)
+FAULTS += (ValueError, TypeError, KeyError, IndexError, OverflowError)
 
 
 def read_rows(path: Path) -> Rows:
@@ -60,14 +67,14 @@ def pack(folder: Path) -> int:
     return before - packed.stat().st_size
 
 
-def _same(one: Contents, other: Contents) -> bool:
+def _same(first: Contents, second: Contents) -> bool:
     """Whether two contents say the same, whatever the order of rows."""
 
     def plain(contents: Contents) -> Any:
         rows = {(r.step, r.epoch, r.seconds, r.name, repr(r.value)) for r in contents.rows.rows}
         return rows, set(contents.settings), contents.rows.left_out, dict(contents.meta)
 
-    return bool(plain(one) == plain(other) and len(one.events) == len(other.events))
+    return bool(plain(first) == plain(second) and len(first.events) == len(second.events))
 
 
 def write_packed(path: Path, contents: Contents) -> None:
@@ -103,9 +110,8 @@ def read_packed(path: Path) -> Contents:
     """The contents of a compact file; one that is damaged is an error."""
     try:
         entry = json.loads(gzip.decompress(path.read_bytes()))
-        rows = _rows(entry)
         return Contents(
-            Rows(tuple(rows), tuple(entry["damaged"]), entry["superseded"]),
+            Rows(_rows(entry), tuple(entry["damaged"]), entry["superseded"]),
             tuple(
                 SettingsChange(step, layer, LayerSettings.from_json(own))
                 for step, layer, own in entry["settings"]
@@ -113,18 +119,36 @@ def read_packed(path: Path) -> Contents:
             tuple(Event(step, kind, data) for step, kind, data in entry["events"]),
             entry["meta"],
         )
-    except (OSError, EOFError, ValueError, TypeError, KeyError, IndexError) as error:
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        RecursionError,
+    ) as error:
         raise DecaylabError(
             f"{path} is damaged ({type(error).__name__}: {error}): put the whole file back"
         ) from error
 
 
-def _rows(entry: dict[str, Any]) -> list[Row]:
+def _rows(entry: dict[str, Any]) -> RowColumns:
     """By moment, and at each in the order of the names."""
-    moments, places = entry["moments"], entry["places"]
-    by_moment: list[list[Row]] = [[] for _ in moments]
-    for name, (place, values) in entry["series"].items():
-        for at, value in zip(places[place], values, strict=True):
-            step, epoch, seconds = moments[at]
-            by_moment[at].append(Row(step, epoch, seconds, name, float(value)))
-    return [row for rows in by_moment for row in rows]
+    steps, epochs, seconds = zip(*entry["moments"], strict=True) if entry["moments"] else ((),) * 3
+    moments = np.array(steps, np.int64), np.array(epochs, np.int64), np.array(seconds, np.float64)
+    places = [np.array(place, np.uint32) for place in entry["places"]]
+    series = entry["series"].values()
+    moment = _joined([places[place] for place, _ in series], np.uint32)
+    lengths = [len(values) for _, values in series]
+    name = np.repeat(np.arange(len(lengths), dtype=np.uint32), lengths)
+    value = _joined([np.array(list(map(float, values))) for _, values in series], np.float64)
+    if len(moment) != len(value) or (len(moment) and moment.max() >= len(steps)):
+        raise ValueError("values without a moment")
+    order = np.lexsort((name, moment))
+    return RowColumns(moments, list(entry["series"]), (moment[order], name[order], value[order]))
+
+
+def _joined(parts: list[np.ndarray], kind: Any) -> np.ndarray:
+    return np.concatenate(parts).astype(kind) if parts else np.empty(0, kind)

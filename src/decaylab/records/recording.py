@@ -78,7 +78,7 @@ class Recording:
 
     def series(self, name: str) -> Series:
         """(step, value) of one name, by step; nothing where it was not recorded."""
-        return tuple((row.step, row.value) for row in self.rows.by_name.get(name, ()))
+        return self.rows.points(name)
 
     def settings_at(self, layer: str, step: int) -> LayerSettings | None:
         """How a layer was stepped at `step`; before the first record of it, as in that one."""
@@ -150,8 +150,8 @@ def _timelines(
 
 def _outcomes(rows: Rows) -> dict[str, Series]:
     outcomes = {}
-    for name, series in rows.by_name.items():
+    for name in rows.names():
         logged = name.removeprefix(LOGGED) if name.startswith(LOGGED) else OUTCOMES.get(name)
         if logged is not None:
-            outcomes[logged] = tuple((row.step, row.value) for row in series)
+            outcomes[logged] = rows.points(name)
     return outcomes

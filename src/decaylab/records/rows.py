@@ -14,12 +14,14 @@ Older files have a line for each number, with `name` and `value`.
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from decaylab.errors import needed, printable
+from decaylab.records.columns import ColumnBuilder, ColumnSeries, Row, RowColumns
 from decaylab.records.files import disk_errors
 from decaylab.records.settings import LayerSettings
 
@@ -27,17 +29,8 @@ PACKED = "rows.json.gz"
 """The name of the compact form (`records.packing`), beside the file of rows."""
 # What older versions called a quantity -> its name.
 RENAMED = {"norm": "weight_norm", "invariance_defect": "invariance"}
-
-
-@dataclass(frozen=True, slots=True)  # a long run has millions
-class Row:
-    """`name` had `value` after `step` steps, when `epoch` epochs were complete, at `seconds`."""
-
-    step: int
-    epoch: int
-    seconds: float
-    name: str
-    value: float
+LONGEST_LINE = 1 << 26
+LINE_FAULTS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,7 @@ class Rows:
     `damaged`: each line that cannot be read. `superseded`: how many rows a resume voided.
     """
 
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     damaged: tuple[str, ...] = ()
     superseded: int = 0
 
@@ -60,8 +53,10 @@ class Rows:
         return (*self.damaged, voided)
 
     @cached_property
-    def by_name(self) -> dict[str, list[Row]]:
+    def by_name(self) -> Mapping[str, list[Row]]:
         """All rows of each name, by step; names in the order of their first row."""
+        if isinstance(self.rows, RowColumns):
+            return ColumnSeries(self.rows)
         series: dict[str, list[Row]] = {}
         for row in self.rows:
             series.setdefault(row.name, []).append(row)
@@ -77,10 +72,50 @@ class Rows:
         """All rows of one name, by step."""
         return list(self.by_name.get(name, ()))
 
+    def points(self, name: str) -> tuple[tuple[int, float], ...]:
+        """(step, value) of one name, by step; nothing where it was not recorded."""
+        if isinstance(self.rows, RowColumns):
+            return tuple(self.rows.points(name))
+        return tuple((row.step, row.value) for row in self.by_name.get(name, ()))
+
+    def not_finite(self) -> list[Row]:
+        """The rows whose value is infinite or not a number."""
+        if isinstance(self.rows, RowColumns):
+            return list(self.rows.not_finite())
+        return [row for row in self.rows if not math.isfinite(row.value)]
+
     def last(self, name: str) -> float | None:
         """The latest value of one name, or None."""
+        if isinstance(self.rows, RowColumns):
+            return self.rows.latest.get(name)
         series = self.by_name.get(name)
         return series[-1].value if series else None
+
+    @property
+    def latest(self) -> Mapping[str, float]:
+        """The latest value of each name."""
+        if isinstance(self.rows, RowColumns):
+            return self.rows.latest
+        return {name: series[-1].value for name, series in self.by_name.items()}
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame with a line per number: step, epoch, seconds, quantity, layer, value.
+
+        `layer` is "" for quantities of the whole model. Needs pandas, which decaylab does not
+        install by itself. `frame.query("quantity == 'rotation'").pivot(index="step",
+        columns="layer", values="value").plot()` draws one quantity of every layer.
+        """
+        pandas = needed("pandas", extra="notebook", what="to_pandas()")
+        columns: dict[str, list[Any]] = {
+            "step": [row.step for row in self.rows],
+            "epoch": [row.epoch for row in self.rows],
+            "seconds": [row.seconds for row in self.rows],
+        }
+        parts = [row.name.partition("/") for row in self.rows]
+        columns["quantity"] = [quantity for quantity, _, _ in parts]
+        columns["layer"] = [layer for _, _, layer in parts]
+        columns["value"] = [row.value for row in self.rows]
+        return pandas.DataFrame(columns)
 
 
 class Tracker(Protocol):
@@ -129,11 +164,12 @@ class RowWriter:
     `resume(step)` appends a mark that voids all earlier rows past `step`, so that those written
     after the last checkpoint by a killed process do not count. Nothing is ever deleted.
 
-    `shared`: whether somebody else has written to the file since this writer began to.
+    `shared`: whether somebody else has written to the file since this writer began to. `check` is
+    called before each write, and raises where the file is another process's by now.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.shared = path, False
+    def __init__(self, path: Path, check: Callable[[], object] | None = None) -> None:
+        self.path, self.shared, self._check = path, False, check
         self._waiting: list[str] = []
         self._end: int | None = None
 
@@ -158,12 +194,14 @@ class RowWriter:
 
     def _mark(self, step: int) -> list[str]:
         """What voids the rows past `step`; nothing where there are none."""
-        there = self.path.exists() and self.path.stat().st_size
-        there = there or self.path.with_name(PACKED).exists()
-        return [json.dumps({"resumed_from": step})] if there else []
+        has_rows = self.path.exists() and self.path.stat().st_size
+        has_rows = has_rows or self.path.with_name(PACKED).exists()
+        return [json.dumps({"resumed_from": step})] if has_rows else []
 
     def _write(self, lines: list[str]) -> None:
         # One write call, and a newline first where a killed process left a torn line.
+        if self._check is not None:
+            self._check()
         self._waiting += lines
         with disk_errors(self.path), self.path.open("ab+") as file:
             end = file.tell()
@@ -181,34 +219,42 @@ class RowWriter:
 def read_lines(path: Path, earlier: Contents = Contents()) -> Contents:  # noqa: B008 - frozen
     """What a file of rows says, behind `earlier` contents: the last row per (step, name) counts.
 
-    Damaged lines and voided rows are left out.
+    Damaged lines and voided rows are left out. Read line by line: beside the numbers themselves, in
+    columns, a large file takes no memory.
     """
     parser = _Parser(path.name, earlier)
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if line.strip():
-            parser.take(number, line)
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(LONGEST_LINE):
+            number += 1
+            if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+                while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
+                    pass
+                line = b"too long"
+            if not line.isspace():
+                parser.take(number, line)
     return parser.contents()
 
 
 class _Parser:
     def __init__(self, name: str, earlier: Contents) -> None:
         self.name = name
-        self.rows = {(row.step, row.name): row for row in earlier.rows.rows}
+        self.numbers = ColumnBuilder()
+        self.numbers.extend(earlier.rows.rows)
         self.settings = {(change.step, change.layer): change for change in earlier.settings}
         self.events = list(earlier.events)
         self.meta = dict(earlier.meta)
         self.damaged = list(earlier.rows.damaged)
         self.superseded = earlier.rows.superseded
-        self._names: dict[str, str] = {}  # one string for all rows of a name
+        self._numbers: dict[tuple[str, ...], list[int]] = {}  # of the names of a line
 
     def take(self, number: int, line: bytes) -> None:
         try:
-            entry = json.loads(line)
+            entry = json.loads(line.decode())
             if "value" in entry:
-                self._row(entry, entry["name"], entry["value"])
+                self._add(entry, {entry["name"]: entry["value"]})
             elif "values" in entry:
-                for name, value in entry["values"].items():
-                    self._row(entry, name, value)
+                self._add(entry, entry["values"])
             elif "resumed_from" in entry:
                 self._void(int(entry["resumed_from"]))
             elif "settings" in entry:
@@ -220,27 +266,29 @@ class _Parser:
                 self.events.append(event)
             else:
                 self.meta |= entry["meta"]
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except LINE_FAULTS:
             self.damaged.append(f"line {number} of {self.name} is damaged")
 
-    def _row(self, entry: dict[str, Any], name: Any, value: Any) -> None:
-        step, epoch = entry["step"], entry["epoch"]
-        if not (type(step) is int and type(epoch) is int and isinstance(name, str)):
+    def _add(self, entry: dict[str, Any], values: dict[str, Any]) -> None:
+        step, epoch, names = entry["step"], entry["epoch"], tuple(values)
+        if not (type(step) is int and type(epoch) is int):
             raise ValueError("not a row")
-        known = self._names.get(name) or self._names.setdefault(name, current_name(name))
-        self.rows.pop((step, known), None)
-        self.rows[step, known] = Row(step, epoch, float(entry["seconds"]), known, float(value))
+        if names not in self._numbers:
+            current = {current_name(name): value for name, value in values.items()}
+            if len(current) < len(values):  # an old name beside its new one
+                self._add(entry, current)
+                return
+            self._numbers[names] = [self.numbers.number(name) for name in current]
+        floats = [float(value) for value in values.values()]
+        self.numbers.add(step, epoch, float(entry["seconds"]), self._numbers[names], floats)
 
     def _void(self, step: int) -> None:
-        past = [key for key in self.rows if key[0] > step]
-        self.superseded += len(past)
-        for key in past:
-            del self.rows[key]
+        self.superseded += self.numbers.void_after(step)
         self.settings = {key: change for key, change in self.settings.items() if key[0] <= step}
         self.events = [event for event in self.events if event.step <= step]
 
     def contents(self) -> Contents:
-        rows = Rows(tuple(self.rows.values()), tuple(self.damaged), self.superseded)
+        rows = Rows(self.numbers.rows(), tuple(self.damaged), self.superseded)
         return Contents(rows, tuple(self.settings.values()), tuple(self.events), self.meta)
 
 
@@ -250,8 +298,8 @@ def current_name(name: str) -> str:
     >>> current_name("norm/fc"), current_name("jacobian_norm")
     ('weight_norm/fc', 'jacobian_norm')
     """
-    quantity, slash, layer = name.partition("/")
-    return f"{RENAMED[quantity]}/{layer}" if slash and quantity in RENAMED else name
+    quantity, slash, layer = printable(name).partition("/")
+    return f"{RENAMED[quantity]}/{layer}" if slash and quantity in RENAMED else printable(name)
 
 
 def _lines(entries: Iterable[Entry]) -> list[str]:
@@ -265,8 +313,8 @@ def _lines(entries: Iterable[Entry]) -> list[str]:
                 moment, values = now, {}
             values[entry.name] = _plain(entry.value)
         elif isinstance(entry, SettingsChange):
-            own = {"layer": entry.layer, "settings": entry.settings.to_json()}
-            lines.append(json.dumps({"step": entry.step, **own}))
+            change = {"layer": entry.layer, "settings": entry.settings.to_json()}
+            lines.append(json.dumps({"step": entry.step, **change}))
         else:
             event = {"event": entry.kind, "data": dict(entry.data)}
             lines.append(json.dumps({"step": entry.step, **event}))

@@ -18,7 +18,7 @@ class LayerSettings:
         lr: learning rate; None where the optimizer finds its own.
         decay: the kind of weight decay, "none" where nothing decays. weight_decay: its strength.
         momentum, dampening, nesterov: of SGD's kind. beta1, beta2, eps: of Adam's kind; beta2 is
-            the part of the second moment that a step keeps, whatever the optimizer calls it.
+            the part of the second moment (Lion: of its only moment) that a step keeps.
         damping, curvature, scale_free, kl_clip, factor_decay, refresh_every, invert_every: K-FAC's;
             scale_free is whether the damping follows this layer's norm.
         step_rms: the size to which the optimizer scales each step (Muon's kind).

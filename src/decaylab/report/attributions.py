@@ -11,7 +11,7 @@ from decaylab.attribution import Attribution, Shares, words
 from decaylab.errors import DecaylabError
 from decaylab.records.files import disk_errors, replace_text
 from decaylab.report.drawing import Bars, Line, Panel, check_extra, draw
-from decaylab.report.page import Block, Cell, Grid, Image, Report, Section, to_html
+from decaylab.report.page import Grid, GridCell, Image, Report, Section, Subsection, to_html
 from decaylab.training.paths import LayerPaths
 
 POINTS = 200  # of a drawn path
@@ -32,8 +32,8 @@ def attribution_report(result: Attribution, title: str = "") -> Report:
     answers = [words.sentence(result.shares_of(metric)) for metric in result.metrics]
     shares = [_shares_block(result.shares_of(metric)) for metric in result.metrics]
     arms = Grid(
-        [*map(Cell, words.ARM_HEADER)],
-        [[*map(Cell, row)] for row in words.arm_rows(result.results, result.metric)],
+        [*map(GridCell, words.ARM_HEADER)],
+        [[*map(GridCell, row)] for row in words.arm_rows(result.results, result.metric)],
     )
     return Report(
         title or "What carries the effect of weight decay",
@@ -42,7 +42,7 @@ def attribution_report(result: Attribution, title: str = "") -> Report:
         f" UTC, decaylab {decaylab.__version__}",
         [
             Section("answer", "Answer", answers, shares),
-            Section("arms", "Arms", blocks=[Block("arms", result.metric, grids=[arms])]),
+            Section("arms", "Arms", blocks=[Subsection("arms", result.metric, grids=[arms])]),
             Section("paths", "Paths", [words.PATHS_TEXT], [_paths_block(result)]),
         ],
         result.sentences(),
@@ -51,14 +51,14 @@ def attribution_report(result: Attribution, title: str = "") -> Report:
     )
 
 
-def _shares_block(shares: Shares) -> Block:
-    rows = [[*map(Cell, row)] for row in words.share_rows(shares)]
+def _shares_block(shares: Shares) -> Subsection:
+    rows = [[*map(GridCell, row)] for row in words.share_rows(shares)]
     panel = effects_panel(shares)
-    return Block(
+    return Subsection(
         f"shares-{shares.metric.replace('/', '-')}",
         shares.metric,
         images=[] if panel.empty else [Image(draw(panel), words.sentence(shares))],
-        grids=[Grid([*map(Cell, words.share_header(shares.metric))], rows)],
+        grids=[Grid([*map(GridCell, words.share_header(shares.metric))], rows)],
     )
 
 
@@ -83,7 +83,7 @@ def effects_panel(shares: Shares) -> Panel:
     )
 
 
-def _paths_block(result: Attribution) -> Block:
+def _paths_block(result: Attribution) -> Subsection:
     seed = result.seeds[0]
     by_arm = result.paths[seed]
     images = [
@@ -92,7 +92,7 @@ def _paths_block(result: Attribution) -> Block:
         for panel in path_panels(by_arm, layer)
         if not panel.empty
     ]
-    return Block("paths", f"Seed {seed}", images=images)
+    return Subsection("paths", f"Seed {seed}", images=images)
 
 
 def path_panels(by_arm: Mapping[str, LayerPaths], layer: str) -> list[Panel]:

@@ -4,20 +4,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import decaylab
 from decaylab.diagnosis import Diagnosis, Finding, Mechanism, Verdict, diagnose, words
+from decaylab.diagnosis.commands import Places
 from decaylab.diagnosis.comparable import FREE_TO_DIFFER
-from decaylab.diagnosis.runs import Layer, Run, read_run
+from decaylab.diagnosis.runs import RecordedLayer, Run
 from decaylab.diagnosis.verdict import LayerRow
 from decaylab.errors import DecaylabError
 from decaylab.optim.laws.dynamics import Series
 from decaylab.records.files import disk_errors, replace_text
 from decaylab.records.sources import Source
-from decaylab.report.drawing import Line, Panel, check_extra, draw, line
+from decaylab.report.drawing import Line, Panel, check_extra, figure_of, line
 from decaylab.report.names import counted_seeds, differing, named
-from decaylab.report.page import Block, Cell, Grid, Image, Report, Section, Tone, to_html
-from decaylab.sweeps.survey import Found
+from decaylab.report.page import Grid, GridCell, Report, Section, Subsection, Tone, to_html
+from decaylab.sweeps.run_index import IndexedRun
 from decaylab.training import RunSpec
 
 TONES: dict[str, Tone] = {
@@ -40,7 +42,7 @@ LAYERS = "Layers whose size does not count"
 
 
 @dataclass(frozen=True)
-class Case:
+class DiagnosedSetting:
     """Runs of one setting with decay, by seed, each with its diagnosis."""
 
     spec: RunSpec
@@ -48,7 +50,7 @@ class Case:
     diagnoses: tuple[Diagnosis, ...]
 
 
-def diagnosed(found: Sequence[Found]) -> tuple[list[Case], list[str]]:
+def diagnosed(found: Sequence[IndexedRun]) -> tuple[list[DiagnosedSetting], list[str]]:
     """Every run with decay against its baseline, by setting; and what could not be, in words."""
     cases: dict[tuple[object, ...], dict[int, tuple[RunSpec, Diagnosis]]] = {}
     left_out = []
@@ -63,27 +65,53 @@ def diagnosed(found: Sequence[Found]) -> tuple[list[Case], list[str]]:
             continue
         of_setting = cases.setdefault(_setting(run.spec, {"seed"}), {})
         of_setting[run.spec.seed] = (run.spec, result)
-    return [_case(of) for of in cases.values()], left_out
+    return [_case(by_seed) for by_seed in cases.values()], left_out
 
 
-def _case(of: dict[int, tuple[RunSpec, Diagnosis]]) -> Case:
-    seeds = sorted(of)
-    return Case(of[seeds[0]][0], tuple(seeds), tuple(of[seed][1] for seed in seeds))
+def _case(by_seed: dict[int, tuple[RunSpec, Diagnosis]]) -> DiagnosedSetting:
+    seeds = sorted(by_seed)
+    return DiagnosedSetting(
+        by_seed[seeds[0]][0], tuple(seeds), tuple(by_seed[seed][1] for seed in seeds)
+    )
 
 
-def baseline_of(spec: RunSpec, found: Iterable[Found]) -> Found | None:
+def baseline_of(spec: RunSpec, found: Iterable[IndexedRun]) -> IndexedRun | None:
     """The finished run without decay that is otherwise the same; of the same seed if possible."""
+    alike = _without_decay(spec, found)
+    return min(alike, key=lambda r: (r.spec.seed != spec.seed, r.spec.seed), default=None)
+
+
+def _without_decay(spec: RunSpec, runs: Iterable[IndexedRun]) -> list[IndexedRun]:
+    """The finished runs without decay, of any seed, that are otherwise the same."""
     free = {*FREE_TO_DIFFER, "seed"}
     ours = _setting(spec, free)
-    alike = [
+    return [
         run
-        for run in found
+        for run in runs
         if run.spec.decay == "none"
         and not run.spec.norm_source
         and run.manifest.status == "finished"
         and _setting(run.spec, free) == ours
     ]
-    return min(alike, key=lambda r: (r.spec.seed != spec.seed, r.spec.seed), default=None)
+
+
+def same_but_seed(own: IndexedRun, found: Iterable[IndexedRun]) -> list[str]:
+    """The folders of a run and of the finished ones that differ from it in the seed alone."""
+    ours = _setting(own.spec, {"seed"})
+    others = [
+        run
+        for run in found
+        if run.folder.id != own.folder.id
+        and run.manifest.status == "finished"
+        and _setting(run.spec, {"seed"}) == ours
+    ]
+    return [str(run.folder.path) for run in (own, *sorted(others, key=lambda r: r.spec.seed))]
+
+
+def same_but_decay(own: IndexedRun, found: Iterable[IndexedRun]) -> list[str]:
+    """The folders of the finished runs that differ from it in decay and seed alone."""
+    alike = sorted(_without_decay(own.spec, found), key=lambda run: run.spec.seed)
+    return [str(run.folder.path) for run in alike]
 
 
 def _setting(spec: RunSpec, without: set[str]) -> tuple[object, ...]:
@@ -93,13 +121,13 @@ def _setting(spec: RunSpec, without: set[str]) -> tuple[object, ...]:
 # ---------------------------------------------------------------- in the report
 
 
-def diagnoses_section(cases: Sequence[Case]) -> Section:
+def diagnoses_section(cases: Sequence[DiagnosedSetting]) -> Section:
     """A row per setting with the verdict on each mechanism, and what it rests on, folded."""
-    header = [Cell("run"), *(Cell(name) for name in Mechanism), Cell("compared with")]
+    header = [GridCell("run"), *(GridCell(name) for name in Mechanism), GridCell("compared with")]
     titles = _titles(cases)
     rows = [
-        [Cell(title, "words"), *_verdicts(case), _compared(case)]
-        for title, case in zip(titles, cases, strict=True)
+        [GridCell(title, "words"), *_verdicts(case, f"diagnosis-{number}"), _compared(case)]
+        for number, (title, case) in enumerate(zip(titles, cases, strict=True), start=1)
     ]
     text = [
         "Which of the three mechanisms decay acts through, for every run with decay, judged from"
@@ -109,7 +137,7 @@ def diagnoses_section(cases: Sequence[Case]) -> Section:
         " the largest. A run is judged alone if no run without decay is otherwise the same. This is"
         " often so at the paper's settings, which have another learning rate without decay."
     ]
-    overview = Block("diagnoses", "Verdicts", grids=[Grid(header, rows)])
+    overview = Subsection("diagnoses", "Verdicts", grids=[Grid(header, rows)])
     details = [
         _details(number, title, case)
         for number, (title, case) in enumerate(zip(titles, cases, strict=True), start=1)
@@ -117,10 +145,10 @@ def diagnoses_section(cases: Sequence[Case]) -> Section:
     return Section("diagnosis", "Diagnosis", text, [overview, *details])
 
 
-def _titles(cases: Sequence[Case]) -> list[str]:
+def _titles(cases: Sequence[DiagnosedSetting]) -> list[str]:
     """The settings in words; of those that read alike, with the fields in which they differ."""
     titles = [_words(case.spec) for case in cases]
-    told = []
+    distinct = []
     for title, case in zip(titles, cases, strict=True):
         alike = [other.spec for words, other in zip(titles, cases, strict=True) if words == title]
         names = [name for name in differing(*alike) if name != "seed"]
@@ -128,8 +156,8 @@ def _titles(cases: Sequence[Case]) -> list[str]:
         more = [
             f"no {name}" if value == "" else f"{name} {value}" for name, value in values.items()
         ]
-        told.append(", ".join([title, *more]))
-    return told
+        distinct.append(", ".join([title, *more]))
+    return distinct
 
 
 def _words(spec: RunSpec) -> str:
@@ -146,46 +174,49 @@ def _words(spec: RunSpec) -> str:
     return f"{stepped}, {decay}; {', '.join(net)}"
 
 
-def _verdicts(case: Case) -> Iterable[Cell]:
+def _verdicts(case: DiagnosedSetting, link: str) -> Iterable[GridCell]:
     for place in range(len(Mechanism)):
-        of = [result.findings[place] for result in case.diagnoses]
-        kinds = list(dict.fromkeys(finding.verdict for finding in of))
+        findings = [result.findings[place] for result in case.diagnoses]
+        kinds = list(dict.fromkeys(finding.verdict for finding in findings))
         # seeds that disagree are not told apart by a colour
-        verdict = kinds[0] if len(kinds) == 1 else "; ".join(_counted(kinds, of))
-        factors = [finding.effect.value for finding in of if finding.effect]
+        verdict = kinds[0] if len(kinds) == 1 else "; ".join(_counted(kinds, findings))
+        factors = [finding.effect.value for finding in findings if finding.effect]
         if factors:
             low, high = words.three_digits(min(factors)), words.three_digits(max(factors))
             verdict += f" ({low})" if low == high else f" ({low} to {high})"
-        yield Cell(verdict, tone=TONES[kinds[0]] if len(kinds) == 1 else "near")
+        tone = TONES[kinds[0]] if len(kinds) == 1 else "near"
+        yield GridCell(verdict, tone=tone, link=link)
 
 
-def _counted(kinds: Iterable[str], of: Sequence[Finding]) -> Iterable[str]:
-    return (f"{kind} {sum(f.verdict == kind for f in of)} of {len(of)}" for kind in kinds)
+def _counted(kinds: Iterable[str], findings: Sequence[Finding]) -> Iterable[str]:
+    return (
+        f"{kind} {sum(f.verdict == kind for f in findings)} of {len(findings)}" for kind in kinds
+    )
 
 
-def _compared(case: Case) -> Cell:
+def _compared(case: DiagnosedSetting) -> GridCell:
     with_baseline = sum(bool(result.baselines) for result in case.diagnoses)
     seeds = counted_seeds(len(case.seeds))
     if with_baseline == len(case.diagnoses):
-        return Cell(f"no decay, {seeds}")
+        return GridCell(f"no decay, {seeds}")
     if not with_baseline:
-        return Cell(f"judged alone, {seeds}")
-    return Cell(f"no decay in {with_baseline} of {seeds}")
+        return GridCell(f"judged alone, {seeds}")
+    return GridCell(f"no decay in {with_baseline} of {seeds}")
 
 
-def _details(number: int, title: str, case: Case) -> Block:
+def _details(number: int, title: str, case: DiagnosedSetting) -> Subsection:
     """The evidence of a setting: what to know first, the reasons, factors by layer and seed."""
     first = [words.first_text(*item) for result in case.diagnoses for item in result.first]
     seeds = [str(seed) for seed in case.seeds]
     follows = _by_seed([words.follow_texts(result) for result in case.diagnoses], seeds)
-    grids = [_reasons([r.findings for r in case.diagnoses], seeds)]
+    grids = [_reasons(case.diagnoses, seeds)]
     for place in range(len(Mechanism)):
-        of = [result.findings[place] for result in case.diagnoses]
-        if any(row.effect for finding in of for row in finding.layers):
-            grids.append(_layers_by_seed(of, seeds))
+        findings = [result.findings[place] for result in case.diagnoses]
+        if any(row.effect for finding in findings for row in finding.layers):
+            grids.append(_layers_by_seed(findings, seeds))
     left_out = words.left_out(case.diagnoses[0]).items()
     skipped = [f"Left out: {layers} ({why})." for why, layers in left_out]
-    return Block(
+    return Subsection(
         f"diagnosis-{number}",
         title,
         text=[*dict.fromkeys(first), *follows, *skipped],
@@ -195,64 +226,72 @@ def _details(number: int, title: str, case: Case) -> Block:
     )
 
 
-def _by_seed(said: Sequence[Sequence[str]], seeds: Sequence[str]) -> list[str]:
+def _by_seed(texts: Sequence[Sequence[str]], seeds: Sequence[str]) -> list[str]:
     """What is said of all seeds, and what is said of some, with those.
 
     >>> _by_seed([["a", "b"], ["a", "c"], ["a", "c"]], ["0", "1", "2"])
     ['a', 'Seed 0: b', 'Seeds 1, 2: c']
     """
-    of: dict[str, list[str]] = {}
-    for sentences, seed in zip(said, seeds, strict=True):
+    seeds_by_sentence: dict[str, list[str]] = {}
+    for sentences, seed in zip(texts, seeds, strict=True):
         for sentence in sentences:
-            of.setdefault(sentence, []).append(seed)
-    told = []
-    for sentence, same in of.items():
-        some = f"Seed{'s' * (len(same) > 1)} {', '.join(same)}: "
-        told.append(sentence if len(same) == len(seeds) else some + sentence)
-    return told
+            seeds_by_sentence.setdefault(sentence, []).append(seed)
+    lines = []
+    for sentence, same in seeds_by_sentence.items():
+        prefix = f"Seed{'s' * (len(same) > 1)} {', '.join(same)}: "
+        lines.append(sentence if len(same) == len(seeds) else prefix + sentence)
+    return lines
 
 
-def _reasons(findings: Sequence[Sequence[Finding]], seeds: Sequence[str]) -> Grid:
+def _reasons(diagnoses: Sequence[Diagnosis], seeds: Sequence[str]) -> Grid:
     """A row per mechanism and seed; seeds of which the same is to be said share one."""
-    header = [Cell("mechanism"), Cell("seeds"), Cell("verdict"), Cell("why"), Cell("records")]
+    places = diagnoses[0].places  # what to do is said of one seed, for all
+    header = [
+        GridCell("mechanism"),
+        GridCell("seeds"),
+        GridCell("verdict"),
+        GridCell("why"),
+        GridCell("records"),
+    ]
     rows = []
     for place, mechanism in enumerate(Mechanism):
-        said: dict[tuple[str, str, str], list[str]] = {}
-        for of, seed in zip(findings, seeds, strict=True):
-            one = of[place]
-            said.setdefault((one.verdict, _why(one), words.records_words(one)), []).append(seed)
+        seeds_by_reason: dict[tuple[str, str, str], list[str]] = {}
+        for result, seed in zip(diagnoses, seeds, strict=True):
+            finding = result.findings[place]
+            reason = finding.verdict, _why(finding, places), words.records_words(finding)
+            seeds_by_reason.setdefault(reason, []).append(seed)
         rows += [
             [
-                Cell(mechanism),
-                Cell(", ".join(same)),
-                Cell(verdict, tone=TONES[verdict]),
-                *(Cell(words, "words") for words in texts),
+                GridCell(mechanism),
+                GridCell(", ".join(same)),
+                GridCell(verdict, tone=TONES[verdict]),
+                *(GridCell(words, "words") for words in texts),
             ]
-            for (verdict, *texts), same in said.items()
+            for (verdict, *texts), same in seeds_by_reason.items()
         ]
     return Grid(header, rows)
 
 
-def _why(finding: Finding) -> str:
+def _why(finding: Finding, places: Places) -> str:
     text = words.finding_text(finding)
     if finding.remedies:
-        return f"{text} To decide it: {words.remedy_text(finding)}."
+        return f"{text} To decide it: {words.remedy_text(finding, places)}."
     return text
 
 
 def _layers_by_seed(findings: Sequence[Finding], seeds: Sequence[str]) -> Grid:
     """A row per layer, a column per seed; a layer without a factor says why."""
     names = dict.fromkeys(row.layer for finding in findings for row in finding.layers)
-    header = [Cell("layer"), *(Cell(f"seed {seed}") for seed in seeds)]
-    rows: list[list[Cell]] = []
+    header = [GridCell("layer"), *(GridCell(f"seed {seed}") for seed in seeds)]
+    rows: list[list[GridCell]] = []
     for name in names:
-        of = [next((x for x in f.layers if x.layer == name), None) for f in findings]
-        texts = [_effect(x) for x in of]
-        cells = [Cell(text, "words") for text in texts]
-        if rows and rows[-1][1:] == cells and not any(x and x.effect for x in of):
-            rows[-1][0] = Cell(f"{rows[-1][0].text}, {name}", "words")  # layers for one reason
+        layer_rows = [next((x for x in f.layers if x.layer == name), None) for f in findings]
+        texts = [_effect(x) for x in layer_rows]
+        cells = [GridCell(text, "words") for text in texts]
+        if rows and rows[-1][1:] == cells and not any(x and x.effect for x in layer_rows):
+            rows[-1][0] = GridCell(f"{rows[-1][0].text}, {name}", "words")  # layers for one reason
         else:
-            rows.append([Cell(name, "key"), *cells])
+            rows.append([GridCell(name, "key"), *cells])
     return Grid(header, rows, f"By layer: {words.layer_heading(findings[0])}")
 
 
@@ -263,18 +302,38 @@ def write_diagnosis(
     path: Path, runs: Source | Sequence[Source], baselines: Source | Sequence[Source] = ()
 ) -> Diagnosis:
     """Diagnose, and write the result with its figures as one offline HTML file; the result."""
+    _check_page(path)
+    mine, others = _listed(runs), _listed(baselines)
+    single = len(mine) == 1 and len(others) <= 1
+    result = diagnose(mine[0], others[0] if others else None) if single else diagnose(mine, others)
+    write_page(result, path)
+    return result
+
+
+def _check_page(path: Path) -> None:
     if path.suffix not in (".html", ".htm"):
         raise DecaylabError(f"the report is an HTML file: give {path.with_suffix('.html')}")
     check_extra()
-    mine, others = _listed(runs), _listed(baselines)
-    one = len(mine) == 1 and len(others) <= 1
-    result = diagnose(mine[0], others[0] if others else None) if one else diagnose(mine, others)
-    # what is not comparable is not drawn beside it
-    other = read_run(others[0]) if others and result.baselines else None
+
+
+def write_page(result: Diagnosis, path: Path) -> Path:
+    """Write a result with its figures as one offline HTML file; its path."""
+    _check_page(path)
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, to_html(diagnosis_report(result, read_run(mine[0]), other)))
-    return result
+    replace_text(path, to_html(diagnosis_report(result)))
+    return path
+
+
+def diagnosis_figure(result: Diagnosis) -> Any:
+    """All curves of a result as a matplotlib figure."""
+    shown = [panel for finding in result.findings for panel in _panels(finding, result)]
+    if not shown:
+        raise DecaylabError(
+            "there is nothing to draw: record more, as with watch(..., every=10,"
+            ' probes="diagnosis", inputs=batch)'
+        )
+    return figure_of(shown)
 
 
 def _listed(sources: Source | Sequence[Source] | None) -> list[Source]:
@@ -283,38 +342,39 @@ def _listed(sources: Source | Sequence[Source] | None) -> list[Source]:
     return [] if sources is None else [sources]
 
 
-def diagnosis_report(result: Diagnosis, run: Run, baseline: Run | None) -> Report:
+def diagnosis_report(result: Diagnosis) -> Report:
     """One diagnosis as a page: the answer, verdicts, what follows, each mechanism's evidence."""
     others = ", ".join(result.baselines)
     against = f"against {others}" if others else "from this run alone"
-    header = [Cell(name) for name in ("mechanism", "verdict", "effect")]
+    header = [GridCell(name) for name in ("mechanism", "verdict", "effect")]
     rows = [
         [
-            Cell(finding.mechanism, "key"),
-            Cell(finding.verdict, tone=TONES[finding.verdict]),
-            Cell(words.effect_words(finding) or "—"),
+            GridCell(finding.mechanism, "key"),
+            GridCell(finding.verdict, tone=TONES[finding.verdict], link=f"mechanism-{number}"),
+            GridCell(words.effect_words(finding) or "—"),
         ]
-        for finding in result.findings
+        for number, finding in enumerate(result.findings, start=1)
     ]
     verdicts = [
-        Block("verdicts", "Verdicts", text=[words.headline(result)], grids=[Grid(header, rows)]),
-        Block("follows", "What follows", text=words.follow_texts(result)),
+        Subsection(
+            "verdicts", "Verdicts", text=[words.headline(result)], grids=[Grid(header, rows)]
+        ),
+        Subsection("follows", "What follows", text=words.follow_texts(result)),
     ]
     if result.motions:
         verdicts.append(_motions(result))
     if result.skipped:
         left = words.left_out(result).items()
-        cells = [[Cell(layers, "words"), Cell(why, "words")] for why, layers in left]
-        grid = Grid([Cell("layers"), Cell("why")], cells)
-        verdicts.append(Block("skipped", "Layers left out", grids=[grid]))
+        cells = [[GridCell(layers, "words"), GridCell(why, "words")] for why, layers in left]
+        grid = Grid([GridCell("layers"), GridCell("why")], cells)
+        verdicts.append(Subsection("skipped", "Layers left out", grids=[grid]))
     evidence = [
-        _evidence(number, finding, run, baseline)
-        for number, finding in enumerate(result.findings, start=1)
+        _evidence(number, finding, result) for number, finding in enumerate(result.findings, 1)
     ]
     return Report(
         f"What weight decay does in {', '.join(result.runs)}",
-        f"Judged {against}, {run.steps} steps, on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by"
-        f" decaylab {decaylab.__version__}",
+        f"Judged {against}, {result.compared[0][0].steps} steps, on"
+        f" {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by decaylab {decaylab.__version__}",
         [
             Section("result", "Result", blocks=verdicts),
             Section("evidence", "Evidence", blocks=evidence),
@@ -328,27 +388,25 @@ def diagnosis_report(result: Diagnosis, run: Run, baseline: Run | None) -> Repor
     )
 
 
-def _evidence(number: int, finding: Finding, run: Run, baseline: Run | None) -> Block:
-    panels = _panels(finding, run, baseline)
+def _evidence(number: int, finding: Finding, result: Diagnosis) -> Subsection:
+    panels = _panels(finding, result)
     table = [  # a name is not broken, a list of them is
-        [Cell(names, "words" if "," in names else "key"), _verdict(verdict), Cell(text, "words")]
+        [
+            GridCell(names, "words" if "," in names else "key"),
+            _verdict(verdict),
+            GridCell(text, "words"),
+        ]
         for names, verdict, text in words.layer_table(finding)
     ]
-    header = [Cell("layer"), Cell("verdict"), Cell(words.layer_heading(finding))]
-    return Block(
+    header = [GridCell("layer"), GridCell("verdict"), GridCell(words.layer_heading(finding))]
+    return Subsection(
         f"mechanism-{number}",
-        f"{number}. {_capital(words.verdict_title(finding))}",
-        text=[SAYS[finding.mechanism], _why(finding)],
+        f"{number}. {words.verdict_title(finding)}",
+        text=[SAYS[finding.mechanism], _why(finding, result.places)],
         note=words.records_words(finding),
-        images=[
-            Image(draw(panel), f"{panel.title}: {panel.y_label} over steps") for panel in panels
-        ],
+        charts=panels,
         grids=[Grid(header, table)] if any(row.effect for row in finding.layers) else (),
     )
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
 
 
 def _effect(row: LayerRow | None) -> str:
@@ -359,30 +417,39 @@ def _effect(row: LayerRow | None) -> str:
     return words.sentence(row.why) if row.why is not None else ""
 
 
-def _motions(result: Diagnosis) -> Block:
-    header = [Cell(name) for name in words.MOTION_HEADINGS]
-    rows = [[Cell(text, "words") for text in row] for row in words.motion_rows(result)]
+def _motions(result: Diagnosis) -> Subsection:
+    headings, table = words.motion_table(result)
+    header = [GridCell(name, "number" if place else "") for place, name in enumerate(headings)]
+    rows = [
+        [GridCell(text, "number" if place else "key") for place, text in enumerate(row)]
+        for row in table
+    ]
     text = [*words.insight(result), words.motion_legend(result)]
-    return Block("motions", "How far each layer turns", text=text, grids=[Grid(header, rows)])
+    return Subsection("motions", "How far each layer turns", text=text, grids=[Grid(header, rows)])
 
 
-def _verdict(text: str) -> Cell:
-    return Cell(text, tone=TONES[text]) if text in TONES else Cell(text)
+def _verdict(text: str) -> GridCell:
+    return GridCell(text, tone=TONES[text]) if text in TONES else GridCell(text)
 
 
-def _panels(finding: Finding, run: Run, baseline: Run | None) -> list[Panel]:
-    """What is recorded of a mechanism over the steps, a line per layer and run."""
-    runs = [(WITH, run), *([(WITHOUT, baseline)] if baseline is not None else [])]
+def _panels(finding: Finding, result: Diagnosis) -> list[Panel]:
+    """What is recorded of a mechanism over the steps, a line per layer and run.
+
+    A baseline that cannot be compared with the runs is not drawn beside them.
+    """
+    mine = [run for run, _ in result.compared]
+    others = {id(other): other for _, other in result.compared if other is not None}
+    runs = [*((WITH, run) for run in mine), *((WITHOUT, run) for run in others.values())]
     if finding.mechanism is Mechanism.JACOBIAN:
         row = next(iter(finding.effect.probes if finding.effect else ()), "")
-        lines = [line(label, of.totals.get(row, ())) for label, of in runs]
+        lines = [line(label, run.totals.get(row, ())) for label, run in runs]
         quantity = words.QUANTITIES.get(row, row)
-        found = [Panel("Whole model", "step", quantity, lines, log_y=True)]
+        panels = [Panel("Whole model", "step", quantity, lines, log_y=True)]
     elif finding.mechanism is Mechanism.EFFECTIVE_LR:
-        kfac = all(layer.preconditioned for layer in run.layers.values())
+        kfac = all(layer.preconditioned for run in mine for layer in run.layers.values())
         effective = [] if kfac else _of_layers(runs, lambda layer: layer.effective)
         turns = _of_layers(runs, lambda layer: layer.series.get("rotation", ()))
-        found = [
+        panels = [
             Panel(LAYERS, "step", "effective learning rate", effective, log_y=True),
             Panel(LAYERS, "step", "norm |W|", _of_layers(runs, lambda x: x.norms), log_y=True),
             Panel(LAYERS, "step", "angle per step", turns, log_y=True),
@@ -390,17 +457,19 @@ def _panels(finding: Finding, run: Run, baseline: Run | None) -> list[Panel]:
     else:
         damping = _of_layers(runs, lambda layer: layer.series.get("effective_damping", ()))
         share = _of_layers(runs, lambda layer: layer.series.get("second_order_share", ()))
-        found = [
+        panels = [
             Panel(LAYERS, "step", "effective damping λ|W|²", damping, log_y=True),
             Panel(LAYERS, "step", "second-order share", share),
         ]
-    return [panel for panel in found if not panel.empty]
+    return [panel for panel in panels if not panel.empty]
 
 
-def _of_layers(runs: Sequence[tuple[str, Run]], what: Callable[[Layer], Series]) -> list[Line]:
+def _of_layers(
+    runs: Sequence[tuple[str, Run]], what: Callable[[RecordedLayer], Series]
+) -> list[Line]:
     return [
-        line(label, what(layer))
-        for label, of in runs
-        for layer in of.layers.values()
+        line(label, what(layer), name=layer.name)
+        for label, run in runs
+        for layer in run.layers.values()
         if layer.size_counts is False and not layer.skipped
     ]

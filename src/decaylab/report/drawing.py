@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 needed = partial(errors.needed, extra="report", what="a report")
 NOT_FITTED = "not fitted"
+PAPER = " (paper)"
+"""What the label of a line ends with that is the paper's number."""
 # After Okabe and Ito: told apart without seeing red from green, and of middle lightness, so that
 # they stay visible when a page inverts the image. One name, one colour.
 COLOURS = {
@@ -45,25 +47,39 @@ INKS = 256  # colours of the palette an image is reduced to
 
 @dataclass(frozen=True)
 class Line:
-    """One run's numbers over time; lines of one label share its colour and legend entry."""
+    """Numbers over time; lines of one label share its colour and legend entry.
+
+    `name` tells those of one label apart: a layer, a run. `low` and `high` are the ends of a band
+    around a mean. A `published` line is the paper's number for what has that label without PAPER.
+    """
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
+    name: str = ""
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    published: bool = False
 
 
-def line(label: str, points: Sequence[tuple[float, float]], factor: float = 1.0) -> Line:
+def line(
+    label: str, points: Sequence[tuple[float, float]], factor: float = 1.0, name: str = ""
+) -> Line:
     """A line through points (x, y), y times a factor."""
-    return Line(label, [x for x, _ in points], [factor * y for _, y in points])
+    return Line(label, [x for x, _ in points], [factor * y for _, y in points], name)
 
 
 @dataclass(frozen=True)
 class Bars:
-    """One bar in each group; None where there is no number. Spreads are drawn as whiskers."""
+    """One bar in each group; None where there is no number. Spreads are drawn as whiskers.
+
+    `published`: the paper's numbers, drawn as marks across the bars.
+    """
 
     label: str
     values: Sequence[float | None]
     spreads: Sequence[float | None]
+    published: Sequence[float | None] = ()
 
 
 @dataclass(frozen=True)
@@ -109,37 +125,66 @@ def check_extra() -> None:
     needed("jinja2")
 
 
+STYLE = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "axes.titlesize": 10,
+}
+
+
 def draw(panel: Panel) -> bytes:
     """One panel as a PNG of 630 x 450 pixels and few colours."""
-    matplotlib = needed("matplotlib")
-    style = {
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": "#e4e4e4",
-        "grid.linewidth": 0.6,
-        "axes.axisbelow": True,
-        "legend.frameon": False,
-        "axes.titlesize": 10,
-    }
-    with matplotlib.rc_context(style):
+    with needed("matplotlib").rc_context(STYLE):
         figure = needed("matplotlib.figure").Figure(figsize=SIZE, dpi=DPI)
         # Fixed margins: axes of one size in every panel, in half the time of a fitted layout.
-        axes = figure.add_axes((0.19, 0.25, 0.79, 0.66))
-        axes.set_title(panel.title)
-        axes.set_xlabel(panel.x_label)
-        axes.set_ylabel(panel.y_label)
-        axes.yaxis.set_label_coords(-0.2, 0.5)
-        if panel.empty:
-            _say_empty(axes)
-        else:
-            _marks(axes, panel)
-            _legend(axes, panel)
+        _paint(figure.add_axes((0.19, 0.25, 0.79, 0.66)), panel)
         canvas = needed("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
         canvas.draw()
         image = needed("PIL.Image")
         return _png(image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()))
+
+
+def figure_of(panels: Sequence[Panel]) -> Any:
+    """Panels side by side, two in a row, as a matplotlib figure that a notebook shows."""
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    with needed("matplotlib").rc_context(STYLE):
+        size = (columns * SIZE[0], rows * SIZE[1])
+        figure = needed("matplotlib.figure").Figure(figsize=size, dpi=100, layout="constrained")
+        for place, panel in enumerate(panels, start=1):
+            _paint(figure.add_subplot(rows, columns, place), panel, outside=False)
+    figure._repr_png_ = lambda: _bytes(figure)  # also where pyplot is not imported
+    return figure
+
+
+def _bytes(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _paint(axes: "Axes", panel: Panel, *, outside: bool = True) -> None:
+    """Draw a panel; `outside`: the legend stands below the axes, in a margin that is there."""
+    # a given place spares matplotlib the search for one, a quarter of the time
+    axes.set_title(panel.title, y=1.0 if outside else None)
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
+    if outside:
+        axes.yaxis.set_label_coords(-0.2, 0.5)
+    if panel.empty:
+        _say_empty(axes)
+        return
+    _marks(axes, panel)
+    if outside:
+        _legend(axes, panel)
+    else:
+        axes.legend(loc="best", fontsize=8)
 
 
 def side_by_side(images: Sequence[bytes]) -> bytes:
@@ -156,7 +201,7 @@ def side_by_side(images: Sequence[bytes]) -> bytes:
 
 
 def _marks(axes: "Axes", panel: Panel) -> None:
-    colours = _colours(panel)
+    colours = label_colours(panel)
     bars = [mark for mark in panel.marks if isinstance(mark, Bars)]
     named: set[str] = set()
     loose = [mark for mark in panel.marks if isinstance(mark, Points) and not mark.framed]
@@ -171,6 +216,12 @@ def _marks(axes: "Axes", panel: Panel) -> None:
             axes.scatter(mark.x, mark.y, s=16, color=colour, label=label, alpha=0.8, linewidths=0)
         else:
             shape: dict[str, Any] = {"marker": "o", "markersize": 3} if len(mark.x) < 12 else {}
+            if mark.published:
+                shape = {"linestyle": (0, (5, 3))}
+            if len(mark.low):
+                axes.fill_between(
+                    mark.x, mark.low, mark.high, color=colour, alpha=0.18, linewidth=0
+                )
             axes.plot(mark.x, mark.y, color=colour, label=label, linewidth=1.2, alpha=0.85, **shape)
     if bars:
         axes.set_xticks(range(len(panel.groups)), panel.groups)
@@ -226,11 +277,18 @@ def _bars(axes: "Axes", mark: Bars, place: int, count: int, colour: str) -> None
         if drawn:
             x, heights, whiskers = zip(*drawn, strict=True)
             axes.errorbar(x, heights, whiskers, fmt="none", ecolor="#333333", elinewidth=1)
+    for group, value in enumerate(mark.published):
+        if value is not None:
+            middle = group + (place - (count - 1) / 2) * width
+            label = "paper" if not axes.lines else "_"
+            ends = [middle - 0.46 * width, middle + 0.46 * width]
+            axes.plot(ends, [value, value], color="#111111", linewidth=1.6, label=label)
 
 
 def _room_for(axes: "Axes", bars: Sequence[Bars], *, from_zero: bool) -> None:
     """The range of the bars: cut below the lowest where all are close, and said so."""
-    values = [value for mark in bars for value in mark.values if value is not None]
+    numbers = [value for mark in bars for value in (*mark.values, *mark.published)]
+    values = [value for value in numbers if value is not None]
     low, high = min(values), max(values)
     if from_zero and high > low > 0.7 * high:
         edge = 0.35 * (high - low)
@@ -238,16 +296,25 @@ def _room_for(axes: "Axes", bars: Sequence[Bars], *, from_zero: bool) -> None:
         axes.set_ylabel(f"{axes.get_ylabel()}, axis cut")
 
 
-def _room_for_ends(axes: "Axes", lines: Sequence[Line]) -> None:
-    """Half of the room for the range of the lines' second halves, half for what is below."""
+def cut_below(lines: Sequence[Line]) -> float | None:
+    """Where to cut the axis: half of the room for the range of the lines' second halves.
+
+    None where that leaves nothing out.
+    """
     ends = [value for line in lines for value in line.y[len(line.y) // 2 :]]
     values = [value for line in lines for value in line.y]
     if not values:
-        return
+        return None
     low, high = min(ends), max(values)
     cut = low - (high - low)
-    if high > low and min(values) < cut:
-        axes.set_ylim(cut, high + 0.1 * (high - low))
+    return cut if high > low and min(values) < cut else None
+
+
+def _room_for_ends(axes: "Axes", lines: Sequence[Line]) -> None:
+    cut = cut_below(lines)
+    if cut is not None:
+        high = max(value for line in lines for value in line.y)
+        axes.set_ylim(cut, high + 0.05 * (high - cut))
         axes.set_ylabel(f"{axes.get_ylabel()}, axis cut")
 
 
@@ -265,13 +332,16 @@ def _legend(axes: "Axes", panel: Panel) -> None:
         )
 
 
-def _colours(panel: Panel) -> Mapping[str, str]:
+def label_colours(panel: Panel) -> Mapping[str, str]:
+    """The colour of each label in a panel."""
     others = iter(_OTHERS * 9)
-    found: dict[str, str] = {}
+    chosen: dict[str, str] = {}
     for mark in panel.marks:
-        if mark.label not in found:
-            found[mark.label] = COLOURS.get(mark.label) or next(others)
-    return found
+        own = mark.label.removesuffix(PAPER)
+        if own not in chosen:
+            chosen[own] = COLOURS.get(own) or next(others)
+        chosen[mark.label] = chosen[own]
+    return chosen
 
 
 def _any_positive(panel: Panel, side: str) -> bool:

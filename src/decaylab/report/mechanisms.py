@@ -1,15 +1,15 @@
 """The demo's part of a report: the three mechanisms in small nets on digits, from records alone."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from decaylab.paper import Readings, RunReading
-from decaylab.report.drawing import Panel, draw, line
+from decaylab.paper import FinishedRun, FinishedRuns
+from decaylab.report.drawing import Panel, line
 from decaylab.report.names import counted_seeds, named
-from decaylab.report.page import Block, Cell, Grid, Image, Section, Tone
-from decaylab.report.tables import Measured, number
-from decaylab.sweeps.survey import Found
+from decaylab.report.page import Grid, GridCell, Section, Subsection, Tone
+from decaylab.report.tables import OverSeeds, number
+from decaylab.sweeps.run_index import IndexedRun
 
 TIER = "demo"
 OPTIMIZERS = ("sgd", "adam", "kfac-f", "kfac-g")
@@ -34,7 +34,7 @@ class Quantity:
 
 
 @dataclass(frozen=True)
-class Mechanism:
+class MechanismSection:
     """One of the three: the nets it acts in, and what shows it."""
 
     anchor: str
@@ -46,7 +46,7 @@ class Mechanism:
 
 
 MECHANISMS = (
-    Mechanism(
+    MechanismSection(
         "mechanism1",
         "1. A larger effective learning rate (SGD and Adam, batch normalisation)",
         "Under batch normalisation, the scale of a layer's weights W does not change what the"
@@ -57,7 +57,7 @@ MECHANISMS = (
         ("sgd", "adam"),
         (Quantity("effective_lr", "effective learning rate, first layer", up=True),),
     ),
-    Mechanism(
+    MechanismSection(
         "mechanism2",
         "2. A smaller Jacobian (K-FAC most of all, no batch normalisation)",
         "Weight decay under K-FAC is close to a penalty on the Jacobian, which tells how strongly"
@@ -67,7 +67,7 @@ MECHANISMS = (
         OPTIMIZERS,
         (Quantity("jacobian_norm", "squared Jacobian norm", up=False, first_layer=False),),
     ),
-    Mechanism(
+    MechanismSection(
         "mechanism3",
         "3. A smaller effective damping (K-FAC, batch normalisation)",
         "K-FAC adds a damping λ to the curvature. Compared with the curvature of the normalised"
@@ -85,20 +85,20 @@ MECHANISMS = (
 )
 
 Key = tuple[bool, str, str]  # batch norm, optimizer, decay
-Demo = dict[Key, list[RunReading]]
+Demo = dict[Key, list[FinishedRun]]
 
 
-def demo_runs(found: Iterable[Found], readings: Readings) -> Demo:
+def demo_runs(found: Iterable[IndexedRun], finished_runs: FinishedRuns) -> Demo:
     """The finished runs of the demo by batch norm, optimizer and decay; by seed in each.
 
     Of demos of several lengths (`--epochs`), the longest.
     """
     specs = [run.spec for run in found if run.manifest.tier == TIER]
     specs = [spec for spec in specs if spec.optimizer in OPTIMIZERS and spec.decay in DECAYS]
-    done = [reading for spec in specs if (reading := readings.of(spec)) is not None]
+    done = [reading for spec in specs if (reading := finished_runs.of(spec)) is not None]
     longest = max((reading.spec.epochs or 0 for reading in done), default=0)
     runs: Demo = {}
-    for reading in sorted(done, key=lambda one: one.spec.seed):
+    for reading in sorted(done, key=lambda run: run.spec.seed):
         spec = reading.spec
         if spec.epochs == longest:
             runs.setdefault((spec.batch_norm, spec.optimizer, spec.decay), []).append(reading)
@@ -107,7 +107,7 @@ def demo_runs(found: Iterable[Found], readings: Readings) -> Demo:
 
 def demo_section(runs: Demo) -> Section:
     """The demo's tables and figures."""
-    specs = [run.spec for of in runs.values() for run in of]
+    specs = [run.spec for seed_runs in runs.values() for run in seed_runs]
     seeds = {spec.seed for spec in specs}
     counted = counted_seeds(len(seeds))
     text = [
@@ -116,7 +116,7 @@ def demo_section(runs: Demo) -> Section:
         " which is what they are for; digits are too easy for a verdict on accuracy."
     ]
     blocks = [
-        Block(
+        Subsection(
             "demo",
             "Test accuracy in % with no decay, L2 and weight decay",
             text=[
@@ -129,72 +129,112 @@ def demo_section(runs: Demo) -> Section:
             grids=[short_accuracy_grid(runs)],
         ),
         *(_block(mechanism, runs) for mechanism in MECHANISMS),
-        Block("demo-settings", "Settings and losses", grids=[accuracy_grid(runs)], folded=True),
+        Subsection(
+            "demo-settings", "Settings and losses", grids=[accuracy_grid(runs)], folded=True
+        ),
     ]
     return Section("demo-section", "Demo: three mechanisms on digits", text, blocks)
 
 
 def accuracy_grid(runs: Demo) -> Grid:
     """Test accuracy and losses of every setting."""
-    header = [Cell("network"), Cell("optimizer"), Cell("decay")]
-    header += [Cell(n, "number") for n in ("test accuracy (%)", "test loss", "train loss")]
+    header = [GridCell("network"), GridCell("optimizer"), GridCell("decay")]
+    header += [GridCell(n, "number") for n in ("test accuracy (%)", "test loss", "train loss")]
     rows = []
     for key in sorted(runs, key=_order):
-        of = runs[key]
-        strength = of[0].spec.weight_decay
-        decay = Cell(named(key[2]) + (f" {strength:g}" if strength else ""))
+        seed_runs = runs[key]
+        strength = seed_runs[0].spec.weight_decay
+        decay = GridCell(named(key[2]) + (f" {strength:g}" if strength else ""))
         losses = [
-            _over_seeds(run.final(name) for run in of) for name in ("test/loss", "train/loss")
+            _over_seeds(run.final(name) for run in seed_runs)
+            for name in ("test/loss", "train/loss")
         ]
-        numbers = [_accuracy(of), *losses]
-        rows.append([*_net(key), decay, *(Cell(value.words(), "number") for value in numbers)])
+        numbers = [_accuracy(seed_runs), *losses]
+        rows.append([*_net(key), decay, *(GridCell(value.words(), "number") for value in numbers)])
     return Grid(header, rows)
 
 
 def short_accuracy_grid(runs: Demo) -> Grid:
     """Test accuracy alone, kinds of decay side by side: for a terminal."""
-    header = [Cell("network"), Cell("optimizer"), *(Cell(named(d), "number") for d in DECAYS)]
+    decays = _decays(runs)
+    header = [
+        GridCell("network"),
+        GridCell("optimizer"),
+        *(GridCell(named(decay), "number") for decay in decays),
+    ]
     nets = dict.fromkeys((*key[:2], "none") for key in sorted(runs, key=_order))
     rows = [
         [
             *_net(key),
-            *(Cell(_accuracy(runs.get((*key[:2], d), [])).short(), "number") for d in DECAYS),
+            *(GridCell(_accuracy(runs.get((*key[:2], d), [])).short(), "number") for d in decays),
         ]
         for key in nets
     ]
     return Grid(header, rows)
 
 
-def mechanism_grid(mechanism: Mechanism, quantity: Quantity, runs: Demo) -> Grid:
+def mechanism_grid(mechanism: MechanismSection, quantity: Quantity, runs: Demo) -> Grid:
     """A quantity at the end of training by kind of decay, and whether it moved as expected."""
-    header = [Cell("optimizer"), *(Cell(named(decay), "number") for decay in DECAYS)]
-    header += [Cell(RATIO, "number"), Cell("as the paper says")]
+    decays = _decays(runs)
+    header = [GridCell("optimizer"), *(GridCell(named(decay), "number") for decay in decays)]
+    header += [GridCell(RATIO, "number"), GridCell("as the paper says")]
     rows = []
     for optimizer in mechanism.optimizers:
-        ends = [
-            _by_seed(runs.get((mechanism.batch_norm, optimizer, decay), []), quantity)
-            for decay in DECAYS
+        if runs and not any((mechanism.batch_norm, optimizer, decay) in runs for decay in DECAYS):
+            continue
+        ends = ends_by_decay(mechanism, optimizer, quantity, runs)
+        numbers = [
+            GridCell(OverSeeds(tuple(ends[decay].values())).short(), "number") for decay in decays
         ]
-        numbers = [Cell(Measured(tuple(end.values())).short(), "number") for end in ends]
-        rows.append([Cell(named(optimizer)), *numbers, *_verdict(quantity, ends[0], ends[2])])
+        verdict = _verdict(quantity, ends["none"], ends["decoupled"])
+        rows.append([GridCell(named(optimizer)), *numbers, *verdict])
     return Grid(header, rows, f"At the end: {quantity.words}")
 
 
-def _block(mechanism: Mechanism, runs: Demo) -> Block:
+def decay_ratios(ends: Mapping[str, Mapping[int, float]]) -> list[float]:
+    """By seed, the quantity at the end with weight decay over that without."""
+    return _ratios(ends["none"], ends["decoupled"])
+
+
+def moved_as_expected(quantity: Quantity, ratio: float) -> bool:
+    """Whether decay moved it as the paper says, by more than `LEAST`."""
+    return ratio > LEAST if quantity.up else ratio < 1 / LEAST
+
+
+def ends_by_decay(
+    mechanism: MechanismSection, optimizer: str, quantity: Quantity, runs: Demo
+) -> dict[str, dict[int, float]]:
+    """By kind of decay and seed, the quantity at the end of training."""
+    return {
+        decay: _by_seed(runs.get((mechanism.batch_norm, optimizer, decay), []), quantity)
+        for decay in DECAYS
+    }
+
+
+def _ratios(without: Mapping[int, float], with_decay: Mapping[int, float]) -> list[float]:
+    return [with_decay[s] / without[s] for s in without if s in with_decay and without[s] > 0]
+
+
+def _decays(runs: Demo) -> tuple[str, ...]:
+    """The kinds of decay that there are runs of."""
+    return tuple(d for d in DECAYS if not runs or any(key[2] == d for key in runs))
+
+
+def _block(mechanism: MechanismSection, runs: Demo) -> Subsection:
     panels = mechanism_panels(mechanism, runs)
-    images = [Image(draw(p), f"{p.title}: {p.y_label} over epochs") for p in panels if not p.empty]
-    return Block(
+    charts = [panel for panel in panels if not panel.empty]
+    return Subsection(
         mechanism.anchor,
         mechanism.title,
         text=[mechanism.says],
-        note=f"Every line is one run. {RATIO_NOTE}" if images else "",
-        images=images,
+        note=f"Every line is one run. {RATIO_NOTE}" if charts else "",
+        charts=charts,
         grids=[mechanism_grid(mechanism, quantity, runs) for quantity in mechanism.quantities],
-        missing="" if images else "No runs yet.",
+        missing="" if charts else "No runs yet.",
     )
 
 
-def mechanism_panels(mechanism: Mechanism, runs: Demo) -> list[Panel]:
+def mechanism_panels(mechanism: MechanismSection, runs: Demo) -> list[Panel]:
     """The quantity over epochs, a panel per optimizer, with every kind of decay."""
     return [
         Panel(
@@ -214,47 +254,47 @@ def mechanism_panels(mechanism: Mechanism, runs: Demo) -> list[Panel]:
     ]
 
 
-def _name(run: RunReading, quantity: Quantity) -> str:
-    found = run.first_layer(quantity.row) if quantity.first_layer else quantity.row
-    return found or ""
+def _name(run: FinishedRun, quantity: Quantity) -> str:
+    row = run.first_layer(quantity.row) if quantity.first_layer else quantity.row
+    return row or ""
 
 
-def _by_seed(runs: Iterable[RunReading], quantity: Quantity) -> dict[int, float]:
+def _by_seed(runs: Iterable[FinishedRun], quantity: Quantity) -> dict[int, float]:
     ends = {run.spec.seed: run.final(_name(run, quantity)) for run in runs}
     return {seed: value for seed, value in ends.items() if value is not None}
 
 
 def _verdict(
     quantity: Quantity, without: dict[int, float], with_decay: dict[int, float]
-) -> list[Cell]:
+) -> list[GridCell]:
     """The mean ratio, and in how many seeds it went as expected, by more than `LEAST`."""
-    ratios = [with_decay[s] / without[s] for s in without if s in with_decay and without[s] > 0]
+    ratios = _ratios(without, with_decay)
     if not ratios:
-        return [Cell("—", "number"), Cell("no runs yet", tone="plain")]
-    shown = Cell(f"× {number(fmean(ratios))}", "number")
+        return [GridCell("—", "number"), GridCell("no runs yet", tone="plain")]
+    shown = GridCell(f"× {number(fmean(ratios))}", "number")
     up = sum(ratio > LEAST for ratio in ratios)
     down = sum(ratio < 1 / LEAST for ratio in ratios)
     right, wrong = (up, down) if quantity.up else (down, up)
     if not right and not wrong:
-        said = "about equal" + ", one seed" * (len(ratios) == 1)
-        return [shown, Cell(said, tone="plain")]
+        outcome = "about equal" + ", one seed" * (len(ratios) == 1)
+        return [shown, GridCell(outcome, tone="plain")]
     if len(ratios) == 1:
-        return [shown, Cell("yes, one seed" if right else "no, one seed", tone="plain")]
+        return [shown, GridCell("yes, one seed" if right else "no, one seed", tone="plain")]
     tone: Tone = "good" if right == len(ratios) else "bad" if wrong == len(ratios) else "near"
-    return [shown, Cell(f"{right} of {len(ratios)} seeds", tone=tone)]
+    return [shown, GridCell(f"{right} of {len(ratios)} seeds", tone=tone)]
 
 
-def _over_seeds(values: Iterable[float | None]) -> Measured:
-    return Measured(tuple(value for value in values if value is not None))
+def _over_seeds(values: Iterable[float | None]) -> OverSeeds:
+    return OverSeeds(tuple(value for value in values if value is not None))
 
 
-def _accuracy(runs: Iterable[RunReading]) -> Measured:
-    found = _over_seeds(run.final("test/accuracy") for run in runs)
-    return Measured(tuple(100 * value for value in found.values))
+def _accuracy(runs: Iterable[FinishedRun]) -> OverSeeds:
+    fractions = _over_seeds(run.final("test/accuracy") for run in runs)
+    return OverSeeds(tuple(100 * value for value in fractions.values))
 
 
-def _net(key: Key) -> list[Cell]:
-    return [Cell("with BN" if key[0] else "without BN", "key"), Cell(named(key[1]))]
+def _net(key: Key) -> list[GridCell]:
+    return [GridCell("with BN" if key[0] else "without BN", "key"), GridCell(named(key[1]))]
 
 
 def _order(key: Key) -> tuple[bool, int, int]:

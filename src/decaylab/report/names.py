@@ -44,20 +44,31 @@ def key_words(key: Mapping[str, object], columns: Sequence[str]) -> list[str]:
     >>> key_words(key, ["dataset", "batch_norm", "augment", "optimizer"])
     ['CIFAR-10', 'BN + Aug', 'SGD']
     """
-    found = []
+    words = []
     for name in columns:
         if name == "batch_norm":
             both = [("BN", key["batch_norm"]), ("Aug", key.get("augment"))]
-            found.append(" + ".join(word for word, on in both if str(on) == "1") or "no BN")
+            words.append(" + ".join(word for word, on in both if str(on) == "1") or "no BN")
         elif name == "weight_decay":
-            found.append("no decay" if str(key[name]) == "0" else "weight decay")
+            words.append("no decay" if str(key[name]) == "0" else "weight decay")
         elif name != "augment":
-            found.append(named(key[name]))
+            words.append(named(key[name]))
         elif "batch_norm" not in columns:
-            found.append("no Aug" if str(key[name]) == "0" else "Aug")
-    return found
+            words.append("no Aug" if str(key[name]) == "0" else "Aug")
+    return words
 
 
 def key_title(key: Mapping[str, object], columns: Sequence[str] | None = None) -> str:
     """The same in one text, of all columns unless told: `CIFAR-10, VGG16, BN + Aug`."""
     return ", ".join(key_words(key, list(key) if columns is None else columns))
+
+
+def in_words(seconds: float) -> str:
+    """A duration for people.
+
+    >>> in_words(42.4), in_words(200), in_words(9000)
+    ('42 s', '3.3 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,6 +1,7 @@
 """A report as plain values, and that as one self-contained HTML file or as Markdown.
 
-The HTML needs nothing but itself: images are inlined, there is no script, no font and no address.
+The HTML needs nothing but itself: images, styles and the script that draws curves are inlined, and
+there is no font and no address.
 """
 
 import base64
@@ -8,28 +9,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from decaylab.report.drawing import needed
+from decaylab.report.curves import asset, curves, script
+from decaylab.report.drawing import Panel, needed
 
 Kind = Literal["", "number", "words", "key"]
 Tone = Literal["", "good", "near", "bad", "plain"]
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One field of a table; a tone colours it, and `more` is shown on a click."""
+class GridCell:
+    """One field of a table; a tone colours it, and `more` is shown on a click.
+
+    `link`: the anchor on the page where the evidence is.
+    """
 
     text: str
     kind: Kind = ""
     tone: Tone = ""
     more: str = ""
+    link: str = ""
 
 
 @dataclass(frozen=True)
 class Grid:
     """A table ready to be shown, under a caption where a block has several."""
 
-    header: Sequence[Cell]
-    rows: Sequence[Sequence[Cell]]
+    header: Sequence[GridCell]
+    rows: Sequence[Sequence[GridCell]]
     caption: str = ""
 
 
@@ -47,11 +53,12 @@ class Image:
 
 
 @dataclass(frozen=True)
-class Block:
+class Subsection:
     """Tables or a figure with what is to be said about them.
 
     `anchor` names it on the page, and its files: `<anchor>.csv`, `figures/<anchor>.png`.
-    `missing` says what is not there. A folded block opens on a click.
+    `missing` says what is not there. A folded block opens on a click. `charts` are curves that the
+    browser draws; a picture of them is in the same file.
     """
 
     anchor: str
@@ -59,6 +66,7 @@ class Block:
     text: Sequence[str] = ()
     note: str = ""
     images: Sequence[Image] = ()
+    charts: Sequence[Panel] = ()
     grids: Sequence[Grid] = ()
     missing: str = ""
     folded: bool = False
@@ -71,7 +79,7 @@ class Section:
     anchor: str
     title: str
     text: Sequence[str] = ()
-    blocks: Sequence[Block] = ()
+    blocks: Sequence[Subsection] = ()
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,13 @@ def to_html(report: Report) -> str:
         trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    text: str = environment.get_template("page.html.jinja").render(report=report)
+    raw = jinja2.utils.markupsafe.Markup
+    style = raw(asset("uPlot.min.css") + asset("page.css"))
+    drawn = any(block.charts for section in report.sections for block in section.blocks)
+    code = raw(script() if drawn else "")
+    environment.filters["curves"] = curves
+    template = environment.get_template("page.html.jinja")
+    text: str = template.render(report=report, style=style, script=code, menu=raw(asset("menu.js")))
     return text
 
 
@@ -110,14 +124,14 @@ def to_markdown(report: Report) -> str:
         parts += [text + "\n" for text in section.text]
         parts += [_block(block) for block in section.blocks]
     parts.append(report.footer + "\n")
-    return "\n".join(parts)
+    return "\n".join(parts).replace("<", "&lt;")  # what comes from records is text, never HTML
 
 
-def _block(block: Block) -> str:
+def _block(block: Subsection) -> str:
     parts = [f"### {block.title}\n", *(text + "\n" for text in block.text)]
     if block.note:
         parts.append(block.note + "\n")
-    if block.images:
+    if block.images or block.charts:
         parts.append(f"![{block.title}](figures/{block.anchor}.png)\n")
     for grid in block.grids:
         parts += [f"{grid.caption}\n"] if grid.caption else []
@@ -136,10 +150,10 @@ def grid_markdown(grid: Grid) -> str:
 
 def text_grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table of plain texts as Markdown."""
-    return grid_markdown(Grid([*map(Cell, header)], [[*map(Cell, row)] for row in rows]))
+    return grid_markdown(Grid([*map(GridCell, header)], [[*map(GridCell, row)] for row in rows]))
 
 
-def _plain(cell: Cell) -> str:
+def _plain(cell: GridCell) -> str:
     return f"{cell.text} ({cell.more})" if cell.more else cell.text
 
 

@@ -3,35 +3,35 @@
 from collections.abc import Sequence
 
 from decaylab.paper import TIERS
-from decaylab.report.page import Block, Cell, Grid, Section, Tone
-from decaylab.sweeps.survey import Found
+from decaylab.report.page import Grid, GridCell, Section, Subsection, Tone
+from decaylab.sweeps.run_index import IndexedRun
 
 MOST_SEEDS = 10  # a seed may also be a date
 TONES: dict[str, Tone] = {"finished": "good", "diverged": "bad", "failed": "bad"}
 
 
-def seeds_of(found: Sequence[Found]) -> int:
+def seeds_of(found: Sequence[IndexedRun]) -> int:
     """How many seeds a cell may have among some runs: 0 to the largest, up to `MOST_SEEDS`."""
     return min(MOST_SEEDS, 1 + max((run.manifest.seed for run in found), default=0))
 
 
-def tiers_of(found: Sequence[Found]) -> list[str]:
+def tiers_of(found: Sequence[IndexedRun]) -> list[str]:
     """The tiers that there are runs of, the longest schedule first."""
     labels = {run.manifest.tier for run in found}
     return [tier for tier in reversed(TIERS) if tier in labels]
 
 
-def provenance(found: Sequence[Found]) -> Section:
+def provenance(found: Sequence[IndexedRun]) -> Section:
     """The table of runs."""
     names = ("run", "status", "tier", "seed", "device", "code", "torch", "epochs", "seconds")
     numeric = ("seed", "epochs", "seconds")
-    header = [Cell(name, "number" if name in numeric else "") for name in names]
+    header = [GridCell(name, "number" if name in numeric else "") for name in names]
     rows = [_row(run) for run in found]
     total = sum(run.device_seconds for run in found)
     took = f"{total / 60:.1f} minutes" if total < 7200 else f"{total / 3600:.1f} hours"
     title = f"{len(found)} runs, {took} of device time in all"
     missing = "" if rows else "No runs yet: `decaylab demo` makes some in minutes."
-    block = Block(
+    block = Subsection(
         "runs",
         title,
         grids=[Grid(header, rows)] if rows else (),
@@ -41,19 +41,19 @@ def provenance(found: Sequence[Found]) -> Section:
     return Section("provenance", "Runs", blocks=[block])
 
 
-def _row(run: Found) -> list[Cell]:
+def _row(run: IndexedRun) -> list[GridCell]:
     manifest = run.manifest
     commit = "" if manifest.commit is None else f" ({_short(manifest.commit)})"
     return [
-        Cell(manifest.id, "key"),
-        Cell(manifest.status, tone=TONES.get(manifest.status, "near")),
-        Cell(manifest.tier),
-        Cell(str(manifest.seed), "number"),
-        Cell(manifest.device),
-        Cell(manifest.version + commit),
-        Cell(manifest.torch),
-        Cell(f"{run.epochs} of {run.spec.epochs}", "number"),
-        Cell(f"{run.device_seconds:.1f}", "number"),
+        GridCell(manifest.id, "key"),
+        GridCell(manifest.status, tone=TONES.get(manifest.status, "near")),
+        GridCell(manifest.tier),
+        GridCell(str(manifest.seed), "number"),
+        GridCell(manifest.device),
+        GridCell(manifest.version + commit),
+        GridCell(manifest.torch),
+        GridCell(f"{run.epochs} of {run.spec.epochs}", "number"),
+        GridCell(f"{run.device_seconds:.1f}", "number"),
     ]
 
 

@@ -1,22 +1,22 @@
 """The sections of a report: claims, tables, figures and theory, each from what is recorded."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from decaylab.paper import TIERS, Artefact, Readings, artefacts, cells
-from decaylab.paper import Cell as PaperCell
+from decaylab.paper import TIERS, Artefact, Cell, FinishedRuns, artefacts, cells
 from decaylab.paper.claims import Claim, judge
 from decaylab.paper.tiers import stand_ins
+from decaylab.report.curves import is_curves
 from decaylab.report.drawing import Panel, draw
 from decaylab.report.figures import panels
 from decaylab.report.names import counted_seeds, named
-from decaylab.report.page import Block, Cell, Grid, Image, Section, Tone
+from decaylab.report.page import Grid, GridCell, Image, Section, Subsection, Tone
 from decaylab.report.tables import (
     Entry,
-    Measured,
+    OverSeeds,
     Table,
     legend,
     number,
@@ -36,7 +36,7 @@ class Filled:
 
     artefact: Artefact
     tier: str
-    cells: Sequence[PaperCell]
+    cells: Sequence[Cell]
     done: int
     table: Table | None = None
     panels: Sequence[Panel] = ()
@@ -47,35 +47,39 @@ class Filled:
         return f"{self.done} of {len(self.cells)} cells"
 
 
-def fill(artefact: Artefact, tier: str, readings: Readings, seeds: int) -> Filled:
+def fill(artefact: Artefact, tier: str, finished_runs: FinishedRuns, seeds: int) -> Filled:
     """An artefact at a tier, with up to `seeds` finished runs a cell."""
-    folder = readings.store.root / "searched"
-    found = cells(artefact.name, tier, seeds, searched_folder=folder)
+    folder = finished_runs.store.root / "searched"
+    artefact_cells = cells(artefact.name, tier, seeds, searched_folder=folder)
     if artefact.kind == "table":
-        table = _table(artefact, tier, found, readings)
-        return Filled(artefact, tier, found, table.filled, table)
-    done = sum(bool(readings.finished(cell)) for cell in found)
-    return Filled(artefact, tier, found, done, panels=panels(artefact, found, readings))
+        table = _table(artefact, tier, artefact_cells, finished_runs)
+        return Filled(artefact, tier, artefact_cells, table.filled, table)
+    done = sum(bool(finished_runs.of_cell(cell)) for cell in artefact_cells)
+    return Filled(
+        artefact, tier, artefact_cells, done, panels=panels(artefact, artefact_cells, finished_runs)
+    )
 
 
-def _table(artefact: Artefact, tier: str, found: Sequence[PaperCell], readings: Readings) -> Table:
+def _table(
+    artefact: Artefact, tier: str, artefact_cells: Sequence[Cell], finished_runs: FinishedRuns
+) -> Table:
     factor, metric = 100.0 if artefact.percent else 1.0, artefact.metric
     *columns, last = artefact.keys
-    schemes = [str(cell.key.get(last, 0)) for cell in found]
+    schemes = [str(cell.key.get(last, 0)) for cell in artefact_cells]
     sides = [scheme not in UNDECAYED for scheme in set(schemes)]
     several = sides.count(True) > 1 or sides.count(False) > 1
     entries = []
-    for cell, scheme in zip(found, schemes, strict=True):
-        values = tuple(factor * value for value in readings.values(cell.runs, metric))
+    for cell, scheme in zip(artefact_cells, schemes, strict=True):
+        values = tuple(factor * value for value in finished_runs.values(cell.runs, metric))
         entries.append(
             Entry(
                 key=tuple(str(cell.key.get(name, "")) for name in columns),
                 decayed=scheme not in UNDECAYED,
                 paper=cell.paper,
-                ours=Measured(values),
+                ours=OverSeeds(values),
                 tier=tier,
                 comparable=not TIERS[tier].on_digits,
-                own=Measured(tuple(factor * v for v in readings.values(cell.own, metric))),
+                own=OverSeeds(tuple(factor * v for v in finished_runs.values(cell.own, metric))),
                 setting=_setting(cell),
                 scheme=scheme if several else "",
             )
@@ -84,7 +88,7 @@ def _table(artefact: Artefact, tier: str, found: Sequence[PaperCell], readings: 
     return Table(artefact.keys, tuple(entries), effect)  # type: ignore[arg-type]
 
 
-def _setting(cell: PaperCell) -> str:
+def _setting(cell: Cell) -> str:
     """What our own search found for a cell, beside what is published."""
     if not cell.own:
         return ""
@@ -99,10 +103,12 @@ def _setting(cell: PaperCell) -> str:
     return ", ".join(values) + (f", on the edge of what was tried: {edges}" if edges else "")
 
 
-def tables_section(filled: Sequence[Filled], readings: Readings, tier: str) -> Section:
+def tables_section(filled: Sequence[Filled], finished_runs: FinishedRuns, tier: str) -> Section:
     """The paper's tables at one tier."""
-    tables = [one for one in filled if one.table is not None]
-    blocks = [_table_block(one, readings) for one in tables if one.done]
+    tables = [filled_table for filled_table in filled if filled_table.table is not None]
+    blocks = [
+        _table_block(filled_table, finished_runs) for filled_table in tables if filled_table.done
+    ]
     text = [
         "Colour tells how near a number is to the paper's: green within 0.5 points (norms:"
         " a factor of 1.5), yellow within 1.5 points (a factor of 3), red beyond; grey where"
@@ -114,12 +120,19 @@ def tables_section(filled: Sequence[Filled], readings: Readings, tier: str) -> S
     return Section(f"tables-{tier}", f"Tables, tier {tier}", text, blocks)
 
 
-def figures_section(filled: Sequence[Filled], readings: Readings, tier: str) -> Section:
+def figures_section(filled: Sequence[Filled], finished_runs: FinishedRuns, tier: str) -> Section:
     """The paper's figures at one tier."""
-    figures = [one for one in filled if one.table is None]
-    blocks = [_figure_block(one, readings) for one in figures if one.done]
+    figures = [filled_figure for filled_figure in filled if filled_figure.table is None]
+    blocks = [
+        _figure_block(filled_figure, finished_runs)
+        for filled_figure in figures
+        if filled_figure.done
+    ]
     text = [
-        "Every line is one run, every point one net; bars are means over seeds.",
+        "Lines and bars are means over seeds, with a band from the lowest to the highest run; every"
+        " point is one net. Dashed lines, and marks on bars, are the numbers that the paper prints."
+        " Point at a curve for its values, drag to zoom, double-click to reset; a click on a name"
+        " hides its curves.",
         *_not_run(figures, tier),
     ]
     return Section(f"figures-{tier}", f"Figures, tier {tier}", text, blocks)
@@ -127,29 +140,33 @@ def figures_section(filled: Sequence[Filled], readings: Readings, tier: str) -> 
 
 def _not_run(filled: Sequence[Filled], tier: str) -> list[str]:
     """Which artefacts have no run at a tier, in a sentence."""
-    names = [_number(one.artefact) or one.artefact.name for one in filled if not one.done]
+    names = [
+        _number(filled_artefact.artefact) or filled_artefact.artefact.name
+        for filled_artefact in filled
+        if not filled_artefact.done
+    ]
     command = f"`decaylab reproduce NAME --tier {tier}`"
     return [f"No runs yet: {', '.join(names)} ({command})."] if names else []
 
 
-def _table_block(filled: Filled, readings: Readings) -> Block:
+def _table_block(filled: Filled, finished_runs: FinishedRuns) -> Subsection:
     assert filled.table is not None
     shown, rows = with_runs(filled.table), len(pairs(filled.table))
     missing = [_without_setting(filled)]
     if len(shown) < rows:
         command = f"`decaylab reproduce {filled.artefact.name} --tier {filled.tier}`"
         missing.insert(0, f"{rows - len(shown)} of {rows} rows have no run yet: {command}")
-    return Block(
+    return Subsection(
         f"{filled.artefact.name}-{filled.tier}",
         titled(filled.artefact),
         text=[*_shows(filled.artefact), *filter(None, [legend(filled.table)])],
-        note=_note(filled, readings),
+        note=_note(filled, finished_runs),
         grids=[to_grid(filled.table, shown)],
         missing=". ".join(filter(None, missing)),
     )
 
 
-def _figure_block(filled: Filled, readings: Readings) -> Block:
+def _figure_block(filled: Filled, finished_runs: FinishedRuns) -> Subsection:
     drawn = [panel for panel in filled.panels if not panel.empty]
     titles = {panel.title for panel in drawn}
     empty = dict.fromkeys(
@@ -160,12 +177,13 @@ def _figure_block(filled: Filled, readings: Readings) -> Block:
     missing = _without_setting(filled)
     if empty:
         missing = f"Nothing recorded yet for {_first(list(empty))}. {missing}".strip()
-    return Block(
+    return Subsection(
         f"{filled.artefact.name}-{filled.tier}",
         titled(filled.artefact),
         text=_shows(filled.artefact),
-        note=_note(filled, readings),
-        images=[Image(draw(panel), _alternative(panel)) for panel in drawn],
+        note=_note(filled, finished_runs),
+        images=[Image(draw(panel), _alternative(panel)) for panel in drawn if not is_curves(panel)],
+        charts=[panel for panel in drawn if is_curves(panel)],
         missing=missing,
     )
 
@@ -177,8 +195,8 @@ def titled(artefact: Artefact) -> str:
 
 def _number(artefact: Artefact) -> str:
     """`Table 1` for one of the paper's, "" for one of the user's own."""
-    found = re.fullmatch("(table|fig)([0-9]+)", artefact.name)
-    return f"{'Table' if found[1] == 'table' else 'Figure'} {found[2]}" if found else ""
+    match = re.fullmatch("(table|fig)([0-9]+)", artefact.name)
+    return f"{'Table' if match[1] == 'table' else 'Figure'} {match[2]}" if match else ""
 
 
 def _shows(artefact: Artefact) -> list[str]:
@@ -192,27 +210,31 @@ def _alternative(panel: Panel) -> str:
     return f"{panel.title}: {panel.y_label}{over} for {labels}"
 
 
-def _note(filled: Filled, readings: Readings) -> str:
+def _note(filled: Filled, finished_runs: FinishedRuns) -> str:
     """Coverage, tier, device and data of what is shown; what its runs lack."""
-    runs = [run for cell in filled.cells for run in readings.finished(cell)]
+    runs = [run for cell in filled.cells for run in finished_runs.of_cell(cell)]
     devices = ", ".join(dict.fromkeys(run.manifest.device for run in runs))
-    seeds = {len(readings.finished(cell)) for cell in filled.cells} - {0}
+    seeds = {len(finished_runs.of_cell(cell)) for cell in filled.cells} - {0}
     parts = [f"{filled.coverage}, tier {filled.tier}" + (f", on {devices}" if devices else "")]
     if runs and TIERS[filled.tier].on_digits:
         nets = stand_ins((run.spec for run in runs), named)
         parts.append(f"names are the paper's, the numbers those of stand-ins on digits: {nets}")
     elif runs:
-        on: dict[str, dict[str, None]] = {}
+        networks_by_data: dict[str, dict[str, None]] = {}
         for run in runs:
-            on.setdefault(named(run.spec.data), {})[named(run.spec.network)] = None
-        parts.append(", ".join(f"{data} ({', '.join(of)})" for data, of in on.items()))
+            networks_by_data.setdefault(named(run.spec.data), {})[named(run.spec.network)] = None
+        parts.append(
+            ", ".join(
+                f"{data} ({', '.join(networks)})" for data, networks in networks_by_data.items()
+            )
+        )
     if seeds:
         least, most = min(seeds), max(seeds)
         parts.append(counted_seeds(most) if least == most else f"{least} to {most} seeds")
     distinct = len({run.spec.id for run in runs})
     if distinct < len(runs):
         parts.append(f"{distinct} runs serve these cells, some more than one")
-    lacking = list(readings.lacking(filled.cells))
+    lacking = list(finished_runs.lacking(filled.cells))
     if lacking:
         named_probes = dict.fromkeys(probe for _, probes in lacking for probe in probes)
         counted = "1 run" if len(lacking) == 1 else f"{len(lacking)} runs"
@@ -233,60 +255,81 @@ def _first(names: Sequence[str], most: int = 4) -> str:
     return "; ".join(names[:most]) + more
 
 
-def claims_section(claims: Sequence[Claim], tier: str) -> Section:
-    """E1-E17, judged from the records of one tier."""
-    header = [Cell(name) for name in ("", "verdict", "claim", "where", "what was seen")]
-    header += [Cell(name, "number") for name in ("effect", "spread", "runs")]
+def claims_section(claims: Sequence[Claim], tier: str, shown: Collection[str]) -> Section:
+    """E1-E17, judged from the records of one tier; links go to the artefacts that are `shown`."""
+    header = [GridCell(name) for name in ("", "verdict", "claim", "where", "what was seen")]
+    header += [GridCell(name, "number") for name in ("effect", "spread", "runs")]
     rows = [
         [
-            Cell(claim.id),
-            Cell(claim.told, tone=VERDICTS.get(claim.verdict, "plain")),
-            Cell(claim.claim, "words"),
-            Cell(claim.where),
-            Cell(claim.effect or "—", "words", more="; ".join(claim.notes)),
-            Cell(number(claim.value), "number"),
-            Cell(number(claim.spread), "number"),
-            Cell(str(claim.n), "number"),
+            GridCell(claim.id),
+            GridCell(
+                claim.status_by_part, tone=VERDICTS.get(claim.verdict, "plain"), link=evidence
+            ),
+            GridCell(claim.claim, "words"),
+            GridCell(claim.where, link=evidence),
+            GridCell(claim.effect or "—", "words", more="; ".join(claim.notes)),
+            GridCell(number(claim.value), "number"),
+            GridCell(number(claim.spread), "number"),
+            GridCell(str(claim.n), "number"),
         ]
         for claim in claims
+        for evidence in [_evidence(claim, tier, shown)]
     ]
     counts: dict[str, int] = {}
     for claim in claims:
-        counts[claim.said] = counts.get(claim.said, 0) + 1
-    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    block = Block(
+        counts[claim.status] = counts.get(claim.status, 0) + 1
+    tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    block = Subsection(
         f"claims-{tier}",
-        f"The paper's claims at tier {tier}: {said}",
+        f"The paper's claims at tier {tier}: {tally}",
         grids=[Grid(header, rows)],
     )
     return Section(f"claims-section-{tier}", f"Claims, tier {tier}", blocks=[block])
 
 
-def judged(readings: Readings, tier: str, seeds: int) -> list[Claim]:
-    """The claims at a tier."""
-    return judge(readings, tier, seeds, readings.store.root / "searched")
+def _evidence(claim: Claim, tier: str, shown: Collection[str]) -> str:
+    """The anchor of the first table or figure that the claim is about; "" where none is shown."""
+    places = re.findall(r"(Table|Fig)\D*(\d+)", claim.where)
+    names = [f"{kind.lower()}{number}" for kind, number in places]
+    return next((f"{name}-{tier}" for name in names if name in shown), "")
 
 
-def overview(filled: Iterable[Filled]) -> Block:
+def judged(
+    finished_runs: FinishedRuns, tier: str, seeds: int, tell: Callable[[str], None] | None = None
+) -> list[Claim]:
+    """The claims at a tier; `tell` is told which is judged now."""
+    return judge(finished_runs, tier, seeds, finished_runs.store.root / "searched", tell)
+
+
+def overview(filled: Iterable[Filled]) -> Subsection:
     """How much of each artefact there is, a column a tier."""
-    found: dict[str, dict[str, Filled]] = {}
-    for one in filled:
-        found.setdefault(one.artefact.name, {})[one.tier] = one
-    tiers = dict.fromkeys(tier for at in found.values() for tier in at)
-    header = [Cell("table or figure"), *(Cell(f"tier {tier}") for tier in tiers)]
-    header.append(Cell("what the paper shows"))
+    by_artefact: dict[str, dict[str, Filled]] = {}
+    for filled_artefact in filled:
+        by_artefact.setdefault(filled_artefact.artefact.name, {})[filled_artefact.tier] = (
+            filled_artefact
+        )
+    tiers = dict.fromkeys(tier for by_tier in by_artefact.values() for tier in by_tier)
+    header = [GridCell("table or figure"), *(GridCell(f"tier {tier}") for tier in tiers)]
+    header.append(GridCell("what the paper shows"))
     rows = []
-    for at in found.values():
-        artefact = next(iter(at.values())).artefact
-        row = [Cell(titled(artefact), "words")]
-        row += [Cell(one.coverage, tone=_fullness(one)) for one in at.values()]
-        rows.append([*row, Cell(artefact.shows, "words")])
+    for by_tier in by_artefact.values():
+        artefact = next(iter(by_tier.values())).artefact
+        row = [GridCell(titled(artefact), "words")]
+        row += [
+            GridCell(
+                filled_artefact.coverage,
+                tone=_fullness(filled_artefact),
+                link=f"{artefact.name}-{filled_artefact.tier}" if filled_artefact.done else "",
+            )
+            for filled_artefact in by_tier.values()
+        ]
+        rows.append([*row, GridCell(artefact.shows, "words")])
     text = ["A cell is one setting of a table or figure, such as a network, optimizer and decay."]
-    return Block("overview", "How much there is", text=text, grids=[Grid(header, rows)])
+    return Subsection("overview", "How much there is", text=text, grids=[Grid(header, rows)])
 
 
-def _fullness(one: Filled) -> Tone:
-    return "good" if one.done == len(one.cells) else "near" if one.done else "plain"
+def _fullness(filled: Filled) -> Tone:
+    return "good" if filled.done == len(filled.cells) else "near" if filled.done else "plain"
 
 
 def theory_checks() -> list[Check]:
@@ -302,18 +345,23 @@ def theory_checks() -> list[Check]:
 def theory_section(checks: Sequence[Check]) -> Section:
     """Both sides of each statement, and how far apart they are; broken conditions too."""
     header = [
-        Cell(""),
-        Cell("where"),
-        Cell("checked on"),
-        *(Cell(n, "number") for n in ("left side", "right side", "relative error", "tolerance")),
-        Cell(""),
+        GridCell(""),
+        GridCell("where"),
+        GridCell("checked on"),
+        *(
+            GridCell(n, "number")
+            for n in ("left side", "right side", "relative error", "tolerance")
+        ),
+        GridCell(""),
     ]
     rows = []
     for check in checks:
         if check.kind == "broken":
-            verdict = Cell("broken" + ", but holds" * check.holds, tone="plain")
+            verdict = GridCell("broken" + ", but holds" * check.holds, tone="plain")
         else:
-            verdict = Cell("holds", tone="good") if check.holds else Cell("FAILS", tone="bad")
+            verdict = (
+                GridCell("holds", tone="good") if check.holds else GridCell("FAILS", tone="bad")
+            )
         sides = (
             f"{check.left:.4g}",
             f"{check.right:.4g}",
@@ -322,10 +370,10 @@ def theory_section(checks: Sequence[Check]) -> Section:
         )
         rows.append(
             [
-                Cell(check.id),
-                Cell(check.where),
-                Cell(check.condition),
-                *(Cell(side, "number") for side in sides),
+                GridCell(check.id),
+                GridCell(check.where),
+                GridCell(check.condition),
+                *(GridCell(side, "number") for side in sides),
                 verdict,
             ]
         )
@@ -336,14 +384,18 @@ def theory_section(checks: Sequence[Check]) -> Section:
         " their own, in double precision. In the rows marked broken, a condition is violated on"
         " purpose and the sides come apart, which shows that the check can fail."
     ]
-    block = Block("theory", title, grids=[Grid(header, rows)])
+    block = Subsection("theory", title, grids=[Grid(header, rows)])
     return Section("theory-section", "Theory", text, [block])
 
 
 def all_artefacts() -> list[Artefact]:
     """Tables first, then figures, in the paper's order; of each, those not in the paper last."""
 
-    def place(one: Artefact) -> tuple[bool, bool, str]:
-        return one.kind != "table", not re.fullmatch(r"(table|fig)\d", one.name), one.name
+    def place(artefact: Artefact) -> tuple[bool, bool, str]:
+        return (
+            artefact.kind != "table",
+            not re.fullmatch(r"(table|fig)\d", artefact.name),
+            artefact.name,
+        )
 
     return sorted(artefacts().values(), key=place)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from decaylab.report.names import key_title, key_words, named
-from decaylab.report.page import Cell, Grid, Tone
+from decaylab.report.page import Grid, GridCell, Tone
 
 Effect = Literal["difference", "ratio"]
 
@@ -24,7 +24,7 @@ WITHIN: dict[Effect, tuple[float, float]] = {"difference": (0.5, 1.5), "ratio": 
 
 
 @dataclass(frozen=True)
-class Measured:
+class OverSeeds:
     """One number over seeds; `values` is empty where no run has it."""
 
     values: tuple[float, ...] = ()
@@ -47,7 +47,7 @@ class Measured:
     def words(self) -> str:
         """The number as read by people.
 
-        >>> Measured((90.0, 91.0)).words(), Measured((90.0,)).words(), Measured().words()
+        >>> OverSeeds((90.0, 91.0)).words(), OverSeeds((90.0,)).words(), OverSeeds().words()
         ('90.50 ± 0.71 (n = 2)', '90.00 (one seed)', '—')
         """
         counted = "one seed" if self.n == 1 else f"n = {self.n}"
@@ -56,7 +56,7 @@ class Measured:
     def short(self) -> str:
         """The same without n, for where that is said beside it.
 
-        >>> Measured((5056.0, 6476.0)).short()
+        >>> OverSeeds((5056.0, 6476.0)).short()
         '5766 ± 1004'
         """
         if self.spread is None:
@@ -76,10 +76,10 @@ class Entry:
     key: tuple[str, ...]
     decayed: bool
     paper: float | None
-    ours: Measured
+    ours: OverSeeds
     tier: str
     comparable: bool = False
-    own: Measured = Measured()
+    own: OverSeeds = OverSeeds()
     setting: str = ""
     scheme: str = ""
 
@@ -158,11 +158,14 @@ class Pair:
 
     def words(self, kind: Effect) -> str:
         """Our effect as read by people, with its interval where there is one."""
-        said, interval = change_words(self.effect(kind, paper=False), kind), self.interval(kind)
+        change_text, interval = (
+            change_words(self.effect(kind, paper=False), kind),
+            self.interval(kind),
+        )
         if interval is None:
-            return said
+            return change_text
         low, high = (change_words(end, kind) for end in interval)
-        return f"{said} ({low} to {high})"
+        return f"{change_text} ({low} to {high})"
 
 
 def number(value: float | None) -> str:
@@ -219,14 +222,16 @@ def pairs(table: Table) -> list[Pair]:
     by_key: dict[tuple[str, ...], list[Entry]] = {}
     for entry in table.entries:
         by_key.setdefault(entry.key, []).append(entry)
-    found = []
+    paired = []
     for key, entries in by_key.items():
         without = next((entry for entry in entries if not entry.decayed), None)
         others = [entry for entry in entries if entry is not without]
-        found += [Pair((*key, *filter(None, [one.scheme])), (without, one)) for one in others]
+        paired += [
+            Pair((*key, *filter(None, [decayed.scheme])), (without, decayed)) for decayed in others
+        ]
         if not others:
-            found.append(Pair(key, (without, None)))
-    return found
+            paired.append(Pair(key, (without, None)))
+    return paired
 
 
 def with_runs(table: Table) -> list[Pair]:
@@ -241,19 +246,19 @@ def to_grid(table: Table, shown: Sequence[Pair] | None = None) -> Grid:
     alone.
     """
     distance = "ours − paper" if table.effect == "difference" else "ours / paper"
-    header = [Cell("network"), *(Cell(named(column)) for column in _apart(table))]
+    header = [GridCell("network"), *(GridCell(named(column)) for column in _apart(table))]
     first, numbers = len(header), list[str]()
     for side in ("no decay", "decay"):
         numbers += [f"{side}: paper", "ours", distance]
     numbers += ["effect of decay: paper", "ours"]
-    header += [*(Cell(name, "number") for name in numbers), Cell("seeds", "number")]
+    header += [*(GridCell(name, "number") for name in numbers), GridCell("seeds", "number")]
     shown = with_runs(table) if shown is None else shown
     rows = [[*_key_cells(pair, table), *_pair_row(pair, table.effect)] for pair in shown]
     if all(entry.paper is None for entry in table.entries):
         ours = {first + 1: "no decay", first + 4: "decay", first + 7: "effect of decay"}
-        kept = [*range(first), *ours, len(header) - 1]
-        header = [Cell(ours[i], "number") if i in ours else header[i] for i in kept]
-        rows = [[row[i] for i in kept] for row in rows]
+        columns = [*range(first), *ours, len(header) - 1]
+        header = [GridCell(ours[i], "number") if i in ours else header[i] for i in columns]
+        rows = [[row[i] for i in columns] for row in rows]
     return Grid(header, rows)
 
 
@@ -293,17 +298,17 @@ def _apart(table: Table) -> list[str]:
     return [column for column in table.key_columns if column in ("optimizer", "batch_size")]
 
 
-def _key_cells(pair: Pair, table: Table) -> list[Cell]:
+def _key_cells(pair: Pair, table: Table) -> list[GridCell]:
     key, apart = table.by_column(pair.key), _apart(table)
     network = key_title(key, [column for column in key if column not in apart])
-    return [Cell(network, "key"), *(Cell(named(key[column])) for column in apart)]
+    return [GridCell(network, "key"), *(GridCell(named(key[column])) for column in apart)]
 
 
-def _pair_row(pair: Pair, effect: Effect) -> list[Cell]:
-    row: list[Cell] = []
+def _pair_row(pair: Pair, effect: Effect) -> list[GridCell]:
+    row: list[GridCell] = []
     for entry in pair.sides:
         if entry is None:
-            row += [Cell("—", "number")] * 3
+            row += [GridCell("—", "number")] * 3
             continue
         distance = change_words(change(entry.paper, entry.ours.mean, effect), effect)
         ours = entry.ours.short()
@@ -311,12 +316,12 @@ def _pair_row(pair: Pair, effect: Effect) -> list[Cell]:
             ours = f"{ours}, {OWN} {entry.own.short()}"
             own = change_words(change(entry.paper, entry.own.mean, effect), effect)
             distance = f"{distance}, {OWN} {own}"
-        row += [Cell(number(entry.paper), "number"), Cell(ours, "number")]
-        row.append(Cell(distance, "number", agreement(entry, effect)))
-    row.append(Cell(change_words(pair.effect(effect, paper=True), effect), "number"))
-    row.append(Cell(pair.words(effect), "number", pair.tone()))
+        row += [GridCell(number(entry.paper), "number"), GridCell(ours, "number")]
+        row.append(GridCell(distance, "number", agreement(entry, effect)))
+    row.append(GridCell(change_words(pair.effect(effect, paper=True), effect), "number"))
+    row.append(GridCell(pair.words(effect), "number", pair.tone()))
     counts = dict.fromkeys(entry.ours.n for entry in pair.sides if entry and entry.ours.n)
-    return [*row, Cell(" and ".join(map(seeds_words, counts or [0])), "number")]
+    return [*row, GridCell(" and ".join(map(seeds_words, counts or [0])), "number")]
 
 
 def seeds_words(count: int) -> str:
@@ -328,23 +333,23 @@ def seeds_words(count: int) -> str:
     return {0: "none", 1: "one seed"}.get(count, str(count))
 
 
-def _numbers(ours: Measured) -> list[str]:
+def _numbers(ours: OverSeeds) -> list[str]:
     return [plain(ours.mean), plain(ours.spread), str(ours.n)]
 
 
 def legend(table: Table) -> str:
     """What the marked numbers of a table are, with their settings; empty where there are none."""
-    found = [entry for entry in table.entries if entry.own.n]
-    if not found:
+    searched = [entry for entry in table.entries if entry.own.n]
+    if not searched:
         return ""
-    said = []
-    for entry in found:
+    settings = []
+    for entry in searched:
         key = table.by_column(entry.key)
         cell = " ".join(key_words(key, [column for column in key if column != "dataset"]))
         decay = "with" if entry.decayed else "without"
-        said.append(f"{cell} {decay} decay: {entry.setting} ({entry.own.words()})")
-    others = "the published ones" if found[0].comparable else "those chosen for digits"
+        settings.append(f"{cell} {decay} decay: {entry.setting} ({entry.own.words()})")
+    others = "the published ones" if searched[0].comparable else "those chosen for digits"
     return (
         f"{OWN}: at the settings that our own search on held-out training images found, where they"
-        f" differ from {others}. {'; '.join(dict.fromkeys(said))}."
+        f" differ from {others}. {'; '.join(dict.fromkeys(settings))}."
     )

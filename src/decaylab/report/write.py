@@ -1,18 +1,19 @@
 """From a folder of runs to the files of a report."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import decaylab
-from decaylab.paper import Readings
+from decaylab.paper import FinishedRuns
 from decaylab.records import RunStore
 from decaylab.records.files import disk_errors, replace_file, replace_text
-from decaylab.report.diagnoses import Case, diagnosed, diagnoses_section
-from decaylab.report.drawing import check_extra, side_by_side
+from decaylab.report.diagnoses import DiagnosedSetting, diagnosed, diagnoses_section
+from decaylab.report.drawing import check_extra, draw, side_by_side
 from decaylab.report.figures import panels_csv
+from decaylab.report.findings import findings_section
 from decaylab.report.mechanisms import demo_runs, demo_section
 from decaylab.report.page import Report, Section, to_html, to_markdown
 from decaylab.report.provenance import provenance, seeds_of, tiers_of
@@ -25,11 +26,11 @@ from decaylab.report.sections import (
     judged,
     overview,
     tables_section,
-    theory_checks,
     theory_section,
 )
 from decaylab.report.tables import to_csv
-from decaylab.sweeps.survey import Found, survey
+from decaylab.report.theory import theory_beside
+from decaylab.sweeps.run_index import IndexedRun, indexed_runs
 from decaylab.theory import Check
 
 
@@ -44,66 +45,99 @@ class Written:
     left_out: tuple[str, ...]
 
 
-def write_report(runs: Path, out: Path, checks: Sequence[Check] | None = None) -> Written:
+def write_report(
+    runs: Path,
+    out: Path,
+    checks: Sequence[Check] | None = None,
+    tell: Callable[[str], None] = lambda stage: None,
+) -> Written:
     """Read a folder of runs and write `index.html`, `report.md`, CSVs and `figures/*.png`.
 
-    `checks` are the theory's, where they are computed already; else they are computed now.
+    `checks` are the theory's, where they are computed already; else another process computes them.
+    `tell` is called with each stage, in words.
     """
     check_extra()
+    if checks is not None:
+        return _write_report(runs, out, lambda: checks, tell)
+    with theory_beside() as computed:
+        return _write_report(runs, out, computed, tell)
+
+
+def _write_report(
+    runs: Path, out: Path, checks: Callable[[], Sequence[Check]], tell: Callable[[str], None]
+) -> Written:
+    """The same; `checks` is called as late as possible, since it may have to wait."""
     store = RunStore(runs)
-    readings = Readings(store)
-    found, left_out = survey(store)
-    filled = _filled(found, readings)
-    checks = theory_checks() if checks is None else checks
-    cases, undiagnosed = diagnosed(found)
-    sections = _sections(found, filled, readings, cases, checks)
-    notices = tuple(dict.fromkeys([*left_out, *readings.left_out, *undiagnosed]))
+    finished_runs = FinishedRuns(store)
+    tell(f"reading the runs in {runs}")
+    indexed, left_out = indexed_runs(store)
+    filled = _filled(indexed, finished_runs, tell)
+    tell(f"diagnosing {len(indexed)} runs")
+    cases, undiagnosed = diagnosed(indexed)
+    tell("judging the claims")
+    sections = _sections(indexed, filled, finished_runs, cases, checks)
+    notices = tuple(dict.fromkeys([*left_out, *finished_runs.left_out, *undiagnosed]))
     report = Report(
         "decaylab: what weight decay does",
-        f"{len(found)} runs in {runs.name or runs}, read on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-        f" by decaylab {decaylab.__version__}",
+        f"{len(indexed)} runs in {runs.name or runs}, read on {datetime.now(UTC):%Y-%m-%d %H:%M}"
+        f" UTC by decaylab {decaylab.__version__}",
         sections,
         notices,
         "Every number is from a record; paper: Zhang, Wang, Xu, Grosse, Three Mechanisms of Weight"
         " Decay Regularization, ICLR 2019.",
     )
+    tell("drawing the figures and writing the files")
     files = _write(report, filled, out)
     coverage: dict[str, dict[str, tuple[int, int]]] = {}
-    for one in filled:
-        coverage.setdefault(one.tier, {})[one.artefact.name] = (one.done, len(one.cells))
-    return Written(out / "index.html", tuple(files), len(found), coverage, notices)
+    for filled_artefact in filled:
+        coverage.setdefault(filled_artefact.tier, {})[filled_artefact.artefact.name] = (
+            filled_artefact.done,
+            len(filled_artefact.cells),
+        )
+    return Written(out / "index.html", tuple(files), len(indexed), coverage, notices)
 
 
-def _filled(found: Sequence[Found], readings: Readings) -> list[Filled]:
+def _filled(
+    indexed: Sequence[IndexedRun], finished_runs: FinishedRuns, tell: Callable[[str], None]
+) -> list[Filled]:
     """Every artefact at each tier there are runs of; at none, at the paper's own."""
-    seeds = seeds_of(found)
-    tiers = tiers_of(found) or ["full"]
-    return [fill(one, tier, readings, seeds) for tier in tiers for one in all_artefacts()]
+    filled = []
+    for tier in tiers_of(indexed) or ["full"]:
+        for artefact in all_artefacts():
+            tell(f"filling {artefact.name} at tier {tier}")
+            filled.append(fill(artefact, tier, finished_runs, seeds_of(indexed)))
+    return filled
 
 
 def _sections(
-    found: Sequence[Found],
+    indexed: Sequence[IndexedRun],
     filled: Sequence[Filled],
-    readings: Readings,
-    cases: Sequence[Case],
-    checks: Sequence[Check],
+    finished_runs: FinishedRuns,
+    cases: Sequence[DiagnosedSetting],
+    checks: Callable[[], Sequence[Check]],
 ) -> list[Section]:
-    demo = demo_runs(found, readings)
-    paper = [Section("overview-section", "The paper", blocks=[overview(filled)])]
-    for tier in dict.fromkeys(one.tier for one in filled):
-        here = [one for one in filled if one.tier == tier]
-        if any(one.done for one in here):
+    demo = demo_runs(indexed, finished_runs)
+    claims, paper = {}, []
+    for tier in dict.fromkeys(filled_artefact.tier for filled_artefact in filled):
+        at_tier = [filled_artefact for filled_artefact in filled if filled_artefact.tier == tier]
+        shown = {
+            filled_artefact.artefact.name for filled_artefact in at_tier if filled_artefact.done
+        }
+        if shown:
+            claims[tier] = judged(finished_runs, tier, seeds_of(indexed))
             paper += [
-                claims_section(judged(readings, tier, seeds_of(found)), tier),
-                tables_section(here, readings, tier),
-                figures_section(here, readings, tier),
+                claims_section(claims[tier], tier, shown),
+                tables_section(at_tier, finished_runs, tier),
+                figures_section(at_tier, finished_runs, tier),
             ]
     own = [diagnoses_section(cases)] if cases else []
-    of_the_paper = any(one.done for one in filled)
+    theory = checks()
     return [
+        findings_section(claims, cases, theory),
         *([demo_section(demo)] if demo else []),
-        *((*paper, *own) if of_the_paper else (*own, *paper)),
-        *(theory_section(checks), provenance(found)),
+        *((*paper, *own) if paper else own),
+        Section("overview-section", "Coverage", blocks=[overview(filled)]),
+        *(theory_section(theory), provenance(indexed)),
     ]
 
 
@@ -112,18 +146,27 @@ def _write(report: Report, filled: Sequence[Filled], out: Path) -> list[Path]:
     with disk_errors(out):
         figures.mkdir(parents=True, exist_ok=True)
     texts = {"index.html": to_html(report), "report.md": to_markdown(report)}
-    for name in dict.fromkeys(one.artefact.name for one in filled):
-        tiers = [one for one in filled if one.artefact.name == name]
-        tables = [one.table for one in tiers if one.table is not None]
+    for name in dict.fromkeys(filled_artefact.artefact.name for filled_artefact in filled):
+        tiers = [
+            filled_artefact for filled_artefact in filled if filled_artefact.artefact.name == name
+        ]
+        tables = [
+            filled_artefact.table for filled_artefact in tiers if filled_artefact.table is not None
+        ]
         texts[f"{name}.csv"] = (
-            to_csv(tables) if tables else panels_csv((one.tier, one.panels) for one in tiers)
+            to_csv(tables)
+            if tables
+            else panels_csv(
+                (filled_artefact.tier, filled_artefact.panels) for filled_artefact in tiers
+            )
         )
     for name, text in texts.items():
         replace_text(out / name, text)
     files = [out / name for name in texts]
     for block in (block for section in report.sections for block in section.blocks):
-        if block.images:
-            sheet = side_by_side([image.png for image in block.images])
+        if block.images or block.charts:
+            pictures = [*map(draw, block.charts), *(image.png for image in block.images)]
+            sheet = side_by_side(pictures)
             path = figures / f"{block.anchor}.png"
             replace_file(path, partial(Path.write_bytes, data=sheet))
             files.append(path)

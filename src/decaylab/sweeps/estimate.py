@@ -10,7 +10,7 @@ import torch
 from decaylab.data.facts import DATA_SETS
 from decaylab.optim.decay import OPTIMIZERS
 from decaylab.records import RunStore
-from decaylab.sweeps.survey import survey
+from decaylab.sweeps.run_index import IndexedRun, indexed_runs
 from decaylab.training import RunSpec
 
 # ms per step, by the optimizer's law (of K-FACs the slower one). The paper's nets at batch 128:
@@ -33,7 +33,7 @@ DEPTH = {
 
 
 @dataclass(frozen=True)
-class Estimate:
+class TimeEstimate:
     """Seconds a run should take, and whether that is of a like run in the records."""
 
     seconds: float
@@ -48,27 +48,68 @@ class Estimator:
     """
 
     def __init__(self, store: RunStore, device: torch.device | None = None) -> None:
-        found = defaultdict[tuple[object, ...], list[float]](list)
-        for run in survey(store)[0]:
-            manifest, spec = run.manifest, run.spec
-            on_cpu = spec.data == "digits" if device is None else device.type == "cpu"
-            stopped = manifest.at_once > 1 and manifest.resumes  # its seconds say nothing
-            like = manifest.status == "finished" and on_cpu == (manifest.device == "cpu")
-            if like and run.steps and not stopped:
-                found[_kind(spec)].append(run.device_seconds / run.steps)
-        self._per_step = {kind: statistics.fmean(times) for kind, times in found.items()}
+        by_kind = defaultdict[tuple[object, ...], list[float]](list)
+        for run in _timed(store, device):
+            by_kind[_kind(run.spec)].append(run.device_seconds / run.steps)
+        self._per_step = {kind: statistics.fmean(times) for kind, times in by_kind.items()}
 
-    def of(self, spec: RunSpec) -> Estimate:
+    def of(self, spec: RunSpec) -> TimeEstimate:
         """What one run should take from its start to its end."""
         steps = (spec.resolved().epochs or 0) * steps_per_epoch(spec)
         recorded = self._per_step.get(_kind(spec))
         if recorded is not None:
-            return Estimate(steps * recorded, recorded=True)
-        return Estimate(STARTUP + steps * OVERHEAD * _measured(spec) / 1000, recorded=False)
+            return TimeEstimate(steps * recorded, recorded=True)
+        return TimeEstimate(_from_table(spec, steps), recorded=False)
 
     def total(self, specs: Iterable[RunSpec]) -> float:
         """Seconds for all of them, one after the other."""
         return sum(self.of(spec).seconds for spec in specs)
+
+
+@dataclass(frozen=True)
+class CheckedEstimate:
+    """A recorded run: seconds it had the device, and what would have been estimated before it.
+
+    `from_like`: from the other runs of its kind; None where it is the only one.
+    """
+
+    spec: RunSpec
+    seconds: float
+    from_table: float
+    from_like: float | None
+
+
+def checked_estimates(store: RunStore, device: torch.device | None = None) -> list[CheckedEstimate]:
+    """Every timed run of a store against the estimates that know nothing of it."""
+    runs = _timed(store, device)
+    by_kind = defaultdict[tuple[object, ...], list[IndexedRun]](list)
+    for run in runs:
+        by_kind[_kind(run.spec)].append(run)
+    checked = []
+    for run in runs:
+        others = [r for r in by_kind[_kind(run.spec)] if r is not run]
+        times = [other.device_seconds / other.steps for other in others]
+        like = run.steps * statistics.fmean(times) if times else None
+        table = _from_table(run.spec, run.steps)
+        checked.append(CheckedEstimate(run.spec, run.device_seconds, table, like))
+    return checked
+
+
+def _timed(store: RunStore, device: torch.device | None) -> list[IndexedRun]:
+    """Finished runs whose seconds say something about others on such a device."""
+    timed = []
+    for run in indexed_runs(store)[0]:
+        manifest = run.manifest
+        on_cpu = run.spec.data == "digits" if device is None else device.type == "cpu"
+        stopped = manifest.at_once > 1 and manifest.resumes  # its seconds say nothing
+        like = manifest.status == "finished" and on_cpu == (manifest.device == "cpu")
+        if like and run.steps and not stopped:
+            timed.append(run)
+    return timed
+
+
+def _from_table(spec: RunSpec, steps: int) -> float:
+    return STARTUP + steps * OVERHEAD * _measured(spec) / 1000
 
 
 def steps_per_epoch(spec: RunSpec) -> int:

@@ -9,7 +9,7 @@ from decaylab.records import RunStore
 from decaylab.training import RunSpec, TrainingRun
 
 State = Literal["finished", "diverged", "busy", "waiting", "ready"]
-Observer = Callable[[TrainingRun], Mapping[str, float]]
+EpochProbe = Callable[[TrainingRun], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class PlannedRun:
         probes: names of what is measured in it beyond what every run records.
         purposes: what it is for: artefacts, or a search.
         tier: a label kept with the results.
-        observe: measures `probes` (see `Execution.observe`).
+        epoch_probe: measures `probes` (see `Execution.epoch_probe`).
         record_paths: for runs that others follow step by step (see `Execution.record_paths`).
     """
 
@@ -29,7 +29,7 @@ class PlannedRun:
     probes: tuple[str, ...] = ()
     purposes: tuple[str, ...] = ()
     tier: str = "custom"
-    observe: Observer | None = None
+    epoch_probe: EpochProbe | None = None
     record_paths: bool = False
 
 

@@ -5,6 +5,8 @@
     reproduce = "table1"                  # an artefact; or `search`, or `command`
     only = ["dataset=cifar10", "network=resnet32", "batch_norm=0"]
     tier = "full"
+    alone = true                          # one run at a time, not compiled: its seconds count
+    again = "superseded"                  # only runs whose numerics were fixed since
 
     [[entry]]
     name = "Fig. 1: L2 of Adam"
@@ -26,18 +28,29 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArtefactEntry:
-    """The runs of some cells of a table or figure."""
+    """The runs of some cells of a table or figure.
+
+    Attributes:
+        alone: each run has the device to itself and is not compiled, whatever the command line
+            says: for runs whose seconds count.
+        again: which finished runs to make again, and no others: "superseded", those whose numerics
+            were fixed since (the new run takes the place of the old, which goes to `superseded/`),
+            or "lacking", those without what the artefact wants measured (the new run goes to
+            `repeats/`, the old stays).
+    """
 
     name: str
     reproduce: str
     only: list[str] = field(default_factory=list)
     tier: str = "full"
     seeds: int = 1
+    alone: bool = False
+    again: str = ""
     hold: str = ""
 
 
@@ -69,6 +82,7 @@ class CommandEntry:
 
 
 Entry = ArtefactEntry | SearchEntry | CommandEntry
+AGAIN = ("", "superseded", "lacking")
 KINDS = {"reproduce": ArtefactEntry, "search": SearchEntry, "command": CommandEntry}
 
 
@@ -96,9 +110,11 @@ def _entry(values: dict[str, Any], where: str) -> Entry:
         raise DecaylabError(f"{where}: it lacks {missing[0]}")
     for key, value in values.items():
         if key not in types:
-            raise DecaylabError(f"{where}: unknown key {key!r}; there are {', '.join(types)}")
+            raise DecaylabError(f"{where}: {unknown('key', key, types)}")
         if not _fits(value, types[key]):
             raise DecaylabError(f"{where}: {key} is {value!r}, which is no {_in_words(types[key])}")
+    if values.get("again", "") not in AGAIN:
+        raise DecaylabError(f"{where}: again is {values['again']!r}: give superseded or lacking")
     return entry_type(**values)
 
 
@@ -114,4 +130,5 @@ def _fits(value: Any, expected: Any) -> bool:
 def _in_words(expected: Any) -> str:
     if get_origin(expected) is list:
         return f"list, each a {_in_words(get_args(expected)[0])}"
-    return {str: "text", int: "whole number", float: "positive number"}[expected]
+    names = {str: "text", int: "whole number", float: "positive number", bool: "true or false"}
+    return names[expected]

@@ -23,7 +23,7 @@ import decaylab
 from decaylab.errors import DecaylabError, needed
 from decaylab.records import RunFolder, RunStore
 from decaylab.records.files import replace_text
-from decaylab.sweeps.plan import Observer, PlannedRun
+from decaylab.sweeps.plan import EpochProbe, PlannedRun
 from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.training import Progress, RunSpec
 
@@ -131,11 +131,11 @@ class Search:
         plan: SearchPlan,
         folder: Path,
         options: WorkerOptions,
-        observe: Observer | None = None,
+        epoch_probe: EpochProbe | None = None,
     ) -> None:
         self.plan, self.folder, self.options = plan, folder, options
         self.store = RunStore(folder / "runs")
-        self._observe = observe
+        self._epoch_probe = epoch_probe
         self._read: dict[str, Trial] = {}  # those that have ended
         self._under_way: dict[str, Any] = {}  # Optuna's trials
 
@@ -143,9 +143,10 @@ class Search:
         """A worker for each set of runs; ends when nothing is left to try, or runs were left."""
         while specs := self.ask():
             planned = [
-                PlannedRun(spec, (), ("search",), self.plan.tier, self._observe) for spec in specs
+                PlannedRun(spec, (), ("search",), self.plan.tier, self._epoch_probe)
+                for spec in specs
             ]
-            worker = Worker(planned, self.store, self.options)
+            worker = Worker(planned, self.store, replace(self.options, stay=True))
             worker.stop_early = self._is_hopeless if self._under_way else None
             yield worker
             if not all(self._trial(spec).ended for spec in specs):
@@ -165,7 +166,7 @@ class Search:
         """The recorded runs that differ from the base in searched fields alone."""
         base = self.plan.spec({})
         others = [item.name for item in fields(RunSpec) if item.name not in self.plan.space]
-        found = []
+        trials = []
         for folder in self.store.runs():
             if folder.id not in self._read:
                 try:
@@ -174,10 +175,10 @@ class Search:
                     continue
                 if any(getattr(spec, name) != getattr(base, name) for name in others):
                     continue
-                found.append(self._trial(spec))
+                trials.append(self._trial(spec))
             else:
-                found.append(self._read[folder.id])
-        return found
+                trials.append(self._read[folder.id])
+        return trials
 
     def write_winner(self, winner: Winner) -> Winner:
         """Keep a winner; returns what stands there now, which is the better one.
@@ -350,8 +351,8 @@ def first_line(plan: SearchPlan) -> SearchPlan:
     >>> first_line(plan).space, second_line(plan, 1.0).space["weight_decay"]
     ({'lr': [0.1], 'weight_decay': [0.1, 1.0]}, [1.0])
     """
-    own = {name: [value] for name, value in plan.point(plan.base.resolved()).items()}
-    return replace(plan, space={**own, "weight_decay": plan.space["weight_decay"]})
+    fixed = {name: [value] for name, value in plan.point(plan.base.resolved()).items()}
+    return replace(plan, space={**fixed, "weight_decay": plan.space["weight_decay"]})
 
 
 def second_line(plan: SearchPlan, weight_decay: float) -> SearchPlan:
@@ -418,9 +419,9 @@ def _read_trial(plan: SearchPlan, spec: RunSpec, folder: RunFolder) -> Trial:
     if manifest is None:
         return Trial(spec, "not started", "")
     rows = folder.rows()
-    by = plan.by if plan.by in rows.names() else INSTEAD.get(plan.by, plan.by)
-    course = {row.epoch: plan.score(row.value) for row in rows.series(by)}
-    last = rows.last(by) if manifest.status == "finished" else None
+    metric = plan.by if plan.by in rows.names() else INSTEAD.get(plan.by, plan.by)
+    course = {row.epoch: plan.score(row.value) for row in rows.series(metric)}
+    last = rows.last(metric) if manifest.status == "finished" else None
     loss = rows.last(LOSS)
     return Trial(
         spec,

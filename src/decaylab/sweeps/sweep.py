@@ -5,6 +5,7 @@ RUNS/sweeps/NAME/sweep.json says which engine has which runs; the runs themselve
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from decaylab.errors import DecaylabError
 from decaylab.records import RunStore
 from decaylab.records.files import replace_text
 from decaylab.sweeps.engines import Job, JobStatus
+from decaylab.sweeps.engines.local import error_line
 from decaylab.sweeps.engines.slurm import SlurmEngine
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, has_ended
@@ -20,20 +22,25 @@ from decaylab.sweeps.plan import PlannedRun, has_ended
 
 @dataclass(frozen=True)
 class Submission:
-    """What was given to an engine at one time: a job's runs, by id."""
+    """What was given to an engine at one time: a job's runs, by id.
+
+    `shared`: any of its jobs makes any of the runs.
+    """
 
     engine: str
     handle: str
     jobs: list[list[str]]
+    shared: bool = False
 
 
 @dataclass
 class Sweep:
-    """All that was submitted for one command."""
+    """All that was submitted for one command; its runs lie in `folder` of the folder of runs."""
 
     name: str
     command: list[str]
     submissions: list[Submission] = field(default_factory=list)
+    folder: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,11 +129,16 @@ def make_jobs(
     seconds: Mapping[str, float],
     *,
     gpus: float,
+    shared: bool = False,
 ) -> list[Job]:
-    """A job for each pack: the command, with the runs that are its own."""
+    """A job for each pack: the command, with the runs that are its own unless they are shared."""
+    alone = ("--engine", "local", "--jobs", "1")
     return [
         Job(
-            command=(*command, *(word for run in runs for word in ("--run", run.spec.id))),
+            command=(
+                *command,
+                *(alone if shared else [w for run in runs for w in ("--run", run.spec.id)]),
+            ),
             seconds=sum(seconds[run.spec.id] for run in runs),
             gpus=gpus,
         )
@@ -140,6 +152,21 @@ def estimates(planned: Iterable[PlannedRun], store: RunStore) -> dict[str, float
     return {run.spec.id: estimator.of(run.spec).seconds for run in planned}
 
 
+def check_owners(planned: Iterable[PlannedRun], store: RunStore) -> None:
+    """Refuse runs that are another user's: a job would train and could not write."""
+    for run in planned:
+        path = store.folder(run.spec.id).path
+        if path.exists() and not os.access(path, os.W_OK | os.X_OK):
+            try:
+                owner = path.owner()
+            except (KeyError, OSError):
+                owner = "another user"
+            raise DecaylabError(
+                f"{path} belongs to {owner} and cannot be written: let your group write there"
+                " (chmod -R g+rwX), or give another --runs folder"
+            )
+
+
 def left_of(planned: Iterable[PlannedRun], store: RunStore) -> list[PlannedRun]:
     """The runs that have not ended."""
     return [run for run in planned if not has_ended(run, store)]
@@ -148,14 +175,19 @@ def left_of(planned: Iterable[PlannedRun], store: RunStore) -> list[PlannedRun]:
 def assignments(sweep: Sweep, runs: Path) -> list[Assignment]:
     """Each run of a sweep with where its last job stands; None where no engine knows it now."""
     latest: dict[str, Assignment] = {}
+    folder = folder_of(sweep.name, runs)
     for submission in sweep.submissions:
         known: dict[int, JobStatus] = {}
         if submission.engine == "slurm":
-            engine = SlurmEngine(sweep.name, folder_of(sweep.name, runs), {})
+            engine = SlurmEngine(sweep.name, folder, {})
             known = {status.number: status for status in engine.look(submission.handle)}
+        at_work = [status for status in known.values() if status.state in ("waiting", "running")]
         for number, ids in enumerate(submission.jobs):
+            job = at_work[0] if submission.shared and at_work else known.get(number)
+            if job is None and (error := error_line(folder / f"{number}.out")):
+                job = JobStatus(number, "failed", error)
             for run in ids:
-                latest[run] = Assignment(run, submission.engine, known.get(number))
+                latest[run] = Assignment(run, submission.engine, job)
     return list(latest.values())
 
 

@@ -17,12 +17,13 @@ from decaylab.errors import DecaylabError, Diverged
 from decaylab.records import RunStore
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, State, state_of
-from decaylab.training import Execution, Interrupted, Progress, Pruned, take_turns, train
+from decaylab.training import Execution, Interrupted, Progress, Pruned, interleave, train
 from decaylab.training.signals import is_stopping, requests
+from decaylab.training.world import World
 
 
 @dataclass(frozen=True)
-class Event:
+class RunEvent:
     """Something that happened: a run began, went on by an epoch, or ended."""
 
     kind: Literal["begun", "epoch", "finished", "pruned", "failed", "retried"]
@@ -32,7 +33,7 @@ class Event:
 
 
 @dataclass
-class Outcome:
+class SweepOutcome:
     """What became of the runs; ids, and why where there is a reason."""
 
     finished: list[str] = field(default_factory=list)
@@ -61,6 +62,10 @@ class WorkerOptions:
             another trains. Recorded (their seconds mingle), and counted by `whole_runs`.
         compiled: networks go through torch.compile: half a minute, once, for a fifth less a step.
         poll: seconds between looks at runs of other processes that one waits for.
+        stay: wait for runs that other processes make, and take them over if those end: for what
+            follows from all of them (a search, an attribution).
+        world: processes that train each run together, one run after another; the first of them
+            chooses (`Worker.run`), the others help (`Worker.assist`).
     """
 
     device: torch.device
@@ -73,6 +78,14 @@ class WorkerOptions:
     processes: int = 1
     compiled: bool = False
     poll: float = 2.0
+    stay: bool = False
+    world: World = World()  # noqa: RUF009 - frozen
+
+    def __post_init__(self) -> None:
+        if self.world.size > 1 and self.at_once > 1:
+            raise DecaylabError(
+                "runs that several processes train together do not take turns: leave --at-once out"
+            )
 
 
 class Worker:
@@ -85,7 +98,7 @@ class Worker:
 
     def __init__(self, planned: list[PlannedRun], store: RunStore, options: WorkerOptions) -> None:
         self.planned, self.store, self.options = planned, store, options
-        self.outcome = Outcome()
+        self.outcome = SweepOutcome()
         self._data: dict[str, DataSet] = {}
         self._estimator = Estimator(store, options.device) if options.whole_runs else None
         self._left: dict[str, float] = {}  # seconds that runs under way should still need
@@ -105,16 +118,16 @@ class Worker:
             if not finished:
                 self._load(planned.spec.data)
 
-    def run(self) -> Iterator[Event]:
+    def run(self) -> Iterator[RunEvent]:
         """Make the runs; `outcome` is complete when this ends."""
         todo = list(self.planned)
         if self.options.seconds is not None:
             self._ends = time.monotonic() + self.options.seconds
-        active: dict[str, Iterator[Event | None]] = {}
+        active: dict[str, Iterator[RunEvent | None]] = {}
         with _time_limit(self.options.seconds), requests.listening():  # between runs, too
             try:
                 while self._begin(todo, active):
-                    turns = take_turns(active)
+                    turns = interleave(active)
                     with closing(turns):
                         for _, event in turns:
                             if isinstance(event, Exception):
@@ -126,6 +139,7 @@ class Worker:
                 if stop.exit_code != 128 + signal.SIGALRM:
                     raise
                 self.outcome.out_of_time = True
+        self.options.world.from_first("")  # the others may go
         unfinished = [
             planned.spec.id
             for planned in self.planned
@@ -137,7 +151,21 @@ class Worker:
         self.outcome.late = [run for run in self.outcome.left if run in self._late]
         self.outcome.out_of_time |= bool(self.outcome.late)
 
-    def _begin(self, todo: list[PlannedRun], active: dict[str, Iterator[Event | None]]) -> bool:
+    def assist(self) -> None:
+        """Train what the first process trains, together with it, until it has no more."""
+        by_id = {planned.spec.id: planned for planned in self.planned}
+        with requests.listening():
+            while run_id := self.options.world.from_first(""):
+                try:
+                    for _ in self._training(by_id[run_id]):
+                        pass
+                except Diverged:  # for all: the first lists it
+                    pass
+                except Interrupted as stop:
+                    if stop.exit_code != 128 + signal.SIGALRM:
+                        raise
+
+    def _begin(self, todo: list[PlannedRun], active: dict[str, Iterator[RunEvent | None]]) -> bool:
         """Let runs join those under way while there is room; False if there are none then.
 
         Looks at what others do when a run has ended, or `poll` seconds after the last time.
@@ -192,7 +220,8 @@ class Worker:
                 if states.get(planned.spec.id) == "waiting"
                 and states.get(planned.spec.norm_source) != "late"
             ]
-            if not any(self._source_may_come(planned, states) for planned in waiting):
+            staying = self.options.stay and "busy" in states.values()
+            if not staying and not any(self._source_may_come(p, states) for p in waiting):
                 self.outcome.elsewhere += [run for run, state in states.items() if state == "busy"]
                 for planned in waiting:
                     source = planned.spec.norm_source
@@ -222,32 +251,35 @@ class Worker:
             self.outcome.failed[run_id] = manifest.message if manifest else "diverged"
         return state
 
-    def _made(self, planned: PlannedRun) -> Iterator[Event | None]:
+    def _made(self, planned: PlannedRun) -> Iterator[RunEvent | None]:
         """One run, while `_left` has what it still needs."""
         try:
             yield from self._tried(planned)
         finally:
             del self._left[planned.spec.id]
 
-    def _tried(self, planned: PlannedRun) -> Iterator[Event | None]:
+    def _tried(self, planned: PlannedRun) -> Iterator[RunEvent | None]:
         """One run, tried twice if need be; None after a step, when several runs take turns."""
         run_id = planned.spec.id
         for attempt in (1, 2):
-            whole = self._left[run_id] = self._estimated(planned)
+            total_seconds = self._left[run_id] = self._estimated(planned)
             again, progress = False, None
             try:
-                yield Event("begun", planned)
+                yield RunEvent("begun", planned)
+                self.options.world.from_first(run_id)
                 with closing(self._training(planned)) as training:
                     for progress in training:
                         if progress.kind == "epoch":
-                            self._left[run_id] = whole * (1 - progress.epoch / progress.epochs)
-                            yield Event("epoch", planned, progress)
+                            self._left[run_id] = total_seconds * (
+                                1 - progress.epoch / progress.epochs
+                            )
+                            yield RunEvent("epoch", planned, progress)
                             if self.stop_early and self.stop_early(planned, progress):
                                 with suppress(StopIteration):
                                     training.throw(Pruned())
                                 self._clean(planned)
                                 self.outcome.pruned.append(run_id)
-                                yield Event("pruned", planned, progress)
+                                yield RunEvent("pruned", planned, progress)
                                 return
                         elif progress.kind == "step":
                             yield None
@@ -256,29 +288,32 @@ class Worker:
                     self.outcome.before.append(run_id)
                     return
                 self.outcome.finished.append(run_id)
-                yield Event("finished", planned, progress)
+                yield RunEvent("finished", planned, progress)
                 return
             except Diverged as error:
                 self.outcome.failed[run_id] = str(error)
             except DecaylabError as error:
-                if is_stopping(error):  # else the signal would be forgotten, and the next run begin
+                # else a signal would be forgotten, and the next run begin; or others wait in this
+                if is_stopping(error) or self.options.world.size > 1:
                     raise
-                taken = self.store.folder(run_id).locked()  # looked at first: it may end now
+                locked = self.store.folder(run_id).locked()  # looked at first: it may end now
                 if self.store.folder(run_id).is_finished():
                     self.outcome.before.append(run_id)
                     return
-                if taken:
+                if locked:
                     self.outcome.elsewhere.append(run_id)
                     return
                 self.outcome.failed[run_id] = str(error)
             except Exception as error:  # one run's trouble (memory, a bug) does not end the others
+                if self.options.world.size > 1:
+                    raise
                 self.outcome.failed[run_id] = f"{type(error).__name__}: {error}"
                 again = attempt == 1
             progress = None  # it and the error hold the run's memory, which the others may need
             if not again:
-                yield Event("failed", planned, message=self.outcome.failed[run_id])
+                yield RunEvent("failed", planned, message=self.outcome.failed[run_id])
                 return
-            yield Event("retried", planned, message=self.outcome.failed.pop(run_id))
+            yield RunEvent("retried", planned, message=self.outcome.failed.pop(run_id))
 
     def _training(self, planned: PlannedRun) -> Generator[Progress, None, None]:
         execution = Execution(
@@ -286,8 +321,9 @@ class Worker:
             every_step=self.options.at_once > 1,
             at_once=self.options.at_once * self.options.processes,
             compiled=self.options.compiled,
+            world=self.options.world,
             tier=planned.tier,
-            observe=planned.observe,
+            epoch_probe=planned.epoch_probe,
             record_paths=planned.record_paths,
         )
         return train(
@@ -305,7 +341,7 @@ class Worker:
 
     def _clean(self, planned: PlannedRun) -> None:
         if not self.options.keep_checkpoints:
-            self.store.folder(planned.spec.id).checkpoint.unlink(missing_ok=True)
+            self.store.folder(planned.spec.id).remove_checkpoints()
 
 
 def _sleep(seconds: float) -> None:

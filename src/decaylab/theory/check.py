@@ -52,8 +52,8 @@ class Statement:
     ) -> Check:
         """Compare pairs (left, right) and keep the worst: the largest error, or one not finite."""
         worst = (-1.0, 0.0, 0.0)
-        for one, other in pairs:
-            left, right = one.detach(), other.detach()
+        for left_side, right_side in pairs:
+            left, right = left_side.detach(), right_side.detach()
             size = torch.linalg.vector_norm(right)
             error = float(torch.linalg.vector_norm(left - right) / size)
             sides = (float(torch.linalg.vector_norm(left)), float(size))

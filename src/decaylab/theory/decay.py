@@ -87,9 +87,9 @@ def _moved(make: Make, width: int, seed: int, steps: int = 1) -> Tensor:
     return _flat(net) - start
 
 
-def _between(one: Make, other: Make, steps: int = 1) -> Pairs:
+def _between(left: Make, right: Make, steps: int = 1) -> Pairs:
     for width, seed in _cases():
-        yield _moved(one, width, seed, steps), _moved(other, width, seed, steps)
+        yield _moved(left, width, seed, steps), _moved(right, width, seed, steps)
 
 
 def _kfac_descent(curvature: str) -> Pairs:
@@ -103,12 +103,12 @@ def _kfac_descent(curvature: str) -> Pairs:
         factors = kfac.factors()
         kfac.detach()
         blocks = {}
-        for name, of in factors.items():
-            pi = ((of.A.trace() / len(of.A)) / (of.S.trace() / len(of.S))).sqrt()
-            root = (DAMPING / of.T).sqrt()
-            A = of.A + pi * root * torch.eye(len(of.A), dtype=of.A.dtype)
-            S = of.S + root / pi * torch.eye(len(of.S), dtype=of.S.dtype)
-            blocks[name] = of.T * torch.kron(S, A)
+        for name, factor in factors.items():
+            pi = ((factor.A.trace() / len(factor.A)) / (factor.S.trace() / len(factor.S))).sqrt()
+            root = (DAMPING / factor.T).sqrt()
+            A = factor.A + pi * root * torch.eye(len(factor.A), dtype=factor.A.dtype)
+            S = factor.S + root / pi * torch.eye(len(factor.S), dtype=factor.S.dtype)
+            blocks[name] = factor.T * torch.kron(S, A)
         loss = F.cross_entropy(net(inputs), labels)
         parts = []
         for name, C in blocks.items():
@@ -137,8 +137,8 @@ def _adam_descent(fixed: bool = True) -> Pairs:
         loss = F.cross_entropy(net(inputs), labels)
         gradients = torch.autograd.grad(loss, parameters, create_graph=True)
         diagonals = [g.abs() + EPS for g in gradients]
-        held = [C.detach() if fixed else C for C in diagonals]
-        squares = [(C * p.square()).sum() for C, p in zip(held, parameters, strict=True)]
+        metrics = [C.detach() if fixed else C for C in diagonals]
+        squares = [(C * p.square()).sum() for C, p in zip(metrics, parameters, strict=True)]
         of_norm = torch.autograd.grad(STRENGTH / 2 * torch.stack(squares).sum(), parameters)
         steps = [-LR * (g + n) / C for g, n, C in zip(gradients, of_norm, diagonals, strict=True)]
         yield left, torch.cat([step.detach().flatten() for step in steps])

@@ -96,8 +96,8 @@ def _mapped(step: Step, frozen_head: bool = False) -> Pairs:
         net, inputs, labels = _problem(width, seed)
         if frozen_head:
             net[-1].requires_grad_(False)  # the Fisher matrix at the logits has no inverse
-        other = _reparametrised(net, seed)
-        yield _moved(other, step, inputs, labels), _moved(net, step, inputs, labels)
+        mapped_net = _reparametrised(net, seed)
+        yield _moved(mapped_net, step, inputs, labels), _moved(net, step, inputs, labels)
 
 
 def _scaled(damping: float, effective: bool = True) -> Pairs:
@@ -114,9 +114,9 @@ def _scaled(damping: float, effective: bool = True) -> Pairs:
                 layer.weight.copy_(module.weight / scale)
             eye = torch.eye(module.in_features).double()
             modules += [_Affine(scale * eye, torch.zeros(len(eye)).double()), layer]
-        other = damping / scale**2 if effective else damping
+        scaled_damping = damping / scale**2 if effective else damping
         left = _moved(nn.Sequential(*modules), _damped(damping), inputs, labels)
-        yield left, _moved(net, _damped(other), inputs, labels)
+        yield left, _moved(net, _damped(scaled_damping), inputs, labels)
 
 
 def _moved(net: nn.Module, step: Step, inputs: Tensor, labels: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ from decaylab.training.build import (
 )
 from decaylab.training.evaluate import Evaluation, evaluate
 from decaylab.training.execution import Execution
+from decaylab.training.interleave import interleave
 from decaylab.training.loop import Progress, Pruned, train, train_to_end
 from decaylab.training.run import TrainingRun
 from decaylab.training.signals import Interrupted
 from decaylab.training.spec import RunSpec
 from decaylab.training.transfer import NormTransfer
-from decaylab.training.turns import take_turns
 
 __all__ = [
     "Evaluation",
@@ -29,9 +29,9 @@ __all__ = [
     "build_model",
     "build_optimizer",
     "evaluate",
+    "interleave",
     "load_run",
     "register_optimizer",
-    "take_turns",
     "train",
     "train_to_end",
 ]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from decaylab import networks
+from decaylab.curvature.capture import innermost
 from decaylab.curvature.outputs import Curvature
 from decaylab.data import Batches, DataSet
 from decaylab.data import load as load_data
@@ -15,7 +16,7 @@ from decaylab.errors import DecaylabError
 from decaylab.optim.decay import OPTIMIZERS, LawName, parameter_groups
 from decaylab.optim.first_order import adam, sgd
 from decaylab.optim.kfac import KFAC
-from decaylab.optim.kfac_options import KFACOptions
+from decaylab.optim.options import KFACOptions
 from decaylab.records import RunFolder
 from decaylab.training import checkpoint
 from decaylab.training.spec import PUBLISHED, RunSpec
@@ -39,8 +40,10 @@ def chosen_split(spec: RunSpec, data: DataSet) -> DataSet:
     return data.held_out() if spec.held_out else data
 
 
-def build_batches(spec: RunSpec, data: DataSet, seed: int | None = None) -> Batches:
-    """The training batches of a spec, on the device of the data."""
+def build_batches(
+    spec: RunSpec, data: DataSet, seed: int | None = None, share: tuple[int, int] = (0, 1)
+) -> Batches:
+    """The training batches of a spec, on the device of the data; `share` as in `Batches`."""
     return Batches(
         data.train,
         batch_size=spec.batch_size,
@@ -48,6 +51,8 @@ def build_batches(spec: RunSpec, data: DataSet, seed: int | None = None) -> Batc
         std=data.std,
         augment=spec.augment,
         seed=spec.seed if seed is None else seed,
+        keep_last=spec.keep_last_batch,
+        share=share,
     )
 
 
@@ -92,16 +97,26 @@ def _adam(spec: RunSpec, model: nn.Module, groups: Groups) -> torch.optim.Optimi
     return adam(groups, **spec.optimizer_settings())
 
 
-def _kfac(spec: RunSpec, model: nn.Module, groups: Groups) -> torch.optim.Optimizer:
+def _kfac(
+    spec: RunSpec, model: nn.Module, groups: Groups, process_group: Any = None
+) -> torch.optim.Optimizer:
     own = spec.optimizer_settings()
     own["kl_clip"] = own["kl_clip"] or None
     own["step_scaling"] = "rms" if spec.step_rms else "none"
     if spec.step_rms:
         own["step_rms"] = spec.step_rms
-    options = KFACOptions(seed=spec.seed, inversion_lag=own.pop("inversion_lag"))
+    if spec.refresh_after_step:  # `Steps` refreshes and inverts
+        own |= {"refresh_every": NEVER, "invert_every": NEVER}
+    options = KFACOptions(
+        seed=spec.seed,
+        inversion_lag=own.pop("inversion_lag"),
+        process_group=process_group,
+        equal_shares=True,
+    )
     return KFAC(model, params=groups, curvature=CURVATURES[spec.optimizer], options=options, **own)
 
 
+NEVER = 10**9  # steps: K-FAC refreshes and inverts at its first step alone
 BUILDERS: dict[str, OptimizerBuilder] = {
     "sgd": _sgd,
     "adam": _adam,
@@ -143,10 +158,18 @@ def register_optimizer(
     OPTIMIZERS[name], PUBLISHED[name], BUILDERS[name] = law, dict(settings), build
 
 
-def build_optimizer(spec: RunSpec, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a spec: torch's SGD or Adam, or our K-FAC, on the spec's decay groups."""
+def build_optimizer(
+    spec: RunSpec, model: nn.Module, process_group: Any = None
+) -> torch.optim.Optimizer:
+    """The optimizer of a spec: torch's SGD or Adam, or our K-FAC, on the spec's decay groups.
+
+    `process_group`: of processes with equal parts of every batch, whose gradients are averaged.
+    """
     spec = spec.resolved()
-    return BUILDERS[spec.optimizer](spec, model, decay_groups(spec, model))
+    groups = decay_groups(spec, innermost(model))
+    if spec.optimizer in CURVATURES:
+        return _kfac(spec, model, groups, process_group)
+    return BUILDERS[spec.optimizer](spec, model, groups)
 
 
 def decay_groups(spec: RunSpec, model: nn.Module) -> Groups:

@@ -3,12 +3,15 @@
 The tensors lie in the file by their path in the state; everything else (numbers, strings, lists,
 the shape of the nesting) is JSON in the file's own header. One file, so that tensors and JSON
 always belong together; one rename, so that a kill while writing leaves the previous checkpoint
-valid.
+valid. Checksums are in the header; a checkpoint that does not have its own is not resumed from.
 """
 
 import json
+import os
 import threading
-from collections.abc import Iterator
+import uuid
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,10 +100,11 @@ class Snapshot:
             for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         ]
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path, check: Callable[[], object] | None = None) -> None:
         """Write it, from any thread, once the copies are there.
 
-        The file that was there stays valid until the new one is whole on disk.
+        The file that was there stays valid until the new one is whole on disk, and is then kept as
+        `previous(path)`. `check` raises where another process has taken the run over.
         """
         for event in self._copied:
             event.synchronize()
@@ -108,7 +112,30 @@ class Snapshot:
         def fill(temporary: Path) -> None:
             save_file(self._copies, temporary, metadata={"state": json.dumps(self._tree)})
 
-        replace_file(path, fill)
+        def keep() -> None:
+            if check is not None:
+                check()
+            if path.exists():
+                keep_previous(path)
+
+        replace_file(path, fill, keep)
+
+
+def previous(path: Path) -> Path:
+    """Where the checkpoint before the last one lies."""
+    return path.with_name(f"{path.stem}.previous{path.suffix}")
+
+
+def keep_previous(path: Path) -> None:
+    """Let a checkpoint, which stays, be the previous one too; where links are not known, a move."""
+    link = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.part")
+    try:
+        os.link(path, link)
+    except OSError:
+        os.rename(path, previous(path))
+    else:
+        os.rename(link, previous(path))
+        link.unlink(missing_ok=True)  # where both were one file already, a rename does nothing
 
 
 class Writer:
@@ -118,8 +145,8 @@ class Writer:
     the next `save` or `wait`. The process does not end before it is written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, check: Callable[[], object] | None = None) -> None:
+        self._path, self._check = path, check
         self._thread: threading.Thread | None = None
         # Kept for its memory, and so that the thread never drops the last reference: freeing pinned
         # memory records events, which must not get into a graph that is captured meanwhile.
@@ -149,7 +176,7 @@ class Writer:
 
     def _write(self, snapshot: Snapshot) -> None:
         try:
-            snapshot.write(self._path)
+            snapshot.write(self._path, self._check)
         except BaseException as error:
             self._error = error
 
@@ -162,7 +189,10 @@ def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) 
     """
     # Longest entries first: every tensor begins at a multiple of its entries' size.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    header: dict[str, Any] = {"__metadata__": metadata}
+    checksums = {name: _checksum(tensors[name]) for name in names}
+    texts = {name: zlib.crc32(text.encode()) for name, text in metadata.items()}
+    crc = json.dumps({"tensors": checksums, "texts": texts})
+    header: dict[str, Any] = {"__metadata__": {**metadata, "crc32": crc}}
     end = 0
     for name in names:
         begin, end = end, end + tensors[name].nbytes
@@ -186,16 +216,36 @@ def _on_host(tensor: Tensor, place: Tensor | None) -> Tensor:
     return place.copy_(tensor, non_blocking=True)
 
 
+def _checksum(tensor: Tensor) -> int:
+    """CRC-32 of what lies in a file, with the shape and type that make it a tensor."""
+    kind = f"{_DTYPES[tensor.dtype]} {list(tensor.shape)}".encode()
+    return zlib.crc32(
+        tensor.contiguous().flatten().view(torch.uint8).numpy().data, zlib.crc32(kind)
+    )
+
+
 def load(path: Path, device: str | torch.device = "cpu", only: str | None = None) -> dict[str, Any]:
-    """Read a state back, tensors on `device`; with `only`, just that top-level entry's tensors."""
+    """Read a state back, tensors on `device`; with `only`, just that top-level entry's tensors.
+
+    What is read must have the checksums that were written with it (older files have none).
+    """
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            tree = json.loads(file.metadata()["state"])
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata = file.metadata()
+            crc = json.loads(metadata["crc32"]) if "crc32" in metadata else None
+            if crc and zlib.crc32(metadata["state"].encode()) != crc["texts"]["state"]:
+                raise ValueError("its checksum is wrong")
+            tree = json.loads(metadata["state"])
             if only is not None:
                 tree = {only: tree[only]}
             wanted = [key for key in file.keys() if only is None or _within(key, only)]  # noqa: SIM118
-            return nest(tree, {key: file.get_tensor(key) for key in wanted})
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            tensors = {key: file.get_tensor(key) for key in wanted}
+        for key, tensor in tensors.items():
+            if crc and _checksum(tensor) != crc["tensors"][key]:
+                raise ValueError(f"the checksum of {key} is wrong")
+        state: dict[str, Any] = nest(tree, {key: t.to(device) for key, t in tensors.items()})
+        return state
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise DecaylabError(
             f"{path} is no readable checkpoint ({error}): delete it and run the same command again"
             " to train from the start"

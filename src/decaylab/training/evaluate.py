@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
 from decaylab.data import DataSet, Split, evaluation_batches
-from decaylab.networks.preserved import preserved_modes
+from decaylab.networks.preserve import preserved_modes
 from decaylab.optim.graphs import Captured, CudaGraphs
 
 BATCH_SIZE = 1000

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from decaylab.training.world import World
+
 if TYPE_CHECKING:
     from decaylab.training.run import TrainingRun
 
@@ -19,12 +21,13 @@ class Execution:
         tier: a label kept with the results.
         at_once: how many runs take turns, this one included; recorded, since their seconds mingle.
         compiled: the network goes through torch.compile, which rounds otherwise; recorded, too.
+        world: the processes that train it together, of which the first writes (`training.world`).
         record_paths: record what each layer goes through at every step, for other runs to follow:
             `paths.safetensors` in the run's folder. Runs that follow others record theirs anyway.
         probes: names of probes to record at the start and after each epoch, as far as they are due
             (`Probe.when`), beside those of every run.
-        observe: called with the run at the start and after each epoch; the numbers it returns are
-            recorded with the others.
+        epoch_probe: called with the run at the start and after each epoch; the numbers that it
+            returns are recorded with the others.
     """
 
     checkpoint_every: float = 60.0
@@ -33,6 +36,7 @@ class Execution:
     tier: str = "custom"
     at_once: int = 1
     compiled: bool = False
+    world: World = World()  # noqa: RUF009 - frozen
     record_paths: bool = False
     probes: tuple[str, ...] = ()
-    observe: "Callable[[TrainingRun], Mapping[str, float]] | None" = None
+    epoch_probe: "Callable[[TrainingRun], Mapping[str, float]] | None" = None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decaylab.curvature.untouched import bare
+from decaylab.curvature.preserve import bare
 from decaylab.errors import DecaylabError
 from decaylab.networks import roles
 from decaylab.optim.decay import decay_of

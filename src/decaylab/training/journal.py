@@ -14,7 +14,7 @@ import torch
 
 import decaylab
 from decaylab.errors import DecaylabError
-from decaylab.records import Manifest, RunFolder, RunStore, Status, TestHits
+from decaylab.records import Manifest, RunFolder, RunStore, Start, Status, TestHits
 from decaylab.training import checkpoint
 from decaylab.training.execution import Execution
 from decaylab.training.run import TrainingRun
@@ -27,6 +27,7 @@ class Journal:
     def __init__(self, folder: RunFolder, spec: RunSpec, *, device: str, how: Execution) -> None:
         self.folder = folder
         self.previous = folder.manifest()
+        self._device, self._fell_back = device, False
         now = time.time()
         self._manifest = Manifest(
             id=spec.id,
@@ -42,7 +43,7 @@ class Journal:
             at_once=how.at_once,
             compiled=how.compiled,
         )
-        if self.previous is not None and folder.checkpoint.exists():  # else it begins anew
+        if self.previous is not None and folder.has_checkpoint():  # else it begins anew
             devices = dict.fromkeys([*self.previous.device.split(" + "), device])
             self._manifest = replace(
                 self._manifest,
@@ -53,21 +54,30 @@ class Journal:
                 compiled=self.previous.compiled or how.compiled,
             )
         self._last_save = time.monotonic()
-        self._writer = checkpoint.Writer(folder.checkpoint)
+        self._writer = checkpoint.Writer(folder.checkpoint, folder.check_ownership)
         self.ended = False
 
-    def load_into(self, run: TrainingRun) -> bool:
-        """Bring `run` to the last checkpoint; False if there is none.
+    def last_state(self) -> dict[str, Any] | None:
+        """What the last checkpoint holds, or the one before if that is damaged; None: no such."""
+        path = self.folder.checkpoint
+        if not self.folder.has_checkpoint():
+            return None
+        try:
+            return checkpoint.load(path)
+        except DecaylabError:
+            path = self.folder.previous_checkpoint
+            if not path.exists():
+                raise
+            self._fell_back = True
+            return checkpoint.load(path)
 
-        The rows of all epochs before it must be there: they were on disk before it was, but a copy
-        of a folder that is being written may have an older file of them.
+    def check_rows(self, run: TrainingRun) -> None:
+        """Refuse to go on without the rows of an epoch before the checkpoint.
+
+        They were on disk before it was, but a copy of a folder that is being written may have an
+        older file of them.
         """
         path = self.folder.checkpoint
-        if not path.exists():
-            return False
-        state = checkpoint.load(path)
-        with checkpoint.fitting(path):
-            run.load_state_dict(state)
         there = {row.epoch for row in self.folder.rows().rows}
         lost = [epoch for epoch in range(run.epoch + 1) if epoch not in there]
         if lost:
@@ -76,10 +86,21 @@ class Journal:
                 f" checkpoint beside it is past: put the whole file back, or delete {path} and run"
                 " the same command again to train from the start"
             )
-        return True
 
     def begin(self, run: TrainingRun, *, continued: bool) -> None:
         """Declare the run running, from where it is or from the start; later rows are void."""
+        now = self._manifest
+        start = Start(
+            time=time.time(),
+            version=now.version,
+            commit=now.commit,
+            torch=now.torch,
+            device=self._device,
+            step=run.step if continued else 0,
+            fallback=self._fell_back,
+        )
+        before = self.previous.starts if continued and self.previous is not None else ()
+        self._manifest = replace(now, starts=(*before, start))
         self.folder.write_manifest(self._manifest)
         run.watched.write_to(self.folder.rows_writer)
         # rows stand at the ends of epochs, where the steps of the running one will be counted
@@ -112,6 +133,7 @@ class Journal:
         if status == "finished":
             self.settle()
             self.folder.write_manifest(ended)
+            self.folder.previous_checkpoint.unlink(missing_ok=True)
         else:
             with suppress(DecaylabError):
                 self.folder.write_manifest(ended)

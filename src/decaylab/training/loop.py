@@ -1,9 +1,10 @@
 """Training: a generator that yields after each epoch, writes records, and resumes bit for bit."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import isfinite
+from pathlib import Path
 from time import perf_counter
 from typing import Literal
 
@@ -12,16 +13,18 @@ from torch import Tensor, nn
 
 from decaylab.data import DataSet, load
 from decaylab.errors import DecaylabError, Diverged
-from decaylab.records import RunStore
+from decaylab.records import Manifest, RunStore
+from decaylab.training import checkpoint
 from decaylab.training.arithmetic import prepare_deterministic
 from decaylab.training.build import chosen_split
 from decaylab.training.execution import Execution
 from decaylab.training.journal import Journal, open_journal
 from decaylab.training.paths import followed_paths, paths_file
 from decaylab.training.run import TrainingRun
-from decaylab.training.signals import requests
+from decaylab.training.signals import Interrupted, requests
 from decaylab.training.spec import RunSpec
 from decaylab.training.transfer import source_norms
+from decaylab.training.world import ProcessLost
 
 
 class Pruned(Exception):
@@ -68,6 +71,9 @@ def train(
     `Interrupted` after a checkpoint; closing the generator at a yield saves a checkpoint too.
     Checkpoints in between are written while training goes on.
 
+    Several processes (`Execution.world`) each call it, with the same spec, and train together; the
+    first writes. Values of probes are there alone.
+
     >>> spec = RunSpec(data="digits", network="mlp", hidden=(16,), epochs=2)
     >>> [progress.kind for progress in train(spec)]
     ['epoch', 'finished']
@@ -76,25 +82,29 @@ def train(
     if spec.deterministic:
         prepare_deterministic(torch.device(device))
     data = chosen_split(spec, load(spec.data) if data is None else data).to(device)
-    run = TrainingRun(spec, data, compiled=how.compiled)  # an error in here leaves no folder
+    world = how.world
+    # an error in here leaves no folder
+    run = TrainingRun(spec, data, compiled=how.compiled, world=world)
     run.beside_others = how.at_once > 1
-    run.keep_before = "movement" in how.probes
+    run.keep_before = "movement" in how.probes and world.first
     if spec.norm_source:
         run.norms = source_norms(store, spec.norm_source, run.epochs)
     if how.record_paths or spec.followed or not spec.held_decay:
         run.follow(followed_paths(store, spec.followed))
     with ExitStack() as stack:
         journal = None
-        if store is not None:
+        if store is not None and world.first:
             name = device_name(torch.device(device))
+            name = name if world.size == 1 else f"{world.size} x {name}"
             journal = stack.enter_context(open_journal(store, spec, device=name, how=how))
         stack.enter_context(requests.listening())
-        if journal is not None and journal.previous is not None:
-            if journal.previous.status == "diverged":
-                raise Diverged(f"{journal.previous.message} (run {spec.id}, in an earlier start)")
-            if journal.previous.status == "finished":
-                yield _finished_before(run, journal)
-                return
+        before = None if journal is None else journal.previous
+        status, message = world.from_first(("", "") if before is None else _ending(before))
+        if status == "diverged":
+            raise Diverged(f"{message} (run {spec.id}, in an earlier start)")
+        if status == "finished":
+            yield _finished_before(run, journal)
+            return
         yield from _guarded(run, journal, how)
 
 
@@ -120,7 +130,8 @@ def device_name(device: torch.device) -> str:
 def _guarded(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterator[Progress]:
     """The run, with a last word in its manifest however it ends."""
     try:
-        yield from _epochs(run, journal, how)
+        with run.world.without_losses():
+            yield from _epochs(run, journal, how)
     except Diverged as error:
         if journal is not None:
             journal.end("diverged", str(error))
@@ -136,6 +147,10 @@ def _guarded(run: TrainingRun, journal: Journal | None, how: Execution) -> Itera
             journal.settle()
             journal.end("interrupted", str(error) or "left by its caller")
         raise
+    except ProcessLost as error:
+        if journal is not None:
+            journal.end("interrupted", str(error))
+        raise
     except BaseException as error:
         if journal is not None:
             journal.end("failed", f"{type(error).__name__}: {error}")
@@ -144,9 +159,10 @@ def _guarded(run: TrainingRun, journal: Journal | None, how: Execution) -> Itera
 
 def _epochs(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterator[Progress]:
     _start(run, journal, how)
-    if journal is not None and run.epoch == run.epochs:  # stopped before its last word alone
-        _end(run, journal)
-        yield _progress(run, "finished", journal.values(run.step))
+    if run.epoch == run.epochs:  # stopped before its last word alone
+        if journal is not None:
+            _end(run, journal)
+        yield _progress(run, "finished", _recorded(run, journal))
     while run.epoch < run.epochs:
         run.begin_epoch()
         run.record_settings()
@@ -177,13 +193,13 @@ def _end(run: TrainingRun, journal: Journal) -> None:
 
 def _start(run: TrainingRun, journal: Journal | None, how: Execution) -> None:
     """Continue from the checkpoint, or initialise and record how things stand before step 1."""
-    continued = journal is not None and journal.load_into(run)
+    continued = _resume(run, journal)
     if journal is not None:
         journal.begin(run, continued=continued)
     if not continued:
         with run.at_work():
-            run.initialize(requests.check)
-            run.record(_observed(run, how), how.probes)
+            run.initialize(_between(run))
+            run.record(_probed(run, how), how.probes)
 
 
 def _advance(run: TrainingRun, journal: Journal | None, how: Execution) -> Tensor:
@@ -198,13 +214,15 @@ def _advance(run: TrainingRun, journal: Journal | None, how: Execution) -> Tenso
             run.train_seconds += perf_counter() - started
             _launch_evaluation(run, how)
             return loss
-        due = journal is not None and not done and journal.due(how.checkpoint_every)
+        wanted = journal is not None and not done and journal.due(how.checkpoint_every)
+        due, stop = run.world.agreed(run.step, wanted, requests.received or 0)
         if (done or due) and not run.finite():  # waits for the device
             _diverge(run)
         run.train_seconds += perf_counter() - started
         if done:
             return loss
-        requests.check()
+        if stop:
+            raise Interrupted(stop)
         if journal is not None and due:
             journal.save(run.state_dict())
         if how.every_step:
@@ -214,7 +232,12 @@ def _advance(run: TrainingRun, journal: Journal | None, how: Execution) -> Tenso
 def _launch_evaluation(run: TrainingRun, how: Execution) -> None:
     last = run.epoch + 1 == run.epochs
     whole = last or how.train_set_each_epoch
-    run.launch_evaluation(whole_train_set=whole, between=requests.check)
+    run.launch_evaluation(whole_train_set=whole, between=_between(run))
+
+
+def _between(run: TrainingRun) -> Callable[[], None]:
+    """What is called between batches: it may stop a single process, but none of several."""
+    return requests.check if run.world.size == 1 else lambda: None
 
 
 def _finish_epoch(run: TrainingRun, journal: Journal | None, how: Execution) -> dict[str, float]:
@@ -227,7 +250,7 @@ def _finish_epoch(run: TrainingRun, journal: Journal | None, how: Execution) -> 
                 _diverge(run)
             run.train_seconds += perf_counter() - started
         values = run.measure()
-        values |= {"train/seconds": run.train_seconds, **_observed(run, how)}
+        values |= {"train/seconds": run.train_seconds, **_probed(run, how)}
         values = run.record(values, how.probes)
     run.recorded = True
     losses = ("train/running_loss", "train/loss", "test/loss")
@@ -237,7 +260,7 @@ def _finish_epoch(run: TrainingRun, journal: Journal | None, how: Execution) -> 
 
 
 def _diverge(run: TrainingRun, *, recorded: bool = False) -> None:
-    if not recorded:
+    if not recorded and run.world.first:
         run.watched.steps = run.step
         run.watched.record([], {"train/running_loss": float("nan"), "lr": run.lr})
     raise Diverged(
@@ -246,8 +269,8 @@ def _diverge(run: TrainingRun, *, recorded: bool = False) -> None:
     )
 
 
-def _observed(run: TrainingRun, how: Execution) -> dict[str, float]:
-    return dict(how.observe(run)) if how.observe is not None else {}
+def _probed(run: TrainingRun, how: Execution) -> dict[str, float]:
+    return dict(how.epoch_probe(run)) if how.epoch_probe is not None and run.world.first else {}
 
 
 def _progress(
@@ -271,10 +294,35 @@ def _progress(
     )
 
 
-def _finished_before(run: TrainingRun, journal: Journal) -> Progress:
-    if not journal.load_into(run):
+def _ending(manifest: Manifest) -> tuple[str, str]:
+    return manifest.status, manifest.message
+
+
+def _resume(run: TrainingRun, journal: Journal | None) -> bool:
+    """Bring the run to its last checkpoint, which the first process reads; False: none."""
+    state = run.world.from_first(None if journal is None else journal.last_state())
+    if state is None:
+        return False
+    with checkpoint.fitting(Path() if journal is None else journal.folder.checkpoint):
+        run.load_state_dict(state)
+    if journal is not None:
+        journal.check_rows(run)
+    return True
+
+
+def _recorded(run: TrainingRun, journal: Journal | None) -> dict[str, float]:
+    """What was recorded after the last step, as the first process reads it."""
+    values: dict[str, float] = run.world.from_first(
+        None if journal is None else journal.values(run.step)
+    )
+    return values
+
+
+def _finished_before(run: TrainingRun, journal: Journal | None) -> Progress:
+    if not _resume(run, journal):
+        where = "its folder" if journal is None else journal.folder.path
         raise DecaylabError(
-            f"run {run.spec.id} is finished but its checkpoint is gone: move {journal.folder.path}"
-            " away to train it again"
+            f"run {run.spec.id} is finished but its checkpoint is gone: move {where} away to train"
+            " it again"
         )
-    return replace(_progress(run, "finished", journal.values(run.step)), made_before=True)
+    return replace(_progress(run, "finished", _recorded(run, journal)), made_before=True)

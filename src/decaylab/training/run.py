@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -34,41 +35,56 @@ from decaylab.training.paths import Targets
 from decaylab.training.spec import RunSpec
 from decaylab.training.steps import Steps
 from decaylab.training.transfer import Norms, rescale
+from decaylab.training.world import World
 
 ALWAYS = ("weight_norm", "second_moment", "clip_coefficient")
 """The probes that every run records, at the start and after each epoch."""
-DIAGNOSED = ("movement", "second_order_share", "jacobian_norm")
+DIAGNOSED = ("movement", "second_order_share", "jacobian_norm", "size_response")
 """What `diagnose` needs besides, for all three mechanisms; `decaylab train` records it."""
 
 
 class TrainingRun:
     """One run, in memory. `spec` is resolved; `data` is as the spec uses it, on the device.
 
-    `graphs=False` trains and evaluates without graphs on CUDA too, with the same result.
+    `graphs=False` trains and evaluates without graphs on CUDA too, with the same result. `world`:
+    the processes that train it together, each of which has a `TrainingRun` of its own.
     """
 
     def __init__(
-        self, spec: RunSpec, data: DataSet, *, graphs: bool = True, compiled: bool = False
+        self,
+        spec: RunSpec,
+        data: DataSet,
+        *,
+        graphs: bool = True,
+        compiled: bool = False,
+        world: World = World(),  # noqa: B008 - frozen
     ) -> None:
-        self.spec, self.data = spec, data
+        self.spec, self.data, self.world = spec, data, world
         self.device = data.train.images.device
         if spec.deterministic:
             prepare_deterministic(self.device)
         if self.device.type == "cuda":
             gc.collect()  # graphs of runs that have ended are in cycles, with all their memory
             _wake_backward_thread(self.device)
-        self.batches = build_batches(spec, data)
+        self.batches = build_batches(spec, data, share=(world.rank, world.size))
+        world.check(self.batches, compiled=compiled)
         # says in which order the images lie, which is not the same in all files of a data set
         self._labels = zlib.crc32(data.train.labels.cpu().numpy().tobytes())
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.model = build_model(spec, data)
         forward: Any = torch.compile(self.model) if compiled else self.model
-        self.optimizer = build_optimizer(spec, forward)
+        self.optimizer = build_optimizer(spec, forward, world.group)
         assert spec.lr_drop_every is not None
-        self._schedule = schedules.step(spec.lr_drop_every, spec.lr_drop_factor)
+        every = spec.lr_drop_steps or spec.lr_drop_every  # steps, or epochs
+        self._schedule = schedules.step(every, spec.lr_drop_factor)
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        captured = graphs and spec.optimizer in CAPTURED
-        self._steps = Steps(forward, self.optimizer, self.batches, self.autocast, graphs=captured)
+        captured = graphs and spec.optimizer in CAPTURED and world.size == 1
+        after = (spec.refresh_every or 0, spec.invert_every or 0)
+        self._steps = Steps(
+            *(forward, self.optimizer, self.batches, self.autocast, world),
+            graphs=captured,
+            refresh_after=after if spec.refresh_after_step else None,
+        )
         self._evaluate = Evaluator(
             self.model, data, autocast=self.autocast, graphs=graphs, pool=self._steps.pool
         )
@@ -124,9 +140,14 @@ class TrainingRun:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the running epoch (recipe line 14)."""
+        """The learning rate of the running epoch (recipe line 14), or of the coming step."""
         assert self.spec.lr is not None
-        return self._schedule(self.epoch, self.spec.lr)
+        return self._schedule(self._stages, self.spec.lr)
+
+    @property
+    def _stages(self) -> int:
+        """What the schedule counts: epochs, or steps."""
+        return self.step if self.spec.lr_drop_steps else self.epoch
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -179,7 +200,8 @@ class TrainingRun:
         if not isinstance(self.optimizer, KFAC) or not self.spec.initialize_batches:
             return
         # Another seed than the training batches', whose generator must not be touched.
-        batches = build_batches(self.spec, self.data, seed=self.spec.seed + 2**62)
+        share = self.world.rank, self.world.size
+        batches = build_batches(self.spec, self.data, seed=self.spec.seed + 2**62, share=share)
         batches.begin_epoch()
         count = min(self.spec.initialize_batches, batches.steps_per_epoch)
 
@@ -188,7 +210,7 @@ class TrainingRun:
                 between()
                 yield batches.batch(index)[0]
 
-        with self.autocast():
+        with self.autocast(), self.world.whole_batch():
             self.optimizer.initialize(images())
 
     def follow(self, targets: Targets) -> None:
@@ -210,8 +232,7 @@ class TrainingRun:
                 self.drawn, self.recorded = True, False
                 if self.norms is not None and self.epoch:
                     rescale(self.model, self.norms[self.epoch])
-            rates = [self._schedule(self.epoch, base) for base in self._base_lrs]
-            self._steps.begin_epoch(self.position, rates)
+            self._steps.begin_epoch(self.position, self._rates())
         self.model.train()
         self.whole = True
 
@@ -220,10 +241,16 @@ class TrainingRun:
         self.whole = False
         if self.keep_before and self.position + 1 == self.steps_per_epoch:
             self.watched.before_step()
+        if self.spec.lr_drop_steps and self.step % self.spec.lr_drop_steps == 0:
+            self._steps.set_learning_rates(self._rates())
         loss = self._steps.take()
         self.position += 1
         self.whole = True
         return loss
+
+    def _rates(self) -> list[float]:
+        """The learning rates of the param groups, from here on."""
+        return [self._schedule(self._stages, base) for base in self._base_lrs]
 
     @property
     def evaluating(self) -> bool:
@@ -242,12 +269,12 @@ class TrainingRun:
         splits = {"test": self.data.test}
         if whole_train_set:
             splits["train"] = self.data.train
-        found = {name: self._evaluate.launch(split, between) for name, split in splits.items()}
-        self._evaluations = found
+        launch = partial(self._evaluate.launch, between=between)
+        self._evaluations = {n: self.world.evaluated(split, launch) for n, split in splits.items()}
 
     def measure(self) -> dict[str, float]:
         """The numbers at the end of an epoch, once `launch_evaluation` has been called for it."""
-        images = self.steps_per_epoch * self.spec.batch_size
+        images = self.batches.images_per_epoch
         values = {
             "train/running_loss": self.loss_sum.item() / self.steps_per_epoch,
             "train/running_accuracy": self.correct.item() / images,
@@ -271,12 +298,19 @@ class TrainingRun:
 
         `when`: how often, if it is not what each says itself (`Probe.when`).
         """
+        if not self.world.first:
+            return {}
         self._catch_up()
         due = [probe for probe in map(probe_named, names) if self._due(when or probe.when)]
         return self.watched.measure(due)
 
     def record(self, values: Mapping[str, float], names: Iterable[str] = ()) -> dict[str, float]:
-        """Record values and the probes that are due, those of every run among them."""
+        """Record values and the probes that are due, those of every run among them.
+
+        Of several processes the first does so.
+        """
+        if not self.world.first:
+            return dict(values)
         self._catch_up()
         wanted = dict.fromkeys((*ALWAYS, *names))
         due = [probe for probe in map(probe_named, wanted) if self._due(probe.when)]
@@ -292,7 +326,7 @@ class TrainingRun:
             return self.step > 0 or when != "end"
         if when == "tenth":
             return done % max(self.epochs // 10, 1) == 0
-        return when == "record" or (when == "doubling" and done & (done - 1) == 0)
+        return when == "record" or (when == "seldom" and done == max(self.epochs // 10, 1))
 
     def train_pass(self) -> Evaluation:
         """Loss and accuracy over the training set as training sees it: a pass in train mode.
@@ -317,7 +351,7 @@ class TrainingRun:
         batches = build_batches(self.spec, self.data, seed=self.spec.seed + 2**61 + self.step)
         batches.begin_epoch()
         parts = (batches.batch(index) for index in range(batches.steps_per_epoch))
-        images = batches.steps_per_epoch * batches.batch_size
+        images = batches.images_per_epoch
         return self._train_pass.launch_batches(parts, images)()
 
     def test_hits(self) -> TestHits:
@@ -334,7 +368,10 @@ class TrainingRun:
         """Decay so far since the last drop of lr: `decay_rate` summed over its steps."""
         spec = self.spec
         assert spec.lr_drop_every is not None
-        steps = (self.epoch % spec.lr_drop_every) * self.steps_per_epoch + self.position
+        if spec.lr_drop_steps:
+            steps = self.step % spec.lr_drop_steps
+        else:
+            steps = (self.epoch % spec.lr_drop_every) * self.steps_per_epoch + self.position
         return steps * decay_rate(
             spec.weight_decay,
             spec.decay,
@@ -345,7 +382,7 @@ class TrainingRun:
 
     def record_settings(self) -> None:
         """Record how layers are stepped from the coming step on, if that has changed."""
-        if self.lr != self._settings_lr:  # nothing else changes on the way
+        if self.world.first and self.lr != self._settings_lr:  # nothing else changes on the way
             self.watched.record_settings()
             self._settings_lr = self.lr
 
@@ -443,8 +480,8 @@ def _wake_backward_thread(device: torch.device) -> None:
     """Let torch's backward thread take up the GPU; it warns of that, once, which helps nobody."""
     with warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
-        one = torch.ones(1, 1, device=device, requires_grad=True)
-        (one @ one).sum().backward()
+        scalar = torch.ones(1, 1, device=device, requires_grad=True)
+        (scalar @ scalar).sum().backward()
 
 
 def _seeded_states(seed: int, device: torch.device) -> dict[str, Tensor]:

@@ -7,20 +7,23 @@ of them in `PUBLISHED` below.
 
 import hashlib
 import json
+import re
 import tomllib
 import types
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from decaylab.data import DATA_SETS
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, path_did_you_mean, unknown
 from decaylab.networks import NETWORKS
 from decaylab.networks.mlp import ACTIVATIONS
 from decaylab.optim.decay import DECAYS, OPTIMIZERS, SCOPES, check_optimizer
 from decaylab.records import RunFolder
+from decaylab.records.index import RunSummary
 
 CHOICES: dict[str, Collection[str]] = {
     "data": tuple(DATA_SETS),
@@ -29,7 +32,7 @@ CHOICES: dict[str, Collection[str]] = {
     "optimizer": OPTIMIZERS,
     "decay": DECAYS,
     "decay_scope": SCOPES,
-    "damping_scaling": ("fixed", "scale-free"),
+    "damping_scaling": ("fixed", "scale-free", "trace"),
     "precision": ("fp32", "tf32", "bf16"),
 }
 
@@ -64,8 +67,15 @@ _POSITIVE = {
 }
 _NOT_NEGATIVE = {
     *("weight_decay", "kl_clip", "initialize_batches", "seed", "momentum", "batch_norm_eps"),
-    *("betas", "factor_decay", "inversion_lag", "step_rms"),
+    *("lr_drop_steps", "betas", "factor_decay", "inversion_lag", "step_rms"),
 }
+_MOST = {
+    **{"width": 64, "hidden": 2**20, "batch_size": 2**24, "epochs": 10**7, "seed": 2**63 - 1},
+    **{"lr_drop_every": 10**9, "lr_drop_steps": 10**12, "initialize_batches": 10**9},
+    **{"refresh_every": 10**9, "invert_every": 10**9, "inversion_lag": 10**9},
+}
+MOST_LAYERS, MOST_WEIGHTS, LONGEST_NAME = 1000, 2**33, 200
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _BELOW_ONE = {"momentum", "factor_decay", "betas"}
 
 
@@ -95,7 +105,7 @@ class RunSpec:
     batch_norm: bool = _option(False, "Batch normalisation.", "Network")
     batch_norm_eps: float = _option(1e-3, "The eps of batch normalisation.", "Network")
     optimizer: str = _option(
-        "sgd", "sgd, adam, kfac-f (Fisher) or kfac-g (Gauss-Newton).", "Optimizer"
+        "sgd", "sgd, adam, adamw, kfac-f (Fisher) or kfac-g (Gauss-Newton).", "Optimizer"
     )
     lr: float | None = _option(None, "Learning rate.", "Optimizer")
     momentum: float | None = _option(None, "SGD and K-FAC: momentum.", "Optimizer")
@@ -121,7 +131,9 @@ class RunSpec:
     )
     held_decay: bool = _option(True, "Whether the layers that follow decay, too.", "Paths")
     damping: float | None = _option(None, "Damping lambda.", "K-FAC")
-    damping_scaling: str | None = _option(None, "fixed or scale-free.", "K-FAC")
+    damping_scaling: str | None = _option(
+        None, "fixed, scale-free, or trace: relative to each block's mean eigenvalue.", "K-FAC"
+    )
     kl_clip: float | None = _option(
         None, "Limit on the size of a step (KL clip); 0 for none.", "K-FAC"
     )
@@ -138,9 +150,14 @@ class RunSpec:
     initialize_batches: int | None = _option(
         None, "Batches that initialise the factors, at most one pass; 0 for none.", "K-FAC"
     )
+    refresh_after_step: bool = _option(
+        False, "K-FAC: refresh and invert after the step, as the paper's authors do.", "K-FAC"
+    )
     batch_size: int = _option(128, "Images per step.", "Schedule")
+    keep_last_batch: bool = _option(False, "Keep an epoch's last, smaller batch.", "Schedule")
     epochs: int | None = _option(None, "Passes over the training data.", "Schedule")
     lr_drop_every: int | None = _option(None, "Epochs between drops of lr.", "Schedule")
+    lr_drop_steps: int = _option(0, "Steps between drops of lr; 0: whole epochs.", "Schedule")
     lr_drop_factor: float = _option(10.0, "A drop divides lr by this.", "Schedule")
     precision: str = _option("fp32", "fp32, tf32 or bf16 (autocast).", "Schedule")
     deterministic: bool = _option(False, "Bit-for-bit reproducible; slower on a GPU.", "Schedule")
@@ -148,16 +165,17 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         for name, kinds in field_kinds().items():
-            object.__setattr__(self, name, _checked(name, getattr(self, name), kinds))
+            value = getattr(self, name)
+            check = _checked_once if type(value) in _PLAIN else _checked
+            object.__setattr__(self, name, check(name, value, kinds))
         self._check_combination()
 
     def _check_combination(self) -> None:
         published = PUBLISHED[self.optimizer]
-        others = set[str]().union(*PUBLISHED.values()) - published.keys()
-        for item in fields(self):
-            if item.name in others and getattr(self, item.name) is not None:
+        for name in _settings_of_others(self.optimizer):
+            if getattr(self, name) is not None:
                 raise DecaylabError(
-                    f"{item.name} is no setting of {self.optimizer} (it has"
+                    f"{name} is no setting of {self.optimizer} (it has"
                     f" {', '.join(published)}): leave it out"
                 )
         if self.weight_decay and self.decay == "none":
@@ -170,6 +188,10 @@ class RunSpec:
         if self.step_rms and self.resolved().kl_clip:
             raise DecaylabError(
                 "step_rms sets how long steps are, as kl_clip does: set kl_clip (--kl-clip) to 0"
+            )
+        if self.refresh_after_step and "refresh_every" not in published:
+            raise DecaylabError(
+                f"refresh_after_step is for K-FAC, not for {self.optimizer}: leave it out"
             )
         if self.norm_source and not self.batch_norm:
             raise DecaylabError("norm_source rescales layers under BN: set batch_norm = true")
@@ -184,10 +206,10 @@ class RunSpec:
             raise DecaylabError(
                 f"damping_source is K-FAC's, and the optimizer is {self.optimizer}: leave it out"
             )
-        if self.damping_source and self.damping_scaling == "scale-free":
+        if self.damping_source and self.damping_scaling in ("scale-free", "trace"):
             raise DecaylabError(
-                "scale-free damping follows no other run's: set damping_scaling to fixed, or leave"
-                " damping_source out"
+                f"a damping that is scaled ({self.damping_scaling}) follows no other run's: set "
+                "damping_scaling to fixed, or leave damping_source out"
             )
         if not self.held_decay and not self.weight_decay:
             raise DecaylabError("held_decay is false and nothing decays: leave it out")
@@ -248,10 +270,10 @@ class RunSpec:
     def from_mapping(cls, values: Mapping[str, Any]) -> "RunSpec":
         """A spec from plain values; an unknown key is refused."""
         known = [item.name for item in fields(cls)]
-        unknown = [key for key in values if key not in known]
-        if unknown:
-            raise DecaylabError(f"unknown key {unknown[0]!r}; known are {', '.join(known)}")
-        return cls(**values)
+        strangers = [key for key in values if key not in known]
+        if strangers:
+            raise unknown("key", strangers[0], known)
+        return cls(**_without_alias(values))
 
     @classmethod
     def from_toml(cls, text: str, overrides: Mapping[str, Any] | None = None) -> "RunSpec":
@@ -269,13 +291,22 @@ class RunSpec:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-            raise DecaylabError(f"cannot read {path}: {reason}; give a TOML file") from error
+            near = path_did_you_mean(Path(path)) if isinstance(error, FileNotFoundError) else ""
+            raise DecaylabError(f"cannot read {path}: {reason}{near}; give a TOML file") from error
         return cls._from_text_of(path, text, overrides)
 
     @classmethod
     def of_run(cls, folder: RunFolder) -> "RunSpec":
         """The spec of a run; an error names its file."""
         return cls._from_text_of(folder.path / "spec.toml", folder.spec_text())
+
+    @classmethod
+    def of_summary(cls, summary: RunSummary) -> "RunSpec":
+        """The same from an index."""
+        try:
+            return cls.from_mapping(dict(summary.spec))
+        except DecaylabError as error:
+            raise DecaylabError(f"{summary.folder.path / 'spec.toml'}: {error}") from error
 
     @classmethod
     def _from_text_of(
@@ -285,6 +316,23 @@ class RunSpec:
             return cls.from_toml(text, overrides)
         except DecaylabError as error:
             raise DecaylabError(f"{path}: {error}") from error
+
+
+def _without_alias(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """AdamW as what it is: Adam with decoupled decay."""
+    if str(values.get("optimizer")).lower() != "adamw":
+        return values
+    decay = values.get("decay", "decoupled")
+    if decay == "l2":
+        raise DecaylabError("adamw has decoupled decay: choose adam for l2, or leave out the decay")
+    return {**values, "optimizer": "adam", "decay": decay}
+
+
+@cache
+def _settings_of_others(optimizer: str) -> tuple[str, ...]:
+    """What only other optimizers have, in the order of the fields."""
+    others = set[str]().union(*PUBLISHED.values()) - PUBLISHED[optimizer].keys()
+    return tuple(item.name for item in fields(RunSpec) if item.name in others)
 
 
 @cache
@@ -301,21 +349,57 @@ def _checked(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
     kind = kinds[0]
     converted = _converted(value, kind)
     if converted is None:
-        raise DecaylabError(f"{name} must be {_words(kind)}, not {value!r}")
+        raise DecaylabError(f"{name} must be {_words(kind)}, not {_short(value)}")
     if name == "optimizer":
         check_optimizer(converted)
     if name in CHOICES and converted not in CHOICES[name]:
-        raise DecaylabError(f"unknown {name} {value!r}: choose one of {', '.join(CHOICES[name])}")
-    if name == "seed" and converted >= 2**63:
-        raise DecaylabError(f"seed must be below 2**63, not {value!r}")
+        raise unknown(name, value, CHOICES[name])
+    if name.endswith("_source") and converted and not is_run_id(converted):
+        raise DecaylabError(f"{name} must be the id of a run beside this one, not {_short(value)}")
+    if isinstance(converted, str) and len(converted) > LONGEST_NAME and name != "held_layers":
+        raise DecaylabError(f"{name} may have {LONGEST_NAME} characters, not {len(converted)}")
+    if name == "hidden":
+        _check_hidden(converted)
     for part in converted if isinstance(converted, tuple) else (converted,):
         if name in _POSITIVE and not part > 0:
             raise DecaylabError(f"{name} must be positive, not {value!r}")
         if name in _NOT_NEGATIVE and part < 0:
             raise DecaylabError(f"{name} must not be negative, but is {value!r}")
+        if name in _MOST and part > _MOST[name]:
+            raise DecaylabError(f"{name} may be {_MOST[name]} at most, not {_short(part)}")
         if name in _BELOW_ONE and not part < 1:
             raise DecaylabError(f"{name} must be below 1, not {value!r}")
     return converted
+
+
+def is_run_id(name: str) -> bool:
+    """Whether a name can be a run's: that of a folder, not a path.
+
+    >>> is_run_id("digits-mlp-sgd-none-3f2a91c0"), is_run_id("../other"), is_run_id("a" * 300)
+    (True, False, False)
+    """
+    return len(name) <= LONGEST_NAME and _RUN_ID.fullmatch(name) is not None
+
+
+def _check_hidden(sizes: tuple[int, ...]) -> None:
+    if len(sizes) > MOST_LAYERS:
+        raise DecaylabError(f"hidden may have {MOST_LAYERS} layers, not {len(sizes)}")
+    weights = sum(before * after for before, after in pairwise(sizes))
+    if weights > MOST_WEIGHTS:
+        raise DecaylabError(
+            f"hidden would make {weights:.2g} weights, and {MOST_WEIGHTS:.2g} is the limit: give"
+            " smaller sizes"
+        )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+_checked_once = lru_cache(maxsize=4096, typed=True)(_checked)
+"""The same for values that were checked before: a report looks at thousands of specs."""
+_PLAIN = (str, int, float, bool, type(None))
 
 
 def _converted(value: Any, kind: Any) -> Any:

@@ -10,7 +10,9 @@ from torch.nn import functional as F
 
 from decaylab.data import Batches
 from decaylab.optim.captured import CapturedStep, captured
+from decaylab.optim.kfac import KFAC
 from decaylab.training.evaluate import is_hit
+from decaylab.training.world import World
 
 
 class Steps:
@@ -24,7 +26,11 @@ class Steps:
         optimizer: its learning rates are set by `begin_epoch`.
         batches: drawn for the epoch before `begin_epoch`.
         autocast: makes the context of a forward pass.
+        world: the processes that take each step together.
         graphs: on CUDA; False runs every step as it is there too.
+        refresh_after: K-FAC's factors are measured after a step, on its batch and with its new
+            weights, every so many steps, and inverted every so many; None: within steps, as K-FAC
+            does by itself.
     """
 
     def __init__(
@@ -33,11 +39,14 @@ class Steps:
         optimizer: torch.optim.Optimizer,
         batches: Batches,
         autocast: Callable[[], AbstractContextManager[object]],
+        world: World = World(),  # noqa: B008 - frozen
         *,
         graphs: bool,
+        refresh_after: tuple[int, int] | None = None,
     ) -> None:
         self._forward, self._optimizer, self._batches = forward, optimizer, batches
-        self._autocast = autocast
+        self._autocast, self._refresh_after, self._world = autocast, refresh_after, world
+        self._index = 0  # of the next batch, as `_position` says on the device
         self.device = batches.device
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.correct = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -45,8 +54,27 @@ class Steps:
         self.captured: CapturedStep[Tensor] | None = None
         if graphs and self.device.type == "cuda":
             self.captured = captured(self._step, forward, optimizer, on_failure="eager")
-        self.take: Callable[[], Tensor] = self.captured or self._step
+        self._take: Callable[..., Tensor] = self.captured or self._step
+
+    def take(self) -> Tensor:
         """One step; the mean loss of its batch, still on the device. No host synchronisation."""
+        index, batches = self._index, self._batches
+        self._index += 1
+        if batches.ends_short and self._index == batches.steps_per_epoch:
+            loss = self._take(short=True)
+        else:
+            loss = self._take()
+        if self._refresh_after is not None:
+            self._refresh(index, *self._refresh_after)
+        return loss
+
+    def _refresh(self, index: int, refresh_every: int, invert_every: int) -> None:
+        assert isinstance(self._optimizer, KFAC)
+        done = self._optimizer.steps - 1  # steps before this one
+        if done % refresh_every == 0:
+            with self._autocast(), self._world.whole_batch():
+                images, _ = self._batches.batch(index)
+                self._optimizer.refresh([images], invert=done % invert_every == 0)
 
     @property
     def pool(self) -> Any:
@@ -56,6 +84,11 @@ class Steps:
     def begin_epoch(self, position: int, learning_rates: Sequence[float]) -> None:
         """Start at a step of the drawn epoch, with a learning rate for each param group."""
         self._position.fill_(position)
+        self._index = position
+        self.set_learning_rates(learning_rates)
+
+    def set_learning_rates(self, learning_rates: Sequence[float]) -> None:
+        """Set that of each param group, where graphs read it."""
         for group, lr in zip(self._optimizer.param_groups, learning_rates, strict=True):
             if self.device.type == "cpu":
                 group["lr"] = lr
@@ -65,15 +98,20 @@ class Steps:
                 group["lr"] = torch.zeros((), device=self.device)
             group["lr"].fill_(lr)
 
-    def _step(self) -> Tensor:
-        images, labels = self._batches.batch(self._position)
-        with self._autocast():
+    def _step(self, short: bool = False) -> Tensor:
+        # a smaller last batch has a number of its own: no tensor says how many images there are
+        last = self._batches.steps_per_epoch - 1
+        images, labels = self._batches.batch(last if short else self._position)
+        with self._autocast(), self._world.whole_batch():
             logits = self._forward(images)
             loss = F.cross_entropy(logits, labels)
         loss.backward()
+        self._world.average_gradients(self._forward.parameters())
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self.loss_sum += loss.detach()
-        self.correct += is_hit(logits.detach(), labels).sum()
+        hits = is_hit(logits.detach(), labels).sum()
+        whole_loss, hits = self._world.step_sums(loss.detach(), hits)
+        self.loss_sum += whole_loss
+        self.correct += hits
         self._position += 1
-        return loss.detach()
+        return whole_loss

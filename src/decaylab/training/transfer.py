@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from decaylab.curvature.untouched import bare
+from decaylab.curvature.preserve import bare
 from decaylab.errors import DecaylabError
 from decaylab.networks import roles
 from decaylab.networks.roles import normalised_layers

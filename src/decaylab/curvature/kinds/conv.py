@@ -1,12 +1,13 @@
 """Convolutions: nn.Conv1d, nn.Conv2d, nn.Conv3d, whose rows are patches; groups are entries."""
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from decaylab.curvature.kernels import gathered_patches
 from decaylab.curvature.kinds.kind import Kind, Site, Use
 from decaylab.curvature.kinds.rows import (
     Columns,
@@ -63,12 +64,9 @@ class Conv(Kind):
         """Sum of patch patch' over examples and output positions, and how many there are."""
         columns = site.columns(uses[0].inputs.device)
         inputs = [product_ready(use.inputs.to_dense(), site.shape.dtype) for use in uses]
-        channels_last = site.order is not None
-        faster = not channels_last and _is_faster_channels_last(site, inputs[0])
-        calls = [_patch_rows(site, x, columns, channels_last or faster) for x in inputs]
+        calls = [_patch_rows(site, x, columns) for x in inputs]
         rows, count = counted_rows(calls, None, sharing)
-        moment = second_moment(rows, site.shape.dtype, diagonal=site.shape.input_diagonal)
-        return (_in_plain_order(site, moment) if faster else moment), count
+        return second_moment(rows, site.shape.dtype, diagonal=site.shape.input_diagonal), count
 
     def gradient_moment(
         self, site: Site, uses: list[Use], gradients: list[Tensor], sharing: Sharing
@@ -86,13 +84,13 @@ class Conv(Kind):
         """Whether a functional call (behind input, weight and bias) is the module's own."""
         names = ("stride", "padding", "dilation", "groups")
         defaults = dict(zip(names, (1, 0, 1, 1), strict=True))
-        given = defaults | kwargs | dict(zip(names, args, strict=False))
+        arguments = defaults | kwargs | dict(zip(names, args, strict=False))
 
         def tuples(value: Any) -> Any:
             return (value,) * len(module.kernel_size) if isinstance(value, int) else value
 
-        same = all(tuple(tuples(given[n])) == tuple(getattr(module, n)) for n in names[:3])
-        return same and given["groups"] == module.groups and module.padding_mode == "zeros"
+        same = all(tuple(tuples(arguments[n])) == tuple(getattr(module, n)) for n in names[:3])
+        return same and arguments["groups"] == module.groups and module.padding_mode == "zeros"
 
 
 def patches(layer: Convolution, inputs: Tensor, *, channels_last: bool) -> Tensor:
@@ -113,7 +111,7 @@ def patches(layer: Convolution, inputs: Tensor, *, channels_last: bool) -> Tenso
     examples, channels, *sizes = inputs.shape
     per_group = channels // layer.groups
     kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
-    outputs = [(sizes[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(axes)]
+    outputs = _positions(sizes, kernel, stride, dilation)
     by_example, by_channel, *by_axis = inputs.stride()
     view = inputs.as_strided(
         (layer.groups, examples, *outputs, per_group, *kernel),
@@ -128,35 +126,15 @@ def patches(layer: Convolution, inputs: Tensor, *, channels_last: bool) -> Tenso
     return view.movedim(2 + axes, -1) if channels_last else view
 
 
-def _is_faster_channels_last(site: Site, inputs: Tensor) -> bool:
-    """Whether patches of a plain-ordered layer are better gathered with the channels last.
-
-    In plain order a patch lies in memory in runs as short as a row of the kernel; with the channels
-    last they are as long as there are channels. Then the moment has to be put into plain order:
-    little, where there are more positions than columns.
-    """
-    module: Any = site.module
-    kernel = site.weight[0, 0].numel()
-    channels = site.weight.shape[1]
-    positions = inputs.numel() // max(1, module.in_channels) // math.prod(module.stride)
-    return kernel > 1 and channels >= 8 and positions >= site.shape.input_dim
-
-
-def _in_plain_order(site: Site, moment: Tensor) -> Tensor:
-    """A moment [groups, wide(, wide)] over (kernel axes, channel) as one over (channel, kernel)."""
-    shape = site.weight.shape[1:]
-    width, wide = shape.numel(), moment.shape[1]
-    places = torch.arange(width, device=moment.device)
-    order = places.view(*shape[1:], shape[0]).movedim(-1, 0).flatten()
-    order = torch.cat([order, torch.arange(width, wide, device=moment.device)])
-    moment = moment[:, order]
-    return moment if moment.dim() == 2 else moment[:, :, order]
-
-
-def _patch_rows(site: Site, inputs: Tensor, columns: Columns, channels_last: bool) -> Tensor:
+def _patch_rows(site: Site, inputs: Tensor, columns: Columns) -> Tensor:
     """[groups, examples, positions, wide] of a convolution's inputs: its patches, copied once."""
     layer: Any = site.module
     axes = len(layer.kernel_size)
+    channels_last = site.order is not None
+    if inputs.is_cuda and columns.weight and not channels_last:
+        gathered = _gathered(layer, inputs, columns)
+        if gathered is not None:
+            return gathered
     if channels_last and inputs.dim() == axes + 2:
         inputs = inputs.movedim(1, -1).contiguous().movedim(-1, 1)
     view = patches(layer, inputs, channels_last=channels_last)
@@ -167,6 +145,37 @@ def _patch_rows(site: Site, inputs: Tensor, columns: Columns, channels_last: boo
         room = rows[..., : patch.numel()].view(*view.shape)
         copy_runs(room, view)
     return rows
+
+
+def _gathered(layer: Convolution, inputs: Tensor, columns: Columns) -> Tensor | None:
+    """`_patch_rows` in plain order by one kernel; None where there is none for this layer."""
+    axes = len(layer.kernel_size)
+    if axes > 2 or layer.padding_mode != "zeros" or inputs.dim() != axes + 2:
+        return None
+    missing = 2 - axes  # a Conv1d is one of height 1
+    inputs = inputs if axes == 2 else inputs[:, :, None]
+    margins = [(0, 0)] * missing + _padding(layer)
+    kernel, stride, dilation = (
+        (1,) * missing + tuple(each) for each in (layer.kernel_size, layer.stride, layer.dilation)
+    )
+    sizes = [size + sum(margin) for size, margin in zip(inputs.shape[2:], margins, strict=True)]
+    outputs = _positions(sizes, kernel, stride, dilation)
+    positions = outputs[0] * outputs[1]
+    rows = inputs.new_empty(layer.groups, len(inputs) * positions, columns.wide)
+    geometry = (kernel, stride, [margin[0] for margin in margins], dilation, outputs)
+    if not gathered_patches(rows, inputs, *geometry, bias=columns.bias):
+        return None
+    return rows.view(layer.groups, len(inputs), positions, columns.wide)
+
+
+def _positions(
+    sizes: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    """How many positions a kernel has along each axis of a padded input."""
+    return [
+        (size - d * (k - 1) - 1) // s + 1
+        for size, k, s, d in zip(sizes, kernel, stride, dilation, strict=True)
+    ]
 
 
 def copy_runs(target: Tensor, source: Tensor) -> None:

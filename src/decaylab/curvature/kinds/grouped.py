@@ -84,8 +84,8 @@ class Attention(Stacked):
         else:
             for letter in "qkv":
                 weight = f"{letter}_proj_weight"
-                yield Part(f"{name}.{weight}", module, _PROJECTION, weight, None)
-        yield Part(f"{name}.out_proj", module.out_proj, _PROJECTION)
+                yield Part(f"{name}.{weight}", module, PROJECTION, weight, None)
+        yield Part(f"{name}.out_proj", module.out_proj, PROJECTION)
 
     def sides(self, module: Any, weight: Tensor) -> tuple[int, int, int]:
         """The weight is [3 width, width]."""
@@ -110,7 +110,7 @@ class Projection(Kind):
         return super().gradient_moment(site, uses, gradients, "expand")
 
 
-_PROJECTION = Projection()
+PROJECTION = Projection()
 
 
 class Experts(Stacked):
@@ -122,8 +122,8 @@ class Experts(Stacked):
     def matches(self, module: nn.Module) -> bool:
         """By its parameters: all of three axes, and as many experts as it says."""
         experts = getattr(module, "num_experts", None)
-        own = [p for p in module._parameters.values() if p is not None]
-        return bool(own) and all(p.dim() == 3 and p.shape[0] == experts for p in own)
+        parameters = [p for p in module._parameters.values() if p is not None]
+        return bool(parameters) and all(p.dim() == 3 and p.shape[0] == experts for p in parameters)
 
     def refusal(self, module: Any) -> Reason | None:
         """Other implementations are other products."""

@@ -22,6 +22,7 @@ from decaylab.curvature.kinds.rows import (
     shared,
     vector_rows,
 )
+from decaylab.curvature.storage import PACKED_ABOVE, packed_shape
 
 
 class Reason(Enum):
@@ -62,6 +63,23 @@ class Shape(NamedTuple):
     def width(self) -> int:
         """The input side without the bias."""
         return self.input_dim - self.bias
+
+    @property
+    def size(self) -> int:
+        """How many parameters an entry has."""
+        return self.output_dim * self.input_dim
+
+    def stored(self, device: torch.device) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How both sides of an entry are kept: as diagonals, matrices or triangles."""
+        sides = (self.wide(device), self.input_diagonal), (self.output_dim, self.output_diagonal)
+        return tuple(  # type: ignore[return-value]
+            (length,)
+            if diagonal
+            else packed_shape(length)
+            if length > PACKED_ABOVE
+            else (length, length)
+            for length, diagonal in sides
+        )
 
     def wide(self, device: torch.device) -> int:
         """The input side with zeros behind it, to a size that tensor cores take."""
@@ -123,6 +141,11 @@ class Site:
     def trained(self) -> bool:
         """Whether anything of it is not frozen now."""
         return any(part.requires_grad for part in self.parts)
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it looks rows of its weight up, by numbers."""
+        return self.kind.input_diagonal and self.kind.transposed
 
     def columns(self, device: torch.device) -> Columns:
         """What a row of inputs holds."""

@@ -48,9 +48,9 @@ def rows_like(like: Tensor, shape: Sequence[int], width: int, columns: Columns) 
     """Uninitialised but for the 1 and the zeros behind the first `width` columns."""
     rows = like.new_empty(*shape, columns.wide)
     width = width * columns.weight
-    rows[..., width:] = 0
+    rows[..., width:].zero_()
     if columns.bias:
-        rows[..., width] = 1
+        rows[..., width].fill_(1)
     return rows
 
 

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from decaylab import errors
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import LawName, decay_of
 from decaylab.optim.laws.adam import Adam
@@ -86,8 +87,7 @@ def law_named(name: str, memory: float | None = None, beta2: float | None = None
     key = name.lower()
     kind = ALIASES.get(key, key)
     if key not in OPTIMIZER_NAMES:
-        known = ", ".join(OPTIMIZER_NAMES)
-        raise DecaylabError(f"unknown optimizer {name!r}: choose one of {known}")
+        raise errors.unknown("optimizer", name, OPTIMIZER_NAMES)
     nesterov = key in ("nadam", "muon")
     usual = {"sgd": 0.9, "kfac": 0.9, "muon": 0.95}.get(kind, 0.0 if key in MEMORYLESS else 0.9)
     memory = usual if memory is None else memory
@@ -161,10 +161,10 @@ def _kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
             return "muon"
         if isinstance(optimizer, GRADIENT_SCALE_FREE):
             return "adam"
-    own = type(optimizer).__name__.lower()
+    class_name = type(optimizer).__name__.lower()
     power = behaviour(optimizer, group).power
     for word, law in CLASS_WORDS.items():
-        if word in own and (power == 1 or law == "schedule-free"):
+        if word in class_name and (power == 1 or law == "schedule-free"):
             return law
     law = POWER_LAWS.get(power, "unknown") if power is not None else "unknown"
     inside = law == "sgd" and decay_of(dict(group), optimizer)[0] == "l2"

@@ -57,7 +57,7 @@ def norms_without_decay(
     if not norms:
         return ()
     m = norms[0][1] ** 2
-    found = [(norms[0][0], math.sqrt(m))]
+    without_decay = [(norms[0][0], math.sqrt(m))]
     for i in range(1, len(norms)):
         before, after = norms[i - 1][1] ** 2, norms[i][1] ** 2
         if min(before, after, m) > 0:
@@ -66,8 +66,8 @@ def norms_without_decay(
             if factors is not None:
                 c *= math.sqrt(factors[i - 1] * factors[i])
             m = _grown(m, c, between)
-        found.append((norms[i][0], math.sqrt(m)))
-    return tuple(found)
+        without_decay.append((norms[i][0], math.sqrt(m)))
+    return tuple(without_decay)
 
 
 def _grown(m: float, c: float, e: float) -> float:

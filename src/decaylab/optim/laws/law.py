@@ -94,10 +94,10 @@ class Law(ABC):
     ) -> Equilibrium | None:
         """The balance of a layer that grows by `growth` in |W|^2 per step while at `norm`."""
         e = self.elasticity(share)
-        found = None if e is None else balance(growth, norm, shrink, e)
-        if found is None:
+        balanced = None if e is None else balance(growth, norm, shrink, e)
+        if balanced is None:
             return None
-        return Equilibrium(found[0], self.rotation(shrink), found[1])
+        return Equilibrium(balanced[0], self.rotation(shrink), balanced[1])
 
 
 def balance(growth: float, norm: float, shrink: float, e: float) -> tuple[float, float] | None:

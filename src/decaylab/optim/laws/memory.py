@@ -30,43 +30,48 @@ def effective_adam(norms: Series, betas: tuple[float, float], moments: Series = 
     remembered = remembered_norms(norms, betas[1], moments)
     means = _running_means(tuple((step, 1 / norm) for step, norm in norms), betas[0])
     return tuple(
-        (step, kept * mean / norm)
-        for (step, norm), (_, kept), (_, mean) in zip(norms, remembered, means, strict=True)
+        (step, remembered_norm * mean / norm)
+        for (step, norm), (_, remembered_norm), (_, mean) in zip(
+            norms, remembered, means, strict=True
+        )
     )
 
 
 def remembered_norms(norms: Series, beta2: float, moments: Series = ()) -> Series:
     """N_v at the records, from |W| and |v| there. Norms move geometrically between two records."""
-    known = by_step(norms, moments)
+    moment_at = by_step(norms, moments)
     step, norm = norms[0]
-    v = known.get(step, (1 - beta2**step) / norm**2)
+    v = moment_at.get(step, (1 - beta2**step) / norm**2)
     squares = v * norm**2  # (1 - beta2) sum beta2^k h^2
-    found = [(step, norm)]
+    remembered = [(step, norm)]
     for (before, a), (after, b) in pairwise(norms):
-        kept = beta2 ** (after - before)
+        retention = beta2 ** (after - before)
         between = mean_between(a**2, b**2, after - before, beta2)
-        now = known[after] if known else kept * v + (1 - kept) / between
-        squares = kept * squares + max(now - kept * v, 0.0) * between
-        v = now
-        found.append((after, math.sqrt(squares / v) if v > 0 else b))
-    return tuple(found)
+        next_v = moment_at[after] if moment_at else retention * v + (1 - retention) / between
+        squares = retention * squares + max(next_v - retention * v, 0.0) * between
+        v = next_v
+        remembered.append((after, math.sqrt(squares / v) if v > 0 else b))
+    return tuple(remembered)
 
 
 def moments_at(norms: Series, others: Series, beta2: float, moments: Series) -> Series:
     """|v| had the norms been `others` under the same h: g^2 goes with 1/|W|^2."""
-    known = by_step(norms, moments)
-    if not known:
+    moment_at = by_step(norms, moments)
+    if not moment_at:
         return ()
-    v = known[norms[0][0]] * (norms[0][1] / others[0][1]) ** 2
-    found = [(norms[0][0], v)]
+    v = moment_at[norms[0][0]] * (norms[0][1] / others[0][1]) ** 2
+    estimated = [(norms[0][0], v)]
     for i in range(1, len(norms)):
         (before, a), (after, b) = norms[i - 1 : i + 1]
-        kept = beta2 ** (after - before)
+        retention = beta2 ** (after - before)
         mine = mean_between(a**2, b**2, after - before, beta2)
         other = mean_between(others[i - 1][1] ** 2, others[i][1] ** 2, after - before, beta2)
-        v = kept * v + max(known[after] - kept * known[before], 0.0) * mine / other
-        found.append((after, v))
-    return tuple(found)
+        v = (
+            retention * v
+            + max(moment_at[after] - retention * moment_at[before], 0.0) * mine / other
+        )
+        estimated.append((after, v))
+    return tuple(estimated)
 
 
 def by_step(norms: Series, moments: Series) -> dict[int, float]:
@@ -85,11 +90,11 @@ def gradient_squares(moments: Series, beta2: float) -> Callable[[int], float]:
     if not moments:
         return lambda step: 1.0
     steps, sizes, v, before = [], [], 0.0, 0
-    for step, now in moments:
-        kept = beta2 ** (step - before)
-        sizes.append(max(now - kept * v, 1e-3 * now, 1e-300) / (1 - kept))
+    for step, moment in moments:
+        retention = beta2 ** (step - before)
+        sizes.append(max(moment - retention * v, 1e-3 * moment, 1e-300) / (1 - retention))
         steps.append(step)
-        v, before = now, step
+        v, before = moment, step
     return lambda step: sizes[min(bisect_left(steps, step), len(sizes) - 1)]
 
 
@@ -123,10 +128,10 @@ def _running_means(values: Series, beta: float) -> Series:
     step, value = values[0]
     weight = max(1 - beta**step, 1e-300)
     total = weight * value
-    found = [values[0]]
+    means = [values[0]]
     for (before, a), (after, b) in pairwise(values):
-        kept = beta ** (after - before)
-        total = kept * total + (1 - kept) * mean_between(a, b, after - before, beta)
-        weight = kept * weight + 1 - kept
-        found.append((after, total / weight))
-    return tuple(found)
+        retention = beta ** (after - before)
+        total = retention * total + (1 - retention) * mean_between(a, b, after - before, beta)
+        weight = retention * weight + 1 - retention
+        means.append((after, total / weight))
+    return tuple(means)

@@ -1,7 +1,7 @@
 """Engines start ordinary `decaylab` commands and say what became of them.
 
 All state stays in the run folders: any engine, or a person, can go on where another stopped. An
-engine is a class with three methods (`Engine`) in a module of its own here.
+engine is a class with the methods of `Engine`, in a module of its own here.
 """
 
 from collections.abc import Sequence
@@ -33,11 +33,17 @@ class JobStatus:
 class Engine(Protocol):
     """Starts jobs; `handle` is what finds them again from another process."""
 
+    def check(self, jobs: Sequence[Job]) -> None:
+        """Raise, in a sentence with the remedy, where it is known that they could not run."""
+
     def start(self, jobs: Sequence[Job]) -> str:
         """Start all of them, now or when there is room; returns the handle."""
 
     def look(self, handle: str) -> list[JobStatus]:
         """Where those stand that the engine still knows."""
+
+    def wait(self) -> list[JobStatus]:
+        """Stay until all of them have ended, and say how."""
 
     def cancel(self, handle: str) -> None:
         """Stop them; runs under way save a checkpoint first."""

@@ -4,10 +4,13 @@ import os
 import signal
 import subprocess
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from decaylab.errors import DecaylabError, printable
+from decaylab.records.files import disk_errors
 from decaylab.sweeps.engines import Job, JobStatus
 from decaylab.training.signals import requests
 
@@ -25,6 +28,15 @@ class LocalEngine:
         self._waiting: list[tuple[int, Job]] = []
         self._running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # slot -> number, ...
         self._ended: list[JobStatus] = []
+
+    def check(self, jobs: Sequence[Job]) -> None:
+        """Refuse GPUs that are not here, and a folder that cannot be written."""
+        check_folder(self.folder)
+        if any(job.gpus for job in jobs) and not self.gpus:
+            raise DecaylabError(
+                "these runs are for a GPU, and torch sees none here: give --device cpu, or --engine"
+                " slurm or ray where there are some"
+            )
 
     def start(self, jobs: Sequence[Job]) -> str:
         """Start as many as there are slots; the others wait."""
@@ -89,12 +101,29 @@ class LocalEngine:
             self._running[slot] = (number, process)
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written: no permission, no space, a quota reached."""
+    probe = folder / f"written-{uuid.uuid4().hex}"
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            probe.write_bytes(bytes(4096))
+        finally:
+            probe.unlink(missing_ok=True)
+
+
+def error_line(path: Path) -> str:
+    """The last line that a job printed, if it is an error: for jobs that an engine forgot."""
+    line = last_line(path)
+    return line if line.startswith(("error: ", "bash: ", "slurmstepd: ")) else ""
+
+
 def last_line(path: Path, code: int | None = None) -> str:
     """The last line that a job printed, which says why it ended."""
     with suppress(OSError):
         lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         if lines:
-            return lines[-1]
+            return printable(lines[-1])
     return "" if code is None else f"it ended with exit code {code}"
 
 

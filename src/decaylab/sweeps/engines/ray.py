@@ -15,7 +15,7 @@ from typing import Any
 
 from decaylab.errors import DecaylabError, needed
 from decaylab.sweeps.engines import Job, JobStatus
-from decaylab.sweeps.engines.local import last_line
+from decaylab.sweeps.engines.local import check_folder, last_line
 
 RETRIES = 3
 
@@ -30,22 +30,27 @@ class RayEngine:
         self._ended: list[JobStatus] = []
         self._cpus = cpus
 
-    def start(self, jobs: Sequence[Job]) -> str:
-        """Start all of them, once every node that is there sees the folder."""
+    def check(self, jobs: Sequence[Job]) -> None:
+        """Connect; refuse GPUs that nobody has, and a folder that a node does not see."""
         ray = self._ray
-        self.folder.mkdir(parents=True, exist_ok=True)
+        check_folder(self.folder)
         if not ray.is_initialized():
-            own = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": self._cpus}
+            local = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": self._cpus}
             try:
-                ray.init(log_to_driver=False, include_dashboard=False, **own)
+                ray.init(log_to_driver=False, include_dashboard=False, **local)
             except (RuntimeError, ConnectionError) as error:
                 raise DecaylabError(
-                    f"Ray cannot be reached ({str(error).splitlines()[0]}): check $RAY_ADDRESS, and"
-                    " that the cluster has the same versions of Ray and Python"
+                    f"Ray cannot be reached ({_why(error)}): check $RAY_ADDRESS, and that the"
+                    f" cluster has the Ray ({ray.__version__}) and Python of this machine"
                 ) from error
-        self._check_folder()
         self._check_gpus(jobs)
-        work = ray.remote(_work)
+        self._check_folder()
+
+    def start(self, jobs: Sequence[Job]) -> str:
+        """Start all of them, on the cluster that `check` found."""
+        if not self._ray.is_initialized():
+            self.check(jobs)
+        work = self._ray.remote(_work)
         for number, job in enumerate(jobs):
             options = {"num_cpus": job.cpus, "num_gpus": job.gpus, "max_retries": RETRIES}
             words = job.command, str(Path.cwd()), str(self.folder / f"{number}.out")
@@ -113,6 +118,11 @@ class RayEngine:
                 f"a job asks for {most:g} GPUs and the Ray cluster has {there:g}: add a node, or"
                 " give --device cpu"
             )
+
+
+def _why(error: Exception) -> str:
+    """What is wrong, in one line: of a mismatch, all versions."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _work(command: Sequence[str], workdir: str, out: str) -> int:

@@ -7,14 +7,19 @@ again, submits what it left.
 
 import shlex
 import shutil
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from decaylab.errors import RUNS_LEFT, DecaylabError
+from decaylab.records.files import replace_text
 from decaylab.sweeps.engines import Job, JobState, JobStatus
-from decaylab.sweeps.engines.local import last_line
+from decaylab.sweeps.engines.local import check_folder, last_line
 
+ANSWERS_WITHIN = 60
+UNREACHABLE = ("Unable to contact slurm controller", "Could not establish a configuration source")
 WARNED = 120  # seconds before the time limit
 STOPPED = 128 + 10  # exit code of a command that SIGUSR1 stopped
 STATES: dict[str, JobState] = {
@@ -90,32 +95,91 @@ class SlurmEngine:
             left=RUNS_LEFT,
         )
 
+    def check(self, jobs: Sequence[Job]) -> None:
+        """Refuse what no node of this Slurm can do, by its own list of partitions and GPUs."""
+        answer = _slurm("sinfo", "-h", "-o", "%R|%G|%n")
+        nodes = [line.split("|", 2) for line in answer.splitlines() if line.count("|") >= 2]
+        partition = self.sbatch.get("partition", "") or self.sbatch.get("p", "")
+        partitions = sorted({name for name, _, _ in nodes})
+        for name in filter(None, partition.split(",")):
+            if name not in partitions:
+                raise DecaylabError(
+                    f"Slurm has no partition {name!r}: give one of {', '.join(partitions)} with"
+                    " --sbatch partition=NAME"
+                )
+        eligible = [n for n in nodes if not partition or n[0] in partition.split(",")]
+        self._check_gpus(jobs, [resources for _, resources, _ in eligible])
+        check_folder(self.folder)
+        hosts = {host for _, _, host in eligible}
+        if hosts - {socket.gethostname().split(".")[0]} and _in_memory(self.folder):
+            raise DecaylabError(
+                f"{self.folder} is in this machine's memory, which the nodes do not see: give a"
+                " --runs folder that they share"
+            )
+
+    def _check_gpus(self, jobs: Sequence[Job], resources: Sequence[str]) -> None:
+        kinds = {
+            part.split("(")[0].split(":")[1]
+            for text in resources
+            for part in text.split(",")
+            if part.startswith("gpu:")
+        }
+        for key, value in self.sbatch.items():
+            if key.startswith("gpus") or (key == "gres" and value.startswith("gpu")):
+                words = [w for w in value.replace("=", ":").split(":") if w != "gpu"]
+                kind = words[0] if words and not words[0].isdecimal() else ""
+                if kind and kind not in kinds:
+                    offered = ", ".join(sorted(k for k in kinds if not k.isdecimal())) or "none"
+                    raise DecaylabError(
+                        f"no node has a GPU of type {kind!r}: --sbatch {key}={value} asks for it,"
+                        f" and the types there are: {offered}"
+                    )
+        requested = any(key.startswith(("gpus", "gres")) for key in self.sbatch)
+        if any(job.gpus for job in jobs) and not requested and not kinds:
+            raise DecaylabError(
+                "these runs are for a GPU, and no node of Slurm says that it has one: give --device"
+                " cpu, or what your cluster calls its GPUs with --sbatch gres=NAME"
+            )
+
     def start(self, jobs: Sequence[Job]) -> str:
         """Submit the array; returns its job id. What sbatch refuses is an error before that."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "array.sh"
-        path.write_text(self.script(jobs), encoding="utf-8")
+        replace_text(path, self.script(jobs))
         answer = _slurm("sbatch", "--parsable", str(path))
         return answer.strip().split(";")[0]
 
     def look(self, handle: str) -> list[JobStatus]:
         """Where the tasks stand that Slurm still knows; it forgets those that ended, in minutes."""
         try:
-            answer = _slurm("squeue", "-h", "-r", "-t", "all", "-j", handle, "-o", "%K|%T|%r")
+            answer = _slurm("squeue", "-h", "-r", "-t", "all", "-j", handle, "-o", "%K|%T|%N|%r")
         except DecaylabError as error:
             if "Invalid job id" in str(error):  # all of them ended long ago
                 return []
             raise
-        found = []
+        statuses = []
         for line in answer.splitlines():
-            number, state, reason = line.split("|", 2)
+            number, state, node, reason = line.split("|", 3)
             if not number.isdecimal():
                 continue
             known = STATES.get(state, "failed")
             if known == "failed":
-                reason = f"{state.lower()}: {last_line(self.folder / f'{number}.out')}"
-            found.append(JobStatus(int(number), known, "" if reason == "None" else reason))
-        return found
+                reason = f"{state.lower()}: {self._why(self.folder / f'{number}.out', node)}"
+            statuses.append(JobStatus(int(number), known, "" if reason == "None" else reason))
+        return statuses
+
+    def _why(self, output: Path, node: str) -> str:
+        """The last thing a failed task printed; where nothing came, what that means."""
+        if line := last_line(output):
+            return line
+        return (
+            f"it printed nothing, so {node or 'its node'} may not see {self.folder}: give a --runs"
+            " folder that all nodes share"
+        )
+
+    def wait(self) -> list[JobStatus]:
+        """Jobs of Slurm outlive the command that submits them: nothing to wait for."""
+        return []
 
     def cancel(self, handle: str) -> None:
         """Cancel the tasks; one that runs gets SIGTERM, so that its run saves a checkpoint."""
@@ -127,6 +191,15 @@ class SlurmEngine:
                 _slurm("scancel", "--batch", "--signal=TERM", task)
 
 
+def _in_memory(folder: Path) -> bool:
+    """Whether a folder is on a file system that exists in memory only (Linux)."""
+    with suppress(OSError):
+        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+        above = [m for m in mounts if folder.resolve().is_relative_to(m[1])]
+        return max(above, key=lambda m: len(m[1]))[2] in ("tmpfs", "ramfs") if above else False
+    return False
+
+
 def _slurm(*words: str) -> str:
     """What a command of Slurm prints; its refusal as one sentence."""
     if shutil.which(words[0]) is None:
@@ -134,10 +207,23 @@ def _slurm(*words: str) -> str:
             f"there is no {words[0]} here: use --engine slurm on a machine that submits Slurm jobs,"
             " or --engine local"
         )
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, check=False, timeout=ANSWERS_WITHIN
+        )
+    except subprocess.TimeoutExpired:
+        raise DecaylabError(
+            f"Slurm's {words[0]} does not answer in {ANSWERS_WITHIN} s: is slurmctld running? Try"
+            " `scontrol ping`, or use --engine local"
+        ) from None
     if done.returncode:
         lines = [line for line in done.stderr.strip().splitlines() if line]
-        why = lines[0].removeprefix(f"{words[0]}: ").removeprefix("error: ") if lines else "?"
+        why = lines[-1].removeprefix(f"{words[0]}: ").removeprefix("error: ") if lines else "?"
+        if any(words in done.stderr for words in UNREACHABLE):
+            raise DecaylabError(
+                f"no slurmctld answers ({why}): try `scontrol ping`, wait until it is back, or use"
+                " --engine local"
+            )
         raise DecaylabError(
             f"Slurm's {words[0]} refuses ({why}): check the options given by --sbatch, and that"
             " `sinfo` shows the partition"

@@ -1,0 +1,1 @@
+"""What writes results into the pages of this repository: of no use to who installs decaylab."""

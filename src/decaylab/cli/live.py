@@ -1,0 +1,155 @@
+"""`decaylab live`: a training run while it goes on, in the terminal or in a browser."""
+
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from decaylab.cli.output import console
+from decaylab.diagnosis import words
+from decaylab.diagnosis.card import COLOURS
+from decaylab.errors import DecaylabError
+from decaylab.report.live import Follower, Server, Standing, mean_curve
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+PAUSE = 1.0
+"""Seconds between two looks at the folder."""
+TREND = 24
+
+Folder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FOLDER",
+        help="What `watch(folder=...)` or `decaylab train` writes to, or a folder of such.",
+    ),
+]
+Against = Annotated[
+    Path | None,
+    typer.Option("--against", metavar="BASE", help="The same without decay, for the verdict."),
+]
+Web = Annotated[bool, typer.Option("--web", help="Serve a page on this machine (127.0.0.1).")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Of --web; 0: any free one.")]
+Once = Annotated[bool, typer.Option("--once", help="Print how the run stands, and exit.")]
+
+
+def live_command(
+    folder: Folder,
+    against: Against = None,
+    web: Web = False,
+    port: Port = 8765,
+    once: Once = False,
+) -> None:
+    """Follow a training run: loss, rotation, effective learning rate, the verdict so far.
+
+    FOLDER is read while another process writes to it; of several runs in it, the one written to
+    last is shown. Ctrl-C ends it, and leaves the training alone. With --web, open the printed
+    address in a browser on this machine; the page refreshes by itself.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise DecaylabError(f"{folder} is no folder: give the one that holds the records")
+    if against is not None and not against.is_dir():
+        raise DecaylabError(f"there is no folder {against}: give a run without decay")
+    follower = Follower(folder, against)
+    if web:
+        _serve(follower, port)
+    elif once or not sys.stdout.isatty():
+        if not folder.exists():
+            raise DecaylabError(f"there is no folder {folder}: start the training first")
+        console(80).print(view(follower.standing(), folder))
+    else:
+        _follow(follower)
+
+
+def _serve(follower: Follower, port: int) -> None:
+    with Server(follower, port) as server:
+        print(f"{server.url} shows {follower.folder} (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+def _follow(follower: Follower) -> None:
+    begun = time.perf_counter()
+    standing = follower.standing()
+    with Live(
+        view(standing, follower.folder), console=console(80), auto_refresh=False, screen=False
+    ) as live:
+        try:
+            while standing is None or not standing.ended:
+                spent = time.perf_counter() - begun  # records that take long are read less often
+                time.sleep(max(PAUSE, 4 * spent))
+                begun = time.perf_counter()
+                standing = follower.standing()
+                live.update(view(standing, follower.folder), refresh=True)
+        except KeyboardInterrupt:
+            pass
+
+
+def view(standing: Standing | None, folder: Path) -> RenderableType:
+    """How a run stands, as a few lines for a terminal."""
+    if standing is None:
+        return Text(f"{folder}: waiting for the first record", "dim")
+    table = Table(box=None, pad_edge=False)
+    for heading, right in (("", False), ("first", True), ("now", True), ("so far", False)):
+        table.add_column(heading, justify="right" if right else "left", no_wrap=right)
+    for name, series in standing.outcomes.items():
+        table.add_row(escape(name), *_row([value for _, value in series]))
+    for quantity, by_layer in standing.layers.items():
+        layers = f" ({len(by_layer)} layers)" if len(by_layer) > 1 else f" ({next(iter(by_layer))})"
+        curve = [value for _, value in mean_curve(by_layer)]
+        table.add_row(escape(quantity + layers), *_row(curve))
+    parts: list[RenderableType] = [
+        Text.assemble((standing.name, "bold"), f"  {standing.progress}"),
+        Text(standing.last_record, "dim"),
+        Text(),
+        table,
+        Text(),
+    ]
+    judged = standing.diagnosis
+    if judged is None:
+        return Group(*parts, Text("Too few records for a verdict yet.", "dim"))
+    parts += [Text(words.first_text(*item), "red") for item in judged.first]
+    for finding in judged.findings:
+        parts.append(Text(words.verdict_title(finding), f"bold {COLOURS[finding.verdict]}"))
+        parts.append(Padding(Text(words.finding_text(finding)), (0, 0, 0, 2)))
+    return Group(*parts)
+
+
+def _row(values: list[float]) -> tuple[str, str, str]:
+    if not values:
+        return "-", "-", ""
+    return f"{values[0]:.4g}", f"{values[-1]:.4g}", sparkline(values)
+
+
+def sparkline(values: list[float], width: int = TREND) -> str:
+    """A curve in one line of letters; each stands for the mean of some values.
+
+    >>> sparkline([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    '▁▂▃▄▅▆▇█'
+    >>> sparkline([3.0]), sparkline([2.0, float("nan"), 2.0])
+    ('▁', '▁ ▁')
+    """
+    parts = min(width, len(values))
+    edges = [place * len(values) // parts for place in range(parts + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    finite = [value for value in means if abs(value) < float("inf")]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    letters = [
+        " "
+        if value not in finite
+        else BLOCKS[round((value - low) / span * (len(BLOCKS) - 1)) if span else 0]
+        for value in means
+    ]
+    return "".join(letters)

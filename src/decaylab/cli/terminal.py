@@ -1,0 +1,45 @@
+"""Stdout and stderr for people: sentences wrap at words, tables fit the width.
+
+Piped output is not wrapped, unless $COLUMNS says how wide it should be.
+"""
+
+import os
+import sys
+from typing import TextIO
+
+from rich.console import Console
+
+from decaylab.text_table import TextTable, wrapped
+
+UNLIMITED = 10_000
+
+
+def width_of(stream: TextIO) -> int:
+    """How many columns a stream has."""
+    if stream.isatty():
+        return Console(file=stream).width
+    given = os.environ.get("COLUMNS", "")
+    return int(given) if given.isdecimal() and int(given) > 0 else UNLIMITED
+
+
+def say(*sentences: str, stream: TextIO | None = None, indent: str = "") -> None:
+    """Print sentences, each on lines of its own that break between words."""
+    stream = stream or sys.stdout
+    width = max(width_of(stream) - len(indent), 20)
+    for sentence in sentences:
+        for line in wrapped(sentence, width):
+            print(f"{indent}{line}" if line else "", file=stream)
+    stream.flush()
+
+
+def warn(*sentences: str) -> None:
+    """The same on stderr."""
+    say(*sentences, stream=sys.stderr)
+
+
+def show(table: TextTable) -> None:
+    """Print a table as wide as stdout is, with its styles on a terminal."""
+    if sys.stdout.isatty():
+        Console(highlight=False, markup=False).print(table)
+    else:
+        print(table.text(width_of(sys.stdout)), flush=True)

@@ -1,0 +1,93 @@
+"""K-FAC's rare options, its defaults, and the optimizer of all other parameters."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decaylab.curvature.estimator import CountedRows
+from decaylab.errors import DecaylabError
+
+
+@dataclass(frozen=True)
+class KFACOptions:
+    """K-FAC options that are rarely changed.
+
+    Attributes:
+        exclude: layers, as `named_modules` names them, to leave to the first-order method.
+        invariant: the scale-invariant layers for `damping_scaling="scale-free"`; None finds those
+            followed by a normalisation, in module order. That can be wrong for a layer before a
+            residual sum (you are warned): then name them, as `roles(model, inputs)` measures
+            them.
+        inversion_lag: an inversion begun at step k is used from step k + lag on; meanwhile, on
+            CUDA, it runs on a second stream beside training. 0 inverts and uses it at once.
+        counted_rows: called with the model's keyword arguments and its logits [..., C], returns the
+            mask of the rows that count, or None for all; for padded rows, as `observe` takes them.
+        seed: seeds the optimizer's own generator; None takes torch's initial seed.
+        process_group: the ranks whose rows make up one batch; None takes it from a
+            DistributedDataParallel. Needed if KFAC is given the module inside one.
+        equal_shares: with several ranks, says that each has an equal part of one batch, in rank
+            order. Sampled outputs then equal those of one process with the whole batch.
+        replay: on CUDA, replay what `step` does with the gathered gradients as a graph; False
+            launches the kernels one by one.
+        half_inverses: store inverses with sides longer than 640 in float16, with one power-of-two
+            scale per matrix: as precise as a TF32 product reads them, in half the memory.
+        rms_behind_momentum: with `step_scaling="rms"`, scale the step after momentum instead of
+            before it.
+        others_betas: Adam's coefficients for parameters outside the blocks.
+        others_eps: Adam's epsilon for them.
+    """
+
+    exclude: tuple[str, ...] = ()
+    invariant: tuple[str, ...] | None = None
+    inversion_lag: int = 0
+    counted_rows: CountedRows | None = None
+    seed: int | None = None
+    process_group: Any = None
+    equal_shares: bool = False
+    replay: bool = True
+    half_inverses: bool = False
+    rms_behind_momentum: bool = False
+    others_betas: tuple[float, float] = (0.9, 0.999)
+    others_eps: float = 1e-8
+
+
+def first_order(
+    method: str, lr: float | Tensor, momentum: float, options: KFACOptions, *, cuda: bool
+) -> torch.optim.Optimizer:
+    """Torch's fused Adam or SGD; it is lent param groups and state for each step."""
+    placeholder = [torch.zeros(())]
+    if method == "adam":
+        betas, eps = options.others_betas, options.others_eps
+        return torch.optim.Adam(
+            placeholder, lr=lr, betas=betas, eps=eps, fused=True, capturable=cuda
+        )
+    if method == "sgd":
+        return torch.optim.SGD(placeholder, lr=lr, momentum=momentum, fused=True)
+    raise DecaylabError(f"others is {method!r}: use adam or sgd")
+
+
+DAMPING_SCALINGS = ("fixed", "scale-free", "trace")
+# Where nothing is given: of lambda, and of lambda relative to a block's mean eigenvalue.
+DAMPING, RELATIVE_DAMPING = 1e-3, 1.0
+
+
+def chosen_steps(
+    kl_clip: float | None,
+    step_scaling: str | None,
+    damping: float | None,
+    damping_scaling: str | None,
+) -> tuple[str, float, str]:
+    """Step scaling, damping and its scaling, with what is left out.
+
+    Without a KL clip steps have a set size, which trains nets of all kinds at one learning rate;
+    with them damping is relative to the trace, unless one is given (docs/kfac.md).
+    """
+    step_scaling = step_scaling or ("rms" if kl_clip is None else "none")
+    if damping_scaling is None:
+        relative = step_scaling == "rms" and damping is None
+        damping_scaling = "trace" if relative else "fixed"
+    if damping is None:
+        damping = RELATIVE_DAMPING if damping_scaling == "trace" else DAMPING
+    return step_scaling, damping, damping_scaling

@@ -1,0 +1,206 @@
+"""Rows in columns: 16 bytes each, where objects would take hundreds.
+
+A moment (step, epoch, seconds) and a name are stored once, and every row points to its own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+
+PART = 1 << 15  # rows that are looked at together
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`name` had `value` after `step` steps, when `epoch` epochs were complete, at `seconds`."""
+
+    step: int
+    epoch: int
+    seconds: float
+    name: str
+    value: float
+
+
+class RowColumns(Sequence[Row]):
+    """Rows in the order written; one is made into a `Row` when it is asked for."""
+
+    def __init__(
+        self,
+        moments: tuple[np.ndarray, np.ndarray, np.ndarray],
+        names: Sequence[str],
+        columns: tuple[np.ndarray, np.ndarray, np.ndarray],
+    ) -> None:
+        self.steps, self.epochs, self.seconds = moments
+        self.names = tuple(names)
+        self.moment, self.name, self.value = columns
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
+    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
+        if isinstance(index, slice):
+            return tuple(self.at(np.arange(len(self))[index]))
+        return next(self.at(np.array([range(len(self))[index]])))
+
+    def __iter__(self) -> Iterator[Row]:
+        for begin in range(0, len(self), PART):
+            yield from self.at(np.arange(begin, min(begin + PART, len(self))))
+
+    def at(self, places: np.ndarray) -> Iterator[Row]:
+        """The rows at some places, in their order."""
+        moment, names = self.moment[places], self.names
+        return map(
+            Row,
+            self.steps[moment].tolist(),
+            self.epochs[moment].tolist(),
+            self.seconds[moment].tolist(),
+            [names[number] for number in self.name[places].tolist()],
+            self.value[places].tolist(),
+        )
+
+    def points(self, name: str) -> Iterator[tuple[int, float]]:
+        """(step, value) of one name, by step; nothing where it was not recorded."""
+        places = self.places.get(name)
+        if places is None:
+            return iter(())
+        steps = self.steps[self.moment[places]].tolist()
+        return zip(steps, self.value[places].tolist(), strict=True)
+
+    def not_finite(self) -> Iterator[Row]:
+        """The rows whose value is infinite or not a number."""
+        return self.at(np.flatnonzero(~np.isfinite(self.value)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        pairs = zip(self, other, strict=False)
+        return len(self) == len(other) and all(mine == theirs for mine, theirs in pairs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @cached_property
+    def places(self) -> dict[str, np.ndarray]:
+        """Where the rows of each name stand, by step."""
+        order = np.lexsort((self.steps[self.moment], self.name))
+        ends = np.flatnonzero(np.diff(self.name[order])) + 1
+        groups = np.split(order, ends) if len(order) else []
+        return {self.names[self.name[places[0]]]: places for places in groups}
+
+    @cached_property
+    def latest(self) -> dict[str, float]:
+        """The value of each name at its last step; in parts, so that it takes no memory."""
+        steps = np.full(len(self.names), np.iinfo(np.int64).min)
+        values, there = np.zeros(len(self.names)), np.zeros(len(self.names), bool)
+        for begin in range(0, len(self), PART):
+            part = slice(begin, begin + PART)
+            own, name = self.steps[self.moment[part]], self.name[part]
+            order = np.lexsort((own, name))
+            ends = np.append(np.flatnonzero(np.diff(name[order])), len(order) - 1)
+            last = order[ends]  # of each name in this part
+            last = last[own[last] >= steps[name[last]]]
+            steps[name[last]], there[name[last]] = own[last], True
+            values[name[last]] = self.value[part][last]
+        return {self.names[n]: float(values[n]) for n in np.flatnonzero(there)}
+
+
+class ColumnSeries(Mapping[str, list[Row]]):
+    """The rows of each name by step, made when they are asked for."""
+
+    def __init__(self, rows: RowColumns) -> None:
+        self._rows = rows
+        self._made: dict[str, list[Row]] = {}
+
+    def __getitem__(self, name: str) -> list[Row]:
+        if name not in self._made:
+            self._made[name] = list(self._rows.at(self._rows.places[name]))
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows.places)
+
+    def __len__(self) -> int:
+        return len(self._rows.places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows.places
+
+
+class ColumnBuilder:
+    """Takes numbers as they are read; of several with one step and name the last one counts."""
+
+    def __init__(self) -> None:
+        self._steps, self._epochs, self._seconds = array("q"), array("q"), array("d")
+        self._moment, self._name, self._value = array("I"), array("I"), array("d")
+        self._numbers: dict[str, int] = {}
+
+    def number(self, name: str) -> int:
+        """What stands for a name."""
+        return self._numbers.setdefault(name, len(self._numbers))
+
+    def add(
+        self, step: int, epoch: int, seconds: float, numbers: Sequence[int], values: Sequence[float]
+    ) -> None:
+        """The values of different names, by `number`, at one moment."""
+        at = len(self._steps)
+        self._steps.append(step)
+        try:
+            self._epochs.append(epoch)
+            self._seconds.append(seconds)
+        except BaseException:  # too large: the three stay of one length
+            del self._steps[at:], self._epochs[at:], self._seconds[at:]
+            raise
+        self._name.extend(numbers)
+        self._value.extend(values)
+        self._moment.extend([at] * len(values))
+
+    def extend(self, rows: Sequence[Row]) -> None:
+        """Rows that are there already."""
+        for row in rows:
+            self.add(row.step, row.epoch, row.seconds, [self.number(row.name)], [row.value])
+
+    def void_after(self, step: int) -> int:
+        """Drop the rows past a step; how many different ones those were."""
+        rows = self.rows()
+        keep = rows.steps[rows.moment] <= step
+        self._moment = array("I", rows.moment[keep].tobytes())
+        self._name = array("I", rows.name[keep].tobytes())
+        self._value = array("d", rows.value[keep].tobytes())
+        return int(len(keep) - keep.sum())
+
+    def rows(self) -> RowColumns:
+        """What was taken."""
+        moments = (
+            np.array(self._steps, np.int64),
+            np.array(self._epochs, np.int64),
+            np.array(self._seconds),
+        )
+        columns = (
+            np.frombuffer(self._moment, np.uint32),
+            np.frombuffer(self._name, np.uint32),
+            np.frombuffer(self._value),
+        )
+        places = None
+        if (np.diff(moments[0]) <= 0).any():  # else no step comes twice
+            places = _last_places(moments[0][columns[0]], columns[1])
+        if places is not None:
+            columns = columns[0][places], columns[1][places], columns[2][places]
+        return RowColumns(moments, list(self._numbers), columns)
+
+
+def _last_places(steps: np.ndarray, names: np.ndarray) -> np.ndarray | None:
+    """Where the last of each (step, name) stands, in order; None where all differ."""
+    order = np.lexsort((steps, names))  # stable: of equals the last one stands last
+    again = (np.diff(names[order]) == 0) & (np.diff(steps[order]) == 0)
+    if not again.any():
+        return None
+    return np.sort(order[np.concatenate([~again, [True]])])

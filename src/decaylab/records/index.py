@@ -1,0 +1,131 @@
+"""What lists of many runs need of each, kept in one file: RUNS/.index.json.
+
+It is a cache: an entry counts while the files of its run are those it was made from (names, sizes
+and times), and a file that is missing or damaged is made anew. A run that is being written is
+always read itself.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import decaylab
+from decaylab.errors import DecaylabError, printable
+from decaylab.records.files import replace_text
+from decaylab.records.store import Manifest, RunFolder, RunStore, manifest_from
+
+FORMAT = 1
+UNSTABLE = ("owner.json", "checkpoint", ".now-")
+"""How files begin that come and go without changing what a run says."""
+ENDED = ("finished", "diverged", "pruned")
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run without its curves: spec, manifest (None: not begun), how far it came, last values.
+
+    `damaged` and `left_out` are those of its rows.
+    """
+
+    folder: RunFolder
+    spec: Mapping[str, Any]
+    manifest: Manifest | None
+    epoch: int = 0
+    step: int = 0
+    seconds: float = 0.0
+    values: Mapping[str, float] = field(default_factory=dict)
+    damaged: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+def summaries(store: RunStore) -> tuple[list[RunSummary], dict[str, str]]:
+    """All runs of a store by name, and those that cannot be read with the reason."""
+    path = store.root / ".index.json"
+    cached, fresh = _read(path), {}
+    readable, unreadable = [], {}
+    for folder in store.runs():
+        try:
+            signature = _signature(folder.path)
+            entry = cached.get(folder.id)
+            if entry is None or entry["signature"] != signature:
+                summary = summarise(folder)
+                entry = _entry(summary, signature)
+            else:
+                summary = _summary(folder, entry)
+        except DecaylabError as error:
+            unreadable[folder.id] = str(error)
+            continue
+        except OSError as error:
+            reason = f"{folder.path} cannot be read ({error.strerror})"
+            unreadable[folder.id] = printable(reason)
+            continue
+        readable.append(summary)
+        if summary.manifest is not None and summary.manifest.status in ENDED:
+            fresh[folder.id] = entry
+    if fresh != cached and len(fresh) > 20:  # fewer are read as fast as their index
+        text = json.dumps({"format": FORMAT, "version": decaylab.__version__, "runs": fresh})
+        with suppress(DecaylabError):  # a folder that can only be read
+            replace_text(path, text)
+    return readable, unreadable
+
+
+def summarise(folder: RunFolder) -> RunSummary:
+    """One run, from its own files."""
+    manifest, rows, spec = folder.manifest(), folder.rows(), folder.spec_values()
+    latest = rows.rows[-1] if rows.rows else None
+    reached = (latest.epoch, latest.step, latest.seconds) if latest else (0, 0, 0.0)
+    values = rows.latest
+    return RunSummary(folder, spec, manifest, *reached, values, rows.damaged, rows.left_out)
+
+
+def _signature(path: Path) -> list[list[Any]]:
+    """Name, size and time of a run's files."""
+    with os.scandir(path) as files:
+        stats = [
+            [file.name, file.stat().st_size, file.stat().st_mtime_ns]
+            for file in files
+            if not file.name.startswith(UNSTABLE) and not file.name.endswith(".part")
+        ]
+    return sorted(stats)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        entry = json.loads(path.read_bytes())
+        if entry["format"] == FORMAT and entry["version"] == decaylab.__version__:
+            return dict(entry["runs"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return {}
+
+
+def _entry(summary: RunSummary, signature: list[list[Any]]) -> dict[str, Any]:
+    return {
+        "signature": signature,
+        "spec": dict(summary.spec),
+        "manifest": None if summary.manifest is None else asdict(summary.manifest),
+        "reached": [summary.epoch, summary.step, summary.seconds],
+        "values": dict(summary.values),
+        "damaged": list(summary.damaged),
+        "left_out": list(summary.left_out),
+    }
+
+
+def _summary(folder: RunFolder, entry: Mapping[str, Any]) -> RunSummary:
+    manifest = entry["manifest"]
+    epoch, step, seconds = entry["reached"]
+    return RunSummary(
+        folder,
+        spec=entry["spec"],
+        manifest=None if manifest is None else manifest_from(manifest),
+        epoch=epoch,
+        step=step,
+        seconds=seconds,
+        values=entry["values"],
+        damaged=tuple(entry["damaged"]),
+        left_out=tuple(entry["left_out"]),
+    )

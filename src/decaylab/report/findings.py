@@ -1,0 +1,102 @@
+"""What came out, before everything that it rests on: the first section of a report."""
+
+from collections.abc import Mapping, Sequence
+
+from decaylab.diagnosis import Mechanism, Verdict
+from decaylab.paper.claims import Claim
+from decaylab.report.diagnoses import DiagnosedSetting
+from decaylab.report.page import Grid, GridCell, Section, Subsection, Tone
+from decaylab.theory import Check
+
+DOES = {
+    Mechanism.EFFECTIVE_LR: "Decay keeps the effective learning rate high",
+    Mechanism.JACOBIAN: "Decay shrinks the Jacobian norm",
+    Mechanism.DAMPING: "Decay keeps K-FAC's effective damping low",
+}
+TONES: dict[str, Tone] = {"supported": "good", "contradicted": "bad"}
+
+
+def findings_section(
+    claims: Mapping[str, Sequence[Claim]],
+    settings: Sequence[DiagnosedSetting],
+    checks: Sequence[Check],
+) -> Section:
+    """What decay does in these runs, the claims that are settled, and whether theory holds.
+
+    `claims`: by tier, the fullest first.
+    """
+    rows = [*_effects(claims), *_mechanisms(settings), *_claims(claims), *_theory(checks)]
+    header = [GridCell(""), GridCell("finding")]
+    text = ["What the records show. Every verdict links to its evidence."]
+    blocks = [Subsection("findings-table", "In short", grids=[Grid(header, rows)])] if rows else []
+    return Section("findings", "Findings", text, blocks)
+
+
+def _effects(claims: Mapping[str, Sequence[Claim]]) -> list[list[GridCell]]:
+    """What decay does to the test accuracy (E1), at each tier there are pairs of."""
+    rows = []
+    for tier, judged in claims.items():
+        pairs = next((claim for claim in judged if claim.id == "E1" and claim.effect), None)
+        if pairs is not None:
+            text = f"{pairs.effect[:1].upper()}{pairs.effect[1:]}, tier {tier}."
+            link = f"table1-{tier}"
+            rows.append([GridCell("accuracy", tone="plain", link=link), GridCell(text, "words")])
+    return rows
+
+
+def _claims(claims: Mapping[str, Sequence[Claim]]) -> list[list[GridCell]]:
+    """Each claim at the fullest tier that settles it, and how many are open."""
+    settled: dict[str, tuple[str, Claim]] = {}
+    for tier, judged in claims.items():
+        for claim in judged:
+            if claim.verdict in TONES:
+                settled.setdefault(claim.id, (tier, claim))
+    rows = []
+    for verdict, tone in TONES.items():
+        for tier, claim in settled.values():
+            if claim.verdict == verdict:
+                seen = f"{claim.id}, {claim.where}, tier {tier}: {claim.effect or '—'}"
+                badge = GridCell(verdict, tone=tone, link=f"claims-{tier}")
+                rows.append([badge, GridCell(f"{claim.claim}.", "words", more=seen)])
+    first = next(iter(claims.items()), None)
+    unsettled = [c.id for c in first[1] if c.id not in settled] if first else []
+    if first and unsettled:
+        text = f"{len(unsettled)} of the paper's {len(first[1])} claims are open."
+        badge = GridCell("open", tone="plain", link=f"claims-{first[0]}")
+        rows.append([badge, GridCell(text, "words", more=", ".join(unsettled))])
+    return rows
+
+
+def _mechanisms(settings: Sequence[DiagnosedSetting]) -> list[list[GridCell]]:
+    rows = []
+    for place, mechanism in enumerate(Mechanism):
+        verdicts = [
+            {result.findings[place].verdict for result in setting.diagnoses} for setting in settings
+        ]
+        decided = [kinds for kinds in verdicts if Verdict.CANNOT_TELL not in kinds]
+        if not decided:
+            continue
+        acting = sum(kinds == {Verdict.ACTS} for kinds in decided)
+        badge = GridCell(
+            f"{acting} of {len(decided)}", tone="good" if acting else "plain", link="diagnosis"
+        )
+        seen = f"of the {len(decided)} settings that can be judged; {len(settings)} in all"
+        rows.append([badge, GridCell(f"{DOES[mechanism]}.", "words", more=seen)])
+    return rows
+
+
+def _theory(checks: Sequence[Check]) -> list[list[GridCell]]:
+    stated = [check for check in checks if check.kind == "statement"]
+    if not stated:
+        return []
+    holding = sum(check.holds for check in stated)
+    tone: Tone = "good" if holding == len(stated) else "bad"
+    badge = GridCell(f"{holding} of {len(stated)}", tone=tone, link="theory")
+    text = "The paper's lemmas, theorem and equations hold, computed in double precision."
+    return [
+        [
+            badge,
+            GridCell(text, "words"),
+            GridCell("both sides of each, on random networks", "words"),
+        ]
+    ]

@@ -1,0 +1,260 @@
+"""Tables as plain text that fit a width: nothing is ever cut.
+
+A table that is too wide first wraps its words and headings, then leaves out the columns that matter
+least, then is turned on its side, and at last is printed in parts that repeat the first column.
+"""
+
+import importlib
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from decaylab.errors import printable
+
+GAP = "  "
+PROSE = 24, 14  # columns that words are not squeezed below: at first, and before a table is split
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading, and how its cells may be laid out.
+
+    Attributes:
+        number: align to the right.
+        words: cells are sentences, and wrap between words.
+        drop: in a narrow table, columns go in the order of this number, the highest first; those
+            with 0 stay.
+    """
+
+    heading: str
+    number: bool = False
+    words: bool = False
+    drop: int = 0
+
+
+class Styled(NamedTuple):
+    """The text of a cell, and a style that a terminal may show."""
+
+    text: str
+    style: str = ""
+
+
+Line = list[Styled]
+"""A printed line: pieces of text with their styles."""
+
+
+class _Layout(NamedTuple):
+    columns: list[int]
+    widths: list[int]
+
+
+class TextTable:
+    """Columns and rows of text.
+
+    >>> table = TextTable([Column("layer"), Column("norm", number=True)])
+    >>> table.add("conv1", "12.5")
+    >>> print(table)
+    layer  norm
+    conv1  12.5
+    """
+
+    def __init__(
+        self, columns: Iterable[Column], rows: Iterable[Sequence[Styled | str]] = ()
+    ) -> None:
+        self.columns = list(columns)
+        self.rows: list[list[Styled]] = []
+        for row in rows:
+            self.add(*row)
+
+    def add(self, *cells: Styled | str) -> None:
+        """Add a row; cells left out at its end are empty."""
+        row = [cell if isinstance(cell, Styled) else Styled(cell) for cell in cells]
+        row = [Styled(printable(text), style) for text, style in row]
+        self.rows.append(row + [Styled("")] * (len(self.columns) - len(row)))
+
+    def __str__(self) -> str:
+        return self.text(80)
+
+    def text(self, width: int) -> str:
+        """The table at most `width` columns wide."""
+        lines = ("".join(piece.text for piece in line).rstrip() for line in self.lines(width))
+        return "\n".join(lines)
+
+    def lines(self, width: int) -> list[Line]:
+        """The same with styles, line by line."""
+        everything = list(range(len(self.columns)))
+        if (layout := self._fitted(everything, width)) is not None:
+            return list(self._drawn(layout))
+        shown = self._without_least(width)
+        layout = self._fitted(shown, width) or self._fitted(shown, width, PROSE[1])
+        if layout is None:
+            turned = self._on_its_side(shown)
+            if turned is not None and (other := turned._fitted_all(width)) is not None:
+                return list(turned._drawn(other)) + self._left_out(shown, width)
+            parts = [list(self._drawn(part)) for part in self._parts(shown, width)]
+            lines = [line for part in parts for line in (*part, [Styled("")])][:-1]
+            return lines + self._left_out(shown, width)
+        return list(self._drawn(layout)) + self._left_out(shown, width)
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """Rich's protocol: the table as wide as where it is printed, a panel for one."""
+        text = importlib.import_module("rich.text").Text
+        for line in self.lines(options.max_width):
+            yield text.assemble(*line, no_wrap=True, overflow="ignore")
+
+    def _fitted_all(self, width: int) -> _Layout | None:
+        return self._fitted(list(range(len(self.columns))), width)
+
+    def _without_least(self, width: int) -> list[int]:
+        """The columns left when those that may go have gone, one by one, until the rest fits."""
+        shown = list(range(len(self.columns)))
+        optional = sorted((i for i in shown if self.columns[i].drop), key=self._order)
+        while optional and self._fitted(shown, width) is None:
+            shown.remove(optional.pop())
+        return shown
+
+    def _order(self, column: int) -> tuple[int, int]:
+        return self.columns[column].drop, column
+
+    def _left_out(self, shown: Sequence[int], width: int) -> list[Line]:
+        names = [c.heading for i, c in enumerate(self.columns) if i not in shown and c.heading]
+        if not names:
+            return []
+        words = f"not shown at this width: {', '.join(names)}"
+        return [[Styled(line, "dim")] for line in wrapped(words, width)]
+
+    def _fitted(self, columns: Sequence[int], width: int, prose: int = PROSE[0]) -> _Layout | None:
+        """Widths with which these columns fit, or None. Words take what the others leave."""
+        room = width - len(GAP) * (len(columns) - 1)
+        natural = [self._natural(i) for i in columns]
+        if sum(natural) <= room:
+            return _Layout(list(columns), natural)
+        least = [self._least(i, prose) for i in columns]
+        spare = room - sum(least)
+        if spare < 0:
+            return None
+        widths = list(least)
+        for place in sorted(range(len(columns)), key=lambda p: self.columns[columns[p]].words):
+            more = min(spare, natural[place] - least[place])
+            if not self.columns[columns[place]].words and more < natural[place] - least[place]:
+                more = 0  # a heading wraps between words, so that half of the way does not help
+            widths[place] += more
+            spare -= more
+        return _Layout(list(columns), widths)
+
+    def _natural(self, column: int) -> int:
+        texts = [self.columns[column].heading, *(row[column].text for row in self.rows)]
+        return max(len(line) for text in texts for line in text.split("\n"))
+
+    def _least(self, column: int, prose: int = PROSE[0]) -> int:
+        heading = max(map(len, self.columns[column].heading.split() or [""]))
+        texts = [row[column].text for row in self.rows]
+        if not self.columns[column].words:
+            lines = [line for text in texts for line in text.split("\n")]
+            return max([heading, *map(len, lines)])
+        longest = max((len(word) for text in texts for word in text.split()), default=0)
+        return max(heading, longest, min(prose, max(map(len, texts), default=0)))
+
+    def _on_its_side(self, columns: Sequence[int]) -> "TextTable | None":
+        """Rows as columns, for a table of numbers by name."""
+        if not all(self.columns[i].number for i in columns[1:]) or not self.rows:
+            return None
+        first = columns[0]
+        headings = [Column(self.columns[first].heading)]
+        headings += [Column(row[first].text, number=True) for row in self.rows]
+        rows = [[Styled(self.columns[i].heading), *(row[i] for row in self.rows)] for i in columns]
+        return TextTable(headings, rows[1:])
+
+    def _parts(self, columns: Sequence[int], width: int) -> Iterator[_Layout]:
+        """The columns in parts that fit, the first one in each."""
+        first, *rest = columns
+        lead = min(self._least(first), max(width // 2, 12))
+        part: list[int] = []
+        used = lead
+        for column in rest:
+            needed = len(GAP) + self._least(column)
+            if part and used + needed > width:
+                yield self._part(first, lead, part, width)
+                part, used = [], lead
+            part.append(column)
+            used += needed
+        yield self._part(first, lead, part, width)
+
+    def _part(self, first: int, lead: int, part: list[int], width: int) -> _Layout:
+        widths = [lead, *(self._least(i) for i in part)]
+        over = sum(widths) + len(GAP) * len(part) - width
+        if over > 0 and len(widths) > 1:  # one cell alone is too long: it is broken at a mark in it
+            widths[-1] = max(widths[-1] - over, 8)
+        spare = width - sum(widths) - len(GAP) * len(part)
+        for place, column in enumerate((first, *part)):
+            more = min(max(spare, 0), self._natural(column) - widths[place])
+            if self.columns[column].words or place == 0:
+                widths[place] += max(more, 0)
+                spare -= max(more, 0)
+        return _Layout([first, *part], widths)
+
+    def _drawn(self, layout: _Layout) -> Iterator[Line]:
+        if any(self.columns[i].heading for i in layout.columns):
+            yield from self._row(
+                layout, [Styled(self.columns[i].heading, "dim") for i in layout[0]]
+            )
+        for row in self.rows:
+            yield from self._row(layout, [row[i] for i in layout.columns])
+
+    def _row(self, layout: _Layout, cells: Sequence[Styled]) -> Iterator[Line]:
+        blocks = [
+            wrapped(cell.text, width) for cell, width in zip(cells, layout.widths, strict=True)
+        ]
+        for height in range(max(map(len, blocks))):
+            line: Line = []
+            for place, (cell, block) in enumerate(zip(cells, blocks, strict=True)):
+                text = block[height] if height < len(block) else ""
+                width, column = layout.widths[place], self.columns[layout.columns[place]]
+                blanks = " " * (width - len(text))
+                pad = len(cells) - 1 > place
+                line.append(Styled(blanks if column.number else "", ""))
+                line.append(Styled(text, cell.style))
+                line.append(Styled("" if column.number or not pad else blanks, ""))
+                line.append(Styled(GAP if pad else "", ""))
+            yield line
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most `width`: broken between words, and longer words at a mark inside them.
+
+    >>> wrapped("decay removed 0.44 % of the weights", 16)
+    ['decay removed', '0.44 % of the', 'weights']
+    >>> wrapped("/home/someone/data/cifar10", 12)
+    ['/home/', 'someone/', 'data/cifar10']
+    """
+    if len(text) <= width and "\n" not in text:
+        return [text]
+    lines: list[str] = []
+    for paragraph in text.split("\n"):
+        indent = paragraph[: len(paragraph) - len(paragraph.lstrip())]
+        pieces = textwrap.wrap(
+            paragraph,
+            width,
+            break_long_words=False,
+            break_on_hyphens=False,
+            subsequent_indent=indent,
+        )
+        for piece in pieces or [""]:
+            lines += [piece] if len(piece) <= width else _broken(piece, width)
+    return lines
+
+
+def _broken(word: str, width: int) -> list[str]:
+    """A word that is longer than the width, broken behind a separator where it has one."""
+    lines = [""]
+    for piece in re.findall(r"[^/._\-=:,]*[/._\-=:,]+|[^/._\-=:,]+$", word):
+        if lines[-1] and len(lines[-1]) + len(piece) > width:
+            lines.append("")
+        lines[-1] += piece
+    return [part for line in lines for part in _chopped(line, width)]
+
+
+def _chopped(line: str, width: int) -> list[str]:
+    return [line[start : start + width] for start in range(0, len(line), width)] or [""]

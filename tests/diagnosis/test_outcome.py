@@ -1,0 +1,105 @@
+"""Whether decay helped, from outcomes that are known."""
+
+import pytest
+from diagnosis.recorded import ScriptedLayer, records
+from scipy import stats
+
+from decaylab import diagnose
+from decaylab.diagnosis.outcome import Helped, end_values, outcome_of
+from decaylab.diagnosis.runs import read_run
+from decaylab.records import Row, Rows
+
+
+def run(weight_decay, *, diverged=False, **outcomes):
+    """Records of one layer, and outcomes: a last value, or all of them by step."""
+    rows = list(records({"a": ScriptedLayer(growth=0.005, weight_decay=weight_decay)}).rows)
+    for name, values in outcomes.items():
+        listed = values if isinstance(values, list) else [values]
+        rows += [Row(10 * (i + 1), 0, 0.0, f"outcome/{name}", v) for i, v in enumerate(listed)]
+    if diverged:
+        rows.append(Row(1000, 0, 0.0, "weight_norm/a", float("nan")))
+    return Rows(tuple(rows))
+
+
+def judged(mine, others):
+    return outcome_of([read_run(x) for x in mine], [read_run(x) for x in others])
+
+
+def test_one_seed_ends_better_or_worse():
+    assert judged([run(0.02, test_loss=1.0)], [run(0, test_loss=2.0)]).verdict is Helped.BETTER
+    assert judged([run(0.02, test_loss=2.0)], [run(0, test_loss=1.0)]).verdict is Helped.WORSE
+    assert judged([run(0.02, test_loss=1.0)], [run(0, test_loss=1.0)]).verdict is Helped.UNDECIDED
+    better = judged([run(0.02, test_accuracy=0.9)], [run(0, test_accuracy=0.8)])
+    assert better.verdict is Helped.BETTER
+    assert better.gain == pytest.approx(0.1)
+
+
+def test_the_interval_is_welchs():
+    mine, its = [2.0, 2.1, 2.3], [2.6, 2.4, 2.9]
+    found = judged([run(0.02, test_loss=x) for x in mine], [run(0, test_loss=x) for x in its])
+    low, high = stats.ttest_ind(its, mine, equal_var=False).confidence_interval(0.95)
+    assert found.interval == pytest.approx((low, high))  # by how much lower the loss is
+    assert found.verdict is (Helped.YES if low > 0 else Helped.UNDECIDED)
+    assert found.seeds == (3, 3)
+
+
+@pytest.mark.parametrize(("apart", "verdict"), [(1.0, Helped.YES), (-1.0, Helped.NO)])
+def test_several_seeds_decide(apart, verdict):
+    mine = [run(0.02, test_loss=2.0 + 0.01 * i) for i in range(3)]
+    its = [run(0, test_loss=2.0 + apart + 0.01 * i) for i in range(3)]
+    assert judged(mine, its).verdict is verdict
+    alike = [run(0, test_loss=2.0 + 0.011 * i) for i in range(3)]
+    assert judged(mine, alike).verdict is Helped.UNDECIDED
+
+
+def test_what_was_not_trained_on_decides():
+    mine = run(0.02, loss=[3.0, 1.0], test_loss=2.0, val_accuracy=0.5)
+    its = run(0, loss=[3.0, 2.0], test_loss=1.0, val_accuracy=0.6)
+    assert judged([mine], [its]).name == "val_accuracy"
+    only_loss = judged([run(0.02, loss=[3.0, 1.0])], [run(0, loss=[3.0, 2.0])])
+    assert only_loss.name == "loss"
+    assert only_loss.in_training
+    assert only_loss.verdict is Helped.BETTER
+    assert judged([run(0.02, loss=1.0)], [run(0, test_loss=1.0)]).verdict is Helped.UNKNOWN
+
+
+def test_a_loss_in_training_is_the_mean_of_the_last_tenth():
+    values = [5.0] * 18 + [2.0, 4.0]
+    assert end_values(read_run(run(0.02, loss=values)))["loss"] == 3.0
+    assert end_values(read_run(run(0.02, test_loss=values)))["test_loss"] == 4.0
+    broken = [2.0, float("nan")]  # the last finite one
+    assert end_values(read_run(run(0.02, eval_loss=broken)))["eval_loss"] == 2.0
+
+
+def test_a_run_that_diverged_has_ended_worse():
+    mine, its = run(0.02, diverged=True, test_loss=0.1), run(0, test_loss=1.0)
+    assert judged([mine], [its]).verdict is Helped.NO
+
+
+def test_without_a_baseline_or_a_loss():
+    assert judged([run(0.02, loss=1.0)], []).verdict is Helped.NOT_COMPARED
+    assert judged([run(0.02)], []).verdict is Helped.UNKNOWN
+    assert judged([run(0.02)], [run(0)]).verdict is Helped.UNKNOWN
+
+
+def test_several_seeds_are_judged_one_by_one():
+    mine = [run(0.02, test_loss=2.0 + 0.01 * i) for i in range(3)]
+    its = [run(0, test_loss=3.0 + 0.01 * i) for i in range(2)]
+    found = diagnose(mine, its)
+    assert found.outcome.verdict is Helped.YES
+    assert found.outcome.seeds == (3, 2)
+    assert len(found.seeds) == 3
+    assert {seed.findings[0].verdict for seed in found.seeds} == {found.findings[0].verdict}
+    assert found.findings[0].effect.value == pytest.approx(
+        found.seeds[0].findings[0].effect.value, rel=1e-6
+    )
+
+
+def test_seeds_that_disagree_are_not_averaged():
+    strong, weak = run(0.02, test_loss=1.0), run(0.0002, test_loss=1.0)
+    same = [run(0, test_loss=1.0)]
+    verdicts = [diagnose(one, same[0]).findings[0].verdict for one in (strong, weak)]
+    assert verdicts[0] != verdicts[1]
+    found = diagnose([strong, weak], same)  # of another decay: no seed of the first
+    assert [item.reason.name for item in found.troubles] == ["SEED_LEFT_OUT"]
+    assert found.findings[0].verdict == verdicts[0]

@@ -1,0 +1,123 @@
+"""A diagnosis printed, in a notebook, as a figure and as a page; records and tables as frames."""
+
+import io
+import math
+
+import pytest
+import torch
+from diagnosis.recorded import ScriptedLayer, records
+from PIL import Image
+from rich.console import Console
+from torch import nn
+
+from decaylab import DecaylabError, decay_table, diagnose
+from decaylab.diagnosis import words
+from decaylab.notebook import html_table
+from decaylab.records import Row, Rows
+
+STRONG = 0.02
+
+
+def sgd(**settings):
+    return ScriptedLayer(growth=0.005, **settings)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return diagnose(
+        records({"conv": sgd(weight_decay=STRONG), "head": sgd(invariant=False)}),
+        records({"conv": sgd(), "head": sgd(invariant=False)}),
+    )
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_it_prints_within_the_terminal(result, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = str(result)
+    assert max(map(len, text.splitlines())) <= columns
+    said = " ".join(text.split())
+    assert words.headline(result) in said
+    for finding in result.findings:
+        assert words.verdict_title(finding) in said
+        assert words.finding_text(finding) in said
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_rich_shows_every_layer_and_cuts_no_number(result, width):
+    console = Console(width=width, file=io.StringIO())
+    console.print(result)
+    text = console.file.getvalue()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    for row in words.motion_table(result)[1]:
+        assert all(cell in text for cell in row)
+
+
+def test_its_repr_is_one_line(result):
+    assert "\n" not in repr(result)
+    assert str(result.findings[0].verdict) in repr(result)
+
+
+def test_a_notebook_shows_verdicts_and_escapes_names(result):
+    html = result._repr_html_()
+    for finding in result.findings:
+        assert f">{finding.verdict}</span> <b>{words.verdict_title(finding)}</b>" in html
+    odd = diagnose(records({"<script>": sgd(weight_decay=STRONG)}))._repr_html_()
+    assert "&lt;script&gt;" in odd
+    assert "<script>" not in odd
+
+
+def test_a_figure_has_the_recorded_curves(result):
+    figure = result.plot()
+    assert [axes.get_ylabel() for axes in figure.axes][:2] == [
+        "effective learning rate",
+        "norm |W|",
+    ]
+    drawn = {tuple(line.get_ydata()) for line in figure.axes[1].lines}
+    (run, baseline), *_ = result.compared
+    assert drawn == {tuple(value for _, value in of.layers["conv"].norms) for of in (run, baseline)}
+    assert Image.open(io.BytesIO(figure._repr_png_())).width > 600
+
+
+def test_a_page_is_written_where_one_says(result, tmp_path):
+    path = result.report(tmp_path / "new" / "page.html")
+    assert words.verdict_title(result.findings[0]) in path.read_text(encoding="utf-8")
+    with pytest.raises(DecaylabError, match="html"):
+        result.report(tmp_path / "page.txt")
+
+
+def test_several_seeds_are_all_drawn():
+    pair = [records({"conv": sgd(weight_decay=STRONG)}), records({"conv": sgd()})]
+    result = diagnose([pair[0], pair[0]], [pair[1], pair[1]])
+    assert len(result.compared) == 2
+    assert len(result.plot().axes[0].lines) == 4
+
+
+def test_rows_as_a_frame():
+    rows = Rows((Row(1, 0, 0.5, "rotation/a.b", 0.1), Row(2, 0, 1.0, "jacobian_norm", math.inf)))
+    frame = rows.to_pandas()
+    assert frame.to_dict("list") == {
+        "step": [1, 2],
+        "epoch": [0, 0],
+        "seconds": [0.5, 1.0],
+        "quantity": ["rotation", "jacobian_norm"],
+        "layer": ["a.b", ""],
+        "value": [0.1, math.inf],
+    }
+
+
+def test_a_decay_table_as_text_html_and_frame():
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
+    table = decay_table(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
+    assert repr(table) == str(table)
+    frame = table.to_pandas()
+    assert list(frame["parameter"]) == [name for name, _ in model.named_parameters()]
+    assert frame["factor"].tolist() == pytest.approx([0.95] * 4)
+    html = table._repr_html_()
+    assert html.count("<tr>") == 5
+    assert "decoupled 0.5" in html
+
+
+def test_what_stands_in_a_table_is_text():
+    assert html_table(["<b>"], [["&"]]).count("&lt;b&gt;") == 1

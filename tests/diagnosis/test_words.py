@@ -1,0 +1,230 @@
+"""The words themselves: a snapshot of every sentence, in words.txt beside this file.
+
+To write it anew after a change, and then read it aloud:
+
+    UPDATE_WORDS=1 python -m pytest tests/diagnosis/test_words.py
+"""
+
+import ast
+import difflib
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from diagnosis.recorded import ScriptedLayer, records
+
+import decaylab.diagnosis
+from decaylab.diagnosis import Because, Diagnosis, Mechanism, Reason, Verdict, diagnose, words
+from decaylab.diagnosis.bursts import Burst
+from decaylab.diagnosis.commands import Address, Places
+from decaylab.diagnosis.effects import ComparedWith, Effect, Motion, Spread
+from decaylab.diagnosis.outcome import Helped, Outcome
+
+SNAPSHOT = Path(__file__).with_name("words.txt")
+EFFECT = Effect(
+    1.6, 1.4, 2.51, ("weight_norm",), (100, 200), 11, ComparedWith.BASELINE, Spread.LAYERS
+)
+# What reasons carry; a sentence takes what it needs.
+DATA = {
+    "acts": 1.5,
+    "balance": 2.5,
+    "baseline": 0.2,
+    "budget": 400,
+    "burst": False,
+    "count": 3,
+    "counts": {Verdict.ACTS: 2, Verdict.CANNOT_TELL: 1},
+    "damped": True,
+    "effect": EFFECT,
+    "epochs": 3,
+    "estimated": True,
+    "exact": True,
+    "exposure": 0.6,
+    "factor": 3.3,
+    "fields": {"lr": (0.1, 0.2)},
+    "first": 1,
+    "gains": True,
+    "growth": 1.2,
+    "grown": True,
+    "holding": 0.3,
+    "kind": "cautious",
+    "largest": 2.0,
+    "last": 200,
+    "lasting": ["weight_norm/a"],
+    "layer": "a",
+    "layers": ["a", "b", "c", "d", "e"],
+    "least": 1.0,
+    "less": True,
+    "longer": 2.1,
+    "mechanisms": [Mechanism.EFFECTIVE_LR],
+    "message": "the loss is nan",
+    "most": 1.5,
+    "name": "momentum",
+    "names": ["weight_norm/a"],
+    "norm": 5.0,
+    "nothing": 1.2,
+    "of": 10,
+    "opposite": False,
+    "others": 2,
+    "pair": (0.9, 0.8),
+    "parameters": ["a.weight", "b.weight"],
+    "power": 2,
+    "quantity": "rotation",
+    "response": 0.98,
+    "run": 0.5,
+    "scale_free": False,
+    "seen": 3.0,
+    "share": 0.25,
+    "status": "interrupted",
+    "step": 40,
+    "steps": 120.0,
+    "taken": 0.3,
+    "too": True,
+    "turned": EFFECT,
+    "verdict": Verdict.ACTS,
+    "way": "strong",
+    "why": [Because(Reason.LAW_UNKNOWN)],
+}
+OTHER_DATA = {
+    Reason.BURST: {"burst": Burst("a", 40, 0.5, 2.0)},
+    Reason.DAMAGED: {"first": "rows.jsonl, line 3: no JSON"},
+    Reason.SEED_LEFT_OUT: {"why": Because(Reason.OTHER_LAYERS)},
+    Reason.FUNCTION: {"verdict": Verdict.ACTS},
+}
+PLACES = {
+    "folders": Places((Address("runs/a"),), (Address("runs/b"),)),
+    "one folder": Places((Address("runs/a"),)),
+    "our own": Places((Address("runs/a", own=True, seed=0),), (Address("r b", own=True, seed=0),)),
+    "in memory": Places((Address(),), (Address(),)),
+}
+
+
+def told(reason):
+    return Because(reason, DATA | OTHER_DATA.get(reason, {}))
+
+
+def outcome(verdict):
+    interval = (-0.03, 0.1) if verdict is Helped.UNDECIDED else (0.03, 0.1)
+    interval = (-0.1, -0.03) if verdict is Helped.NO else interval
+    seeds = (3, 3) if verdict in (Helped.YES, Helped.NO, Helped.UNDECIDED) else (1, 1)
+    known = {"run": 2.1, "baseline": 2.2, "seeds": seeds, "gain": 0.1}
+    return Outcome(verdict, "test_loss", **known, interval=interval if seeds[0] > 1 else None)
+
+
+@pytest.fixture(scope="module")
+def result():
+    layers = {"conv": ScriptedLayer(growth=0.005, weight_decay=0.02)}
+    return diagnose(records(layers), records({"conv": ScriptedLayer(growth=0.005)}))
+
+
+def motions():
+    def moved(layer, turned, rotation, response, role="weight", timescale=500.0):
+        effect = replace(EFFECT, value=turned)
+        numbers = (rotation, 0.02, timescale, 400, 5.0, effect, response, 0.7, 0.6)
+        return Motion(layer, role, *numbers)
+
+    return (
+        moved("blocks.0.qkv", 1.5, 0.019, 0.1),
+        moved("blocks.0.out", 2.25, 0.01, 0.04),
+        moved("head", 1.1, 0.002, 1.0, "head"),
+        moved("norm", 3.0, 0.1, 1.0, "gain"),
+    )
+
+
+def everything(result: Diagnosis):
+    for reason in Reason:
+        if reason in words.TEXTS:
+            yield reason.name, words.sentence(told(reason))
+        for kind, places in PLACES.items() if reason in words.ADVICE else ():
+            yield f"{reason.name}, {kind}", words.advice(told(reason), places)
+    for verdict in (Verdict.DOES_NOT_ACT, Verdict.CANNOT_TELL):
+        yield (
+            f"CHANGED, {verdict}",
+            words.sentence(Because(Reason.CHANGED, DATA | {"verdict": verdict})),
+        )
+        yield (
+            f"FUNCTION, {verdict}",
+            words.sentence(Because(Reason.FUNCTION, DATA | {"verdict": verdict})),
+        )
+    for helped in Helped:
+        yield f"headline, {helped}", words.headline(replace(result, outcome=outcome(helped)))
+    yield "headline, no decay", words.headline(replace(result, decays=False))
+    for finding in result.findings:
+        for verdict in Verdict:
+            yield (
+                f"title, {finding.mechanism}, {verdict}",
+                words.verdict_title(replace(finding, verdict=verdict)),
+            )
+    moving = replace(result, motions=motions())
+    for number, line in enumerate(words.insight(moving)):
+        yield f"insight {number}", line
+    settled = replace(moving, motions=motions()[:1])
+    yield "insight, settled", words.insight(settled)[-1]
+    yield "insight, none settled", words.insight(replace(moving, motions=motions()[1:2]))[-1]
+    hardly = replace(moving, motions=motions()[2:3])
+    yield "insight, no layer turns further", words.insight(hardly)[0]
+    yield "legend", words.motion_legend(moving)
+    headings, rows = words.motion_table(moving)
+    yield "table", " | ".join([*headings, *rows[1]])
+
+
+def test_the_words_are_those_of_the_snapshot(result):
+    text = "".join(f"{name}: {sentence}\n" for name, sentence in everything(result))
+    if os.environ.get("UPDATE_WORDS"):
+        SNAPSHOT.write_text(text, encoding="utf-8")
+    known = SNAPSHOT.read_text(encoding="utf-8")
+    changed = list(difflib.unified_diff(known.splitlines(), text.splitlines(), lineterm="", n=0))
+    assert not changed, "\n".join(changed)
+
+
+def test_every_reason_has_words():
+    assert set(Reason) == {*words.TEXTS, *words.ADVICE}
+    assert not {*words.TEXTS} & {*words.ADVICE}
+
+
+def test_sentences_are_whole(result):
+    for name, text in everything(result):
+        assert not re.search(r"\{|\}|  |None|<", text), (name, text)
+        assert "RUN" not in text, (name, text)
+        assert not re.search(r"\bBASE\b|BASELINE", text), (name, text)
+
+
+def compared_strings(tree):
+    """Strings that something is compared with, looked for in, or looked for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            parts = [node.left, *node.comparators]
+            parts += [
+                e for p in parts if isinstance(p, ast.Tuple | ast.List | ast.Set) for e in p.elts
+            ]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            looks = ("startswith", "endswith", "find", "index", "match", "search", "count")
+            parts = node.args if node.func.attr in looks else []
+        elif isinstance(node, ast.match_case) and isinstance(node.pattern, ast.MatchValue):
+            parts = [node.pattern.value]
+        else:
+            continue
+        for part in parts:
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                yield part.value, part.lineno
+
+
+def readers():
+    package = Path(decaylab.diagnosis.__file__).parent
+    outside = ("cli/diagnose.py", "cli/advise.py", "report/diagnoses.py")
+    return [*package.glob("*.py"), *(package.parent / name for name in outside)]
+
+
+@pytest.mark.parametrize("path", readers(), ids=lambda path: path.name)
+def test_nothing_is_compared_with_a_sentence(path):
+    """Mending a sentence must not change a verdict."""
+    found = list(compared_strings(ast.parse(path.read_text(encoding="utf-8"))))
+    assert not [(text, line) for text, line in found if " " in text.strip()]
+
+
+@pytest.mark.parametrize(
+    "code", ['"less than twice" in why', 'why.startswith("it is frozen")', 'x == "does not act"']
+)
+def test_a_comparison_with_a_sentence_is_seen(code):
+    assert list(compared_strings(ast.parse(code)))

@@ -1,0 +1,149 @@
+"""What an engine cannot do: a sentence before anything is submitted, else in `sweep status`."""
+
+import errno
+import json
+import os
+import types
+from dataclasses import replace
+
+import pytest
+from sweeps import fake_slurm
+from typer.testing import CliRunner
+
+from decaylab.cli import app
+from decaylab.errors import DecaylabError
+from decaylab.records import RunStore
+from decaylab.sweeps import sweep as module
+from decaylab.sweeps.engines import Job, local, slurm
+from decaylab.sweeps.engines.local import LocalEngine
+from decaylab.sweeps.engines.ray import RayEngine
+from decaylab.sweeps.engines.slurm import SlurmEngine
+from decaylab.sweeps.plan import PlannedRun
+from decaylab.training import RunSpec
+
+TABLE2 = ["reproduce", "table2", "--only", "network=vgg16", "--engine", "slurm"]
+NODES = "gpu|gpu:a100:4(S:0-1)|node1\ncpu|(null)|node2\n"
+ON_CPU, ON_GPU = [Job(("true",))], [Job(("true",), gpus=1.0)]
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A Slurm of two partitions; `fails` gives a command another answer."""
+
+    def fails(**answers):
+        known = {"sinfo": (0, NODES, ""), "sbatch": (0, "41\n", ""), "squeue": (0, "", "")}
+        fake_slurm.install(tmp_path / "bin", monkeypatch, **(known | answers))
+        return tmp_path / "bin"
+
+    fails()
+    return fails
+
+
+def reproduce(runs, *words):
+    return CliRunner().invoke(app, [*TABLE2, "--runs", str(runs), *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--sbatch", "partition=nowhere"], "no partition 'nowhere': give one of cpu, gpu"),
+        (["--sbatch", "gpus=b200:1"], "no node has a GPU of type 'b200'"),
+        (["--sbatch", "gres=gpu:b200:1"], "the types there are: a100"),
+        (["--sbatch", "partition=cpu", "--sbatch", "gres=gpu:a100:1"], "types there are: none"),
+        (["--tier", "full", "--sbatch", "partition=cpu"], "no node of Slurm says that it has one"),
+    ],
+)
+def test_what_no_node_has_is_said_before_anything_is_submitted(cluster, tmp_path, words, reason):
+    folder = cluster()
+    result = reproduce(tmp_path / "runs", *words)
+    assert result.exit_code == 2
+    assert reason in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not fake_slurm.calls(folder, "sbatch")
+
+
+@pytest.mark.parametrize("gpus", ["gpus=a100:1", "gpus=2", "gres=gpu:1", "gres=gpu:a100"])
+def test_what_a_node_has_is_submitted(cluster, tmp_path, gpus):
+    folder = cluster()
+    result = reproduce(tmp_path / "runs", "--sbatch", "partition=gpu", "--sbatch", gpus)
+    assert result.exit_code == 0, result.output
+    assert "submitted as Slurm job 41" in result.stdout
+    assert len(fake_slurm.calls(folder, "sbatch")) == 1
+
+
+def test_no_slurmctld_is_one_sentence(cluster, tmp_path, monkeypatch):
+    error = "slurm_load_partitions: Unable to contact slurm controller (connect failure)\n"
+    cluster(sinfo=(1, "", error))
+    result = reproduce(tmp_path / "runs")
+    assert result.exit_code == 2
+    assert "no slurmctld answers" in result.stderr
+    assert result.stderr.count("\n") == 1
+    monkeypatch.setattr(slurm, "ANSWERS_WITHIN", 0.2)
+    (tmp_path / "bin" / "sinfo").write_text("#!/bin/sh\nexec sleep 30\n")
+    with pytest.raises(DecaylabError, match="does not answer in"):
+        SlurmEngine("a", tmp_path, {}).check(ON_CPU)
+
+
+def test_a_folder_in_memory_is_refused_where_other_hosts_need_it(cluster, tmp_path, monkeypatch):
+    cluster()
+    monkeypatch.setattr(slurm, "_in_memory", lambda folder: True)
+    with pytest.raises(DecaylabError, match="the nodes do not see"):
+        SlurmEngine("a", tmp_path / "a", {}).check(ON_CPU)
+
+
+def test_tasks_that_failed_without_a_word_are_explained_by_status(cluster, tmp_path):
+    runs = tmp_path / "runs"
+    cluster()
+    assert reproduce(runs).exit_code == 0
+    (name,) = [path.name for path in (runs / "sweeps").iterdir()]
+    cluster(squeue=(0, "0|NODE_FAIL|node7|None\n", ""))
+    status = CliRunner().invoke(app, ["sweep", "status", "--runs", str(runs), "--json"])
+    (entry,) = json.loads(status.stdout)
+    assert entry["left"] == 4
+    assert "node7 may not see" in entry["reasons"][0]
+    out = runs / "sweeps" / name / "0.out"
+    out.write_text("error: cannot write rows.jsonl (Disk quota exceeded): free some space\n")
+    cluster(squeue=(1, "", "slurm_load_jobs error: Invalid job id specified\n"))  # long ago
+    status = CliRunner().invoke(app, ["sweep", "status", "--runs", str(runs)])
+    assert "Disk quota exceeded" in status.stdout
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EACCES])
+def test_a_folder_that_cannot_be_written_is_said_before_anything_starts(
+    tmp_path, monkeypatch, number
+):
+    def fails(path, data):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(local.Path, "write_bytes", fails)
+    with pytest.raises(DecaylabError, match="cannot write"):
+        LocalEngine(tmp_path / "a", 2).check(ON_CPU)
+    assert not list((tmp_path / "a").iterdir())
+
+
+def test_runs_of_another_user_are_named(tmp_path, monkeypatch):
+    store, spec = RunStore(tmp_path), RunSpec(hidden=(8,), epochs=1)
+    mine = PlannedRun(replace(spec, seed=1))
+    with store.folder(spec.id).writing(spec.to_toml()):
+        pass
+    monkeypatch.setattr(module.os, "access", lambda path, mode: path.name != spec.id)
+    module.check_owners([mine], store)
+    with pytest.raises(DecaylabError, match="cannot be written: let your group write"):
+        module.check_owners([mine, PlannedRun(spec)], store)
+
+
+def test_gpus_that_are_not_here_are_refused(tmp_path):
+    with pytest.raises(DecaylabError, match="torch sees none here"):
+        LocalEngine(tmp_path, 2, gpus=0).check(ON_GPU)
+
+
+def test_a_ray_of_another_version_is_one_sentence(tmp_path, monkeypatch):
+    def init(**options):
+        raise RuntimeError(
+            "Version mismatch: The cluster was started with:\n    Ray: 2.9.0\n    Python: 3.10.1\n"
+        )
+
+    ray = types.SimpleNamespace(is_initialized=lambda: False, init=init, __version__="2.40.0")
+    monkeypatch.setattr("decaylab.sweeps.engines.ray.needed", lambda *words: ray)
+    with pytest.raises(DecaylabError, match=r"Ray: 2\.9\.0 Python: 3\.10\.1.*the Ray \(2\.40\.0\)"):
+        RayEngine(tmp_path).check(ON_CPU)

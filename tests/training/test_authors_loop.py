@@ -1,0 +1,113 @@
+"""The loop of the authors: last batch kept, drops by steps, K-FAC refreshed after a step."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from decaylab.data import load
+from decaylab.errors import DecaylabError
+from decaylab.records import RunStore
+from decaylab.training import RunSpec, train, train_to_end
+from decaylab.training.build import build_batches, build_model
+from decaylab.training.run import TrainingRun
+
+SPEC = RunSpec(hidden=(16,), batch_size=256, epochs=3, lr=0.1, keep_last_batch=True,
+               lr_drop_steps=8)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load("digits")
+
+
+def test_it_is_the_plain_loop_over_all_images_with_drops_inside_an_epoch(digits):
+    model = build_model(SPEC, digits)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches = build_batches(SPEC, digits)
+    seen, step = [], 0
+    for _ in range(3):
+        batches.begin_epoch()
+        for index in range(6):  # 1,437 images: five batches of 256 and one of 157
+            images, labels = batches.batch(index)
+            optimizer.param_groups[0]["lr"] = 0.1 / 10 ** (step // 8)
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            seen.append(len(labels))
+            step += 1
+    assert seen == [256, 256, 256, 256, 256, 157] * 3
+    last = train_to_end(SPEC, data=digits)
+    assert last.step == 18
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(last.model.state_dict()[key], value, rtol=1e-5, atol=1e-6)
+    assert last.values["lr"] == pytest.approx(0.001)
+
+
+def test_stopped_in_an_epoch_it_goes_on_with_the_learning_rate_of_its_step(digits, tmp_path):
+    store = RunStore(tmp_path)
+    training = train(SPEC, data=digits, store=store)
+    next(training)  # an epoch is done: six steps of the eight before the drop
+    training.close()
+    *_, last = train(SPEC, data=digits, store=store)
+    whole = train_to_end(SPEC, data=digits)
+    for key, value in whole.model.state_dict().items():
+        assert torch.equal(last.model.state_dict()[key], value)
+
+
+def test_the_accuracy_of_an_epoch_is_over_all_its_images(digits):
+    last = train_to_end(replace(SPEC, epochs=1), data=digits)
+    hits = last.values["train/running_accuracy"] * 1437
+    assert hits == pytest.approx(round(hits), abs=1e-6)
+
+
+def second_inputs(model, images):
+    """A of the last layer: the mean of a a' over the images, with a 1 for the bias."""
+    with torch.no_grad():
+        a = model.features(images.flatten(1))
+    a = torch.cat([a, torch.ones(len(a), 1)], dim=1)
+    return a.T @ a / len(a)
+
+
+def test_factors_are_measured_after_the_step_on_its_batch(digits):
+    spec = replace(SPEC, optimizer="kfac-g", refresh_every=2, invert_every=4, momentum=0.0,
+                   initialize_batches=0, refresh_after_step=True, lr=0.01).resolved()  # fmt: skip
+    run = TrainingRun(spec, digits)
+    run.begin_epoch()
+    images, _ = run.batches.batch(0)
+    before = copy.deepcopy(run.model)
+    run.train_step()
+    # the first step's own refresh sets them, at the old weights; then 0.95 of that, and the new
+    old, new = second_inputs(before, images), second_inputs(run.model, images)
+    assert not torch.allclose(old, new, rtol=1e-3)
+    found = run.optimizer.factors()["head"].A
+    torch.testing.assert_close(found, 0.95 * old + 0.05 * new, rtol=1e-4, atol=1e-5)
+    run.train_step()  # the second is no refresh
+    assert torch.equal(run.optimizer.factors()["head"].A, found)
+    run.train_step()
+    third, _ = run.batches.batch(2)
+    expected = 0.95 * found + 0.05 * second_inputs(run.model, third)
+    torch.testing.assert_close(run.optimizer.factors()["head"].A, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_only_kfac_refreshes_after_a_step():
+    with pytest.raises(DecaylabError, match="refresh_after_step is for K-FAC, not for sgd"):
+        replace(SPEC, refresh_after_step=True)
+
+
+def test_a_run_as_before_has_the_id_as_before():
+    plain = RunSpec(data="cifar10", network="vgg16", batch_norm=True, optimizer="kfac-f",
+                    lr=0.001, decay="decoupled", weight_decay=1.0, precision="bf16")  # fmt: skip
+    fields = {"keep_last_batch": False, "lr_drop_steps": 0, "refresh_after_step": False}
+    assert replace(plain, **fields).id == plain.id
+    ids = {
+        replace(plain, **{name: value}).id
+        for name, value in {
+            "keep_last_batch": True,
+            "lr_drop_steps": 16000,
+            "refresh_after_step": True,
+        }.items()
+    }
+    assert len(ids | {plain.id}) == 4
