@@ -38,6 +38,19 @@ def worker_of(runs, run_id):
     return None
 
 
+def stop(pid):
+    """Stop a process; False if it ended before."""
+    while True:
+        try:
+            os.kill(pid, signal.SIGSTOP)
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return False
+        if state in "TZX":
+            return state == "T"
+        time.sleep(0.005)
+
+
 def test_a_killed_worker_is_retried_and_the_records_are_those_of_one_process(tmp_path):
     pytest.importorskip("ray")
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -55,17 +68,17 @@ def test_a_killed_worker_is_retried_and_the_records_are_those_of_one_process(tmp
     while killed is None:
         assert sweep.poll() is None, sweep.communicate()[0]
         for folder in store.runs():
-            processes = worker_of(runs, folder.id) if folder.locked() else None
-            if processes and any(row.epoch >= 1 for row in folder.rows().rows):
-                os.kill(processes[0], signal.SIGSTOP)
-                time.sleep(0.05)
-                if folder.is_finished():
-                    os.kill(processes[0], signal.SIGCONT)
-                    continue
-                killed = folder.id
-                os.kill(processes[1], signal.SIGKILL)  # Ray's worker: its command must end too
-                os.kill(processes[0], signal.SIGCONT)
-                break
+            processes = worker_of(runs, folder.id) if folder.checkpoint.exists() else None
+            if processes is None:
+                continue
+            command, worker = processes
+            if not stop(command) or folder.is_finished() or not folder.checkpoint.exists():
+                with suppress(ProcessLookupError):
+                    os.kill(command, signal.SIGCONT)
+                continue
+            killed = folder.id
+            os.kill(worker, signal.SIGKILL)  # Ray's worker: its command, still stopped, ends too
+            break
         time.sleep(0.02)
     output, _ = sweep.communicate(timeout=300)
     assert sweep.returncode == 0, output
