@@ -239,7 +239,7 @@ def test_a_function_of_a_model_or_of_nothing():
 
 
 def test_bad_input_gets_a_sentence():
-    with pytest.raises(DecaylabError, match="is no optimizer"):
+    with pytest.raises(DecaylabError, match="is not an optimizer"):
         audit_decay(lambda params: 3)
     with pytest.raises(DecaylabError, match="returned int where an optimizer is meant"):
         audit_decay(lambda: 3)

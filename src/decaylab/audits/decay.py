@@ -18,6 +18,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from decaylab.audits.building import build, build_optimizer
 from decaylab.audits.words import DECAY_MARKS, explain_decay, joined
 from decaylab.errors import DecaylabError, unknown
 from decaylab.optim.decay_operator import (
@@ -187,21 +188,10 @@ def _build(factory: Factory, groups: list[dict[str, Any]], weight_decay: float) 
     settings = {"lr": LR, "weight_decay": weight_decay}
     parameters = inspect.signature(factory).parameters
     accepted = {name: value for name, value in settings.items() if name in parameters}
-    try:
-        with undisturbed():
-            optimizer = factory(groups, **accepted)
-    except ImportError as error:
-        raise DecaylabError(
-            f"building the optimizer failed ({error}): install what it imports"
-        ) from error
-    except Exception as error:
-        raise DecaylabError(
-            f"building the optimizer failed ({type(error).__name__}: {error}): wrap it in a"
-            " function of `params` alone that sets the rest"
-        ) from error
-    if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "param_groups"):
-        raise DecaylabError(
-            f"{type(optimizer).__name__} is no optimizer: it needs step() and param_groups"
+    with undisturbed():
+        optimizer = build_optimizer(
+            lambda: factory(groups, **accepted),
+            "wrap it in a function of `params` alone that sets the rest",
         )
     if callable(train := getattr(optimizer, "train", None)):
         train()  # schedule-free ones step in this mode alone
@@ -417,17 +407,10 @@ def _setup(factory: Factory) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     model: nn.Module | None = None
     if takes_model:
         model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
-    try:
-        built = factory(model) if takes_model else factory()
-    except ImportError as error:
-        raise DecaylabError(
-            f"building the optimizer failed ({error}): install what it imports"
-        ) from error
-    except Exception as error:
-        raise DecaylabError(
-            f"building the optimizer failed ({type(error).__name__}: {error}): give a function of"
-            " `params`, of a model, or of nothing"
-        ) from error
+    built = build(
+        lambda: factory(model) if takes_model else factory(),
+        "give a function of `params`, of a model, or of nothing",
+    )
     parts = list(built) if isinstance(built, tuple | list) else [built]
     if parts and isinstance(parts[0], nn.Module):
         model = parts.pop(0)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from decaylab.audits.building import build_optimizer
 from decaylab.audits.reference import (
     CURVATURES,
     DAMPINGS,
@@ -149,21 +150,10 @@ def _stepped(optimizer: Any, case: Case) -> None:
 
 
 def _built(factory: Factory, model: nn.Module) -> Any:
-    try:
-        optimizer = factory(model)
-    except ImportError as error:
-        raise DecaylabError(
-            f"building the optimizer failed ({error}): install what it imports"
-        ) from error
-    except Exception as error:
-        raise DecaylabError(
-            f"building the optimizer failed ({type(error).__name__}: {error}): an audit needs a"
-            " function of the model alone, so wrap it in one that sets lr and the rest"
-        ) from error
-    if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "param_groups"):
-        raise DecaylabError(
-            f"{type(optimizer).__name__} is no optimizer: it needs step() and param_groups"
-        )
+    optimizer = build_optimizer(
+        lambda: factory(model),
+        "an audit needs a function of the model alone, so wrap it in one that sets lr and the rest",
+    )
     if any(group.get("weight_decay") for group in optimizer.param_groups):
         raise DecaylabError("the optimizer decays weights: audit it with weight decay 0")
     if getattr(optimizer, "kl_clip", None):
