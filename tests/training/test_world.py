@@ -133,6 +133,8 @@ def test_killed_processes_are_gone_on_from_by_any_number(tmp_path):
     resumed = manifest(folder)
     assert (resumed["status"], resumed["resumes"]) == ("finished", 3)
     assert resumed["device"] == "2 x cpu + 4 x cpu + cpu"
+    devices = [start["device"] for start in resumed["starts"]]
+    assert devices == ["2 x cpu", "2 x cpu", "4 x cpu", "cpu"]
     found, expected = (
         {(row.epoch, row.step, row.name): row.value for row in rows(place)}
         for place in (folder, whole)
