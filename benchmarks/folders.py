@@ -1,6 +1,7 @@
 """How long lists take in a large folder of runs: seconds and memory of each command.
 
-Usage: folders.py [--runs 10000] [--epochs 20] [--megabytes 1000] [--skip report] [--json FILE]
+    python benchmarks/folders.py [--runs 10000] [--epochs 20] [--megabytes 1000] [--skip report]
+                                 [--json]
 
 Writes synthetic runs into a temporary folder, then times each command in a process of its own, the
 first time (no index yet) and again; `reproduce` has nothing to do. Then `runs show` of one run
@@ -14,7 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from measuring import place
 
 from decaylab.paper import artefacts, cells
 from decaylab.records import Manifest, RunStore
@@ -76,22 +80,22 @@ def timed(words: list[str], runs: Path) -> dict[str, float]:
 
 
 def show(name: str, result: dict[str, float]) -> None:
-    """A line for a command."""
+    """A line for a command, as soon as it is known."""
     print(
-        f"{name:20} {result['seconds']:7.1f} s  (CPU {result['cpu_seconds']:.1f} s)"
+        f"{name:28} {result['seconds']:7.1f} s  (CPU {result['cpu_seconds']:.1f} s)"
         f"  {result['megabytes']:6.0f} MB",
-        flush=True,
+        file=sys.stderr,
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=10_000)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--skip", nargs="*", default=[], metavar="COMMAND")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args(arguments)
     seeds = -(-given.runs // len(specs(1)))
     with tempfile.TemporaryDirectory() as folder:
         store = RunStore(Path(folder) / "runs")
@@ -111,11 +115,12 @@ def main() -> None:
             store = RunStore(folder)
             write_run(store, planned[0], 0, given.megabytes * 10**6 // 300)
             words = ["runs", "show", planned[0].resolved().id]
-            name = f"{given.megabytes} MB of rows"
+            name = f"runs show, {given.megabytes} MB of rows"
             results[name] = timed(words, store.root)
             show(name, results[name])
     if given.json:
-        given.json.write_text(json.dumps({"runs": len(planned), **results}, indent=2) + "\n")
+        about = place("cpu") | {"runs": len(planned), "epochs": given.epochs}
+        print(json.dumps({"about": about, "commands": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -484,6 +484,20 @@ def figures(records: Records) -> list[Figure]:
     ]
 
 
+def large_folders(records: Records) -> str:
+    """What benchmarks/folders.py measured: seconds and memory of commands."""
+    found = _printed(records, "folders")
+    if found is None:
+        return _not_run("folders")
+    rows = [
+        [f"`{command}`", f"{m['seconds']:.1f}", f"{m['cpu_seconds']:.1f}", f"{m['megabytes']:.0f}"]
+        for command, m in found["commands"].items()
+    ]
+    about = "{runs:,} runs of {epochs} epochs; {device}, {date}, decaylab {version}"
+    table = text_grid(["command", "seconds", "CPU seconds", "memory (MB)"], rows)
+    return f"{table}\n<small>{about.format(**found['about'])}: `benchmarks/folders.py`</small>\n"
+
+
 def paper_cost(records: Records) -> str:
     """How long the whole paper takes on some GPUs, each with one job at a time."""
     cells = chosen_cells("all", "full", 1, [], records.root)
@@ -564,6 +578,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "demo-mechanism-2": lambda records: demo_numbers(records, MECHANISMS[1]),
     "demo-mechanism-3": lambda records: demo_numbers(records, MECHANISMS[2]),
     "effective-lr": lambda records: effective_lr_figure(records).markdown or _commands("table1"),
+    "large-folders": large_folders,
     "paper-cost": paper_cost,
     "estimates-checked": estimates_checked,
     "table2": lambda records: paper_table(records, "table2"),

@@ -115,6 +115,22 @@ def test_of_many_that_find_a_stale_owner_one_takes_over(path, attempt):
     assert sorted(answers) == ["mine", *["taken"] * 5]
 
 
+def test_who_only_sees_a_stale_owner_vanish_does_not_own_the_folder(path, monkeypatch):
+    Ownership(path).take()
+    from_elsewhere(path, STALE + 30)
+    tries = []
+
+    def removed_by_another(own, mine, stale):
+        tries.append(stale)
+        if len(tries) == 3:
+            path.unlink()
+
+    monkeypatch.setattr(Ownership, "_remove_stale", removed_by_another)
+    assert Ownership(path).take() is not None
+    assert len(tries) == 3
+    assert not path.exists()
+
+
 def test_who_was_suspended_and_taken_over_writes_nothing_more(tmp_path):
     store = RunStore(tmp_path)
     with store.folder("r").writing(SPEC) as folder:

@@ -29,6 +29,7 @@ MpiDefault=none
 ReturnToService=2
 JobRequeue=1
 KillWait=2
+MessageTimeout=30
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
 NodeName={host} CPUs=2 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -43,8 +44,23 @@ def is_there():
 @contextmanager
 def cluster(folder):
     """Start a controller and a node; stopped at the end, with their jobs."""
-    folder.mkdir(parents=True)
-    (folder / "state").mkdir()
+    for attempt in range(3):  # a port that was free may be another's a moment later
+        environment, daemons = _started(folder / str(attempt))
+        if environment is not None:
+            break
+        _end(daemons)
+    else:
+        raise RuntimeError((folder / "2/slurmctld.log").read_text()[-2000:])
+    try:
+        yield environment
+    finally:
+        subprocess.run(["scancel", "--full", "-u", "root"], env=environment, capture_output=True)
+        _end(daemons)
+
+
+def _started(folder):
+    """The environment for commands of Slurm, None if the node does not come up; the daemons."""
+    (folder / "state").mkdir(parents=True)
     (folder / "spool").mkdir()
     host = socket.gethostname().split(".")[0]
     with socket.socket() as one, socket.socket() as two:
@@ -55,29 +71,27 @@ def cluster(folder):
     path.write_text(CONFIGURATION.format(host=host, ports=ports, folder=folder))
     environment = os.environ | {"SLURM_CONF": str(path)}
     daemons = []
-    try:
-        for daemon in ("slurmctld", "slurmd"):
-            with (folder / f"{daemon}.log").open("wb") as log:
-                words = [daemon, "-D", *(["-N", host] if daemon == "slurmd" else [])]
-                daemons.append(
-                    subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
-                )
-        for _ in range(200):
-            words = ["sinfo", "-h", "-o", "%T"]
-            sinfo = subprocess.run(words, env=environment, capture_output=True, text=True)
-            if sinfo.stdout.strip() == "idle":
-                break
-            time.sleep(0.1)
-        else:
-            raise RuntimeError((folder / "slurmctld.log").read_text()[-2000:])
-        yield environment
-    finally:
-        subprocess.run(["scancel", "--full", "-u", "root"], env=environment, capture_output=True)
-        for daemon in reversed(daemons):
-            daemon.terminate()
-        for daemon in daemons:
-            try:
-                daemon.wait(10)
-            except subprocess.TimeoutExpired:  # it waits for a job that does not end
-                daemon.kill()
-                daemon.wait()
+    for words in (["slurmctld", "-D"], ["slurmd", "-D", "-N", host]):
+        with (folder / f"{words[0]}.log").open("wb") as log:
+            daemons.append(
+                subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and all(daemon.poll() is None for daemon in daemons):
+        words = ["sinfo", "-h", "-o", "%T"]
+        sinfo = subprocess.run(words, env=environment, capture_output=True, text=True)
+        if sinfo.stdout.strip() == "idle":
+            return environment, daemons
+        time.sleep(0.1)
+    return None, daemons
+
+
+def _end(daemons):
+    for daemon in reversed(daemons):
+        daemon.terminate()
+    for daemon in daemons:
+        try:
+            daemon.wait(10)
+        except subprocess.TimeoutExpired:  # it waits for a job that does not end
+            daemon.kill()
+            daemon.wait()

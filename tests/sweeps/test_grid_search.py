@@ -96,8 +96,9 @@ def test_where_all_diverge_the_remedy_is_said(store):
         winner(PLAN, store)
 
 
-def test_a_narrower_search_does_not_replace_a_better_winner(store):
-    folder, cell = store.root.parent, {"dataset": "cifar10", "scheme": "wd"}
+@pytest.mark.parametrize("cell", [None, {"dataset": "cifar10", "scheme": "wd"}])
+def test_a_narrower_search_does_not_replace_a_better_winner(store, cell):
+    folder = store.root.parent
     wide = replace(PLAN, cell=cell, widen=False)
     record(store, lambda spec: 0.9 - abs(spec.weight_decay - 1e-3) - spec.lr, plan=wide)
     search = Search(wide, folder, CPU)
@@ -108,9 +109,13 @@ def test_a_narrower_search_does_not_replace_a_better_winner(store):
     assert search.winner().values == {"lr": 0.3}
     standing = search.write_winner(search.winner())
     assert standing.values == before.values == {"lr": 0.01, "weight_decay": 1e-3}
-    written = tomllib.loads((folder / "a-search.toml").read_text())
-    assert written["winner"] == before.values
-    assert written["search"]["lr_tried"] == [0.01, 0.1, 0.3]
+    assert standing.tried["lr"] == [0.01, 0.1, 0.3]
+    spec = RunSpec.from_file(folder / "a-search" / "winner.toml")
+    assert (spec.lr, spec.weight_decay, spec.held_out) == (0.01, 1e-3, False)
+    if cell:
+        written = tomllib.loads((folder / "a-search.toml").read_text())
+        assert written["winner"] == before.values
+        assert written["search"]["lr_tried"] == [0.01, 0.1, 0.3]
     better = replace(wide, space={"lr": [0.001]})
     record(store, lambda spec: 0.95, plan=better)
     search = Search(better, folder, CPU)

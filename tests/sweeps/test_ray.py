@@ -8,10 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
+from sweeps.processes import state_and_parent, stop_a_run
 from sweeps.records import numbers
 
 from decaylab.records import RunStore
@@ -23,32 +22,6 @@ FOUR += ["--checkpoint-every", "0.2"]
 
 def words(*arguments):
     return [sys.executable, "-m", "decaylab", *map(str, arguments)]
-
-
-def worker_of(runs, run_id):
-    """The process that makes a run, and the worker of Ray that started it."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError, IndexError):
-            parts = path.read_bytes().split(b"\0")
-            ours = {run_id.encode(), str(runs).encode()} <= set(parts)
-            if ours and parts[0].endswith(b"python"):
-                pid = int(path.parent.name)
-                stat = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-                return pid, int(stat[1])
-    return None
-
-
-def stop(pid):
-    """Stop a process; False if it ended before."""
-    while True:
-        try:
-            os.kill(pid, signal.SIGSTOP)
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:
-            return False
-        if state in "TZX":
-            return state == "T"
-        time.sleep(0.005)
 
 
 def test_a_killed_worker_is_retried_and_the_records_are_those_of_one_process(tmp_path):
@@ -64,23 +37,15 @@ def test_a_killed_worker_is_retried_and_the_records_are_those_of_one_process(tmp
         words(*arguments), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True,
     )  # fmt: skip
-    store, killed = RunStore(runs), None
-    while killed is None:
+    store, stopped = RunStore(runs), None
+    while stopped is None:
         assert sweep.poll() is None, sweep.communicate()[0]
-        for folder in store.runs():
-            processes = worker_of(runs, folder.id) if folder.checkpoint.exists() else None
-            if processes is None:
-                continue
-            command, worker = processes
-            if not stop(command) or folder.is_finished() or not folder.checkpoint.exists():
-                with suppress(ProcessLookupError):
-                    os.kill(command, signal.SIGCONT)
-                continue
-            killed = folder.id
-            os.kill(worker, signal.SIGKILL)  # Ray's worker: its command, still stopped, ends too
-            break
         time.sleep(0.02)
-    output, _ = sweep.communicate(timeout=300)
+        stopped = stop_a_run(store)
+    killed, command = stopped
+    _, worker = state_and_parent(command)
+    os.kill(worker, signal.SIGKILL)  # Ray's worker: its command, still stopped, ends too
+    output, _ = sweep.communicate(timeout=600)
     assert sweep.returncode == 0, output
     assert "4 of 4 runs ended, 0 left" in output
     assert store.folder(killed).manifest().resumes >= 1

@@ -60,7 +60,7 @@ def undisturbed(tmp_path_factory):
     return numbers(runs)
 
 
-@pytest.mark.parametrize(("kills", "processes"), [(12, 1), (12, 2)])
+@pytest.mark.parametrize(("kills", "processes"), [(12, 1), (20, 2)])
 def test_killed_again_and_again_sweeps_record_what_an_undisturbed_one_does(
     tmp_path, undisturbed, kills, processes
 ):

@@ -368,6 +368,23 @@ def test_a_copy_is_told_its_commit(monkeypatch, tmp_path):
     assert json.loads(manifest.read_text())["commit"] == "0123abc"
 
 
+def test_every_start_of_a_run_is_recorded_with_its_code(digits, monkeypatch, tmp_path):
+    store = RunStore(tmp_path)
+    for commit in ("first", "second"):
+        monkeypatch.setenv("DECAYLAB_COMMIT", commit)
+        training = train(SPEC, data=digits, store=store)
+        next(training)
+        training.close()
+    monkeypatch.setenv("DECAYLAB_COMMIT", "third")
+    finish(SPEC, data=digits, store=store)
+    starts = store.folder(SPEC.id).manifest().starts
+    assert [start.commit for start in starts] == ["first", "second", "third"]
+    assert {(start.torch, start.device) for start in starts} == {(torch.__version__, "cpu")}
+    steps = [start.step for start in starts]
+    assert steps == sorted(set(steps))
+    assert steps[0] == 0
+
+
 def test_commits_made_while_a_process_runs_are_not_its_codes(monkeypatch):
     monkeypatch.delenv("DECAYLAB_COMMIT", raising=False)
     heads = iter(["first", "", "second", ""])

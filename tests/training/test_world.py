@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
+from training import world_cases
 
 from decaylab.cli import options
 from decaylab.curvature.outputs import sampled
@@ -22,8 +22,9 @@ from decaylab.sweeps.worker import WorkerOptions
 from decaylab.training import RunSpec, TrainingRun
 from decaylab.training.world import World, launched
 
-CASES = Path(__file__).with_name("world_cases.py")
-SECONDS = 300
+CASES = Path(world_cases.__file__)
+HELD = Path(__file__).with_name("held_at_a_step.py")
+SECONDS = 600
 SPEC = RunSpec(data="digits", network="mlp", hidden=(8,), epochs=1)
 
 
@@ -37,30 +38,17 @@ def environment(**given: str) -> dict[str, str]:
 @pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path):
     """Weights, optimizer states and values, in double precision, with batch norm and without."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", str(CASES)],
-            env=environment(RANK=rank, LOCAL_RANK=rank, **common),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        outputs = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    for output in outputs:
-        lines = output.splitlines()
-        assert len(lines) >= 7, output
-        assert all(line.endswith(" ok") for line in lines), output
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *torchrun_command(2), str(CASES)],
+        env=environment(PYTHONWARNINGS="error"),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 * len(world_cases.CASES), done.stdout
+    assert all(line.endswith(" ok") for line in lines), done.stdout
 
 
 def torchrun_command(processes: int, restarts: int = 0) -> list[str]:
@@ -69,14 +57,19 @@ def torchrun_command(processes: int, restarts: int = 0) -> list[str]:
 
 
 def started(folder: Path, processes: int, restarts: int = 0) -> subprocess.Popen:
-    command = ["-m", "decaylab", "train", "--data", "digits", "--network", "mlp", "--hidden", "8"]
+    """Held before the steps that have a file in FOLDER.hold (`held_at_a_step.py`)."""
+    hold = folder.with_suffix(".hold")
+    hold.mkdir(exist_ok=True)
+    command = ["train", "--data", "digits", "--network", "mlp", "--hidden", "8"]
     command += ["--optimizer", "kfac-g", "--initialize-batches", "2", "--epochs", "20"]
     command += ["--runs", str(folder), "--checkpoint-every", "0"]
-    return subprocess.Popen(
-        [sys.executable, *torchrun_command(processes, restarts), *command],
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-    )
+    with folder.with_suffix(".stderr").open("w") as stderr:
+        return subprocess.Popen(
+            [sys.executable, *torchrun_command(processes, restarts), str(HELD), *command],
+            env=environment(HOLD=str(hold)),
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+        )
 
 
 def kill_rank(torchrun: subprocess.Popen, rank: int) -> None:
@@ -89,15 +82,16 @@ def kill_rank(torchrun: subprocess.Popen, rank: int) -> None:
     raise AssertionError(f"no process of rank {rank}")
 
 
-def wait_for_step(folder: Path, torchrun: subprocess.Popen, epoch: int) -> None:
-    """Until the rows of an epoch are written."""
+def wait_until_held(folder: Path, torchrun: subprocess.Popen, step: int, processes: int) -> None:
+    """Until all processes stand before a step, and there is a checkpoint."""
     ends = time.monotonic() + SECONDS
-    while time.monotonic() < ends and torchrun.poll() is None:
-        runs = list(folder.glob("*/spec.toml"))
-        if runs and any(r.epoch >= epoch for r in rows(folder)):
+    while time.monotonic() < ends:
+        assert torchrun.poll() is None, folder.with_suffix(".stderr").read_text()
+        held = list(folder.with_suffix(".hold").glob(f"{step}.*"))
+        if len(held) == processes and list(folder.glob("*/checkpoint.safetensors")):
             return
         time.sleep(0.05)
-    raise AssertionError("it has ended before, or does not get there")
+    raise AssertionError(f"it does not get to step {step}")
 
 
 def rows(folder: Path):
@@ -115,15 +109,23 @@ def manifest(folder: Path) -> dict:
 def test_killed_processes_are_gone_on_from_by_any_number(tmp_path):
     """Two, which torchrun starts once more, four, and one in the end: as one all the time."""
     folder, whole = tmp_path / "killed", tmp_path / "whole"
-    for processes, killed, epochs in ((2, 1, (2, 5)), (4, 0, (8,))):
-        torchrun = started(folder, processes, restarts=len(epochs) - 1)
+    folder.with_suffix(".hold").mkdir()
+    for processes, killed, steps in ((2, 1, (22, 55)), (4, 0, (88,))):
+        gates = [folder.with_suffix(".hold") / str(step) for step in steps]
+        for gate in gates:
+            gate.touch()
+        torchrun = started(folder, processes, restarts=len(steps) - 1)
         try:
-            for epoch in epochs:
-                wait_for_step(folder, torchrun, epoch)
+            for step, gate in zip(steps, gates, strict=True):
+                wait_until_held(folder, torchrun, step, processes)
                 kill_rank(torchrun, killed)
+                gate.unlink()
             assert torchrun.wait(SECONDS) != 0
         finally:
             torchrun.kill()
+        told = folder.with_suffix(".stderr").read_text()
+        assert f"another of the {processes} processes of this training has ended" in told
+        assert "Traceback" not in told.split("another of")[0]
         assert manifest(folder)["status"] in ("interrupted", "running")
     for place in (folder, whole):
         alone = started(place, 1)
@@ -131,6 +133,8 @@ def test_killed_processes_are_gone_on_from_by_any_number(tmp_path):
     resumed = manifest(folder)
     assert (resumed["status"], resumed["resumes"]) == ("finished", 3)
     assert resumed["device"] == "2 x cpu + 4 x cpu + cpu"
+    devices = [start["device"] for start in resumed["starts"]]
+    assert devices == ["2 x cpu", "2 x cpu", "4 x cpu", "cpu"]
     found, expected = (
         {(row.epoch, row.step, row.name): row.value for row in rows(place)}
         for place in (folder, whole)

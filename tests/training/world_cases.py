@@ -29,6 +29,7 @@ CASES = {
         MLP, optimizer="kfac-g", batch_norm=True, inversion_lag=2, **CURVATURE, **DECAYED
     ),
     "vgg_sgd_batch_norm": replace(VGG, optimizer="sgd", batch_norm=True),
+    "vgg_adam": replace(VGG, optimizer="adam", **DECAYED),
     "vgg_kfac_g": replace(VGG, optimizer="kfac-g", damping=0.1, **CURVATURE),
     "vgg_kfac_g_batch_norm": replace(VGG, optimizer="kfac-g", batch_norm=True, **CURVATURE),
 }

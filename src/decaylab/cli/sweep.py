@@ -165,11 +165,12 @@ def submit(
     statuses: list[JobStatus] = []
     before: list[PlannedRun] | None = None
     for _ in range(SUBMISSIONS):
+        # jobs first: one that ends between the two looks leaves its runs finished
+        busy = under_way(sweep, runs) if how.engine == "slurm" else set()
         left = left_of(work.planned, store)
         if left == before:  # what failed once more would do so again
             break
         before = left
-        busy = under_way(sweep, runs) if how.engine == "slurm" else set()
         todo = [run for run in left if run.spec.id not in busy]
         if not left:
             break

@@ -42,6 +42,9 @@ class Owner:
         return f"process {self.pid} on {self.name}"
 
 
+UNKNOWN = Owner("", "", "another host", 0, 0)
+
+
 class Ownership:
     """The right to write a folder, from `take` to `release`."""
 
@@ -61,11 +64,11 @@ class Ownership:
             there = read_owner(self.path)
             if there is None:
                 if _age(self.path) < STALE:  # created this moment, or damaged: not for us to judge
-                    return Owner("", "", "another host", 0, 0)
+                    return UNKNOWN
             elif is_alive(there, self.path):
                 return there
             self._remove_stale(mine, there)
-        return read_owner(self.path)
+        return read_owner(self.path) or UNKNOWN  # gone this moment: whoever removed it comes first
 
     def check(self) -> None:
         """Raise if the folder has another owner by now."""

@@ -183,11 +183,11 @@ class Search:
     def write_winner(self, winner: Winner) -> Winner:
         """Keep a winner; returns what stands there now, which is the better one.
 
-        A search that tried less than an earlier one of the same cell does not replace its winner:
+        A search that tried less than an earlier one of the same name does not replace its winner:
         only what was tried is added.
         """
         path = self.folder / f"{self.plan.name}.toml"
-        standing = _read_winner(path, self.plan)
+        standing = _read_winner(path, self.plan) if self.plan.cell else self._standing_spec()
         if standing is not None:
             names = dict.fromkeys([*winner.tried, *standing.tried])
             tried = {
@@ -206,6 +206,19 @@ class Search:
             devices = dict.fromkeys(trial.device for trial in self.trials() if trial.ended)
             replace_text(path, _winner_text(self.plan, winner, ", ".join(devices)))
         return winner
+
+    def _standing_spec(self) -> Winner | None:
+        """The winner that stands there as a spec alone; its records say how good it is."""
+        path = self.folder / self.plan.name / "winner.toml"
+        if not path.exists():
+            return None
+        spec, base = RunSpec.from_file(path).resolved(), self.plan.base.resolved()
+        score = self._trial(replace(spec, held_out=True)).score
+        if score is None:
+            return None
+        differs = [n for n in SEARCHED if getattr(spec, n) != getattr(base, n)]
+        values = {n: getattr(spec, n) for n in SEARCHED if n in self.plan.space or n in differs}
+        return Winner(values, score, {n: [value] for n, value in values.items()}, trials=1)
 
     def _trial(self, spec: RunSpec) -> Trial:
         if spec.id not in self._read:
@@ -435,7 +448,7 @@ def _read_trial(plan: SearchPlan, spec: RunSpec, folder: RunFolder) -> Trial:
 
 def _read_winner(path: Path, plan: SearchPlan) -> Winner | None:
     """The winner that stands in a file, if it was chosen by the same measure."""
-    if plan.cell is None or not path.exists():
+    if not path.exists():
         return None
     try:
         entry = tomllib.loads(path.read_text(encoding="utf-8"))

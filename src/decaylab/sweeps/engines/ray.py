@@ -4,10 +4,9 @@ A task that is lost with its worker or node is started again by Ray; the run goe
 checkpoint, which lies in the run folder: all nodes must see it.
 """
 
-import ctypes
 import os
-import signal
 import subprocess
+import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +15,19 @@ from typing import Any
 from decaylab.errors import DecaylabError, needed
 from decaylab.sweeps.engines import Job, JobStatus
 from decaylab.sweeps.engines.local import check_folder, last_line
+from decaylab.training.signals import requests
 
 RETRIES = 3
+# Linux: a worker that is killed takes its command with it, else two would share a run. Said by the
+# command's process itself: a worker has threads, and what runs between its fork and exec may hang.
+END_WITH_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 class RayEngine:
@@ -74,14 +84,16 @@ class RayEngine:
         return sorted([*self._ended, *running], key=lambda status: status.number)
 
     def wait(self, poll: float = 0.5) -> list[JobStatus]:
-        """Until all have ended."""
-        try:
-            while self._tasks:
-                self.look(timeout=poll)
-            return self.look()
-        except BaseException:
-            self.cancel()
-            raise
+        """Until all have ended, or a signal stops them."""
+        with requests.listening():
+            try:
+                while self._tasks:
+                    self.look(timeout=poll)
+                    requests.check()
+                return self.look()
+            except BaseException:
+                self.cancel()
+                raise
 
     def cancel(self, handle: str = "") -> None:
         """Stop the tasks: a run under way goes on from its last checkpoint later."""
@@ -127,21 +139,12 @@ def _why(error: Exception) -> str:
 
 def _work(command: Sequence[str], workdir: str, out: str) -> int:
     """In a worker of Ray: a command to its end, which comes with the worker's at the latest."""
+    words = [sys.executable, "-c", END_WITH_PARENT, str(os.getpid()), *command]
     with Path(out).open("ab") as file:
         return subprocess.run(
-            command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            cwd=workdir,
-            check=False,
-            preexec_fn=_end_with_parent,
+            words, stdout=file, stderr=subprocess.STDOUT, cwd=workdir, check=False
         ).returncode
 
 
 def _sees(path: str) -> bool:
     return Path(path).exists()
-
-
-def _end_with_parent() -> None:
-    """Linux: a worker that is killed takes its command with it, else two would share a run."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)

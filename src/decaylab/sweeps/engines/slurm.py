@@ -22,15 +22,13 @@ ANSWERS_WITHIN = 60
 UNREACHABLE = ("Unable to contact slurm controller", "Could not establish a configuration source")
 WARNED = 120  # seconds before the time limit
 STOPPED = 128 + 10  # exit code of a command that SIGUSR1 stopped
+# Any other state of Slurm (SIGNALING, COMPLETING, ...) belongs to a job that is still under way.
 STATES: dict[str, JobState] = {
-    "PENDING": "waiting",
-    "REQUEUED": "waiting",
-    "REQUEUE_HOLD": "waiting",
-    "SUSPENDED": "waiting",
-    "RUNNING": "running",
-    "CONFIGURING": "running",
-    "COMPLETING": "running",
+    **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"), "waiting"),
+    **dict.fromkeys(("RESV_DEL_HOLD", "SPECIAL_EXIT", "SUSPENDED"), "waiting"),
     "COMPLETED": "ended",
+    **dict.fromkeys(("BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "LAUNCH_FAILED"), "failed"),
+    **dict.fromkeys(("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"), "failed"),
 }
 
 TEMPLATE = """\
@@ -162,7 +160,7 @@ class SlurmEngine:
             number, state, node, reason = line.split("|", 3)
             if not number.isdecimal():
                 continue
-            known = STATES.get(state, "failed")
+            known = STATES.get(state, "running")
             if known == "failed":
                 reason = f"{state.lower()}: {self._why(self.folder / f'{number}.out', node)}"
             statuses.append(JobStatus(int(number), known, "" if reason == "None" else reason))
@@ -183,12 +181,13 @@ class SlurmEngine:
 
     def cancel(self, handle: str) -> None:
         """Cancel the tasks; one that runs gets SIGTERM, so that its run saves a checkpoint."""
-        for status in self.look(handle):
-            task = f"{handle}_{status.number}"
-            if status.state == "waiting":
-                _slurm("scancel", task)
-            elif status.state == "running":
-                _slurm("scancel", "--batch", "--signal=TERM", task)
+        # those that wait come first, else they would begin in the places of the others
+        for selected in (["--state=PENDING"], ["--state=RUNNING", "--batch", "--signal=TERM"]):
+            try:
+                _slurm("scancel", *selected, handle)
+            except DecaylabError as error:
+                if "already completing or completed" not in str(error):
+                    raise
 
 
 def _in_memory(folder: Path) -> bool:
