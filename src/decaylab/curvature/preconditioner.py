@@ -1,6 +1,6 @@
 """Damped inverses of the factors, and what they are for: gradients in, preconditioned steps out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -231,11 +231,6 @@ class Preconditioner:
             for b in factors.banks
         ]
         self._biased_first = sorted(self.banks, key=lambda bank: not bank.shape.bias)
-        roots = [
-            torch.full((b.bank.count,), b.shape.size**0.5, dtype=torch.float64, device=device)
-            for b in self._biased_first
-        ]
-        self._roots = torch.cat(roots)
         self._home = {name: each for each in self.banks for name in each.bank.slices}
         self.slots: dict[Tensor, Slot] = {}
         for name, block in self.blocks.items():
@@ -370,10 +365,25 @@ class Preconditioner:
             start += count * (1 + inverses.shape.bias)
         return places
 
-    def scale_steps(self, rms: float) -> None:
+    def sizes(self, moving: Collection[Tensor]) -> Tensor:
+        """How many numbers of each entry are of parameters that move, in `scale_steps`' order."""
+        sizes: list[float] = []
+        for bank in self._biased_first:
+            rows, width = bank.shape.output_dim, bank.shape.width
+            for name, here in bank.bank.slices.items():
+                site = self.blocks[name].site
+                columns = width * (site.weight in moving)
+                columns += site.trains_bias and site.bias in moving
+                sizes += [rows * columns] * (here.stop - here.start)
+        cuda = self.device.type == "cuda"
+        numbers = torch.tensor(sizes, dtype=torch.float64, pin_memory=cuda, device="cpu")
+        return numbers.to(self.device, non_blocking=True)
+
+    def scale_steps(self, rms: float, sizes: Tensor) -> None:
         """Give each block's step, weight and bias together, this root mean square; zero stays.
 
-        Numbers of all blocks are computed together: three launches a bank, and a few more.
+        It is that of as many numbers as `sizes` says: the steps of parameters that stay are to be
+        zero. Numbers of all blocks are computed together: three launches a bank, and a few more.
         """
         banks = self._biased_first
         biases = [_norms(bank.bias_step) for bank in banks if bank.shape.bias]
@@ -381,7 +391,7 @@ class Preconditioner:
         if biases:
             squares[: sum(map(len, biases))] += torch.cat(biases).square_()
         counts = [bank.bank.count for bank in banks]
-        scales = torch.where(squares > 0, rms * self._roots / squares.sqrt(), 0.0)
+        scales = torch.where(squares > 0, rms * (sizes / squares).sqrt(), 0.0)
         by_dtype = {dtype: scales.to(dtype) for dtype in {bank.shape.dtype for bank in banks}}
         for index, bank in enumerate(banks):
             bank_scales = by_dtype[bank.shape.dtype].split(counts)[index]
