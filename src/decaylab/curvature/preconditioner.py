@@ -1,7 +1,7 @@
 """Damped inverses of the factors, and what they are for: gradients in, preconditioned steps out."""
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,8 @@ from decaylab.curvature.storage import InverseStack, diagonal_of
 
 # Bytes of factors that are inverted in one go: more are no faster, and need room for all of them.
 INVERTED_AT_ONCE = 2**27
+# So many bytes of gradients and steps stay in memory between steps: more only cost room there.
+LARGEST_KEPT = 2**30
 # Layers with sides up to this one, whose products are small, are preconditioned in full float32.
 LARGEST_PRECISE = 640
 # So many parts are inverted side by side on CUDA.
@@ -205,8 +207,8 @@ class Preconditioner:
     """Every block's inverse, gradient and preconditioned step.
 
     `slots` has the views for each covered parameter: write the gradient there, `precondition()`,
-    and read the step. Several ranks divide the inversions between them. `half`: keep large inverses
-    in float16.
+    and read the step, in `room()`. Several ranks divide the inversions between them. `half`: keep
+    large inverses in float16.
     """
 
     def __init__(self, factors: RunningFactors, workers: Workers, *, half: bool = False) -> None:
@@ -235,6 +237,26 @@ class Preconditioner:
                 self.slots[site.weight] = Slot(site.as_weight(inverses.weight_step[here]))
             if site.trains_bias and site.bias is not None:
                 self.slots[site.bias] = Slot(inverses.bias_step[here].view(site.bias.shape))
+
+        self.keeps_room = sum(step.nbytes for step in self.steps) <= LARGEST_KEPT
+        self._resize_room(there=self.keeps_room)
+
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        """The slots have memory in here; of a large model not elsewhere, beside its activations."""
+        if self.keeps_room:
+            yield
+            return
+        self._resize_room(there=True)
+        try:
+            yield
+        finally:
+            self._resize_room(there=False)
+
+    def _resize_room(self, *, there: bool) -> None:
+        """Take memory for the slots, which are the same tensors all the time, or give it back."""
+        for step in self.steps:
+            step.untyped_storage().resize_(step.nbytes if there else 0)
 
     @property
     def steps(self) -> list[Tensor]:

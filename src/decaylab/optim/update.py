@@ -165,18 +165,19 @@ class Updater:
         first_order.state = state
         replay = replay and self._graphs is not None and loss_scale == LossScale()
         pattern = self._pattern(groups, state, (size, scale_free), replay)
-        for params, places in pattern.gathered:
-            torch._foreach_copy_(places, _gradients_of(params))
         if any(g.is_sparse for _, params in pattern.others for g in _gradients_of(params)):
             raise DecaylabError(
                 "a parameter has a sparse gradient, which the first-order step does not take: "
                 "build its nn.Embedding with sparse=False"
             )
-        if not replay:
-            rates = [group["lr"] for group in groups]
-            self._apply(pattern, groups, rates, size, scale_free, loss_scale)
-            return
-        self._replay(pattern, groups, size, scale_free)
+        with self.blocks.room():
+            for params, places in pattern.gathered:
+                torch._foreach_copy_(places, _gradients_of(params))
+            if replay:
+                self._replay(pattern, groups, size, scale_free)
+            else:
+                rates = [group["lr"] for group in groups]
+                self._apply(pattern, groups, rates, size, scale_free, loss_scale)
 
     def forget(self) -> None:
         """Drop what was remembered of earlier steps, graphs included."""
