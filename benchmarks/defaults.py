@@ -1,7 +1,7 @@
 """K-FAC as it comes: with nothing but a model, on nets that people train, beside AdamW.
 
     python benchmarks/defaults.py [--nets lenet mlp vgg vgg-bn resnet18 vit gpt] [--seeds 3]
-                                  [--settings '{}' '{"lr": 0.001}' ...] [--images FILE.npz]
+                                  [--settings '{}' '{"lr": 0.001}' ...] [--cifar10]
                                   [--steps 300] [--tiny] [--out FILE]
 
 A constant learning rate, batches of 128, no schedule, no warm-up: what somebody gets who has just
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import attempt, place, wait
+from measuring import attempt, place, save, wait
 from models import GPT, ViT, lenet, mlp, resnet, vgg
-from samples import image_batches, images, python_sources, templates, text_batches
+from samples import cifar10, image_batches, python_sources, templates, text_batches
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -46,6 +46,7 @@ NETS: dict[str, Callable[[bool], nn.Module]] = {
 FOUND_ON = ("lenet", "vgg-bn", "gpt")
 ADAMW = ({"lr": 1e-3}, {"lr": 3e-4})
 FALLEN = 0.9
+IMAGES = 6144
 
 
 def trained(net: str, optimizer: str, setting: Row, seed: int, data: Row, options: Any) -> Row:
@@ -144,7 +145,8 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--adamw-seeds", type=int, help="by default as many as K-FAC's")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--images", type=Path, help=".npz; without it: noisy templates")
+    parser.add_argument("--cifar10", action="store_true", help="instead of noisy templates")
+    parser.add_argument("--data-dir", type=Path, help="where CIFAR-10 is")
     parser.add_argument("--tiny", action="store_true", help="for a CPU")
     parser.add_argument("--max-seconds", type=float, default=math.inf)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -152,11 +154,12 @@ def main(given: list[str] | None = None) -> None:
     options = parser.parse_args(given)
     device, began = torch.device(options.device), time.perf_counter()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    x, y = templates(2048, device) if options.images is None else images(options.images, device)
+    x, y = cifar10(IMAGES, device, options.data_dir) if options.cifar10 else templates(2048, device)
     cut = len(y) * 4 // 5
     data: Row = {"images": (x[:cut], y[:cut]), "held_out": (x[cut:], y[cut:])}
     if "gpt" in options.nets:
         data["text"] = python_sources(device, 2**22)
+    about = place(options.device) | {"steps": options.steps, "tiny": options.tiny}
     rows: list[Row] = []
     ways = [("kfac", setting) for setting in options.settings]
     ways += [] if options.no_adamw else [("adamw", setting) for setting in ADAMW]
@@ -170,9 +173,8 @@ def main(given: list[str] | None = None) -> None:
                 row = {"net": net, "optimizer": optimizer, "setting": setting, "seed": seed}
                 work = (net, optimizer, setting, seed, data, options)
                 rows.append(attempt(row, lambda given=work: trained(*given)))
-                if options.out is not None:
-                    about = place(options.device) | {"steps": options.steps, "tiny": options.tiny}
-                    options.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1))
+                save(options.out, {"about": about, "rows": rows})
+    save(options.out, {"about": about, "rows": rows}, complete=True)
     print(table(rows))
 
 

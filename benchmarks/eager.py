@@ -3,7 +3,8 @@
     python benchmarks/eager.py [--networks vgg16 resnet32 resnet50 vit gpt10 gpt124 gpt350]
                                [--modes eager captured compiled]
                                [--optimizers first kfac-f kfac-g kfac-g-half]
-                               [--steps 100] [--no-peers] [--profile] [--out FILE]
+                               [--steps 100] [--no-peers] [--peers FOLDER] [--profile]
+                               [--out FILE]
 
 No trainer of ours: a loop of a tutorial on random data that lies on the device. `eager`: as it is,
 the small nets in TF32, the large ones under bf16 autocast. `captured`: the same step through
@@ -17,7 +18,6 @@ take on the host.
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import attempt, kind_of_step, place, wait
+from measuring import attempt, kind_of_step, place, save, wait
 from models import GPT, ViT, resnet
 from peers import PEERS, installed
 from torch import nn
@@ -261,11 +261,15 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--lag", type=int, default=0, help="K-FAC's inversion lag")
     parser.add_argument("--launched", action="store_true", help="K-FAC's updates without a graph")
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--peers", type=Path, help="folder of public K-FACs, if not installed")
     parser.add_argument("--profile", action="store_true", help="of a plain eager K-FAC step")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(given)
-    rows = []
+    if options.peers is not None:
+        sys.path.append(str(options.peers))
+    about = place(options.device)
+    rows: list[Row] = []
     for network in options.networks:
         for mode in options.modes:
             steps = list(options.optimizers)
@@ -274,9 +278,8 @@ def main(given: list[str] | None = None) -> None:
             for step in steps:
                 row = {"network": network, "step": step, "mode": mode}
                 rows.append(attempt(row, partial(measured, network, step, mode, options)))
-                if options.out is not None:
-                    result = {"about": place(options.device), "rows": rows}
-                    options.out.write_text(json.dumps(result, indent=1))
+                save(options.out, {"about": about, "rows": rows})
+    save(options.out, {"about": about, "rows": rows}, complete=True)
     print(table(rows))
 
 

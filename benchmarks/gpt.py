@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import attempt, place, wait
+from measuring import attempt, place, save, wait
 from models import GPT
 from samples import python_sources, text_batches
 from torch import Tensor, nn
@@ -38,12 +38,19 @@ from decaylab.optim.options import KFACOptions
 Row = dict[str, Any]
 EMBEDDINGS = ("tokens", "places")
 GRIDS: dict[str, list[Row]] = {
-    "adamw": [{"lr": lr, "weight_decay": 0.1} for lr in (2e-3, 4e-3, 1e-3, 8e-3)],
-    "muon": [{"lr": lr, "weight_decay": 0.1} for lr in (4e-3, 2e-3, 8e-3, 1e-3)],
+    "adamw": [
+        {"lr": lr, "weight_decay": wd} for wd in (0.1, 0.3) for lr in (2e-3, 4e-3, 1e-3, 8e-3)
+    ],
+    "muon": [
+        {"lr": lr, "weight_decay": wd} for wd in (0.1, 0.3) for lr in (4e-3, 2e-3, 8e-3, 1e-3)
+    ],
     "kfac": [
+        *(
+            {"lr": lr, "damping": damping, "damping_scaling": "trace", "exclude": EMBEDDINGS}
+            for damping in (1.0, 3.0, 0.3)
+            for lr in (1e-3, 2e-3)
+        ),
         {"lr": 1e-3, "damping": 1e-3, "exclude": EMBEDDINGS},
-        {"lr": 1e-3, "exclude": EMBEDDINGS},
-        {"lr": 2e-3, "exclude": EMBEDDINGS},
         {"lr": 1e-3},
     ],
 }
@@ -174,6 +181,7 @@ def main(given: list[str] | None = None) -> None:
     began = time.perf_counter()
     torch.backends.cuda.matmul.allow_tf32 = True
     data = python_sources(torch.device(options.device))
+    about: Row = {"about": place(options.device), "bytes": len(data[0])}
     rows: list[Row] = []
 
     def run(name: str, setting: Row, seed: int) -> Row | None:
@@ -182,9 +190,7 @@ def main(given: list[str] | None = None) -> None:
             return None
         row = {"optimizer": name, "setting": setting, "seed": seed, "steps": options.steps}
         rows.append(attempt(row, lambda: trained(name, setting, seed, data, options)))
-        if options.out is not None:
-            result = {"about": place(options.device), "bytes": len(data[0]), "rows": rows}
-            options.out.write_text(json.dumps(result, indent=1))
+        save(options.out, {**about, "rows": rows})
         last = rows[-1]
         told = last.get("error") or f"{last['held_out']:.4f} in {last['seconds']:.1f} s"
         print(f"{name:<6} {json.dumps(setting)} seed {seed}: {told}", flush=True)
@@ -202,6 +208,7 @@ def main(given: list[str] | None = None) -> None:
         spread = statistics.stdev(losses) if len(losses) > 1 else float("nan")
         told = f"{statistics.mean(losses):.4f} +- {spread:.4f} (n = {len(losses)})"
         print(f"{name}: best {json.dumps(best['setting'])}: {told}", flush=True)
+    save(options.out, {**about, "rows": rows}, complete=True)
 
 
 if __name__ == "__main__":

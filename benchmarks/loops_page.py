@@ -1,4 +1,4 @@
-"""Write the tables of docs/kfac.md anew from the records of eager.py, gpt.py and defaults.py.
+"""Write the tables of docs/kfac.md anew, from the records of the scripts that train or time loops.
 
     python benchmarks/loops_page.py [results/loops/*.json] [--page docs/kfac.md]
 
@@ -67,10 +67,42 @@ def gpt(rows: list[Row]) -> str:
     return markdown(columns, lines, right=3)
 
 
+def memory(rows: list[Row]) -> str:
+    """Computed peaks, over the first-order optimizer's, and what stays between steps."""
+    base = {row["network"]: row for row in rows if row["step"] == "first"}
+    lines = [
+        [
+            *(row["network"], row["step"], _number(row["gigabytes"])),
+            _ratio(row, base.get(row["network"], {}), "gigabytes"),
+            _number(row["state"] / row["parameters"]),
+        ]
+        for row in rows
+    ]
+    columns = ["network", "optimizer", "GB", "x", "state / parameters"]
+    return markdown(columns, lines, right=3)
+
+
+def sizes(rows: list[Row]) -> str:
+    """Accuracies of the grid on the held-out tenth, and of both kinds of steps on the test set."""
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        if "accuracy" in row:
+            setting = ", ".join(f"{k} {_plain(v)}" for k, v in row["setting"].items())
+            groups.setdefault((row["step"], setting, row["part"]), []).append(row["accuracy"])
+    lines = []
+    for (step, setting, part), numbers in groups.items():
+        spread = f" ± {100 * statistics.stdev(numbers):.2f}" if len(numbers) > 1 else ""
+        mean = f"{100 * statistics.mean(numbers):.2f}{spread}"
+        lines.append([step, setting, part, mean, str(len(numbers))])
+    return markdown(["step", "setting", "part", "accuracy, %", "seeds"], lines, right=2)
+
+
 TABLES: dict[str, Callable[[list[Row]], str]] = {
     "eager": eager,
     "gpt": gpt,
     "defaults": defaults.table,
+    "memory": memory,
+    "sizes": sizes,
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,6 +111,16 @@ def attempt(row: dict[str, Any], work: Callable[[], dict[str, Any]]) -> dict[str
         found = {**row, "error": f"{type(error).__name__}: {error}".splitlines()[0]}
     print(json.dumps(found), file=sys.stderr, flush=True)
     return found
+
+
+def save(path: Path | None, record: dict[str, Any], *, complete: bool = False) -> None:
+    """Write a record to FILE.part, and once it is complete to FILE: a device may go away."""
+    if path is None:
+        return
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    if complete:
+        part.replace(path)
 
 
 def wait(device: torch.device) -> None:

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decaylab.data import load
+
 Batch = tuple[Tensor, Tensor]
 # Every tenth source file is held out.
 HELD_OUT = 10
@@ -47,12 +49,11 @@ def templates(count: int, device: torch.device, size: int = 32, classes: int = 1
     return (means[labels] + 3 * noise).to(device), labels.to(device)
 
 
-def images(file: Path, device: torch.device) -> Batch:
-    """CIFAR-10's images, normalised, from an .npz of `images` [n, 3, h, w] (bytes) and `labels`."""
-    with np.load(file) as arrays:
-        pixels, labels = torch.tensor(arrays["images"]), torch.tensor(arrays["labels"])
-    normal = (pixels.to(device).float() - 120) / 64
-    return normal, labels.to(device).long()
+def cifar10(count: int, device: torch.device, data_dir: Path | None = None) -> Batch:
+    """The first of CIFAR-10's training images, normalised."""
+    split = load("cifar10", data_dir).train
+    normal = (split.images[:count].to(device).float() - 120) / 64
+    return normal, split.labels[:count].to(device).long()
 
 
 def image_batches(data: Batch, size: int, seed: int) -> Callable[[], Batch]:

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,6 +76,59 @@ def test_defaults_train_every_net_at_a_tiny_size(benchmark, tmp_path, capsys):
     assert all(math.isfinite(row["loss"]) for row in rows if row["optimizer"] == "kfac")
     shown = capsys.readouterr().out
     assert shown.count("| kfac |") == shown.count("| adamw |") == len(defaults.NETS)
+
+
+def test_defaults_on_cifar10(benchmark, tmp_path, monkeypatch):
+    defaults, samples = benchmark("defaults"), benchmark("samples")
+    split = SimpleNamespace(
+        images=torch.randint(256, (7000, 3, 32, 32), dtype=torch.uint8),
+        labels=torch.randint(10, (7000,)),
+    )
+    monkeypatch.setattr(samples, "load", lambda name, folder: SimpleNamespace(train=split))
+    options = "--tiny --steps 2 --seeds 1 --nets mlp --cifar10"
+    rows = records(defaults.main, options, tmp_path / "defaults.json")
+    assert [row["optimizer"] for row in rows] == ["kfac", "adamw", "adamw"]
+
+
+def test_a_record_is_there_once_it_is_complete(benchmark, tmp_path):
+    """A queue takes the file for the end of the work."""
+    save, path = benchmark("measuring").save, tmp_path / "loop.json"
+    save(path, {"rows": [1]})
+    assert not path.exists()
+    assert json.loads((tmp_path / "loop.json.part").read_text()) == {"rows": [1]}
+    save(path, {"rows": [1, 2]}, complete=True)
+    assert json.loads(path.read_text()) == {"rows": [1, 2]}
+    assert [file.name for file in tmp_path.iterdir()] == ["loop.json"]
+
+
+def test_steps_of_a_set_size_beside_the_papers(benchmark, tmp_path, capsys):
+    options = f"--smoke --seeds 1 --runs {tmp_path / 'runs'}"
+    rows = records(benchmark("step_sizes").main, options, tmp_path / "sizes.json")
+    ways = [(row["step"], row["part"]) for row in rows]
+    assert ways == [("rms", "held-out")] * 4 + [("rms", "test"), ("fixed", "test")]
+    best = max(rows[:4], key=lambda row: row["accuracy"])
+    assert rows[4]["setting"] == best["setting"]
+    assert "fixed" in capsys.readouterr().out
+    table = benchmark("loops_page").sizes(rows)
+    assert table.count("| held-out |") == 4
+    assert table.count("| test |") == 2
+
+
+def test_computed_memory_is_near_what_was_measured(benchmark):
+    memory, folder = benchmark("memory"), Path(__file__).parents[2] / "results" / "loops"
+    computed, measured = (
+        {
+            (row["network"], row["step"]): row["gigabytes"]
+            for row in json.loads((folder / f"{name}.json").read_text())["rows"]
+        }
+        for name in ("memory-computed", "eager-large")
+    )
+    assert len(measured) == 5
+    for loop, gigabytes in measured.items():
+        assert computed[loop] == pytest.approx(gigabytes, rel=0.03)
+    assert computed["gpt350", "kfac-g-half"] < 1.6 * computed["gpt350", "first"]
+    again = memory.predicted("gpt10", "kfac-g")
+    assert again["gigabytes"] == pytest.approx(computed["gpt10", "kfac-g"], rel=0.01)
 
 
 def test_the_page_shows_the_records(benchmark):

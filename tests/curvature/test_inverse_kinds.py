@@ -48,7 +48,8 @@ def test_a_dead_side_gets_the_root_of_the_damping(dead):
     """Where one trace is zero pi is 1; the other layers of the stack keep theirs."""
     A, G = positive_definite(2, 5), positive_definite(2, 3)
     (A if dead == "A" else G)[0] = 0
-    extra_A, extra_G = inverses.factored_damping(A, G, torch.tensor([0.04, 0.09]).double())
+    means = map(inverses.mean_diagonal, (A, G))
+    extra_A, extra_G = inverses.factored_damping(*means, torch.tensor([0.04, 0.09]).double())
     pi = (A[1].trace() / 5 / (G[1].trace() / 3)).sqrt()
     torch.testing.assert_close(extra_A, torch.stack([torch.tensor(0.2).double(), 0.3 * pi]))
     torch.testing.assert_close(extra_G, torch.stack([torch.tensor(0.2).double(), 0.3 / pi]))

@@ -225,3 +225,25 @@ def test_how_much_is_kept():
     assert factors == pytest.approx(size, rel=2e-3)  # two whole matrices would be twice that
     assert inverted == size
     assert inverses.weight_step.nbytes == size
+
+
+@pytest.mark.parametrize("resume_at", [None, 2])
+def test_a_large_model_has_room_for_steps_in_steps_alone(monkeypatch, resume_at):
+    plain, large = seeded(net).float(), seeded(net).float()
+    trained(plain, resume_at)
+    monkeypatch.setattr(preconditioner, "LARGEST_KEPT", 0)
+    blocks = trained(large, resume_at)._preconditioner
+    assert torch.equal(weights(plain), weights(large))
+    assert [step.untyped_storage().nbytes() for step in blocks.steps] == [0] * len(blocks.steps)
+    with blocks.room():
+        assert all(step.untyped_storage().nbytes() == step.nbytes for step in blocks.steps)
+
+
+def test_a_step_that_is_refused_gives_its_room_back(monkeypatch):
+    monkeypatch.setattr(preconditioner, "LARGEST_KEPT", 0)
+    model = seeded(net).float()
+    opt = trained(model)
+    monkeypatch.setattr(opt._preconditioner, "precondition", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_step(opt, model, random(6, 2, 4, 4).float(), labels_for(6, classes=CLASSES))
+    assert not any(step.untyped_storage().nbytes() for step in opt._preconditioner.steps)

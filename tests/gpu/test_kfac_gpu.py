@@ -11,7 +11,7 @@ from oracle.kfac_runs import cross_entropy, labels_for, random, seeded, train_st
 from oracle.plain_kfac import KFAC
 from torch import nn
 
-from decaylab.curvature.inverses import damped, factored_damping
+from decaylab.curvature.inverses import damped, factored_damping, mean_diagonal
 from decaylab.networks import build
 from decaylab.optim.options import KFACOptions
 from decaylab.training.arithmetic import arithmetic
@@ -253,7 +253,7 @@ def test_tf32_takes_nothing_from_the_step_of_a_small_badly_conditioned_layer(sid
         optimizer._invert()
         optimizer._preconditioner.precondition()
     sides = [side.double() for side in bank.matrices(slice(None))]
-    extra = factored_damping(*sides, torch.tensor([1e-3]).cuda())
+    extra = factored_damping(*map(mean_diagonal, sides), torch.tensor([1e-3]).cuda())
     A, G = (damped(side, more) for side, more in zip(sides, extra, strict=True))
     wanted = torch.linalg.solve(G, torch.linalg.solve(A, gradient, left=False))
     assert (inverses.weight_step - wanted).norm() < 1e-3 * wanted.norm()

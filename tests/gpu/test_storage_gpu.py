@@ -5,7 +5,7 @@ import torch
 from oracle.kfac_runs import train_step
 from torch import nn
 
-from decaylab.curvature.inverses import damped, factored_damping
+from decaylab.curvature.inverses import damped, factored_damping, mean_diagonal
 from decaylab.optim.kfac import KFAC, KFACOptions
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +43,7 @@ def test_steps_are_within_two_percent_of_float64():
         inverses.bias_step.copy_(bias)
         inverses.precondition(decreases=True)
         sides = [side.double() for side in inverses.bank.matrices(slice(None))]
-        extra = factored_damping(*sides, torch.full((1,), 1e-3, device="cuda"))
+        extra = factored_damping(*map(mean_diagonal, sides), torch.full((1,), 1e-3, device="cuda"))
         A, G = (damped(side, more) for side, more in zip(sides, extra, strict=True))
         joined = torch.cat([gradient, bias[..., None]], 2).double()
         wanted = torch.linalg.solve(G, torch.linalg.solve(A, joined, left=False))

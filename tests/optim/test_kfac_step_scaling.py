@@ -60,6 +60,36 @@ def test_each_group_of_a_convolution_is_a_block(groups):
     assert torch.allclose(change.square().mean(1).sqrt(), torch.tensor(0.2).double(), rtol=1e-9)
 
 
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("still", ["frozen weight", "frozen bias", "unused bias"])
+def test_what_does_not_move_is_no_part_of_a_steps_size(still, behind):
+    """A bias whose weight is frozen for a while would else move sqrt(in + 1) times as far."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 6), nn.Linear(6, CLASSES)
+            self.biased = True
+
+        def forward(self, x):
+            bias = self.first.bias if self.biased else None
+            return self.last(nn.functional.linear(x, self.first.weight, bias).tanh())
+
+    model = seeded(Net)
+    options = KFACOptions(rms_behind_momentum=behind)
+    opt = KFAC(model, 0.1, step_scaling="rms", momentum=0.0, options=options)
+    train_step(opt, model, random(5, 8), labels_for(5, classes=CLASSES))
+    model.biased = still != "unused bias"
+    model.first.weight.requires_grad_(still != "frozen weight")
+    model.first.bias.requires_grad_(still != "frozen bias")
+    before = copy.deepcopy(model)
+    train_step(opt, model, random(5, 8, seed=1), labels_for(5, classes=CLASSES, seed=1))
+    change = moved(before, model, "first")
+    moving = change != 0
+    assert int(moving.sum()) == (6 if still == "frozen weight" else 48)
+    assert abs(change[moving].square().mean().sqrt() - 0.02) <= 1e-10
+
+
 def test_behind_momentum_every_step_has_the_set_size():
     """And ahead of it the velocity is the sum of steps of that size."""
     options = KFACOptions(rms_behind_momentum=True)

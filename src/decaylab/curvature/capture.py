@@ -258,19 +258,22 @@ class Capture:
 
     def met(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         """A product was made by one of FUNCTIONS."""
-        arguments = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-        weight = arguments["weight"]
+        weight = args[1] if len(args) > 1 else kwargs["weight"]
         base = weight if weight._base is None or weight in self._by_weight else weight._base
         site = self._by_weight.get(base)
-        if site is None or (not weight.is_contiguous() and weight is not base):
+        if site is None:
             return
-        other_kwargs = {key: kwargs[key] for key in kwargs.keys() - {"input", "weight", "bias"}}
-        if weight.numel() != base.numel() and not site.kind.counts_groups:
-            return  # a part of one matrix; if nothing else is seen of the layer, it is refused
-        if site.kind.hooked and not site.kind.same_call(site.module, args[3:], other_kwargs):
-            return
-        offset = weight.storage_offset() - base.storage_offset()
-        call = self._add(site, arguments["input"], output, offset)
+        offset = 0
+        if weight is not base:
+            whole = weight.numel() == base.numel() or site.kind.counts_groups
+            if not whole or not weight.is_contiguous():
+                return  # a part of one matrix; if nothing else is seen of the layer, it is refused
+            offset = weight.storage_offset() - base.storage_offset()
+        if site.kind.hooked:
+            others = {key: kwargs[key] for key in kwargs.keys() - {"input", "weight", "bias"}}
+            if not site.kind.same_call(site.module, args[3:], others):
+                return
+        call = self._add(site, args[0] if args else kwargs["input"], output, offset)
         if call is not None and site.kind.hooked:
             self._met_last = call, weakref.ref(output)
 
@@ -475,17 +478,22 @@ def innermost(model: nn.Module) -> nn.Module:
 def frozen_batch_norm(model: nn.Module) -> Iterator[None]:
     """Batch norm in train mode without a trace: the running statistics are not updated in here."""
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    before = [(norm.momentum, norm._buffers["num_batches_tracked"]) for norm in norms]
+
+    def write(norm: nn.Module, momentum: float | None, counter: Tensor | None) -> None:
+        """Past nn.Module's own __setattr__, which costs more than a launch."""
+        object.__setattr__(norm, "momentum", momentum)
+        norm._buffers["num_batches_tracked"] = counter
+
     try:
-        for norm in norms:
-            counter = norm.num_batches_tracked
+        for norm, (_, counter) in zip(norms, before, strict=True):
             if counter is not None:  # without which SyncBatchNorm does not run
                 counter = counter.clone() if isinstance(norm, nn.SyncBatchNorm) else None
-            norm.momentum, norm.num_batches_tracked = 0.0, counter
+            write(norm, 0.0, counter)
         yield
     finally:
         for norm, (momentum, batches) in zip(norms, before, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, batches
+            write(norm, momentum, batches)
 
 
 @contextmanager

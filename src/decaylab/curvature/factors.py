@@ -14,6 +14,7 @@ stacked, so that each operation runs once per shape.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from decaylab.curvature.inverses import mean_diagonal
 from decaylab.curvature.kernels import fold_
 from decaylab.curvature.kinds.kind import Shape, Site, Use
 from decaylab.curvature.kinds.rows import Sharing
-from decaylab.curvature.storage import diagonal_of, is_packed, pack, unpack
+from decaylab.curvature.storage import diagonal_of, is_packed, lower, pack, unpack
 
 # A mean eigenvalue of a block that shows none.
 TINY = 1e-12
@@ -93,6 +94,12 @@ class Sums:
     def counts(self) -> tuple[Tensor | float, Tensor | float]:
         """What A and G are sums over."""
         return self.positions, self.rows
+
+    @property
+    def positions_per_row(self) -> Tensor | float:
+        """T of these rows; finite, too, where a mask has left none."""
+        rows = self.rows.clamp(min=1) if isinstance(self.rows, Tensor) else max(self.rows, 1)
+        return self.positions / rows
 
     def traces(self) -> list[Tensor]:
         """Two numbers a group, [groups] each: finite where all of A and G is, and rows count."""
@@ -206,47 +213,38 @@ class Bank:
         self.slices[block.name] = slice(self.count, self.count + block.groups)
         self.count += block.groups
 
-    def allocate(self, ready: Tensor) -> None:
-        """Make the buffers, zero: nothing is known. `ready` [n] is taken over."""
-
-        def zeros(*size: int) -> Tensor:
-            return torch.zeros(self.count, *size, dtype=self.shape.dtype, device=self.device)
-
-        self.A, self.G = (zeros(*size) for size in self.shape.stored(self.device))
-        self.T, self.ready = zeros(), ready
+    def allocate(self, ready: Tensor, T: Tensor) -> None:
+        """Make the buffers, zero: nothing is known. `ready` and `T`, [n], are taken over."""
+        self.A, self.G = (
+            torch.zeros(self.count, *size, dtype=self.shape.dtype, device=self.device)
+            for size in self.shape.stored(self.device)
+        )
+        self.ready, self.T = ready, T
 
     def matrices(self, here: slice) -> tuple[Tensor, Tensor]:
         """A and G of some entries, as matrices or diagonals without the margins of A, copied."""
         a = self.shape.input_dim
         return _matrices(self.A[here], a), _matrices(self.G[here], self.shape.output_dim)
 
-    def means(self) -> tuple[Tensor, Tensor]:
-        """The means of the diagonals of A and G, [n] each."""
+    def lower(self, here: slice) -> tuple[Tensor, Tensor]:
+        """As `matrices`, but of matrices only the lower triangles count."""
         lengths = self.shape.input_dim, self.shape.output_dim
-        sides = zip((self.A, self.G), lengths, strict=True)
-        return tuple(diagonal_of(s).sum(1) / n for s, n in sides)  # type: ignore[return-value]
+        return tuple(  # type: ignore[return-value]
+            lower(side, length) if is_packed(side) else _cut(side, length).clone()
+            for side, length in zip((self.A[here], self.G[here]), lengths, strict=True)
+        )
 
     def fold(self, sums: Mapping[str, Sums], keep: Tensor) -> None:
         """F <- keep F + (1 - keep) mean, for each entry; where `keep` [n] is 1, nothing changes."""
-        keep = keep.to(self.shape.dtype)
-        per_row = torch.zeros_like(keep)
         for name, layer in sums.items():
             here, (A, G) = self.slices[name], layer.sides
             fold_(self.A[here], A, keep[here], layer.positions)
             fold_(self.G[here], G, keep[here], layer.rows)
-            # a mask may have left no row: then `keep` is 1, and what is mixed in must be finite
-            rows = layer.rows.clamp(min=1) if isinstance(layer.rows, Tensor) else max(layer.rows, 1)
-            ratio = layer.positions / rows
-            if isinstance(ratio, Tensor):
-                per_row[here] = ratio
-            else:  # a launch without a tensor for the number
-                per_row[here].fill_(ratio)
-        self.T.copy_(torch.lerp(per_row, self.T, keep))
 
     def factors(self, block: Block) -> KroneckerFactors:
         """One layer's factors, copied."""
         here = self.slices[block.name]
-        T = self.T[here][0].clone()
+        T = self.T[here][0].to(self.shape.dtype, copy=True)
         A, G = self.matrices(here)
         A = block.site.in_weight_order(A)
         S = G / torch.where(T > 0, T, 1.0)  # T is 0 before a layer was seen
@@ -269,11 +267,17 @@ class RunningFactors:
             self.home[name] = banks.setdefault(block.shape, Bank(block.shape, device))
             self.home[name].add(block)
         self.banks = list(banks.values())
-        entries = sum(bank.count for bank in self.banks)
+        self.entries = sum(bank.count for bank in self.banks)
         # in one piece, so that all blocks are looked at in one go
-        self._ready = torch.zeros(entries, dtype=torch.bool, device=device)
-        for bank, ready in zip(self.banks, self._by_bank(self._ready), strict=True):
-            bank.allocate(ready)
+        self.ready = torch.zeros(self.entries, dtype=torch.bool, device=device)
+        self._T = self.ready.double()
+        for bank, *vectors in zip(
+            self.banks, self.by_bank(self.ready), self.by_bank(self._T), strict=True
+        ):
+            bank.allocate(*vectors)
+        shapes = [bank.shape for bank in self.banks for _ in range(bank.count)]
+        lengths = [[s.input_dim for s in shapes], [s.output_dim for s in shapes]]
+        self._lengths = torch.tensor(lengths, dtype=torch.float64, device=device)
 
     def update(self, by_site: Mapping[str, Sums], factor_decay: float) -> None:
         """Fold a refresh into the averages: F <- decay F + (1 - decay) mean; the first sets them.
@@ -282,10 +286,14 @@ class RunningFactors:
         """
         sums = of_blocks(by_site, self.blocks)
         sound = self._sound(sums)
-        keep = torch.where(sound, self._ready.double() * factor_decay, 1.0)
-        for bank, bank_keep in zip(self.banks, self._by_bank(keep), strict=True):
-            bank.fold({name: sums[name] for name in bank.slices if name in sums}, bank_keep)
-        self._ready |= sound
+        keep = torch.where(sound, self.ready.double() * factor_decay, 1.0)
+        dtypes = {bank.shape.dtype for bank in self.banks}
+        keeps = {dtype: self.by_bank(keep.to(dtype)) for dtype in dtypes}
+        for index, bank in enumerate(self.banks):
+            bank_sums = {name: sums[name] for name in bank.slices if name in sums}
+            bank.fold(bank_sums, keeps[bank.shape.dtype][index])
+        torch.lerp(self._positions_per_row(sums), self._T, keep, out=self._T)
+        self.ready |= sound
         # not yet, if it was called with no example
         self.seen |= {n for n, s in sums.items() if isinstance(s.positions, Tensor) or s.positions}
 
@@ -298,18 +306,43 @@ class RunningFactors:
             sides = [side for name in names for side in sums[name].sides]
             largest = torch.stack(torch._foreach_norm(sides, float("inf")))
             return largest.isfinite().view(-1, 2).all(1)
-        unseen = self._ready.double() * torch.nan if len(sums) < len(self.home) else self._ready
+        unseen = self.ready.double() * torch.nan if len(sums) < len(self.home) else self.ready
         all_traces = [
             sums[name].traces() if name in sums else [nothing[here]] * 2
-            for bank, nothing in zip(self.banks, self._by_bank(unseen), strict=True)
+            for bank, nothing in zip(self.banks, self.by_bank(unseen), strict=True)
             for name, here in bank.slices.items()
         ]
         A, G = (torch.cat(traces).isfinite() for traces in zip(*all_traces, strict=True))
         return A & G
 
+    def _positions_per_row(self, sums: Mapping[str, Sums]) -> Tensor:
+        """T of a refresh, [entries], zero where nothing was seen: a launch for equal neighbours."""
+        ratios = [
+            (sums[name].positions_per_row if name in sums else 0.0, self.blocks[name].groups)
+            for bank in self.banks
+            for name in bank.slices
+        ]
+        per_row, start = torch.empty_like(self._T), 0
+        for _, run in groupby(ratios, lambda r: id(r[0]) if isinstance(r[0], Tensor) else r[0]):
+            neighbours = list(run)
+            count, ratio = sum(groups for _, groups in neighbours), neighbours[0][0]
+            here = per_row[start : start + count]
+            here.copy_(ratio) if isinstance(ratio, Tensor) else here.fill_(ratio)
+            start += count
+        return per_row
+
+    def mean_diagonals(self) -> tuple[Tensor, Tensor]:
+        """Trace over dimension of A and of G, of all entries, [entries] each, in float64."""
+        traces = (
+            torch.cat([diagonal_of(side).sum(1) for side in sides])
+            for sides in ([bank.A for bank in self.banks], [bank.G for bank in self.banks])
+        )
+        A, G = (trace / length for trace, length in zip(traces, self._lengths, strict=True))
+        return A, G
+
     def forget(self) -> None:
         """Let the next `update` set the factors instead of averaging into them."""
-        self._ready.zero_()
+        self.ready.zero_()
 
     def factors(self) -> dict[str, KroneckerFactors]:
         """The running averages of every block, copied."""
@@ -320,11 +353,10 @@ class RunningFactors:
 
         A little more than zero where the layer is dead, so that it can damp.
         """
-        products = {bank.shape: torch.stack(bank.means()).prod(0) for bank in self.banks}
-        return {
-            name: products[bank.shape].clamp(min=TINY)[bank.slices[name]]
-            for name, bank in self.home.items()
-        }
+        A, G = self.mean_diagonals()
+        products = self.by_bank((A * G).clamp_(min=TINY))
+        by_shape = {bank.shape: part for bank, part in zip(self.banks, products, strict=True)}
+        return {n: by_shape[bank.shape][bank.slices[n]] for n, bank in self.home.items()}
 
     def state(self, name: str) -> dict[str, Tensor]:
         """What outlives a step, of one block, copied; A in the order of `weight.flatten(1)`."""
@@ -332,7 +364,12 @@ class RunningFactors:
         here = bank.slices[name]
         A, G = bank.matrices(here)
         A = self.blocks[name].site.in_weight_order(A)
-        layer_state = {"A": A, "G": G, "T": bank.T[here].clone(), "ready": bank.ready[here].clone()}
+        layer_state = {
+            "A": A,
+            "G": G,
+            "T": bank.T[here].to(A.dtype),
+            "ready": bank.ready[here].clone(),
+        }
         layer_state["seen"] = torch.full_like(layer_state["ready"][0], name in self.seen)
         return layer_state
 
@@ -360,7 +397,7 @@ class RunningFactors:
             if bool(layer_state.get("seen", layer_state["ready"].any()))
         }
 
-    def _by_bank(self, entries: Tensor) -> tuple[Tensor, ...]:
+    def by_bank(self, entries: Tensor) -> tuple[Tensor, ...]:
         """A vector over all entries, cut into those of each bank."""
         return entries.split([bank.count for bank in self.banks])
 

@@ -24,12 +24,12 @@ LARGEST_BATCHED = 1200
 BLOCK = 512
 
 
-def factored_damping(A: Tensor, G: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
+def factored_damping(mean_A: Tensor, mean_G: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
     """What is added to the diagonals of A and of G: (pi sqrt(lambda), sqrt(lambda) / pi), each [n].
 
-    Where a trace is zero (a dead layer) pi is 1, so that both sides stay finite.
+    By the means of their diagonals. Where one is zero (a dead layer) pi is 1, so that both sides
+    stay finite.
     """
-    mean_A, mean_G = mean_diagonal(A), mean_diagonal(G)
     sound = (mean_A > 0) & (mean_G > 0)
     ones = torch.ones_like(mean_A)
     pi = (torch.where(sound, mean_A, ones) / torch.where(sound, mean_G, ones)).sqrt()
@@ -54,8 +54,8 @@ def damped(side: Tensor, damping: Tensor) -> Tensor:
 def invert_(sides: Tensor) -> Tensor:
     """Replace each of the n damped factors by its inverse, in place; returns which are sound, [n].
 
-    By Cholesky. `cholesky_ex` does not check on the host: a factor that is not positive definite
-    gives False (and whatever numbers), not an error.
+    By Cholesky, of which only lower triangles are read. `cholesky_ex` does not check on the host: a
+    factor that is not positive definite gives False (and whatever numbers), not an error.
     """
     if sides.dim() == 2:
         sound = (sides > 0).all(1)
@@ -66,7 +66,8 @@ def invert_(sides: Tensor) -> Tensor:
         # cholesky_inverse and a batched cholesky_solve wait for the device, and are slower
         _invert_triangle_(root)
         _square_triangle(root, sides)
-    return (info == 0) & sides.isfinite().flatten(1).all(1)
+    # no entry of a positive definite matrix is larger than those of its diagonal
+    return (info == 0) & (sides.diagonal(dim1=1, dim2=2).sum(1) < torch.inf)
 
 
 def _factorised(sides: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,18 +89,34 @@ def _invert_triangle_(L: Tensor) -> None:
     count, size = len(L), L.shape[1]
     blocks = -(-size // BLOCK)
     identity = torch.eye(min(BLOCK, size), dtype=L.dtype, device=L.device)
+    if blocks == 1:
+        L.copy_(torch.linalg.solve_triangular(L, identity.expand_as(L), upper=False))
+        return
     diagonal = identity.repeat(blocks, count, 1, 1)
-    pieces = [slice(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK)]
-    for block, here in zip(diagonal, pieces, strict=True):
-        length = here.stop - here.start
-        block[:, :length, :length] = L[:, here, here]
+    places = list(_on_the_diagonal(L))
+    for those, place in places:
+        diagonal[those, :, : place.shape[2], : place.shape[3]] = place
     solved = torch.linalg.solve_triangular(
         diagonal.flatten(0, 1), identity.expand(blocks * count, -1, -1), upper=False
-    )
-    for block, here in zip(solved.view_as(diagonal), pieces, strict=True):
-        length = here.stop - here.start
-        L[:, here, here] = block[:, :length, :length]
+    ).view_as(diagonal)
+    for those, place in places:
+        place.copy_(solved[those, :, : place.shape[2], : place.shape[3]])
     _join_inverses_(L)
+
+
+def _on_the_diagonal(L: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Views [blocks, n, length, length] of the blocks on L's diagonal: whole ones, then the rest.
+
+    Each with the numbers of its blocks.
+    """
+    by_entry, by_row, by_column = L.stride()
+    whole, rest = divmod(L.shape[1], BLOCK)
+    for first, count, length in ((0, whole, BLOCK), (whole, 1, rest)):
+        if count and length:
+            corner = L[:, first * BLOCK :, first * BLOCK :]
+            strides = (BLOCK * (by_row + by_column), by_entry, by_row, by_column)
+            view = corner.as_strided((count, len(L), length, length), strides)
+            yield slice(first, first + count), view
 
 
 def _join_inverses_(L: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Damped inverses of the factors, and what they are for: gradients in, preconditioned steps out."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,8 @@ from decaylab.curvature.storage import InverseStack, diagonal_of
 
 # Bytes of factors that are inverted in one go: more are no faster, and need room for all of them.
 INVERTED_AT_ONCE = 2**27
+# So many bytes of gradients and steps stay in memory between steps: more only cost room there.
+LARGEST_KEPT = 2**30
 # Layers with sides up to this one, whose products are small, are preconditioned in full float32.
 LARGEST_PRECISE = 640
 # So many parts are inverted side by side on CUDA.
@@ -79,16 +81,15 @@ class Inverses:
 
     Until a block is ready its inverse is the identity: a layer, or an expert, that is first reached
     between two refreshes takes steps of gradient descent for so long.
-    `boost` multiplies the damping of blocks whose last Cholesky factorisation failed. `shares` is
-    between how many the inversions are divided; `half` keeps large inverses in float16.
+    `shares` is between how many the inversions are divided; `half` keeps large inverses in float16.
     """
 
     def __init__(self, bank: Bank, shares: int, *, half: bool) -> None:
         self.bank, self.shape, self._shares = bank, bank.shape, shares
         n, shape, device = bank.count, bank.shape, bank.device
 
-        def zeros(*size: int, dtype: torch.dtype = shape.dtype) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
+        def zeros(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=shape.dtype, device=device)
 
         def stack(length: int, wide: int, diagonal: bool) -> InverseStack:
             halved = half and not diagonal and length > LARGEST_PRECISE
@@ -103,7 +104,6 @@ class Inverses:
         else:
             self.weight_step = zeros(n, shape.output_dim, shape.width)
         self.bias_step = zeros(n, shape.output_dim * shape.bias)
-        self.boost, self.failures = zeros(n) + 1, zeros(n, dtype=torch.int64)
         self.decreases: list[Tensor] = []
 
     @property
@@ -122,26 +122,20 @@ class Inverses:
         length = max(1, min(INVERTED_AT_ONCE // entry, -(-self.bank.count // self._shares)))
         return [slice(i, i + length) for i in range(0, self.bank.count, length)]
 
-    def begin(self, part: slice, damping: Tensor) -> Inversion:
-        """Take a damped copy of the factors: `damping` [n] times each block's boost."""
-        sides = self.bank.matrices(part)
-        extra = factored_damping(*sides, damping[part] * self.boost[part])
+    def begin(self, part: slice, extra: tuple[Tensor, Tensor], ready: Tensor) -> Inversion:
+        """Take a damped copy of the factors: with `extra` [n] on the diagonals of A and of G.
+
+        `ready` [n] says which have factors, and becomes which inverses are sound.
+        """
+        sides = self.bank.lower(part)
         for side, more in zip(sides, extra, strict=True):
-            diagonal_of(side).add_(more[:, None])
-        return Inversion(*sides, self.bank.ready[part].clone())
+            diagonal_of(side).add_(more[part, None])
+        return Inversion(*sides, ready[part])
 
     def end(self, part: slice, done: Inversion) -> None:
-        """Use the new inverses.
-
-        Where the factorisation failed the old inverse stays and the boost doubles for the next try;
-        where it worked the boost halves towards 1.
-        """
-        failed = self.bank.ready[part] & ~done.sound
+        """Use the new inverses; where the factorisation failed the old ones stay."""
         self.A.write(part, done.A, done.sound)
         self.G.write(part, done.G, done.sound)
-        boost = self.boost[part]
-        boost.copy_(torch.where(failed, boost * 2, (boost / 2).clamp(min=1)))
-        self.failures[part] += failed
 
     def hold(self, here: slice, *, bias: bool) -> None:
         """Let the gradient of a layer's bias, or else of its weight, be what makes its step zero.
@@ -213,8 +207,8 @@ class Preconditioner:
     """Every block's inverse, gradient and preconditioned step.
 
     `slots` has the views for each covered parameter: write the gradient there, `precondition()`,
-    and read the step. Several ranks divide the inversions between them. `half`: keep large inverses
-    in float16.
+    and read the step, in `room()`. Several ranks divide the inversions between them. `half`: keep
+    large inverses in float16.
     """
 
     def __init__(self, factors: RunningFactors, workers: Workers, *, half: bool = False) -> None:
@@ -231,11 +225,9 @@ class Preconditioner:
             for b in factors.banks
         ]
         self._biased_first = sorted(self.banks, key=lambda bank: not bank.shape.bias)
-        roots = [
-            torch.full((b.bank.count,), b.shape.size**0.5, dtype=torch.float64, device=device)
-            for b in self._biased_first
-        ]
-        self._roots = torch.cat(roots)
+        # by entry: what the damping of blocks is multiplied by whose last factorisations failed
+        self._boost = torch.ones(factors.entries, dtype=torch.float64, device=device)
+        self._failures = torch.zeros(factors.entries, dtype=torch.int64, device=device)
         self._home = {name: each for each in self.banks for name in each.bank.slices}
         self.slots: dict[Tensor, Slot] = {}
         for name, block in self.blocks.items():
@@ -245,6 +237,26 @@ class Preconditioner:
                 self.slots[site.weight] = Slot(site.as_weight(inverses.weight_step[here]))
             if site.trains_bias and site.bias is not None:
                 self.slots[site.bias] = Slot(inverses.bias_step[here].view(site.bias.shape))
+
+        self.keeps_room = sum(step.nbytes for step in self.steps) <= LARGEST_KEPT
+        self._resize_room(there=self.keeps_room)
+
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        """The slots have memory in here; of a large model not elsewhere, beside its activations."""
+        if self.keeps_room:
+            yield
+            return
+        self._resize_room(there=True)
+        try:
+            yield
+        finally:
+            self._resize_room(there=False)
+
+    def _resize_room(self, *, there: bool) -> None:
+        """Take memory for the slots, which are the same tensors all the time, or give it back."""
+        for step in self.steps:
+            step.untyped_storage().resize_(step.nbytes if there else 0)
 
     @property
     def steps(self) -> list[Tensor]:
@@ -264,33 +276,55 @@ class Preconditioner:
             self.begin_inversion(damping, ratios)
             self.end_inversion()
             return
-        jobs = [
-            (bank, part, dampings)
-            for bank in self.banks
-            for dampings in [_dampings(bank, damping, ratios)]
-            for part in bank.parts
-        ]
+        sound, per_bank = self._damped(damping, ratios)
+        jobs = [(*bank, part) for bank in per_bank for part in bank[0].parts]
         jobs.sort(key=lambda job: -job[0].shape.input_dim)
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
-        for i, (bank, part, dampings) in enumerate(jobs):
+        for i, (bank, extra, ready, part) in enumerate(jobs):
             with torch.cuda.stream(self._stream(i)):
-                inversion = bank.begin(part, dampings)
+                inversion = bank.begin(part, extra, ready)
                 inversion.run()
                 bank.end(part, inversion)
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self._count_failures(sound)
 
     def begin_inversion(self, damping: float, ratios: Mapping[str, Tensor]) -> None:
         """Take copies of the factors to invert by and by, with `damping` as in `invert`."""
-        for bank in self.banks:
-            dampings = _dampings(bank, damping, ratios)
-            self._pending[bank.shape] = [bank.begin(part, dampings) for part in bank.parts]
+        for bank, extra, ready in self._damped(damping, ratios)[1]:
+            self._pending[bank.shape] = [bank.begin(part, extra, ready) for part in bank.parts]
         inversions = [inversion for parts in self._pending.values() for inversion in parts]
         self._to_run, self._of_others = self._workers.divided(inversions)
         self._per_advance = 0
         for stream in self._streams[:1]:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+    def _damped(
+        self, damping: float, ratios: Mapping[str, Tensor]
+    ) -> tuple[Tensor, list[tuple["Inverses", tuple[Tensor, Tensor], Tensor]]]:
+        """Which entries are ready; and for each bank what to damp A and G by, and its ready ones.
+
+        For all entries at once: a handful of launches, however many banks there are.
+        """
+        ones = torch.ones_like(self._boost)
+        every = [
+            ratios[name].expand(here.stop - here.start) if name in ratios else ones[here]
+            for inverses in self.banks
+            for name, here in inverses.bank.slices.items()
+        ]
+        dampings = damping * torch.cat(every) * self._boost
+        extra = factored_damping(*self._factors.mean_diagonals(), dampings)
+        ready, by_bank = self._factors.ready.clone(), self._factors.by_bank
+        A, G = map(by_bank, extra)
+        return ready, list(zip(self.banks, zip(A, G, strict=True), by_bank(ready), strict=True))
+
+    def _count_failures(self, sound: Tensor) -> None:
+        """Where a factorisation failed the boost doubles for the next try; else it halves to 1."""
+        failed = self._factors.ready & ~sound
+        boost = torch.where(failed, self._boost * 2, (self._boost / 2).clamp_(min=1))
+        self._boost.copy_(boost)
+        self._failures += failed
 
     def advance_inversion(self, calls: int | None = None) -> None:
         """Invert some of what was begun: so much that as many calls do all; None does all.
@@ -314,6 +348,8 @@ class Preconditioner:
         for bank in self.banks:
             for part, inversion in zip(bank.parts, self._pending[bank.shape], strict=True):
                 bank.end(part, inversion)
+        inversions = [inversion for bank in self.banks for inversion in self._pending[bank.shape]]
+        self._count_failures(torch.cat([inversion.sound for inversion in inversions]))
         self._pending = {}
 
     def _stream(self, index: int) -> torch.cuda.Stream | None:
@@ -327,9 +363,16 @@ class Preconditioner:
 
     def boosts(self) -> dict[str, Tensor]:
         """What failed inversions have multiplied each layer's damping by (of groups: the most)."""
-        return {
-            n: inverses.boost[inverses.bank.slices[n]].max() for n, inverses in self._home.items()
-        }
+        return {name: self._boost[here].max() for name, here in self._entries().items()}
+
+    def _entries(self) -> dict[str, slice]:
+        """Where each block's entries are in a vector over all of them."""
+        entries, start = {}, 0
+        for inverses in self.banks:
+            for name, here in inverses.bank.slices.items():
+                entries[name] = slice(start + here.start, start + here.stop)
+            start += inverses.bank.count
+        return entries
 
     def hold(self, parameters: set[Tensor]) -> None:
         """Fill in the gradients of those of `parameters` whose layer's other part moves."""
@@ -370,10 +413,25 @@ class Preconditioner:
             start += count * (1 + inverses.shape.bias)
         return places
 
-    def scale_steps(self, rms: float) -> None:
+    def sizes(self, moving: Collection[Tensor]) -> Tensor:
+        """How many numbers of each entry are of parameters that move, in `scale_steps`' order."""
+        sizes: list[float] = []
+        for bank in self._biased_first:
+            rows, width = bank.shape.output_dim, bank.shape.width
+            for name, here in bank.bank.slices.items():
+                site = self.blocks[name].site
+                columns = width * (site.weight in moving)
+                columns += site.trains_bias and site.bias in moving
+                sizes += [rows * columns] * (here.stop - here.start)
+        cuda = self.device.type == "cuda"
+        numbers = torch.tensor(sizes, dtype=torch.float64, pin_memory=cuda, device="cpu")
+        return numbers.to(self.device, non_blocking=True)
+
+    def scale_steps(self, rms: float, sizes: Tensor) -> None:
         """Give each block's step, weight and bias together, this root mean square; zero stays.
 
-        Numbers of all blocks are computed together: three launches a bank, and a few more.
+        It is that of as many numbers as `sizes` says: the steps of parameters that stay are to be
+        zero. Numbers of all blocks are computed together: three launches a bank, and a few more.
         """
         banks = self._biased_first
         biases = [_norms(bank.bias_step) for bank in banks if bank.shape.bias]
@@ -381,7 +439,7 @@ class Preconditioner:
         if biases:
             squares[: sum(map(len, biases))] += torch.cat(biases).square_()
         counts = [bank.bank.count for bank in banks]
-        scales = torch.where(squares > 0, rms * self._roots / squares.sqrt(), 0.0)
+        scales = torch.where(squares > 0, rms * (sizes / squares).sqrt(), 0.0)
         by_dtype = {dtype: scales.to(dtype) for dtype in {bank.shape.dtype for bank in banks}}
         for index, bank in enumerate(banks):
             bank_scales = by_dtype[bank.shape.dtype].split(counts)[index]
@@ -390,10 +448,8 @@ class Preconditioner:
 
     def failures(self) -> dict[str, int]:
         """How many inversions failed, for the layers where one did. Synchronises with the host."""
-        failed = {}
-        for inverses in self.banks:
-            counts = inverses.failures.tolist()
-            failed.update({name: sum(counts[here]) for name, here in inverses.bank.slices.items()})
+        counts = self._failures.tolist()
+        failed = {name: sum(counts[here]) for name, here in self._entries().items()}
         return {name: count for name, count in failed.items() if count}
 
     @property
@@ -409,14 +465,14 @@ class Preconditioner:
         """
         self._to_run, self._of_others = self._to_run + self._of_others, []
         self._finish_inversion()
-        state = {}
+        state, entries = {}, self._entries()
         for name, inverses in self._home.items():
             here = inverses.bank.slices[name]
             layer_state = {
                 "A_inverse": inverses.A.read(here).clone(),
                 "G_inverse": inverses.G.read(here).clone(),
-                "boost": inverses.boost[here].clone(),
-                "failures": inverses.failures[here].clone(),
+                "boost": self._boost[entries[name]].to(inverses.shape.dtype),
+                "failures": self._failures[entries[name]].clone(),
                 **{key: value[here].clone() for key, value in self._begun(inverses).items()},
             }
             for key in INPUT_SIDES & layer_state.keys():
@@ -432,12 +488,14 @@ class Preconditioner:
         if any("sound" in layer_state for layer_state in state.values()):
             self.begin_inversion(1.0, {})  # makes the room for what was begun
         self._to_run, self._of_others = [], []
+        entries = self._entries()
         for inverses in self.banks:
             begun = self._begun(inverses)
             for name, here in inverses.bank.slices.items():
                 layer_state, site = dict(state[name]), self.blocks[name].site
                 buffers = {key: value[here] for key, value in begun.items()}
-                buffers |= {key: getattr(inverses, key)[here] for key in ("boost", "failures")}
+                buffers["boost"] = self._boost[entries[name]]
+                buffers["failures"] = self._failures[entries[name]]
                 buffers |= {"A_inverse": inverses.A.read(here), "G_inverse": inverses.G.read(here)}
                 for key, buffer in buffers.items():
                     guards.check_saved_shape(name, layer_state[key], buffer)
@@ -460,15 +518,6 @@ class Preconditioner:
             return {}
         fields = ([p.A for p in parts], [p.G for p in parts], [p.sound for p in parts])
         return {key: torch.cat(stack) for key, stack in zip(PENDING, fields, strict=True)}
-
-
-def _dampings(inverses: Inverses, damping: float, ratios: Mapping[str, Tensor]) -> Tensor:
-    """The damping of each entry of a bank."""
-    dampings = torch.full_like(inverses.boost, damping)
-    for name, here in inverses.bank.slices.items():
-        if name in ratios:
-            dampings[here] *= ratios[name]
-    return dampings
 
 
 def _norms(steps: Tensor) -> Tensor:

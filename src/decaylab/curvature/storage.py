@@ -68,6 +68,18 @@ def unpack(triangles: Tensor, length: int) -> Tensor:
     return matrices[:, :length, :length].contiguous()
 
 
+def lower(triangles: Tensor, length: int) -> Tensor:
+    """[n, length, length] whose lower triangles are the packed ones, with anything above them."""
+    half = triangles.shape[2]
+    first = min(half, length)
+    rest = length - first
+    matrices = triangles.new_empty(len(triangles), length, length)
+    matrices[:, :first, :first] = triangles[:, 1 : first + 1, :first]
+    matrices[:, first:, :first] = triangles[:, half + 1 : half + 1 + rest, :first]
+    matrices[:, first:, first:] = triangles[:, :rest, :rest].mT
+    return matrices
+
+
 def diagonal_of(side: Tensor) -> Tensor:
     """The diagonal [n, d] of each factor; of packed ones of odd length with a zero behind it."""
     if is_packed(side):
@@ -125,10 +137,12 @@ class InverseStack:
         """Replace those of some entries; where `sound` [n] is given, no others than these."""
         within = (here, *(slice(self.length),) * (2 - self.diagonal))
         new, scale = halved(inverses) if self.half else (inverses, None)
-        if sound is not None:
+        values = self.values[within]
+        if sound is None:
+            values.copy_(new)
+        else:
             mask = sound.view((-1,) + (1,) * (new.dim() - 1))
-            new = torch.where(mask, new, self.values[within])
-        self.values[within] = new
+            torch.where(mask, new, values, out=values)
         if self.scale is not None and scale is not None:
             before = self.scale[here]
             before.copy_(scale if sound is None else torch.where(sound, scale, before))

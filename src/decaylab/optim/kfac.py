@@ -222,12 +222,10 @@ class KFAC(torch.optim.Optimizer):
         self._skips = Skips(self.device)
         # a graph reads learning rates from tensors, which torch's fused kernels take as float32
         double = any(p.dtype == torch.float64 for p in self.model.parameters())
-        self._updater = Updater(
-            self._preconditioner,
-            self._first_order,
-            self._skips,
-            CudaGraphs(self.device) if cuda and options.replay and not double else None,
-        )
+        # and it has its gradients and steps in one place
+        replayed = cuda and options.replay and not double and self._preconditioner.keeps_room
+        graphs = CudaGraphs(self.device) if replayed else None
+        self._updater = Updater(self._preconditioner, self._first_order, self._skips, graphs)
         self._seed = self._distribution.together(
             self.estimator.seed, self.scale_free.norms, self.generator
         )

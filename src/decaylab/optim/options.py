@@ -30,7 +30,7 @@ class KFACOptions:
         equal_shares: with several ranks, says that each has an equal part of one batch, in rank
             order. Sampled outputs then equal those of one process with the whole batch.
         replay: on CUDA, replay what `step` does with the gathered gradients as a graph; False
-            launches the kernels one by one.
+            launches the kernels one by one, as for models with more than 1 GiB of gradients.
         half_inverses: store inverses with sides longer than 640 in float16, with one power-of-two
             scale per matrix: as precise as a TF32 product reads them, in half the memory.
         rms_behind_momentum: with `step_scaling="rms"`, scale the step after momentum instead of

@@ -111,6 +111,7 @@ class _Pattern:
             self.clipped.append((index, None if whole else _on(blocks.device, entries)))
         self.alike = [members.alike for members in self.members]
         self.missing = [slot.step for p, slot in slots.items() if p.grad is None]
+        self.sizes = blocks.sizes({p for p in slots if p.grad is not None})
         # frozen for the moment; a bias that is trained but not used (before a norm) counts as zero
         self.held = {p for p in slots if p.grad is None and not p.requires_grad}
         # for replays: where gradients of the others and learning rates lie
@@ -164,18 +165,19 @@ class Updater:
         first_order.state = state
         replay = replay and self._graphs is not None and loss_scale == LossScale()
         pattern = self._pattern(groups, state, (size, scale_free), replay)
-        for params, places in pattern.gathered:
-            torch._foreach_copy_(places, _gradients_of(params))
         if any(g.is_sparse for _, params in pattern.others for g in _gradients_of(params)):
             raise DecaylabError(
                 "a parameter has a sparse gradient, which the first-order step does not take: "
                 "build its nn.Embedding with sparse=False"
             )
-        if not replay:
-            rates = [group["lr"] for group in groups]
-            self._apply(pattern, groups, rates, size, scale_free, loss_scale)
-            return
-        self._replay(pattern, groups, size, scale_free)
+        with self.blocks.room():
+            for params, places in pattern.gathered:
+                torch._foreach_copy_(places, _gradients_of(params))
+            if replay:
+                self._replay(pattern, groups, size, scale_free)
+            else:
+                rates = [group["lr"] for group in groups]
+                self._apply(pattern, groups, rates, size, scale_free, loss_scale)
 
     def forget(self) -> None:
         """Drop what was remembered of earlier steps, graphs included."""
@@ -290,11 +292,13 @@ class Updater:
         blocks.hold(pattern.held)
         clips = size.kl_clip is not None and bool(pattern.clipped)
         blocks.precondition(decreases=clips)
+        if pattern.missing:  # no part of how long their layer's step is
+            torch._foreach_zero_(pattern.missing)
         other_gradients = [g for _, params in pattern.others for g in _gradients_of(params)]
         finite = _all_finite([*blocks.steps, *other_gradients])
         move = finite if loss_scale.skip is None else finite & (loss_scale.skip == 0)
         if size.rms is not None and not size.behind_momentum:
-            blocks.scale_steps(size.rms)
+            blocks.scale_steps(size.rms, pattern.sizes)
         elif size.kl_clip is not None and clips:
             self.clip_coefficient.copy_(self._kl_scale(pattern, rates, size.kl_clip))
             _scale(blocks.steps, self.clip_coefficient)
@@ -306,7 +310,7 @@ class Updater:
             for members, alike in zip(pattern.members, pattern.alike, strict=True):
                 momentum = groups[members.group]["momentum"]
                 _accumulate(members, momentum, move, stay, alike=alike)
-            blocks.scale_steps(size.rms)
+            blocks.scale_steps(size.rms, pattern.sizes)
         for members, alike in zip(pattern.members, pattern.alike, strict=True):
             group, rate = groups[members.group], rates[members.group]
             momentum = 0.0 if behind else group["momentum"]

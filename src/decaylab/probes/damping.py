@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.factors import KroneckerFactors
-from decaylab.curvature.inverses import factored_damping
+from decaylab.curvature.inverses import factored_damping, mean_diagonal
 from decaylab.errors import DecaylabError
 from decaylab.probes.kronecker import eigenvalues, grouped, named, seen, weight_of, without_bias
 from decaylab.probes.reading import Reading, row_name
@@ -112,7 +112,7 @@ def _layer_damping(weight: Tensor, factors: KroneckerFactors, damping: float) ->
     if not grouped(factors):
         A, G = A[None], G[None]
     lambdas = torch.full((len(A),), damping, dtype=torch.float64, device=T.device)
-    extra_a, extra_g = factored_damping(A, G, lambdas)
+    extra_a, extra_g = factored_damping(mean_diagonal(A), mean_diagonal(G), lambdas)
     if not grouped(factors):
         extra_a, extra_g = extra_a[0], extra_g[0]
     plain = a[..., :, None] * g[..., None, :]

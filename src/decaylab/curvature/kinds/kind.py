@@ -64,11 +64,6 @@ class Shape(NamedTuple):
         """The input side without the bias."""
         return self.input_dim - self.bias
 
-    @property
-    def size(self) -> int:
-        """How many parameters an entry has."""
-        return self.output_dim * self.input_dim
-
     def stored(self, device: torch.device) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """How both sides of an entry are kept: as diagonals, matrices or triangles."""
         sides = (self.wide(device), self.input_diagonal), (self.output_dim, self.output_diagonal)
