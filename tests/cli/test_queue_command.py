@@ -111,6 +111,36 @@ def test_a_command_runs_once_and_is_done_by_the_file_it_writes(queue):
     assert Path("out.json").read_text() == "x"
 
 
+def test_what_a_command_prints_is_its_file_once_it_has_ended_well(queue):
+    """`decaylab` is the one that works off the queue, wherever it is installed."""
+    text = command("", 1).replace('"python", "-c", ""', '"decaylab", "data", "list", "--json"')
+    text = text.replace('"out.json"', '"new/out.json"') + "prints = true\n"
+    assert queue(text).exit_code == 0
+    assert any(entry["name"] == "digits" for entry in json.loads(Path("new/out.json").read_text()))
+    failing = command("print('half'); raise SystemExit(3)") + "prints = true\n"
+    assert queue(failing).exit_code == 1
+    assert not Path("out.json").exists()
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT, None])
+def test_a_command_ends_with_the_queue_that_began_it(tmp_path, stop):
+    """Whether the queue is stopped or its time is up: nothing goes on using the device."""
+    beat = "import time\nwhile True: open('beat', 'a').write('x'); time.sleep(0.01)"
+    (tmp_path / "queue.toml").write_text(command(beat))
+    words = [sys.executable, "-m", "decaylab", "reproduce", "--queue", "queue.toml", "--device"]
+    words += ["cpu"] if stop else ["cpu", "--max-minutes", "0.02"]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    while not (tmp_path / "beat").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    if stop:
+        process.send_signal(stop)
+    assert process.wait(60) in ((128 + stop, -stop) if stop else (RUNS_LEFT,))
+    size = (tmp_path / "beat").stat().st_size
+    time.sleep(0.3)
+    assert (tmp_path / "beat").stat().st_size == size
+
+
 @pytest.mark.parametrize(
     ("script", "reason"), [("raise SystemExit(3)", "exit code 3"), ("pass", "wrote no out.json")]
 )

@@ -7,11 +7,11 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from decaylab.cli.board import follow
 from decaylab.cli.output import in_words, print_json
@@ -31,9 +31,11 @@ from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, Entry, SearchEntr
 from decaylab.sweeps.search import SearchPlan, first_specs
 from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.text_table import Column, TextTable
+from decaylab.training.signals import requests
 
 State = Literal["done", "to do", "held"]
 GRACE = 30.0  # seconds a command has to end after SIGTERM
+PROGRAMS = {"python": [sys.executable], "decaylab": [sys.executable, "-m", "decaylab"]}
 
 
 @dataclass(frozen=True)
@@ -197,9 +199,8 @@ class Queue:
         )
 
 
-def print_queue(queue: Queue, json_output: bool) -> None:
+def print_queue(standing: Sequence[Standing], json_output: bool) -> None:
     """What is done and what is left, with an estimate."""
-    standing = queue.standing()
     left = sum(s.seconds for s in standing if s.state == "to do")
     if json_output:
         print_json({"entries": [_plain(s) for s in standing], "seconds_left": left})
@@ -302,27 +303,46 @@ def _run_command(entry: CommandEntry, limits: WorkerOptions, stream: Any) -> str
         return ""
     if limits.whole_runs and limits.seconds is not None and 60 * entry.minutes > limits.seconds:
         return ""
-    words = [sys.executable if entry.command[0] == "python" else entry.command[0]]
+    program = PROGRAMS.get(entry.command[0], [entry.command[0]])
     say(f"{entry.name}: {' '.join(entry.command)}", stream=stream)
-    try:
-        process = subprocess.Popen([*words, *entry.command[1:]])
-    except OSError as error:
-        return f"{words[0]} cannot be started ({error.strerror})"
-    try:
-        code = process.wait(limits.seconds)
-    except subprocess.TimeoutExpired:
-        return ""  # it is begun anew by the next call
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(GRACE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    printed = Path(f"{entry.writes}.part")
+    with ExitStack() as opened:
+        output = None
+        if entry.prints:
+            with disk_errors(printed):
+                printed.parent.mkdir(parents=True, exist_ok=True)
+                output = opened.enter_context(printed.open("w", encoding="utf-8"))
+        try:
+            code = _exit_code([*program, *entry.command[1:]], limits.seconds, output)
+        except OSError as error:
+            return f"{program[0]} cannot be started ({error.strerror})"
+    if code is None:
+        return ""  # out of time: the next call begins it anew
     if code:
         return f"it ended with exit code {code}"
+    if entry.prints:
+        printed.replace(entry.writes)
     return "" if Path(entry.writes).exists() else f"it ended well but wrote no {entry.writes}"
+
+
+def _exit_code(words: list[str], seconds: float | None, output: TextIO | None) -> int | None:
+    """Run a command; None where the time was up. It never outlives this process's wait for it."""
+    until = math.inf if seconds is None else time.monotonic() + seconds
+    with requests.listening():
+        process = subprocess.Popen(words, stdout=output)
+        try:
+            while process.poll() is None and time.monotonic() < until:
+                requests.check()
+                time.sleep(0.05)
+            return process.poll()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(GRACE)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
 
 
 def _search_plan(entry: SearchEntry) -> SearchPlan:
