@@ -151,6 +151,20 @@ def test_an_entry_that_fails_does_not_stop_the_next(queue, script, reason):
     assert standing(queue, command(script) + TABLE2) == [("to do", 0, 1), ("done", 2, 2)]
 
 
+def test_runs_whose_data_are_not_there_wait_and_the_others_are_made(queue, monkeypatch):
+    """In one stage, and in a search: a machine may have been given one data set of two."""
+    monkeypatch.setenv("DECAYLAB_DATA", "nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", "nowhere")
+    mnist = '[[entry]]\nname = "nets"\nreproduce = "fig5"\nonly = ["dataset=mnist"]\n'
+    search = SEARCH.replace('"smoke"', '"short"')
+    text = search + TABLE2 + mnist + 'tier = "short"\n'
+    result = queue(text)
+    assert result.exit_code == 1
+    assert "mnist is not on this machine" in result.stderr
+    assert "search: The data set cifar10 is not in" in result.stderr
+    assert [state for state, _, _ in standing(queue, text)] == ["to do", "done", "to do"]
+
+
 def test_what_is_held_is_listed_with_its_reason_and_not_run(queue):
     text = TABLE2 + 'hold = "waits for a fix"\n'
     result = queue(text)

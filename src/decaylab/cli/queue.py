@@ -17,6 +17,8 @@ from decaylab.cli.board import follow
 from decaylab.cli.output import in_words, print_json
 from decaylab.cli.search import make_search
 from decaylab.cli.terminal import say, show
+from decaylab.data import find
+from decaylab.errors import DecaylabError
 from decaylab.paper import Cell
 from decaylab.paper.finished_runs import REPEATS, FinishedRun, FinishedRuns
 from decaylab.paper.plan import chosen_cells, plan
@@ -229,22 +231,32 @@ def work_off(queue: Queue, limits: WorkerOptions, stream: Any) -> dict[str, str]
         if left <= 0:
             break
         limited = replace(limits, seconds=None if math.isinf(left) else left)
-        first = entries[0]
-        if isinstance(first, CommandEntry):
-            with _alone(first, queue.runs) as mine:
-                if mine and (reason := _run_command(first, limited, stream)):
-                    failed[first.name] = reason
-        elif isinstance(first, SearchEntry):
-            search = _search_plan(first)
-            if not queue.is_searched(search):
-                make_search(search, queue.runs / "searched", limited, stream)
-        elif _shares(first):
-            failed |= _make_runs(queue, entries, limited, stream)
-        else:
-            with _alone(first, queue.runs) as mine:
-                if mine:
-                    failed |= _make_runs(queue, entries, limited, stream)
+        try:
+            failed |= _work_on(queue, entries, limited, stream)
+        except DecaylabError as error:
+            failed[entries[0].name] = str(error)
     return failed
+
+
+def _work_on(
+    queue: Queue, entries: Sequence[Entry], limits: WorkerOptions, stream: Any
+) -> dict[str, str]:
+    """Make what is left of a stage; what failed, with the reason."""
+    first = entries[0]
+    if isinstance(first, SearchEntry):
+        search = _search_plan(first)
+        if not queue.is_searched(search):
+            make_search(search, queue.runs / "searched", limits, stream)
+        return {}
+    if _shares(first):
+        return _make_runs(queue, entries, limits, stream)
+    with _alone(first, queue.runs) as mine:
+        if not mine:
+            return {}
+        if isinstance(first, CommandEntry):
+            reason = _run_command(first, limits, stream)
+            return {first.name: reason} if reason else {}
+        return _make_runs(queue, entries, limits, stream)
 
 
 @contextmanager
@@ -270,18 +282,27 @@ def _make_runs(
     assert isinstance(first, ArtefactEntry)
     if first.alone:
         limits = replace(limits, at_once=1, processes=1, compiled=False)
-    if first.again:
-        work = queue.remaking(first)
-        worker = Worker(work.left, work.store, limits)
-    else:
-        worker = Worker(queue.planned(entries), queue.store, limits)
+    work = queue.remaking(first) if first.again else None
+    planned = queue.planned(entries) if work is None else work.left
+    store = queue.store if work is None else work.store
+    missing = _missing_data(planned, store, limits.data_dir)
+    worker = Worker([run for run in planned if run.spec.data not in missing], store, limits)
     worker.check_data()
     try:
         follow(worker, stream)
     finally:  # also when the time is up: what is finished counts
-        if first.again:
+        if work is not None:
             queue.take_over(work)
-    return dict(worker.outcome.failed)
+    return missing | worker.outcome.failed
+
+
+def _missing_data(
+    planned: Sequence[PlannedRun], store: RunStore, data_dir: Path | None
+) -> dict[str, str]:
+    """Data sets that this machine lacks: their runs wait for another."""
+    needed = {run.spec.data for run in planned if not has_ended(run, store)} - {"digits"}
+    remedy = "is not on this machine: give the folder that holds it by --data-dir or DECAYLAB_DATA"
+    return {name: f"{name} {remedy}" for name in sorted(needed) if find(name, data_dir) is None}
 
 
 def _shares(entry: Entry) -> bool:
