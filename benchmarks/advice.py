@@ -184,9 +184,11 @@ def main(given: list[str] | None = None) -> None:
         rows = [row for row in known["rows"] if row["decay"] in map("{:g}".format, SWEEP)]
         arms = {name: decays for name, decays in arms.items() if name.startswith("suggested")}
 
+    part = options.out.with_name(options.out.name + ".part")  # until all is there
+
     def write() -> None:
         result = {"about": about, "suggestion": as_record(suggestion), "rows": rows}
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        part.write_text(json.dumps(result, indent=1) + "\n")
 
     print(f"suggested: {common:.4g} for {len(suggested)} layers", flush=True)
     # seed by seed, so that a benchmark cut short leaves whole sweeps
@@ -198,6 +200,7 @@ def main(given: list[str] | None = None) -> None:
             row = {"decay": name, "weight_decay": value, "seed": seed}
             rows.append(attempt(row, partial(trained, decays, seed, data, options)))
             write()
+    part.replace(options.out)
     for name in dict.fromkeys(row["decay"] for row in rows):
         losses = [row.get("held_out", math.nan) for row in rows if row["decay"] == name]
         spread = statistics.stdev(losses) if len(losses) > 1 else math.nan

@@ -6,8 +6,8 @@
 The model, data and schedule of benchmarks/gpt.py (10 million parameters; `--small`, for a CPU: 0.1
 million), a loop that knows nothing of decaylab but `attribute`, and on a GPU `captured`. Decay is
 on the matrices (embeddings and head included under AdamW), as nanoGPT has it. Metrics: held-out and
-training loss in nats a byte, and the scale of the logits. Writes FOLDER/gpt-OPTIMIZER.json; arms
-that are finished are not trained again.
+training loss in nats a byte, and the scale of the logits. Writes FOLDER/gpt-OPTIMIZER-10M.json
+(`--small`: -small.json); arms that are finished are not trained again.
 """
 
 import argparse

@@ -12,7 +12,7 @@ trajectory; if they come and go with either, of its noise. About eight minutes o
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,17 +48,25 @@ def branches(
     device: str = "cpu",
     precisions: Iterable[str] = PRECISIONS,
     orders: Sequence[int] = ORDERS,
+    known: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Each branch as it ends: its precision and order, and a list of what each epoch ended with."""
+    """Each branch as it ends: its precision and order, and a list of what each epoch ended with.
+
+    Those in `known` are there already.
+    """
     spec = spec.resolved()
     assert spec.epochs is not None
     checkpoint = train_to(
         spec, epoch, data=data, folder=folder, device=device, execution=Execution(tier="custom")
     )
     steps = build_batches(spec, data).steps_per_epoch
+    there = {(branch["precision"], branch["order"]) for branch in known}
     for precision in precisions:
+        left = [order for order in orders if (precision, order) not in there]
+        if not left:
+            continue
         make = branch_from(checkpoint, replace(spec, precision=precision), data, device)
-        for order in orders:
+        for order in left:
             model, _, step, evaluate = make(order)
             course = []
             for done in range(epoch + 1, spec.epochs + 1):
@@ -87,8 +95,10 @@ def main() -> None:
     given = parser.parse_args()
     spec = burst_cell()
     data = load(spec.data, given.data_dir)
-    made = []
-    for branch in branches(spec, given.epoch, data, given.runs, device=given.device):
+    part = None if given.json is None else given.json.with_name(given.json.name + ".part")
+    made = json.loads(part.read_text())["branches"] if part is not None and part.exists() else []
+    left = branches(spec, given.epoch, data, given.runs, device=given.device, known=[*made])
+    for branch in left:
         made.append(branch)
         last, least = branch["epochs"][-1], min(e["test/accuracy"] for e in branch["epochs"])
         print(
@@ -96,15 +106,14 @@ def main() -> None:
             f" lowest {least:.4f}, norm {last['norm']:.2f}",
             flush=True,
         )
-        if given.json is not None:  # after each, beside the file: a device may go away
+        if part is not None:  # after each, beside the file: the next call goes on from there
             record = {
                 **{"device": device_name(torch.device(given.device)), "commit": code_commit()},
                 **{"spec": spec.id, "epoch": given.epoch, "branches": made},
             }
-            part = given.json.with_name(given.json.name + ".part")
             part.write_text(json.dumps(record, indent=1) + "\n")
-    if given.json is not None:
-        given.json.with_name(given.json.name + ".part").replace(given.json)
+    if part is not None:
+        part.replace(given.json)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from decaylab.attribution import Estimate
+from decaylab.attribution.shares import in_points
 from decaylab.attribution.words import fraction, margin
 from decaylab.diagnosis import Finding, diagnose, reasons
 from decaylab.errors import DecaylabError
@@ -314,7 +315,7 @@ def attributions(records: Records) -> str:
                 [
                     f"{found['title']} ({told})" if metric == found["metric"] else "",
                     metric,
-                    margin(_estimate(shares["total"]), metric),
+                    margin(_estimate(shares["total"]), in_points(metric, [])),
                     *(
                         "—" if unclear or name not in shares["shares"] else fraction(share)
                         for name in ("rotation", "size", "damping", "others", "direction")

@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from decaylab.attribution import SIZE_FREE_ROTATION
-from decaylab.attribution.arms import WITH, WITHOUT, Plan
+from decaylab.attribution.arms import WITH, WITHOUT, Plan, norms_alone
 from decaylab.attribution.branches import branch_from, train_to
 from decaylab.attribution.reasons import Fault
 from decaylab.attribution.recorded_arms import (
@@ -62,7 +62,7 @@ def test_the_arms_of_a_spec_are_runs(attributed):
     store, result = attributed
     assert len(store.runs()) == 2 * 5
     assert all(folder.is_finished() for folder in store.runs())
-    assert result.layers == ("layers.0",) or len(result.layers) == 1
+    assert result.layers == ("features.0",)
     assert set(result.metrics) == set(METRICS)
     assert not result.unused
     assert result.steps == 2 * math.ceil(1437 // 128)
@@ -266,12 +266,13 @@ def spec_file(tmp_path):
 def test_the_command(spec_file, tmp_path):
     page = tmp_path / "page.html"
     runs = ("--runs", tmp_path / "runs", "--device", "cpu")
-    done = run(spec_file, "--seeds", 2, *runs, "--report", page, "--norms-alone")
+    done = run(spec_file, "--seeds", 2, *runs, "--report", page, "--norms-alone", "step")
     assert done.exit_code == 0, done.output
     assert "Decay changes test/accuracy by" in done.output
     assert "size, rotation free" in done.output
     assert page.read_text().count("<img") >= 5
-    done = run(spec_file, "--seeds", 2, *runs, "--json", "--norms-alone", "--metric", "train/loss")
+    norms = ("--norms-alone", "step")
+    done = run(spec_file, "--seeds", 2, *runs, "--json", *norms, "--metric", "train/loss")
     found = json.loads(done.output)
     assert found["metric"] == "train/loss"
     assert set(found["metrics"]["train/loss"]["shares"]) == {"size", "rotation", "interaction"}
@@ -299,6 +300,9 @@ def test_the_command_from_the_middle_of_a_run(spec_file, tmp_path):
         (("--from", "{spec}", "--at", "1", "--for", "2", "--at-once", "2"), "one by one"),
         (("{spec}", "--metric", "beauty"), "beauty"),
         (("{spec}", "--tier", "huge"), "huge"),
+        (("{spec}", "--norms-alone", "week"), "step or epoch"),
+        (("{spec}", "--norms-alone", "epoch", "--only", "layers=features.0"), "wn-conv"),
+        (("{spec}", "--only", "layers=fc"), "no layer of fc decays"),
     ],
 )
 def test_bad_input(arguments, said, spec_file, tmp_path):
@@ -341,3 +345,35 @@ def test_sizes_followed_epoch_by_epoch_are_the_papers_norm_transfer(digits, tmp_
         assert float((ours - theirs).norm()) < 1e-4, name
         if weight.ndim > 1:
             assert float((ours - free).norm()) > 1e-2, name
+
+
+@pytest.mark.parametrize("scope", ["all", "conv"])
+def test_the_arm_with_free_rotation_is_fig_4s_cell(digits, tmp_path, scope):
+    """Nothing decays in it; once an epoch it is wn-conv itself, and its share the gap closed."""
+    spec = replace(SPEC, batch_norm=True, bias=True, decay_scope=scope)
+    plan = Plan(("size", "rotation"), others=scope == "all")
+    without = arm_spec(spec, WITHOUT, plan, 0, "conv")
+    each_step = arm_spec(spec, norms_alone(), plan, 0, "conv")
+    assert each_step.weight_decay == 0
+    assert (each_step.held_layers, each_step.size_source) == ("conv", spec.id)
+    assert not each_step.rotation_source
+    each_epoch = norms_alone(11)
+    assert arm_spec(spec, each_epoch, plan, 0) == replace(without, norm_source=spec.id)
+    result = attribute_spec(
+        spec,
+        data=digits,
+        store=arm_store(tmp_path),
+        options=CPU,
+        seeds=(0,),
+        only="conv",
+        extra=[norms_alone(), each_epoch],
+        metric="test/loss",
+    )
+    assert not result.unused
+    loss = {arm.arm: arm.metrics["test/loss"] for arm in result.results}
+    gap = loss["with decay"] - loss["without decay"]
+    for name, share in result.shares_of("test/loss").extra.items():
+        assert share.value == pytest.approx((loss[name] - loss["without decay"]) / gap)
+    arm, aim = result.paths[0]["size, rotation free"], result.reference(0)
+    ratio = arm.sizes[:, 0] / aim.sizes[:, aim.layers.index("features.0")]
+    assert float((ratio - 1).abs().max()) < 1e-5

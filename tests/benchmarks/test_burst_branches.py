@@ -30,6 +30,8 @@ def test_its_own_order_is_the_uninterrupted_run_and_another_is_not(script, tmp_p
     assert own == losses[2:]
     assert other != losses[2:]
     assert found[0]["epochs"][-1]["epoch"] == 4
+    again = script.branches(SPEC, 2, data, tmp_path, precisions=["fp32"], known=found[:1])
+    assert next(again) == found[1]  # what is there is not made again
     first = whole.model.features[0].weight.detach().double()
     assert found[0]["epochs"][-1]["norm"] == pytest.approx(float(first.norm()), rel=1e-6)
 

@@ -110,6 +110,36 @@ def test_a_command_runs_once_and_is_done_by_the_file_it_writes(queue):
     assert Path("out.json").read_text() == "x"
 
 
+def test_what_a_command_prints_is_its_file_once_it_has_ended_well(queue):
+    """`decaylab` is the one that works off the queue, wherever it is installed."""
+    text = command("", 1).replace('"python", "-c", ""', '"decaylab", "data", "list", "--json"')
+    text = text.replace('"out.json"', '"new/out.json"') + "prints = true\n"
+    assert queue(text).exit_code == 0
+    assert any(entry["name"] == "digits" for entry in json.loads(Path("new/out.json").read_text()))
+    failing = command("print('half'); raise SystemExit(3)") + "prints = true\n"
+    assert queue(failing).exit_code == 1
+    assert not Path("out.json").exists()
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT, None])
+def test_a_command_ends_with_the_queue_that_began_it(tmp_path, stop):
+    """Whether the queue is stopped or its time is up: nothing goes on using the device."""
+    beat = "import time\nwhile True: open('beat', 'a').write('x'); time.sleep(0.01)"
+    (tmp_path / "queue.toml").write_text(command(beat))
+    words = [sys.executable, "-m", "decaylab", "reproduce", "--queue", "queue.toml", "--device"]
+    words += ["cpu"] if stop else ["cpu", "--max-minutes", "0.02"]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    while not (tmp_path / "beat").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    if stop:
+        process.send_signal(stop)
+    assert process.wait(60) in ((128 + stop, -stop) if stop else (RUNS_LEFT,))
+    size = (tmp_path / "beat").stat().st_size
+    time.sleep(0.3)
+    assert (tmp_path / "beat").stat().st_size == size
+
+
 @pytest.mark.parametrize(
     ("script", "reason"), [("raise SystemExit(3)", "exit code 3"), ("pass", "wrote no out.json")]
 )
@@ -118,6 +148,20 @@ def test_an_entry_that_fails_does_not_stop_the_next(queue, script, reason):
     assert result.exit_code == 1
     assert reason in result.stderr
     assert standing(queue, command(script) + TABLE2) == [("to do", 0, 1), ("done", 2, 2)]
+
+
+def test_runs_whose_data_are_not_there_wait_and_the_others_are_made(queue, monkeypatch):
+    """In one stage, and in a search: a machine may have been given one data set of two."""
+    monkeypatch.setenv("DECAYLAB_DATA", "nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", "nowhere")
+    mnist = '[[entry]]\nname = "nets"\nreproduce = "fig5"\nonly = ["dataset=mnist"]\n'
+    search = SEARCH.replace('"smoke"', '"short"')
+    text = search + TABLE2 + mnist + 'tier = "short"\n'
+    result = queue(text)
+    assert result.exit_code == 1
+    assert "mnist is not on this machine" in result.stderr
+    assert "search: The data set cifar10 is not in" in result.stderr
+    assert [state for state, _, _ in standing(queue, text)] == ["to do", "done", "to do"]
 
 
 def test_what_is_held_is_listed_with_its_reason_and_not_run(queue):

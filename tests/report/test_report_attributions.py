@@ -68,8 +68,7 @@ def test_paths_of_every_arm_are_lines_of_few_points():
 
 
 def test_the_page_says_the_answer_first(tmp_path):
-    page = tmp_path / "deep" / "page.html"
-    write_attribution(page, attribution())
+    page = attribution().report(tmp_path / "deep" / "page.html")
     text = page.read_text(encoding="utf-8")
     answer = "Decay changes test/accuracy by +10"
     assert text.index(answer) < text.index("<table")

@@ -160,12 +160,18 @@ def test_where_ends_count_the_axis_is_cut_below_them_and_says_so(figures):
     assert figures[-1].get_ylim()[0] < 10
 
 
+ARMS = ("with decay", "without decay", "decay on the others", "size", "rotation", "damping",
+        "size + rotation", "size + damping", "rotation + damping")  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "labels",
     [
         ("no decay", "weight decay", "wn-conv", "wd-fc+wn-conv"),  # Fig. 4
         ("Adam", "K-FAC-G", "SGD", "not fitted (2 outside)"),  # Fig. 5
         ("baseline", "wd-conv", "wd-fc", "wd-all"),
+        ARMS[:5],  # of an attribution
+        ARMS,  # under K-FAC
     ],
 )
 def test_legends_are_inside_the_picture(figures, labels):

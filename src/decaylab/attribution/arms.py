@@ -16,7 +16,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Literal
 
@@ -61,8 +61,20 @@ class Arm:
 WITH = Arm("with decay", follows=False, decayed="all")
 WITHOUT = Arm("without decay", follows=False, decayed="none")
 OTHERS = Arm("decay on the others", follows=False, decayed="others")
-SIZE_FREE_ROTATION = Arm("size, rotation free", frozenset({"size"}), free=frozenset({"rotation"}))
-"""The paper's wn-conv (Fig. 4), step by step: norms as with decay, and what follows from them."""
+SIZE_FREE_ROTATION = Arm(
+    "size, rotation free", frozenset({"size"}), decayed="none", free=frozenset({"rotation"})
+)
+"""No decay at all, but the norms of the run with it, at every step; the rotation is what follows.
+
+With `only="conv"` it is the paper's wn-conv (Fig. 4), but that the paper sets norms once an epoch.
+"""
+
+
+def norms_alone(every: int = 1) -> Arm:
+    """`SIZE_FREE_ROTATION`, its norms set every so many steps."""
+    if every == 1:
+        return SIZE_FREE_ROTATION
+    return replace(SIZE_FREE_ROTATION, name="size each epoch, rotation free", size_every=every)
 
 
 @dataclass(frozen=True)
@@ -213,7 +225,7 @@ def undecayed(arm: Arm, selection: Selection) -> list[Tensor]:
     """The parameters whose decay is held off in an arm."""
     if arm.decayed == "all":
         return []
-    return selection.held + (selection.others if arm.decayed == "none" else [])
+    return selection.held + ([*selection.others.values()] if arm.decayed == "none" else [])
 
 
 def held_errors(taken: LayerPaths, targets: Targets) -> dict[str, dict[str, float]]:

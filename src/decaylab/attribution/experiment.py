@@ -93,6 +93,7 @@ def attribute(
         plan=plan,
         layers=tuple(selection.weights),
         notes=selection.notes,
+        others=tuple(selection.others),
         seeds=numbers,
         steps=steps,
         results=tuple(results),

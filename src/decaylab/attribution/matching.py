@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from decaylab.attribution import words
 from decaylab.attribution.reasons import Unused
 from decaylab.attribution.recorded_arms import METRICS, Clock, Tell, arm_result, train_all
-from decaylab.attribution.shares import Estimate, estimate, fraction
+from decaylab.attribution.shares import Estimate, estimate, fraction, in_points
 from decaylab.errors import DecaylabError
 from decaylab.optim.decay import OPTIMIZERS, decay_rate
 from decaylab.records import RunStore
@@ -51,8 +51,8 @@ class Match:
         rows = [
             [
                 metric,
-                words.margin(self.differences[metric], metric),
-                words.margin(self.left[metric], metric),
+                words.margin(self.differences[metric], in_points(metric, [])),
+                words.margin(self.left[metric], in_points(metric, [])),
                 words.fraction(self.gone[metric]),
             ]
             for metric in self.differences

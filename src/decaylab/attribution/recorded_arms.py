@@ -53,16 +53,26 @@ def arm_spec(spec: RunSpec, arm: Arm, plan: Plan, seed: int, only: str = "all") 
     without = replace(ordinary, decay="none", weight_decay=0.0, decay_scope="all")
     if arm == WITHOUT:
         return without
-    held = replace(ordinary, held_decay=False, held_layers=only)
+    if arm.size_every > 1:
+        if only not in ("all", "conv"):
+            raise DecaylabError(
+                "norms that are set once an epoch are those of all layers before the last (the"
+                f" paper's wn-conv), not of {only}: leave --only out, or set them at every step"
+            )
+        return replace(without, norm_source=ordinary.id)
+    others = replace(ordinary, held_decay=False, held_layers=only)
     if not arm.follows:
-        return held
-    sources = {True: ordinary.id, False: held.id if plan.others else without.id}
+        return others
+    sources = {True: ordinary.id, False: others.id if plan.others else without.id}
     followed = {
         f"{path}_source": sources[path in arm.as_with]
         for path in plan.paths
         if path not in arm.free
     }
-    return RunSpec.from_mapping({**_values(held), **followed})
+    if arm.decayed == "none":  # then nothing says which layers are held but their names
+        layers = ordinary.decay_scope if only == "all" else only
+        return RunSpec.from_mapping({**_values(without), "held_layers": layers, **followed})
+    return RunSpec.from_mapping({**_values(others), **followed})
 
 
 def _values(spec: RunSpec) -> dict[str, object]:
@@ -117,6 +127,7 @@ def attribute_spec(
         plan=plan,
         layers=tuple(selection.weights),
         notes=selection.notes,
+        others=tuple(selection.others),
         seeds=tuple(seeds),
         steps=max(
             (paths.steps for by_arm in paths_by_seed.values() for paths in by_arm.values()),

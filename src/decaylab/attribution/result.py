@@ -1,13 +1,15 @@
 """What an attribution found, as a value: shares by metric, arms, and what could not be used."""
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from decaylab.attribution import words
 from decaylab.attribution.arms import WITH, ArmResult, Plan
 from decaylab.attribution.reasons import Unused
-from decaylab.attribution.shares import Estimate, Shares, decompose
+from decaylab.attribution.shares import Estimate, Shares, decompose, seeds_to_tell
 from decaylab.errors import DecaylabError, did_you_mean
 from decaylab.training.held_layers import LayerNote
 from decaylab.training.paths import LayerPaths
@@ -25,6 +27,7 @@ class Attribution:
         results: every arm of every seed.
         metric: the metric that `total` and `shares` are of.
         paths: seed -> arm -> what each held layer went through.
+        others: the names of the parameters that decay and are not held.
     """
 
     plan: Plan
@@ -35,6 +38,7 @@ class Attribution:
     results: tuple[ArmResult, ...]
     metric: str
     paths: Mapping[int, Mapping[str, LayerPaths]]
+    others: tuple[str, ...] = ()
 
     @property
     def metrics(self) -> list[str]:
@@ -68,19 +72,21 @@ class Attribution:
 
     def sentences(self) -> list[str]:
         """What to know beside the tables: layers not held, arms not used, doubts."""
-        doubt = self.shares_of(self.metric).doubt
+        shares = self.shares_of(self.metric)
+        seeds = seeds_to_tell(shares.total)
         return [
-            *([words.doubt_sentence(doubt)] if doubt is not None else []),
+            *([words.doubt_sentence(shares.doubt, seeds)] if shares.doubt is not None else []),
             *(words.unused_sentence(unused) for unused in self.unused),
             *(words.note_sentence(layer, note) for layer, note in self.notes.items()),
+            *([words.others_sentence(self.others)] if self.others else []),
         ]
 
     def __str__(self) -> str:
         """The answer as text of at most 80 columns: a sentence, the shares, the arms."""
         shares = self.shares_of(self.metric)
         parts = [words.folded(words.sentence(shares))]
-        parts.append(words.table(words.share_header(self.metric), words.share_rows(shares)))
-        parts.append(words.table(words.ARM_HEADER, words.arm_rows(self.results, self.metric)))
+        parts.append(words.table(words.share_header(shares), words.share_rows(shares)))
+        parts.append(words.table(words.ARM_HEADER, words.arm_rows(self.results, shares)))
         if sentences := self.sentences():
             parts.append("\n".join(words.folded(text) for text in sentences))
         return "\n\n".join(parts)
@@ -92,6 +98,7 @@ class Attribution:
             "sentence": words.sentence(self.shares_of(self.metric)),
             "paths": list(self.plan.paths),
             "layers": list(self.layers),
+            "others": list(self.others),
             "seeds": list(self.seeds),
             "steps": self.steps,
             "metrics": {name: _plain(self.shares_of(name)) for name in self.metrics},
@@ -99,6 +106,15 @@ class Attribution:
             "unused": [{**asdict(u), "fault": u.fault.value} for u in self.unused],
             "notes": {layer: note.value for layer, note in self.notes.items()},
         }
+
+    def report(self, path: str | Path = "attribution.html", title: str = "") -> Path:
+        """Write everything with its figures as one offline HTML page; returns its path.
+
+        Needs the extra `report`.
+        """
+        pages = importlib.import_module("decaylab.report.attributions")  # it stands above this
+        pages.write_attribution(Path(path), self, title)
+        return Path(path)
 
     def worst_errors(self) -> dict[str, float]:
         """Path -> the largest relative error of any arm that followed it, in any layer."""

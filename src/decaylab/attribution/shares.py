@@ -17,6 +17,7 @@ the total is Fieller's: the numbers r for which a t test does not tell effect - 
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -99,8 +100,10 @@ class Shares:
         shares, alone_shares: the same as fractions of the total.
         factorial: names of paths joined by " x " -> the factorial effect: the difference their
             joint change makes, averaged over the settings of the other paths.
-        extra: arms beside the design -> what comes back with them, as a fraction of the total.
+        extra: arms beside the design -> what comes back with them, as a fraction of the total;
+            counted from the run without decay where nothing decays in the arm either.
         doubt: why shares have no value or no interval; None where they have.
+        in_points: whether the metric is a fraction that is spoken of in points (an accuracy).
     """
 
     metric: str
@@ -112,6 +115,32 @@ class Shares:
     factorial: Mapping[str, Estimate] = field(default_factory=dict)
     extra: Mapping[str, Estimate] = field(default_factory=dict)
     doubt: Doubt | None = None
+    in_points: bool = False
+
+
+def in_points(metric: str, values: Sequence[float]) -> bool:
+    """Whether a metric is an accuracy between 0 and 1, by its name and values.
+
+    >>> in_points("val_acc", [0.91, 0.93]), in_points("val_acc", [91.0, 93.0])
+    (True, False)
+    """
+    named = re.search(r"(?<![a-z])acc(uracy)?(?![a-z])", metric.lower()) is not None
+    return named and all(0 <= value <= 1 for value in values if math.isfinite(value))
+
+
+def seeds_to_tell(total: Estimate) -> int | None:
+    """How many seeds would tell a total from zero, at this value and spread; None if very many.
+
+    >>> seeds_to_tell(Estimate(1.0, -0.5, 2.5, 3))
+    4
+    """
+    if total.seeds < 2 or not total.value:
+        return None
+    deviation = (total.high - total.low) / 2 / _quantile(total.seeds) * math.sqrt(total.seeds)
+    for count in range(total.seeds + 1, 100):
+        if _quantile(count) * deviation / math.sqrt(count) < abs(total.value):
+            return count
+    return None
 
 
 def decompose(metric: str, plan: Plan, results: Sequence[ArmResult]) -> Shares:
@@ -122,10 +151,11 @@ def decompose(metric: str, plan: Plan, results: Sequence[ArmResult]) -> Shares:
             values.setdefault(result.seed, {})[result.arm] = result.metrics[metric]
     ends = [by_arm for by_arm in values.values() if WITH.name in by_arm and WITHOUT.name in by_arm]
     total = estimate([by_arm[WITH.name] - by_arm[WITHOUT.name] for by_arm in ends])
+    points = in_points(metric, [value for by_arm in values.values() for value in by_arm.values()])
     design = [arm.name for arm in plan.arms() if arm not in plan.extra]
     complete = [by_arm for by_arm in ends if all(name in by_arm for name in design)]
     if not complete:
-        return Shares(metric, total, doubt=Doubt.NO_SEED)
+        return Shares(metric, total, doubt=Doubt.NO_SEED, in_points=points)
     totals = [by_arm[WITH.name] - by_arm[WITHOUT.name] for by_arm in complete]
     effects, alone = _effects(plan, complete)
     shares = {name: fraction(parts, totals) for name, parts in effects.items()}
@@ -144,6 +174,7 @@ def decompose(metric: str, plan: Plan, results: Sequence[ArmResult]) -> Shares:
         factorial=_factorial(plan, complete),
         extra=_extra(plan, ends),
         doubt=doubt,
+        in_points=points,
     )
 
 
@@ -211,8 +242,9 @@ def _contrast(plan: Plan, by_arm: Values, chosen: Sequence[Path]) -> float:
 def _extra(plan: Plan, ends: Sequence[Values]) -> dict[str, Estimate]:
     fractions = {}
     for arm in plan.extra:
-        seeds = [by_arm for by_arm in ends if arm.name in by_arm and plan.base.name in by_arm]
-        parts = [by_arm[arm.name] - by_arm[plan.base.name] for by_arm in seeds]
+        base = WITHOUT.name if arm.decayed == "none" else plan.base.name
+        seeds = [by_arm for by_arm in ends if arm.name in by_arm and base in by_arm]
+        parts = [by_arm[arm.name] - by_arm[base] for by_arm in seeds]
         fractions[arm.name] = fraction(
             parts, [by_arm[WITH.name] - by_arm[WITHOUT.name] for by_arm in seeds]
         )

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from decaylab.attribution.reasons import LIMIT, Doubt, Fault, Unused
+from decaylab.attribution.shares import Estimate, Shares, in_points
 from decaylab.text_table import Column, TextTable
 from decaylab.training.held_layers import WHY_NOT_HELD, LayerNote
 
 if TYPE_CHECKING:
     from decaylab.attribution.arms import ArmResult
     from decaylab.attribution.matching import Match
-    from decaylab.attribution.shares import Estimate, Shares
 
 NAMES = {
     "rotation": "rotation",
@@ -44,6 +44,12 @@ def note_sentence(layer: str, note: LayerNote) -> str:
     return f"{layer} is not held: {WHY_NOT_HELD[note]}."
 
 
+def others_sentence(others: Sequence[str]) -> str:
+    """Which parameters decay beside the weights that are held."""
+    named = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+    return f"Other parameters: {len(others)} that decay and are not held ({named})."
+
+
 def unused_sentence(unused: Unused) -> str:
     """Why an arm is not used."""
     which = f"Seed {unused.seed}, arm “{unused.arm}”, is not used:"
@@ -55,23 +61,24 @@ def unused_sentence(unused: Unused) -> str:
     )
 
 
-def doubt_sentence(doubt: Doubt) -> str:
-    """Why shares have no value or no interval."""
+def doubt_sentence(doubt: Doubt, seeds: int | None = None) -> str:
+    """Why shares have no value or no interval; `seeds`: how many would tell."""
+    enough = "many more seeds" if seeds is None else f"about {seeds} seeds, at this spread"
     return {
         Doubt.NO_SEED: "No seed has all its arms, so there are no shares.",
-        Doubt.ONE_SEED: "This is one seed: without intervals. Give more seeds.",
-        Doubt.TOTAL_UNCLEAR: "The total effect cannot be told from zero, so fractions of it mean"
-        " little: give more seeds or a stronger decay.",
+        Doubt.ONE_SEED: "One seed has no intervals: give more seeds.",
+        Doubt.TOTAL_UNCLEAR: "The total effect cannot be told from zero, so there are no shares of"
+        f" it: give {enough}, or a stronger decay.",
     }[doubt]
 
 
-def sentence(shares: "Shares") -> str:
+def sentence(shares: Shares) -> str:
     """The answer for one metric."""
-    total = f"Decay changes {shares.metric} by {amount(shares.total, shares.metric)}"
+    total = f"Decay changes {shares.metric} by {amount(shares.total, shares.in_points)}"
     if not shares.alone_shares:
         return f"{total}."
     if shares.doubt is Doubt.TOTAL_UNCLEAR:
-        return f"{total}, which is not told from zero."
+        return f"{total}, which cannot be told from zero."
     ranked = sorted(shares.alone_shares.items(), key=lambda item: -item[1].value)
     first, share = ranked[0]
     parts = [f"{fraction(share)} of it comes back with the {first} alone"]
@@ -82,30 +89,30 @@ def sentence(shares: "Shares") -> str:
     return f"{total}; {', '.join(parts)}."
 
 
-def share_rows(shares: "Shares") -> list[list[str]]:
+def share_rows(shares: Shares) -> list[list[str]]:
     """A row per share: name, alone, Shapley share, effect in the metric's unit."""
-    rows = [["total", "", "", margin(shares.total, shares.metric)]]
+    unclear = shares.doubt is Doubt.TOTAL_UNCLEAR
+
+    def told(share: Estimate | None) -> str:
+        return "" if share is None or unclear else fraction(share)
+
+    rows = [["total", "", "", margin(shares.total, shares.in_points)]]
     for name, effect in shares.effects.items():
-        alone = shares.alone_shares.get(name)
-        rows.append(
-            [
-                NAMES[name],
-                "" if alone is None else fraction(alone),
-                "" if name == "interaction" else fraction(shares.shares[name]),
-                margin(effect, shares.metric),
-            ]
-        )
-    rows += [[name, fraction(share), "", ""] for name, share in shares.extra.items()]
+        share = None if name == "interaction" else shares.shares[name]
+        alone = told(shares.alone_shares.get(name))
+        rows.append([NAMES[name], alone, told(share), margin(effect, shares.in_points)])
+    rows += [[name, told(share), "", ""] for name, share in shares.extra.items()]
     return rows
 
 
-def share_header(metric: str) -> list[str]:
+def share_header(shares: Shares) -> list[str]:
     """The header of `share_rows`."""
-    return ["path", "alone", "share", "effect, points" if in_points(metric) else "effect"]
+    return ["path", "alone", "share", "effect, points" if shares.in_points else "effect"]
 
 
-def arm_rows(results: Sequence["ArmResult"], metric: str) -> list[list[str]]:
-    """A row per arm: its metric over the seeds, and how well it held."""
+def arm_rows(results: Sequence["ArmResult"], shares: Shares) -> list[list[str]]:
+    """A row per arm: a metric over the seeds, and how well it held."""
+    metric = shares.metric
     by_arm: dict[str, list[ArmResult]] = {}
     for result in results:
         by_arm.setdefault(result.arm, []).append(result)
@@ -119,7 +126,9 @@ def arm_rows(results: Sequence["ArmResult"], metric: str) -> list[list[str]]:
             for error in layers.values()
         ]
         worst, path = max(misses, default=(0.0, ""))
-        rows.append([arm, spread(values, metric), f"{percent(worst)}, {path}" if path else ""])
+        rows.append(
+            [arm, spread(values, shares.in_points), f"{percent(worst)}, {path}" if path else ""]
+        )
     return rows
 
 
@@ -134,12 +143,13 @@ def match_sentence(found: "Match") -> str:
     if not found.differences:
         return "No seed has all three runs, so there is nothing to compare."
     metric = next(iter(found.differences))
+    points = in_points(metric, [])
     total, left = found.differences[metric], found.left[metric]
-    text = f"A and B differ in {metric} by {amount(total, metric)}"
+    text = f"A and B differ in {metric} by {amount(total, points)}"
     if total.seeds > 1 and 0.0 in total:
-        return f"{text}, which is not told from zero."
+        return f"{text}, which cannot be told from zero."
     return (
-        f"{text}; with B's {found.path} as A's, {amount(left, metric)} are left:"
+        f"{text}; with B's {found.path} as A's, {amount(left, points)} are left:"
         f" {fraction(found.gone[metric])} of the difference is gone."
     )
 
@@ -162,26 +172,21 @@ def folded(text: str) -> str:
 # ---------------------------------------------------------------- numbers
 
 
-def in_points(metric: str) -> bool:
-    """Whether a metric is a fraction that is spoken of in points."""
-    return "accuracy" in metric.lower()
-
-
-def amount(value: "Estimate", metric: str) -> str:
+def amount(value: Estimate, points: bool) -> str:
     """A difference with its interval: `+1.9 [+1.2, +2.6] points`."""
-    factor, unit = (100, " points") if in_points(metric) else (1, "")
+    factor, unit = (100, " points") if points else (1, "")
     bounds = _bounds(f"{factor * value.low:+.3g}", f"{factor * value.high:+.3g}", value)
     return f"{factor * value.value:+.3g}{bounds}{unit}"
 
 
-def margin(value: "Estimate", metric: str) -> str:
+def margin(value: Estimate, points: bool) -> str:
     """A difference with half its interval: `+1.9 ± 0.7`."""
-    factor = 100 if in_points(metric) else 1
+    factor = 100 if points else 1
     half = factor * (value.high - value.low) / 2
     return f"{factor * value.value:+.3g}" + ("" if math.isnan(half) else f" ± {half:.2g}")
 
 
-def fraction(share: "Estimate") -> str:
+def fraction(share: Estimate) -> str:
     """A fraction with its interval: `92 % [80, 104]`."""
     if math.isnan(share.value):
         return "?"
@@ -189,17 +194,15 @@ def fraction(share: "Estimate") -> str:
     return f"{100 * share.value:.0f} %{bounds}"
 
 
-def _bounds(low: str, high: str, value: "Estimate") -> str:
-    if math.isnan(value.low):
-        return ""
-    return " [any]" if math.isinf(value.low) else f" [{low}, {high}]"
+def _bounds(low: str, high: str, value: Estimate) -> str:
+    return f" [{low}, {high}]" if math.isfinite(value.low) else ""
 
 
-def spread(values: Sequence[float], metric: str) -> str:
+def spread(values: Sequence[float], points: bool) -> str:
     """Mean and standard deviation over seeds."""
     if not values:
         return "diverged"
-    factor = 100 if in_points(metric) else 1
+    factor = 100 if points else 1
     mean = sum(values) / len(values)
     text = f"{factor * mean:.4g}"
     if len(values) > 1:

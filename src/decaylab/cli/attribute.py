@@ -11,7 +11,8 @@ import torch
 import typer
 
 from decaylab import __version__
-from decaylab.attribution import SIZE_FREE_ROTATION, Arm, ArmResult, Attribution, attribute
+from decaylab.attribution import Arm, ArmResult, Attribution, attribute
+from decaylab.attribution.arms import norms_alone as norms_alone_arm
 from decaylab.attribution.branches import branch_from, train_to
 from decaylab.attribution.recorded_arms import (
     FOLDER,
@@ -32,6 +33,7 @@ from decaylab.report.attributions import write_attribution
 from decaylab.report.drawing import check_extra
 from decaylab.report.names import named
 from decaylab.training import Progress, RunSpec
+from decaylab.training.build import build_batches, chosen_split
 from decaylab.training.journal import code_commit
 from decaylab.training.loop import device_name
 
@@ -61,9 +63,11 @@ For = Annotated[
     int | None, typer.Option("--for", metavar="STEPS", help="How many steps each arm takes.")
 ]
 NormsAlone = Annotated[
-    bool,
+    str | None,
     typer.Option(
-        "--norms-alone", help="One more arm: norms as with decay, rotation free (Fig. 4's wn-conv)."
+        "--norms-alone",
+        metavar="WHEN",
+        help="One more arm: no decay, but its norms, set each step, or each epoch (Fig. 4).",
     ),
 ]
 ReportFile = Annotated[
@@ -82,7 +86,7 @@ def attribute_command(
     start: From = None,
     at: At = None,
     steps: For = None,
-    norms_alone: NormsAlone = False,
+    norms_alone: NormsAlone = None,
     report: ReportFile = None,
     json_output: options.Json = False,
     *,
@@ -106,7 +110,7 @@ def attribute_command(
     where = options.chosen_device(training.device or "auto")
     base = spec_from(start or spec or "", runs, tier)
     data = load(base.data, training.data_dir)
-    extra = [SIZE_FREE_ROTATION] if norms_alone else []
+    extra = _norms_alone(norms_alone, base, data)
     tell = None if json_output else _tell_arm
     if start is not None:
         if training.at_once > 1 or training.max_minutes is not None or training.compiled:
@@ -129,7 +133,7 @@ def attribute_command(
         if engine.dry_run or not engine.in_this_process(training):
             words = ["attribute", spec or "", "--seeds", str(seeds), "--only", only]
             words += ["--metric", metric, *(["--tier", tier] if tier else [])]
-            words += ["--norms-alone"] * norms_alone
+            words += ["--norms-alone", norms_alone] if norms_alone else []
             submit_arms(words, specs, tier, training, engine, json_output)
             if engine.leaves:
                 return
@@ -227,6 +231,16 @@ def tell_finished(seed: int, arm: str, progress: Progress) -> None:
         accuracy = 100 * progress.values.get("test/accuracy", float("nan"))
         time = "made before" if progress.made_before else in_words(progress.seconds)
         say(f"seed {seed}, {arm}: test accuracy {accuracy:.2f} % ({time})")
+
+
+def _norms_alone(when: str | None, spec: RunSpec, data: DataSet) -> list[Arm]:
+    """The arm that Fig. 4 has, where it is asked for."""
+    if when is None:
+        return []
+    if when not in ("step", "epoch"):
+        raise DecaylabError(f"--norms-alone {when}: give step or epoch")
+    split = chosen_split(spec, data)
+    return [norms_alone_arm(1 if when == "step" else build_batches(spec, split).steps_per_epoch)]
 
 
 def _tell_arm(result: ArmResult) -> None:

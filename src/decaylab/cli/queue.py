@@ -7,16 +7,18 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from decaylab.cli.board import follow
 from decaylab.cli.output import in_words, print_json
 from decaylab.cli.search import make_search
 from decaylab.cli.terminal import say, show
+from decaylab.data import find
+from decaylab.errors import DecaylabError
 from decaylab.paper import Cell
 from decaylab.paper.finished_runs import REPEATS, FinishedRun, FinishedRuns
 from decaylab.paper.plan import chosen_cells, plan
@@ -31,9 +33,11 @@ from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, Entry, SearchEntr
 from decaylab.sweeps.search import SearchPlan, first_specs
 from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.text_table import Column, TextTable
+from decaylab.training.signals import requests
 
 State = Literal["done", "to do", "held"]
 GRACE = 30.0  # seconds a command has to end after SIGTERM
+PROGRAMS = {"python": [sys.executable], "decaylab": [sys.executable, "-m", "decaylab"]}
 
 
 @dataclass(frozen=True)
@@ -197,9 +201,8 @@ class Queue:
         )
 
 
-def print_queue(queue: Queue, json_output: bool) -> None:
+def print_queue(standing: Sequence[Standing], json_output: bool) -> None:
     """What is done and what is left, with an estimate."""
-    standing = queue.standing()
     left = sum(s.seconds for s in standing if s.state == "to do")
     if json_output:
         print_json({"entries": [_plain(s) for s in standing], "seconds_left": left})
@@ -228,22 +231,32 @@ def work_off(queue: Queue, limits: WorkerOptions, stream: Any) -> dict[str, str]
         if left <= 0:
             break
         limited = replace(limits, seconds=None if math.isinf(left) else left)
-        first = entries[0]
-        if isinstance(first, CommandEntry):
-            with _alone(first, queue.runs) as mine:
-                if mine and (reason := _run_command(first, limited, stream)):
-                    failed[first.name] = reason
-        elif isinstance(first, SearchEntry):
-            search = _search_plan(first)
-            if not queue.is_searched(search):
-                make_search(search, queue.runs / "searched", limited, stream)
-        elif _shares(first):
-            failed |= _make_runs(queue, entries, limited, stream)
-        else:
-            with _alone(first, queue.runs) as mine:
-                if mine:
-                    failed |= _make_runs(queue, entries, limited, stream)
+        try:
+            failed |= _work_on(queue, entries, limited, stream)
+        except DecaylabError as error:
+            failed[entries[0].name] = str(error)
     return failed
+
+
+def _work_on(
+    queue: Queue, entries: Sequence[Entry], limits: WorkerOptions, stream: Any
+) -> dict[str, str]:
+    """Make what is left of a stage; what failed, with the reason."""
+    first = entries[0]
+    if isinstance(first, SearchEntry):
+        search = _search_plan(first)
+        if not queue.is_searched(search):
+            make_search(search, queue.runs / "searched", limits, stream)
+        return {}
+    if _shares(first):
+        return _make_runs(queue, entries, limits, stream)
+    with _alone(first, queue.runs) as mine:
+        if not mine:
+            return {}
+        if isinstance(first, CommandEntry):
+            reason = _run_command(first, limits, stream)
+            return {first.name: reason} if reason else {}
+        return _make_runs(queue, entries, limits, stream)
 
 
 @contextmanager
@@ -269,18 +282,27 @@ def _make_runs(
     assert isinstance(first, ArtefactEntry)
     if first.alone:
         limits = replace(limits, at_once=1, processes=1, compiled=False)
-    if first.again:
-        work = queue.remaking(first)
-        worker = Worker(work.left, work.store, limits)
-    else:
-        worker = Worker(queue.planned(entries), queue.store, limits)
+    work = queue.remaking(first) if first.again else None
+    planned = queue.planned(entries) if work is None else work.left
+    store = queue.store if work is None else work.store
+    missing = _missing_data(planned, store, limits.data_dir)
+    worker = Worker([run for run in planned if run.spec.data not in missing], store, limits)
     worker.check_data()
     try:
         follow(worker, stream)
     finally:  # also when the time is up: what is finished counts
-        if first.again:
+        if work is not None:
             queue.take_over(work)
-    return dict(worker.outcome.failed)
+    return missing | worker.outcome.failed
+
+
+def _missing_data(
+    planned: Sequence[PlannedRun], store: RunStore, data_dir: Path | None
+) -> dict[str, str]:
+    """Data sets that this machine lacks: their runs wait for another."""
+    needed = {run.spec.data for run in planned if not has_ended(run, store)} - {"digits"}
+    remedy = "is not on this machine: give the folder that holds it by --data-dir or DECAYLAB_DATA"
+    return {name: f"{name} {remedy}" for name in sorted(needed) if find(name, data_dir) is None}
 
 
 def _shares(entry: Entry) -> bool:
@@ -302,27 +324,46 @@ def _run_command(entry: CommandEntry, limits: WorkerOptions, stream: Any) -> str
         return ""
     if limits.whole_runs and limits.seconds is not None and 60 * entry.minutes > limits.seconds:
         return ""
-    words = [sys.executable if entry.command[0] == "python" else entry.command[0]]
+    program = PROGRAMS.get(entry.command[0], [entry.command[0]])
     say(f"{entry.name}: {' '.join(entry.command)}", stream=stream)
-    try:
-        process = subprocess.Popen([*words, *entry.command[1:]])
-    except OSError as error:
-        return f"{words[0]} cannot be started ({error.strerror})"
-    try:
-        code = process.wait(limits.seconds)
-    except subprocess.TimeoutExpired:
-        return ""  # it is begun anew by the next call
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(GRACE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    printed = Path(f"{entry.writes}.part")
+    with ExitStack() as opened:
+        output = None
+        if entry.prints:
+            with disk_errors(printed):
+                printed.parent.mkdir(parents=True, exist_ok=True)
+                output = opened.enter_context(printed.open("w", encoding="utf-8"))
+        try:
+            code = _exit_code([*program, *entry.command[1:]], limits.seconds, output)
+        except OSError as error:
+            return f"{program[0]} cannot be started ({error.strerror})"
+    if code is None:
+        return ""  # out of time: the next call begins it anew
     if code:
         return f"it ended with exit code {code}"
+    if entry.prints:
+        printed.replace(entry.writes)
     return "" if Path(entry.writes).exists() else f"it ended well but wrote no {entry.writes}"
+
+
+def _exit_code(words: list[str], seconds: float | None, output: TextIO | None) -> int | None:
+    """Run a command; None where the time was up. It never outlives this process's wait for it."""
+    until = math.inf if seconds is None else time.monotonic() + seconds
+    with requests.listening():
+        process = subprocess.Popen(words, stdout=output)
+        try:
+            while process.poll() is None and time.monotonic() < until:
+                requests.check()
+                time.sleep(0.05)
+            return process.poll()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(GRACE)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
 
 
 def _search_plan(entry: SearchEntry) -> SearchPlan:

@@ -101,7 +101,7 @@ def reproduce_command(
         tiers = [entry.tier for entry in entries if not isinstance(entry, CommandEntry)]
         work = Queue(entries, runs)
         if engine.dry_run and engine.engine == "local":
-            print_queue(work, json_output)
+            print_queue(work.standing(), json_output)
         elif engine.in_this_process(training):
             _work_off(work, worker_options(*tiers), json_output)
         else:
@@ -188,10 +188,11 @@ def _exit(failed: bool, left: bool) -> None:
 def _work_off(queue: Queue, worker_options: WorkerOptions, json_output: bool) -> None:
     """Work off a queue, and print what is left."""
     failed = work_off(queue, worker_options, sys.stderr if json_output else sys.stdout)
-    print_queue(queue, json_output)
+    standing = queue.standing()
+    print_queue(standing, json_output)
     for name, reason in failed.items():
         warn(f"failed: {name}: {reason}")
-    _exit(bool(failed), any(entry.state == "to do" for entry in queue.standing()))
+    _exit(bool(failed), any(entry.state == "to do" for entry in standing))
 
 
 def _plan_entries(planned: list[PlannedRun], store: RunStore) -> list[dict[str, Any]]:

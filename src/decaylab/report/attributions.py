@@ -33,7 +33,10 @@ def attribution_report(result: Attribution, title: str = "") -> Report:
     shares = [_shares_block(result.shares_of(metric)) for metric in result.metrics]
     arms = Grid(
         [*map(GridCell, words.ARM_HEADER)],
-        [[*map(GridCell, row)] for row in words.arm_rows(result.results, result.metric)],
+        [
+            [*map(GridCell, row)]
+            for row in words.arm_rows(result.results, result.shares_of(result.metric))
+        ],
     )
     return Report(
         title or "What carries the effect of weight decay",
@@ -58,13 +61,13 @@ def _shares_block(shares: Shares) -> Subsection:
         f"shares-{shares.metric.replace('/', '-')}",
         shares.metric,
         images=[] if panel.empty else [Image(draw(panel), words.sentence(shares))],
-        grids=[Grid([*map(GridCell, words.share_header(shares.metric))], rows)],
+        grids=[Grid([*map(GridCell, words.share_header(shares))], rows)],
     )
 
 
 def effects_panel(shares: Shares) -> Panel:
     """The total and its parts as bars, with intervals as whiskers."""
-    factor = 100 if words.in_points(shares.metric) else 1
+    factor = 100 if shares.in_points else 1
     bars = {"total": shares.total, **shares.effects}
     halves = [(effect.high - effect.low) / 2 * factor for effect in bars.values()]
     drawn = bool(shares.effects)

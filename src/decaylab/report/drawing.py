@@ -140,14 +140,19 @@ STYLE = {
 
 def draw(panel: Panel) -> bytes:
     """One panel as a PNG of 630 x 450 pixels and few colours."""
+    return _png(_picture(panel))
+
+
+def _picture(panel: Panel) -> Any:
+    """One panel as an image of PIL."""
     with needed("matplotlib").rc_context(STYLE):
         figure = needed("matplotlib.figure").Figure(figsize=SIZE, dpi=DPI)
         # Fixed margins: axes of one size in every panel, in half the time of a fitted layout.
         _paint(figure.add_axes((0.19, 0.25, 0.79, 0.66)), panel)
         canvas = needed("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
         canvas.draw()
-        image = needed("PIL.Image")
-        return _png(image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()))
+        size, pixels = canvas.get_width_height(), canvas.buffer_rgba()
+        return needed("PIL.Image").frombuffer("RGBA", size, pixels).convert("RGB")
 
 
 def figure_of(panels: Sequence[Panel]) -> Any:
@@ -187,10 +192,15 @@ def _paint(axes: "Axes", panel: Panel, *, outside: bool = True) -> None:
         axes.legend(loc="best", fontsize=8)
 
 
-def side_by_side(images: Sequence[bytes]) -> bytes:
-    """Panels of one size as one PNG, two in a row."""
+def side_by_side(panels: Sequence[Panel | bytes]) -> bytes:
+    """Panels, or PNGs of them, as one PNG, two in a row."""
     image = needed("PIL.Image")
-    opened = [image.open(io.BytesIO(data)).convert("RGB") for data in images]
+    opened = [
+        _picture(panel)
+        if isinstance(panel, Panel)
+        else image.open(io.BytesIO(panel)).convert("RGB")
+        for panel in panels
+    ]
     columns = min(2, len(opened))
     width, height = opened[0].size
     rows = -(-len(opened) // columns)
@@ -322,13 +332,15 @@ def _legend(axes: "Axes", panel: Panel) -> None:
     labels = list(dict.fromkeys(mark.label for mark in panel.marks if mark.label))
     if labels:
         wide = sum(map(len, labels)) > 38  # letters: in the middle of the picture, not of the axes
+        many = len(labels) > 4  # in rows of three, which are as many as fit below the axes
         axes.legend(
             loc="upper center",
             bbox_to_anchor=(0.39 if wide else 0.45, -0.2),
-            ncols=min(len(labels), 4),
-            fontsize=8,
+            ncols=3 if many else len(labels),
+            fontsize=7 if many else 8,
             handlelength=1.4,
             columnspacing=1.2,
+            **({"borderpad": 0, "borderaxespad": 0, "labelspacing": 0.2} if many else {}),
         )
 
 
@@ -364,5 +376,5 @@ def _png(picture: Any) -> bytes:
     """A PNG with a palette: a third of the size. Maximum coverage keeps colours that are rare."""
     method = needed("PIL.Image").Quantize.MAXCOVERAGE
     buffer = io.BytesIO()
-    picture.convert("RGB").quantize(INKS, method).save(buffer, format="png")
+    picture.quantize(INKS, method).save(buffer, format="png")
     return buffer.getvalue()

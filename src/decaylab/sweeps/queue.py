@@ -72,12 +72,20 @@ class SearchEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandEntry:
-    """Any command, run in the current folder; done once the file that it writes is there."""
+    """Any command, run in the current folder; done once the file that it writes is there.
+
+    `python` and `decaylab` are those that work off the queue. A command that writes its file bit by
+    bit writes it elsewhere first, or it counts as done when it is killed.
+
+    Attributes:
+        prints: the file is what the command prints, written here once it has ended well.
+    """
 
     name: str
     command: list[str]
     writes: str
     minutes: float
+    prints: bool = False
     hold: str = ""
 
 

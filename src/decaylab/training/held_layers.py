@@ -62,7 +62,7 @@ class Selection:
         optimizers: those that step the model, without wrappers.
         weights: held layer -> the tensors of its weight.
         notes: layer -> why it is not held, or what to know about it.
-        others: parameters that decay and are not held (biases, gains, layers left out).
+        others: parameters that decay and are not held (biases, gains, layers left out), by name.
         damping: whether a damping path is one of the factors (K-FAC at a fixed damping).
         direction: whether decay also changes the direction of a step (L2 before a
             preconditioner), which no path carries.
@@ -71,7 +71,7 @@ class Selection:
     optimizers: tuple[torch.optim.Optimizer, ...]
     weights: dict[str, list[Tensor]]
     notes: dict[str, LayerNote]
-    others: list[Tensor]
+    others: dict[str, Tensor]
     damping: bool
     direction: bool
 
@@ -115,10 +115,10 @@ def select(
         if note is None or note.held:
             weights[name] = parts
     if not weights:
-        raise DecaylabError(_no_layer(notes))
+        raise DecaylabError(_no_layer(notes, only))
     held = {id(part) for parts in weights.values() for part in parts}
-    known = [(p, *groups[id(p)]) for p in model.parameters() if id(p) in groups]
-    others: list[Tensor] = [p for p, o, g in known if id(p) not in held and decay_of(g, o)[1]]
+    known = [(n, p, *groups[id(p)]) for n, p in model.named_parameters() if id(p) in groups]
+    others = {n: p for n, p, o, g in known if id(p) not in held and decay_of(g, o)[1]}
     holders = {id(groups[i][0]): groups[i][0] for i in held}.values()
     return Selection(
         optimizers=tuple(listed),
@@ -202,8 +202,10 @@ def _turns(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     return law_of(optimizer, group).name != "sgd"
 
 
-def _no_layer(notes: Mapping[str, LayerNote]) -> str:
+def _no_layer(notes: Mapping[str, LayerNote], only: str | Sequence[str]) -> str:
     """Why nothing can be held."""
+    if not notes and only != "all":
+        return f"no layer of {only} decays: choose layers that do, or leave the choice out"
     if not notes:
         return (
             "no layer decays: build the optimizer with weight decay, and the runs without it are"
