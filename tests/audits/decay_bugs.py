@@ -36,6 +36,13 @@ class LrSquared(Decaying):
         return lr**2 / self.largest * group["weight_decay"] * p
 
 
+class LrTwice(Decaying):
+    """Scaled by lr once too often: next to nothing, which is not nothing."""
+
+    def decay(self, lr, group, p, grad, state):
+        return lr**2 * group["weight_decay"] * p
+
+
 class Twice(Decaying):
     def decay(self, lr, group, p, grad, state):
         return 2 * lr * group["weight_decay"] * p

@@ -31,6 +31,7 @@ def failed(audited):
     [
         (bugs.Cautious, "masked", 1),
         (bugs.LrSquared, "lr-squared", 1),
+        (bugs.LrTwice, "lr-squared", 1),
         (bugs.Twice, "decoupled", 2),
         (bugs.Independent, "independent", 1),
         (bugs.TowardsStart, "towards-start", 1),
@@ -45,6 +46,26 @@ def test_operators_by_their_formulas(kind, operator, times):
     kind_found, factor = named(kind)
     assert kind_found == operator
     assert factor == pytest.approx(times, rel=1e-2)
+
+
+def test_decay_times_lr_squared_is_little_and_not_ignored():
+    audited = audit_decay(bugs.LrTwice)
+    assert audited.passed
+    assert not audited.operator.over_first_lr
+    weight = nn.Parameter(torch.ones(6, 4))
+    optimizer = bugs.LrTwice([weight], lr=1e-2, weight_decay=0.1)
+    (row,) = decay_table(nn.ParameterList([weight]), optimizer)
+    assert 1 - row.factor == pytest.approx(1e-2**2 * 0.1, rel=1e-6)
+    assert decay_of(optimizer.param_groups[0], optimizer) == ("decoupled", pytest.approx(1e-3))
+
+
+def test_a_function_of_parameters_may_call_them_anything():
+    assert named(lambda p: torch.optim.AdamW(p, weight_decay=0.1)) == (
+        "decoupled",
+        pytest.approx(1.0),
+    )
+    of_model = audit_decay(lambda m: torch.optim.AdamW(m.parameters(), weight_decay=0.1))
+    assert of_model.passed
 
 
 def test_what_fits_none_is_unknown_and_measured():

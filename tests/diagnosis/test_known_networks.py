@@ -104,7 +104,9 @@ def test_layers_that_are_invariant_only_together(seed):
     assert found["Jacobian"].verdict == "does not act"
     assert reasons(found["Jacobian"]) == {Reason.ALL_INVARIANT}
     (row,) = [row for row in found["effective l"].layers if row.effect]
-    assert row.layer == "embedding + blocks.0.o_proj + blocks.1.down_proj"
+    (whole,) = [motion for motion in found.motions if motion.members]
+    assert whole.members == ("embedding", "blocks.0.o_proj", "blocks.1.down_proj")
+    assert row.layer == whole.layer
     alone = diagnose(runs[0])["effective l"]
     assert alone.verdict == "acts"
     assert alone.effect.value == pytest.approx(found["effective l"].effect.value, rel=0.1)

@@ -5,6 +5,7 @@ from diagnosis.recorded import ScriptedLayer, records
 from scipy import stats
 
 from decaylab import diagnose
+from decaylab.diagnosis import Reason
 from decaylab.diagnosis.outcome import Helped, end_values, outcome_of
 from decaylab.diagnosis.runs import read_run
 from decaylab.records import Row, Rows
@@ -73,7 +74,22 @@ def test_a_loss_in_training_is_the_mean_of_the_last_tenth():
 
 def test_a_run_that_diverged_has_ended_worse():
     mine, its = run(0.02, diverged=True, test_loss=0.1), run(0, test_loss=1.0)
-    assert judged([mine], [its]).verdict is Helped.NO
+    worse = judged([mine], [its])
+    assert (worse.verdict, worse.diverged) == (Helped.WORSE, (1, 0))
+    assert judged([its], [run(0, diverged=True)]).verdict is Helped.BETTER
+    assert judged([mine], [run(0, diverged=True)]).verdict is Helped.UNDECIDED
+    assert judged([mine, its, its], [its, its]).diverged == (1, 0)
+
+
+def test_a_loss_that_was_nan_once_is_no_divergence():
+    mine = run(0.02, loss=[3.0, float("nan"), 2.0])
+    read = read_run(mine)
+    assert not read.diverged
+    assert [trouble.reason for trouble in read.troubles] == [Reason.NOT_FINITE]
+    assert judged([mine], [run(0, loss=[3.0, 2.5])]).verdict is Helped.BETTER
+    ended = read_run(run(0.02, loss=[3.0, float("nan"), 2.0, float("nan"), float("inf")]))
+    assert ended.diverged
+    assert ended.troubles[0]["step"] == 40
 
 
 def test_without_a_baseline_or_a_loss():

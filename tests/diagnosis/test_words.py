@@ -32,6 +32,7 @@ DATA = {
     "balance": 2.5,
     "baseline": 0.2,
     "budget": 400,
+    "clip": 0.5,
     "burst": False,
     "count": 3,
     "counts": {Verdict.ACTS: 2, Verdict.CANNOT_TELL: 1},
@@ -63,6 +64,7 @@ DATA = {
     "name": "momentum",
     "names": ["weight_norm/a"],
     "norm": 5.0,
+    "optimizer": "AdamW",
     "nothing": 1.2,
     "of": 10,
     "opposite": False,
@@ -119,10 +121,10 @@ def result():
 
 
 def motions():
-    def moved(layer, turned, rotation, response, role="weight", timescale=500.0):
+    def moved(layer, turned, rotation, response, role="weight", members=(), timescale=500.0):
         effect = replace(EFFECT, value=turned)
         numbers = (rotation, 0.02, timescale, 400, 5.0, effect, response, 0.7, 0.6)
-        return Motion(layer, role, *numbers)
+        return Motion(layer, role, members, *numbers)
 
     return (
         moved("blocks.0.qkv", 1.5, 0.019, 0.1),
@@ -149,6 +151,14 @@ def everything(result: Diagnosis):
         )
     for helped in Helped:
         yield f"headline, {helped}", words.headline(replace(result, outcome=outcome(helped)))
+    for diverged, seeds in (((1, 0), (1, 1)), ((0, 1), (1, 1)), ((1, 1), (1, 1)), ((1, 0), (3, 2))):
+        mine, theirs = (a / b for a, b in zip(diverged, seeds, strict=True))
+        helped = Helped.WORSE if mine > theirs else Helped.BETTER if mine < theirs else None
+        ended = Outcome(helped or Helped.UNDECIDED, seeds=seeds, diverged=diverged)
+        yield (
+            f"headline, {diverged} of {seeds} diverged",
+            words.headline(replace(result, outcome=ended)),
+        )
     yield "headline, no decay", words.headline(replace(result, decays=False))
     for finding in result.findings:
         for verdict in Verdict:
@@ -165,6 +175,19 @@ def everything(result: Diagnosis):
     hardly = replace(moving, motions=motions()[2:3])
     yield "insight, no layer turns further", words.insight(hardly)[0]
     yield "legend", words.motion_legend(moving)
+    none = tuple(replace(f, verdict=Verdict.DOES_NOT_ACT) for f in moving.findings)
+    worse = {"outcome": outcome(Helped.WORSE), "findings": none}
+    yield "headline, layers turn, no mechanism", words.headline(replace(moving, **worse))
+    by_angle = replace(moving.findings[0], quantity="rotation")
+    rows = tuple(replace(by_angle.layers[0], layer=m.layer) for m in motions()[:2])
+    by_angle = replace(by_angle, layers=rows)
+    some = replace(moving, findings=(by_angle, *none[1:]))
+    yield "headline, some layers turn", words.headline(some)
+    group = replace(motions()[0], layer="a + 2 more", role="", members=("a", "b", "c"))
+    yield "legend, layers together", words.motion_legend(replace(moving, motions=(group,)))
+    yield "title of several seeds", words.motion_title(replace(moving, seeds=(moving, moving)))
+    old = Because(Reason.OLD_CURVATURE, DATA | {"turned": None})
+    yield "OLD_CURVATURE, angles not recorded", words.sentence(old)
     headings, rows = words.motion_table(moving)
     yield "table", " | ".join([*headings, *rows[1]])
 

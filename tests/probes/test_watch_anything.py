@@ -9,7 +9,8 @@ from oracle.plain_kfac import KFAC
 from torch import nn
 from torch.nn import functional as F
 
-from decaylab import watch
+from decaylab import diagnose, watch
+from decaylab.diagnosis import Reason
 from decaylab.errors import DecaylabError
 from decaylab.probes import PROBES, Probe, Reading, head_ranks, register, spectra
 from decaylab.probes.registry import load_all
@@ -85,9 +86,13 @@ def test_another_optimizer_is_noticed():
     own = dict(watched.recording.settings["3"])
     assert not own[1].stepped
     assert own[2].weight_decay == 0.5
+    assert watched.steps == 3  # its first step belongs to the round that was just recorded
+    assert watched.exposure()["3"] == pytest.approx(3 * 0.5 * head.param_groups[0]["lr"])
     (first, event) = watched.recording.events
     assert first.kind == "unstepped-parameters"
-    assert (event.kind, event.data) == ("optimizer-changed", {"was": [], "now": "AdamW"})
+    assert (event.kind, event.data) == ("optimizer-joined", {"optimizer": "AdamW"})
+    (trouble,) = diagnose(watched).troubles
+    assert trouble.reason is Reason.OPTIMIZER_JOINED
 
 
 def test_an_optimizer_that_takes_the_place_of_another(tmp_path):

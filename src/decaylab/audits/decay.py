@@ -135,9 +135,9 @@ def audit_decay(factory: Factory, *, expect: str | None = None) -> DecayAudit:
 
     Args:
         factory: one of three. An optimizer class, or a function whose first argument is called
-            `params` (or `parameters`, `groups`): it is given param groups. A function of a model:
-            it is given a small one. A function without arguments: it returns an optimizer, a list
-            of them, or a model and either.
+            `params` (or `parameters`, `groups`), or that builds one of param groups: it is given
+            these. A function of a model: it is given a small one. A function without arguments: it
+            returns an optimizer, a list of them, or a model and either.
         expect: the operator that it must be ("l2", "decoupled", "independent", ...). Without it,
             decoupled is expected where a flag of the optimizer or its name says so (AdamW, Lion).
 
@@ -155,7 +155,14 @@ def _takes_parameters(factory: Factory) -> bool:
     names = list(inspect.signature(factory).parameters)
     if isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer):
         return not names or names[0] != "model"
-    return bool(names) and names[0] in PARAMETER_NAMES
+    if not names or names[0] in PARAMETER_NAMES:
+        return bool(names)
+    try:  # an argument of another name is a model, or param groups
+        with undisturbed():
+            built = factory([{"params": [nn.Parameter(torch.ones(SHAPE))]}])
+    except Exception:  # whatever a function of a model raises, or one that needs more
+        return False
+    return hasattr(built, "param_groups")
 
 
 # ---------------------------------------------------------------- built from param groups
@@ -310,6 +317,7 @@ def _groups_check(factory: Factory, operator: DecayOperator) -> Iterator[DecayCh
     ]
     if operator.kind in ("decoupled", "independent", "lr-squared") and operator.factor is not None:
         unit = operator.factor * WEIGHT_DECAY * (1 / LR if operator.kind == "independent" else 1)
+        unit *= 1 if operator.over_first_lr else LR
         expected = [wd / WEIGHT_DECAY**2 * unit for wd in requested]
         wrong = [abs(a - b) > 0.15 * max(expected) for a, b in zip(sizes, expected, strict=True)]
         scale = unit / WEIGHT_DECAY

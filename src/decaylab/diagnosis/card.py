@@ -39,7 +39,7 @@ def _body(diagnosis: Diagnosis, most_layers: int | None = None) -> Group:
         parts += _finding(finding, diagnosis)
     insight = words.insight(diagnosis)
     if diagnosis.motions and (layers or insight):
-        parts.append(Text("\nHow far each layer turns", "bold"))
+        parts.append(Text(f"\n{words.motion_title(diagnosis)}", "bold"))
         parts += [Text(line) for line in insight]
         if layers:
             parts.append(_motions(diagnosis))
@@ -74,7 +74,7 @@ def html_of(diagnosis: Diagnosis) -> str:
         badge = html_badge(str(finding.verdict), TONES[finding.verdict])
         text = words.finding_text(finding)
         if finding.remedies:
-            remedy = words.remedy_text(finding, diagnosis.places, words.headline(diagnosis))
+            remedy = words.remedy_text(finding, diagnosis.places, words.next_reason(diagnosis))
             text += f" To decide it: {remedy}."
         title = words.verdict_title(finding)
         parts.append(f"<p>{badge} <b>{escape(title)}</b>. {escape(text)}</p>")
@@ -84,7 +84,7 @@ def html_of(diagnosis: Diagnosis) -> str:
         insight = "".join(f"<p>{escape(line)}</p>" for line in words.insight(diagnosis))
         table = html_table(*words.motion_table(diagnosis))
         legend = f"<p><small>{escape(words.motion_legend(diagnosis))}</small></p>"
-        parts.append(html_folded("How far each layer turns", insight + table + legend))
+        parts.append(html_folded(words.motion_title(diagnosis), insight + table + legend))
     return f'<div style="max-width:52em">{"".join(parts)}</div>'
 
 
@@ -97,7 +97,7 @@ def _finding(finding: Finding, diagnosis: Diagnosis) -> list[Text]:
     if finding.effect is not None:
         parts.append(Text(words.records_words(finding), "dim"))
     if finding.remedies:
-        remedy = words.remedy_text(finding, diagnosis.places, words.headline(diagnosis))
+        remedy = words.remedy_text(finding, diagnosis.places, words.next_reason(diagnosis))
         parts.append(Text(f"To decide it: {remedy}.", "yellow"))
     return parts
 

@@ -117,35 +117,46 @@ def effective_lr_effect(layer: RecordedLayer, baseline: RecordedLayer | None) ->
     """
     if not layer.invariant or layer.law.norm_power is None:
         return rotation_effect(layer, baseline)
-    if baseline is not None and not (layer.moments and baseline.moments):
+    if baseline is None:
+        return _turned_more(layer)
+    if not (layer.moments and baseline.moments):
         # Adam's law with the moments is compared with none without
         layer, baseline = _without_moments(layer), _without_moments(baseline)
-    probes = (*LR_PROBES, *(["second_moment"] if layer.moments else []))
-    if baseline is not None:
-        return effect_of(ratio(layer.effective, baseline.effective), probes, ComparedWith.BASELINE)
-    without = norms_reconstructed(layer)
-    if not without:
-        return None
-    ratios = ratio(*_effective_both(layer, without))
-    stepped = tuple(item for item in ratios if layer.settings_at(item[0]).lr)  # at 0 nothing turns
-    return effect_of(stepped, (*probes, "decay_exposure"), ComparedWith.RECONSTRUCTION)
+    ratios = ratio(layer.effective, baseline.effective)
+    return effect_of(ratios, _lr_probes(layer), ComparedWith.BASELINE)
+
+
+def _lr_probes(layer: RecordedLayer) -> tuple[str, ...]:
+    return (*LR_PROBES, *(["second_moment"] if layer.moments else []))
 
 
 def rotation_effect(layer: RecordedLayer, baseline: RecordedLayer | None) -> Effect | None:
-    """The factor on the recorded angle per step; from one run, that of its norms.
+    """The factor on the recorded angle per step; from one run, what its norms make of it.
 
-    A layer whose size hardly matters is pushed as far whatever its norm, as far as one run shows:
-    it turns by |d| / |W|, and the norm without decay is reconstructed for pushes that do not depend
-    on it (e = 0). On the GPT of examples/gpt.py, three seeds, the angles that this foretold were
-    1 to 9 % too small, most of it because pushes were 3 to 8 % longer without decay.
+    A scale-invariant layer turns by its effective learning rate. One whose size hardly matters is
+    pushed as far whatever its norm, as far as one run shows: it turns by |d| / |W|, and the norm
+    without decay is reconstructed for pushes that do not depend on it (e = 0). On the GPT of
+    examples/gpt.py, three seeds, the angles that this foretold were 1 to 9 % too small, most of it
+    because pushes were 3 to 8 % longer without decay.
     """
     if baseline is not None:
         recorded = (x.series.get("rotation", ()) for x in (layer, baseline))
         return effect_of(ratio(*recorded), ("rotation",), ComparedWith.BASELINE)
-    if layer.preconditioned or layer.law.norm_power is None:
+    return None if layer.preconditioned else _turned_more(layer)
+
+
+def _turned_more(layer: RecordedLayer) -> Effect | None:
+    """The factor on how far a step turns a layer, against the reconstruction without decay."""
+    probes: tuple[str, ...] = ("weight_norm", "decay_exposure")
+    without = norms_reconstructed(layer)
+    if not without:
         return None
-    ratios = ratio(norms_reconstructed(layer), layer.norms)
-    return effect_of(ratios, ("weight_norm", "decay_exposure"), ComparedWith.RECONSTRUCTION)
+    ratios = ratio(without, layer.norms)
+    if layer.invariant:
+        ratios = ratio(*_effective_both(layer, without))
+        probes = (*_lr_probes(layer), "decay_exposure")
+    stepped = tuple(item for item in ratios if layer.settings_at(item[0]).lr)  # at 0 nothing turns
+    return effect_of(stepped, probes, ComparedWith.RECONSTRUCTION)
 
 
 def _without_moments(layer: RecordedLayer) -> RecordedLayer:
@@ -225,16 +236,20 @@ def old_factors(layer: RecordedLayer) -> bool:
     return shrink * _memory_steps(layer) * fmean(shares) > RULES.remembered_too_much
 
 
-def longer_by_memory(layer: RecordedLayer, baseline: RecordedLayer | None) -> float:
+def longer_by_memory(
+    layer: RecordedLayer, baseline: RecordedLayer | None, clip: float = 1.0
+) -> float:
     """By which factor decay makes K-FAC's steps longer, since it divides by old curvature.
 
     Two runs with recorded rotations show it themselves. Else: curvature goes with 1/|W|^2, so a
     step is (old norm / norm)^2 times as long in the directions that are second-order; all are
     taken to be, if their share is not recorded. Against the baseline's, or norms that stand still.
+    `clip`: the factor that the KL clip brings.
     """
+    longer = clip * _longer(layer) / (_longer(baseline) if baseline is not None else 1.0)
     if baseline is not None and (recorded := rotation_effect(layer, baseline)) is not None:
-        return min(recorded.value, _longer(layer) / _longer(baseline))
-    return _longer(layer) / (_longer(baseline) if baseline is not None else 1.0)
+        return min(recorded.value, longer)
+    return longer
 
 
 def _longer(layer: RecordedLayer) -> float:
@@ -298,9 +313,11 @@ class Motion:
     """How far steps turn one layer, and what decay has to do with it. None: not known.
 
     Attributes:
+        members: the layers, where it is several that are scale-invariant together.
         rotation: recorded angle per step in radians, over the judged part of the run.
         expected: the law's at equilibrium, for the settings at these steps (root mean square).
-        timescale: steps in which decay alone takes the weights to 1/e: 1/(lr wd), decoupled.
+        timescale: steps in which decay alone takes the weights to 1/e, at the run's mean lr: 1/(lr
+            wd), decoupled.
         steps: of the run. epochs: the timescale in epochs.
         turned: by which factor decay makes it turn further (`rotation_effect`).
         size_response: per cent by which the logits change per per cent of its size.
@@ -310,6 +327,7 @@ class Motion:
 
     layer: str
     role: str
+    members: tuple[str, ...]
     rotation: float | None
     expected: float | None
     timescale: float | None
@@ -338,15 +356,16 @@ def motion(
     rates = [layer.rate(layer.settings_at(step)) for step in judged_steps]
     expected = [law_rotation(layer.law, rate) for rate in rates]
     expected_angles = [angle for angle in expected if angle is not None]
-    rate = fmean(rates) if rates else 0.0
+    rate = _mean_rate(layer)
     without = baseline.norms if baseline is not None else norms_reconstructed(layer)
     apart = judged_part(ratio(layer.norms, without)) if layer.decayed else ()
     return Motion(
         layer.name,
-        layer.role,
+        "" if layer.members else layer.role,
+        layer.members,
         math.sqrt(fmean(angle**2 for angle in turned)) if turned else None,
         math.sqrt(fmean(angle**2 for angle in expected_angles))
-        if expected_angles and rate
+        if expected_angles and layer.decayed
         else None,
         1 / rate if rate else None,
         steps,
@@ -356,6 +375,14 @@ def motion(
         layer.norms[-1][1] / layer.norms[0][1],
         statistics.geometric_mean([value for _, value in apart]) if apart else None,
     )
+
+
+def _mean_rate(layer: RecordedLayer) -> float:
+    """What decay takes of the weights a step, in the mean over the run; 0 where it is not known."""
+    if len(layer.exposure) < 2 or layer.unknown:
+        return 0.0
+    (begin, before), (end, total) = layer.exposure[0], layer.exposure[-1]
+    return (total - before) / (end - begin)
 
 
 def law_rotation(law: Law, shrink: float) -> float | None:

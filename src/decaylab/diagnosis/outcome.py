@@ -43,6 +43,7 @@ class Outcome:
         run, baseline: mean over seeds at the end. seeds: how many with decay, without.
         gain: by how much better with decay. interval: its 95 % interval (Welch), from two seeds
             each on.
+        diverged: how many runs did, with decay and without.
     """
 
     verdict: Helped
@@ -54,14 +55,23 @@ class Outcome:
     gain: float = math.nan
     interval: tuple[float, float] | None = None
     in_training: bool = False
+    diverged: tuple[int, int] = (0, 0)
 
 
 def outcome_of(runs: Sequence[Run], baselines: Sequence[Run]) -> Outcome:
     """Whether the runs ended better than the baselines.
 
     The last value of what is measured on other data; of what is logged in training, the mean over
-    the last tenth. A run that diverged has ended worse, whatever it logged before.
+    the last tenth. A run that diverged has ended worse, whatever it logged before: where runs did,
+    that is the outcome.
     """
+    diverged = (sum(run.diverged for run in runs), sum(run.diverged for run in baselines))
+    if baselines and any(diverged):
+        shares = diverged[0] / len(runs), diverged[1] / len(baselines)
+        verdict = Helped.UNDECIDED
+        if shares[0] != shares[1]:
+            verdict = Helped.WORSE if shares[0] > shares[1] else Helped.BETTER
+        return Outcome(verdict, seeds=(len(runs), len(baselines)), diverged=diverged)
     ends = [end_values(run) for run in runs]
     names = [name for name in ends[0] if all(name in end for end in ends)] if ends else []
     if not baselines:
@@ -82,8 +92,6 @@ def outcome_of(runs: Sequence[Run], baselines: Sequence[Run]) -> Outcome:
         verdict = Helped.YES
     else:
         verdict = Helped.NO if interval[1] < 0 else Helped.UNDECIDED
-    if any(run.diverged for run in runs) and not any(run.diverged for run in baselines):
-        verdict = Helped.NO
     seeds = (len(mine), len(theirs))
     training = bool(TRAINING.match(name))
     return Outcome(

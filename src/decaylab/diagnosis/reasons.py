@@ -35,6 +35,7 @@ class Reason(Enum):
     NOTHING_RECORDED = auto()
     BEGINS_LATE = auto()
     OPTIMIZER_CHANGED = auto()
+    OPTIMIZER_JOINED = auto()
     SHARED_PARAMETERS = auto()
     UNSTEPPED_PARAMETERS = auto()
     NO_SETTINGS = auto()

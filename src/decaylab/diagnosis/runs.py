@@ -67,11 +67,18 @@ class RecordedLayer:
         if not self.settings or self.off_law:
             return Unknown()
         law = law_for(self.settings[0][1])
+        if self.changed_law:
+            return Unknown()
         if not self.clipped:
             return law
         if isinstance(law, Adam):  # its second moment does not follow the norm
             return replace(law, beta2=None)
         return Unknown() if isinstance(law, Sgd) else law
+
+    @property
+    def changed_law(self) -> bool:
+        """Whether it was stepped by another kind of optimizer for a time."""
+        return len({type(law_for(settings)) for _, settings in self.settings}) > 1
 
     @cached_property
     def stepping(self) -> tuple[tuple[int, LayerSettings], ...]:
@@ -288,29 +295,27 @@ def _finite(recording: Recording) -> tuple[dict[str, Series], list[Because], boo
     rows, status = recording.rows, recording.meta.status
     if rows.damaged:
         troubles.append(because(Reason.DAMAGED, count=len(rows.damaged), first=rows.damaged[0]))
-    changed = [event for event in recording.events if event.kind == "optimizer-changed"]
-    troubles += [because(Reason.OPTIMIZER_CHANGED, step=event.step) for event in changed]
-    parameters = {
-        event.kind: event.data["parameters"]
-        for event in recording.events
-        if event.kind in EVENT_REASONS
-    }
-    troubles += [because(EVENT_REASONS[k], parameters=names) for k, names in parameters.items()]
-    bad = rows.not_finite()
-    # A Jacobian or a trace may overflow on its own; weights and losses that do end the run.
-    ends = ("weight_norm", "train/", "test/loss", "update_norm", "outcome/")
-    fatal = min((row.step for row in bad if row.name.startswith(ends)), default=None)
+    troubles += _said_of_optimizers(recording)
+    not_finite = rows.not_finite()
+    # a weight of zeros has no direction
+    bad = [row for row in not_finite if not row.name.startswith(("rotation/", "effective_lr/"))]
+    last_sound = {row.name: row.step for row in rows.rows if math.isfinite(row.value)}
+    to_the_end = [row for row in bad if row.step > last_sound.get(row.name, -1)]
+    # A Jacobian or a trace may overflow on its own, and a loss in one batch; weights that do, and
+    # losses from then on, end the run.
+    losses, weights = ("train/", "test/loss", "outcome/"), ("weight_norm", "update_norm")
+    ended = [row.step for row in to_the_end if row.name.startswith(losses)]
+    ended += [row.step for row in bad if row.name.startswith(weights)]
+    fatal = min(ended, default=None)
     diverged = fatal is not None or status == "diverged"
     if fatal is not None:
         troubles.insert(0, because(Reason.DIVERGED, step=fatal))
     elif bad:
-        # those of a layer of zeros, which has no direction, are not finite in a sound run too
-        undefined_at_zero = ("rotation/", "effective_lr/")
-        last = {row.name: row for row in rows.rows if not row.name.startswith(undefined_at_zero)}
-        lasting = [row.name for row in last.values() if not math.isfinite(row.value)]
-        kind = Reason.PROBABLY_DIVERGED if lasting else Reason.NOT_FINITE
-        names = sorted({row.name for row in bad})[:3]
-        troubles.append(because(kind, count=len(bad), names=names, lasting=lasting[:1]))
+        names = sorted({row.name for row in bad})
+        kind = Reason.PROBABLY_DIVERGED if to_the_end else Reason.NOT_FINITE
+        lasting = [row.name for row in to_the_end]
+        data = {"count": len(bad), "names": names[:3], "lasting": lasting[:1]}
+        troubles.append(because(kind, **data))
     if status == "diverged" and fatal is None:
         troubles.insert(0, because(Reason.RUN_DIVERGED, message=recording.meta.message))
     elif status not in ("", "finished", "diverged"):
@@ -320,7 +325,7 @@ def _finite(recording: Recording) -> tuple[dict[str, Series], list[Because], boo
     series: dict[str, Series] = {}
     for name in rows.names():
         points = tuple(dict(rows.points(name)).items())  # of several at a step, the last one
-        if bad:
+        if not_finite:
             points = tuple(
                 (step, value)
                 for step, value in points
@@ -329,6 +334,22 @@ def _finite(recording: Recording) -> tuple[dict[str, Series], list[Because], boo
         if points:
             series[name] = points
     return series, troubles, diverged
+
+
+def _said_of_optimizers(recording: Recording) -> list[Because]:
+    """Which came and went, and which parameters are then stepped by two or by none."""
+    troubles, parameters = [], {}
+    for event in recording.events:
+        if event.kind in EVENT_REASONS:
+            parameters[event.kind] = event.data["parameters"]
+        elif event.kind in ("optimizer-changed", "optimizer-joined"):
+            parameters = {}  # what holds of those that are there now is recorded after it
+            reason = Reason.OPTIMIZER_CHANGED
+            if not event.data.get("was"):
+                reason = Reason.OPTIMIZER_JOINED
+            name = event.data.get("optimizer") or event.data.get("now") or "another optimizer"
+            troubles.append(because(reason, step=event.step, optimizer=name))
+    return troubles + [because(EVENT_REASONS[k], parameters=n) for k, n in parameters.items()]
 
 
 def _said_of_layers(
@@ -449,7 +470,7 @@ def _whole(group: Sequence[RecordedLayer]) -> RecordedLayer:
     exposure = tuple(item for item in first.exposure if item[0] in sizes)
     return replace(
         first,
-        name=" + ".join(layer.name for layer in group),
+        name=f"{first.name} + {len(group) - 1} more",
         norms=norms,
         exposure=exposure,
         series={"rotation": rotation, "update_norm": lengths},

@@ -20,6 +20,7 @@ from decaylab.diagnosis.effects import (
     damping_effect,
     effect_of,
     effective_lr_effect,
+    judged_part,
     longer_by_memory,
     motion,
     old_factors,
@@ -461,8 +462,12 @@ def _effective_learning_rate(run: Run, baseline: Run | None, damping: Finding) -
         reasons, remedy = (because(Reason.CLIPPED, share=clipped),), Reason.NO_CLIPPING
         return Finding(mechanism, CANNOT_TELL, reasons, remedies=(because(remedy),))
     if unknown and not recorded:
-        reasons, remedy = (because(Reason.LAW_UNKNOWN),), Reason.NAME_THE_LAW
-        return Finding(mechanism, CANNOT_TELL, reasons, remedies=(because(remedy),))
+        changed = any(layer.changed_law for layer in layers)
+        angles = baseline is None and all("rotation" in layer.series for layer in layers)
+        remedies = [because(Reason.GIVE_BASELINE)] if angles or changed else []
+        remedies += [] if changed else [because(Reason.NAME_THE_LAW)]
+        reasons = (because(Reason.LAW_UNKNOWN),)
+        return Finding(mechanism, CANNOT_TELL, reasons, remedies=tuple(remedies))
     if all(layer.preconditioned and layer.law.norm_power == 0 for layer in both):
         return _of_kfac(run, baseline, layers, damping)
     rows = _layer_rows(run, baseline, effective_lr_effect)
@@ -479,17 +484,29 @@ def _of_kfac(
     if not any(layer.first.damping is not None for layer in layers):
         return Finding(mechanism, DOES_NOT_ACT, (because(Reason.BY_LR),))
     pairs = [(layer, counterpart(layer, baseline)) for layer in layers]
-    longer = geometric_mean(longer_by_memory(layer, other) for layer, other in pairs)
+    clip = _clip(run, baseline)
+    longer = geometric_mean(longer_by_memory(layer, other, clip) for layer, other in pairs)
     if longer < RULES.acts:
         return Finding(mechanism, DOES_NOT_ACT, (because(Reason.UNDAMPED_BY_LR),))
     turned = pooled(rotation_effect(layer, other) for layer, other in pairs if other is not None)
-    data = {"longer": longer, "turned": turned, "clip": run.totals.get("clip_coefficient") != ()}
+    own_clip = _mean_clip(run)
+    data = {"longer": longer, "turned": turned, "clip": own_clip if own_clip < 1 else None}
     reasons = (because(Reason.OLD_CURVATURE, **data),)
     if turned is not None and damping.verdict is not ACTS:
         rows = _layer_rows(run, baseline, rotation_effect)
         return Finding(mechanism, ACTS, reasons, turned, rows, quantity="rotation")
     remedies = (because(Reason.RENEW_CURVATURE),)
     return Finding(mechanism, CANNOT_TELL, reasons, turned, remedies=remedies)
+
+
+def _clip(run: Run, baseline: Run | None) -> float:
+    """By which factor K-FAC's KL clip shortens the run's steps more than the baseline's."""
+    return 1.0 if baseline is None else _mean_clip(run) / _mean_clip(baseline)
+
+
+def _mean_clip(run: Run) -> float:
+    recorded = [value for _, value in judged_part(run.totals.get("clip_coefficient", ())) if value]
+    return geometric_mean(recorded) if recorded else 1.0
 
 
 def _damping(run: Run, baseline: Run | None) -> Finding:
@@ -707,7 +724,7 @@ def _follows(run: Run, findings: tuple[Finding, ...], shares: SecondOrderShares)
     gains = bool(run.gains) and bool(run.decayed_layers)
     consequences: list[Because] = []
     if turned:
-        names = [layer.name for layer in turned]
+        names = [name for layer in turned for name in layer.members or (layer.name,)]
         exact = all(layer.invariant for layer in turned)
         consequences.append(because(Reason.DIRECTION_ONLY, layers=names, exact=exact))
         ways = [f.mechanism for f in (lr, damping) if f.verdict is ACTS]

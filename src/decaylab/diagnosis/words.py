@@ -72,6 +72,11 @@ def names(layers: Sequence[str], most: int = MOST_NAMES) -> str:
     return ", ".join(layers[:most]) + more
 
 
+def _layer(name: str) -> str:
+    """A layer in a sentence; the number that is its whole name in an nn.Sequential needs a word."""
+    return f"layer {name}" if name.isdigit() else name
+
+
 def effect_range(effect: Effect) -> str:
     """The factor and its range: 1.85x (1.80 to 1.91 over layers)."""
     return f"{times(effect.value)}{_spread(effect)}"
@@ -157,7 +162,9 @@ def _old_curvature(why: Because) -> str:
     turned = why["turned"]
     if turned is not None:
         return f"{text} steps turn them {effect_range(turned)} as far, as recorded."
-    return f"{text} steps are {times(why['longer'])} longer."
+    clip = why["clip"]
+    cut = "" if clip is None else f", under a KL clip that cuts them to {times(clip)} in the mean"
+    return f"{text} steps are {times(why['longer'])} longer{cut}."
 
 
 def _function(why: Because) -> str:
@@ -200,7 +207,8 @@ def _dominates(why: Because) -> str:
 
 
 def _not_finite(why: Because) -> str:
-    text = f"{why['count']} values were not finite ({', '.join(why['names'])}) and are left out"
+    were, are = ("values were", "are") if why["count"] > 1 else ("value was", "is")
+    text = f"{why['count']} {were} not finite ({', '.join(why['names'])}) and {are} left out"
     lasting = why["lasting"]
     return f"{text}, {lasting[0]} to the end: it has probably diverged" if lasting else text
 
@@ -266,11 +274,14 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     " (with watch(folder=...), a run that is resumed keeps its records)",
     Reason.OPTIMIZER_CHANGED: "its optimizer changed at step {step}: what was before and after is"
     " judged as one",
+    Reason.OPTIMIZER_JOINED: "{optimizer} was not given to watch, and is watched from its first"
+    " step on, after step {step}: give watch all optimizers",
     Reason.SHARED_PARAMETERS: lambda why: (
         f"two optimizers step {names(why['parameters'])}: only the first one's settings are used"
     ),
     Reason.UNSTEPPED_PARAMETERS: lambda why: (
-        f"no watched optimizer steps {names(why['parameters'])}: give watch all of them"
+        f"no watched optimizer steps {names(why['parameters'])}: if another one does, give watch"
+        " both"
     ),
     Reason.NO_SETTINGS: "the optimizer's settings are not in these records: record them again",
     Reason.TOO_FEW_NORMS: "it has fewer than two records of the norms, so no layer can be judged:"
@@ -575,11 +586,17 @@ def headline(diagnosis: Diagnosis) -> str:
             missing = "there is no run without decay to compare with"
         mechanisms = f"Decay {acts}" if acts else _no_way(diagnosis)
         return f"{mechanisms}. Whether it helped is not known: {missing}. {_next(diagnosis)}."
-    mechanisms = f": decay {acts}" if acts else f". {_no_way(diagnosis)}"
+    if not acts or all(outcome.diverged):
+        way = "" if any(outcome.diverged) else f" {_no_way(diagnosis)}."
+        return f"{_outcome(outcome)}.{way} {_next(diagnosis)}."
+    same = outcome.verdict is Helped.UNDECIDED
+    mechanisms = f", though decay {acts}" if same else f": decay {acts}"
     return f"{_outcome(outcome)}{mechanisms}. {_next(diagnosis)}."
 
 
 def _outcome(outcome: Outcome) -> str:
+    if any(outcome.diverged):
+        return _diverged(outcome)
     name = outcome.name.replace("_", " ").replace("/", " ")
     numbers = f"{name} {outcome.run:.4g} with decay, {outcome.baseline:.4g} without"
     seeds = "one seed"
@@ -596,6 +613,19 @@ def _outcome(outcome: Outcome) -> str:
         Helped.WORSE: "The run with decay ended worse",
     }
     return f"{words[outcome.verdict]} ({numbers}; {seeds})"
+
+
+def _diverged(outcome: Outcome) -> str:
+    (with_decay, without), (runs, baselines) = outcome.diverged, outcome.seeds
+    if runs == baselines == 1:
+        if with_decay and without:
+            return "Both runs diverged, with decay and without"
+        which, other = ("with", "without") if with_decay else ("without", "with")
+        return f"The run {which} decay diverged, and the one {other} did not (one seed)"
+    return (
+        f"Of the runs with decay {with_decay} of {runs} diverged, of those without {without} of"
+        f" {baselines}"
+    )
 
 
 def _better(low: float, high: float) -> str:
@@ -615,7 +645,7 @@ def _ways(diagnosis: Diagnosis) -> list[str]:
         changed = times(finding.effect.value)
         raises = f"raises the effective learning rate {changed}"
         if finding.quantity == "rotation":
-            raises = f"makes each step turn the weights {changed} as far"
+            raises = f"makes each step turn {_turned_layers(finding, diagnosis)} {changed} as far"
         ways.append(
             {
                 Mechanism.EFFECTIVE_LR: raises,
@@ -626,30 +656,60 @@ def _ways(diagnosis: Diagnosis) -> list[str]:
     return ways
 
 
+def _turned_layers(finding: Finding, diagnosis: Diagnosis) -> str:
+    """The layers of a finding among those with decay, as short as they can be said."""
+    turned = [row.layer for row in finding.layers if row.effect]
+    decayed = {m.layer for m in _moved(diagnosis)} | set(turned)
+    if len(turned) == len(decayed):
+        return "the weights"
+    return (
+        " and ".join(map(_layer, turned))
+        if len(turned) < 3
+        else f"{len(turned)} of {len(decayed)} layers"
+    )
+
+
 def _no_way(diagnosis: Diagnosis) -> str:
     undecided = [f.mechanism for f in diagnosis.findings if f.verdict is Verdict.CANNOT_TELL]
+    text = "Decay acts through none of the three mechanisms"
     if undecided:
-        return f"What decay does is not decided ({', '.join(undecided)})"
-    return "Decay acts through none of the three mechanisms"
+        text = f"What decay does is not decided ({', '.join(undecided)})"
+    moved = _moved(diagnosis)
+    turned = [m for m in moved if _turned(m) >= RULES.acts]
+    if not turned:
+        return text
+    who = _layer(turned[0].layer) if len(turned) == 1 else f"{len(turned)} of {len(moved)} layers"
+    text += f", but it makes {who} turn {times(geometric_mean(map(_turned, turned)))} as far"
+    norms = [m.by_decay for m in turned if m.by_decay is not None]
+    return text + (f", at {times(geometric_mean(norms))} the norm" if norms else "")
+
+
+def next_reason(diagnosis: Diagnosis) -> Reason | None:
+    """What is to be tried next, where a finding may ask for the same."""
+    outcome = diagnosis.outcome
+    if not diagnosis.decays or outcome.diverged[0]:
+        return None
+    if outcome.verdict is Helped.NOT_COMPARED:
+        return Reason.GIVE_BASELINE
+    unsure = (Helped.BETTER, Helped.WORSE, Helped.UNDECIDED)
+    return Reason.MORE_SEEDS if outcome.verdict in unsure else None
 
 
 def _next(diagnosis: Diagnosis) -> str:
     """What to try next, as something that can be typed or done."""
     places, outcome = diagnosis.places, diagnosis.outcome
-    nothing = Because(Reason.MORE_SEEDS)
     if not diagnosis.decays:
         return "Next: train the same with decay, and compare"
     if outcome.verdict is Helped.UNKNOWN:
         return "Next: log the outcome (`watched.log(test_loss=...)`) in runs with and without decay"
-    if outcome.verdict is Helped.NOT_COMPARED:
-        return f"Next: {_give_baseline(nothing, places)}"
-    if outcome.verdict in (Helped.BETTER, Helped.WORSE, Helped.UNDECIDED):
-        return f"Next: {_more_seeds(nothing, places)}"
-    acts = diagnosis.findings[0].verdict is Verdict.ACTS
+    if (reason := next_reason(diagnosis)) is not None:
+        return f"Next: {advice(Because(reason), places)}"
+    if outcome.diverged[0]:
+        lower = "a lower learning rate"
+        return f"Next: {lower}, in both" if outcome.diverged[1] else f"Next: less decay, or {lower}"
     if outcome.verdict is Helped.NO:
-        suggested = f" (`{commands.suggest(places.run)}`)" if acts else ""
-        return f"Next: less decay{suggested}"
-    if acts:
+        return "Next: less decay, about a third of it"
+    if diagnosis.findings[0].verdict is Verdict.ACTS:
         return f"Next: `{commands.suggest(places.run)}`, for the decay that acts within this budget"
     return "Next: twice and half the decay"
 
@@ -662,11 +722,13 @@ def finding_text(finding: Finding) -> str:
     return " ".join(_ended(sentence(why)) for why in finding.reasons)
 
 
-def remedy_text(finding: Finding, places: Places, above: str = "") -> str:
+def remedy_text(finding: Finding, places: Places, above: Reason | None = None) -> str:
     """What would decide it; "" where it is decided. What was said `above` is not said again."""
-    texts = [advice(why, places) for why in finding.remedies]
-    remedies = ['see "Next" above' if text in above else text for text in texts if text]
-    return "; ".join(dict.fromkeys(remedies))
+    texts = [
+        'see "Next" above' if why.reason is above else advice(why, places)
+        for why in finding.remedies
+    ]
+    return "; ".join(dict.fromkeys(text for text in texts if text))
 
 
 def first_text(name: str, why: Because) -> str:
@@ -786,12 +848,28 @@ def motion_legend(diagnosis: Diagnosis) -> str:
             if len(_decay_times(diagnosis.motions)) > 1
             else ""
         )
+        + "".join(
+            f" {m.layer}: scale-invariant together ({', '.join(m.members)})."
+            for m in diagnosis.motions
+            if m.members
+        )
     )
+
+
+def motion_title(diagnosis: Diagnosis) -> str:
+    """Above `insight` and `motion_table`."""
+    seeds = len(diagnosis.seeds)
+    return "How far each layer turns" + (f" (the first of {seeds} seeds)" if seeds else "")
+
+
+def _moved(diagnosis: Diagnosis) -> list[Motion]:
+    """The layers with decay, but for gains."""
+    return [m for m in diagnosis.motions if m.role != "gain" and m.timescale]
 
 
 def insight(diagnosis: Diagnosis) -> list[str]:
     """What the motions show, each checkable in the table."""
-    moved = [m for m in diagnosis.motions if m.role != "gain" and m.timescale]
+    moved = _moved(diagnosis)
     known_turns = [m for m in moved if m.turned is not None]
     turned = [m for m in known_turns if _turned(m) >= RULES.acts]
     sentences = []
@@ -799,11 +877,11 @@ def insight(diagnosis: Diagnosis) -> list[str]:
         most = max(known_turns, key=_turned)
         sentences.append(
             f"Decay makes no layer turn {times(RULES.acts)} as far per step: it is"
-            f" {times(_turned(most))} at most ({most.layer})."
+            f" {times(_turned(most))} at most ({_layer(most.layer)})."
         )
     if turned:
         most = max(turned, key=_turned)
-        text = f"Decay makes {most.layer} turn {times(_turned(most))} as far per step"
+        text = f"Decay makes {_layer(most.layer)} turn {times(_turned(most))} as far per step"
         if most.by_decay is not None:
             text += f", at {times(most.by_decay)} the norm"
         if most.size_response is not None:
@@ -837,8 +915,8 @@ def _decay_time(moved: Sequence[Motion]) -> str:
     in_epochs = f" ({three_digits(max(epochs))} epochs)" if epochs else ""
     needs = f"{low} to {high}" if low != high else low
     return (
-        f"Decay needs about {needs} steps{in_epochs} to take full effect, 1/(lr x decay); the run"
-        f" has {moved[0].steps}."
+        f"Decay needs about {needs} steps{in_epochs} to take full effect, 1/(lr x decay) at the"
+        f" mean lr; the run has {moved[0].steps}."
     )
 
 
@@ -849,11 +927,14 @@ def _balance(motions: Sequence[Motion]) -> str:
         return f"Every layer with decay turns as far as at its balance, within {near}."
     low, high = times(min(apart)), times(max(apart))
     factors = low if low == high else f"{low} to {high}"
+    if len(motions) == 1:
+        return f"At its balance {_layer(motions[0].layer)} would turn {times(1 / apart[0])} as far."
     if len(apart) == len(motions):
         return f"No layer is within {near} of its balance yet: they turn {factors} as far as there."
+    others = "The other turns" if len(apart) == 1 else "The others turn"
     return (
-        f"Within {near} of their balance: {len(motions) - len(apart)} of {len(motions)} layers. The"
-        f" others turn {factors} as far as there."
+        f"Within {near} of their balance: {len(motions) - len(apart)} of {len(motions)} layers."
+        f" {others} {factors} as far as there."
     )
 
 
@@ -872,7 +953,7 @@ def markdown(diagnosis: Diagnosis) -> str:
         if finding.effect is not None:
             lines[-1] += f" ({records_words(finding)})"
         if finding.remedies:
-            remedy = remedy_text(finding, diagnosis.places, headline(diagnosis))
+            remedy = remedy_text(finding, diagnosis.places, next_reason(diagnosis))
             lines += ["", f"To decide it: {remedy}."]
         if any(row.effect for row in finding.layers):
             lines += ["", f"| layer | verdict | {layer_heading(finding)} |", "| --- " * 3 + "|"]
@@ -880,7 +961,7 @@ def markdown(diagnosis: Diagnosis) -> str:
         lines.append("")
     if diagnosis.motions:
         headings, rows = motion_table(diagnosis)
-        lines += ["## How far each layer turns", "", *insight(diagnosis), ""]
+        lines += [f"## {motion_title(diagnosis)}", "", *insight(diagnosis), ""]
         lines += [f"| {' | '.join(headings)} |", "| --- " * len(headings) + "|"]
         lines += [f"| {' | '.join(row)} |" for row in rows]
         lines += ["", motion_legend(diagnosis), ""]

@@ -208,7 +208,7 @@ def decay_of(
     if abs(factor - 1) > 1e-3:
         weight_decay = factor * weight_decay
     if operator.kind == "lr-squared" and optimizer is not None and group.get("lr") is not None:
-        first = group.get("initial_lr", optimizer.defaults.get("lr"))
+        first = first_lr(operator, group, optimizer)
         weight_decay = weight_decay * group["lr"] / first if first else weight_decay
     if operator.kind == "masked":
         weight_decay = weight_decay * operator.share
@@ -220,3 +220,11 @@ def decay_of(
         stacklevel=2,
     )
     return "l2", weight_decay
+
+
+def first_lr(
+    operator: DecayOperator, group: Mapping[str, Any], optimizer: torch.optim.Optimizer
+) -> float:
+    """The lr_0 of lr-squared decay."""
+    first = group.get("initial_lr", optimizer.defaults.get("lr"))
+    return float(first or 0.0) if operator.over_first_lr else 1.0

@@ -10,7 +10,7 @@ two is the decay term D:
 |------------------|---------------------------------------------------------------------------|
 | `decoupled`      | k lr weight_decay W                                                       |
 | `independent`    | k weight_decay W                                                          |
-| `lr-squared`     | k lr^2 / lr_0 weight_decay W, lr_0 the first lr (AdamC)                   |
+| `lr-squared`     | k lr^2 / lr_0 weight_decay W, lr_0 the first lr (AdamC), or 1             |
 | `masked`         | one of these, at some entries alone (cautious decay)                      |
 | `towards-start`  | k lr weight_decay (W - W_0)                                               |
 | `averaged`       | k lr weight_decay W in an iterate that the weights average (schedule-free)|
@@ -64,7 +64,8 @@ COUNTED = range(STEPS // 2, STEPS)
 COMPARED = range(STEPS - 3, STEPS)
 TOLERANCE = 0.02  # relative
 NEARLY_NONE = 1e-12  # LAMB and LARS have their trust ratio only where there is a weight decay
-NOTHING = 1e-2  # of lr * weight_decay * |W|, or of what the third does; below it D counts as none
+NOTHING = 1e-4  # of lr * weight_decay * |W|, or of what the third does; below it D counts as none
+ULPS = 8  # of W, that rounding may make of D
 ROUNDING = 1e-8
 MOST_TIMES = 4
 
@@ -82,6 +83,7 @@ class DecayOperator:
         share: of the entries that are decayed at a time, where they are masked; else 1.
         along, across: D along W and the rest of it, over lr weight_decay |W|, the mean over steps.
         unasked: decoupled decay that is there without weight decay (the `lambd` of torch's ASGD).
+        over_first_lr: of lr-squared, whether its lr_0 is the first lr, not 1.
     """
 
     kind: OperatorKind
@@ -90,6 +92,7 @@ class DecayOperator:
     along: float = math.nan
     across: float = math.nan
     unasked: float = 0.0
+    over_first_lr: bool = True
 
     @property
     def factor(self) -> float | None:
@@ -154,6 +157,7 @@ def decay_operator(make: Make, place: Place) -> DecayOperator:
         along=sum(operator.along for operator in operators) / count,
         across=sum(operator.across for operator in operators) / count,
         unasked=_unasked(make, place),
+        over_first_lr=all(operator.over_first_lr for operator in operators),
     )
 
 
@@ -280,7 +284,8 @@ def _at(make: Make, regime: _Regime, put_back: bool) -> DecayOperator | None:
     inner = _averaged(plain, decayed)
     if not math.isfinite(sum(lengths)) or (put_back and _goes_its_own_way(plain)):
         return numbers
-    if max(lengths) < NOTHING * min(noticed, 1.0) or max(lengths) < ROUNDING:
+    rounded = ULPS * torch.finfo(regime.weight.dtype).eps / (LR * WEIGHT_DECAY)
+    if max(lengths) < max(NOTHING, rounded) * min(noticed, 1.0) or max(lengths) < ROUNDING:
         if inner is not None:
             return replace(numbers, kind="averaged", times=inner)
         return replace(numbers, kind="ignored") if noticed > ROUNDING else None
@@ -348,14 +353,17 @@ def _along_weight(
         agreeing = sum(abs(p - power) < 0.1 for p in powers)  # a lookahead falls out of step
         if 2 * agreeing <= len(powers) or power not in ALONG_THE_WEIGHT:
             return None
-        times = [size / WEIGHT_DECAY / LR ** min(power, 1) for size in active]
+        # of lr^2 alone the trial's lr is left over
+        over_first_lr = power < 2 or max(active) / WEIGHT_DECAY > math.sqrt(LR) * LR
+        unit = LR ** (min(power, 1) if over_first_lr else power)
+        times = [size / WEIGHT_DECAY / unit for size in active]
         share = sum(shares) / len(shares)
         kind = ALONG_THE_WEIGHT[power]
         if towards_start:
             kind = "towards-start"
         elif share < 1:
             kind = "masked"
-        return DecayOperator(kind, (min(times), max(times)), share)
+        return DecayOperator(kind, (min(times), max(times)), share, over_first_lr=over_first_lr)
     return None
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from decaylab.errors import DecaylabError, needed
 from decaylab.networks import ParameterRole, roles
-from decaylab.optim.decay import OUTSIDE, operator_of
+from decaylab.optim.decay import OUTSIDE, first_lr, operator_of
 from decaylab.optim.decay_operator import NONE, TOLERANCE, DecayOperator
 from decaylab.optim.laws import sums_up
 from decaylab.optim.optimizer_behaviour import unwrapped
@@ -106,7 +106,12 @@ class DecayTable(Sequence[DecayRow]):
         ]
 
     def _meanings(self) -> dict[str, str]:
-        return {row.decay: row.how for row in self.rows if row.decay != "none"}
+        """By kind; of one kind that is scaled in some parameters alone, by what."""
+        meanings: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.decay != "none" and row.how not in meanings.setdefault(row.decay, []):
+                meanings[row.decay].append(row.how)
+        return {kind: "; or ".join(words) for kind, words in meanings.items()}
 
     def __str__(self) -> str:
         problems = [problem.words for problem in self.problems]
@@ -209,8 +214,8 @@ def _factors(
     if operator.unasked:
         return None, None
     if operator.kind == "lr-squared":
-        first = group.get("initial_lr", optimizer.defaults.get("lr"))
-        factor = 1 - amount * lr / float(first) if first else None
+        first = first_lr(operator, group, optimizer)
+        factor = 1 - amount * lr / first if first else None
         return factor, factor
     if operator.kind == "in-momentum":
         return 1 - weight_decay * lr, 1 - amount

@@ -27,6 +27,7 @@ KINDS = {
     "ignored": "set, but nothing decays",
     "unknown": "of no known kind",
 }
+LR_SQUARED = "beside the step, times lr squared"
 PRECONDITIONED = "in the gradient, then preconditioned"
 NOT_STEPPED = "not in this optimizer"
 
@@ -38,6 +39,8 @@ def explain_operator(
     if not stepped:
         return NOT_STEPPED
     words = PRECONDITIONED if preconditioned and operator.kind == "l2" else KINDS[operator.kind]
+    if not operator.over_first_lr:
+        words = LR_SQUARED
     if operator.kind == "masked":
         words += f" ({operator.share:.0%} of them)"
     if operator.times is not None:

@@ -33,7 +33,8 @@ def rotations(model: nn.Module | Layers, before: Snapshot) -> Reading:
     """Angle between the directions W_l / |W_l| before and now (Sec. 4.1), in radians, 0 to pi.
 
     tan(angle) = |d - (d.u) u| / (|W_l(before)| + d.u) for the move d and the old direction u:
-    precise for small angles too. 0 where decay alone acted; nan where the old weight was zero.
+    precise for small angles too. 0 where decay alone acted; a weight of zeros has no direction, and
+    no row.
     """
     return movement(model, before)[1]
 
@@ -58,7 +59,9 @@ def movement(model: nn.Module | Layers, before: Snapshot) -> tuple[Reading, Read
             parts = torch._foreach_mul(w, [-along[layer] for layer, _ in places])
             (rest,) = listed(torch._foreach_norm(torch._foreach_add(d, parts)))
         lengths, across = joined(places, moved), joined(places, rest)
-        angles = {k: math.atan2(across[k], norm * (1 + along[k])) for k, norm in norms.items()}
+        angles = {
+            k: math.atan2(across[k], norm * (1 + along[k])) for k, norm in norms.items() if norm
+        }
     return (
         Reading("update_norm", "weight", lengths),
         Reading("rotation", "radian", angles),

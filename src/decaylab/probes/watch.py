@@ -110,6 +110,7 @@ class Watch:
         self._scaled: Scaled = {}
         self._closure = self._continues = False
         self._inside: torch.optim.Optimizer | None = None  # whose step is being taken
+        self._joining: torch.optim.Optimizer | None = None  # whose first step is not a round's
         self._stepped: set[torch.optim.Optimizer] = set()  # in this round
         self._handles: dict[torch.optim.Optimizer, list[Any]] = {}
         self._global_handle: Any = None
@@ -145,7 +146,10 @@ class Watch:
     def recording(self) -> Recording:
         """The same with settings, outcomes and events: what `diagnose` reads."""
         contents = Contents(self.records, tuple(self._changes), tuple(self._events), self._meta())
-        return recording_of("the watched run", contents)
+        if self._writer is None:
+            return recording_of("the watched run", contents)
+        folder = self._writer.path.parent
+        return recording_of(str(folder), contents, folder=folder)
 
     def log(self, **values: float | Tensor) -> None:
         """Record outcomes at the step just taken: `log(loss=..., test_loss=..., accuracy=...)`.
@@ -265,7 +269,8 @@ class Watch:
     def _met(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer steps: if it moves parameters of this model, watch it from now on.
 
-        One that holds parameters of a watched one takes its place.
+        One that holds parameters of a watched one takes its place. One that does not has joined
+        them, and its first step belongs to the round that the others have just ended.
         """
         if self._inside is not None or _is_wrapper(optimizer):
             return
@@ -277,9 +282,13 @@ class Watch:
         replaced = [o for o in self.optimizers if any(id(p) in held for p in stepped_by([o]))]
         remaining = tuple(o for o in self.optimizers if o not in replaced)
         names = [type(o).__name__ for o in replaced]
-        self.note("optimizer-changed", was=names, now=type(optimizer).__name__)
-        if self._stepped:
-            self._end_round()
+        if replaced:
+            self.note("optimizer-changed", was=names, now=type(optimizer).__name__)
+            if self._stepped:
+                self._end_round()
+        else:
+            self.note("optimizer-joined", optimizer=type(optimizer).__name__)
+            self._joining = optimizer if self.steps and not self._stepped else None
         for old in replaced:
             for handle in self._handles.pop(old, []):
                 handle.remove()
@@ -298,6 +307,8 @@ class Watch:
         if self._inside is optimizer and _inner(optimizer):
             return
         self._inside = optimizer
+        if self._joining is optimizer:
+            return
         try:
             if optimizer in self._stepped:
                 self._end_round()
@@ -312,8 +323,11 @@ class Watch:
         if self._inside is not optimizer or _inner(optimizer):
             return
         self._inside = None
-        self._stepped.add(optimizer)
         self._exposures[optimizer].add()
+        if self._joining is optimizer:
+            self._joining = None
+            return
+        self._stepped.add(optimizer)
         if self._before is not None and self._closure:
             try:
                 self._measure_gradients(optimizer, self._scaled)

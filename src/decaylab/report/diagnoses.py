@@ -425,7 +425,7 @@ def _motions(result: Diagnosis) -> Subsection:
         for row in table
     ]
     text = [*words.insight(result), words.motion_legend(result)]
-    return Subsection("motions", "How far each layer turns", text=text, grids=[Grid(header, rows)])
+    return Subsection("motions", words.motion_title(result), text=text, grids=[Grid(header, rows)])
 
 
 def _verdict(text: str) -> GridCell:
