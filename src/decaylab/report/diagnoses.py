@@ -133,9 +133,9 @@ def diagnoses_section(cases: Sequence[DiagnosedSetting]) -> Section:
         "Which of the three mechanisms decay acts through, for every run with decay, judged from"
         " the records (`decaylab diagnose RUN --against BASE`). The factor in brackets says by how"
         " much decay raises the effective learning rate, or lowers the squared Jacobian norm (or a"
-        " Gauss-Newton norm) or the effective damping. With several seeds, it is the smallest and"
-        " the largest. A run is judged alone if no run without decay is otherwise the same. This is"
-        " often so at the paper's settings, which have another learning rate without decay."
+        " Gauss-Newton norm) or the effective damping; with several seeds, the smallest and the"
+        " largest. A run is judged alone if no run without decay is otherwise the same, which is"
+        " common at the paper's settings: without decay they use another learning rate."
     ]
     overview = Subsection("diagnoses", "Verdicts", grids=[Grid(header, rows)])
     details = [
@@ -183,7 +183,7 @@ def _verdicts(case: DiagnosedSetting, link: str) -> Iterable[GridCell]:
         factors = [finding.effect.value for finding in findings if finding.effect]
         if factors:
             low, high = words.three_digits(min(factors)), words.three_digits(max(factors))
-            verdict += f" ({low})" if low == high else f" ({low} to {high})"
+            verdict += f" ({low}x)" if low == high else f" ({low}x to {high}x)"
         tone = TONES[kinds[0]] if len(kinds) == 1 else "near"
         yield GridCell(verdict, tone=tone, link=link)
 

@@ -140,6 +140,11 @@ STYLE = {
 
 def draw(panel: Panel) -> bytes:
     """One panel as a PNG of 630 x 450 pixels and few colours."""
+    return _png(_pixels(panel))
+
+
+def _pixels(panel: Panel) -> Any:
+    """One panel as an image in memory."""
     with needed("matplotlib").rc_context(STYLE):
         figure = needed("matplotlib.figure").Figure(figsize=SIZE, dpi=DPI)
         # Fixed margins: axes of one size in every panel, in half the time of a fitted layout.
@@ -147,7 +152,8 @@ def draw(panel: Panel) -> bytes:
         canvas = needed("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
         canvas.draw()
         image = needed("PIL.Image")
-        return _png(image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()))
+        pixels = image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba())
+        return pixels.convert("RGB")
 
 
 def figure_of(panels: Sequence[Panel]) -> Any:
@@ -187,10 +193,15 @@ def _paint(axes: "Axes", panel: Panel, *, outside: bool = True) -> None:
         axes.legend(loc="best", fontsize=8)
 
 
-def side_by_side(images: Sequence[bytes]) -> bytes:
-    """Panels of one size as one PNG, two in a row."""
+def side_by_side(pictures: Sequence[Panel | bytes]) -> bytes:
+    """Panels, or PNGs of them, as one PNG, two in a row."""
     image = needed("PIL.Image")
-    opened = [image.open(io.BytesIO(data)).convert("RGB") for data in images]
+    opened = [
+        _pixels(picture)
+        if isinstance(picture, Panel)
+        else image.open(io.BytesIO(picture)).convert("RGB")
+        for picture in pictures
+    ]
     columns = min(2, len(opened))
     width, height = opened[0].size
     rows = -(-len(opened) // columns)
@@ -364,5 +375,5 @@ def _png(picture: Any) -> bytes:
     """A PNG with a palette: a third of the size. Maximum coverage keeps colours that are rare."""
     method = needed("PIL.Image").Quantize.MAXCOVERAGE
     buffer = io.BytesIO()
-    picture.convert("RGB").quantize(INKS, method).save(buffer, format="png")
+    picture.quantize(INKS, method).save(buffer, format="png")
     return buffer.getvalue()

@@ -11,7 +11,7 @@ from decaylab.paper import FinishedRuns
 from decaylab.records import RunStore
 from decaylab.records.files import disk_errors, replace_file, replace_text
 from decaylab.report.diagnoses import DiagnosedSetting, diagnosed, diagnoses_section
-from decaylab.report.drawing import check_extra, draw, side_by_side
+from decaylab.report.drawing import check_extra, side_by_side
 from decaylab.report.figures import panels_csv
 from decaylab.report.findings import findings_section
 from decaylab.report.mechanisms import demo_runs, demo_section
@@ -165,8 +165,7 @@ def _write(report: Report, filled: Sequence[Filled], out: Path) -> list[Path]:
     files = [out / name for name in texts]
     for block in (block for section in report.sections for block in section.blocks):
         if block.images or block.charts:
-            pictures = [*map(draw, block.charts), *(image.png for image in block.images)]
-            sheet = side_by_side(pictures)
+            sheet = side_by_side([*block.charts, *(image.png for image in block.images)])
             path = figures / f"{block.anchor}.png"
             replace_file(path, partial(Path.write_bytes, data=sheet))
             files.append(path)
