@@ -261,7 +261,7 @@ def test_plain_gradients():
     [
         (lambda model: KFAC(model, lr="high"), "building the optimizer failed"),
         (lambda model: import_module("no_such_kfac"), "install what it imports"),
-        (lambda model: "nothing", "str is no optimizer"),
+        (lambda model: "nothing", "str is not an optimizer"),
         (lambda model: KFAC(model, lr=0.1, weight_decay=0.1), "weight decay 0"),
         (lambda model: KFAC(model, lr=0.1, kl_clip=0.1), "kl_clip=None"),
         (lambda model: HookedKFAC(model, lr=0.0), "moves nothing"),

@@ -239,7 +239,7 @@ def test_a_function_of_a_model_or_of_nothing():
 
 
 def test_bad_input_gets_a_sentence():
-    with pytest.raises(DecaylabError, match="is no optimizer"):
+    with pytest.raises(DecaylabError, match="is not an optimizer"):
         audit_decay(lambda params: 3)
     with pytest.raises(DecaylabError, match="returned int where an optimizer is meant"):
         audit_decay(lambda: 3)
@@ -247,7 +247,7 @@ def test_bad_input_gets_a_sentence():
         audit_decay(lambda params: 1 / 0)
     with pytest.raises(DecaylabError, match="building the optimizer failed"):
         audit_decay(lambda model: model.layers)
-    with pytest.raises(DecaylabError, match="is no torch optimizer"):
+    with pytest.raises(DecaylabError, match="is not a torch optimizer"):
         decay_table(nn.Linear(2, 2), [3])
 
 

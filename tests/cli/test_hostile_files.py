@@ -76,7 +76,7 @@ def test_a_source_is_a_run_beside_this_one(tmp_path, name):
         RunSpec(batch_norm=True, norm_source=name)
     with pytest.raises(DecaylabError, match="rotation_source must be the id of a run"):
         RunSpec(rotation_source=name)
-    with pytest.raises(DecaylabError, match="is no run's id"):
+    with pytest.raises(DecaylabError, match="is not the id of a run"):
         RunStore(tmp_path).folder(name)
 
 

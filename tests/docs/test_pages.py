@@ -266,10 +266,10 @@ def test_what_is_registered_twice_or_wrongly_is_refused(here):
         register_optimizer("adam", None, law="adam", settings=settings)
     with pytest.raises(DecaylabError, match="unknown law 'lion'"):
         register_optimizer("lion", None, law="lion", settings=settings)
-    with pytest.raises(DecaylabError, match="'rho' is no field of a run"):
+    with pytest.raises(DecaylabError, match="'rho' is not a field of a run"):
         register_optimizer("lion", None, law="adam", settings={**settings, "rho": 1})
     for key, value in (("weight_decay", 0.1), ("batch_size", 64), ("hidden", (8,))):
-        with pytest.raises(DecaylabError, match=f"'{key}' is no field of a run that optimizers"):
+        with pytest.raises(DecaylabError, match=f"'{key}' is not a field of a run that optimizers"):
             register_optimizer("lion", None, law="adam", settings={**settings, key: value})
     assert RunSpec(optimizer="sgd", hidden=(8,)).resolved().batch_size == 128
     with pytest.raises(DecaylabError, match="'epochs' is missing"):

@@ -100,7 +100,7 @@ class Shares:
         factorial: names of paths joined by " x " -> the factorial effect: the difference their
             joint change makes, averaged over the settings of the other paths.
         extra: arms beside the design -> what comes back with them, as a fraction of the total.
-        doubt: why shares have no value or no interval; None where they have.
+        doubt: why shares have no value or no interval; None if they have.
     """
 
     metric: str

@@ -73,7 +73,7 @@ class DecayReason(Enum):
 
 @dataclass(frozen=True)
 class DecayCheck:
-    """One thing checked; `passed` is None where it is to be known and not a mistake."""
+    """One thing checked; `passed` is None if it is to be known and not a mistake."""
 
     name: str
     passed: bool | None
@@ -201,7 +201,7 @@ def _build(factory: Factory, groups: list[dict[str, Any]], weight_decay: float) 
         ) from error
     if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "param_groups"):
         raise DecaylabError(
-            f"{type(optimizer).__name__} is no optimizer: it needs step() and param_groups"
+            f"{type(optimizer).__name__} is not an optimizer: it needs step() and param_groups"
         )
     if callable(train := getattr(optimizer, "train", None)):
         train()  # schedule-free ones step in this mode alone

@@ -162,7 +162,7 @@ def _built(factory: Factory, model: nn.Module) -> Any:
         ) from error
     if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "param_groups"):
         raise DecaylabError(
-            f"{type(optimizer).__name__} is no optimizer: it needs step() and param_groups"
+            f"{type(optimizer).__name__} is not an optimizer: it needs step() and param_groups"
         )
     if any(group.get("weight_decay") for group in optimizer.param_groups):
         raise DecaylabError("the optimizer decays weights: audit it with weight decay 0")

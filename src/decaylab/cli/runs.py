@@ -26,7 +26,9 @@ COLUMNS = (
     Column("seconds", number=True, drop=3),
     Column("device", drop=4),
 )
-# Prefixes of names that say something of the whole run; behind any other stands a layer.
+# What `show` leaves to --json: said elsewhere, or of no use to read.
+UNSHOWN = ("id", "status", "test_hits", "starts", "format")
+# Prefixes of names that describe the whole run; any other prefix is followed by a layer.
 OF_THE_WHOLE = ("train", "test", "kfac", "exposure")
 
 
@@ -106,7 +108,7 @@ def show_run(
     for key, value in (entry["manifest"] or {}).items():
         if key in ("started", "updated"):
             value = datetime.fromtimestamp(value, UTC).isoformat(" ", "seconds")
-        if key not in ("id", "status") and value not in ("", None):
+        if key not in UNSHOWN and value not in ("", None):
             say(f"{key}: {printable(str(value))}")
     for table in latest_values(entry["values"]):
         print()

@@ -78,7 +78,7 @@ def _invariant_by_order(model: nn.Module, layers: dict[str, Layer]) -> dict[str,
 def normalised_layers(model: nn.Module) -> dict[str, tuple[Layer, nn.Module | None]]:
     """The layers that are invariant by the order of modules, and the normalisation behind each.
 
-    None where there is none: the weight itself is normalised.
+    None if there is none: the weight itself is normalised.
     """
     layers = find_layers(model)
     return {name: (layers[name], norm) for name, norm in _invariant_by_order(model, layers).items()}

@@ -2,7 +2,7 @@
 
 An artefact is one table or figure (`artefacts/*.toml`); a cell is one number or curve in it, with
 its key columns and one run per seed. The same run has the same id in every artefact, so that it is
-trained once; what is measured in it (`probes`) is no part of the id.
+trained once; what is measured in it (`probes`) is not part of the id.
 """
 
 import tomllib
@@ -94,7 +94,7 @@ class Cell:
         columns: all columns that decide its runs.
         runs: one spec per seed, 0 first; empty while `missing` says why there are none.
         sources: the runs, one per seed, whose norms these take over (recipe line 16).
-        paper: the paper's number, None where it prints none.
+        paper: the paper's number, None if it prints none.
         probes: what these runs must record.
         missing: why there is no run: a search that has not been made.
         note: where the settings come from, if not from the published ones.
@@ -147,7 +147,7 @@ def register_artefact(path: str | Path) -> Artefact:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DecaylabError(f"{path} is no readable TOML file: {error}") from error
+        raise DecaylabError(f"{path} is not a readable TOML file: {error}") from error
     if path.stem in (*artefacts(), "all"):
         raise DecaylabError(f"there is an artefact {path.stem!r} already: rename {path.name}")
     values.pop("order", None)
@@ -156,7 +156,7 @@ def register_artefact(path: str | Path) -> Artefact:
             raise ValueError("kind scatter is for fig5 alone: choose table, bars or curves")
         artefact = _artefact(path.stem, values)
     except (TypeError, ValueError) as error:
-        raise DecaylabError(f"{path} is no artefact: {error}; see docs/extend.md") from error
+        raise DecaylabError(f"{path} is not an artefact: {error}; see docs/extend.md") from error
     artefacts()[artefact.name] = artefact
     return artefact
 

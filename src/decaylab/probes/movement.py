@@ -33,7 +33,7 @@ def rotations(model: nn.Module | Layers, before: Snapshot) -> Reading:
     """Angle between the directions W_l / |W_l| before and now (Sec. 4.1), in radians, 0 to pi.
 
     tan(angle) = |d - (d.u) u| / (|W_l(before)| + d.u) for the move d and the old direction u:
-    precise for small angles too. 0 where decay alone acted; nan where the old weight was zero.
+    precise for small angles too. 0 where decay alone acted; nan if the old weight was zero.
     """
     return movement(model, before)[1]
 

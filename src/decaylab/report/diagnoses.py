@@ -351,7 +351,7 @@ def diagnosis_report(result: Diagnosis) -> Report:
         [
             GridCell(finding.mechanism, "key"),
             GridCell(finding.verdict, tone=TONES[finding.verdict], link=f"mechanism-{number}"),
-            GridCell(words.effect_words(finding) or "—"),
+            GridCell(words.effect_words(finding) or "—", "words"),
         ]
         for number, finding in enumerate(result.findings, start=1)
     ]

@@ -292,7 +292,7 @@ def claims_section(claims: Sequence[Claim], tier: str, shown: Collection[str]) -
 
 
 def _evidence(claim: Claim, tier: str, shown: Collection[str]) -> str:
-    """The anchor of the first table or figure that the claim is about; "" where none is shown."""
+    """The anchor of the first table or figure that the claim is about; "" if none is shown."""
     places = re.findall(r"(Table|Fig)\D*(\d+)", claim.where)
     names = [f"{kind.lower()}{number}" for kind, number in places]
     return next((f"{name}-{tier}" for name in names if name in shown), "")

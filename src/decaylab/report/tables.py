@@ -25,7 +25,7 @@ WITHIN: dict[Effect, tuple[float, float]] = {"difference": (0.5, 1.5), "ratio": 
 
 @dataclass(frozen=True)
 class OverSeeds:
-    """One number over seeds; `values` is empty where no run has it."""
+    """One number over seeds; `values` is empty if no run has it."""
 
     values: tuple[float, ...] = ()
 
@@ -184,7 +184,7 @@ def number(value: float | None) -> str:
 
 
 def change(one: float | None, other: float | None, effect: Effect) -> float | None:
-    """`other` against `one`: the difference, or the ratio; None where one is missing.
+    """`other` against `one`: the difference, or the ratio; None if one is missing.
 
     >>> change(90.0, 92.5, "difference"), change(100.0, 25.0, "ratio"), change(None, 1.0, "ratio")
     (2.5, 0.25, None)
@@ -289,7 +289,7 @@ def csv_text(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def plain(value: float | None) -> str:
-    """A number for a CSV; empty where there is none."""
+    """A number for a CSV; empty if there is none."""
     return "" if value is None else f"{value:.6g}"
 
 
@@ -338,7 +338,7 @@ def _numbers(ours: OverSeeds) -> list[str]:
 
 
 def legend(table: Table) -> str:
-    """What the marked numbers of a table are, with their settings; empty where there are none."""
+    """What the marked numbers of a table are, with their settings; empty if there are none."""
     searched = [entry for entry in table.entries if entry.own.n]
     if not searched:
         return ""
