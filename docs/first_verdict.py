@@ -67,9 +67,9 @@ def _columns(number: int) -> Any:
 
 def printed() -> str:
     """The verdict that README shows."""
-    found = PRINTED.search(README.read_text(encoding="utf-8"))
-    assert found is not None
-    return found[2].removeprefix("```\n").removesuffix("```\n")
+    block = PRINTED.search(README.read_text(encoding="utf-8"))
+    assert block is not None
+    return block[2].removeprefix("```\n").removesuffix("```\n")
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ Only = Annotated[
 Metric = Annotated[str, typer.Option("--metric", help=f"One of {', '.join(METRICS)}.")]
 TierOption = Annotated[
     str | None,
-    typer.Option("--tier", help="Size the spec for a tier: short is a fifth of the epochs."),
+    typer.Option("--tier", help="Size the spec for a tier: smoke, quick, short or full."),
 ]
 From = Annotated[
     str | None, typer.Option("--from", metavar="RUN", help="Branch from this run with decay.")

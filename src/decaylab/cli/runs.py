@@ -132,10 +132,10 @@ def latest_values(values: dict[str, float]) -> list[TextTable]:
         first.add(name, f"{value:.6g}")
     if not layers:
         return [first]
-    quantities = list(dict.fromkeys(quantity for own in layers.values() for quantity in own))
+    quantities = list(dict.fromkeys(name for numbers in layers.values() for name in numbers))
     second = _numbers_table("layer", quantities)
-    for layer, own in layers.items():
-        numbers = [f"{own[q]:.5g}" if q in own else "" for q in quantities]
+    for layer, by_quantity in layers.items():
+        numbers = [f"{by_quantity[q]:.5g}" if q in by_quantity else "" for q in quantities]
         second.add(layer, *numbers)
     return [first, second]
 

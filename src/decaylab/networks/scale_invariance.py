@@ -182,7 +182,7 @@ class Invariance:
 def measure_invariance(
     model: nn.Module, inputs: Inputs, *, logits: LogitsRule = None
 ) -> Invariance:
-    """Find which layers can be rescaled, alone or together, and how the logits answer to each.
+    """Find which layers can be rescaled, alone or together, and how the logits respond to each.
 
     Args:
         model: any module. In train mode on this batch (batch statistics, one dropout mask); its

@@ -210,29 +210,29 @@ def _cells(artefact: Artefact, tier: Tier, seeds: int, folder: Path | None) -> I
             )
 
 
-def select(found: Iterable[Cell], only: Sequence[str]) -> list[Cell]:
+def select(selected: Iterable[Cell], only: Sequence[str]) -> list[Cell]:
     """The cells that match every `key=value`; `key=a,b` takes both. Cells without the key stay out.
 
     >>> len(select(cells("table1", "short"), ["network=vgg16", "dataset=cifar10"]))
     24
     """
-    found = list(found)
+    selected = list(selected)
     for condition in only:
         name, equals, value = condition.partition("=")
-        keys = dict.fromkeys(key for cell in found for key in cell.key)
+        keys = dict.fromkeys(key for cell in selected for key in cell.key)
         if not equals or name not in keys:
             near = did_you_mean(name, keys)
             raise DecaylabError(
                 f"--only {condition!r}{near}: give KEY=VALUE with a key of these cells:"
                 f" {', '.join(keys)}"
             )
-        known = {str(cell.key[name]) for cell in found if name in cell.key}
+        known = {str(cell.key[name]) for cell in selected if name in cell.key}
         wanted = value.split(",")
         if missing := [choice for choice in wanted if choice not in known]:
             there, near = ", ".join(sorted(known)), did_you_mean(missing[0], known)
             raise DecaylabError(f"no cell has {name}={missing[0]}{near}; there are: {there}")
-        found = [cell for cell in found if str(cell.key.get(name, "")) in wanted]
-    return found
+        selected = [cell for cell in selected if str(cell.key.get(name, "")) in wanted]
+    return selected
 
 
 def _artefact(name: str, values: dict[str, Any]) -> Artefact:

@@ -183,15 +183,15 @@ def number(value: float | None) -> str:
     return f"{value:.2f}" if abs(value) < 1000 else f"{value:.0f}"
 
 
-def change(one: float | None, other: float | None, effect: Effect) -> float | None:
-    """`other` against `one`: the difference, or the ratio; None if one is missing.
+def change(before: float | None, after: float | None, effect: Effect) -> float | None:
+    """From `before` to `after`: the difference, or the ratio; None if one is missing.
 
     >>> change(90.0, 92.5, "difference"), change(100.0, 25.0, "ratio"), change(None, 1.0, "ratio")
     (2.5, 0.25, None)
     """
-    if one is None or other is None or (effect == "ratio" and one == 0):
+    if before is None or after is None or (effect == "ratio" and before == 0):
         return None
-    return other - one if effect == "difference" else other / one
+    return after - before if effect == "difference" else after / before
 
 
 def change_words(value: float | None, effect: Effect) -> str:
