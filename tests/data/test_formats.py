@@ -194,7 +194,7 @@ def test_cifar_records_of_the_other_data_set_are_recognised(tmp_path):
     of_10 = writers.cifar_bytes(images, labels)
     with pytest.raises(DecaylabError, match="CIFAR-10's"):
         formats.read_cifar_records(tmp_path / "x.bin", of_10, label_bytes=2)
-    with pytest.raises(DecaylabError, match="12291 bytes .* 3073"):
+    with pytest.raises(DecaylabError, match=r"12291 bytes .* 3073"):
         formats.read_cifar_records(tmp_path / "x.bin", of_10[:-1], label_bytes=1)
     with pytest.raises(DecaylabError, match="0 bytes"):
         formats.read_cifar_records(tmp_path / "x.bin", b"", label_bytes=1)

@@ -320,7 +320,7 @@ def test_a_signal_that_comes_when_the_run_is_finished_reaches_the_caller(digits,
 def test_bad_calls(digits, tmp_path):
     with pytest.raises(DecaylabError, match="batch"):
         finish(replace(SPEC, batch_size=5000), data=digits)
-    with pytest.raises(DecaylabError, match="mnist .*digits"):
+    with pytest.raises(DecaylabError, match=r"mnist .*digits"):
         finish(replace(SPEC, data="mnist"), data=digits)
     with RunStore(tmp_path).folder("r").writing(SPEC.to_toml()):
         pass
