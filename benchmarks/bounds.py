@@ -109,7 +109,7 @@ def seconds(layer: Sides, rates: Rates) -> dict[str, float]:
 
 
 def least_ms(network: str, device: str, batch_size: int) -> dict[str, float] | None:
-    """Milliseconds of each part, each time it is done; None where the device is not known."""
+    """Milliseconds of each part, each time it is done; None if the device is not known."""
     if device not in RATES:
         return None
     model = build(network, classes=10, batch_norm=True)

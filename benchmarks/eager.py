@@ -228,7 +228,7 @@ def profile(loop: Loop) -> None:
 
 def table(rows: list[Row]) -> str:
     def of_first(network: str, quantity: str) -> float:
-        """The quantity of the first-order optimizer, eager; nan where there is none."""
+        """The quantity of the first-order optimizer, eager; nan if there is none."""
         wanted = (network, "first", "eager")
         named = [r for r in rows if (r["network"], r["step"], r["mode"]) == wanted]
         return (named[0].get(quantity) if named else None) or float("nan")

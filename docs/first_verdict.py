@@ -1,6 +1,6 @@
 """README's printed verdict and its figure, made by running README's own code on digits.
 
-`make results-pages` writes them anew.
+`make results-pages` writes them again.
 """
 
 import contextlib
@@ -67,9 +67,16 @@ def _columns(number: int) -> Any:
 
 def printed() -> str:
     """The verdict that README shows."""
-    found = PRINTED.search(README.read_text(encoding="utf-8"))
-    assert found is not None
-    return found[2].removeprefix("```\n").removesuffix("```\n")
+    block = PRINTED.search(README.read_text(encoding="utf-8"))
+    assert block is not None
+    return "\n".join(re.findall(r"```\n(.*?)```", block[2], re.DOTALL))
+
+
+def folded(text: str) -> str:
+    """The verdict as README shows it: the layers, and what follows from them, open on a click."""
+    first, layers, rest = text.partition("\nHow far each layer turns\n")
+    summary = "<details><summary>How far each layer turns, and what follows</summary>"
+    return f"```\n{first}```\n\n{summary}\n\n```{layers}{rest}```\n\n</details>\n"
 
 
 def main() -> None:
@@ -79,7 +86,7 @@ def main() -> None:
         _, text, diagnosis = ran(Path(folder))
         diagnosis.plot().savefig(PICTURE, dpi=90)
     page = README.read_text(encoding="utf-8")
-    README.write_text(PRINTED.sub(lambda m: f"{m[1]}```\n{text}```\n{m[3]}", page))
+    README.write_text(PRINTED.sub(lambda m: m[1] + folded(text) + m[3], page))
 
 
 if __name__ == "__main__":

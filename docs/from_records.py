@@ -113,8 +113,8 @@ def gains(records: Records, artefact: str) -> str:
     A row at the longest schedule it has been run at, and again where a shorter one has more of it.
     """
     shown = defaultdict[tuple[object, ...], set[object]](set)
-    found = (_gains_at(records, artefact, tier, shown) for tier in records.tiers_of(artefact))
-    return "\n".join(filter(None, found)) or _commands(artefact)
+    tables = (_gains_at(records, artefact, tier, shown) for tier in records.tiers_of(artefact))
+    return "\n".join(filter(None, tables)) or _commands(artefact)
 
 
 def _gains_at(
@@ -156,12 +156,12 @@ def _gains_at(
     table = text_grid(header, rows)
     data = dict.fromkeys(named(run.spec.data) for run in used)
     on = f" on {', '.join(data)}" if "dataset" not in columns else ""
-    said = f"Test accuracy in %{on} and what decay adds, in points; {_tier_words(tier, used)};"
-    said += f" {complete} of {len(groups)} rows have been run{', some in part' * in_part}"
-    said += ", of which the others are above." if complete > len(rows) else "."
+    caption = f"Test accuracy in %{on} and what decay adds, in points; {_tier_words(tier, used)};"
+    caption += f" {complete} of {len(groups)} rows have been run{', some in part' * in_part}"
+    caption += ", of which the others are above." if complete > len(rows) else "."
     if "†" in table:
-        said += " †: too short a schedule for this decay to take full effect (exposure below 1)."
-    return f"{table}\n<small>{said}</small>\n"
+        caption += " †: too short a schedule for this decay to take full effect (exposure below 1)."
+    return f"{table}\n<small>{caption}</small>\n"
 
 
 def _label(last: object) -> str:
@@ -180,10 +180,10 @@ def _gain(compared: Comparison | None) -> str:
 
 def _strengths(samples: Iterable[Sample]) -> str:
     specs = [sample.runs[0].spec.resolved() for sample in samples]
-    found = dict.fromkeys(
+    settings = dict.fromkeys(
         f"{spec.lr:g}, {named(spec.decay)} {spec.weight_decay:g}" for spec in specs
     )
-    return "; ".join(found)
+    return "; ".join(settings)
 
 
 def claimed(records: Records, names: Sequence[str]) -> str:
@@ -191,9 +191,9 @@ def claimed(records: Records, names: Sequence[str]) -> str:
     rows = []
     for name in names:
         where, claim = CLAIMS[name].where, CLAIMS[name].claim
-        found = [records.claims(tier)[name] for tier in PAPERS_OWN]
-        said = [[one.effect, f"{one.verdict}, tier {one.tier}"] for one in found if one.n]
-        rows += [[f"{claim} ({where})", *one] for one in said or [["not run yet", "not run yet"]]]
+        by_tier = [records.claims(tier)[name] for tier in PAPERS_OWN]
+        cells = [[c.effect, f"{c.verdict}, tier {c.tier}"] for c in by_tier if c.n]
+        rows += [[f"{claim} ({where})", *pair] for pair in cells or [["not run yet"] * 2]]
     return text_grid(["the paper's claim", "our records", "verdict"], rows)
 
 
@@ -217,7 +217,7 @@ def reconstructed(records: Records) -> str:
     """The first mechanism's factor as one run tells it, beside that of both runs."""
     rows = []
     for tier, words, folders in _decayed(records):
-        both, alone = (diagnose(*of) for of in (folders, folders[:1]))
+        both, alone = (diagnose(*sources) for sources in (folders, folders[:1]))
         effects = [result.findings[0].effect for result in (alone, both)]
         if both.baselines and all(effects):
             rows.append([*words, *(number(e.value) for e in effects if e), tier])
@@ -252,27 +252,27 @@ def _not_run(name: str) -> str:
 
 def _by(name: str, about: dict[str, Any], size: str) -> str:
     """The line below a table that a benchmark printed."""
-    said = "{seeds} seeds, {size}; {device}, {date}, torch {torch}, decaylab {version}"
-    return f"<small>{said.format(**about, size=size)}: `benchmarks/{name}.py`</small>\n"
+    caption = "{seeds} seeds, {size}; {device}, {date}, torch {torch}, decaylab {version}"
+    return f"<small>{caption.format(**about, size=size)}: `benchmarks/{name}.py`</small>\n"
 
 
 def schedules(records: Records, part: str) -> str:
     """A part of what benchmarks/schedules.py measured; [smallest, largest] as a range."""
-    found = _printed(records, "schedules")
-    if found is None:
+    printed = _printed(records, "schedules")
+    if printed is None:
         return _not_run("schedules")
-    table = text_grid([*found[part][0]], [[*map(_range, row.values())] for row in found[part]])
-    about = found["about"]
+    table = text_grid([*printed[part][0]], [[*map(_range, row.values())] for row in printed[part]])
+    about = printed["about"]
     return f"{table}\n{_by('schedules', about, '{steps} steps'.format(**about))}"
 
 
 def bursts(records: Records) -> str:
     """What benchmarks/bursts.py measured, by setting, and the norms of its first seed."""
-    found = _printed(records, "bursts")
-    if found is None:
+    printed = _printed(records, "bursts")
+    if printed is None:
         return _not_run("bursts")
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for run in found["runs"]:
+    for run in printed["runs"]:
         runs[run["setting"]].append(run)
     rows = []
     for setting, seeds in runs.items():
@@ -283,7 +283,7 @@ def bursts(records: Records) -> str:
         ranges = [_range([min(v), max(v)]) if v else "—" for v in (before, last, accuracies)]
         rows.append([setting, counts, *ranges])
     header = ["K-FAC-F with", "bursts, by seed", "norm before a burst", "norm at the end"]
-    about = found["about"]
+    about = printed["about"]
     by = _by("bursts", about, "{epochs} epochs".format(**about))
     table = text_grid([*header, "test accuracy"], rows)
     return f"{bursts_figure(records).markdown}\n{table}\n{by}"
@@ -291,10 +291,10 @@ def bursts(records: Records) -> str:
 
 def bursts_figure(records: Records) -> Figure:
     """The norm of the first layer over the epochs, first seed: fixed and scale-free damping."""
-    found = _printed(records, "bursts") or {"runs": []}
+    printed = _printed(records, "bursts") or {"runs": []}
     lines = [
         Line(run["setting"], range(1, len(run["norm"]) + 1), run["norm"])
-        for run in found["runs"]
+        for run in printed["runs"]
         if run["seed"] == 0 and run["setting"] in ("fixed damping", "scale-free damping")
     ]
     panel = Panel(
@@ -307,13 +307,13 @@ def attributions(records: Records) -> str:
     """What every attribution in results/attribution found: a row per setting and metric."""
     rows, about = [], dict[str, None]()
     for path in sorted((records.root / "attribution").glob("*.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        told = f"{len(found['seeds'])} seeds, {found['steps']} steps"
-        for metric, shares in found["metrics"].items():
+        attribution = json.loads(path.read_text(encoding="utf-8"))
+        size = f"{len(attribution['seeds'])} seeds, {attribution['steps']} steps"
+        for metric, shares in attribution["metrics"].items():
             unclear = shares["doubt"] is not None
             rows.append(
                 [
-                    f"{found['title']} ({told})" if metric == found["metric"] else "",
+                    f"{attribution['title']} ({size})" if metric == attribution["metric"] else "",
                     metric,
                     margin(_estimate(shares["total"]), in_points(metric, [])),
                     *(
@@ -323,16 +323,18 @@ def attributions(records: Records) -> str:
                     ),
                 ]
             )
-        about["{device}, {date}, torch {torch}, decaylab {version}".format(**found["about"])] = None
+        about[
+            "{device}, {date}, torch {torch}, decaylab {version}".format(**attribution["about"])
+        ] = None
     if not rows:
         return "*Not run yet.* `decaylab attribute SPEC --json > results/attribution/NAME.json`\n"
     header = ["run", "metric", "total", "rotation", "size", "damping", "others", "direction"]
-    said = (
+    caption = (
         "Effect of decay, with minus without, and the shares of it; accuracies in points. —: the"
         " total cannot be told from zero, or there is no such path. Each interval is 95 % by"
         f" itself: of so many, some miss. {'; '.join(about)}."
     )
-    return f"{text_grid(header, rows)}\n<small>{said}</small>\n"
+    return f"{text_grid(header, rows)}\n<small>{caption}</small>\n"
 
 
 def advice_followed(records: Records) -> str:
@@ -342,9 +344,9 @@ def advice_followed(records: Records) -> str:
     return "\n".join(tables) or "*Not run yet.* `python benchmarks/advice.py` makes these runs.\n"
 
 
-def _advice(found: dict[str, Any]) -> str:
-    about, suggestion = found["about"], found["suggestion"]
-    sound = [row for row in found["rows"] if "held_out" in row]
+def _advice(printed: dict[str, Any]) -> str:
+    about, suggestion = printed["about"], printed["suggestion"]
+    sound = [row for row in printed["rows"] if "held_out" in row]
     losses = {
         name: OverSeeds(tuple(row["held_out"] for row in sound if row["decay"] == name))
         for name in dict.fromkeys(row["decay"] for row in sound)
@@ -382,7 +384,7 @@ def _advice(found: dict[str, Any]) -> str:
     by_layer = [row["suggested"] for row in suggestion["layers"] if row["suggested"]]
     mean = math.exp(fmean(map(math.log, by_layer)))
     how = "their mean" if math.isclose(value, mean) else "the weakest that acts within the run"
-    said = (
+    caption = (
         f"GPT ({about['size']}), AdamW at lr {about['lr']:g}, {about['steps']} steps, on"
         " {device}, {date}, torch {torch}, decaylab {version}".format(**about)
         + f". Suggested from the run without decay of seed 0; layer by layer the values go from"
@@ -391,7 +393,7 @@ def _advice(found: dict[str, Any]) -> str:
         f" layers' norms ended at {min(reached):.2f} to {max(reached):.2f} of the ones that were"
         f" foretold (median {median(reached):.2f})."
     )
-    return f"{text_grid(header, rows)}\n<small>{said}</small>\n"
+    return f"{text_grid(header, rows)}\n<small>{caption}</small>\n"
 
 
 def _estimate(values: dict[str, Any] | None) -> Estimate:
@@ -413,9 +415,9 @@ def demo_accuracy(records: Records) -> str:
     """The demo's test accuracy by kind of decay."""
     if not records.demo():
         return "*Not run yet.* `decaylab demo --runs results/demo` makes these runs.\n"
-    seeds = {run.spec.seed for of in records.demo().values() for run in of}
-    said = f"Test accuracy in % on digits, {counted_seeds(len(seeds))}; one test image is 0.28."
-    return f"{grid_markdown(short_accuracy_grid(records.demo()))}\n<small>{said}</small>\n"
+    seeds = {run.spec.seed for runs in records.demo().values() for run in runs}
+    caption = f"Test accuracy in % on digits, {counted_seeds(len(seeds))}; one test image is 0.28."
+    return f"{grid_markdown(short_accuracy_grid(records.demo()))}\n<small>{caption}</small>\n"
 
 
 def demo_figure(records: Records, mechanism: MechanismSection) -> Figure:
@@ -428,7 +430,9 @@ def demo_numbers(records: Records, mechanism: MechanismSection) -> str:
     """A mechanism in the demo's nets: the figure, then its quantities at the end."""
     if not records.demo():
         return demo_accuracy(records)
-    grids = [mechanism_grid(mechanism, of, records.demo()) for of in mechanism.quantities]
+    grids = [
+        mechanism_grid(mechanism, quantity, records.demo()) for quantity in mechanism.quantities
+    ]
     tables = [f"{grid.caption}:\n\n{grid_markdown(grid)}" for grid in grids]
     return "\n".join([demo_figure(records, mechanism).markdown, *tables])
 
@@ -459,8 +463,8 @@ def paper_table(records: Records, artefact: str) -> str:
         filled = records.filled(artefact, tier)
         assert filled.table is not None
         runs = (run for cell in filled.cells for run in records.finished_runs.of_cell(cell))
-        said = f"{_tier_words(tier, runs)}; {filled.coverage} have been run."
-        parts.append(f"{grid_markdown(to_grid(filled.table))}\n<small>{said}</small>\n")
+        caption = f"{_tier_words(tier, runs)}; {filled.coverage} have been run."
+        parts.append(f"{grid_markdown(to_grid(filled.table))}\n<small>{caption}</small>\n")
     return "\n".join(parts) or _commands(artefact)
 
 
@@ -588,12 +592,12 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
 
 
 def filled_in(markdown: str, records: Records) -> str:
-    """A page with its blocks; links to files that are no pages become their names."""
+    """A page with its blocks; links to files that are not pages become their names."""
 
-    def block(found: re.Match[str]) -> str:
-        if found[1] not in BLOCKS:
-            raise DecaylabError(f"no block {found[1]!r}: choose one of {', '.join(BLOCKS)}")
-        text = BLOCKS[found[1]](records)
+    def block(match: re.Match[str]) -> str:
+        if match[1] not in BLOCKS:
+            raise DecaylabError(f"no block {match[1]!r}: choose one of {', '.join(BLOCKS)}")
+        text = BLOCKS[match[1]](records)
         for sign in (" ± ", " †", "× "):  # no line breaks here
             text = text.replace(sign, sign.replace(" ", "\u00a0"))
         return text
@@ -606,7 +610,7 @@ FETCHED = re.compile(r"<(?:script|img|iframe)[^>]*src=.?https?:|<link[^>]*href=.
 
 
 def on_config(config: Any) -> Any:
-    """Mkdocs begins a build: read the records anew."""
+    """Mkdocs begins a build: read the records again."""
     _records[:] = [Records()]
     return config
 
@@ -628,7 +632,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
     """Pages work offline: what they need is beside them."""
-    found = FETCHED.search(output)
-    if found is not None:
-        raise DecaylabError(f"{page.file.src_uri} would fetch {found[0]}...: keep a copy in docs/")
+    fetched = FETCHED.search(output)
+    if fetched is not None:
+        raise DecaylabError(
+            f"{page.file.src_uri} would fetch {fetched[0]}...: keep a copy in docs/"
+        )
     return output

@@ -13,7 +13,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from decaylab.paper import FinishedRuns, artefact_of
 from decaylab.records import RunStore
-from decaylab.report.drawing import draw, side_by_side
+from decaylab.report.drawing import side_by_side
 from decaylab.report.figures import panels_csv
 from decaylab.report.sections import fill
 
@@ -37,7 +37,7 @@ def main() -> None:
     drawn = panels()
     numbers = PngInfo()
     numbers.add_text("numbers", fingerprint(drawn))
-    sheet = Image.open(io.BytesIO(side_by_side([draw(panel) for panel in drawn])))
+    sheet = Image.open(io.BytesIO(side_by_side(drawn)))
     sheet.save(PICTURE, pnginfo=numbers, optimize=True)
 
 

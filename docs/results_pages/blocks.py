@@ -61,10 +61,10 @@ def _rows_at(results: Results, name: str, tier: str, shown: set[tuple[str, ...]]
     shown.update(pair.key for pair in chosen)
     runs = results.runs_of(filled.cells).values()
     devices = ", ".join(dict.fromkeys(run.manifest.device for run in runs))
-    said = f"At {TIERS[tier].schedule} (tier {tier}), on {devices}:\n\n"
+    text = f"At {TIERS[tier].schedule} (tier {tier}), on {devices}:\n\n"
     notes = legend(filled.table)
     table = grid_markdown(to_grid(filled.table, chosen))
-    return said + table + (f"\n{notes}\n" if notes else "")
+    return text + table + (f"\n{notes}\n" if notes else "")
 
 
 def compared(results: Results, name: str) -> str:
@@ -87,8 +87,8 @@ def _by_scheme(filled: Filled, results: Results) -> str:
                 by_title.setdefault(title, {})[label_of(cell)] = shown
     labels = list(dict.fromkeys(label for row in by_title.values() for label in row))
     rows = [[title, *(row.get(name, "—") for name in labels)] for title, row in by_title.items()]
-    said = f"At {TIERS[filled.tier].schedule} (tier {filled.tier}):\n\n"
-    return said + text_grid(["cell", *labels], rows) if rows else ""
+    text = f"At {TIERS[filled.tier].schedule} (tier {filled.tier}):\n\n"
+    return text + text_grid(["cell", *labels], rows) if rows else ""
 
 
 def misses(results: Results) -> str:
@@ -100,12 +100,12 @@ def misses(results: Results) -> str:
     entries = [entry for entry in filled.table.entries if entry.ours.n]
     near = [entry for entry in entries if _distance(entry) <= WITHIN]
     marked = [e for e in entries if e not in near and e.own.n and _distance(e, own=True) <= WITHIN]
-    said = f"{len(near)} of the {len(entries)} cells that were run at tier full are within"
-    said += f" {WITHIN:g} point of the paper at the published settings"
-    said += f", {len(marked)} more at those of our own search (‡)." if marked else "."
+    text = f"{len(near)} of the {len(entries)} cells that were run at tier full are within"
+    text += f" {WITHIN:g} point of the paper at the published settings"
+    text += f", {len(marked)} more at those of our own search (‡)." if marked else "."
     wrong = [pair for pair in pairs(filled.table) if _other_order(pair)]
     by_column = filled.table.by_column
-    said += "\n" + "".join(
+    text += "\n" + "".join(
         f"\nThe order with and without decay is not the paper's: {key_title(by_column(pair.key))}"
         f" ({pair.words('difference')} points, the paper's"
         f" {pair.effect('difference', paper=True):+.2f}).\n"
@@ -122,17 +122,17 @@ def misses(results: Results) -> str:
         for entry in entries
         if entry not in near
     ]
-    return f"{said}\n{text_grid(header, rows)}" if rows else said
+    return f"{text}\n{text_grid(header, rows)}" if rows else text
 
 
 def _distance(entry: Entry, *, own: bool = False) -> float:
-    found = change(entry.paper, (entry.own if own else entry.ours).mean, "difference")
-    return abs(found) if found is not None else 0.0
+    difference = change(entry.paper, (entry.own if own else entry.ours).mean, "difference")
+    return abs(difference) if difference is not None else 0.0
 
 
 def _other_order(pair: Pair) -> bool:
     """Whether the sign of decay's effect is not the paper's, where that is over half a point."""
-    ours, paper = (pair.effect("difference", paper=of) for of in (False, True))
+    ours, paper = (pair.effect("difference", paper=papers) for papers in (False, True))
     return ours is not None and paper is not None and abs(paper) > 0.5 and ours * paper <= 0
 
 
@@ -155,7 +155,7 @@ def first_order(results: Results) -> str:
 
 
 def _last_and_best(
-    results: Results, cell: Cell, specs: Sequence[RunSpec], said: tuple[str, str]
+    results: Results, cell: Cell, specs: Sequence[RunSpec], labels: tuple[str, str]
 ) -> list[list[str]]:
     rows = []
     for run in filter(None, map(results.finished_runs.of, specs)):
@@ -167,7 +167,7 @@ def _last_and_best(
         rows.append(
             [
                 key_title(cell.key, list(cell.key)[:-1]),
-                *(*said, str(run.spec.seed), f"{run.spec.lr:g}", f"{run.spec.weight_decay:g}"),
+                *(*labels, str(run.spec.seed), f"{run.spec.lr:g}", f"{run.spec.weight_decay:g}"),
                 *(number(cell.paper), percent(last), percent(best), str(epoch)),
                 percent(fitted),
             ]
@@ -182,7 +182,7 @@ def claims(results: Results) -> str:
         return "*No runs yet.*\n"
     rows = []
     for name, claim in next(iter(judgements.values())).items():
-        verdicts = [found[name].status_by_part for found in judgements.values()]
+        verdicts = [by_id[name].status_by_part for by_id in judgements.values()]
         rows.append([name, claim.where, claim.claim, *verdicts])
     header = ["", "where", "claim", *(f"tier {tier}" for tier in judgements)]
     return text_grid(header, rows)
@@ -239,17 +239,17 @@ def superseded(results: Results) -> str:
 
 def verdicts(results: Results) -> str:
     """How many of the claims are supported, contradicted and open, in a sentence per tier."""
-    said = []
+    lines = []
     for tier in results.tiers:
-        found = results.claims(tier)
+        by_id = results.claims(tier)
         counts: dict[str, list[str]] = {}
-        for claim in found.values():
+        for claim in by_id.values():
             counts.setdefault(claim.status, []).append(claim.id)
         parts = [f"{len(ids)} {verdict} ({', '.join(ids)})" for verdict, ids in counts.items()]
-        effect = found["E1"].effect
-        told = f" {effect[:1].upper()}{effect[1:]}." if effect else ""
-        said.append(f"- Tier {tier}: {'; '.join(parts)}.{told}\n")
-    return "".join(said) or "*No runs yet.*\n"
+        effect = by_id["E1"].effect
+        effect_sentence = f" {effect[:1].upper()}{effect[1:]}." if effect else ""
+        lines.append(f"- Tier {tier}: {'; '.join(parts)}.{effect_sentence}\n")
+    return "".join(lines) or "*No runs yet.*\n"
 
 
 def decided(results: Results) -> dict[str, Claim]:
@@ -386,10 +386,10 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
 def refreshed(text: str, results: Results) -> str:
     """A page with its blocks as the records have them now."""
 
-    def block(found: re.Match[str]) -> str:
-        if found[2] not in BLOCKS:
-            raise DecaylabError(f"no block {found[2]!r}: choose one of {', '.join(BLOCKS)}")
-        return f"{found[1]}\n{BLOCKS[found[2]](results)}\n{found[4]}"
+    def block(match: re.Match[str]) -> str:
+        if match[2] not in BLOCKS:
+            raise DecaylabError(f"no block {match[2]!r}: choose one of {', '.join(BLOCKS)}")
+        return f"{match[1]}\n{BLOCKS[match[2]](results)}\n{match[4]}"
 
     return BLOCK.sub(block, text)
 

@@ -57,7 +57,9 @@ class Results:
     def used(self) -> dict[str, FinishedRun]:
         """The finished runs of all artefacts."""
         filled = [self.filled(name, tier) for tier in self.tiers for name in artefacts()]
-        return {name: run for one in filled for name, run in self.runs_of(one.cells).items()}
+        return {
+            name: run for artefact in filled for name, run in self.runs_of(artefact.cells).items()
+        }
 
     @cached_property
     def unused(self) -> list[IndexedRun]:
@@ -67,18 +69,18 @@ class Results:
     def runs_of(self, cells: Sequence[Cell]) -> dict[str, FinishedRun]:
         """The finished runs of some cells, each once, those at our own settings too."""
         specs = [spec for cell in cells for spec in (*cell.runs, *cell.own, *cell.sources)]
-        found = {spec.id: self.finished_runs.of(spec) for spec in specs}
-        return {name: run for name, run in found.items() if run is not None}
+        runs_by_id = {spec.id: self.finished_runs.of(spec) for spec in specs}
+        return {name: run for name, run in runs_by_id.items() if run is not None}
 
 
 def _runs_in(path: Path) -> list[dict[str, Any]]:
     try:
-        found: list[dict[str, Any]] = json.loads(path.read_bytes())
+        entries: list[dict[str, Any]] = json.loads(path.read_bytes())
     except ValueError as error:
         raise DecaylabError(
             f"{path} is damaged ({error}): move it away, or make it again"
         ) from error
-    return found
+    return entries
 
 
 def all_times(results: Results) -> list[tuple[str, float]]:
@@ -98,17 +100,20 @@ def runs(results: Results) -> str:
     for tier in results.tiers:
         for artefact in artefacts().values():
             filled = results.filled(artefact.name, tier)
-            found = results.runs_of(filled.cells)
-            if not found:
+            artefact_runs = results.runs_of(filled.cells)
+            if not artefact_runs:
                 continue
-            new = [name for name in found if name not in counted]
+            new = [name for name in artefact_runs if name not in counted]
             counted.update(new)
-            devices = dict.fromkeys(run.manifest.device for run in found.values())
+            devices = dict.fromkeys(run.manifest.device for run in artefact_runs.values())
             rows.append(
                 [
                     *(tier, titled(artefact), filled.coverage, ", ".join(devices)),
                     *(str(len(new)), device_minutes(times[name] for name in new)),
-                    *(str(len(found)), device_minutes(times[name] for name in found)),
+                    *(
+                        str(len(artefact_runs)),
+                        device_minutes(times[name] for name in artefact_runs),
+                    ),
                 ]
             )
     others = [
@@ -128,8 +133,8 @@ def runs(results: Results) -> str:
     for words, cells, made in others:
         if made:
             devices = dict.fromkeys(device for device, _ in made)
-            own = [str(len(made)), device_minutes(made)]
-            rows.append(["", words, cells, ", ".join(devices), *own, *own])
+            totals = [str(len(made)), device_minutes(made)]
+            rows.append(["", words, cells, ", ".join(devices), *totals, *totals])
     header = ["tier", "artefact", "filled", "on", "runs", "GPU-minutes"]
     header += ["all its runs", "their GPU-minutes"]
     everything = [times[name] for name in counted]
@@ -154,7 +159,7 @@ def device_minutes(runs: Iterable[tuple[str, float]]) -> str:
 def variants(results: Results) -> str:
     """The runs in no table or figure: which run of one is nearest, and in what they differ."""
     rows = []
-    used = [(one.manifest.tier, one.spec.resolved()) for one in results.used.values()]
+    used = [(run.manifest.tier, run.spec.resolved()) for run in results.used.values()]
     for run in results.unused:
         tier = run.manifest.tier
         specs = [spec for other, spec in used if other == tier]

@@ -16,7 +16,7 @@ from decaylab.sweeps.run_index import IndexedRun
 ACCURACY, LOSS = "test/accuracy", "train/running_loss"  # a trial is tested on the held-out images
 
 
-def searches(found: Sequence[IndexedRun], finished_runs: FinishedRuns, folder: Path) -> str:
+def searches(indexed: Sequence[IndexedRun], finished_runs: FinishedRuns, folder: Path) -> str:
     """The best of every search and all that was tried; `folder` has the winners.
 
     The best has the highest accuracy on the held-out images after the last epoch or, where the
@@ -24,7 +24,7 @@ def searches(found: Sequence[IndexedRun], finished_runs: FinishedRuns, folder: P
     ended, and of the others those whose best lies at the end of what was tried.
     """
     rows, edges, unfinished = [], [], []
-    for title, runs in by_cell(found).items():
+    for title, runs in by_cell(indexed).items():
         trials = [_tried(run, finished_runs) for run in runs]
         best = min(trials, key=lambda trial: trial.rank)
         rows.append(
@@ -41,23 +41,23 @@ def searches(found: Sequence[IndexedRun], finished_runs: FinishedRuns, folder: P
         tried = {"lr": {trial.lr for trial in trials}, "decay": {trial.decay for trial in trials}}
         edges += [
             f"{title} ({field} {values[field]:g})"
-            for field in on_edge(values, {field: sorted(of) for field, of in tried.items()})
+            for field in on_edge(values, {name: sorted(tried[name]) for name in tried})
         ]
     if not rows:
         return "*No search has been made yet.*\n"
     header = ["cell", "tier", "runs", "best lr", "best decay", "accuracy", "training loss", "tried"]
     notes = {
         "Not finished, so that nothing has won yet": unfinished,
-        "The best is on the edge of what was tried, and may lie beyond it": edges,
+        "The best is on the edge values_tried what was tried, and may lie beyond it": edges,
     }
     lines = [f"\n{what}: {'; '.join(cells)}.\n" for what, cells in notes.items() if cells]
     return text_grid(header, rows) + "".join(lines)
 
 
-def by_cell(found: Sequence[IndexedRun]) -> dict[str, list[IndexedRun]]:
+def by_cell(indexed: Sequence[IndexedRun]) -> dict[str, list[IndexedRun]]:
     """The runs of searches by the cell they are for."""
     cells: dict[str, list[IndexedRun]] = {}
-    for run in found:
+    for run in indexed:
         key = _cell_of(run)
         words = key_words(key, ["dataset", "network", "batch_norm"])
         words += [f"batch {key['batch_size']}"] if key["batch_size"] != 128 else []

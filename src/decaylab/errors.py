@@ -25,7 +25,7 @@ def printable(text: str) -> str:
 
 
 class DecaylabError(Exception):
-    """Wrong input or a missing piece. The command line prints the sentence and exits with 2."""
+    """Wrong or missing input. The command line prints the sentence and exits with 2."""
 
     exit_code = 2
 

@@ -312,7 +312,7 @@ def test_nothing_to_hold():
     assert "no layer decays" in refused(model, torch.optim.SGD(model.parameters(), lr=0.1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
     assert "'nowhere'" in refused(model, optimizer, "nowhere")
-    assert "no torch optimizer" in refused(model, "sgd")
+    assert "not a torch optimizer" in refused(model, "sgd")
 
 
 def test_paths_of_another_run_are_refused():

@@ -180,7 +180,7 @@ def test_runs_that_take_turns_are_the_same(attributed, digits, tmp_path):
 
 def test_when_the_time_is_up_the_same_call_goes_on(attributed, digits, tmp_path):
     store, (_, result) = RunStore(tmp_path), attributed
-    with pytest.raises(OutOfTime, match="same command again"):
+    with pytest.raises(OutOfTime):
         attribute_spec(
             SPEC, data=digits, store=store, options=replace(CPU, seconds=0.3), seeds=(0, 1)
         )
@@ -203,7 +203,7 @@ def test_specs_that_make_no_sense_are_refused(digits, tmp_path):
     follower = replace(SPEC, size_source=SPEC.id)
     with pytest.raises(DecaylabError, match="follows another"):
         arm_spec(follower, WITH, Plan(("size", "rotation")), 0)
-    with pytest.raises(DecaylabError, match="no finished run of that id"):
+    with pytest.raises(DecaylabError, match="no finished run"):
         train_to_end(follower, data=digits, store=store)
     with pytest.raises(DecaylabError, match="K-FAC"):
         replace(SPEC, damping_source="x")

@@ -268,7 +268,7 @@ def test_bad_input_gets_a_sentence():
         audit_decay(lambda params: 1 / 0)
     with pytest.raises(DecaylabError, match="building the optimizer failed"):
         audit_decay(lambda model: model.layers)
-    with pytest.raises(DecaylabError, match="is no torch optimizer"):
+    with pytest.raises(DecaylabError, match="is not a torch optimizer"):
         decay_table(nn.Linear(2, 2), [3])
 
 

@@ -34,7 +34,7 @@ K: fisher block, expand, not sampled
   WRONG       MEND_FIRST: not checked: fix the above first
   WRONG       MEND_DAMPING_FIRST: not checked: fix the damping first, which is part of it
   WRONG       DAMPING_UNKNOWN: the damping is not known: give audit(..., damping=...)
-  WRONG       DAMPING: nearest to added, lambda 0.01: the step is off by 0.002 of its length (factored would pass, too)
+  WRONG       DAMPING: nearest to added, lambda 0.01: the step is off by 0.002 of its length (factored would pass too)
   WRONG       JOINT_BIAS: weight and bias are one block
   WRONG       BIAS_OFF: with a bias the weight's step is off by 0.1 and the bias's by 1 of its length (it is 2x the block's)"""  # noqa: E501
 

@@ -84,7 +84,7 @@ def test_the_printed_table_has_a_line_for_parameters_of_one_kind():
         (["mlp", "--weight-decay", "-1"], "weight_decay"),
         (["mlp", "--lr", "-1"], "lr must be positive"),
         (["mlp", "--momentum", "1"], "momentum"),
-        (["mlp", "--optimizer", "adam", "--momentum", "0.5"], "momentum is no setting of adam"),
+        (["mlp", "--optimizer", "adam", "--momentum", "0.5"], "momentum is not a setting of adam"),
         (["mlp", "--width", "0"], "width"),
     ],
 )

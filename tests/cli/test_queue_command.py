@@ -209,7 +209,7 @@ def test_killed_at_any_moment_the_next_call_goes_on(queue, tmp_path):
         (TABLE2 + TABLE2.replace("vgg16", "vgg99"), "no cell has network=vgg99"),
         (command("pass").replace("minutes = 1", "minutes = -1"), "no positive number"),
         (command("pass").replace('writes = "out.json"', ""), "it lacks writes"),
-        ("[[entry]\n", "no readable queue"),
+        ("[[entry]\n", "queue in TOML"),
     ],
 )
 def test_a_wrong_queue_is_one_sentence_before_anything_runs(queue, text, reason):

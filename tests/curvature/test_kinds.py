@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
 
 class Attending(nn.Module):
-    """Queries are the first positions of a sequence, keys all of them: of another width, too."""
+    """Queries are the first positions of a sequence, keys all of them: of another width too."""
 
     def __init__(self, *, ours: bool, same: bool = True, key_width: int = WIDTH, first=True):
         super().__init__()

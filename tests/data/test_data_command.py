@@ -61,5 +61,5 @@ def test_fetch_says_what_it_got(small, tmp_path, monkeypatch, own_cache):
 
 def test_fetch_of_digits_and_of_nothing():
     assert "ships with scikit-learn" in run("fetch", "digits").stdout
-    with pytest.raises(DecaylabError, match="unknown data set 'svhn'"):
+    with pytest.raises(DecaylabError, match="'svhn'"):
         run("fetch", "svhn")

@@ -212,7 +212,7 @@ def test_decay_of_convolutions_alone(seed, zero_gains):
 def test_decay_of_everything_else(seed):
     """The head and the gains that feed the sum: the function alone can change.
 
-    (Gain and shift before a ReLU, a convolution and a normalisation are scale-invariant, too.)
+    (Gain and shift before a ReLU, a convolution and a normalisation are scale-invariant too.)
     """
     runs = []
     for weight_decay in (0.2, 0.0):

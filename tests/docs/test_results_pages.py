@@ -162,7 +162,7 @@ def test_minutes_of_runs_that_shared_a_device_add_up_to_the_time_there_was(store
     table1 = next(row for row in rows(text) if row[1].startswith("Table 1"))
     expected = f"{(max(ended) - CLOCK) / 60:.1f}"
     assert table1[2:] == ["2 of 64 cells", "a GPU", "2", expected, "2", expected]
-    again = next(row for row in rows(text) if row[1].startswith("fig9-bn"))
+    again = next(row for row in rows(text) if row[1].endswith("(fig9-bn)"))
     assert again[4:7] == ["0", "0.0", "1"]  # its run is counted with Table 1
     assert f"In all 2 runs; GPU-minutes: {expected}." in text
 

@@ -271,11 +271,11 @@ def test_wrong_use_is_one_sentence(tmp_path):
         def configure_optimizers(self):
             return kfac(self)  # though the training step calls self.net
 
-    with pytest.raises(DecaylabError, match=r"OfTheWhole was not called itself.*with the module"):
+    with pytest.raises(DecaylabError, match="OfTheWhole"):
         fit(OfTheWhole(kfac), tmp_path)
     with pytest.raises(DecaylabError, match=r"call trainer\.fit first"):
         _ = WatchCallback().watched
-    with pytest.raises(DecaylabError, match="inputs=int: give a tensor, a tuple"):
+    with pytest.raises(DecaylabError, match="inputs=int"):
         fit(Module(kfac), tmp_path, [WatchCallback(inputs=3)])
 
 

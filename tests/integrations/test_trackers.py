@@ -271,7 +271,7 @@ def test_closing_a_run_that_has_died_only_warns():
     tracker = WandB()
     tracker._library = type("library", (), {"run": None, "init": staticmethod(Run)})
     tracker.log(ROWS)
-    with pytest.warns(UserWarning, match="WandB could not be closed: ConnectionError: no route"):
+    with pytest.warns(UserWarning, match=r"WandB .*ConnectionError: no route"):
         tracker.close()
 
 

@@ -260,7 +260,7 @@ def test_wrong_use_is_one_sentence(tmp_path):
     with pytest.raises(DecaylabError, match=r"call trainer\.train first"):
         _ = WatchCallback().watched
     model = language_model()
-    with pytest.raises(DecaylabError, match="inputs=int: give a tensor, a tuple"):
+    with pytest.raises(DecaylabError, match="inputs=int"):
         trainer_of(model, kfac(model), tmp_path, [WatchCallback(inputs=3)]).train()
 
 

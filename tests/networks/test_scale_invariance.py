@@ -348,7 +348,7 @@ def test_inputs_and_outputs_of_all_kinds():
         assert set(measured.together("layer")) == {"layer", "time"}
         assert measured.defects == results[0].defects
     for rule in ("missing", 7, lambda output: output[0] > 0):
-        with pytest.raises(DecaylabError, match=r"no logits under|no floating-point tensor"):
+        with pytest.raises(DecaylabError, match="logits"):
             measure_invariance(model, (x, t), logits=rule)
 
 

@@ -792,7 +792,7 @@ def synchronized(model, options):
 
 
 def batch_norm_over_all_ranks(rank):
-    """SyncBatchNorm tells the others of a backward pass: of the extra ones, too."""
+    """SyncBatchNorm tells the others of a backward pass: of the extra ones too."""
     trains_as_one(rank, synchronized, build=normalized_net, **EMPIRICAL, damping=0.1)
     model, opt = synchronized(new(normalized_net), {"refresh_every": 2})
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}

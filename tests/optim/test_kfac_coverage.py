@@ -47,7 +47,7 @@ REASONS = {
     "noisy.bias": "Noisy is a Conv1d with code of its own",
     "extra.weight": "Linear",
     "extra.bias": "Linear",
-    "extra.gain": "'gain' is no weight or bias of a Linear",
+    "extra.gain": "'gain' is not a weight or bias of a Linear",
     "frozen.weight": "frozen when the optimizer was built",
     "norm.weight": "LayerNorm has no Kronecker-factored block",
     "norm.bias": "LayerNorm has no Kronecker-factored block",
@@ -202,7 +202,7 @@ def test_what_a_group_cannot_have_for_itself_is_refused():
 
 
 def test_others_by_sgd_follow_a_learning_rate_that_is_a_tensor():
-    """Their default is `lr` itself: who fills the tensor changes theirs, too."""
+    """Their default is `lr` itself: who fills the tensor changes theirs too."""
     after = []
     for lr in (0.1, torch.tensor(0.1, dtype=torch.float64)):
         torch.manual_seed(0)

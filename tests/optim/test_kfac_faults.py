@@ -188,7 +188,7 @@ def test_a_refresh_without_forward_pass_later_warns_and_keeps_the_factors():
 
 
 def test_a_weight_used_behind_the_layers_back():
-    """All such layers are named, and of each what has a gradient: of a bias alone, too."""
+    """All such layers are named, and of each what has a gradient: of a bias alone too."""
 
     class Direct(nn.Module):
         def __init__(self) -> None:

@@ -222,7 +222,7 @@ def test_small_layers_are_preconditioned_in_full_precision_whatever_the_caller_a
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_only_refreshes_leave_the_compiled_code(in_place):
-    """Counted by a compiler of our own; an evaluation runs compiled, too, when a refresh is due."""
+    """Counted by a compiler of our own; an evaluation runs compiled too, when a refresh is due."""
     calls = []
 
     def compiler(graph, inputs):

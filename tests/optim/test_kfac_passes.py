@@ -303,7 +303,7 @@ def test_ten_skipped_steps_are_told_if_they_are_in_a_row():
 
 
 def test_layers_have_hooks_only_while_a_refresh_is_due():
-    """Which torch calls slower; a refresh that comes sooner than it was planned is seen, too."""
+    """Which torch calls slower; a refresh that comes sooner than it was planned is seen too."""
     model = net()
     opt = KFAC(model, 0.1, refresh_every=3)
 

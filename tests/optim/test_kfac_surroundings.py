@@ -132,7 +132,7 @@ def test_an_output_that_is_overwritten(kind, shape, bias, curvature):
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("curvature", ["fisher", "empirical-fisher"])
 def test_an_output_of_one_example_that_is_overwritten(curvature, layout):
-    """Without a batch axis a convolution's output is a view, too."""
+    """Without a batch axis a convolution's output is a view too."""
     models = []
     for function in (F.relu_, F.relu):
         model = seeded(

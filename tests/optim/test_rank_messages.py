@@ -32,7 +32,7 @@ def test_random_numbers_depend_on_seed_step_and_rank():
 
 @pytest.mark.parametrize("first", [3, 2**31 + 3, 2**62 + 3])
 def test_all_begin_with_the_seed_and_the_norms_of_the_first(monkeypatch, first):
-    """A seed has up to 64 bits: that of torch.seed(), too."""
+    """A seed has up to 64 bits: that of torch.seed() too."""
     generators = [torch.Generator() for _ in range(2)]
     norms = [{"a": torch.tensor(norm), "b": torch.tensor(2 * norm)} for norm in (1.5, 4.0)]
     sent = []

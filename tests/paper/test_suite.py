@@ -178,7 +178,7 @@ def test_what_is_not_known_is_refused_with_what_is(tmp_path):
     with pytest.raises(DecaylabError, match="there are: resnet32, vgg16"):
         select(cells("table1", "smoke"), ["network=vgg99"])
     (tmp_path / "odd.toml").write_text("winner = 3\n")
-    with pytest.raises(DecaylabError, match=r"odd\.toml is no result of"):
+    with pytest.raises(DecaylabError, match=r"odd\.toml is not a result of"):
         cells("fig1", "short", searched_folder=tmp_path)
 
 

@@ -91,7 +91,7 @@ def test_it_is_summed_in_double_precision():
 
 
 def test_what_only_has_the_name_of_a_second_moment_is_none():
-    """Adafactor's is None where it is factored, and a count may be called a sum."""
+    """Adafactor's is None if it is factored, and a count may be called a sum."""
     for name, value in (("exp_avg_sq", None), ("sum", 3)):
         model, optimizer = holding(name, value)
         assert second_moments(model, optimizer) == []

@@ -230,7 +230,7 @@ def test_bad_arguments():
         probes.watch(model, optimizer, probes=["jacobian_norm"])
     with pytest.raises(DecaylabError, match="every=0"):
         probes.watch(model, optimizer, every=0)
-    with pytest.raises(DecaylabError, match="str is no torch optimizer"):
+    with pytest.raises(DecaylabError, match="str is not a torch optimizer"):
         probes.watch(model, "sgd")
     with pytest.raises(DecaylabError, match="generator is no model"):
         probes.watch(model.parameters(), optimizer)
@@ -291,7 +291,7 @@ def test_going_on_in_a_folder_without_its_step_is_said(tmp_path, name):
         assert [r.step for r in read_rows(tmp_path / "rows.jsonl").series("weight_norm")] == [1, 2]
         with (tmp_path / "rows.jsonl").open("a") as file:
             file.write("\n")  # somebody else; that is said as well
-        with pytest.warns(UserWarning, match="another watch or process writes to it, too"):
+        with pytest.warns(UserWarning, match="another watch or process writes to it too"):
             train(model, optimizer, inputs, labels, 2)
 
 
@@ -305,7 +305,7 @@ def test_two_that_write_to_one_folder_are_told(tmp_path):
     for (model, inputs, labels), optimizer in zip(nets, optimizers, strict=True):
         train(model, optimizer, inputs, labels, 2)
     model, inputs, labels = nets[0]
-    with pytest.warns(UserWarning, match="another watch or process writes to it, too"):
+    with pytest.warns(UserWarning, match="another watch or process writes to it too"):
         train(model, optimizers[0], inputs, labels, 1)
     for watched in both:
         watched.detach()

@@ -82,7 +82,7 @@ def test_so_has_a_table_without_a_baseline(filled):
 
 
 def test_a_table_compares_decays(filled):
-    with pytest.raises(DecaylabError, match="last key of a table is weight_decay or scheme"):
+    with pytest.raises(DecaylabError, match="weight_decay or scheme"):
         filled("table", ["network", "optimizer"], OPTIMIZERS)
 
 

@@ -74,7 +74,7 @@ def test_runs_are_paired_with_the_same_run_without_decay(tmp_path):
     # geometric mean of 0.9^(-2 epoch) over epochs 5 to 10
     factor = f"{0.9 ** (-2 * 7.5):.3g}"
     assert [cell.text for cell in rows[0][1:]] == [
-        *(f"acts ({factor})", "acts (4)", "does not act"),
+        *(f"acts ({factor}x)", "acts (4x)", "does not act"),
         "no decay, 2 seeds",
     ]
     assert [cell.tone for cell in rows[0][1:4]] == ["good", "good", "plain"]
@@ -109,7 +109,7 @@ def test_seeds_that_disagree_are_counted(tmp_path):
         write_run(store, BASE, decayed=False, seed=seed, jacobian=4.0)
     verdicts, details = diagnoses_section(cases_of(store)).blocks
     cell = verdicts.grids[0].rows[0][2]
-    assert cell.text == "acts 1 of 2; does not act 1 of 2 (1 to 4)"
+    assert cell.text == "acts 1 of 2; does not act 1 of 2 (1x to 4x)"
     assert cell.tone == "near"
     head = "Decay of the layers whose size counts (head)"
     apart = [text for text in details.text if head in text]

@@ -56,7 +56,7 @@ def in_a_process(work):
 
 
 def prepare_owners(countdown):
-    """Kill around the creation of an owner's file, too."""
+    """Kill around the creation of an owner's file too."""
     create = ownership._create
 
     def killing_create(path, owner):

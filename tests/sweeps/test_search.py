@@ -248,7 +248,7 @@ def test_the_default_grid_is_the_recipes():
 def test_what_cannot_be_searched_is_refused():
     with pytest.raises(DecaylabError, match="cannot search 'momentum'"):
         plan(space={"momentum": [0.9]})
-    with pytest.raises(DecaylabError, match="damping is no setting of sgd"):
+    with pytest.raises(DecaylabError, match="damping is not a setting of sgd"):
         plan(space={"damping": [0.1]})
     with pytest.raises(DecaylabError, match="must be positive"):
         plan(space={"lr": [0.0, 0.1]})

@@ -79,7 +79,7 @@ def test_cublas_workspace(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     prepare_deterministic(torch.device("cpu"))
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ""
-    with pytest.raises(DecaylabError, match="CUBLAS_WORKSPACE_CONFIG=:4096:8 before CUDA starts"):
+    with pytest.raises(DecaylabError, match="CUBLAS_WORKSPACE_CONFIG=:4096:8"):
         prepare_deterministic(CUDA)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     prepare_deterministic(CUDA)

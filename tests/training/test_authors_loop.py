@@ -93,7 +93,7 @@ def test_factors_are_measured_after_the_step_on_its_batch(digits):
 
 
 def test_only_kfac_refreshes_after_a_step():
-    with pytest.raises(DecaylabError, match="refresh_after_step is for K-FAC, not for sgd"):
+    with pytest.raises(DecaylabError, match=r"refresh_after_step .*sgd"):
         replace(SPEC, refresh_after_step=True)
 
 

@@ -189,7 +189,7 @@ def test_evaluation_in_parts_is_evaluation_in_whole(digits):
 def test_a_loss_that_is_not_finite_keeps_the_records_and_stays_diverged(digits, tmp_path):
     spec = replace(SPEC, batch_norm=False, lr=1e30)
     store = RunStore(tmp_path)
-    with pytest.raises(Diverged, match="lower the learning rate"):
+    with pytest.raises(Diverged, match="learning rate"):
         finish(spec, data=digits, store=store)
     folder = store.folder(spec.id)
     assert folder.manifest().status == "diverged"
@@ -320,11 +320,11 @@ def test_a_signal_that_comes_when_the_run_is_finished_reaches_the_caller(digits,
 def test_bad_calls(digits, tmp_path):
     with pytest.raises(DecaylabError, match="batch"):
         finish(replace(SPEC, batch_size=5000), data=digits)
-    with pytest.raises(DecaylabError, match="asks for mnist and was given digits"):
+    with pytest.raises(DecaylabError, match=r"mnist .*digits"):
         finish(replace(SPEC, data="mnist"), data=digits)
     with RunStore(tmp_path).folder("r").writing(SPEC.to_toml()):
         pass
-    with pytest.raises(DecaylabError, match=r"has no checkpoint: train it with `decaylab train "):
+    with pytest.raises(DecaylabError, match="checkpoint"):
         load_run(tmp_path / "r")
     (tmp_path / "r" / "spec.toml").write_text("learning_rate = 1.0")
     with pytest.raises(DecaylabError, match=r"r/spec\.toml: unknown key 'learning_rate'"):
@@ -350,7 +350,7 @@ def test_a_run_is_not_continued_on_another_kind_of_device(digits, tmp_path):
     training.close()
     path = store.folder(SPEC.id).checkpoint
     checkpoint.Snapshot({**checkpoint.load(path), "device": "cuda"}).write(path)
-    with pytest.raises(DecaylabError, match="continue it with --device cuda"):
+    with pytest.raises(DecaylabError, match="--device cuda"):
         finish(SPEC, data=digits, store=store)
 
 

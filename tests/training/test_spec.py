@@ -155,10 +155,10 @@ def test_the_published_settings():
         ('data = "imagenet"', "unknown data 'imagenet'"),
         ("network = 3", "network must be a string"),
         ("learning_rate = 0.1", "'learning_rate'"),
-        ("damping = 0.1", "damping is no setting of sgd"),
+        ("damping = 0.1", "damping is not a setting of sgd"),
         ("weight_decay = 0.1", "decay is none: set decay (--decay) to l2"),
         ('network = "vgg11"\nhidden = [3]', "belong to mlp"),
-        ("lr = ", "no valid TOML"),
+        ("lr = ", "TOML"),
     ],
 )
 def test_bad_toml_is_one_sentence(tmp_path, text, said):

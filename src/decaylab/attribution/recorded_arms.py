@@ -1,7 +1,7 @@
 """The arms of a spec as ordinary recorded runs: with ids, resumed where they were stopped.
 
 They lie in a store of their own, `attribution/` in a folder of runs, since runs elsewhere did not
-record their paths, and since an arm is no run to compare others with.
+record their paths, and since an arm is not a run to compare others with.
 """
 
 import time
@@ -216,7 +216,7 @@ def train_all(
         )
     if left:
         why = worker.outcome.failed.get(left[0], "another process trains it")
-        raise DecaylabError(f"run {left[0]} is not finished ({why}): give the same command again")
+        raise DecaylabError(f"run {left[0]} is not finished ({why}): run the same command again")
 
 
 def _ended(folder: RunFolder) -> bool:

@@ -102,7 +102,7 @@ class Shares:
             joint change makes, averaged over the settings of the other paths.
         extra: arms beside the design -> what comes back with them, as a fraction of the total;
             counted from the run without decay where nothing decays in the arm either.
-        doubt: why shares have no value or no interval; None where they have.
+        doubt: why shares have no value or no interval; None if they have.
         in_points: whether the metric is a fraction that is spoken of in points (an accuracy).
     """
 

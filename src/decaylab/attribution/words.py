@@ -138,19 +138,19 @@ ARM_HEADER = ["arm", "mean ± sd", "missed by at most"]
 MATCH_HEADER = ["metric", "A - B", "left when matched", "gone"]
 
 
-def match_sentence(found: "Match") -> str:
+def match_sentence(match: "Match") -> str:
     """What a match did to the difference of the first metric."""
-    if not found.differences:
+    if not match.differences:
         return "No seed has all three runs, so there is nothing to compare."
-    metric = next(iter(found.differences))
+    metric = next(iter(match.differences))
     points = in_points(metric, [])
-    total, left = found.differences[metric], found.left[metric]
+    total, left = match.differences[metric], match.left[metric]
     text = f"A and B differ in {metric} by {amount(total, points)}"
     if total.seeds > 1 and 0.0 in total:
         return f"{text}, which cannot be told from zero."
     return (
-        f"{text}; with B's {found.path} as A's, {amount(left, points)} are left:"
-        f" {fraction(found.gone[metric])} of the difference is gone."
+        f"{text}; with B's {match.path} as A's, {amount(left, points)} are left:"
+        f" {fraction(match.gone[metric])} of the difference is gone."
     )
 
 

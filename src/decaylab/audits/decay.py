@@ -74,7 +74,7 @@ class DecayReason(Enum):
 
 @dataclass(frozen=True)
 class DecayCheck:
-    """One thing checked; `passed` is None where it is to be known and not a mistake."""
+    """One thing checked; `passed` is None if it is to be known and not a mistake."""
 
     name: str
     passed: bool | None

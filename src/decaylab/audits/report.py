@@ -34,7 +34,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True)
 class AuditCheck:
-    """One thing checked. `passed` is None where it could not be, and `reason` says why."""
+    """One thing checked. `passed` is None if it could not be, and `reason` says why."""
 
     name: str
     passed: bool | None

@@ -23,7 +23,7 @@ def _power_off(axis: str, power: float, plain: bool, known: bool) -> str:
 
 def _damping(kind: str, damping: float, error: float, others: Iterable[str]) -> str:
     words = f"nearest to {kind}, lambda {damping:g}: the step is off by {error:.2g} of its length"
-    return words + (f" ({', '.join(others)} would pass, too)" if others else "")
+    return words + (f" ({', '.join(others)} would pass too)" if others else "")
 
 
 def _bias_off(weight_error: float, bias_error: float, factor: float) -> str:

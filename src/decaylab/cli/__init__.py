@@ -45,7 +45,7 @@ class _Commands(TyperGroup):
             if self.debug:
                 raise
             if isinstance(error, Interrupted):
-                warn(f"{error}: give the same command again to continue")
+                warn(f"{error}: run the same command again to continue")
             else:
                 warn(f"error: {error}")
             raise typer.Exit(error.exit_code) from None
@@ -99,25 +99,26 @@ def _options(
     """Measure what weight decay does to a network."""
 
 
-app.command("demo")(demo.demo_command)
-app.command("train")(train_command)
-app.add_typer(runs.app, name="runs")
-app.add_typer(sweep.app, name="sweep")
-app.add_typer(data_app, name="data")
-app.command("decay-table")(decay_table_command)
-app.command("audit-decay")(audit_decay_command)
-app.command("live")(live_command)
-app.command("probe")(probe_command)
-app.command("diagnose", cls=SeveralAgainst)(diagnose_command)
-app.add_typer(advise.app, name="advise")
-app.command("attribute")(attribute_command)
-app.command("compare")(compare_command)
-app.command("audit")(audit_command)
-app.command("theory")(theory_command)
-app.command("reproduce")(reproduce_command)
-app.command("claims")(claims_command)
-app.command("search")(search_command)
-app.command("report")(report_command)
+OWN, TRAIN, PAPER = "Your training", "Train and search", "The paper"
+app.command("live", rich_help_panel=OWN)(live_command)
+app.command("diagnose", cls=SeveralAgainst, rich_help_panel=OWN)(diagnose_command)
+app.add_typer(advise.app, name="advise", rich_help_panel=OWN)
+app.command("decay-table", rich_help_panel=OWN)(decay_table_command)
+app.command("audit-decay", rich_help_panel=OWN)(audit_decay_command)
+app.command("audit", rich_help_panel=OWN)(audit_command)
+app.command("train", rich_help_panel=TRAIN)(train_command)
+app.command("search", rich_help_panel=TRAIN)(search_command)
+app.command("attribute", rich_help_panel=TRAIN)(attribute_command)
+app.command("compare", rich_help_panel=TRAIN)(compare_command)
+app.command("probe", rich_help_panel=TRAIN)(probe_command)
+app.add_typer(runs.app, name="runs", rich_help_panel=TRAIN)
+app.add_typer(sweep.app, name="sweep", rich_help_panel=TRAIN)
+app.add_typer(data_app, name="data", rich_help_panel=TRAIN)
+app.command("demo", rich_help_panel=PAPER)(demo.demo_command)
+app.command("theory", rich_help_panel=PAPER)(theory_command)
+app.command("reproduce", rich_help_panel=PAPER)(reproduce_command)
+app.command("claims", rich_help_panel=PAPER)(claims_command)
+app.command("report", rich_help_panel=PAPER)(report_command)
 
 
 def main() -> None:

@@ -135,7 +135,7 @@ def _factor(pair: str) -> float:
     try:
         return float(after) / float(before)
     except (ValueError, ZeroDivisionError) as error:
-        raise DecaylabError(f"{pair!r} is no change: give FROM:TO, as in 64:256") from error
+        raise DecaylabError(f"{pair!r} is not a change: give FROM:TO, as in 64:256") from error
 
 
 @app.command("convert")

@@ -53,7 +53,7 @@ Only = Annotated[
 Metric = Annotated[str, typer.Option("--metric", help=f"One of {', '.join(METRICS)}.")]
 TierOption = Annotated[
     str | None,
-    typer.Option("--tier", help="Size the spec for a tier: short is a fifth of the epochs."),
+    typer.Option("--tier", help="Size the spec for a tier: smoke, quick, short or full."),
 ]
 From = Annotated[
     str | None, typer.Option("--from", metavar="RUN", help="Branch from this run with decay.")
@@ -96,8 +96,8 @@ def attribute_command(
     """Find out how much of decay's effect goes through size, rotation and damping.
 
     Trains the run with decay, the one without, and arms in which each path is as with decay or as
-    without: 4 a seed, 8 under K-FAC, and one more where biases and gains decay, too. They are
-    recorded in RUNS/attribution. Giving the same command again continues. Exit code 75: the time
+    without: 4 a seed, 8 under K-FAC, and one more where biases and gains decay too. They are
+    recorded in RUNS/attribution. Running the same command again continues. Exit code 75: the time
     was up with work left.
     """
     if (spec is None) == (start is None):

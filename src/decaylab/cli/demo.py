@@ -44,7 +44,7 @@ from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.training import RunSpec, TrainingRun
 
 Seed = Annotated[int, typer.Option("--seed", help="First seed; it sets everything random.")]
-Seeds = Annotated[int, typer.Option("--seeds", help="Number of runs (seeds) per setting.")]
+Seeds = Annotated[int, typer.Option("--seeds", help="How many seeds to train per setting.")]
 Epochs = Annotated[int | None, typer.Option("--epochs", help="Passes over the training data.")]
 All = Annotated[
     bool, typer.Option("--all", help="Also train with L2, and every optimizer in every network.")
@@ -106,8 +106,8 @@ PAIR = ("none", "decoupled")
 SHOWN = {"mechanism2": ("sgd", "kfac-g")}
 ASKED = {
     "mechanism1": (
-        "Batch normalisation undoes the size of the weights W, which then only sets how far a step"
-        " turns them: by lr / |W|^2 under SGD. Decay keeps |W| small."
+        "Batch normalisation cancels the size of the weights W; it only sets how far a step turns"
+        " them: by lr / |W|^2 under SGD. Decay keeps |W| small."
     ),
     "mechanism2": (
         "The Jacobian says how strongly the outputs react to a change of the input. Under K-FAC,"
@@ -169,7 +169,7 @@ def demo_command(
     tell: Callable[..., None] = (lambda *sentences: None) if json_output else say
     tell(
         "What does weight decay do to a network? "
-        f"{len(chosen)} small ones learn handwritten digits, without it and with it (a -> b).",
+        f"{len(chosen)} small networks learn to read digits, without decay and with it (a -> b).",
     )
     with _bar(len(chosen)) as advance:
         shown = [_measure(m, chosen, store, where, advance, tell) for m in MECHANISMS]
@@ -198,7 +198,7 @@ def demo_command(
     run = next(spec for spec in chosen if spec.batch_norm and spec.decay == "decoupled")
     base = next(spec for spec in chosen if spec.batch_norm and spec.decay == "none")
     names = [spec.id.rpartition("-")[2] for spec in (run, base)]  # the ends of their ids suffice
-    say("", "Next, the verdict on the first of them:")
+    say("", "Next, the full verdict on the first network:")
     print(f"  decaylab diagnose {names[0]} --against {names[1]} --runs {runs}")
 
 

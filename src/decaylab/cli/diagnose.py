@@ -106,10 +106,10 @@ def seeds_beside(name: str, runs: Path) -> tuple[list[str], list[str]]:
     """The finished runs that differ from this one in nothing but the seed; those without decay."""
     folder = options.found_run(name, runs)
     known, _ = indexed_runs(RunStore(folder.path.parent))
-    own = next((run for run in known if run.folder.id == folder.id), None)
-    if own is None:
+    indexed_run = next((run for run in known if run.folder.id == folder.id), None)
+    if indexed_run is None:
         raise DecaylabError(f"{name} has not been begun: train it first")
-    return same_but_seed(own, known), same_but_decay(own, known)
+    return same_but_seed(indexed_run, known), same_but_decay(indexed_run, known)
 
 
 def judged(runs: Sequence[Any], baselines: Sequence[Any]) -> Diagnosis:

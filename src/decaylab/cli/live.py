@@ -55,7 +55,7 @@ def live_command(
     address in a browser on this machine; the page refreshes by itself.
     """
     if folder.exists() and not folder.is_dir():
-        raise DecaylabError(f"{folder} is no folder: give the one that holds the records")
+        raise DecaylabError(f"{folder} is not a folder: give the one that holds the records")
     if against is not None and not against.is_dir():
         raise DecaylabError(f"there is no folder {against}: give a run without decay")
     follower = Follower(folder, against)

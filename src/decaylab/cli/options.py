@@ -180,7 +180,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def chosen_device(name: str) -> torch.device:
-    """The device an option names; an error where torch does not have it.
+    """The device an option names; an error if torch does not have it.
 
     Of several GPUs that are not told apart, a process that torchrun or Slurm has started beside
     others takes that of its number on this machine.
@@ -212,7 +212,7 @@ def local_rank() -> int:
 def together(name: str, device: torch.device) -> Iterator[World]:
     """The processes that torchrun has started to train together; one, where it has not.
 
-    An error where they have fewer GPUs than they are; a GPU that is named (cuda:0) is shared.
+    An error if they have fewer GPUs than they are; a GPU that is named (cuda:0) is shared.
     """
     shared = device.type == "cuda" and ":" in name
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)

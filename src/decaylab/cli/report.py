@@ -36,10 +36,10 @@ def report_command(
     if not runs.exists():  # misspelt, it would be made
         raise DecaylabError(f"there is no folder {runs}{path_did_you_mean(runs)}: {REMEDY}")
     if not runs.is_dir():
-        raise DecaylabError(f"{runs} is no folder: {REMEDY}")
+        raise DecaylabError(f"{runs} is not a folder: {REMEDY}")
     out = out or runs / "report"
     if out.exists() and not out.is_dir():
-        raise DecaylabError(f"{out} is no folder: give one for the report's files with --out")
+        raise DecaylabError(f"{out} is not a folder: give one for the report's files with --out")
     _check_runs(runs)
     with stages(sys.stderr) as tell:
         written = write_report(runs, out, tell=tell)

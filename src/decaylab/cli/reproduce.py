@@ -42,7 +42,7 @@ Seeds = Annotated[
 QueueFile = Annotated[
     Path | None,
     typer.Option(
-        "--queue", metavar="FILE", help="Work off a queue instead (docs/reproduction.md)."
+        "--queue", metavar="FILE", help="Work through a queue instead (docs/reproduction.md)."
     ),
 ]
 Only = Annotated[
@@ -72,7 +72,7 @@ def reproduce_command(
 ) -> None:
     """Make the runs behind a table or figure of the paper.
 
-    Giving the same command again continues: finished runs are skipped, stopped ones continue,
+    Running the same command again continues: finished runs are skipped, stopped ones continue,
     failed ones are tried once more and listed. Cells whose settings must be searched first are
     searched. Exit codes: 0 all made, 1 some failed, 75 the time was up with work left.
     """
@@ -85,12 +85,12 @@ def reproduce_command(
     runs, stream = training.runs, sys.stderr if json_output else sys.stdout
 
     def worker_options(*tiers: str) -> WorkerOptions:
-        """For runs of these tiers; an error where they would take weeks here."""
+        """For runs of these tiers; an error if they would take weeks here."""
         on_digits = all(tier_of(name).on_digits for name in tiers)
         if training.device is None and not on_digits and not torch.cuda.is_available():
             raise DecaylabError(
                 "tiers short and full are for a GPU, and torch sees none: give --tier quick, or"
-                " --device cpu to begin all the same"
+                " --device cpu to begin anyway"
             )
         return training.worker_options(training.device_for(digits=on_digits))
 
@@ -186,7 +186,7 @@ def _exit(failed: bool, left: bool) -> None:
 
 
 def _work_off(queue: Queue, worker_options: WorkerOptions, json_output: bool) -> None:
-    """Work off a queue, and print what is left."""
+    """Work through a queue, and print what is left."""
     failed = work_off(queue, worker_options, sys.stderr if json_output else sys.stdout)
     standing = queue.standing()
     print_queue(standing, json_output)
@@ -280,7 +280,7 @@ def _summarise(worker: Worker, chosen: list[Cell], tier: str, json_output: bool)
         f" {len(outcome.before)} done before, {len(outcome.left)} left"
     )
     if outcome.out_of_time:
-        say("the time is up: give the same command again to continue")
+        say("the time is up: run the same command again to continue")
     if outcome.late:
         say(
             f"{len(outcome.late)} of those left were not begun, since they should not have ended in"

@@ -26,7 +26,9 @@ COLUMNS = (
     Column("seconds", number=True, drop=3),
     Column("device", drop=4),
 )
-# Prefixes of names that say something of the whole run; behind any other stands a layer.
+# What `show` leaves to --json: said elsewhere, or of no use to read.
+UNSHOWN = ("id", "status", "test_hits", "starts", "format")
+# Prefixes of names that describe the whole run; any other prefix is followed by a layer.
 OF_THE_WHOLE = ("train", "test", "kfac", "exposure")
 
 
@@ -106,7 +108,7 @@ def show_run(
     for key, value in (entry["manifest"] or {}).items():
         if key in ("started", "updated"):
             value = datetime.fromtimestamp(value, UTC).isoformat(" ", "seconds")
-        if key not in ("id", "status") and value not in ("", None):
+        if key not in UNSHOWN and value not in ("", None):
             say(f"{key}: {printable(str(value))}")
     for table in latest_values(entry["values"]):
         print()
@@ -130,10 +132,10 @@ def latest_values(values: dict[str, float]) -> list[TextTable]:
         first.add(name, f"{value:.6g}")
     if not layers:
         return [first]
-    quantities = list(dict.fromkeys(quantity for own in layers.values() for quantity in own))
+    quantities = list(dict.fromkeys(name for numbers in layers.values() for name in numbers))
     second = _numbers_table("layer", quantities)
-    for layer, own in layers.items():
-        numbers = [f"{own[q]:.5g}" if q in own else "" for q in quantities]
+    for layer, by_quantity in layers.items():
+        numbers = [f"{by_quantity[q]:.5g}" if q in by_quantity else "" for q in quantities]
         second.add(layer, *numbers)
     return [first, second]
 

@@ -67,7 +67,7 @@ def search_command(
 
     Cells with constant_lr=1 (Fig. 9) are searched by their training loss after ten epochs.
 
-    Giving the same command again continues a search that was stopped; several may work on one
+    Running the same command again continues a search that was stopped; several may work on one
     search. The winner is stored in RUNS/searched, where `reproduce` finds it, and as a spec for
     `train`; a better one that stands there stays. Exit code 75: the time was up with runs left.
     """
@@ -180,4 +180,4 @@ def _numbers(name: str, text: str) -> list[float]:
         return [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
         option = name.replace("_", "-")
-        raise DecaylabError(f"--{option} {text!r} is no list of numbers such as 0.1,1") from None
+        raise DecaylabError(f"--{option} {text!r} is not a list of numbers such as 0.1,1") from None

@@ -120,11 +120,11 @@ def _numbers(text: str) -> tuple[float, ...] | tuple[int, ...]:
         try:
             return tuple(float(part) for part in parts)
         except ValueError:
-            raise typer.BadParameter(f"{text!r} is no list of numbers such as 1,2") from None
+            raise typer.BadParameter(f"{text!r} is not a list of numbers such as 1,2") from None
 
 
 def _option(item: "Field[Any]") -> inspect.Parameter:
-    """One field of the spec as an optional option: None where it is not given."""
+    """One field of the spec as an optional option: None if it is not given."""
     kind = field_kinds()[item.name][0]
     flag = "--" + item.name.replace("_", "-")
     arguments: dict[str, Any] = {

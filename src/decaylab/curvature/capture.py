@@ -167,7 +167,7 @@ class Capture:
     def arm(self, due: bool = True) -> None:
         """Let hooks be on the layers, or not: torch calls a module without them faster.
 
-        A pass of the model arms by itself; this is for passes of its parts, too.
+        A pass of the model arms by itself; this is for passes of its parts too.
         """
         if due and not self._on_layers and not self._detached:
             self._on_layers = [
@@ -347,7 +347,7 @@ def _move(module: nn.Module, hook: Any, *, to_end: bool) -> None:
 def _in_the_graph(output: Tensor) -> Tensor:
     """A layer's output, or what it is a reshaped view of, as that of a Linear of three axes is.
 
-    Where a view is changed in place (a ReLU behind the layer), the graph is made anew without it.
+    Where a view is changed in place (a ReLU behind the layer), the graph is made again without it.
     """
     base = output._base
     if base is None or base.numel() != output.numel():
@@ -359,7 +359,7 @@ def _in_the_graph(output: Tensor) -> Tensor:
 def logits_of(output: Any) -> Tensor | None:
     """The logits in a model's output: a tensor is them, an object may hold them as `.logits`.
 
-    The latter is what Hugging Face models return. None where there are none.
+    The latter is what Hugging Face models return. None if there are none.
     """
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) else None

@@ -88,7 +88,7 @@ def _folded(average: Tensor, total: Tensor, keep: Tensor, count: Tensor | float)
 def _launched(
     name: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, int]
 ) -> bool:
-    """Launch a kernel on its first argument's device; False where it cannot be."""
+    """Launch a kernel on its first argument's device; False if it cannot be."""
     global _usable
     if not _usable or _kernels() is None:
         return False
@@ -107,7 +107,7 @@ def _launched(
 
 @cache
 def _kernels() -> Any:
-    """The Triton kernels, by name; None where there is no Triton."""
+    """The Triton kernels, by name; None if there is no Triton."""
     try:
         import triton
         import triton.language as tl

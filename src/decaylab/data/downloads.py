@@ -114,7 +114,7 @@ def _obtain(name: str, download: Download, target: Path, progress: Progress) -> 
 
 
 def _transfer(url: str, part: Path, download: Download, progress: Progress) -> None:
-    """Append to `part` what is missing of `url`; begin anew where the server cannot resume.
+    """Append the rest of `url` to `part`; start over if the server cannot resume.
 
     Never more than the file's published size: what is longer is another file.
     """

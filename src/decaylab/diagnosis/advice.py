@@ -171,10 +171,10 @@ class LayerAdvice:
         weight_decay: now (the latest at the learning rate that the suggestion is for).
         suggested: the one asked for, in the run's own kind (decoupled if none).
         norm: now. target: the norm to which the suggested decay leads. equilibrium: where the
-            present decay leads, None where no balance is near. rotation: radians per step at the
+            present decay leads, None if no balance is near. rotation: radians per step at the
             suggested decay's balance.
         steps: until the suggested decay has brought |W|^2 to within 1/e of its distance.
-        least: the weakest decay that acts within the budget; None where none was asked for.
+        least: the weakest decay that acts within the budget; None if none was asked for.
     """
 
     layer: str
@@ -353,7 +353,7 @@ def _advice(
     target, least = _norm_at(layer, norm_at), None
     shrink, doubts = shrink_for_norm(growth, norm, target, e), []
     if rotation is not None:
-        layer.law.shrink_for_rotation(rotation)  # refuses what is no angle
+        layer.law.shrink_for_rotation(rotation)  # refuses what is not an angle
         if correlation is None:
             return LayerAdvice(
                 layer.name, weight_decay, norm=norm, notes=(because(Reason.NO_ROTATION),)
@@ -428,7 +428,7 @@ def _rough(norm: float, target: float, e: float, law: float) -> list[Because]:
 
 
 def _why_none(layer: RecordedLayer) -> Because | None:
-    """Why no decay can be suggested for a layer; None where one can."""
+    """Why no decay can be suggested for a layer; None if one can."""
     if layer.skipped is not None:
         return layer.skipped
     if layer.size_counts is None:

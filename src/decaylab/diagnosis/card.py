@@ -24,8 +24,15 @@ WIDTH = 80
 
 def card(diagnosis: Diagnosis) -> Panel:
     """The result as a card: the answer, what to know first, verdicts, layers, what follows."""
-    names = Text(f"in {', '.join(diagnosis.runs)}", "dim")  # a title would be cut where it is long
-    return Panel(Group(names, _body(diagnosis)), title="weight decay", title_align="left")
+    return Panel(
+        Group(_compared(diagnosis), _body(diagnosis)), title="weight decay", title_align="left"
+    )
+
+
+def _compared(diagnosis: Diagnosis) -> Text:
+    """The runs, and what they are compared with; a title would cut long names."""
+    sides = [", ".join(names) for names in (diagnosis.runs, diagnosis.baselines) if names]
+    return Text(" against ".join(sides), "dim")
 
 
 def _body(diagnosis: Diagnosis, most_layers: int | None = None) -> Group:
@@ -33,8 +40,6 @@ def _body(diagnosis: Diagnosis, most_layers: int | None = None) -> Group:
     layers = most_layers is None or len(diagnosis.motions) <= most_layers
     parts: list[Text | Table | TextTable] = [Text(words.headline(diagnosis), "bold")]
     parts += [Text(words.first_text(*item), "bold red") for item in diagnosis.first]
-    if diagnosis.baselines:
-        parts.append(Text(f"against {', '.join(diagnosis.baselines)}", "dim"))
     for finding in diagnosis.findings:
         parts += _finding(finding, diagnosis)
     insight = words.insight(diagnosis)
@@ -59,6 +64,8 @@ def text_of(diagnosis: Diagnosis) -> str:
     width = min(shutil.get_terminal_size((WIDTH, 24)).columns, 100)
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
     with console.capture() as capture:
+        if diagnosis.baselines:
+            console.print(_compared(diagnosis))
         console.print(_body(diagnosis, PRINTED_LAYERS))
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 

@@ -37,7 +37,7 @@ class Effect:
 
     Attributes:
         value: geometric mean over the judged records (of a total: over layers, then seeds).
-        low, high: the smallest and largest of them; None where there is one only. spread: of what.
+        low, high: the smallest and largest of them; None if there is one only. spread: of what.
         probes: the rows it was read from. steps: first and last judged step. records: how many.
         source: what it was compared with.
     """
@@ -63,7 +63,7 @@ def judged_part(series: Series) -> Series:
 
 
 def effect_of(ratios: Series, probes: Sequence[str], source: ComparedWith) -> Effect | None:
-    """The judged part of a series of ratios as one effect; None where there is no positive one."""
+    """The judged part of a series of ratios as one effect; None if there is no positive one."""
     sound = [(step, value) for step, value in judged_part(ratios) if value > 0]
     if not sound:
         return None
@@ -386,7 +386,7 @@ def _mean_rate(layer: RecordedLayer) -> float:
 
 
 def law_rotation(law: Law, shrink: float) -> float | None:
-    """The law's angle per step at equilibrium; None where there is none."""
+    """The law's angle per step at equilibrium; None if there is none."""
     if not shrink or (law.elasticity() or 0.0) >= 1:
         return None
     return law.rotation(shrink)

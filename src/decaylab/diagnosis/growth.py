@@ -108,7 +108,7 @@ def seen_correlation(layer: RecordedLayer, steps: Sequence[int], e: float) -> fl
 
     |d|^2 = G / C, and |d| = rotation |W|. It stands for all that makes steps agree or not: NAdam's
     own schedule, Lion's signs, Nesterov's momentum, gradients that are not independent. Without
-    records of the rotation it is the law's; None where that does not say it, or nothing grows.
+    records of the rotation it is the law's; None if that does not say it, or nothing grows.
     """
     norms, turns, longer = dict(layer.norms), dict(layer.series.get("rotation", ())), _longer(layer)
     growth, norm = growth_over(layer, steps, e)

@@ -41,7 +41,7 @@ class RecordedLayer:
     Attributes:
         settings: (from step, how it is stepped), by step.
         norms: above zero. exposure: the decay exposure at the steps of `norms`.
-        invariant: whether its size is no part of the function; None where that is not known.
+        invariant: whether its size is not part of the function; None if that is not known.
         skipped: why it cannot be judged. clipped: whether its gradients are.
         off_law: whether its steps depart from their law, because of an eps or a floor.
         normalised_net: whether normalisations stand somewhere in the network, so that the size of
@@ -107,7 +107,7 @@ class RecordedLayer:
 
     @property
     def unknown(self) -> Because | None:
-        """Why it is not known which fraction of it decay takes per step; None where it is."""
+        """Why it is not known which fraction of it decay takes per step; None if it is."""
         for _, settings in self.settings:
             if (why := self.why_unknown(settings)) is not None:
                 return why
@@ -158,7 +158,7 @@ class RecordedLayer:
 
     @property
     def total_exposure(self) -> float | None:
-        """The decay exposure at the end; None where it is not known."""
+        """The decay exposure at the end; None if it is not known."""
         return self.exposure[-1][1] if self.exposure and not self.unknown else None
 
     @property
@@ -169,7 +169,7 @@ class RecordedLayer:
 
     @property
     def size_counts(self) -> bool | None:
-        """Whether its size is part of what the network computes; None where that is not known.
+        """Whether its size is part of what the network computes; None if that is not known.
 
         Gains count as such, also those before a ReLU, a layer and a normalisation, which are
         scale-invariant together with their shifts: the mechanisms are those of weights.

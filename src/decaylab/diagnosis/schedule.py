@@ -115,7 +115,7 @@ class EquivalentSchedule:
             )
         except (OSError, ValueError, KeyError, IndexError) as error:
             raise DecaylabError(
-                f"{path} is no schedule that `decaylab advise schedule` wrote as CSV"
+                f"{path} is not a schedule that `decaylab advise schedule` wrote as CSV"
             ) from error
 
 

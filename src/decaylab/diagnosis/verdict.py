@@ -380,7 +380,7 @@ def _too_little(
 
 
 def _at_once(run: Run, mechanism: Mechanism) -> Finding | None:
-    """As `_no_decay`, for what acts on layers whose size is no part of the function."""
+    """As `_no_decay`, for what acts on layers whose size is not part of the function."""
     early = _no_decay(run, mechanism)
     if early is not None:
         return early

@@ -172,7 +172,7 @@ def _function(why: Because) -> str:
     verbs = {
         Verdict.ACTS: "changes the function: the outputs react less to the inputs",
         Verdict.DOES_NOT_ACT: "hardly changes how the outputs react to the inputs",
-        Verdict.CANNOT_TELL: "changes the function; whether that matters is not decided",
+        Verdict.CANNOT_TELL: "changes the function; whether that matters is still open",
     }
     verb = "goes with outputs that react more" if why["opposite"] else verbs[why["verdict"]]
     return f"Decay of the layers whose size counts ({names(what)}) {verb}."
@@ -383,7 +383,7 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
         f"Damping hardly matters: the second-order share is {_shares(why)}."
     ),
     Reason.SHARES: lambda why: f"The second-order share is {_shares(why)}.",
-    Reason.SAME_SHARES: "It is the same: the curvature of the normalised weights is lower, too.",
+    Reason.SAME_SHARES: "It is the same: the curvature of the normalised weights is lower as well.",
     Reason.ALL_INVARIANT: "Every decayed layer is scale-invariant, so decay does not change the"
     " function by itself. A change of the Jacobian comes through the other two mechanisms.",
     Reason.JACOBIAN_ALONE: "One run does not show what the Jacobian would be without decay.",
@@ -412,7 +412,7 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.MORE_THAN_DECAY: lambda why: (
         f"{_compared(why['quantity'], why['effect'])}. Decay has removed {_removed(why['taken'])}"
         f" of the initial weights, which explains {times(why['most'])} at most: the two runs differ"
-        " in something else, too."
+        " in something else as well."
     ),
     Reason.SEEDS_DISAGREE: lambda why: (
         "The seeds disagree: "
@@ -431,7 +431,7 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.TRAIN_LONGER: "train it for some epochs, with a learning rate at which it does not"
     " diverge",
     Reason.GIVE_INPUTS: 'give watch(..., probes="diagnosis", inputs=batch), which measures how the'
-    " outputs answer to each layer's size",
+    " outputs respond to each layer's size",
     Reason.WATCH_ALL: "watch all optimizers: watch(model, [first, second])",
     Reason.DIRECTION_ONLY: _direction,
     Reason.MATTERS: _matters,
@@ -476,8 +476,8 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     ),
     Reason.NO_ONE_VALUE: "no single value fits all of these layers: they differ in optimizer,"
     " learning rate, momentum or kind of decay, so give each group its own",
-    Reason.NO_SUGGESTION: "no suggestion for any layer whose size does not count; beside each"
-    " stands why",
+    Reason.NO_SUGGESTION: "no suggestion for any layer whose size does not count; the notes"
+    " say why",
     Reason.NO_CANDIDATE: "no suggestion: the size of every layer counts",
 }
 
@@ -585,7 +585,7 @@ def headline(diagnosis: Diagnosis) -> str:
         if outcome.verdict is Helped.NOT_COMPARED:
             missing = "there is no run without decay to compare with"
         mechanisms = f"Decay {acts}" if acts else _no_way(diagnosis)
-        return f"{mechanisms}. Whether it helped is not known: {missing}. {_next(diagnosis)}."
+        return f"{mechanisms}. Whether it helped is unknown: {missing}. {_next(diagnosis)}."
     if not acts or all(outcome.diverged):
         way = "" if any(outcome.diverged) else f" {_no_way(diagnosis)}."
         return f"{_outcome(outcome)}.{way} {_next(diagnosis)}."
@@ -673,7 +673,7 @@ def _no_way(diagnosis: Diagnosis) -> str:
     undecided = [f.mechanism for f in diagnosis.findings if f.verdict is Verdict.CANNOT_TELL]
     text = "Decay acts through none of the three mechanisms"
     if undecided:
-        text = f"What decay does is not decided ({', '.join(undecided)})"
+        text = f"What decay does is still open ({', '.join(undecided)})"
     moved = _moved(diagnosis)
     turned = [m for m in moved if _turned(m) >= RULES.acts]
     if not turned:
@@ -708,10 +708,10 @@ def _next(diagnosis: Diagnosis) -> str:
         lower = "a lower learning rate"
         return f"Next: {lower}, in both" if outcome.diverged[1] else f"Next: less decay, or {lower}"
     if outcome.verdict is Helped.NO:
-        return "Next: less decay, about a third of it"
+        return "Next: try less decay, about a third of it"
     if diagnosis.findings[0].verdict is Verdict.ACTS:
         return f"Next: `{commands.suggest(places.run)}`, for the decay that acts within this budget"
-    return "Next: twice and half the decay"
+    return "Next: try twice and half the decay"
 
 
 # ---------------------------------------------------------------- parts of a page
@@ -723,7 +723,7 @@ def finding_text(finding: Finding) -> str:
 
 
 def remedy_text(finding: Finding, places: Places, above: Reason | None = None) -> str:
-    """What would decide it; "" where it is decided. What was said `above` is not said again."""
+    """What would decide it; "" if it is decided. What was said `above` is not said again."""
     texts = [
         'see "Next" above' if why.reason is above else advice(why, places)
         for why in finding.remedies
@@ -765,7 +765,7 @@ def layer_heading(finding: Finding) -> str:
 
 
 def effect_words(finding: Finding) -> str:
-    """What changed, which way and by which factor; "" where nothing was compared."""
+    """What changed, which way and by which factor; "" if nothing was compared."""
     if finding.effect is None:
         return ""
     return _compared(finding.quantity or USUAL[finding.mechanism], finding.effect)
@@ -886,7 +886,7 @@ def insight(diagnosis: Diagnosis) -> list[str]:
             text += f", at {times(most.by_decay)} the norm"
         if most.size_response is not None:
             little = most.size_response <= RULES.size_little
-            matters = "hardly matters" if little else "matters, too"
+            matters = "hardly matters" if little else "matters too"
             text += f"; its size itself {matters} ({_responded(most.size_response)} % per percent)"
         sentences.append(f"{text}.")
     if len(turned) > 1:
@@ -894,7 +894,7 @@ def insight(diagnosis: Diagnosis) -> list[str]:
         count = f"{len(turned)} of" if len(turned) < len(moved) else "All"
         sentences.append(
             f"{count} {len(moved)} layers with decay turn at least {times(RULES.acts)} as far,"
-            f" {times(all_turned)} in the mean."
+            f" {times(all_turned)} on average."
         )
     if moved:
         sentences.append(_decay_time(moved))
@@ -930,11 +930,14 @@ def _balance(motions: Sequence[Motion]) -> str:
     if len(motions) == 1:
         return f"At its balance {_layer(motions[0].layer)} would turn {times(1 / apart[0])} as far."
     if len(apart) == len(motions):
-        return f"No layer is within {near} of its balance yet: they turn {factors} as far as there."
+        return (
+            f"No layer is within {near} of its balance yet: they turn {factors} as far as at"
+            " balance."
+        )
     others = "The other turns" if len(apart) == 1 else "The others turn"
     return (
         f"Within {near} of their balance: {len(motions) - len(apart)} of {len(motions)} layers."
-        f" {others} {factors} as far as there."
+        f" {others} {factors} as far as at balance."
     )
 
 

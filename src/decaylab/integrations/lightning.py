@@ -157,7 +157,7 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
         self._metrics = now
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Take the hooks off when training is interrupted, too."""
+        """Take the hooks off when training is interrupted too."""
         self._detach()
 
     def _detach(self) -> None:

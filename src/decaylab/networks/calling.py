@@ -71,7 +71,7 @@ def _by_rule(output: Any, rule: str | int | Callable[[Any], Tensor]) -> Tensor:
         ) from error
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         raise DecaylabError(
-            f"what logits={rule!r} finds in the model's output is no floating-point tensor: give"
+            f"what logits={rule!r} finds in the model's output is not a floating-point tensor: give"
             " the name, the index or a function of the output that returns the logits"
         )
     return logits

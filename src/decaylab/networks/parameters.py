@@ -80,7 +80,7 @@ def _gains(module: nn.Module) -> list[Tensor]:
 
 
 def _layer(module: nn.Module) -> Layer | None:
-    """The module as a layer, or None where it owns no weight (or is a normalisation)."""
+    """The module as a layer, or None if it owns no weight (or is a normalisation)."""
     if isinstance(module, (*NORMALISATIONS, parametrize.ParametrizationList)):
         return None
     gains = _gains(module)

@@ -78,19 +78,19 @@ def _invariant_by_order(model: nn.Module, layers: dict[str, Layer]) -> dict[str,
 def normalised_layers(model: nn.Module) -> dict[str, tuple[Layer, nn.Module | None]]:
     """The layers that are invariant by the order of modules, and the normalisation behind each.
 
-    None where there is none: the weight itself is normalised.
+    None if there is none: the weight itself is normalised.
     """
     layers = find_layers(model)
     return {name: (layers[name], norm) for name, norm in _invariant_by_order(model, layers).items()}
 
 
 def roles(model: nn.Module, inputs: Any = None) -> dict[str, ParameterRole]:
-    """What each parameter of any model is; key: its name in `named_parameters`.
+    """What each parameter of a model is; key: its name in `named_parameters`.
 
     With `inputs` (as for `invariance`), a layer is invariant where its measured defect is below
     `INVARIANCE_THRESHOLD`, and the head is the conv or linear layer that ran last. Without, both go
-    by the order in which modules are registered: invariant is a layer with a normalisation next
-    (ReLU, dropout, pooling and flattening may stand between), the head is the last layer. That
+    by the order in which modules are registered: a layer followed by a normalisation is invariant
+    (ReLU, dropout, pooling and flattening may come between), and the last layer is the head. That
     misjudges what order cannot tell: a residual sum before the normalisation, functional
     normalisation, modules registered in another order than they run. An invariant last layer is
     `invariant`, and the model then has no head. A tied weight has one role, `head` if it is one.

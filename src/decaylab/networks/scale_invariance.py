@@ -111,7 +111,7 @@ class Invariance:
     along: Tensor
 
     def invariant(self, layer: str) -> bool | None:
-        """Whether the layer is invariant by itself; None where it cannot be known now.
+        """Whether the layer is invariant by itself; None if it cannot be known now.
 
         That is where the logits do not depend on it: it is unused or zero, or stands before a gain
         of zero. Ask again when training has moved it.
@@ -146,7 +146,7 @@ class Invariance:
     def unseen(self, rates: Mapping[str, float]) -> bool | None:
         """Whether the logits do not see layers being scaled together at these rates.
 
-        None where one of them cannot be known (`invariant`). Not seen is what moves the logits by
+        None if one of them cannot be known (`invariant`). Not seen is what moves the logits by
         less than `DEPENDENT` of what the layer that moves them most would do alone, and every layer
         that is invariant by itself.
         """
@@ -182,7 +182,7 @@ class Invariance:
 def measure_invariance(
     model: nn.Module, inputs: Inputs, *, logits: LogitsRule = None
 ) -> Invariance:
-    """Find which layers can be rescaled, alone or together, and how the logits answer to each.
+    """Find which layers can be rescaled, alone or together, and how the logits respond to each.
 
     Args:
         model: any module. In train mode on this batch (batch statistics, one dropout mask); its
@@ -275,7 +275,7 @@ def _reference(evaluate: RepeatedForward) -> tuple[list[Tensor], torch.dtype]:
 
 @dataclass(frozen=True)
 class _Trial:
-    """What doubling one layer does; `invariant` is None where the logits do not depend on it."""
+    """What doubling one layer does; `invariant` is None if the logits do not depend on it."""
 
     defect: float
     invariant: bool | None

@@ -18,7 +18,7 @@ of the inputs and, with K-FAC, for each kind of step: plain, refresh, inversion.
 it is twice before it is captured. A graph knows the addresses it was captured with, so that:
 
 - inputs are copied to tensors of the captured step's own, on the model's device, from wherever
-  they are (a step that runs as it is gets them there, too);
+  they are (a step that runs as it is gets them there too);
 - learning rates become tensors on the device, which schedulers and `group["lr"] = ...` write to;
 - other settings of optimizers (weight decay, momentum, damping), parameters that lie elsewhere and
   a loaded state make a new capture.
@@ -213,7 +213,7 @@ class CapturedStep(Generic[Result]):
         return self._step(*args, **kwargs)
 
     def _take_inputs(self, args: Any, kwargs: Any) -> "_Inputs | None":
-        """Copy the arguments to where graphs read them; None where there are too many shapes."""
+        """Copy the arguments to where graphs read them; None if there are too many shapes."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         key = (structure, *(_described(leaf) for leaf in leaves))
         inputs = self._inputs.get(key)

@@ -28,7 +28,7 @@ WORDS = {
     Reason.EXCLUDED: "excluded by name",
     Reason.OWN_CODE: "{0} is a {1} with code of its own",
     Reason.NO_BLOCK: "{0} has no Kronecker-factored block",
-    Reason.NO_PART: "{0!r} is no weight or bias of a {1}",
+    Reason.NO_PART: "{0!r} is not a weight or bias of a {1}",
     Reason.COMPUTED: "its weight is computed (parametrized)",
     Reason.RECURRENT: "{0} multiplies in one kernel with its gates, where no product can be seen",
     Reason.SPARSE: "{0} has sparse gradients",

@@ -79,7 +79,7 @@ class DecayOperator:
 
     Attributes:
         kind: as in the table above; "none" where none was asked for.
-        times: the k above, smallest and largest; None where the kind has none.
+        times: the k above, smallest and largest; None if the kind has none.
         share: of the entries that are decayed at a time, where they are masked; else 1.
         along, across: D along W and the rest of it, over lr weight_decay |W|, the mean over steps.
         unasked: decoupled decay that is there without weight decay (the `lambd` of torch's ASGD).

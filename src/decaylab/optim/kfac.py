@@ -273,7 +273,7 @@ class KFAC(torch.optim.Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. The empirical Fisher forgets these gradients, too, if no step used them."""
+        """As torch's. The empirical Fisher forgets these gradients too, if no step used them."""
         self.estimator.forget_loss_gradients()
         super().zero_grad(set_to_none)
 
@@ -483,7 +483,7 @@ class KFAC(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up where `state_dict` left off, bit for bit.
 
-        Through torch.distributed.checkpoint, whose reader takes only what a fresh KFAC has, too, an
+        Through torch.distributed.checkpoint, whose reader takes only what a fresh KFAC has too, an
         inversion that was on its way (`inversion_lag`) begins again from the factors.
         """
         mine = curvature_state(state_dict)

@@ -7,7 +7,7 @@ and `param_groups`, and drop everything else. So
     state[first]["kfac"]                what there is once: steps, damping, seed, ...
 
 stand beside the momentum, `first` being the parameter of the first block. States of decaylab 0.1
-have both in an entry "kfac" of their own; `curvature_state` reads them, too.
+have both in an entry "kfac" of their own; `curvature_state` reads them too.
 """
 
 from collections.abc import Mapping

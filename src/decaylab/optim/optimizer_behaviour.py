@@ -60,7 +60,7 @@ _measured: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[Any, ...], Behavi
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What was seen; None where it fits nothing known, or the optimizer could not be tried.
+    """What was seen; None if it fits nothing known, or the optimizer could not be tried.
 
     Attributes:
         decay: "l2", "decoupled" or "independent", each as it is usually meant; None for others.

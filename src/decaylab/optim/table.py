@@ -54,7 +54,7 @@ class DecayProblem:
 class DecayRow:
     """How one parameter decays; `factor` and `long_run` multiply it per step, None: not fixed.
 
-    `optimizer` is None where none steps it. `preconditioned`: L2 that goes through more than a
+    `optimizer` is None if none steps it. `preconditioned`: L2 that goes through more than a
     momentum.
     """
 
@@ -153,8 +153,8 @@ def decay_table(model: nn.Module, optimizers: Optimizers) -> DecayTable:
     for optimizer in stepping:
         if not hasattr(optimizer, "param_groups"):
             raise DecaylabError(
-                f"{type(optimizer).__name__} is no torch optimizer: give one with param_groups, or"
-                " a list of them"
+                f"{type(optimizer).__name__} is not a torch optimizer: give one with param_groups,"
+                " or a list of them"
             )
     owners: dict[int, list[tuple[torch.optim.Optimizer, dict[str, Any]]]] = {}
     for optimizer in stepping:

@@ -320,7 +320,7 @@ def _against_gap(gap: Comparison, comparison: Comparison) -> Comparison:
 
 
 def _share(samples: dict[object, Sample | None], scheme: str, gap: Comparison) -> float:
-    """(accuracy of the scheme - baseline) / gap; nan where there is no gap."""
+    """(accuracy of the scheme - baseline) / gap; nan if there is no gap."""
     base = samples["baseline"] if "baseline" in samples else samples["none"]
     sample = samples[scheme]
     if sample is None or base is None or gap.value == 0:

@@ -220,7 +220,7 @@ class Claim:
         where: the table or figure.
         claim: what the paper says.
         verdict: supported, contradicted, not enough runs or not enough schedule.
-        effect: what was found, in a sentence; "" where nothing was.
+        effect: what was found, in a sentence; "" if nothing was.
         value: the headline number of `effect`: points of accuracy, a ratio, a correlation.
         spread: standard deviation over seeds of a comparison; None with one seed.
         n: runs used.

@@ -76,9 +76,9 @@ class Comparison:
         enough: whether decay had the time to act.
         runs: what it was found in.
         value: positive in the direction of the claim.
-        p: of a true value of zero, two-sided; None where a rule of the claim decides.
+        p: of a true value of zero, two-sided; None if a rule of the claim decides.
         rule: what that rule says.
-        noise: of the value; None where a rule decides.
+        noise: of the value; None if a rule decides.
         spread: standard deviation over seeds.
         part: the part of the claim it tests, where that has several.
         needed: whether support hangs on it; else it can only contradict.
@@ -268,7 +268,7 @@ class Bench:
         return by_reason
 
     def sample(self, cell: Cell | None, metric: str = "test/accuracy") -> Sample | None:
-        """A metric in the finished runs of a cell; None where there is none."""
+        """A metric in the finished runs of a cell; None if there is none."""
         runs = [] if cell is None else self.runs(cell)
         values = {run.spec.seed: run.final(metric) for run in runs}
         known = {seed: value for seed, value in values.items() if value is not None}
@@ -278,14 +278,14 @@ class Bench:
     def pair(
         self, by_decay: Mapping[object, Cell], metric: str = "test/accuracy"
     ) -> tuple[Sample, Sample] | None:
-        """A metric without and with decay; None where one is missing."""
+        """A metric without and with decay; None if one is missing."""
         without, decayed = (self.sample(by_decay[decay], metric) for decay in (0, 1))
         return None if without is None or decayed is None else (without, decayed)
 
     def enough(self, runs: Iterable[FinishedRun], least: float = LEAST_EXPOSURE) -> bool:
         """Whether decay had the time to act in each of these runs that has decay.
 
-        L2 under Adam and K-FAC is no matter of exposure: their preconditioner changes it.
+        L2 under Adam and K-FAC is not a matter of exposure: their preconditioner changes it.
         """
         if self.tier.whole:
             return True
@@ -303,7 +303,7 @@ class Bench:
         part: str = "",
         within: float | None = None,
     ) -> Comparison | None:
-        """Sum of factor * accuracy as a comparison, in points; None where a sample is missing.
+        """Sum of factor * accuracy as a comparison, in points; None if a sample is missing.
 
         With `within`, the claim is that the sum is smaller than so many points on either side:
         `value` is by how much.

@@ -27,7 +27,7 @@ class FinishedRun:
     superseded: str = ""
 
     def final(self, name: str) -> float | None:
-        """The last value of a name, None where it was not recorded."""
+        """The last value of a name, None if it was not recorded."""
         return self.rows.last(name)
 
     @property
@@ -56,7 +56,7 @@ class FinishedRun:
         return next((n for n in self.rows.names() if n.startswith(f"{quantity}/")), None)
 
     def first_layer_curve(self, quantity: str) -> list[tuple[int, float]]:
-        """(epoch, value) of a quantity of the first layer; empty where it was not recorded."""
+        """(epoch, value) of a quantity of the first layer; empty if it was not recorded."""
         return self.curve(self.first_layer(quantity) or "")
 
     @property

@@ -50,7 +50,7 @@ def pace_spec(spec: RunSpec) -> RunSpec:
 
 
 def pace_of(spec: RunSpec, finished_runs: FinishedRuns) -> Pace | None:
-    """The pace of a run; None where it was not measured alone on a device."""
+    """The pace of a run; None if it was not measured alone on a device."""
     run = finished_runs.of(pace_spec(spec))
     ends = [] if run is None else [at for at, _ in run.timed_curve(SECONDS) if at > 0]
     if run is None or len(ends) < 2:

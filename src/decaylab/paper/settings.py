@@ -158,5 +158,5 @@ def _read(path: str, text: str) -> Searched:
         return Searched(entry["cell"], values, search["tier"], path, edges, fields)
     except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise DecaylabError(
-            f"{path} is no result of `decaylab search` ({error!r}): remove it, and search again"
+            f"{path} is not a result of `decaylab search` ({error!r}): remove it, and search again"
         ) from error

@@ -2,7 +2,7 @@
 
 An artefact is one table or figure (`artefacts/*.toml`); a cell is one number or curve in it, with
 its key columns and one run per seed. The same run has the same id in every artefact, so that it is
-trained once; what is measured in it (`probes`) is no part of the id.
+trained once; what is measured in it (`probes`) is not part of the id.
 """
 
 import tomllib
@@ -94,7 +94,7 @@ class Cell:
         columns: all columns that decide its runs.
         runs: one spec per seed, 0 first; empty while `missing` says why there are none.
         sources: the runs, one per seed, whose norms these take over (recipe line 16).
-        paper: the paper's number, None where it prints none.
+        paper: the paper's number, None if it prints none.
         probes: what these runs must record.
         missing: why there is no run: a search that has not been made.
         note: where the settings come from, if not from the published ones.
@@ -147,7 +147,7 @@ def register_artefact(path: str | Path) -> Artefact:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DecaylabError(f"{path} is no readable TOML file: {error}") from error
+        raise DecaylabError(f"{path} is not a readable TOML file: {error}") from error
     if path.stem in (*artefacts(), "all"):
         raise DecaylabError(f"there is an artefact {path.stem!r} already: rename {path.name}")
     values.pop("order", None)
@@ -156,7 +156,7 @@ def register_artefact(path: str | Path) -> Artefact:
             raise ValueError("kind scatter is for fig5 alone: choose table, bars or curves")
         artefact = _artefact(path.stem, values)
     except (TypeError, ValueError) as error:
-        raise DecaylabError(f"{path} is no artefact: {error}; see docs/extend.md") from error
+        raise DecaylabError(f"{path} is not an artefact: {error}; see docs/extend.md") from error
     artefacts()[artefact.name] = artefact
     return artefact
 
@@ -210,29 +210,29 @@ def _cells(artefact: Artefact, tier: Tier, seeds: int, folder: Path | None) -> I
             )
 
 
-def select(found: Iterable[Cell], only: Sequence[str]) -> list[Cell]:
+def select(selected: Iterable[Cell], only: Sequence[str]) -> list[Cell]:
     """The cells that match every `key=value`; `key=a,b` takes both. Cells without the key stay out.
 
     >>> len(select(cells("table1", "short"), ["network=vgg16", "dataset=cifar10"]))
     24
     """
-    found = list(found)
+    selected = list(selected)
     for condition in only:
         name, equals, value = condition.partition("=")
-        keys = dict.fromkeys(key for cell in found for key in cell.key)
+        keys = dict.fromkeys(key for cell in selected for key in cell.key)
         if not equals or name not in keys:
             near = did_you_mean(name, keys)
             raise DecaylabError(
                 f"--only {condition!r}{near}: give KEY=VALUE with a key of these cells:"
                 f" {', '.join(keys)}"
             )
-        known = {str(cell.key[name]) for cell in found if name in cell.key}
+        known = {str(cell.key[name]) for cell in selected if name in cell.key}
         wanted = value.split(",")
         if missing := [choice for choice in wanted if choice not in known]:
             there, near = ", ".join(sorted(known)), did_you_mean(missing[0], known)
             raise DecaylabError(f"no cell has {name}={missing[0]}{near}; there are: {there}")
-        found = [cell for cell in found if str(cell.key.get(name, "")) in wanted]
-    return found
+        selected = [cell for cell in selected if str(cell.key.get(name, "")) in wanted]
+    return selected
 
 
 def _artefact(name: str, values: dict[str, Any]) -> Artefact:

@@ -8,7 +8,7 @@ from decaylab.records import Manifest
 
 
 def superseded(manifest: Manifest) -> str:
-    """What was wrong with the numerics that a run was made with; empty where nothing was.
+    """What was wrong with the numerics that a run was made with; empty if nothing was.
 
     A run that was made again, by code of another commit, is not meant.
     """

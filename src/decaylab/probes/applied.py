@@ -17,7 +17,7 @@ def applied(
     """A module with the model's parameters that takes one tensor and returns logits [..., C].
 
     The tensor is the first of the inputs (the others stay as they are), or, where the inputs are a
-    function of the model, a placeholder that is not read. Of an output that is no tensor, the
+    function of the model, a placeholder that is not read. Of an output that is not a tensor, the
     logits are what `logits` says, what it calls `logits`, or the first floating-point tensor of two
     or more axes: nanoGPT's (logits, loss), a recurrent layer's (output, state).
     """

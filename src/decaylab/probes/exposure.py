@@ -22,7 +22,7 @@ class Exposure:
         self._before: dict[str, float] = {}  # layer -> what its group had when it was thawed
 
     def add(self, steps: int = 1) -> None:
-        """Add the rate of one step, or of several; worked out anew only where settings changed.
+        """Add the rate of one step, or of several; worked out again only where settings changed.
 
         Nothing where a GradScaler lets the optimizer itself leave the step out (fused, K-FAC).
         """

@@ -78,7 +78,7 @@ def grouped(factors: KroneckerFactors) -> bool:
 
 
 def weight_of(parameters: Mapping[str, Tensor], factors: KroneckerFactors) -> Tensor | None:
-    """The weight that factors are of, among a model's; None where it is frozen, or not in them."""
+    """The weight that factors are of, among a model's; None if it is frozen, or not in them."""
     weight = parameters.get(factors.site.weight_name)
     trained = weight is not None and factors.site.trains_weight and weight.requires_grad
     return weight if trained else None

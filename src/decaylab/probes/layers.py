@@ -27,7 +27,7 @@ class Layers:
 
     Attributes:
         weights: layer name -> parameter name -> parameter (not a copy).
-        defects: invariant layer -> how far from invariant it is; nan where it was not measured.
+        defects: invariant layer -> how far from invariant it is; nan if it was not measured.
         scaled: invariant layer that was not measured -> what Eq. 8 multiplies, weight and bias.
         gains: as weights, of the gains of normalisations and of normalised weights.
         roles: what each layer is, gains and frozen ones included.
@@ -44,7 +44,7 @@ class Layers:
     measured: Invariance | None = None
 
     def invariant(self, layer: str) -> bool | None:
-        """Whether a layer is scale-invariant; None where it is not known."""
+        """Whether a layer is scale-invariant; None if it is not known."""
         if self.measured is not None:
             return self.measured.invariant(layer) if layer in self.measured.defects else None
         return layer in self.defects if layer in self.weights else None

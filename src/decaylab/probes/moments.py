@@ -44,7 +44,7 @@ def second_moments(model: nn.Module | Layers, optimizer: torch.optim.Optimizer) 
 def kept(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], weight: Tensor) -> float:
     """The part of the second moment of `weight` that a step keeps; 0 where there is none.
 
-    nan where it is not known: of more than two betas which one; AMSGrad keeps now all, now none.
+    nan if it is not known: of more than two betas which one; AMSGrad keeps now all, now none.
     """
     name = _name(optimizer.state.get(weight, {}))
     if name is None:

@@ -22,8 +22,8 @@ class Reading:
         unit: what the numbers are in; "1" for a pure number.
         layers: value by layer, layers named as `named_modules` names them.
         total: the whole model's value, where there is one. Not always the sum of the layers.
-        errors: standard error by layer; empty where the values are exact on the given batch.
-        total_error: standard error of the total; None where it is exact.
+        errors: standard error by layer; empty if the values are exact on the given batch.
+        total_error: standard error of the total; None if it is exact.
     """
 
     name: str

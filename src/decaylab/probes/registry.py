@@ -47,7 +47,7 @@ class Moment:
         optimizers: the torch optimizers that step it.
         inputs: the fixed batch given to `watch`, or None. logits: where they are in the output.
         layers: the model's layers, found once.
-        before: the weights and gains before the step; None where they were not kept.
+        before: the weights and gains before the step; None if they were not kept.
         earlier: for probes that follow a record, the move of the step before; else None.
         exposure: decay exposure of each layer since the start.
         images: in a run of ours, its data; else None.

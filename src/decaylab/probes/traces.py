@@ -39,7 +39,7 @@ class TraceReading(Reading):
     Attributes:
         normalised: |W_l|^2 tr C(W_l), W_l the layer's weight without its bias. By Eq. 13 this is
             tr C(W_l / |W_l|) where the layer is scale-invariant; elsewhere it has no such meaning.
-        normalised_errors: standard errors of these; empty where they are exact.
+        normalised_errors: standard errors of these; empty if they are exact.
     """
 
     normalised: Mapping[str, float] = field(default_factory=dict)

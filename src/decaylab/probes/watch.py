@@ -626,7 +626,7 @@ def watch(
     optimizers = [_torch_optimizer(each) for each in given]
     model = bare(model)
     if not isinstance(model, nn.Module):
-        raise DecaylabError(f"{type(model).__name__} is no model: give watch(model, optimizer)")
+        raise DecaylabError(f"{type(model).__name__} is not a model: give watch(model, optimizer)")
     chosen = _chosen(probes, every, optimizers, inputs)
     own = set(map(id, model.parameters()))
     for held in [stepped_by([each]) for each in optimizers] or [{}]:
@@ -704,7 +704,7 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     while not isinstance(optimizer, torch.optim.Optimizer) or _is_wrapper(optimizer):
         if not hasattr(optimizer, "optimizer"):
             raise DecaylabError(
-                f"{type(optimizer).__name__} is no torch optimizer: give watch(model, optimizer)"
+                f"{type(optimizer).__name__} is not a torch optimizer: give watch(model, optimizer)"
             )
         optimizer = optimizer.optimizer
     return optimizer

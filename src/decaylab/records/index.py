@@ -1,7 +1,7 @@
 """What lists of many runs need of each, kept in one file: RUNS/.index.json.
 
 It is a cache: an entry counts while the files of its run are those it was made from (names, sizes
-and times), and a file that is missing or damaged is made anew. A run that is being written is
+and times), and a file that is missing or damaged is made again. A run that is being written is
 always read itself.
 """
 

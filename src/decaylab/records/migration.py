@@ -118,5 +118,5 @@ def settings_from_spec(spec: Mapping[str, Any], rows: Rows) -> list[SettingsChan
 
 
 def steps_per_epoch(rows: Rows) -> int | None:
-    """Steps in an epoch, from the rows of complete ones; None where there are none."""
+    """Steps in an epoch, from the rows of complete ones; None if there are none."""
     return next((row.step // row.epoch for row in reversed(rows.rows) if row.epoch), None)

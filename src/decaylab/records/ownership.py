@@ -118,7 +118,7 @@ class Ownership:
 
 
 def _create(path: Path, owner: Owner) -> bool:
-    """Create an owner's file, whole; False where there is one.
+    """Create an owner's file, whole; False if there is one.
 
     By a link, which either is there or not, with all that the file says: a process that is killed
     leaves none without a name in it. Where a file system knows no links, by O_EXCL.
@@ -182,7 +182,7 @@ _heart = _Heart()
 
 
 def read_owner(path: Path) -> Owner | None:
-    """The owner that a file names; None where there is no file, or nothing readable in it."""
+    """The owner that a file names; None if there is no file, or nothing readable in it."""
     try:
         entry = json.loads(path.read_bytes())
         return Owner(

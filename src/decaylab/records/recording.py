@@ -33,7 +33,7 @@ OUTCOMES = {
 
 @dataclass(frozen=True)
 class Meta:
-    """Facts of a recorded run; None where they are not known.
+    """Facts of a recorded run; None if they are not known.
 
     Attributes:
         folder: where the records lie. version: of decaylab, that made them.

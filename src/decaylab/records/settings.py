@@ -10,12 +10,12 @@ LayerRole = Literal["weight", "gain", "bias", "embedding", "head"]
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """How the weight of one layer is stepped; None where a setting does not apply or is not known.
+    """How the weight of one layer is stepped; None if a setting does not apply or is not known.
 
     Attributes:
         optimizer: the class that steps it. law: how its steps depend on the norm (`optim.laws`):
             "sgd", "adam", "kfac", ..., "unknown" where that cannot be told.
-        lr: learning rate; None where the optimizer finds its own.
+        lr: learning rate; None if the optimizer finds its own.
         decay: the kind of weight decay, "none" where nothing decays. weight_decay: its strength.
         momentum, dampening, nesterov: of SGD's kind. beta1, beta2, eps: of Adam's kind; beta2 is
             the part of the second moment (Lion: of its only moment) that a step keeps.

@@ -154,7 +154,7 @@ class RunFolder:
             ) from error
 
     def manifest(self) -> Manifest | None:
-        """The manifest, None where the run has not got that far, an error where it is unreadable.
+        """The manifest, None if the run has not got that far, an error if it is unreadable.
 
         A status `running` whose process is gone reads as `interrupted`.
         """
@@ -253,7 +253,7 @@ class RunStore:
         if run_id in ("", ".", "..") or "/" in run_id or "\0" in run_id or len(run_id) > 255:
             shown = run_id if len(run_id) <= 80 else f"{run_id[:60]}..."
             raise DecaylabError(
-                f"{shown!r} is no run's id: give the name of a folder in {self.root}"
+                f"{shown!r} is not the id of a run: give the name of a folder in {self.root}"
             )
         return RunFolder(self.root / run_id)
 
@@ -291,7 +291,7 @@ _PLAIN_LINE = re.compile(r"^(\w+) = ", re.MULTILINE)
 
 
 def _plain_toml(text: str) -> dict[str, Any] | None:
-    r"""TOML as specs are written, a key and a JSON value per line; None where it is not that.
+    r"""TOML as specs are written, a key and a JSON value per line; None if it is not that.
 
     Ten times as fast as `tomllib`, which counts in folders of ten thousand runs.
 
@@ -311,7 +311,7 @@ def _plain_toml(text: str) -> dict[str, Any] | None:
 
 
 def _no_toml(constant: str) -> float:
-    raise ValueError(f"{constant} is no number of TOML")
+    raise ValueError(f"{constant} is not a TOML number")
 
 
 def _parse_manifest(path: Path) -> Manifest:

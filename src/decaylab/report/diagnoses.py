@@ -50,14 +50,14 @@ class DiagnosedSetting:
     diagnoses: tuple[Diagnosis, ...]
 
 
-def diagnosed(found: Sequence[IndexedRun]) -> tuple[list[DiagnosedSetting], list[str]]:
+def diagnosed(indexed: Sequence[IndexedRun]) -> tuple[list[DiagnosedSetting], list[str]]:
     """Every run with decay against its baseline, by setting; and what could not be, in words."""
     cases: dict[tuple[object, ...], dict[int, tuple[RunSpec, Diagnosis]]] = {}
     left_out = []
-    for run in found:
+    for run in indexed:
         if run.spec.decay == "none":
             continue
-        baseline = baseline_of(run.spec, found)
+        baseline = baseline_of(run.spec, indexed)
         try:
             result = diagnose(run.folder, baseline.folder if baseline is not None else None)
         except DecaylabError as error:
@@ -75,9 +75,9 @@ def _case(by_seed: dict[int, tuple[RunSpec, Diagnosis]]) -> DiagnosedSetting:
     )
 
 
-def baseline_of(spec: RunSpec, found: Iterable[IndexedRun]) -> IndexedRun | None:
+def baseline_of(spec: RunSpec, indexed: Iterable[IndexedRun]) -> IndexedRun | None:
     """The finished run without decay that is otherwise the same; of the same seed if possible."""
-    alike = _without_decay(spec, found)
+    alike = _without_decay(spec, indexed)
     return min(alike, key=lambda r: (r.spec.seed != spec.seed, r.spec.seed), default=None)
 
 
@@ -95,22 +95,22 @@ def _without_decay(spec: RunSpec, runs: Iterable[IndexedRun]) -> list[IndexedRun
     ]
 
 
-def same_but_seed(own: IndexedRun, found: Iterable[IndexedRun]) -> list[str]:
+def same_but_seed(chosen: IndexedRun, indexed: Iterable[IndexedRun]) -> list[str]:
     """The folders of a run and of the finished ones that differ from it in the seed alone."""
-    ours = _setting(own.spec, {"seed"})
+    ours = _setting(chosen.spec, {"seed"})
     others = [
         run
-        for run in found
-        if run.folder.id != own.folder.id
+        for run in indexed
+        if run.folder.id != chosen.folder.id
         and run.manifest.status == "finished"
         and _setting(run.spec, {"seed"}) == ours
     ]
-    return [str(run.folder.path) for run in (own, *sorted(others, key=lambda r: r.spec.seed))]
+    return [str(run.folder.path) for run in (chosen, *sorted(others, key=lambda r: r.spec.seed))]
 
 
-def same_but_decay(own: IndexedRun, found: Iterable[IndexedRun]) -> list[str]:
+def same_but_decay(chosen: IndexedRun, indexed: Iterable[IndexedRun]) -> list[str]:
     """The folders of the finished runs that differ from it in decay and seed alone."""
-    alike = sorted(_without_decay(own.spec, found), key=lambda run: run.spec.seed)
+    alike = sorted(_without_decay(chosen.spec, indexed), key=lambda run: run.spec.seed)
     return [str(run.folder.path) for run in alike]
 
 
@@ -133,9 +133,9 @@ def diagnoses_section(cases: Sequence[DiagnosedSetting]) -> Section:
         "Which of the three mechanisms decay acts through, for every run with decay, judged from"
         " the records (`decaylab diagnose RUN --against BASE`). The factor in brackets says by how"
         " much decay raises the effective learning rate, or lowers the squared Jacobian norm (or a"
-        " Gauss-Newton norm) or the effective damping. With several seeds, it is the smallest and"
-        " the largest. A run is judged alone if no run without decay is otherwise the same. This is"
-        " often so at the paper's settings, which have another learning rate without decay."
+        " Gauss-Newton norm) or the effective damping; with several seeds, the smallest and the"
+        " largest. A run is judged alone if no run without decay is otherwise the same, which is"
+        " common at the paper's settings: without decay they use another learning rate."
     ]
     overview = Subsection("diagnoses", "Verdicts", grids=[Grid(header, rows)])
     details = [
@@ -183,7 +183,7 @@ def _verdicts(case: DiagnosedSetting, link: str) -> Iterable[GridCell]:
         factors = [finding.effect.value for finding in findings if finding.effect]
         if factors:
             low, high = words.three_digits(min(factors)), words.three_digits(max(factors))
-            verdict += f" ({low})" if low == high else f" ({low} to {high})"
+            verdict += f" ({low}x)" if low == high else f" ({low}x to {high}x)"
         tone = TONES[kinds[0]] if len(kinds) == 1 else "near"
         yield GridCell(verdict, tone=tone, link=link)
 
@@ -351,7 +351,7 @@ def diagnosis_report(result: Diagnosis) -> Report:
         [
             GridCell(finding.mechanism, "key"),
             GridCell(finding.verdict, tone=TONES[finding.verdict], link=f"mechanism-{number}"),
-            GridCell(words.effect_words(finding) or "—"),
+            GridCell(words.effect_words(finding) or "—", "words"),
         ]
         for number, finding in enumerate(result.findings, start=1)
     ]

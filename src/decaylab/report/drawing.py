@@ -71,7 +71,7 @@ def line(
 
 @dataclass(frozen=True)
 class Bars:
-    """One bar in each group; None where there is no number. Spreads are drawn as whiskers.
+    """One bar in each group; None if there is no number. Spreads are drawn as whiskers.
 
     `published`: the paper's numbers, drawn as marks across the bars.
     """
@@ -309,7 +309,7 @@ def _room_for(axes: "Axes", bars: Sequence[Bars], *, from_zero: bool) -> None:
 def cut_below(lines: Sequence[Line]) -> float | None:
     """Where to cut the axis: half of the room for the range of the lines' second halves.
 
-    None where that leaves nothing out.
+    None if that leaves nothing out.
     """
     ends = [value for line in lines for value in line.y[len(line.y) // 2 :]]
     values = [value for line in lines for value in line.y]

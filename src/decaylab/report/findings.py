@@ -1,4 +1,4 @@
-"""What came out, before everything that it rests on: the first section of a report."""
+"""The findings: the first section of a report, before the evidence."""
 
 from collections.abc import Mapping, Sequence
 
@@ -33,7 +33,7 @@ def findings_section(
 
 
 def _effects(claims: Mapping[str, Sequence[Claim]]) -> list[list[GridCell]]:
-    """What decay does to the test accuracy (E1), at each tier there are pairs of."""
+    """What decay does to the test accuracy (E1), at each tier that has pairs."""
     rows = []
     for tier, judged in claims.items():
         pairs = next((claim for claim in judged if claim.id == "E1" and claim.effect), None)
@@ -57,7 +57,8 @@ def _claims(claims: Mapping[str, Sequence[Claim]]) -> list[list[GridCell]]:
             if claim.verdict == verdict:
                 seen = f"{claim.id}, {claim.where}, tier {tier}: {claim.effect or '—'}"
                 badge = GridCell(verdict, tone=tone, link=f"claims-{tier}")
-                rows.append([badge, GridCell(f"{claim.claim}.", "words", more=seen)])
+                text = f"The paper's claim {claim.id}: {claim.claim}."
+                rows.append([badge, GridCell(text, "words", more=seen)])
     first = next(iter(claims.items()), None)
     unsettled = [c.id for c in first[1] if c.id not in settled] if first else []
     if first and unsettled:
@@ -80,8 +81,10 @@ def _mechanisms(settings: Sequence[DiagnosedSetting]) -> list[list[GridCell]]:
         badge = GridCell(
             f"{acting} of {len(decided)}", tone="good" if acting else "plain", link="diagnosis"
         )
-        seen = f"of the {len(decided)} settings that can be judged; {len(settings)} in all"
-        rows.append([badge, GridCell(f"{DOES[mechanism]}.", "words", more=seen)])
+        text = f"{DOES[mechanism]}, in {acting} of the {len(decided)} settings that can be judged."
+        unjudged = len(settings) - len(decided)
+        seen = f"{unjudged} more settings lack the records for it" if unjudged else ""
+        rows.append([badge, GridCell(text, "words", more=seen)])
     return rows
 
 
@@ -92,11 +95,6 @@ def _theory(checks: Sequence[Check]) -> list[list[GridCell]]:
     holding = sum(check.holds for check in stated)
     tone: Tone = "good" if holding == len(stated) else "bad"
     badge = GridCell(f"{holding} of {len(stated)}", tone=tone, link="theory")
-    text = "The paper's lemmas, theorem and equations hold, computed in double precision."
-    return [
-        [
-            badge,
-            GridCell(text, "words"),
-            GridCell("both sides of each, on random networks", "words"),
-        ]
-    ]
+    text = "The paper's lemmas, theorem and equations hold on random networks."
+    seen = "both sides of each are computed in double precision"
+    return [[badge, GridCell(text, "words", more=seen)]]

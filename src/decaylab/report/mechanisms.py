@@ -88,12 +88,12 @@ Key = tuple[bool, str, str]  # batch norm, optimizer, decay
 Demo = dict[Key, list[FinishedRun]]
 
 
-def demo_runs(found: Iterable[IndexedRun], finished_runs: FinishedRuns) -> Demo:
+def demo_runs(indexed: Iterable[IndexedRun], finished_runs: FinishedRuns) -> Demo:
     """The finished runs of the demo by batch norm, optimizer and decay; by seed in each.
 
     Of demos of several lengths (`--epochs`), the longest.
     """
-    specs = [run.spec for run in found if run.manifest.tier == TIER]
+    specs = [run.spec for run in indexed if run.manifest.tier == TIER]
     specs = [spec for spec in specs if spec.optimizer in OPTIMIZERS and spec.decay in DECAYS]
     done = [reading for spec in specs if (reading := finished_runs.of(spec)) is not None]
     longest = max((reading.spec.epochs or 0 for reading in done), default=0)

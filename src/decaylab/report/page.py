@@ -38,6 +38,11 @@ class Grid:
     rows: Sequence[Sequence[GridCell]]
     caption: str = ""
 
+    @property
+    def stacked(self) -> bool:
+        """Whether a narrow screen shows a row's cells below each other: where there are words."""
+        return any(cell.kind == "words" for row in self.rows for cell in row)
+
 
 @dataclass(frozen=True)
 class Image:

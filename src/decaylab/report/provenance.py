@@ -10,26 +10,26 @@ MOST_SEEDS = 10  # a seed may also be a date
 TONES: dict[str, Tone] = {"finished": "good", "diverged": "bad", "failed": "bad"}
 
 
-def seeds_of(found: Sequence[IndexedRun]) -> int:
+def seeds_of(indexed: Sequence[IndexedRun]) -> int:
     """How many seeds a cell may have among some runs: 0 to the largest, up to `MOST_SEEDS`."""
-    return min(MOST_SEEDS, 1 + max((run.manifest.seed for run in found), default=0))
+    return min(MOST_SEEDS, 1 + max((run.manifest.seed for run in indexed), default=0))
 
 
-def tiers_of(found: Sequence[IndexedRun]) -> list[str]:
+def tiers_of(indexed: Sequence[IndexedRun]) -> list[str]:
     """The tiers that there are runs of, the longest schedule first."""
-    labels = {run.manifest.tier for run in found}
+    labels = {run.manifest.tier for run in indexed}
     return [tier for tier in reversed(TIERS) if tier in labels]
 
 
-def provenance(found: Sequence[IndexedRun]) -> Section:
+def provenance(indexed: Sequence[IndexedRun]) -> Section:
     """The table of runs."""
     names = ("run", "status", "tier", "seed", "device", "code", "torch", "epochs", "seconds")
     numeric = ("seed", "epochs", "seconds")
     header = [GridCell(name, "number" if name in numeric else "") for name in names]
-    rows = [_row(run) for run in found]
-    total = sum(run.device_seconds for run in found)
+    rows = [_row(run) for run in indexed]
+    total = sum(run.device_seconds for run in indexed)
     took = f"{total / 60:.1f} minutes" if total < 7200 else f"{total / 3600:.1f} hours"
-    title = f"{len(found)} runs, {took} of device time in all"
+    title = f"{len(indexed)} runs, {took} of device time in all"
     missing = "" if rows else "No runs yet: `decaylab demo` makes some in minutes."
     block = Subsection(
         "runs",

@@ -110,10 +110,10 @@ def tables_section(filled: Sequence[Filled], finished_runs: FinishedRuns, tier: 
         _table_block(filled_table, finished_runs) for filled_table in tables if filled_table.done
     ]
     text = [
-        "Colour tells how near a number is to the paper's: green within 0.5 points (norms:"
-        " a factor of 1.5), yellow within 1.5 points (a factor of 3), red beyond; grey where"
-        " they are not comparable. The effect of decay is coloured from two seeds a side on:"
-        " green in the paper's direction, red against it, yellow where its 95 % interval holds"
+        "The colour says how close a number is to the paper's: green within 0.5 points (norms: a"
+        " factor of 1.5), yellow within 1.5 points (a factor of 3), red beyond, grey if the two"
+        " cannot be compared. The effect of decay is coloured once both sides have two seeds:"
+        " green in the paper's direction, red against it, yellow if its 95 % interval includes"
         " zero.",
         *_not_run(tables, tier),
     ]
@@ -129,10 +129,10 @@ def figures_section(filled: Sequence[Filled], finished_runs: FinishedRuns, tier:
         if filled_figure.done
     ]
     text = [
-        "Lines and bars are means over seeds, with a band from the lowest to the highest run; every"
-        " point is one net. Dashed lines, and marks on bars, are the numbers that the paper prints."
-        " Point at a curve for its values, drag to zoom, double-click to reset; a click on a name"
-        " hides its curves.",
+        "Lines and bars are means over seeds; the band goes from the lowest to the highest run."
+        " Each point is one network. Dashed lines and marks on bars are the numbers the paper"
+        " prints. Point at a curve to read its values, drag to zoom, double-click to reset, click a"
+        " name to hide its curves.",
         *_not_run(figures, tier),
     ]
     return Section(f"figures-{tier}", f"Figures, tier {tier}", text, blocks)
@@ -189,8 +189,9 @@ def _figure_block(filled: Filled, finished_runs: FinishedRuns) -> Subsection:
 
 
 def titled(artefact: Artefact) -> str:
-    """`Table 1: ...`."""
-    return f"{_number(artefact) or artefact.name}: {artefact.title}"
+    """`Table 1: ...`, or an artefact of one's own with the name that `reproduce` takes."""
+    number = _number(artefact)
+    return f"{number}: {artefact.title}" if number else f"{artefact.title} ({artefact.name})"
 
 
 def _number(artefact: Artefact) -> str:
@@ -263,7 +264,10 @@ def claims_section(claims: Sequence[Claim], tier: str, shown: Collection[str]) -
         [
             GridCell(claim.id),
             GridCell(
-                claim.status_by_part, tone=VERDICTS.get(claim.verdict, "plain"), link=evidence
+                claim.status_by_part,
+                "words" if len(claim.parts) > 1 else "",
+                tone=VERDICTS.get(claim.verdict, "plain"),
+                link=evidence,
             ),
             GridCell(claim.claim, "words"),
             GridCell(claim.where, link=evidence),
@@ -288,7 +292,7 @@ def claims_section(claims: Sequence[Claim], tier: str, shown: Collection[str]) -
 
 
 def _evidence(claim: Claim, tier: str, shown: Collection[str]) -> str:
-    """The anchor of the first table or figure that the claim is about; "" where none is shown."""
+    """The anchor of the first table or figure that the claim is about; "" if none is shown."""
     places = re.findall(r"(Table|Fig)\D*(\d+)", claim.where)
     names = [f"{kind.lower()}{number}" for kind, number in places]
     return next((f"{name}-{tier}" for name in names if name in shown), "")

@@ -25,7 +25,7 @@ WITHIN: dict[Effect, tuple[float, float]] = {"difference": (0.5, 1.5), "ratio": 
 
 @dataclass(frozen=True)
 class OverSeeds:
-    """One number over seeds; `values` is empty where no run has it."""
+    """One number over seeds; `values` is empty if no run has it."""
 
     values: tuple[float, ...] = ()
 
@@ -183,15 +183,15 @@ def number(value: float | None) -> str:
     return f"{value:.2f}" if abs(value) < 1000 else f"{value:.0f}"
 
 
-def change(one: float | None, other: float | None, effect: Effect) -> float | None:
-    """`other` against `one`: the difference, or the ratio; None where one is missing.
+def change(before: float | None, after: float | None, effect: Effect) -> float | None:
+    """From `before` to `after`: the difference, or the ratio; None if one is missing.
 
     >>> change(90.0, 92.5, "difference"), change(100.0, 25.0, "ratio"), change(None, 1.0, "ratio")
     (2.5, 0.25, None)
     """
-    if one is None or other is None or (effect == "ratio" and one == 0):
+    if before is None or after is None or (effect == "ratio" and before == 0):
         return None
-    return other - one if effect == "difference" else other / one
+    return after - before if effect == "difference" else after / before
 
 
 def change_words(value: float | None, effect: Effect) -> str:
@@ -289,7 +289,7 @@ def csv_text(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def plain(value: float | None) -> str:
-    """A number for a CSV; empty where there is none."""
+    """A number for a CSV; empty if there is none."""
     return "" if value is None else f"{value:.6g}"
 
 
@@ -338,7 +338,7 @@ def _numbers(ours: OverSeeds) -> list[str]:
 
 
 def legend(table: Table) -> str:
-    """What the marked numbers of a table are, with their settings; empty where there are none."""
+    """What the marked numbers of a table are, with their settings; empty if there are none."""
     searched = [entry for entry in table.entries if entry.own.n]
     if not searched:
         return ""

@@ -25,8 +25,8 @@ def theory_beside() -> Iterator[Callable[[], list[Check]]]:
     if (os.cpu_count() or 1) < 2:
         yield theory_checks
         return
-    own = str(Path(decaylab.__file__).parents[1])
-    paths = [own, *filter(None, [os.environ.get("PYTHONPATH")])]
+    package_root = str(Path(decaylab.__file__).parents[1])
+    paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
     with subprocess.Popen(
         [sys.executable, "-m", "decaylab", "theory", "--json"],
         stdout=subprocess.PIPE,

@@ -130,12 +130,12 @@ def _sections(
                 tables_section(at_tier, finished_runs, tier),
                 figures_section(at_tier, finished_runs, tier),
             ]
-    own = [diagnoses_section(cases)] if cases else []
+    diagnosis = [diagnoses_section(cases)] if cases else []
     theory = checks()
     return [
         findings_section(claims, cases, theory),
         *([demo_section(demo)] if demo else []),
-        *((*paper, *own) if paper else own),
+        *((*paper, *diagnosis) if paper else diagnosis),
         Section("overview-section", "Coverage", blocks=[overview(filled)]),
         *(theory_section(theory), provenance(indexed)),
     ]

@@ -70,7 +70,7 @@ class Estimator:
 class CheckedEstimate:
     """A recorded run: seconds it had the device, and what would have been estimated before it.
 
-    `from_like`: from the other runs of its kind; None where it is the only one.
+    `from_like`: from the other runs of its kind; None if it is the only one.
     """
 
     spec: RunSpec

@@ -99,7 +99,7 @@ def read_queue(path: Path) -> list[Entry]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DecaylabError(f"{path} is no readable queue in TOML: {error}") from error
+        raise DecaylabError(f"{path} is not a readable queue in TOML: {error}") from error
     entries = values.pop("entry", None)
     if values or not isinstance(entries, list) or not entries:
         raise DecaylabError(f"{path} must hold [[entry]] tables and nothing else")

@@ -68,7 +68,7 @@ class SearchPlan:
             if not values or not all(0 < value < math.inf for value in values):
                 raise DecaylabError(f"the values of {name} must be positive numbers")
             first: dict[str, Any] = {name: values[0]}
-            replace(self.base, **first)  # an error where it does not apply
+            replace(self.base, **first)  # an error if it does not apply
         if self.method not in ("grid", "lines", "tpe"):
             raise DecaylabError(f"unknown method {self.method!r}: choose grid, lines or tpe")
         if self.method == "lines" and "weight_decay" not in self.space:
@@ -376,7 +376,7 @@ def second_line(plan: SearchPlan, weight_decay: float) -> SearchPlan:
 def widened(plan: SearchPlan, best: Winner) -> SearchPlan | None:
     """The plan with one more value beyond each edge that the winner is on, or past it.
 
-    None where it lies inside. Fields with one value are not searched.
+    None if it lies inside. Fields with one value are not searched.
 
     >>> base = RunSpec(decay="l2", weight_decay=0.1)
     >>> plan = SearchPlan("a", base, {"lr": [0.1, 1.0, 10.0], "weight_decay": [0.1, 1.0]})
@@ -460,7 +460,7 @@ def _read_winner(path: Path, plan: SearchPlan) -> Winner | None:
         return Winner(values, score, tried, search["trials"])
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise DecaylabError(
-            f"{path} is no result of `decaylab search` ({error!r}): remove it, and search again"
+            f"{path} is not a result of `decaylab search` ({error!r}): remove it, and search again"
         ) from error
 
 

@@ -173,7 +173,7 @@ def left_of(planned: Iterable[PlannedRun], store: RunStore) -> list[PlannedRun]:
 
 
 def assignments(sweep: Sweep, runs: Path) -> list[Assignment]:
-    """Each run of a sweep with where its last job stands; None where no engine knows it now."""
+    """Each run of a sweep with where its last job stands; None if no engine knows it now."""
     latest: dict[str, Assignment] = {}
     folder = folder_of(sweep.name, runs)
     for submission in sweep.submissions:

@@ -51,7 +51,7 @@ def direction_updates() -> list[Check]:
     ]
 
 
-class _Layer:
+class _FirstLayer:
     """Loss, gradient and curvature of a net as functions of its first layer's weight alone."""
 
     def __init__(self, width: int, seed: int, kind: str = "linear", **options: object) -> None:
@@ -83,34 +83,34 @@ class _Layer:
 
 def _outputs(kind: str, **options: object) -> Pairs:
     for width, seed, scale in product(nets.WIDTHS, nets.SEEDS, SCALES):
-        layer = _Layer(width, seed, kind, **options)
+        layer = _FirstLayer(width, seed, kind, **options)
         yield layer.logits(scale * layer.weight), layer.logits(layer.weight)
 
 
 def _curvatures(kind: str, matrix: str, **options: object) -> Pairs:
     for width, seed, scale in product(nets.WIDTHS, nets.SEEDS, SCALES):
-        layer = _Layer(width, seed, kind, **options)
+        layer = _FirstLayer(width, seed, kind, **options)
         weight = scale * layer.weight
         square = weight.square().sum()
         right = layer.curvature(weight / square.sqrt(), matrix) / square
         yield layer.curvature(weight, matrix), right
 
 
-Rule = Callable[[_Layer, Tensor], tuple[Tensor, Tensor]]
+Rule = Callable[[_FirstLayer, Tensor], tuple[Tensor, Tensor]]
 """A layer and its weight to (what lr multiplies in the real step, ... in the formula)."""
 
 
-def _sgd(layer: _Layer, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _sgd(layer: _FirstLayer, weight: Tensor) -> tuple[Tensor, Tensor]:
     norm = weight.norm()
     return layer.gradient(weight), layer.gradient(weight / norm) / norm**2
 
 
-def _sgd_without_norm(layer: _Layer, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _sgd_without_norm(layer: _FirstLayer, weight: Tensor) -> tuple[Tensor, Tensor]:
     return layer.gradient(weight), layer.gradient(weight / weight.norm())
 
 
 def _damped(matrix: str, with_norm: bool = True) -> Rule:
-    def rule(layer: _Layer, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def rule(layer: _FirstLayer, weight: Tensor) -> tuple[Tensor, Tensor]:
         norm = weight.norm()
         eye = torch.eye(weight.numel(), dtype=weight.dtype)
         real = layer.curvature(weight, matrix) + DAMPING * eye
@@ -125,7 +125,7 @@ def _damped(matrix: str, with_norm: bool = True) -> Rule:
 def _rests(rule: Rule, norm: bool = True) -> Pairs:
     """Pairs (rest(lr) / rest(lr/2), 4); the rest is real direction minus formula."""
     for width, seed in product(nets.WIDTHS, nets.SEEDS):
-        layer = _Layer(width, seed, norm=norm)
+        layer = _FirstLayer(width, seed, norm=norm)
         weight = 2.0 * layer.weight
         step, formula = rule(layer, weight)
         rests = [_rest(rate, weight.flatten(), step, formula) for rate in (LR, LR / 2)]

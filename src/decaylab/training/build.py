@@ -151,7 +151,7 @@ def register_optimizer(
     known = list(dict.fromkeys(key for published in PUBLISHED.values() for key in published))
     wrong = [key for key in settings if key not in known]
     lacking = [key for key in ("lr", "epochs", "lr_drop_every") if key not in settings]
-    faults = [f"{key!r} is no field of a run that optimizers set" for key in wrong]
+    faults = [f"{key!r} is not a field of a run that optimizers set" for key in wrong]
     faults += [f"{key!r} is missing" for key in lacking]
     if faults:
         raise DecaylabError(f"settings of {name}: {faults[0]}; there are {', '.join(known)}")

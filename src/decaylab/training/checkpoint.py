@@ -247,8 +247,8 @@ def load(path: Path, device: str | torch.device = "cpu", only: str | None = None
         return state
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise DecaylabError(
-            f"{path} is no readable checkpoint ({error}): delete it and run the same command again"
-            " to train from the start"
+            f"{path} is not a readable checkpoint ({error}): delete it and run the same command"
+            " again to train from the start"
         ) from error
 
 

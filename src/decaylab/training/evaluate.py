@@ -45,7 +45,7 @@ class Evaluator:
 
     A graph (one for each size of batch) reads parameters and running statistics where they lie, so
     that it stays valid as they change; when one lies elsewhere than at the capture (`.to()`,
-    `load_state_dict(assign=True)`), graphs are captured anew. The sums are added up on the device.
+    `load_state_dict(assign=True)`), graphs are captured again. The sums are added up on the device.
     Same result as without graphs, bit for bit.
 
     Args:

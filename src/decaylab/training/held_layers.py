@@ -90,7 +90,7 @@ def select(
 ) -> Selection:
     """The layers of `only` whose weight decays: "all", "conv", "fc" (the last), or names.
 
-    With `decayed=False` those that do not decay, too.
+    With `decayed=False` those that do not decay too.
     """
     model = bare(model)
     listed = _listed(optimizers)
@@ -136,8 +136,8 @@ def _listed(optimizers: Any) -> list[torch.optim.Optimizer]:
     for optimizer in listed:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise DecaylabError(
-                f"{type(optimizer).__name__} is no torch optimizer: let make(seed) return (model,"
-                " optimizer or list of optimizers, step, evaluate)"
+                f"{type(optimizer).__name__} is not a torch optimizer: let make(seed) return"
+                " (model, optimizer or list of optimizers, step, evaluate)"
             )
     return listed
 

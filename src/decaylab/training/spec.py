@@ -129,7 +129,7 @@ class RunSpec:
     held_layers: str = _option(
         "all", "Which layers follow: all, conv, fc (the last), or names: 0,3.", "Paths"
     )
-    held_decay: bool = _option(True, "Whether the layers that follow decay, too.", "Paths")
+    held_decay: bool = _option(True, "Whether the layers that follow decay too.", "Paths")
     damping: float | None = _option(None, "Damping lambda.", "K-FAC")
     damping_scaling: str | None = _option(
         None, "fixed, scale-free, or trace: relative to each block's mean eigenvalue.", "K-FAC"
@@ -175,7 +175,7 @@ class RunSpec:
         for name in _settings_of_others(self.optimizer):
             if getattr(self, name) is not None:
                 raise DecaylabError(
-                    f"{name} is no setting of {self.optimizer} (it has"
+                    f"{name} is not a setting of {self.optimizer} (it has"
                     f" {', '.join(published)}): leave it out"
                 )
         if self.weight_decay and self.decay == "none":
@@ -184,7 +184,7 @@ class RunSpec:
                 " decoupled or independent"
             )
         if self.step_rms and OPTIMIZERS[self.optimizer] != "kfac":
-            raise DecaylabError(f"step_rms is no setting of {self.optimizer}: leave it out")
+            raise DecaylabError(f"step_rms is not a setting of {self.optimizer}: leave it out")
         if self.step_rms and self.resolved().kl_clip:
             raise DecaylabError(
                 "step_rms sets how long steps are, as kl_clip does: set kl_clip (--kl-clip) to 0"
@@ -281,7 +281,7 @@ class RunSpec:
         try:
             values = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise DecaylabError(f"this is no valid TOML: {error}") from error
+            raise DecaylabError(f"this is not valid TOML: {error}") from error
         return cls.from_mapping({**values, **(overrides or {})})
 
     @classmethod

@@ -78,7 +78,7 @@ class Steps:
 
     @property
     def pool(self) -> Any:
-        """The graphs' memory, for others that run in between; None where there are no graphs."""
+        """The graphs' memory, for others that run in between; None if there are no graphs."""
         return None if self.captured is None else getattr(self.captured.graphs, "pool", None)
 
     def begin_epoch(self, position: int, learning_rates: Sequence[float]) -> None:

@@ -185,7 +185,7 @@ class World:
                 raise
             raise ProcessLost(
                 f"another of the {self.size} processes of this training has ended (torchrun names"
-                " it below): give the same command again to continue from the last checkpoint"
+                " it below): run the same command again to continue from the last checkpoint"
             ) from error
 
 

@@ -148,7 +148,7 @@ def _patch_rows(site: Site, inputs: Tensor, columns: Columns) -> Tensor:
 
 
 def _gathered(layer: Convolution, inputs: Tensor, columns: Columns) -> Tensor | None:
-    """`_patch_rows` in plain order by one kernel; None where there is none for this layer."""
+    """`_patch_rows` in plain order by one kernel; None if there is none for this layer."""
     axes = len(layer.kernel_size)
     if axes > 2 or layer.padding_mode != "zeros" or inputs.dim() != axes + 2:
         return None

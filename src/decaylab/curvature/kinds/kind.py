@@ -110,7 +110,7 @@ class Site:
         trains_weight, trains_bias: which of them the block is of.
         groups: number of matrices: of a grouped convolution, of query, key and value, of experts.
         shape: of each.
-        order: for each entry of `weight.flatten(1)`, where it is stored; None where that is so.
+        order: for each entry of `weight.flatten(1)`, where it is stored; None if that is so.
     """
 
     name: str

@@ -15,7 +15,7 @@ class Adam(Law):
     For independent gradients each weight has E[m^2] = v (1 - beta1) / (1 + beta1): |d|^2 = lr^2 n
     (1 - beta1) / (1 + beta1) and G = lr^2 n, for n weights. A step turns W by lr / |W| once |W| has
     stood still for 1 / (1 - beta2) steps; before, v remembers other norms (`memory`). `beta2` is
-    None where nothing like v is remembered.
+    None if nothing like v is remembered.
     """
 
     beta1: float = 0.9

@@ -47,11 +47,11 @@ class Law(ABC):
     @property
     @abstractmethod
     def norm_power(self) -> int | None:
-        """The p of the effective learning rate lr / |W|^p (Eq. 9); None where it is not known."""
+        """The p of the effective learning rate lr / |W|^p (Eq. 9); None if it is not known."""
 
     @abstractmethod
     def correlation(self) -> float | None:
-        """C above, for independent gradients; None where it is not known."""
+        """C above, for independent gradients; None if it is not known."""
 
     def elasticity(self, share: float | None = None) -> float | None:
         """The e of G = c N^e: 1 - p. `share`: K-FAC's second-order share."""
