@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import socket
 import types
 from dataclasses import replace
 
@@ -135,6 +136,32 @@ def test_runs_of_another_user_are_named(tmp_path, monkeypatch):
 def test_gpus_that_are_not_here_are_refused(tmp_path):
     with pytest.raises(DecaylabError, match="torch sees none here"):
         LocalEngine(tmp_path, 2, gpus=0).check(ON_GPU)
+
+
+def test_a_ray_that_does_not_answer_is_one_sentence_at_once(tmp_path, monkeypatch):
+    def init(**options):
+        raise AssertionError("it would try for minutes")
+
+    ray = types.SimpleNamespace(is_initialized=lambda: False, init=init, __version__="2.40.0")
+    monkeypatch.setattr("decaylab.sweeps.engines.ray.needed", lambda *words: ray)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # and does not listen
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free.getsockname()[1]}")
+        with pytest.raises(DecaylabError, match=r"Ray cannot be reached .*refused.*RAY_ADDRESS"):
+            RayEngine(tmp_path).check(ON_CPU)
+
+
+def test_without_an_address_no_cluster_of_earlier_days_is_looked_for(tmp_path, monkeypatch):
+    """Ray keeps the address of the last one, and tries for minutes where that has ended."""
+
+    def init(**options):
+        raise RuntimeError(options["address"])
+
+    ray = types.SimpleNamespace(is_initialized=lambda: False, init=init, __version__="2.40.0")
+    monkeypatch.setattr("decaylab.sweeps.engines.ray.needed", lambda *words: ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(DecaylabError, match=r"\(local\)"):
+        RayEngine(tmp_path).check(ON_CPU)
 
 
 def test_a_ray_of_another_version_is_one_sentence(tmp_path, monkeypatch):
