@@ -103,7 +103,7 @@ def test_tasks_that_failed_without_a_word_are_explained_by_status(cluster, tmp_p
     assert entry["left"] == 4
     assert "node7 may not see" in entry["reasons"][0]
     out = runs / "sweeps" / name / "0.out"
-    out.write_text("error: cannot write rows.jsonl (Disk quota exceeded): free some space\n")
+    out.write_text("failed: a: cannot write (Disk quota exceeded)\n`decaylab report` shows them\n")
     cluster(squeue=(1, "", "slurm_load_jobs error: Invalid job id specified\n"))  # long ago
     status = CliRunner().invoke(app, ["sweep", "status", "--runs", str(runs)])
     assert "Disk quota exceeded" in status.stdout

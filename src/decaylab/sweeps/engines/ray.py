@@ -15,7 +15,7 @@ from typing import Any
 
 from decaylab.errors import DecaylabError, needed
 from decaylab.sweeps.engines import Job, JobStatus
-from decaylab.sweeps.engines.local import check_folder, last_line
+from decaylab.sweeps.engines.local import check_folder, why
 from decaylab.training.signals import requests
 
 RETRIES = 3
@@ -64,6 +64,7 @@ class RayEngine:
         """Start all of them, on the cluster that `check` found."""
         if not self._ray.is_initialized():
             self.check(jobs)
+        self._ended = []
         work = self._ray.remote(_work)
         for number, job in enumerate(jobs):
             options = {"num_cpus": job.cpus, "num_gpus": job.gpus, "max_retries": RETRIES}
@@ -82,7 +83,7 @@ class RayEngine:
                 except self._ray.exceptions.RayError as error:
                     code, reason = 1, str(error).splitlines()[0]
                 if code and not reason:
-                    reason = last_line(self.folder / f"{number}.out", code)
+                    reason = why(self.folder / f"{number}.out", code)
                 self._ended.append(JobStatus(number, "failed" if code else "ended", reason))
         running = [JobStatus(number, "running") for number in self._tasks.values()]
         return sorted([*self._ended, *running], key=lambda status: status.number)
