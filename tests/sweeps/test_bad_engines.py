@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import socket
 import types
 from dataclasses import replace
 
@@ -102,7 +103,7 @@ def test_tasks_that_failed_without_a_word_are_explained_by_status(cluster, tmp_p
     assert entry["left"] == 4
     assert "node7 may not see" in entry["reasons"][0]
     out = runs / "sweeps" / name / "0.out"
-    out.write_text("error: cannot write rows.jsonl (Disk quota exceeded): free some space\n")
+    out.write_text("failed: a: cannot write (Disk quota exceeded)\n`decaylab report` shows them\n")
     cluster(squeue=(1, "", "slurm_load_jobs error: Invalid job id specified\n"))  # long ago
     status = CliRunner().invoke(app, ["sweep", "status", "--runs", str(runs)])
     assert "Disk quota exceeded" in status.stdout
@@ -135,6 +136,32 @@ def test_runs_of_another_user_are_named(tmp_path, monkeypatch):
 def test_gpus_that_are_not_here_are_refused(tmp_path):
     with pytest.raises(DecaylabError, match="torch sees none here"):
         LocalEngine(tmp_path, 2, gpus=0).check(ON_GPU)
+
+
+def test_a_ray_that_does_not_answer_is_one_sentence_at_once(tmp_path, monkeypatch):
+    def init(**options):
+        raise AssertionError("it would try for minutes")
+
+    ray = types.SimpleNamespace(is_initialized=lambda: False, init=init, __version__="2.40.0")
+    monkeypatch.setattr("decaylab.sweeps.engines.ray.needed", lambda *words: ray)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # and does not listen
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free.getsockname()[1]}")
+        with pytest.raises(DecaylabError, match=r"Ray cannot be reached .*refused.*RAY_ADDRESS"):
+            RayEngine(tmp_path).check(ON_CPU)
+
+
+def test_without_an_address_no_cluster_of_earlier_days_is_looked_for(tmp_path, monkeypatch):
+    """Ray keeps the address of the last one, and tries for minutes where that has ended."""
+
+    def init(**options):
+        raise RuntimeError(options["address"])
+
+    ray = types.SimpleNamespace(is_initialized=lambda: False, init=init, __version__="2.40.0")
+    monkeypatch.setattr("decaylab.sweeps.engines.ray.needed", lambda *words: ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(DecaylabError, match=r"\(local\)"):
+        RayEngine(tmp_path).check(ON_CPU)
 
 
 def test_a_ray_of_another_version_is_one_sentence(tmp_path, monkeypatch):

@@ -68,6 +68,17 @@ def test_processes_take_their_turns_and_say_why_they_failed(tmp_path):
     assert (tmp_path / "0.out").read_text() == "x\n"
 
 
+def test_the_reason_is_the_error_and_not_what_is_said_after_it(tmp_path):
+    says = "print('failed: a-run: Disk quota exceeded'); print('`report` shows them')"
+    killed = "import os; print('error: of another time', flush=True); os.kill(os.getpid(), 9)"
+    engine = LocalEngine(tmp_path, slots=2)
+    for _ in range(2):  # what was left is started again by the same engine
+        engine.start([python(f"{says}; raise SystemExit(1)"), python(killed)])
+        first, second = engine.wait()
+        assert first.reason == "failed: a-run: Disk quota exceeded"
+        assert second.reason == "it was ended by SIGKILL"
+
+
 def test_each_process_sees_a_gpu_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
     engine = LocalEngine(tmp_path, slots=2, gpus=2)

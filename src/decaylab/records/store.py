@@ -13,7 +13,6 @@ the manifest says `finished`, and it is written last.
 """
 
 import json
-import re
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -287,9 +286,6 @@ class RunStore:
         )
 
 
-_PLAIN_LINE = re.compile(r"^(\w+) = ", re.MULTILINE)
-
-
 def _plain_toml(text: str) -> dict[str, Any] | None:
     r"""TOML as specs are written, a key and a JSON value per line; None if it is not that.
 
@@ -298,16 +294,15 @@ def _plain_toml(text: str) -> dict[str, Any] | None:
     >>> _plain_toml('data = "digits"\nhidden = [8, 8]\n'), _plain_toml("when = 2020-01-01\n")
     ({'data': 'digits', 'hidden': [8, 8]}, None)
     """
-    entries, count = _PLAIN_LINE.subn(r',"\1": ', text)
-    if count != text.count("\n") or not text.endswith("\n"):
+    *lines, end = [line.partition(" = ") for line in text.split("\n")]
+    if any(end) or not all(key.isidentifier() for key, _, _ in lines):
         return None
+    entries = ",".join(f'"{key}":{value}' for key, _, value in lines)
     try:
-        values: dict[str, Any] = json.loads("{" + entries[1:] + "}", parse_constant=_no_toml)
+        values: dict[str, Any] = json.loads(f"{{{entries}}}", parse_constant=_no_toml)
     except (ValueError, RecursionError):
         return None
-    parts = [p for v in values.values() for p in (v if isinstance(v, list) else [v])]
-    plain = all(isinstance(part, (str, int, float)) for part in parts)
-    return values if plain and len(values) == count else None
+    return values if len(values) == len(lines) else None
 
 
 def _no_toml(constant: str) -> float:

@@ -1,6 +1,7 @@
 """Jobs as processes on this machine, one per GPU, or as many at a time as asked for."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -13,6 +14,8 @@ from decaylab.errors import DecaylabError, printable
 from decaylab.records.files import disk_errors
 from decaylab.sweeps.engines import Job, JobStatus
 from decaylab.training.signals import requests
+
+ERROR = re.compile(r"error: |failed: |bash: |slurmstepd\S*: |[\w.]+(Error|Exception)\b")
 
 
 class LocalEngine:
@@ -41,7 +44,7 @@ class LocalEngine:
     def start(self, jobs: Sequence[Job]) -> str:
         """Start as many as there are slots; the others wait."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._waiting = list(enumerate(jobs))
+        self._waiting, self._ended = list(enumerate(jobs)), []
         self._fill()
         return str(os.getpid())
 
@@ -51,7 +54,7 @@ class LocalEngine:
             code = process.poll()
             if code is not None:
                 del self._running[slot]
-                reason = "" if code == 0 else last_line(self.folder / f"{number}.out", code)
+                reason = "" if code == 0 else why(self.folder / f"{number}.out", code)
                 self._ended.append(JobStatus(number, "failed" if code else "ended", reason))
         self._fill()
         running = [JobStatus(number, "running") for number, _ in self._running.values()]
@@ -112,19 +115,24 @@ def check_folder(folder: Path) -> None:
             probe.unlink(missing_ok=True)
 
 
-def error_line(path: Path) -> str:
-    """The last line that a job printed, if it is an error: for jobs that an engine forgot."""
-    line = last_line(path)
-    return line if line.startswith(("error: ", "bash: ", "slurmstepd: ")) else ""
+def why(output: Path, code: int | None = None) -> str:
+    """Why a job ended, by the last error that it printed, or else its last line."""
+    if code is not None and code < 0:
+        return f"it was ended by {signal.Signals(-code).name}"
+    lines = _lines(output)
+    return error_line(output) or next(reversed(lines), "" if code is None else f"exit code {code}")
 
 
-def last_line(path: Path, code: int | None = None) -> str:
-    """The last line that a job printed, which says why it ended."""
+def error_line(output: Path) -> str:
+    """The last error that a job printed: its own, Python's, the shell's or Slurm's."""
+    return next((line for line in reversed(_lines(output)) if ERROR.match(line)), "")
+
+
+def _lines(output: Path) -> list[str]:
     with suppress(OSError):
-        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        if lines:
-            return printable(lines[-1])
-    return "" if code is None else f"it ended with exit code {code}"
+        text = output.read_text(encoding="utf-8", errors="replace")
+        return [printable(line) for line in text.splitlines() if line.strip()]
+    return []
 
 
 def _visible(index: int) -> str:

@@ -5,6 +5,7 @@ checkpoint, which lies in the run folder: all nodes must see it.
 """
 
 import os
+import socket
 import subprocess
 import sys
 import uuid
@@ -14,10 +15,11 @@ from typing import Any
 
 from decaylab.errors import DecaylabError, needed
 from decaylab.sweeps.engines import Job, JobStatus
-from decaylab.sweeps.engines.local import check_folder, last_line
+from decaylab.sweeps.engines.local import check_folder, why
 from decaylab.training.signals import requests
 
 RETRIES = 3
+CONNECTS_WITHIN, ANSWERS_WITHIN = 20.0, 300.0  # seconds
 # Linux: a worker that is killed takes its command with it, else two would share a run. Said by the
 # command's process itself: a worker has threads, and what runs between its fork and exec may hang.
 END_WITH_PARENT = """
@@ -45,10 +47,12 @@ class RayEngine:
         ray = self._ray
         check_folder(self.folder)
         if not ray.is_initialized():
-            local = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": self._cpus}
+            address = os.environ.get("RAY_ADDRESS", "")
+            local = {} if address else {"address": "local", "num_cpus": self._cpus}
             try:
+                _check_answers(address)
                 ray.init(log_to_driver=False, include_dashboard=False, **local)
-            except (RuntimeError, ConnectionError) as error:
+            except (RuntimeError, OSError) as error:
                 raise DecaylabError(
                     f"Ray cannot be reached ({_why(error)}): check $RAY_ADDRESS, and that the"
                     f" cluster has the Ray ({ray.__version__}) and Python of this machine"
@@ -60,6 +64,7 @@ class RayEngine:
         """Start all of them, on the cluster that `check` found."""
         if not self._ray.is_initialized():
             self.check(jobs)
+        self._ended = []
         work = self._ray.remote(_work)
         for number, job in enumerate(jobs):
             options = {"num_cpus": job.cpus, "num_gpus": job.gpus, "max_retries": RETRIES}
@@ -78,7 +83,7 @@ class RayEngine:
                 except self._ray.exceptions.RayError as error:
                     code, reason = 1, str(error).splitlines()[0]
                 if code and not reason:
-                    reason = last_line(self.folder / f"{number}.out", code)
+                    reason = why(self.folder / f"{number}.out", code)
                 self._ended.append(JobStatus(number, "failed" if code else "ended", reason))
         running = [JobStatus(number, "running") for number in self._tasks.values()]
         return sorted([*self._ended, *running], key=lambda status: status.number)
@@ -114,7 +119,14 @@ class RayEngine:
                     sees = self._ray.remote(_sees).options(num_cpus=0, scheduling_strategy=there)
                     answers.append((node["NodeManagerHostname"], sees.remote(str(token))))
             for host, answer in answers:
-                if not self._ray.get(answer):
+                try:
+                    seen = self._ray.get(answer, timeout=ANSWERS_WITHIN)
+                except self._ray.exceptions.RayError as error:
+                    raise DecaylabError(
+                        f"node {host} of the Ray cluster does not answer ({_why(error)}): wait"
+                        " until it does, or take it out of the cluster"
+                    ) from error
+                if not seen:
                     raise DecaylabError(
                         f"node {host} does not see {self.folder}: give a --runs folder that all"
                         " nodes share, or run decaylab on the nodes and copy the run folders"
@@ -130,6 +142,13 @@ class RayEngine:
                 f"a job asks for {most:g} GPUs and the Ray cluster has {there:g}: add a node, or"
                 " give --device cpu"
             )
+
+
+def _check_answers(address: str) -> None:
+    """Raise an OSError where nobody listens; Ray itself would try for minutes."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=CONNECTS_WITHIN).close()
 
 
 def _why(error: Exception) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from decaylab.errors import RUNS_LEFT, DecaylabError
 from decaylab.records.files import replace_text
 from decaylab.sweeps.engines import Job, JobState, JobStatus
-from decaylab.sweeps.engines.local import check_folder, last_line
+from decaylab.sweeps.engines.local import check_folder, why
 
 ANSWERS_WITHIN = 60
 UNREACHABLE = ("Unable to contact slurm controller", "Could not establish a configuration source")
@@ -168,8 +168,8 @@ class SlurmEngine:
 
     def _why(self, output: Path, node: str) -> str:
         """The last thing a failed task printed; where nothing came, what that means."""
-        if line := last_line(output):
-            return line
+        if reason := why(output):
+            return reason
         return (
             f"it printed nothing, so {node or 'its node'} may not see {self.folder}: give a --runs"
             " folder that all nodes share"
