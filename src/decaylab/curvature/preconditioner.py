@@ -255,8 +255,9 @@ class Preconditioner:
 
     def _resize_room(self, *, there: bool) -> None:
         """Take memory for the slots, which are the same tensors all the time, or give it back."""
-        for step in self.steps:
-            step.untyped_storage().resize_(step.nbytes if there else 0)
+        for bank in self.banks:
+            for step in (bank.weight_step, bank.bias_step):
+                step.untyped_storage().resize_(step.nbytes if there else 0)
 
     @property
     def steps(self) -> list[Tensor]:
