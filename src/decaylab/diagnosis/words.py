@@ -662,11 +662,9 @@ def _turned_layers(finding: Finding, diagnosis: Diagnosis) -> str:
     decayed = {m.layer for m in _moved(diagnosis)} | set(turned)
     if len(turned) == len(decayed):
         return "the weights"
-    return (
-        " and ".join(map(_layer, turned))
-        if len(turned) < 3
-        else f"{len(turned)} of {len(decayed)} layers"
-    )
+    if len(turned) > 2:
+        return f"{len(turned)} of {len(decayed)} layers"
+    return " and ".join(map(_layer, turned))
 
 
 def _no_way(diagnosis: Diagnosis) -> str:
@@ -896,6 +894,11 @@ def insight(diagnosis: Diagnosis) -> list[str]:
             f"{count} {len(moved)} layers with decay turn at least {times(RULES.acts)} as far,"
             f" {times(all_turned)} in the mean."
         )
+    foretold = [m.foretold.value / _turned(m) for m in known_turns if m.foretold is not None]
+    if foretold:
+        low, high = times(min(foretold)), times(max(foretold))
+        off = low if low == high else f"{low} to {high}"
+        sentences.append(f"This run alone would have told {off} of these factors.")
     if moved:
         sentences.append(_decay_time(moved))
     known = [m for m in moved if m.settled is not None]
