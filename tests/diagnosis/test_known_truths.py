@@ -293,6 +293,74 @@ def test_gradients_clipped_by_value_do_not_follow_sgds_law(bound, law):
         assert any(x.data.get("share") == 1.0 for x in found.reasons) is (law == 1)
 
 
+def test_a_kl_clip_shortens_what_old_curvature_makes_longer():
+    """Without recorded rotations the clip's coefficients tell, where they do."""
+    memory = {"factor_decay": 0.95, "refresh_every": 10, "invert_every": 100}
+    layers = [
+        ScriptedLayer(
+            **{"power": 0, "damping": 1e-9, "share": 0.99, "lr": 0.02, "growth": 1e-3},
+            weight_decay=weight_decay,
+            settings={f"setting_{name}": float(value) for name, value in memory.items()},
+        )
+        for weight_decay in (0.1, 0.0)
+    ]
+    longer = []
+    for clips in ((1.0, 1.0), (0.8, 1.0)):
+        pair = [
+            records({"a": layer}, {"clip_coefficient": clip})
+            for layer, clip in zip(layers, clips, strict=True)
+        ]
+        why = only(diagnose(*pair)["effective l"].reasons, Reason.OLD_CURVATURE)
+        longer.append(why["longer"])
+        assert why["clip"] == (None if clips[0] == 1 else pytest.approx(0.8))
+    assert longer[1] == pytest.approx(0.8 * longer[0])
+
+
+@pytest.mark.parametrize("baseline", [True, False])
+def test_a_run_that_changed_its_optimizer_has_no_one_law(baseline):
+    """AdamW turns by lr/|W|, then SGD by lr/|W|^2: recorded angles are believed, no law is."""
+    runs = []
+    for weight_decay in (0.3, 0.0)[: 1 + baseline]:
+        model = batch_norm_net()
+        with watch(model, torch.optim.AdamW(model.parameters(), 0.01), every=4) as watched:
+            for kind, lr in ((torch.optim.AdamW, 0.01), (torch.optim.SGD, 0.1)):
+                optimizer = kind(model.parameters(), lr, weight_decay=weight_decay)
+                for _ in range(60):
+                    nn.functional.cross_entropy(model(INPUTS), LABELS).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        runs.append(watched)
+    found = diagnose(*runs)
+    assert Reason.OPTIMIZER_CHANGED in reasons(found.troubles)
+    if baseline:
+        assert found["effective l"].quantity == "rotation"
+        assert found["effective l"].effect.probes == ("rotation",)
+    else:
+        assert found["effective l"].verdict == "cannot tell"
+        assert reasons(found["effective l"].remedies) == {Reason.GIVE_BASELINE}
+
+
+def test_the_decay_time_is_that_of_the_whole_run():
+    """A cosine: 1/(lr wd) at the mean lr, not at that of the half that is judged."""
+    model = batch_norm_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.5)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+    watched = train(model, optimizer, 200, cosine)
+    motion = diagnose(watched).motions[0]
+    assert motion.timescale == pytest.approx(1 / (0.01 * 0.5), rel=0.02)
+    assert motion.steps / motion.timescale == pytest.approx(
+        watched.records.last("decay_exposure/0"), rel=0.03
+    )
+
+
+def test_a_watch_with_a_folder_is_known_by_it(tmp_path):
+    model = batch_norm_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.5)
+    watched = train(model, optimizer, folder=tmp_path / "mine")
+    assert diagnose(watched).runs == (str(tmp_path / "mine"),)
+    assert diagnose(watched).places == diagnose(tmp_path / "mine").places
+
+
 @pytest.mark.parametrize(("refresh", "invert"), [(10, 100), (1, 1)])
 def test_a_curvature_of_longer_weights_makes_kfacs_steps_longer(refresh, invert):
     """Decay takes 0.2 % a step: the factors are of weights half as long again, if 200 steps old."""

@@ -17,6 +17,7 @@ from diagnosis.recorded import ScriptedLayer, records
 
 import decaylab.diagnosis
 from decaylab.diagnosis import Because, Diagnosis, Mechanism, Reason, Verdict, diagnose, words
+from decaylab.diagnosis.advice import GroupAdvice
 from decaylab.diagnosis.bursts import Burst
 from decaylab.diagnosis.commands import Address, Places
 from decaylab.diagnosis.effects import ComparedWith, Effect, Motion, Spread
@@ -123,7 +124,8 @@ def result():
 def motions():
     def moved(layer, turned, rotation, response, role="weight", members=(), timescale=500.0):
         effect = replace(EFFECT, value=turned)
-        numbers = (rotation, 0.02, timescale, 400, 5.0, effect, response, 0.7, 0.6)
+        foretold = replace(EFFECT, value=1.1 * turned)
+        numbers = (rotation, 0.02, timescale, 400, 5.0, effect, foretold, response, 0.7, 0.6)
         return Motion(layer, role, members, *numbers)
 
     return (
@@ -186,6 +188,9 @@ def everything(result: Diagnosis):
     group = replace(motions()[0], layer="a + 2 more", role="", members=("a", "b", "c"))
     yield "legend, layers together", words.motion_legend(replace(moving, motions=(group,)))
     yield "title of several seeds", words.motion_title(replace(moving, seeds=(moving, moving)))
+    for steps in (200.0, 900.0):
+        group = GroupAdvice(("a", "b"), "AdamW", "decoupled", 1e-3, 0.5, (0.3, 0.8), steps)
+        yield f"suggested, {steps:g} steps", words.group_text(group, 400)
     old = Because(Reason.OLD_CURVATURE, DATA | {"turned": None})
     yield "OLD_CURVATURE, angles not recorded", words.sentence(old)
     headings, rows = words.motion_table(moving)

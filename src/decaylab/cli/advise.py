@@ -39,8 +39,8 @@ Steps = Annotated[
 ]
 LEGEND = (
     "norm: in the records used; leads to: the norm that the suggested decay leads to; balance: the"
-    " norm to which the present decay leads; turns: radians per step there; steps: until it is"
-    " reached\n"
+    " norm to which the present decay leads; turns: radians per step there; steps: that the"
+    " suggested decay needs to act\n"
 )
 OPTIMIZER_HELP = f"{', '.join(OPTIMIZER_NAMES)}."
 RULES_HELP = {
@@ -82,14 +82,7 @@ def suggest_command(
         return
     say("", LEGEND)
     for group in suggestion.groups:
-        low, high = group.spread
-        spread = f" ({low:.3g} to {high:.3g} over layers)" if low != high else ""
-        who = f"{group.optimizer}: " if group.optimizer else ""
-        say(
-            f"suggested for {words.names(group.layers)}: {who}{group.decay} weight decay of"
-            f" {group.weight_decay:.3g}{spread} at lr {group.lr:.3g}, to act within"
-            f" {suggestion.budget} steps"
-        )
+        say(words.group_text(group, suggestion.budget))
 
 
 @app.command("scale")

@@ -320,6 +320,7 @@ class Motion:
             wd), decoupled.
         steps: of the run. epochs: the timescale in epochs.
         turned: by which factor decay makes it turn further (`rotation_effect`).
+        foretold: the same as the run alone has it, where there is a baseline to hold it against.
         size_response: per cent by which the logits change per per cent of its size.
         norm: |W| at the end over that at the first record. by_decay: the part of it that decay
             made: the end norm over that without decay (of the baseline, or reconstructed).
@@ -334,6 +335,7 @@ class Motion:
     steps: int
     epochs: float | None
     turned: Effect | None
+    foretold: Effect | None
     size_response: float | None
     norm: float
     by_decay: float | None
@@ -371,6 +373,7 @@ def motion(
         steps,
         1 / rate / per_epoch if rate and per_epoch else None,
         rotation_effect(layer, baseline) if layer.decayed else None,
+        rotation_effect(layer, None) if layer.decayed and baseline is not None else None,
         layer.size_response,
         layer.norms[-1][1] / layer.norms[0][1],
         statistics.geometric_mean([value for _, value in apart]) if apart else None,

@@ -495,8 +495,9 @@ def _of_kfac(
     if turned is not None and damping.verdict is not ACTS:
         rows = _layer_rows(run, baseline, rotation_effect)
         return Finding(mechanism, ACTS, reasons, turned, rows, quantity="rotation")
-    remedies = (because(Reason.RENEW_CURVATURE),)
-    return Finding(mechanism, CANNOT_TELL, reasons, turned, remedies=remedies)
+    remedies = [because(Reason.GIVE_BASELINE)] if baseline is None else []
+    remedies.append(because(Reason.RENEW_CURVATURE))
+    return Finding(mechanism, CANNOT_TELL, reasons, turned, remedies=tuple(remedies))
 
 
 def _clip(run: Run, baseline: Run | None) -> float:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from statistics import geometric_mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from decaylab.diagnosis import commands
 from decaylab.diagnosis.commands import Places
@@ -16,6 +16,9 @@ from decaylab.diagnosis.outcome import Helped, Outcome
 from decaylab.diagnosis.reasons import Because, Mechanism, Reason, Verdict
 from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.verdict import Diagnosis, Finding, opposite
+
+if TYPE_CHECKING:
+    from decaylab.diagnosis.advice import GroupAdvice
 
 QUANTITIES = {
     "effective_lr": "effective learning rate",
@@ -662,11 +665,9 @@ def _turned_layers(finding: Finding, diagnosis: Diagnosis) -> str:
     decayed = {m.layer for m in _moved(diagnosis)} | set(turned)
     if len(turned) == len(decayed):
         return "the weights"
-    return (
-        " and ".join(map(_layer, turned))
-        if len(turned) < 3
-        else f"{len(turned)} of {len(decayed)} layers"
-    )
+    if len(turned) > 2:
+        return f"{len(turned)} of {len(decayed)} layers"
+    return " and ".join(map(_layer, turned))
 
 
 def _no_way(diagnosis: Diagnosis) -> str:
@@ -896,6 +897,11 @@ def insight(diagnosis: Diagnosis) -> list[str]:
             f"{count} {len(moved)} layers with decay turn at least {times(RULES.acts)} as far,"
             f" {times(all_turned)} on average."
         )
+    foretold = [m.foretold.value / _turned(m) for m in known_turns if m.foretold is not None]
+    if foretold:
+        low, high = times(min(foretold)), times(max(foretold))
+        off = low if low == high else f"{low} to {high}"
+        sentences.append(f"This run alone would have told {off} of these factors.")
     if moved:
         sentences.append(_decay_time(moved))
     known = [m for m in moved if m.settled is not None]
@@ -1023,6 +1029,21 @@ def plain(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def _code(reason: Reason) -> str:
     return reason.name.lower().replace("_", "-")
+
+
+def group_text(group: "GroupAdvice", budget: int) -> str:
+    """What is suggested for layers that are stepped alike."""
+    low, high = group.spread
+    spread = f" ({low:.3g} to {high:.3g} over layers)" if low != high else ""
+    who = f"{group.optimizer}: " if group.optimizer else ""
+    text = (
+        f"suggested for {names(group.layers)}: {who}{group.decay} weight decay of"
+        f" {group.weight_decay:.3g}{spread} at lr {group.lr:.3g}"
+    )
+    if group.steps is None or RULES.timescales * group.steps < RULES.alike * budget:
+        return f"{text}, to act within {budget} steps"
+    needed = three_digits(RULES.timescales * group.steps)
+    return f"{text}. It needs about {needed} steps to act, more than the {budget} of the budget"
 
 
 def note_texts(notes: Iterable[Because]) -> str:
