@@ -25,3 +25,5 @@ def test_a_path_is_compared_with_what_lies_beside_it(tmp_path):
     (tmp_path / "results").mkdir()
     assert str(tmp_path / "results") in path_did_you_mean(tmp_path / "reslts")
     assert path_did_you_mean(tmp_path / "elsewhere" / "x") == ""
+    (tmp_path / "results" / "decayed").mkdir()
+    assert str(tmp_path / "results" / "decayed") in path_did_you_mean(tmp_path / "reslts/decayed")

@@ -60,13 +60,21 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def path_did_you_mean(path: Path) -> str:
-    """The same for a path that does not exist, among what lies beside it."""
+    """The same for a path that does not exist, whichever of its parts is misspelt."""
+    near = _nearest_path(path)
+    return f" (did you mean {near}?)" if near is not None else ""
+
+
+def _nearest_path(path: Path) -> Path | None:
+    if path.exists() or path == path.parent:
+        return path
+    folder = _nearest_path(path.parent)
     try:
-        names = [entry.name for entry in path.parent.iterdir()]
+        names = [] if folder is None else [entry.name for entry in folder.iterdir()]
     except OSError:
-        return ""
-    close = _closest(path.name, names)
-    return f" (did you mean {path.parent / close}?)" if close else ""
+        return None
+    close = path.name if path.name in names else _closest(path.name, names)
+    return folder / close if folder is not None and close else None
 
 
 def _closest(name: str, known: list[str]) -> str:

@@ -58,6 +58,7 @@ def test_the_page_follows_the_training(shown, served):
     assert tab.value("document.querySelectorAll('.chart').length") == 4  # loss, lr, angle, norm
     badges = "[...document.querySelectorAll('#verdicts .badge')].map(b => b.textContent)"
     assert tab.value(badges) == ["acts", "cannot tell", "does not act"]
+    assert tab.value("!!document.querySelector('#headline code')")  # the next command
     content, window = tab.value("[document.documentElement.scrollWidth, window.innerWidth]")
     assert content <= window
     assert tab.said("Runtime.exceptionThrown") == []

@@ -105,6 +105,10 @@ def test_a_diagnosis_is_whole_and_fits(shown, diagnosis):
     assert content <= window
     assert tab.said("Runtime.exceptionThrown") == []
     assert [entry["entry"]["text"] for entry in tab.said("Log.entryAdded")] == []
+    assert tab.value("logTicks(63, 250)") == [70, 80, 90, 100, 200]
+    assert tab.value("logTicks(0.0004, 0.0021)")[-2:] == [0.001, 0.002]
+    scrolled = "[...document.querySelectorAll('.scroll:has(.stacked)')]"
+    assert tab.value(f"{scrolled}.every(e => e.scrollWidth <= e.clientWidth)")  # nothing is cut
     badges = "[...document.querySelectorAll('#verdicts .badge')].map(b => b.textContent)"
     assert tab.value(badges)[0] == "acts"
     # the verdicts are to be seen without scrolling, sideways too

@@ -122,7 +122,7 @@ def test_files(tmp_path):
     assert read["lr"] == list(schedule.lr)
     with pytest.raises(DecaylabError, match=r"\.csv or \.toml"):
         schedule.save(tmp_path / "schedule.json")
-    with pytest.raises(DecaylabError, match="is no schedule"):
+    with pytest.raises(DecaylabError, match="schedule"):
         EquivalentSchedule.from_csv(tmp_path / "schedule.toml")
     with pytest.raises(DecaylabError, match="no layer '3'"):
         schedule.groups(nn.Sequential(nn.Linear(2, 2)))

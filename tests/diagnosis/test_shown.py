@@ -61,6 +61,7 @@ def test_its_repr_is_one_line(result):
 
 def test_a_notebook_shows_verdicts_and_escapes_names(result):
     html = result._repr_html_()
+    assert "`" not in html  # commands are code
     for finding in result.findings:
         assert f">{finding.verdict}</span> <b>{words.verdict_title(finding)}</b>" in html
     odd = diagnose(records({"<script>": sgd(weight_decay=STRONG)}))._repr_html_()

@@ -232,7 +232,7 @@ def test_bad_arguments():
         probes.watch(model, optimizer, every=0)
     with pytest.raises(DecaylabError, match="str is not a torch optimizer"):
         probes.watch(model, "sgd")
-    with pytest.raises(DecaylabError, match="generator is no model"):
+    with pytest.raises(DecaylabError, match="generator is not a model"):
         probes.watch(model.parameters(), optimizer)
     with pytest.raises(DecaylabError, match="holds no parameter of this model"):
         probes.watch(tiny_net("mlp")[0], optimizer)

@@ -41,8 +41,8 @@ def compare_command(
     """Compare two optimizers at the same decay: what is left of their difference is not decay.
 
     Trains A, B, and a B whose layers turn as far per step as A's (rotation), have A's norms (norm),
-    or whose decay has A's timescale. They are recorded in RUNS/attribution. Giving the same command
-    again continues.
+    or whose decay has A's timescale. They are recorded in RUNS/attribution. Running the same
+    command again continues.
     """
     runs = training.runs
     first, second = spec_from(a, runs, tier), spec_from(b, runs, tier)

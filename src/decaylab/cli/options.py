@@ -235,6 +235,8 @@ def found_run(name: str, runs: Path) -> RunFolder:
             f"{name} holds records of `watch`, not a run of `decaylab train` with its network:"
             " `decaylab diagnose` and `decaylab advise` read them"
         )
-    if not path.exists() and "/" in name and (near := path_did_you_mean(path)):
-        raise DecaylabError(f"there is no {name}{near}: give a run's folder, or its id")
+    if not path.exists() and "/" in name:
+        raise DecaylabError(
+            f"there is no {name}{path_did_you_mean(path)}: give a run's folder, or its id"
+        )
     return RunStore(runs).find(name)

@@ -168,7 +168,7 @@ def _command() -> Callable[..., None]:
     train_command.__annotations__ = {p.name: p.annotation for p in parameters}
     train_command.__doc__ = (
         "Train a network and record the run.\n\n"
-        "Options without a default here take the optimizer's settings in the paper. Giving the"
+        "Options without a default here take the optimizer's settings in the paper. Running the"
         " same command again continues a run that was stopped, and does nothing for a finished one."
     )
     return train_command

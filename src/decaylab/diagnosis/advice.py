@@ -255,7 +255,7 @@ def suggest(
     """
     watched = read_run(run, "the watched run")
     if norm_at is not None and rotation is not None:
-        raise DecaylabError("a rotation sets the norms, too: give a rotation or a step, not both")
+        raise DecaylabError("a rotation sets the norms too: give a rotation or a step, not both")
     if norm_at is not None and norm_at > watched.steps:
         raise DecaylabError(
             f"nothing is recorded at step {norm_at}: the last record is of step {watched.steps}"

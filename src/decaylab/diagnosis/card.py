@@ -1,6 +1,7 @@
 """A diagnosis as text for a terminal and as HTML for a notebook."""
 
 import io
+import re
 import shutil
 from html import escape
 
@@ -70,12 +71,16 @@ def text_of(diagnosis: Diagnosis) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
+def _html(text: str) -> str:
+    """Text as HTML; what stands between backticks is code."""
+    return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))
+
+
 def html_of(diagnosis: Diagnosis) -> str:
     """What a notebook shows: the answer, the verdicts, what follows; layers behind a click."""
-    parts = [f"<p><b>{escape(words.headline(diagnosis))}</b></p>"]
+    parts = [f"<p><b>{_html(words.headline(diagnosis))}</b></p>"]
     parts += [
-        f'<p style="color:#b03000">{escape(words.first_text(*item))}</p>'
-        for item in diagnosis.first
+        f'<p style="color:#b03000">{_html(words.first_text(*item))}</p>' for item in diagnosis.first
     ]
     for finding in diagnosis.findings:
         badge = html_badge(str(finding.verdict), TONES[finding.verdict])
@@ -84,13 +89,13 @@ def html_of(diagnosis: Diagnosis) -> str:
             remedy = words.remedy_text(finding, diagnosis.places, words.next_reason(diagnosis))
             text += f" To decide it: {remedy}."
         title = words.verdict_title(finding)
-        parts.append(f"<p>{badge} <b>{escape(title)}</b>. {escape(text)}</p>")
-    follows = "".join(f"<li>{escape(text)}</li>" for text in words.follow_texts(diagnosis))
+        parts.append(f"<p>{badge} <b>{_html(title)}</b>. {_html(text)}</p>")
+    follows = "".join(f"<li>{_html(text)}</li>" for text in words.follow_texts(diagnosis))
     parts.append(f"<p><b>What follows</b></p><ul>{follows}</ul>")
     if diagnosis.motions:
-        insight = "".join(f"<p>{escape(line)}</p>" for line in words.insight(diagnosis))
+        insight = "".join(f"<p>{_html(line)}</p>" for line in words.insight(diagnosis))
         table = html_table(*words.motion_table(diagnosis))
-        legend = f"<p><small>{escape(words.motion_legend(diagnosis))}</small></p>"
+        legend = f"<p><small>{_html(words.motion_legend(diagnosis))}</small></p>"
         parts.append(html_folded(words.motion_title(diagnosis), insight + table + legend))
     return f'<div style="max-width:52em">{"".join(parts)}</div>'
 

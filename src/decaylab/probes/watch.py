@@ -58,7 +58,7 @@ VOIDED = (
     "this optimizer has stepped before, but the rows in this folder, up to step {}, do not count"
     " any more: to go on with them, call watched.resume(step) before the first step"
 )
-SHARED = "another watch or process writes to it, too: give each a folder of its own"
+SHARED = "another watch or process writes to it too: give each a folder of its own"
 Probes = Iterable[str | Probe] | Mapping[str | Probe, int]
 
 

@@ -196,7 +196,7 @@ def state(standing: Standing | None, folder: Path) -> dict[str, Any]:
         "first": [words.first_text(*item) for item in judged.first] if judged else [],
         "verdicts": [
             {
-                "mechanism": finding.mechanism,
+                "title": words.verdict_title(finding),
                 "verdict": finding.verdict,
                 "tone": TONES[finding.verdict],
                 "text": words.finding_text(finding),

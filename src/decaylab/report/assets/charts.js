@@ -2,6 +2,13 @@
 // A line: {label, name, colour, x, y, low?, high?, dashed?}; lines of one label share a switch.
 "use strict";
 
+function logTicks(low, high) {  // 1 to 9 of every decade between the two
+  const ticks = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
+    for (let digit = 1; digit < 10; digit++) ticks.push(+`${digit}e${power}`);
+  return ticks.filter(tick => tick >= low && tick <= high);
+}
+
 function drawChart(host, panel) {
   const hidden = new Set(), title = document.createElement("h4"), keys = document.createElement("div");
   const area = document.createElement("div"), readout = document.createElement("output");
@@ -49,6 +56,9 @@ function drawChart(host, panel) {
     const axis = {stroke: ink("--soft"), grid: {stroke: ink("--line"), width: 1}, ticks: {stroke: ink("--line")},
                   font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif"};
     const marks = (_, splits) => splits.map(short);
+    const logarithmic = {splits: (_, __, low, high) => logTicks(low, high), filter: (_, splits) => splits,
+                         values: (_, splits) => splits.map(v => labelled(v, splits) ? short(v) : "")};
+    const ticks = log => log ? logarithmic : {values: marks};
     const bottom = panel.log_y ? {range: (_, low, high) => [low / 1.15, high * 1.15]}
       : panel.y_min === null || panel.y_min === undefined ? {} : {range: (_, low, high) => [Math.max(low, panel.y_min), high + 0.05 * (high - panel.y_min)]};
     if (plot) plot.destroy();
@@ -56,10 +66,8 @@ function drawChart(host, panel) {
       width: Math.max(area.clientWidth, 200), height: 260, legend: {show: false}, series, bands,
       focus: {alpha: 0.35}, cursor: {focus: {prox: 24}, points: {size: 7}},
       scales: {x: {time: false, distr: panel.log_x ? 3 : 1}, y: {distr: panel.log_y ? 3 : 1, ...bottom}},
-      axes: [{...axis, label: panel.x_label, labelSize: 20, size: 34, values: marks},
-             {...axis, label: panel.y_label, labelSize: 20, size: 62, values: panel.log_y
-               ? (_, splits) => splits.map(v => labelled(v, splits) ? short(v) : "")
-               : marks}],
+      axes: [{...axis, label: panel.x_label, labelSize: 20, size: 34, ...ticks(panel.log_x)},
+             {...axis, label: panel.y_label, labelSize: 20, size: 62, ...ticks(panel.log_y)}],
       hooks: {setSeries: [(_, i) => say(i)], setCursor: [u => { if (u.cursor.idx === null) readout.textContent = ""; }]},
     }, data, area);
     host.dataset.points = String(data[0].length);
