@@ -120,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             show(name, results[name])
     if given.json:
         about = place("cpu") | {"runs": len(planned), "epochs": given.epochs}
+        about |= {"cores": os.cpu_count(), "load": round(os.getloadavg()[2], 1)}  # of 15 minutes
         print(json.dumps({"about": about, "commands": results}, indent=1))
 
 

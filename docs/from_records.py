@@ -498,7 +498,10 @@ def large_folders(records: Records) -> str:
         [f"`{command}`", f"{m['seconds']:.1f}", f"{m['cpu_seconds']:.1f}", f"{m['megabytes']:.0f}"]
         for command, m in found["commands"].items()
     ]
-    about = "{runs:,} runs of {epochs} epochs; {device}, {date}, decaylab {version}"
+    about = (
+        "{runs:,} runs of {epochs} epochs, on {cores} cores with a load of {load:g}; {date},"
+        " decaylab {version}"
+    )
     table = text_grid(["command", "seconds", "CPU seconds", "memory (MB)"], rows)
     return f"{table}\n<small>{about.format(**found['about'])}: `benchmarks/folders.py`</small>\n"
 

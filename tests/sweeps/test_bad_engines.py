@@ -109,6 +109,15 @@ def test_tasks_that_failed_without_a_word_are_explained_by_status(cluster, tmp_p
     assert "Disk quota exceeded" in status.stdout
 
 
+def test_who_waits_is_told_why_tasks_failed(cluster, tmp_path):
+    cluster(squeue=(0, "0|FAILED|node7|NonZeroExitCode\n", ""))
+    result = reproduce(tmp_path / "runs", "--wait")
+    assert result.exit_code == 1
+    assert "0 of 4 runs ended, 4 left" in result.stdout
+    assert result.stderr.count("job 0 failed") == 1
+    assert "node7 may not see" in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.EACCES])
 def test_a_folder_that_cannot_be_written_is_said_before_anything_starts(
     tmp_path, monkeypatch, number

@@ -1,6 +1,7 @@
 """`decaylab`, held before a step while a file is there: HOLD=FOLDER held_at_a_step.py train ...
 
-A process that comes to step N while FOLDER/N exists writes FOLDER/N.RANK and waits until N is gone.
+A process that comes to step N while FOLDER/N exists writes FOLDER/held.N.RANK and waits until N is
+gone. If it gets a signal there, it writes FOLDER/told.N.RANK.
 """
 
 import os
@@ -9,15 +10,19 @@ from pathlib import Path
 
 from decaylab.cli import main
 from decaylab.training import TrainingRun
+from decaylab.training.signals import requests
 
 train_step = TrainingRun.train_step
 
 
 def held_step(run):
-    gate = Path(os.environ["HOLD"]) / str(run.step)
+    folder = Path(os.environ["HOLD"])
+    gate, mark = folder / str(run.step), f"{run.step}.{os.environ.get('RANK', '0')}"
     if gate.exists():
-        gate.with_name(f"{run.step}.{os.environ.get('RANK', '0')}").touch()
+        (folder / f"held.{mark}").touch()
     while gate.exists():
+        if requests.received is not None:
+            (folder / f"told.{mark}").touch()
         time.sleep(0.02)
     return train_step(run)
 

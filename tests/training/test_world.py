@@ -19,8 +19,8 @@ from decaylab.data import Batches, load
 from decaylab.errors import DecaylabError
 from decaylab.records import RunStore
 from decaylab.sweeps.worker import WorkerOptions
-from decaylab.training import RunSpec, TrainingRun
-from decaylab.training.world import World, launched
+from decaylab.training import RunSpec, TrainingRun, checkpoint
+from decaylab.training.world import AGREED_EVERY, World, launched
 
 CASES = Path(world_cases.__file__)
 HELD = Path(__file__).with_name("held_at_a_step.py")
@@ -82,13 +82,13 @@ def kill_rank(torchrun: subprocess.Popen, rank: int) -> None:
     raise AssertionError(f"no process of rank {rank}")
 
 
-def wait_until_held(folder: Path, torchrun: subprocess.Popen, step: int, processes: int) -> None:
-    """Until all processes stand before a step, and there is a checkpoint."""
+def wait_until(what: str, folder: Path, torchrun: subprocess.Popen, step: int, count: int) -> None:
+    """Until all processes are "held" before a step, or "told" there, with a checkpoint."""
     ends = time.monotonic() + SECONDS
     while time.monotonic() < ends:
         assert torchrun.poll() is None, folder.with_suffix(".stderr").read_text()
-        held = list(folder.with_suffix(".hold").glob(f"{step}.*"))
-        if len(held) == processes and list(folder.glob("*/checkpoint.safetensors")):
+        marks = list(folder.with_suffix(".hold").glob(f"{what}.{step}.*"))
+        if len(marks) == count and list(folder.glob("*/checkpoint.safetensors")):
             return
         time.sleep(0.05)
     raise AssertionError(f"it does not get to step {step}")
@@ -117,7 +117,7 @@ def test_killed_processes_are_gone_on_from_by_any_number(tmp_path):
         torchrun = started(folder, processes, restarts=len(steps) - 1)
         try:
             for step, gate in zip(steps, gates, strict=True):
-                wait_until_held(folder, torchrun, step, processes)
+                wait_until("held", folder, torchrun, step, processes)
                 kill_rank(torchrun, killed)
                 gate.unlink()
             assert torchrun.wait(SECONDS) != 0
@@ -143,6 +143,27 @@ def test_killed_processes_are_gone_on_from_by_any_number(tmp_path):
     for key, value in expected.items():
         if "seconds" not in key[2]:
             assert found[key] == pytest.approx(value, rel=1e-2, abs=1e-3), key
+
+
+@pytest.mark.slow
+def test_a_signal_to_torchrun_stops_all_after_the_same_step_with_a_checkpoint(tmp_path):
+    folder = tmp_path / "stopped"
+    gate = folder.with_suffix(".hold") / "22"
+    gate.parent.mkdir()
+    gate.touch()
+    torchrun = started(folder, 2)
+    try:
+        wait_until("held", folder, torchrun, 22, 2)
+        torchrun.send_signal(signal.SIGTERM)
+        wait_until("told", folder, torchrun, 22, 2)
+        gate.unlink()
+        assert torchrun.wait(SECONDS) != 0
+    finally:
+        torchrun.kill()
+    assert manifest(folder)["status"] == "interrupted"
+    (path,) = folder.glob("*/checkpoint.safetensors")
+    step = checkpoint.load(path)["step"]
+    assert step == 22 + -22 % AGREED_EVERY
 
 
 @pytest.mark.slow

@@ -212,7 +212,10 @@ def submit(
     left = left_of(work.planned, store)
     count = len(work.planned)
     say(f"{count - len(left)} of {count} runs ended, {len(left)} left", stream=stream)
-    failed = [status for status in statuses if status.state == "failed"]
+    if how.engine == "slurm" and left:
+        jobs_by_run = {a.run: a.job for a in assignments(sweep, runs) if a.job is not None}
+        statuses = [jobs_by_run[run.spec.id] for run in left if run.spec.id in jobs_by_run]
+    failed = dict.fromkeys(status for status in statuses if status.state == "failed")
     for status in failed if left else ():
         warn(f"job {status.number} failed: {status.reason}")
     if left:
