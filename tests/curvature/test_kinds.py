@@ -357,6 +357,29 @@ def test_an_expert_that_no_batch_has_reached_waits():
     assert torch.equal(opt.factors()["experts.proj"].A[2], seen)
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_an_expert_reached_while_others_are_inverted_has_not_failed(resumed):
+    """Its inverse was not asked for: the lagging inversion that ends has nothing for it."""
+    ours, _ = expert_nets()
+
+    def kfac() -> KFAC:
+        options = KFACOptions(inversion_lag=2)
+        return KFAC(ours, 0.1, refresh_every=1, invert_every=4, damping=1.0, options=options)
+
+    opt, labels = kfac(), labels_for(5, classes=CLASSES)
+    for step in range(8):
+        if resumed and step == 6:
+            state, opt = copy.deepcopy(opt.state_dict()), kfac()
+            opt.load_state_dict(state)
+        x = random(5, 6, WIDTH, seed=step)
+        if step == 5:  # the inversion that begins at step 4 ends at 6
+            x[:, 0, 0] = 60.0
+        train_step(opt, ours, x, labels)
+    assert bool(opt.estimator.running.home["experts.proj"].ready.all())
+    assert opt.check().failed_inversions == {}
+    assert float(opt.dampings()["experts.proj"].max()) == 1.0
+
+
 # -- layers that are met in functional calls --
 
 

@@ -5,6 +5,8 @@ import torch
 from oracle.kfac_runs import train_step
 from torch import nn
 
+import decaylab
+from decaylab.curvature import preconditioner
 from decaylab.curvature.inverses import damped, factored_damping, mean_diagonal
 from decaylab.optim.kfac import KFAC, KFACOptions
 
@@ -84,6 +86,35 @@ def test_no_step_waits_for_the_device():
             opt.zero_grad()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_large_model_has_room_for_steps_in_steps_alone(monkeypatch, capture):
+    """The same steps, launched or captured as a whole, and less memory between them."""
+    weights, memory = [], []
+    inputs, labels = data()
+    for most in (2**30, 0):
+        monkeypatch.setattr(preconditioner, "LARGEST_KEPT", most)
+        model = wide()
+        options = KFACOptions(seed=0, replay=False)
+        rate = torch.tensor(1e-3, device="cuda")
+        opt = KFAC(model, rate, refresh_every=2, invert_every=4, options=options)
+
+        def step(x, y, model=model, opt=opt):
+            nn.functional.cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+
+        take = decaylab.captured(step, model, opt) if capture else step
+        for _ in range(14):
+            take(inputs, labels)
+        memory.append(torch.cuda.memory_allocated())
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        opt.detach()
+        del model, opt, step, take
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
+    if not capture:
+        assert memory[1] - weights[0].nbytes < memory[0]
 
 
 def test_attention_and_embeddings_on_cuda():

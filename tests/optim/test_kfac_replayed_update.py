@@ -93,6 +93,17 @@ def test_patterns_are_forgotten_when_there_are_many():
     assert opt._updater._captured.keys() <= set(opt._updater._patterns.values())
 
 
+def test_numbers_of_forgotten_patterns_stay_where_they_are():
+    """A step that was captured as a whole reads them at its next replay."""
+    _, opt = trained(step_scaling="rms")
+    (pattern,) = opt._updater._patterns.values()
+    sizes = weakref.ref(pattern.sizes)
+    opt._updater.forget()
+    del pattern
+    gc.collect()
+    assert sizes() is not None
+
+
 def test_graphs_go_with_the_optimizer():
     model, opt = trained(graphs=Recorded())
     replay = weakref.ref(next(iter(opt._updater._captured.values())))

@@ -413,7 +413,8 @@ class BackPropagation:
         def arrived(index: int, gradient: Tensor | None) -> None:
             if gradient is not None and index in missed:
                 del missed[index]
-                use(calls[index], gradient.detach().reshape(calls[index].shape))
+                shape = calls[index].shape
+                use(calls[index], gradient if gradient.shape == shape else gradient.reshape(shape))
 
         handles, targets = [], []
         for index, call in enumerate(calls):

@@ -141,7 +141,8 @@ def _square_triangle(L: Tensor, square: Tensor) -> None:
     _square_triangle(P, first)
     torch.baddbmm(first, Q.mT, Q, out=first)
     torch.bmm(R.mT, Q, out=lower)
-    square[:, : len(P[0]), len(P[0]) :] = lower.mT
+    half = P.shape[1]
+    square[:, :half, half:] = lower.mT
     _square_triangle(R, last)
 
 

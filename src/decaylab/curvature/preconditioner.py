@@ -216,7 +216,9 @@ class Preconditioner:
         self.device = device = factors.device
         streams = STREAMS if device.type == "cuda" else 0
         self._streams = [torch.cuda.Stream(device) for _ in range(streams)]
+        self._vectors: dict[Any, Tensor] = {}
         self._pending: dict[Shape, list[Inversion]] = {}  # by bank: of each of its parts
+        self._tried = factors.ready  # which entries it is for
         self._to_run: list[Inversion] = []
         self._of_others: list[Inversion] = []  # which other ranks run
         self._per_advance = 0
@@ -289,10 +291,11 @@ class Preconditioner:
                 bank.end(part, inversion)
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
-        self._count_failures(sound)
+        self._count_failures(self._factors.ready & ~sound)
 
     def begin_inversion(self, damping: float, ratios: Mapping[str, Tensor]) -> None:
         """Take copies of the factors to invert by and by, with `damping` as in `invert`."""
+        self._tried = self._factors.ready.clone()
         for bank, extra, ready in self._damped(damping, ratios)[1]:
             self._pending[bank.shape] = [bank.begin(part, extra, ready) for part in bank.parts]
         inversions = [inversion for parts in self._pending.values() for inversion in parts]
@@ -320,9 +323,8 @@ class Preconditioner:
         A, G = map(by_bank, extra)
         return ready, list(zip(self.banks, zip(A, G, strict=True), by_bank(ready), strict=True))
 
-    def _count_failures(self, sound: Tensor) -> None:
+    def _count_failures(self, failed: Tensor) -> None:
         """Where a factorisation failed the boost doubles for the next try; else it halves to 1."""
-        failed = self._factors.ready & ~sound
         boost = torch.where(failed, self._boost * 2, (self._boost / 2).clamp_(min=1))
         self._boost.copy_(boost)
         self._failures += failed
@@ -350,7 +352,8 @@ class Preconditioner:
             for part, inversion in zip(bank.parts, self._pending[bank.shape], strict=True):
                 bank.end(part, inversion)
         inversions = [inversion for bank in self.banks for inversion in self._pending[bank.shape]]
-        self._count_failures(torch.cat([inversion.sound for inversion in inversions]))
+        sound = torch.cat([inversion.sound for inversion in inversions])
+        self._count_failures(self._tried & ~sound)
         self._pending = {}
 
     def _stream(self, index: int) -> torch.cuda.Stream | None:
@@ -424,9 +427,19 @@ class Preconditioner:
                 columns = width * (site.weight in moving)
                 columns += site.trains_bias and site.bias in moving
                 sizes += [rows * columns] * (here.stop - here.start)
-        cuda = self.device.type == "cuda"
-        numbers = torch.tensor(sizes, dtype=torch.float64, pin_memory=cuda, device="cpu")
-        return numbers.to(self.device, non_blocking=True)
+        return self.vector(sizes, torch.float64)
+
+    def vector(self, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """Numbers on the device, for which the host does not wait.
+
+        They stay as long as this object does: a captured step may read them at any time.
+        """
+        key = dtype, tuple(numbers)
+        if key not in self._vectors:
+            cuda = self.device.type == "cuda"
+            on_host = torch.tensor(numbers, dtype=dtype, pin_memory=cuda, device="cpu")
+            self._vectors[key] = on_host.to(self.device, non_blocking=True)
+        return self._vectors[key]
 
     def scale_steps(self, rms: float, sizes: Tensor) -> None:
         """Give each block's step, weight and bias together, this root mean square; zero stays.
@@ -478,6 +491,8 @@ class Preconditioner:
             }
             for key in INPUT_SIDES & layer_state.keys():
                 layer_state[key] = self.blocks[name].site.in_weight_order(layer_state[key])
+            if self._pending:
+                layer_state["tried"] = self._tried[entries[name]].clone()
             state[name] = self._factors.state(name) | layer_state
         return state
 
@@ -505,6 +520,8 @@ class Preconditioner:
                         layer_state[key] = site.in_stored_order(layer_state[key])
                     if key not in ("A_inverse", "G_inverse"):
                         buffer.copy_(layer_state[key])
+                if begun and "tried" in layer_state:
+                    self._tried[entries[name]] = layer_state["tried"].to(self._tried)
                 for side, key in ((inverses.A, "A_inverse"), (inverses.G, "G_inverse")):
                     side.write(here, layer_state[key])
                     side.reset(here, inverses.bank.ready[here])  # zero in decaylab 0.1

@@ -108,7 +108,7 @@ class _Pattern:
                 self.l2.append((group["weight_decay"], steps, params))
             entries = [entry for p in params for entry in places[p]]
             whole = len(entries) == every
-            self.clipped.append((index, None if whole else _on(blocks.device, entries)))
+            self.clipped.append((index, None if whole else blocks.vector(entries, torch.int64)))
         self.alike = [members.alike for members in self.members]
         self.missing = [slot.step for p, slot in slots.items() if p.grad is None]
         self.sizes = blocks.sizes({p for p in slots if p.grad is not None})
@@ -408,12 +408,6 @@ def _gradients(params: list[Tensor], gradients: list[Tensor]) -> Iterator[None]:
 def _gradients_of(params: list[Tensor]) -> list[Any]:
     """Gradients of parameters that have one."""
     return [p.grad for p in params]
-
-
-def _on(device: torch.device, numbers: list[int]) -> Tensor:
-    """Numbers on a device, for which the host does not wait."""
-    cuda = device.type == "cuda"
-    return torch.tensor(numbers, pin_memory=cuda, device="cpu").to(device, non_blocking=True)
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
