@@ -357,6 +357,9 @@ def test_the_arm_with_free_rotation_is_fig_4s_cell(digits, tmp_path, scope):
     assert each_step.weight_decay == 0
     assert (each_step.held_layers, each_step.size_source) == ("conv", spec.id)
     assert not each_step.rotation_source
+    kfac = RunSpec(optimizer="kfac-f", batch_norm=True, decay="decoupled", weight_decay=0.1)
+    free = arm_spec(kfac, norms_alone(), Plan(("size", "rotation", "damping")), 0)
+    assert free.followed == {"size": kfac.id}  # its damping relative to them follows, too
     each_epoch = norms_alone(11)
     assert arm_spec(spec, each_epoch, plan, 0) == replace(without, norm_source=spec.id)
     result = attribute_spec(
