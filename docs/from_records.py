@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from decaylab.attribution import Estimate
+from decaylab.attribution import SIZE_FREE_ROTATION, Estimate
 from decaylab.attribution.shares import in_points
 from decaylab.attribution.words import fraction, margin
 from decaylab.diagnosis import Finding, diagnose, reasons
@@ -303,6 +303,9 @@ def bursts_figure(records: Records) -> Figure:
     return Figure("bursts", [panel] if lines else [])
 
 
+SHARES = ("rotation", "size", "damping", "others", "direction")
+
+
 def attributions(records: Records) -> str:
     """What every attribution in results/attribution found: a row per setting and metric."""
     rows, about = [], dict[str, None]()
@@ -318,9 +321,15 @@ def attributions(records: Records) -> str:
                     margin(_estimate(shares["total"]), in_points(metric, [])),
                     *(
                         "—" if unclear or name not in shares["shares"] else fraction(share)
-                        for name in ("rotation", "size", "damping", "others", "direction")
+                        for name in SHARES
                         for share in [_estimate(shares["shares"].get(name))]
                     ),
+                    "; ".join(
+                        fraction(_estimate(share)) + (", each epoch" if "epoch" in arm else "")
+                        for arm, share in shares["extra"].items()
+                        if arm.startswith(SIZE_FREE_ROTATION.name) and not unclear
+                    )
+                    or "—",
                 ]
             )
         about[
@@ -328,10 +337,11 @@ def attributions(records: Records) -> str:
         ] = None
     if not rows:
         return "*Not run yet.* `decaylab attribute SPEC --json > results/attribution/NAME.json`\n"
-    header = ["run", "metric", "total", "rotation", "size", "damping", "others", "direction"]
+    header = ["run", "metric", "total", *SHARES, "norms alone"]
     caption = (
         "Effect of decay, with minus without, and the shares of it; accuracies in points. —: the"
-        " total cannot be told from zero, or there is no such path. Each interval is 95 % by"
+        " total cannot be told from zero, or there is no such path or arm. Norms alone: what comes"
+        " back with the norms and without decay (Fig. 4). Each interval is 95 % by"
         f" itself: of so many, some miss. {'; '.join(about)}."
     )
     return f"{text_grid(header, rows)}\n<small>{caption}</small>\n"

@@ -56,6 +56,9 @@ def test_b_follows_a(path, quantity, tmp_path):
     before, after = result.differences["test/loss"], result.left["test/loss"]
     assert result.gone["test/loss"].value == pytest.approx(1 - after.value / before.value)
     assert max(map(len, str(result).splitlines())) <= 80
+    table = {line.split()[0]: line for line in str(result).splitlines() if "±" in line}
+    for metric, difference in result.differences.items():  # no part of what may be nothing
+        assert table[metric].endswith("]") != (0.0 in difference)
 
 
 def test_a_run_matched_with_itself_differs_in_nothing(tmp_path):

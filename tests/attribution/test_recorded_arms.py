@@ -269,7 +269,7 @@ def test_the_command(spec_file, tmp_path):
     done = run(spec_file, "--seeds", 2, *runs, "--report", page, "--norms-alone", "step")
     assert done.exit_code == 0, done.output
     assert "Decay changes test/accuracy by" in done.output
-    assert "size, rotation free" in done.output
+    assert "norms alone" in done.output
     assert page.read_text().count("<img") >= 5
     norms = ("--norms-alone", "step")
     done = run(spec_file, "--seeds", 2, *runs, "--json", *norms, "--metric", "train/loss")
@@ -357,6 +357,9 @@ def test_the_arm_with_free_rotation_is_fig_4s_cell(digits, tmp_path, scope):
     assert each_step.weight_decay == 0
     assert (each_step.held_layers, each_step.size_source) == ("conv", spec.id)
     assert not each_step.rotation_source
+    kfac = RunSpec(optimizer="kfac-f", batch_norm=True, decay="decoupled", weight_decay=0.1)
+    free = arm_spec(kfac, norms_alone(), Plan(("size", "rotation", "damping")), 0)
+    assert free.followed == {"size": kfac.id}  # its damping relative to them follows, too
     each_epoch = norms_alone(11)
     assert arm_spec(spec, each_epoch, plan, 0) == replace(without, norm_source=spec.id)
     result = attribute_spec(
@@ -374,6 +377,6 @@ def test_the_arm_with_free_rotation_is_fig_4s_cell(digits, tmp_path, scope):
     gap = loss["with decay"] - loss["without decay"]
     for name, share in result.shares_of("test/loss").extra.items():
         assert share.value == pytest.approx((loss[name] - loss["without decay"]) / gap)
-    arm, aim = result.paths[0]["size, rotation free"], result.reference(0)
+    arm, aim = result.paths[0]["norms alone"], result.reference(0)
     ratio = arm.sizes[:, 0] / aim.sizes[:, aim.layers.index("features.0")]
     assert float((ratio - 1).abs().max()) < 1e-5

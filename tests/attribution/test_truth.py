@@ -116,13 +116,13 @@ def test_sizes_held_and_rotation_left_free_is_the_papers_norm_transfer():
     trainer = Trainer(batch_norm_net, sgd_on_convs(momentum=0.0, lr=0.1))
     result = decaylab.attribute(trainer, seeds=1, steps=200, extra=[SIZE_FREE_ROTATION])
     ran = arms(result, trainer)
-    transferred, everything = ran["size, rotation free"], ran["with decay"][0].keys()
+    transferred, everything = ran["norms alone"], ran["with decay"][0].keys()
     apart = far_apart(transferred, ran["with decay"], everything)
     assert apart < 0.2 * far_apart(ran["without decay"], ran["with decay"], everything)
-    assert result.shares_of("turned").extra["size, rotation free"].value > 0.9
+    assert result.shares_of("turned").extra["norms alone"].value > 0.9
     # a step that decays turns further by a factor 1 - lr wd of its radial part, no more
     paths = result.paths[0]
-    free, decayed = (paths[name].angles[0] for name in ("size, rotation free", "with decay"))
+    free, decayed = (paths[name].angles[0] for name in ("norms alone", "with decay"))
     torch.testing.assert_close(free.tan() / decayed.tan(), torch.full_like(free, 1 - 0.1 * 0.05))
 
 

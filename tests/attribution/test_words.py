@@ -105,5 +105,5 @@ def test_arms_with_what_they_missed():
     assert words.arm_rows(results, Shares("loss", Estimate(1.0, 0.0, 2.0, 2))) == [
         ["with decay", "1", ""],
         ["size", "2.25 ± 0.35", "1.5 %, size"],
-        ["size, rotation free", "diverged", ""],
+        ["norms alone", "diverged", ""],
     ]

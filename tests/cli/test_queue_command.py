@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,10 @@ from decaylab.paper import select
 from decaylab.paper import superseded as supersession
 from decaylab.paper.plan import chosen_cells
 from decaylab.records import RunStore
+from decaylab.sweeps.queue import CommandEntry, read_queue
 
+ROOT = Path(__file__).parents[2]
+QUEUE = ROOT / "results" / "queue.toml"
 runner = CliRunner()
 TABLE2 = """
 [[entry]]
@@ -226,11 +230,31 @@ def test_a_queue_takes_no_options_that_its_entries_say(queue):
 
 
 def test_the_queue_of_results_can_be_read():
-    root = Path(__file__).parents[2]
-    words = ["reproduce", "--queue", root / "results/queue.toml", "--runs", root / "results"]
+    words = ["reproduce", "--queue", QUEUE, "--runs", ROOT / "results"]
     result = runner.invoke(app, [*map(str, words), "--dry-run", "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["seconds_left"] >= 0
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [entry for entry in read_queue(QUEUE) if isinstance(entry, CommandEntry)],
+    ids=lambda entry: entry.name,
+)
+def test_the_commands_of_results_write_what_they_are_waited_for(entry):
+    program, first, *rest = entry.command
+    options = dict(pairwise(rest))
+    if program == "decaylab":
+        assert (first, rest[-1], entry.prints) == ("attribute", "--json", True)
+        manifest = RunStore(ROOT / "results").folder(Path(rest[0]).name).manifest()
+        assert manifest.tier == "short"
+        assert options["--runs"] == "runs"  # arms and their paths are not committed
+    else:
+        assert (ROOT / first).exists()
+        written = options.get("--json") or options.get("--out")
+        if "--optimizers" in options:  # benchmarks/attribution_gpt.py
+            written = f"results/attribution/gpt-{options['--optimizers']}-10M.json"
+        assert (program, written) == ("python", entry.writes)
 
 
 def test_runs_whose_seconds_count_have_the_device_to_themselves(queue):

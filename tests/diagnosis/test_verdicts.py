@@ -402,6 +402,15 @@ def test_without_norms_that_is_said_first():
     assert reasons(result.follows) == {Reason.NOTHING_YET}
 
 
+def test_what_cannot_be_told_is_followed_by_the_experiment_that_settles_it():
+    """No Jacobian norm was recorded, so that records alone do not tell all."""
+    head = sgd(weight_decay=STRONG, invariant=False)
+    result = diagnose(records({"conv": sgd(weight_decay=STRONG), "head": head}))
+    assert "cannot tell" in [finding.verdict for finding in result.findings]
+    assert Reason.ATTRIBUTE in reasons(result.follows)
+    assert "`decaylab.attribute` separates the mechanisms by experiment" in str(result)
+
+
 def test_everything_frozen():
     rows = [Row(1, 0, 0.0, f"setting_frozen/{layer}", 1.0) for layer in "01"]
     result = diagnose(Rows(tuple(rows)))

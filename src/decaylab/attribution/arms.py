@@ -62,9 +62,9 @@ WITH = Arm("with decay", follows=False, decayed="all")
 WITHOUT = Arm("without decay", follows=False, decayed="none")
 OTHERS = Arm("decay on the others", follows=False, decayed="others")
 SIZE_FREE_ROTATION = Arm(
-    "size, rotation free", frozenset({"size"}), decayed="none", free=frozenset({"rotation"})
+    "norms alone", frozenset({"size"}), decayed="none", free=frozenset({"rotation", "damping"})
 )
-"""No decay at all, but the norms of the run with it, at every step; the rotation is what follows.
+"""No decay at all, but the norms of the run with it, at every step; all else is what follows.
 
 With `only="conv"` it is the paper's wn-conv (Fig. 4), but that the paper sets norms once an epoch.
 """
@@ -74,7 +74,7 @@ def norms_alone(every: int = 1) -> Arm:
     """`SIZE_FREE_ROTATION`, its norms set every so many steps."""
     if every == 1:
         return SIZE_FREE_ROTATION
-    return replace(SIZE_FREE_ROTATION, name="size each epoch, rotation free", size_every=every)
+    return replace(SIZE_FREE_ROTATION, name="norms alone, each epoch", size_every=every)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Match:
                 metric,
                 words.margin(self.differences[metric], in_points(metric, [])),
                 words.margin(self.left[metric], in_points(metric, [])),
-                words.fraction(self.gone[metric]),
+                "" if 0.0 in self.differences[metric] else words.fraction(self.gone[metric]),
             ]
             for metric in self.differences
         ]

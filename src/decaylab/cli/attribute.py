@@ -214,8 +214,8 @@ def spec_from(name: str, runs: Path, tier: str | None) -> RunSpec:
 
 
 def _words(spec: RunSpec) -> str:
-    norm = " BN" if spec.batch_norm else ""
-    return f"{named(spec.optimizer)}, {named(spec.network)}{norm}"
+    extra = [name for name, on in (("BN", spec.batch_norm), ("Aug", spec.augment)) if on]
+    return " ".join([f"{named(spec.optimizer)}, {named(spec.network)}", " + ".join(extra)]).strip()
 
 
 def _layers(only: str) -> str:

@@ -741,7 +741,8 @@ def _follows(run: Run, findings: tuple[Finding, ...], shares: SecondOrderShares)
     if rest or gains:
         data = {"layers": rest, "gains": gains, "verdict": jacobian.verdict}
         consequences.append(because(Reason.FUNCTION, **data, opposite=opposite(jacobian)))
-    if jacobian.because_of(Reason.THROUGH_OTHERS) is not None:
+    undecided = any(finding.verdict is CANNOT_TELL for finding in findings)
+    if (consequences and undecided) or jacobian.because_of(Reason.THROUGH_OTHERS) is not None:
         consequences.append(because(Reason.ATTRIBUTE))
     if not consequences:
         unsure = run.decays or not run.settled or run.unwatched

@@ -128,7 +128,7 @@ def e6(bench: Bench) -> Evidence:
         )
         if closed:
             comparison = replace(comparison, p=None, rule="for")
-        elif rest.value >= 0:
+        elif first >= CLOSED_BY_TRANSFER or rest.value >= 0:
             comparison = replace(comparison, p=None, rule="unclear")
         evidence.add(_against_gap(gap, replace(comparison, noise=None)))
     return evidence.summarised()
