@@ -901,7 +901,7 @@ def insight(diagnosis: Diagnosis) -> list[str]:
     if foretold:
         low, high = times(min(foretold)), times(max(foretold))
         off = low if low == high else f"{low} to {high}"
-        sentences.append(f"This run alone would have told {off} of these factors.")
+        sentences.append(f"Estimated from this run alone, they would come out {off} as large.")
     if moved:
         sentences.append(_decay_time(moved))
     known = [m for m in moved if m.settled is not None]
