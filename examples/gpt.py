@@ -167,7 +167,7 @@ def main() -> None:
     print("the same without decay")
     plain, plain_loss = train(args, 0.0)
     print(f"test loss: {loss:.3f} with decay, {plain_loss:.3f} without\n")
-    print(diagnose(decayed, plain).to_markdown())
+    print(diagnose(decayed, plain))
 
 
 if __name__ == "__main__":

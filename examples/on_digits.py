@@ -117,4 +117,4 @@ def main(
     print("the same without decay")
     plain, plain_accuracy = train(args, build, kfac, 0.0)
     print(f"test accuracy: {accuracy:.1%} with decay, {plain_accuracy:.1%} without\n")
-    print(diagnose(decayed, plain).to_markdown())
+    print(diagnose(decayed, plain))

@@ -188,7 +188,6 @@ def convolutions(model):
     return [p for p in model.parameters() if p.ndim == 4]
 
 
-@pytest.mark.filterwarnings("ignore:watch")  # gains of zero have no direction at first
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("zero_gains", [False, True])
 def test_decay_of_convolutions_alone(seed, zero_gains):

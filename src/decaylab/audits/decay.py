@@ -157,9 +157,10 @@ def _takes_parameters(factory: Factory) -> bool:
         return not names or names[0] != "model"
     if not names or names[0] in PARAMETER_NAMES:
         return bool(names)
+    build: Callable[..., Any] = factory
     try:  # an argument of another name is a model, or param groups
         with undisturbed():
-            built = factory([{"params": [nn.Parameter(torch.ones(SHAPE))]}])
+            built = build([{"params": [nn.Parameter(torch.ones(SHAPE))]}])
     except Exception:  # whatever a function of a model raises, or one that needs more
         return False
     return hasattr(built, "param_groups")

@@ -118,4 +118,4 @@ def _motions(diagnosis: Diagnosis) -> TextTable:
     headings, rows = words.motion_table(diagnosis)
     numbers = [Column(heading, number=True) for heading in headings[1:]]
     cells = [[Styled(text, "dim") for text in row] for row in rows]
-    return TextTable([Column(headings[0]), *numbers], cells)
+    return TextTable([Column(headings[0], words=True), *numbers], cells)

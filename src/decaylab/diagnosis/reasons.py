@@ -174,10 +174,6 @@ class Because:
     def __getitem__(self, key: str) -> Any:
         return self.data[key]
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"reason": self.reason.name.lower().replace("_", "-"), **self.data}
-
 
 def because(reason: Reason, **data: Any) -> Because:
     """`Because`, written short."""

@@ -164,6 +164,8 @@ class RecordedLayer:
     @property
     def size_response(self) -> float | None:
         """Per cent by which the logits change, in size and direction, per per cent of its size."""
+        if self.members:
+            return 0.0  # which is how such layers are found
         size, direction = self.last("size_response"), self.last("direction_response")
         return None if size is None else 100 * math.hypot(size, direction or 0.0)
 

@@ -213,8 +213,7 @@ def _several(runs: list[Run], baselines: list[Run]) -> Diagnosis:
     findings = tuple(
         _over_seeds([item.findings[place] for item in diagnoses]) for place in range(len(Mechanism))
     )
-    first = dict.fromkeys((name, _Key(item)) for each in diagnoses for name, item in each.first)
-    notes = [(name, key.item) for name, key in first]
+    notes = _distinct(item for each in diagnoses for item in each.first)
     compared = baselines if used else []
     return replace(
         diagnoses[0],
@@ -232,14 +231,9 @@ def _several(runs: list[Run], baselines: list[Run]) -> Diagnosis:
     )
 
 
-@dataclass(frozen=True)
-class _Key:
-    """A reason that can be told from others, whatever its data are."""
-
-    item: Because
-
-    def __hash__(self) -> int:
-        return hash(repr(self.item))
+def _distinct(items: Iterable[Any]) -> list[Any]:
+    """Each once, in their order; reasons have no hash, as their data may be lists."""
+    return list({repr(item): item for item in items}.values())
 
 
 def _paired(runs: list[Run], baselines: list[Run]) -> list[tuple[Run, Run | None]]:
@@ -339,6 +333,17 @@ def judged(
     return DOES_NOT_ACT if effect.value <= nothing else CANNOT_TELL
 
 
+def _no(mechanism: Mechanism, reason: Because, **more: Any) -> Finding:
+    """It does not act; `more`: fields of `Finding`."""
+    return Finding(mechanism, DOES_NOT_ACT, (reason,), **more)
+
+
+def _cannot_tell(mechanism: Mechanism, reason: Because, *remedies: Reason, **more: Any) -> Finding:
+    return Finding(
+        mechanism, CANNOT_TELL, (reason,), remedies=tuple(map(because, remedies)), **more
+    )
+
+
 # ---------------------------------------------------------------- before anything is compared
 
 
@@ -349,16 +354,15 @@ def _no_decay(run: Run, mechanism: Mechanism, *, joint: bool = False) -> Finding
     """
     skipped = [layer.skipped for layer in run.layers.values()]
     if skipped and all(why is not None and why.reason is Reason.FROZEN for why in skipped):
-        return Finding(mechanism, DOES_NOT_ACT, (because(Reason.ALL_FROZEN),))
+        return _no(mechanism, because(Reason.ALL_FROZEN))
     if all(why is not None for why in skipped):
         remedy = Reason.TRAIN_LONGER if run.spec is not None else Reason.RECORD_MORE
-        reasons = (because(Reason.NONE_JUDGEABLE),)
-        return Finding(mechanism, CANNOT_TELL, reasons, remedies=(because(remedy),))
+        return _cannot_tell(mechanism, because(Reason.NONE_JUDGEABLE), remedy)
     if not run.decayed_layers and not run.gains and run.unwatched:
-        reasons = (because(Reason.UNWATCHED, layers=run.unwatched),)
-        return Finding(mechanism, CANNOT_TELL, reasons, remedies=(because(Reason.WATCH_ALL),))
+        reason = because(Reason.UNWATCHED, layers=run.unwatched)
+        return _cannot_tell(mechanism, reason, Reason.WATCH_ALL)
     if not run.decayed_layers and not run.gains:
-        return Finding(mechanism, DOES_NOT_ACT, (because(Reason.NO_LAYER_DECAYS),))
+        return _no(mechanism, because(Reason.NO_LAYER_DECAYS))
     return _too_little(run, mechanism, run.decayed_layers, sum if joint else max)
 
 
@@ -376,7 +380,7 @@ def _too_little(
         return None
     first = min(step for layer in layers for step, _ in layer.norms)
     reason = because(Reason.TOO_LITTLE, taken=max(exposures), first=first, last=run.steps)
-    return Finding(mechanism, DOES_NOT_ACT, (reason,))
+    return _no(mechanism, reason)
 
 
 def _at_once(run: Run, mechanism: Mechanism) -> Finding | None:
@@ -388,12 +392,11 @@ def _at_once(run: Run, mechanism: Mechanism) -> Finding | None:
         return _too_little(run, mechanism, layers)
     rows = _layer_rows(run, None, lambda layer, other: None)
     if hidden := [x.name for x in run.decayed_layers if x.size_counts is None]:
-        reasons = (because(Reason.INVARIANCE_UNKNOWN, layers=hidden),)
-        remedies = (because(Reason.GIVE_INPUTS),)
-        return Finding(mechanism, CANNOT_TELL, reasons, layers=rows, remedies=remedies)
+        reason = because(Reason.INVARIANCE_UNKNOWN, layers=hidden)
+        return _cannot_tell(mechanism, reason, Reason.GIVE_INPUTS, layers=rows)
     some = any(layer.invariant for layer in run.layers.values())
     reason = because(Reason.NO_INVARIANT_DECAYS if some else Reason.NO_INVARIANT)
-    return Finding(mechanism, DOES_NOT_ACT, (reason,), layers=rows)
+    return _no(mechanism, reason, layers=rows)
 
 
 def _layer_rows(
@@ -459,15 +462,13 @@ def _effective_learning_rate(run: Run, baseline: Run | None, damping: Finding) -
     clipped = max(run.clipped, baseline.clipped if baseline is not None else 0.0)
     invariant = any(layer.invariant for layer in layers)
     if clipped and (unknown or kfac_clipped) and (invariant or not recorded):
-        reasons, remedy = (because(Reason.CLIPPED, share=clipped),), Reason.NO_CLIPPING
-        return Finding(mechanism, CANNOT_TELL, reasons, remedies=(because(remedy),))
+        return _cannot_tell(mechanism, because(Reason.CLIPPED, share=clipped), Reason.NO_CLIPPING)
     if unknown and not recorded:
         changed = any(layer.changed_law for layer in layers)
         angles = baseline is None and all("rotation" in layer.series for layer in layers)
-        remedies = [because(Reason.GIVE_BASELINE)] if angles or changed else []
-        remedies += [] if changed else [because(Reason.NAME_THE_LAW)]
-        reasons = (because(Reason.LAW_UNKNOWN),)
-        return Finding(mechanism, CANNOT_TELL, reasons, remedies=tuple(remedies))
+        remedies = [Reason.GIVE_BASELINE] if angles or changed else []
+        remedies += [] if changed else [Reason.NAME_THE_LAW]
+        return _cannot_tell(mechanism, because(Reason.LAW_UNKNOWN), *remedies)
     if all(layer.preconditioned and layer.law.norm_power == 0 for layer in both):
         return _of_kfac(run, baseline, layers, damping)
     rows = _layer_rows(run, baseline, effective_lr_effect)
@@ -482,30 +483,25 @@ def _of_kfac(
     """K-FAC turns weights by lr, whatever their norm; but for its damping and old curvature."""
     mechanism = Mechanism.EFFECTIVE_LR
     if not any(layer.first.damping is not None for layer in layers):
-        return Finding(mechanism, DOES_NOT_ACT, (because(Reason.BY_LR),))
+        return _no(mechanism, because(Reason.BY_LR))
     pairs = [(layer, counterpart(layer, baseline)) for layer in layers]
-    clip = _clip(run, baseline)
-    longer = geometric_mean(longer_by_memory(layer, other, clip) for layer, other in pairs)
+    clip = _mean_clip(run)
+    shortened = 1.0 if baseline is None else clip / _mean_clip(baseline)
+    longer = geometric_mean(longer_by_memory(layer, other, shortened) for layer, other in pairs)
     if longer < RULES.acts:
-        return Finding(mechanism, DOES_NOT_ACT, (because(Reason.UNDAMPED_BY_LR),))
+        return _no(mechanism, because(Reason.UNDAMPED_BY_LR))
     turned = pooled(rotation_effect(layer, other) for layer, other in pairs if other is not None)
-    own_clip = _mean_clip(run)
-    data = {"longer": longer, "turned": turned, "clip": own_clip if own_clip < 1 else None}
-    reasons = (because(Reason.OLD_CURVATURE, **data),)
+    data = {"longer": longer, "turned": turned, "clip": clip if clip < 1 else None}
+    reason = because(Reason.OLD_CURVATURE, **data)
     if turned is not None and damping.verdict is not ACTS:
         rows = _layer_rows(run, baseline, rotation_effect)
-        return Finding(mechanism, ACTS, reasons, turned, rows, quantity="rotation")
-    remedies = [because(Reason.GIVE_BASELINE)] if baseline is None else []
-    remedies.append(because(Reason.RENEW_CURVATURE))
-    return Finding(mechanism, CANNOT_TELL, reasons, turned, remedies=tuple(remedies))
-
-
-def _clip(run: Run, baseline: Run | None) -> float:
-    """By which factor K-FAC's KL clip shortens the run's steps more than the baseline's."""
-    return 1.0 if baseline is None else _mean_clip(run) / _mean_clip(baseline)
+        return Finding(mechanism, ACTS, (reason,), turned, rows, quantity="rotation")
+    remedies = [Reason.GIVE_BASELINE] if baseline is None else []
+    return _cannot_tell(mechanism, reason, *remedies, Reason.RENEW_CURVATURE, effect=turned)
 
 
 def _mean_clip(run: Run) -> float:
+    """What K-FAC's KL clip multiplies steps with, where they are judged."""
     recorded = [value for _, value in judged_part(run.totals.get("clip_coefficient", ())) if value]
     return geometric_mean(recorded) if recorded else 1.0
 
@@ -513,30 +509,29 @@ def _mean_clip(run: Run) -> float:
 def _damping(run: Run, baseline: Run | None) -> Finding:
     mechanism = Mechanism.DAMPING
     if run.settled and not any(layer.preconditioned for layer in run.layers.values()):
-        return Finding(mechanism, DOES_NOT_ACT, (because(Reason.ONLY_KFAC_DAMPS),))
+        return _no(mechanism, because(Reason.ONLY_KFAC_DAMPS))
     early = _at_once(run, mechanism)
     if early is not None:
         return early
     layers = _damped(run)
     if not layers:
-        return Finding(mechanism, DOES_NOT_ACT, (because(Reason.NO_KFAC_LAYER),))
+        return _no(mechanism, because(Reason.NO_KFAC_LAYER))
     if all(layer.first.scale_free for layer in layers):
-        return Finding(mechanism, DOES_NOT_ACT, (because(Reason.SCALE_FREE),))
+        return _no(mechanism, because(Reason.SCALE_FREE))
     rows = _layer_rows(run, baseline, damping_effect, kfac_only=True)
     effect = pooled(row.effect for row in rows)
     shares = _shares(run, baseline)
     if effect is None and shares.run is not None:
         return _found(mechanism, "effective_damping", effect, rows, run)
     if shares.run is None or shares.baseline is None:
-        reasons = (because(Reason.SHARE_UNKNOWN),)
-        remedies = (because(Reason.RECORD_SHARE),)
-        return Finding(mechanism, CANNOT_TELL, reasons, effect, rows, remedies)
+        reason, remedy = because(Reason.SHARE_UNKNOWN), Reason.RECORD_SHARE
+        return _cannot_tell(mechanism, reason, remedy, effect=effect, layers=rows)
     shares_reason = because(Reason.SHARES, **shares.data())
     if min(shares.run, shares.baseline) >= RULES.damping_negligible:
         # whatever the factor of a damping that does not matter
         rows = tuple(replace(x, verdict=DOES_NOT_ACT) if x.verdict else x for x in rows)
-        reasons = (because(Reason.DAMPING_NEGLIGIBLE, **shares.data()),)
-        return Finding(mechanism, DOES_NOT_ACT, reasons, effect, rows)
+        reason = because(Reason.DAMPING_NEGLIGIBLE, **shares.data())
+        return _no(mechanism, reason, effect=effect, layers=rows)
     finding = _found(mechanism, "effective_damping", effect, rows, run)
     same = finding.verdict is ACTS and shares.same
     more = (shares_reason, because(Reason.SAME_SHARES)) if same else (shares_reason,)
@@ -590,14 +585,12 @@ def _jacobian(run: Run, baseline: Run | None) -> Finding:
     rows = tuple(_function_row(layer, baseline) for layer in run.layers.values())
     known = not run.unwatched and not run.gains
     if known and all(layer.invariant for layer in run.decayed_layers):
-        reasons = (because(Reason.ALL_INVARIANT),)
-        return Finding(mechanism, DOES_NOT_ACT, reasons, layers=rows)
+        return _no(mechanism, because(Reason.ALL_INVARIANT), layers=rows)
     if baseline is None:
         recorded = any(row in run.totals for row in SENSITIVITY)
         too = Reason.RECORD_SAME_WAY if recorded else Reason.RECORD_IN_BOTH
-        both = (because(Reason.GIVE_BASELINE), because(too))
-        reasons = (because(Reason.JACOBIAN_ALONE),)
-        return Finding(mechanism, CANNOT_TELL, reasons, layers=rows, remedies=both)
+        reason = because(Reason.JACOBIAN_ALONE)
+        return _cannot_tell(mechanism, reason, Reason.GIVE_BASELINE, too, layers=rows)
     effects = {
         row: effect_of(
             ratio(baseline.totals.get(row, ()), run.totals.get(row, ())),
@@ -608,9 +601,8 @@ def _jacobian(run: Run, baseline: Run | None) -> Finding:
     }
     row = next((row for row, effect in effects.items() if effect is not None), None)
     if row is None:
-        remedies = (because(Reason.RECORD_IN_BOTH),)
-        reasons = (because(Reason.NO_SENSITIVITY),)
-        return Finding(mechanism, CANNOT_TELL, reasons, layers=rows, remedies=remedies)
+        reason = because(Reason.NO_SENSITIVITY)
+        return _cannot_tell(mechanism, reason, Reason.RECORD_IN_BOTH, layers=rows)
     thresholds = (RULES.jacobian_acts, RULES.jacobian_nothing)
     finding = _found(mechanism, row, effects[row], rows, run, thresholds, joint=True)
     # a scale-free damping leaves decay of these layers no way to act
@@ -654,13 +646,11 @@ def _found(
     """The finding on a measured factor; `joint`: as in `_no_decay`."""
     verdict = judged(effect, *thresholds)
     if effect is None:
-        why = list({_Key(row.why): row.why for row in rows if row.verdict and row.why}.values())
+        why = _distinct(row.why for row in rows if row.verdict and row.why)
         apart = has(tuple(why), Reason.NO_COMMON_STEP)
-        remedy = because(Reason.SAME_STEPS) if apart else because(Reason.GIVE_BASELINE)
-        nothing = (because(Reason.NOTHING_TO_COMPARE, why=why),)
-        return Finding(
-            mechanism, verdict, nothing, layers=rows, remedies=(remedy,), quantity=quantity
-        )
+        remedy = Reason.SAME_STEPS if apart else Reason.GIVE_BASELINE
+        nothing = because(Reason.NOTHING_TO_COMPARE, why=why)
+        return _cannot_tell(mechanism, nothing, remedy, layers=rows, quantity=quantity)
     finding = Finding(mechanism, verdict, (), effect, rows, quantity=quantity)
     compared = [run.layers[row.layer] for row in rows if row.effect]
     exposures = _exposures_at(compared or run.layers.values(), effect.steps[1])

@@ -825,15 +825,16 @@ def motion_table(diagnosis: Diagnosis) -> tuple[list[str], list[list[str]]]:
         ]
         for m in diagnosis.motions
     ]
-    if len(_decay_times(diagnosis.motions)) > 1:
+    if _times_differ(diagnosis.motions):
         headings.insert(3, "decay time")
         for row, m in zip(rows, diagnosis.motions, strict=True):
             row.insert(3, "-" if m.timescale is None else three_digits(m.timescale))
     return headings, rows
 
 
-def _decay_times(motions: Iterable[Motion]) -> set[str]:
-    return {three_digits(m.timescale) for m in motions if m.timescale is not None}
+def _times_differ(motions: Iterable[Motion]) -> bool:
+    scales = [m.timescale for m in motions if m.timescale is not None]
+    return bool(scales) and max(scales) > RULES.alike * min(scales)
 
 
 def motion_legend(diagnosis: Diagnosis) -> str:
@@ -846,7 +847,7 @@ def motion_legend(diagnosis: Diagnosis) -> str:
         " the outputs change per percent of the layer's size; near 0 only its direction counts."
         + (
             " decay time: steps in which decay alone takes the weights to 1/e."
-            if len(_decay_times(diagnosis.motions)) > 1
+            if _times_differ(diagnosis.motions)
             else ""
         )
         + "".join(
@@ -901,7 +902,8 @@ def insight(diagnosis: Diagnosis) -> list[str]:
     if foretold:
         low, high = times(min(foretold)), times(max(foretold))
         off = low if low == high else f"{low} to {high}"
-        sentences.append(f"This run alone would have told {off} of these factors.")
+        factors = "the factor" if len(foretold) == 1 else "these factors"
+        sentences.append(f"Estimated from this run alone, {factors} would be {off} as large.")
     if moved:
         sentences.append(_decay_time(moved))
     known = [m for m in moved if m.settled is not None]
