@@ -80,8 +80,7 @@ def html_of(diagnosis: Diagnosis) -> str:
     """What a notebook shows: the answer, the verdicts, what follows; layers behind a click."""
     parts = [f"<p><b>{_html(words.headline(diagnosis))}</b></p>"]
     parts += [
-        f'<p style="color:#b03000">{_html(words.first_text(*item))}</p>'
-        for item in diagnosis.first
+        f'<p style="color:#b03000">{_html(words.first_text(*item))}</p>' for item in diagnosis.first
     ]
     for finding in diagnosis.findings:
         badge = html_badge(str(finding.verdict), TONES[finding.verdict])
