@@ -24,7 +24,7 @@ DataDir = Annotated[
     typer.Option(
         "--data-dir",
         metavar="DIR",
-        help="Folder of the data sets; without it, $DECAYLAB_DATA and the user's cache.",
+        help="Folder of the data sets; by default $DECAYLAB_DATA and the user's cache.",
     ),
 ]
 Run = Annotated[str, typer.Argument(help="A run's id, the start or end of it, or a folder.")]
@@ -46,7 +46,7 @@ CheckpointEvery = Annotated[
     typer.Option(
         "--checkpoint-every",
         callback=_not_negative,
-        help="Least number of seconds between checkpoints.",
+        help="Seconds between two checkpoints, at least.",
     ),
 ]
 Processes = Annotated[

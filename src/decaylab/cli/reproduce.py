@@ -63,7 +63,7 @@ def reproduce_command(
     ] = True,
     run: Annotated[
         list[str] | None,
-        typer.Option("--run", metavar="ID", help="Make only these of the runs; may be repeated."),
+        typer.Option("--run", metavar="ID", help="Make only these runs; may be repeated."),
     ] = None,
     json_output: options.Json = False,
     *,
@@ -73,8 +73,8 @@ def reproduce_command(
     """Make the runs behind a table or figure of the paper.
 
     Running the same command again continues: finished runs are skipped, stopped ones continue,
-    failed ones are tried once more and listed. Cells whose settings must be searched first are
-    searched. Exit codes: 0 all made, 1 some failed, 75 the time was up with work left.
+    failed ones are tried once more and listed. Settings that are not known are searched first. Exit
+    codes: 0 all made, 1 some failed, 75 time ran out with work left.
     """
     if (artefact is None) == (queue is None):
         raise DecaylabError("give an artefact (table1, fig4, all ...) or --queue FILE")
