@@ -27,7 +27,9 @@ DataDir = Annotated[
         help="Folder of the data sets; by default $DECAYLAB_DATA and the user's cache.",
     ),
 ]
-Run = Annotated[str, typer.Argument(help="A run's id, the start or end of it, or a folder.")]
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's id, the start or end of it, or a folder.")
+]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto (cuda if there is one).")]
 Compiled = Annotated[
     bool,

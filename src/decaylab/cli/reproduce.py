@@ -41,9 +41,7 @@ Seeds = Annotated[
 ]
 QueueFile = Annotated[
     Path | None,
-    typer.Option(
-        "--queue", metavar="FILE", help="Work through a queue instead (docs/reproduction.md)."
-    ),
+    typer.Option("--queue", metavar="FILE", help="Work through a queue, a TOML file, instead."),
 ]
 Only = Annotated[
     list[str] | None,
