@@ -197,7 +197,7 @@ def _branched(
 
 
 def spec_from(name: str, runs: Path, tier: str | None) -> RunSpec:
-    """A spec from a TOML file, or that of a run; sized for a tier where one is given."""
+    """A spec from a TOML file, or that of a run; sized for a tier if one is given."""
     path = Path(name)
     if path.suffix == ".toml":
         spec = RunSpec.from_file(path)

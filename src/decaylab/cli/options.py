@@ -113,7 +113,7 @@ class TrainingOptions:
     ] = False
 
     def device_for(self, *, digits: bool) -> torch.device:
-        """The device that is asked for; digits, where none is, stay on the CPU."""
+        """The device that was asked for; by default, digits stay on the CPU."""
         return chosen_device(self.device or ("cpu" if digits else "auto"))
 
     def worker_options(self, device: torch.device) -> WorkerOptions:
@@ -141,7 +141,7 @@ class TrainingOptions:
 
 
 def on_gpus(training: TrainingOptions, *, digits: bool) -> bool:
-    """Whether jobs of an engine need a GPU each: unless it is said otherwise, digits do not."""
+    """Whether an engine's jobs need a GPU each: by default, digits do not."""
     return not digits if training.device in (None, "auto") else training.device != "cpu"
 
 

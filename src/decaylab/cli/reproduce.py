@@ -193,7 +193,7 @@ def _work_off(queue: Queue, worker_options: WorkerOptions, json_output: bool) ->
 
 
 def _plan_entries(planned: list[PlannedRun], store: RunStore) -> list[dict[str, Any]]:
-    """Of each run: what it is for, where it stands, and how long it should take."""
+    """For each run: what it is for, its state, and how long it should take."""
     estimator = Estimator(store)
     entries: list[dict[str, Any]] = []
     for run in planned:
