@@ -1,4 +1,4 @@
-"""The errors that a user can mend: one sentence that says what is wrong and what to do about it."""
+"""Errors that a user can fix: one sentence that says what is wrong and what to do about it."""
 
 import importlib
 import re
@@ -85,7 +85,7 @@ def _closest(name: str, known: list[str]) -> str:
 
 
 def needed(module: str, extra: str, what: str) -> Any:
-    """Import a module that an extra of decaylab brings; where it is missing, `what` needs it."""
+    """Import a module that an extra installs; if it is missing, say that `what` needs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,7 +1,7 @@
 """Tables as plain text that fit a width: nothing is ever cut.
 
-A table that is too wide first wraps its words and headings, then leaves out the columns that matter
-least, then is turned on its side, and at last is printed in parts that repeat the first column.
+A table that is too wide first wraps its words and headings, then drops the columns that matter
+least, then is transposed, and as a last resort is printed in parts that repeat the first column.
 """
 
 import importlib
@@ -99,7 +99,7 @@ class TextTable:
         return list(self._drawn(layout)) + self._left_out(shown, width)
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """Rich's protocol: the table as wide as where it is printed, a panel for one."""
+        """Rich's protocol: the table is as wide as what holds it, such as a panel."""
         text = importlib.import_module("rich.text").Text
         for line in self.lines(options.max_width):
             yield text.assemble(*line, no_wrap=True, overflow="ignore")
@@ -247,7 +247,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def _broken(word: str, width: int) -> list[str]:
-    """A word that is longer than the width, broken behind a separator where it has one."""
+    """A word longer than the width, broken after a separator if it has one."""
     lines = [""]
     for piece in re.findall(r"[^/._\-=:,]*[/._\-=:,]+|[^/._\-=:,]+$", word):
         if lines[-1] and len(lines[-1]) + len(piece) > width:

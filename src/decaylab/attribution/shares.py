@@ -33,7 +33,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds and its interval; nan bounds where there is one seed."""
+    """A mean over seeds and its interval; nan bounds if there is only one seed."""
 
     value: float
     low: float

@@ -89,7 +89,7 @@ class DecayCheck:
 
 @dataclass(frozen=True)
 class DecayAudit:
-    """What an audit of weight decay found; `table` where there is a model to look at."""
+    """What an audit of weight decay found; `table` if there is a model to look at."""
 
     optimizer: str
     operator: DecayOperator

@@ -29,7 +29,7 @@ from decaylab.training import Interrupted, world
 
 
 class _Commands(TyperGroup):
-    """An error that a user can mend is one line on stderr, an exit code; whole with `--debug`."""
+    """An error that a user can fix is one line on stderr; `--debug` shows the traceback."""
 
     debug = False
 

@@ -35,12 +35,13 @@ NormAt = Annotated[
     int | None, typer.Option("--norm-at", help="Keep the norms of this step instead of the first.")
 ]
 Steps = Annotated[
-    int | None, typer.Option("--steps", help="Act within so many steps (the run's own, else).")
+    int | None,
+    typer.Option("--steps", help="Act within this many steps; by default the run's own."),
 ]
 LEGEND = (
-    "norm: in the records used; leads to: the norm that the suggested decay leads to; balance: the"
-    " norm to which the present decay leads; turns: radians per step there; steps: that the"
-    " suggested decay needs to act\n"
+    "norm: in the records used; leads to: the norm under the suggested decay; balance: the norm"
+    " under the present decay; turns: radians per step at balance; steps: how many the suggested"
+    " decay needs to act\n"
 )
 OPTIMIZER_HELP = f"{', '.join(OPTIMIZER_NAMES)}."
 RULES_HELP = {
@@ -66,9 +67,9 @@ def suggest_command(
 ) -> None:
     """Suggest a weight decay that acts within the budget, from how a run's norms changed.
 
-    It keeps each layer at the norm it started with where that takes no more than the budget, so
-    that its effective learning rate stays the same; else it is the weakest decay that acts within
-    it. Use --norm-at or --rotation to ask for something else.
+    Keeps each layer at the norm it started with, so its effective learning rate stays the same. If
+    that takes longer than the budget, suggests the weakest decay that acts within it. Use --norm-at
+    or --rotation to ask for something else.
     """
     source = found_records(run, runs)
     suggestion = suggest(source, rotation=rotation, norm_at=norm_at, steps=steps)
@@ -100,7 +101,7 @@ def scale_command(
     ] = "1:1",
     json_output: options.Json = False,
 ) -> None:
-    """Scale AdamW's decay to another batch size, length or width, by the rules that there are."""
+    """Scale AdamW's decay to another batch size, length or width, by each known rule."""
     factors = {"batch": _factor(batch), "steps": _factor(steps), "width": _factor(width)}
     scaled = scale_decay(weight_decay, lr, **factors)
     if json_output:

@@ -96,9 +96,9 @@ def attribute_command(
     """Find out how much of decay's effect goes through size, rotation and damping.
 
     Trains the run with decay, the one without, and arms in which each path is as with decay or as
-    without: 4 a seed, 8 under K-FAC, and one more where biases and gains decay too. They are
-    recorded in RUNS/attribution. Running the same command again continues. Exit code 75: the time
-    was up with work left.
+    without: 4 per seed, 8 under K-FAC, and one more if biases and gains decay too. They are
+    recorded in RUNS/attribution. Running the same command again continues. Exit code 75: time ran
+    out with work left.
     """
     if (spec is None) == (start is None):
         raise DecaylabError(
@@ -201,7 +201,7 @@ def _branched(
 
 
 def spec_from(name: str, runs: Path, tier: str | None) -> RunSpec:
-    """A spec from a TOML file, or that of a run; sized for a tier where one is given."""
+    """A spec from a TOML file, or that of a run; sized for a tier if one is given."""
     path = Path(name)
     if path.suffix == ".toml":
         spec = RunSpec.from_file(path)

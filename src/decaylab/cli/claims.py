@@ -32,8 +32,8 @@ def claims_command(
 ) -> None:
     """Judge the paper's claims E1-E17 from the records alone.
 
-    Each claim is supported or contradicted, or it has not enough runs or not enough schedule. A
-    claim is never supported without its runs.
+    Each claim is supported, contradicted, or open: too few runs, or too short a schedule. No claim
+    is supported without its runs.
     """
     store = RunStore(runs)
     finished_runs = FinishedRuns(store)

@@ -38,7 +38,7 @@ def compare_command(
     training: options.TrainingOptions,
     engine: EngineOptions,
 ) -> None:
-    """Compare two optimizers at the same decay: what is left of their difference is not decay.
+    """Compare two optimizers at the same decay: the difference that is left is not due to it.
 
     Trains A, B, and a B whose layers turn as far per step as A's (rotation), have A's norms (norm),
     or whose decay has A's timescale. They are recorded in RUNS/attribution. Running the same

@@ -56,7 +56,7 @@ def list_data(data_dir: options.DataDir = None, json_output: options.Json = Fals
 
 
 def _entry(facts: Facts, data_dir: Path | None) -> dict[str, Any]:
-    """A data set in plain values; `place` is null where it was not found, `problem` says why."""
+    """A data set in plain values; `place` is null if it was not found, `problem` says why."""
     place: str | None = None
     layout = problem = None
     if facts.name == "digits":

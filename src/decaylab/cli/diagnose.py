@@ -23,14 +23,14 @@ Runs = Annotated[
 Against = Annotated[
     list[str] | None,
     typer.Option(
-        "--against", metavar="BASE...", help="The same without decay, of one or several seeds."
+        "--against", metavar="BASE...", help="The same without decay: one, or several seeds."
     ),
 ]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the result as Markdown.")]
 AllSeeds = Annotated[
     bool,
     typer.Option(
-        "--all-seeds", help="Also the other seeds of RUN, and the same without decay, beside it."
+        "--all-seeds", help="Add RUN's other seeds and its baselines from the same folder."
     ),
 ]
 ReportFile = Annotated[
@@ -77,10 +77,9 @@ def diagnose_command(
 ) -> None:
     """Did weight decay help, through which of three mechanisms, and what to try next.
 
-    RUN and BASE are runs of decaylab or folders written by watch(folder=...). Without --against,
-    those of several runs that have no decay are the baselines; with --all-seeds, runs of decaylab
-    that lie beside RUN and differ in decay or seed alone. The verdict is made from the records
-    alone. If something was not recorded, it says what, and which command records it.
+    RUN and BASE are runs of `decaylab train` or folders written by watch(folder=...). If you give
+    several runs without --against, those without decay serve as baselines. The verdict is based on
+    the records alone. If something was not recorded, it says what, and which command records it.
     """
     if all_seeds:
         run, against = seeds_beside(run[0], runs)

@@ -29,16 +29,16 @@ Folder = Annotated[
     Path,
     typer.Argument(
         metavar="FOLDER",
-        help="What `watch(folder=...)` or `decaylab train` writes to, or a folder of such.",
+        help="A folder that `watch` or `decaylab train` writes to, or one that holds several.",
     ),
 ]
 Against = Annotated[
     Path | None,
-    typer.Option("--against", metavar="BASE", help="The same without decay, for the verdict."),
+    typer.Option("--against", metavar="BASE", help="The same run without decay, for the verdict."),
 ]
 Web = Annotated[bool, typer.Option("--web", help="Serve a page on this machine (127.0.0.1).")]
-Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Of --web; 0: any free one.")]
-Once = Annotated[bool, typer.Option("--once", help="Print how the run stands, and exit.")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="For --web; 0: any free one.")]
+Once = Annotated[bool, typer.Option("--once", help="Print the current state and exit.")]
 
 
 def live_command(
@@ -50,9 +50,9 @@ def live_command(
 ) -> None:
     """Follow a training run: loss, rotation, effective learning rate, the verdict so far.
 
-    FOLDER is read while another process writes to it; of several runs in it, the one written to
-    last is shown. Ctrl-C ends it, and leaves the training alone. With --web, open the printed
-    address in a browser on this machine; the page refreshes by itself.
+    Reads FOLDER while another process writes to it; if it holds several runs, shows the one written
+    to last. Ctrl-C ends the display, not the training. With --web, open the printed address in a
+    browser on this machine; the page refreshes itself.
     """
     if folder.exists() and not folder.is_dir():
         raise DecaylabError(f"{folder} is not a folder: give the one that holds the records")

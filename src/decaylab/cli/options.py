@@ -24,10 +24,12 @@ DataDir = Annotated[
     typer.Option(
         "--data-dir",
         metavar="DIR",
-        help="Folder of the data sets; without it, $DECAYLAB_DATA and the user's cache.",
+        help="Folder of the data sets; by default $DECAYLAB_DATA and the user's cache.",
     ),
 ]
-Run = Annotated[str, typer.Argument(help="A run's id, the start or end of it, or a folder.")]
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's id, the start or end of it, or a folder.")
+]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto (cuda if there is one).")]
 Compiled = Annotated[
     bool,
@@ -46,7 +48,7 @@ CheckpointEvery = Annotated[
     typer.Option(
         "--checkpoint-every",
         callback=_not_negative,
-        help="Least number of seconds between checkpoints.",
+        help="Seconds between two checkpoints, at least.",
     ),
 ]
 Processes = Annotated[
@@ -111,7 +113,7 @@ class TrainingOptions:
     ] = False
 
     def device_for(self, *, digits: bool) -> torch.device:
-        """The device that is asked for; digits, where none is, stay on the CPU."""
+        """The device that was asked for; by default, digits stay on the CPU."""
         return chosen_device(self.device or ("cpu" if digits else "auto"))
 
     def worker_options(self, device: torch.device) -> WorkerOptions:
@@ -139,7 +141,7 @@ class TrainingOptions:
 
 
 def on_gpus(training: TrainingOptions, *, digits: bool) -> bool:
-    """Whether jobs of an engine need a GPU each: unless it is said otherwise, digits do not."""
+    """Whether an engine's jobs need a GPU each: by default, digits do not."""
     return not digits if training.device in (None, "auto") else training.device != "cpu"
 
 

@@ -25,7 +25,7 @@ Example = Annotated[
     int, typer.Option("--examples", min=2, help="Number of images to use from each split.")
 ]
 Record = Annotated[
-    bool, typer.Option("--record", help="Add the values that the run's rows lack at that step.")
+    bool, typer.Option("--record", help="Add what the run's records lack at that step.")
 ]
 
 

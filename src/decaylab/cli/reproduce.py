@@ -41,9 +41,7 @@ Seeds = Annotated[
 ]
 QueueFile = Annotated[
     Path | None,
-    typer.Option(
-        "--queue", metavar="FILE", help="Work through a queue instead (docs/reproduction.md)."
-    ),
+    typer.Option("--queue", metavar="FILE", help="Work through a queue, a TOML file, instead."),
 ]
 Only = Annotated[
     list[str] | None,
@@ -63,7 +61,7 @@ def reproduce_command(
     ] = True,
     run: Annotated[
         list[str] | None,
-        typer.Option("--run", metavar="ID", help="Make only these of the runs; may be repeated."),
+        typer.Option("--run", metavar="ID", help="Make only these runs; may be repeated."),
     ] = None,
     json_output: options.Json = False,
     *,
@@ -73,8 +71,8 @@ def reproduce_command(
     """Make the runs behind a table or figure of the paper.
 
     Running the same command again continues: finished runs are skipped, stopped ones continue,
-    failed ones are tried once more and listed. Cells whose settings must be searched first are
-    searched. Exit codes: 0 all made, 1 some failed, 75 the time was up with work left.
+    failed ones are tried once more and listed. Settings that are not known are searched first. Exit
+    codes: 0 all made, 1 some failed, 75 time ran out with work left.
     """
     if (artefact is None) == (queue is None):
         raise DecaylabError("give an artefact (table1, fig4, all ...) or --queue FILE")
@@ -196,7 +194,7 @@ def _work_off(queue: Queue, worker_options: WorkerOptions, json_output: bool) ->
 
 
 def _plan_entries(planned: list[PlannedRun], store: RunStore) -> list[dict[str, Any]]:
-    """Of each run: what it is for, where it stands, and how long it should take."""
+    """For each run: what it is for, its state, and how long it should take."""
     estimator = Estimator(store)
     entries: list[dict[str, Any]] = []
     for run in planned:

@@ -69,7 +69,7 @@ def search_command(
 
     Running the same command again continues a search that was stopped; several may work on one
     search. The winner is stored in RUNS/searched, where `reproduce` finds it, and as a spec for
-    `train`; a better one that stands there stays. Exit code 75: the time was up with runs left.
+    `train`, unless a better one is there already. Exit code 75: time ran out with runs left.
     """
     if (config is None) == (not cell):
         raise DecaylabError(

@@ -168,7 +168,7 @@ def _mlflow_name(name: str) -> str:
 
 
 def _finish(name: str, close: Any) -> None:
-    """Close; where that fails, only warn: the script goes on, to save its model for one."""
+    """Close; if that fails, only warn: the script may still have a model to save."""
     try:
         close()
     except Exception as error:

@@ -5,6 +5,7 @@ by side or one below the other. Images have a white ground; the page inverts the
 """
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -263,14 +264,28 @@ def _unframed(axes: "Axes", mark: Points, colour: str) -> None:
 
 
 def _log_ticks(axes: "Axes", name: str) -> None:
-    """Decades; where there are less than two, 1, 2 and 5 of each in plain numbers."""
+    """Decades; with less than two of them, 1, 2 and 5 of each in plain numbers.
+
+    Without matplotlib's own formulas and small ticks, which take two thirds of the time.
+    """
     ticker = needed("matplotlib.ticker")
     axis, limits = (axes.xaxis, axes.get_xlim) if name == "x" else (axes.yaxis, axes.get_ylim)
     low, high = limits()
-    axis.set_minor_formatter(ticker.NullFormatter())
+    axis.set_minor_locator(ticker.NullLocator())
+    axis.set_major_formatter(ticker.FuncFormatter(_power_of_ten))
     if high < 100 * low:
         axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=12))
         axis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+
+
+def _power_of_ten(value: float, _: object = None) -> str:
+    """A power of ten with a raised exponent.
+
+    >>> _power_of_ten(1e-4), _power_of_ten(1000.0)
+    ('10⁻⁴', '10³')
+    """
+    exponent = str(round(math.log10(value)))
+    return "10" + exponent.translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def _bars(axes: "Axes", mark: Bars, place: int, count: int, colour: str) -> None:

@@ -38,7 +38,7 @@ def _effects(claims: Mapping[str, Sequence[Claim]]) -> list[list[GridCell]]:
     for tier, judged in claims.items():
         pairs = next((claim for claim in judged if claim.id == "E1" and claim.effect), None)
         if pairs is not None:
-            text = f"{pairs.effect[:1].upper()}{pairs.effect[1:]}, tier {tier}."
+            text = f"Test accuracy {pairs.effect}, tier {tier}."
             link = f"table1-{tier}"
             rows.append([GridCell("accuracy", tone="plain", link=link), GridCell(text, "words")])
     return rows

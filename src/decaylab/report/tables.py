@@ -157,7 +157,7 @@ class Pair:
         return "good" if ours * paper > 0 else "bad"
 
     def words(self, kind: Effect) -> str:
-        """Our effect as read by people, with its interval where there is one."""
+        """Our effect as read by people, with its interval if there is one."""
         change_text, interval = (
             change_words(self.effect(kind, paper=False), kind),
             self.interval(kind),
@@ -206,7 +206,7 @@ def change_words(value: float | None, effect: Effect) -> str:
 
 
 def agreement(entry: Entry, effect: Effect) -> Tone:
-    """How near ours is to the paper's: good, near, bad; plain where they are not comparable."""
+    """How near ours is to the paper's: good, near, bad; plain if they are not comparable."""
     distance = change(entry.paper, entry.ours.mean, effect)
     if distance is None:
         return ""

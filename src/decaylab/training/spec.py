@@ -337,7 +337,7 @@ def _settings_of_others(optimizer: str) -> tuple[str, ...]:
 
 @cache
 def field_kinds() -> dict[str, tuple[Any, ...]]:
-    """Each field of a spec -> its type, and None's where it may be left out."""
+    """Each field of a spec -> its type, and None's if it may be left out."""
     hints = get_type_hints(RunSpec).items()
     return {n: get_args(h) if isinstance(h, types.UnionType) else (h,) for n, h in hints}
 
