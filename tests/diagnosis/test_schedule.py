@@ -149,7 +149,10 @@ def test_what_has_no_schedule():
     with pytest.raises(DecaylabError, match="Adam without amsgrad"):
         equivalent_schedule(watched)
     remedies = diagnose(watched)["effective l"].remedies
-    assert [remedy.reason for remedy in remedies] == [Reason.NAME_THE_LAW]
+    assert [x.reason for x in remedies] == [Reason.GIVE_BASELINE, Reason.NAME_THE_LAW]
+    model = net()
+    plain = run(model, torch.optim.AdamW(model.parameters(), 0.05, weight_decay=0, amsgrad=True))
+    assert diagnose(watched, plain)["effective l"].effect.probes == ("rotation",)  # as was said
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1)
     with pytest.raises(DecaylabError, match="gradients are clipped"):
