@@ -71,7 +71,7 @@ class Selection:
     optimizers: tuple[torch.optim.Optimizer, ...]
     weights: dict[str, list[Tensor]]
     notes: dict[str, LayerNote]
-    others: dict[str, Tensor]
+    others: Mapping[str, Tensor]
     damping: bool
     direction: bool
 
