@@ -17,7 +17,7 @@ from decaylab.cli import app
 from decaylab.diagnosis import Reason, words
 from decaylab.paper import cells
 from decaylab.records import Manifest, Row, RunStore
-from decaylab.report import write
+from decaylab.report import diagnoses, write
 from decaylab.report.diagnoses import diagnosed, diagnoses_section
 from decaylab.report.page import Subsection
 from decaylab.sweeps.run_index import indexed_runs
@@ -84,6 +84,24 @@ def test_runs_are_paired_with_the_same_run_without_decay(tmp_path):
     assert [row[0].text for row in layers.rows] == ["features.0", "features.3", "head"]
     assert len(layers.rows[0]) == 3  # a column per seed
     assert layers.rows[2][1].text == layers.rows[2][2].text  # the head, for one reason
+
+
+def test_looking_for_baselines_takes_time_in_proportion_to_the_runs(tmp_path, monkeypatch):
+    """Compared pair by pair, ten thousand runs took a quarter of an hour."""
+    store, looks = RunStore(tmp_path), []
+    for seed in range(12):
+        write_run(store, DECAYED, decayed=True, seed=seed)
+        write_run(store, BASE, decayed=False, seed=seed)
+    setting = diagnoses._setting
+
+    def counted(spec, without):
+        looks.append(spec)
+        return setting(spec, without)
+
+    monkeypatch.setattr(diagnoses, "_setting", counted)
+    (case,) = cases_of(store)
+    assert case.seeds == tuple(range(12))
+    assert len(looks) <= 2 * 24
 
 
 def test_settings_that_read_alike_are_told_apart(tmp_path):

@@ -1,6 +1,8 @@
 """Diagnoses as a part of the report, and one diagnosis as a page of its own."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,6 +41,7 @@ SAYS = {
 }
 WITH, WITHOUT = "weight decay", "baseline"
 LAYERS = "Layers whose size does not count"
+FREE = frozenset({*FREE_TO_DIFFER, "seed"})
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,11 @@ class DiagnosedSetting:
 def diagnosed(indexed: Sequence[IndexedRun]) -> tuple[list[DiagnosedSetting], list[str]]:
     """Every run with decay against its baseline, by setting; and what could not be, in words."""
     cases: dict[tuple[object, ...], dict[int, tuple[RunSpec, Diagnosis]]] = {}
-    left_out = []
+    left_out, baselines = [], _baselines(indexed)
     for run in indexed:
         if run.spec.decay == "none":
             continue
-        baseline = baseline_of(run.spec, indexed)
+        baseline = _nearest(run.spec, baselines[_setting(run.spec, FREE)])
         try:
             result = diagnose(run.folder, baseline.folder if baseline is not None else None)
         except DecaylabError as error:
@@ -77,22 +80,20 @@ def _case(by_seed: dict[int, tuple[RunSpec, Diagnosis]]) -> DiagnosedSetting:
 
 def baseline_of(spec: RunSpec, indexed: Iterable[IndexedRun]) -> IndexedRun | None:
     """The finished run without decay that is otherwise the same; of the same seed if possible."""
-    alike = _without_decay(spec, indexed)
+    return _nearest(spec, _baselines(indexed)[_setting(spec, FREE)])
+
+
+def _nearest(spec: RunSpec, alike: Iterable[IndexedRun]) -> IndexedRun | None:
     return min(alike, key=lambda r: (r.spec.seed != spec.seed, r.spec.seed), default=None)
 
 
-def _without_decay(spec: RunSpec, runs: Iterable[IndexedRun]) -> list[IndexedRun]:
-    """The finished runs without decay, of any seed, that are otherwise the same."""
-    free = {*FREE_TO_DIFFER, "seed"}
-    ours = _setting(spec, free)
-    return [
-        run
-        for run in runs
-        if run.spec.decay == "none"
-        and not run.spec.norm_source
-        and run.manifest.status == "finished"
-        and _setting(run.spec, free) == ours
-    ]
+def _baselines(indexed: Iterable[IndexedRun]) -> Mapping[tuple[object, ...], list[IndexedRun]]:
+    """The finished runs without decay, of any seed, by what a run must share with them."""
+    baselines: dict[tuple[object, ...], list[IndexedRun]] = defaultdict(list)
+    for run in indexed:
+        if (run.spec.decay, run.spec.norm_source, run.manifest.status) == ("none", "", "finished"):
+            baselines[_setting(run.spec, FREE)].append(run)
+    return baselines
 
 
 def same_but_seed(chosen: IndexedRun, indexed: Iterable[IndexedRun]) -> list[str]:
@@ -110,11 +111,11 @@ def same_but_seed(chosen: IndexedRun, indexed: Iterable[IndexedRun]) -> list[str
 
 def same_but_decay(chosen: IndexedRun, indexed: Iterable[IndexedRun]) -> list[str]:
     """The folders of the finished runs that differ from it in decay and seed alone."""
-    alike = sorted(_without_decay(chosen.spec, indexed), key=lambda run: run.spec.seed)
-    return [str(run.folder.path) for run in alike]
+    alike = _baselines(indexed)[_setting(chosen.spec, FREE)]
+    return [str(run.folder.path) for run in sorted(alike, key=lambda run: run.spec.seed)]
 
 
-def _setting(spec: RunSpec, without: set[str]) -> tuple[object, ...]:
+def _setting(spec: RunSpec, without: AbstractSet[str]) -> tuple[object, ...]:
     return tuple(getattr(spec, item.name) for item in fields(spec) if item.name not in without)
 
 
