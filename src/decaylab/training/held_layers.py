@@ -118,7 +118,9 @@ def select(
         raise DecaylabError(_no_layer(notes, only))
     held = {id(part) for parts in weights.values() for part in parts}
     known = [(n, p, *groups[id(p)]) for n, p in model.named_parameters() if id(p) in groups]
-    others = {n: p for n, p, o, g in known if id(p) not in held and decay_of(g, o)[1]}
+    others: dict[str, Tensor] = {
+        n: p for n, p, o, g in known if id(p) not in held and decay_of(g, o)[1]
+    }
     holders = {id(groups[i][0]): groups[i][0] for i in held}.values()
     return Selection(
         optimizers=tuple(listed),
