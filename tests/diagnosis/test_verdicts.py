@@ -11,6 +11,7 @@ from diagnosis.recorded import ScriptedLayer, only, reasons, records
 
 from decaylab import diagnose
 from decaylab.diagnosis import Mechanism, Reason
+from decaylab.diagnosis.outcome import Helped
 from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.words import left_out, markdown
 from decaylab.errors import DecaylabError
@@ -278,6 +279,37 @@ def test_runs_that_cannot_be_compared_are_judged_alone():
         assert reasons(result.troubles) == {said}
         assert not result.baselines
         assert result["effective l"].effect.source == "reconstruction"
+
+
+def test_the_outcome_of_a_refused_baseline_is_not_compared():
+    def ended(layer, loss):
+        rows = records({"conv": layer}).rows
+        return Rows((*rows, Row(1000, 0, 0.0, "outcome/test_loss", loss)))
+
+    run = ended(sgd(weight_decay=STRONG), 2.0)
+    assert diagnose(run, ended(sgd(), 1.0)).outcome.verdict is Helped.WORSE
+    assert diagnose(run, ended(sgd(lr=0.2), 1.0)).outcome.verdict is Helped.NOT_COMPARED
+
+
+def test_schedules_of_nearly_one_length_are_one():
+    """A cosine over 1,000 and one over 1,011 steps: at the end their ratio is far from one."""
+
+    def scheduled(layer, length):
+        rows = [row for row in records({"conv": layer}).rows if "setting_lr" not in row.name]
+        for step in (1, *range(50, 1001, 50)):
+            lr = 0.05 * (1 + math.cos(math.pi * step / length))
+            rows.append(Row(step, 0, 0.0, "setting_lr/conv", lr))
+        return Rows(tuple(rows))
+
+    run = scheduled(sgd(weight_decay=STRONG), 1000)
+    assert diagnose(run, scheduled(sgd(), 1011)).baselines
+    assert reasons(diagnose(run, scheduled(sgd(), 1100)).troubles) == {Reason.OTHER_LR}
+
+
+def test_nobody_is_told_to_raise_the_learning_rate_a_millionfold():
+    for weight_decay, advised in ((STRONG, True), (0.1, False)):  # exp(4), exp(20) times
+        result = diagnose(records({"conv": sgd(weight_decay=weight_decay)}))
+        assert (Reason.SCHEDULE in reasons(result.follows)) is advised
 
 
 def test_records_at_other_steps_and_too_few():

@@ -110,6 +110,7 @@ def _stepped_otherwise(
     layer: RecordedLayer, other: RecordedLayer, steps: Sequence[int], names: Sequence[str]
 ) -> Because | None:
     """The first of the settings `names` that differs, from the first record on or at `steps`."""
+    margin = RULES.same_lr * max((layer.settings_at(step).lr or 0.0 for step in steps), default=0.0)
     for step in (0, *steps):
         mine, theirs = layer.settings_at(step), other.settings_at(step)
         for name in names:
@@ -119,7 +120,7 @@ def _stepped_otherwise(
                 return because(
                     Reason.OTHER_SETTING, layer=layer.name, name=name, pair=pair, step=later
                 )
-        if step and not math.isclose(mine.lr or 0.0, theirs.lr or 0.0, rel_tol=1e-3):
+        if step and abs((mine.lr or 0.0) - (theirs.lr or 0.0)) > margin:
             return because(Reason.OTHER_LR, pair=(mine.lr, theirs.lr), step=step)
     return None
 

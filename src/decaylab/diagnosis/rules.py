@@ -49,6 +49,8 @@ class Rules:
     # Last records nearer than this: one length. Norms nearer than this: one start, of two seeds.
     same_length: float = 0.9
     same_start: float = 1.25
+    # Learning rates nearer than this part of the largest are one: schedules of nearly one length.
+    same_lr: float = 0.01
     # While the exposure is below `early`, squared norms of true pairs leave the range that decay
     # explains by less than this (those of results/ do).
     same_growth: float = 1.25
@@ -73,6 +75,8 @@ class Rules:
     # -- advice
     # Learning rates within such a factor count as one: those at the top of a cosine.
     one_rate: float = 1.5
+    # Nobody raises a learning rate over a run by more than this.
+    raised_at_most: float = 1e3
     # How much the middle counts, times the scatter of log G: ten records of it.
     scattered: float = 10.0
     # From such a factor on a suggestion may be off, and layers disagree.

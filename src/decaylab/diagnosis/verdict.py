@@ -304,9 +304,7 @@ def _one(run: Run, candidate: Run | None) -> Diagnosis:
         (run.name,),
         (baseline.name,) if baseline is not None else (),
         Places((run.address,), (baseline.address,) if baseline is not None else ()),
-        outcome_of(
-            [run], [candidate] if candidate is not None and not candidate.decays else compared
-        ),
+        outcome_of([run], compared),
         tuple(first),
         findings,
         tuple(motion(x, counterpart(x, baseline), run.steps, per_epoch) for x in judged),
@@ -770,4 +768,6 @@ def _schedule(layers: list[RecordedLayer]) -> list[Because]:
     if not (exposure and power) or any(layer.stepping != first.stepping for layer in layers):
         return []  # one schedule is for layers that are stepped alike
     factor = math.exp(min(power * exposure, 700))
+    if factor > RULES.raised_at_most:
+        return []
     return [because(Reason.SCHEDULE, exposure=exposure, power=power, factor=factor)]

@@ -586,7 +586,7 @@ def headline(diagnosis: Diagnosis) -> str:
     if outcome.verdict in (Helped.UNKNOWN, Helped.NOT_COMPARED):
         missing = "no loss was logged"
         if outcome.verdict is Helped.NOT_COMPARED:
-            missing = "there is no run without decay to compare with"
+            missing = "there is no comparable run without decay"
         mechanisms = f"Decay {acts}" if acts else _no_way(diagnosis)
         return f"{mechanisms}. Whether it helped is unknown: {missing}. {_next(diagnosis)}."
     if not acts or all(outcome.diverged):
