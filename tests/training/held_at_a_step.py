@@ -27,5 +27,6 @@ def held_step(run):
     return train_step(run)
 
 
-TrainingRun.train_step = held_step
-main()
+if __name__ == "__main__":
+    TrainingRun.train_step = held_step
+    main()
