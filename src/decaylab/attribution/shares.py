@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 import numpy as np
-from scipy import stats
 
 from decaylab.attribution.arms import WITH, WITHOUT, ArmResult, Path, Plan
 from decaylab.attribution.reasons import Doubt
@@ -84,6 +83,8 @@ def fraction(parts: Sequence[float], totals: Sequence[float]) -> Estimate:
 
 
 def _quantile(count: int) -> float:
+    from scipy import stats  # slow to import
+
     return float(stats.t.ppf((1 + LEVEL) / 2, count - 1))
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
 
-from scipy import stats
-
 from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.runs import Run
 
@@ -104,6 +102,8 @@ def _interval(
 ) -> tuple[float, float] | None:
     if min(len(mine), len(theirs)) < 2:
         return None
+    from scipy import stats  # slow to import
+
     if len({*mine}) == len({*theirs}) == 1:  # no spread to go by
         return (sign * (mine[0] - theirs[0]),) * 2
     with warnings.catch_warnings():  # scipy's, of seeds that ended nearly alike

@@ -5,11 +5,12 @@ and times), and a file that is missing or damaged is made again. A run that is b
 always read itself.
 """
 
+import gc
 import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,16 @@ class RunSummary:
 
 def summaries(store: RunStore) -> tuple[list[RunSummary], dict[str, str]]:
     """All runs of a store by name, and those that cannot be read with the reason."""
+    collects = gc.isenabled()
+    gc.disable()  # there are no cycles, and looking for them in so many objects takes long
+    try:
+        return _summaries(store)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _summaries(store: RunStore) -> tuple[list[RunSummary], dict[str, str]]:
     path = store.root / ".index.json"
     cached, fresh = _read(path), {}
     readable, unreadable = [], {}
@@ -107,11 +118,21 @@ def _entry(summary: RunSummary, signature: list[list[Any]]) -> dict[str, Any]:
     return {
         "signature": signature,
         "spec": dict(summary.spec),
-        "manifest": None if summary.manifest is None else asdict(summary.manifest),
+        "manifest": None if summary.manifest is None else _fields(summary.manifest),
         "reached": [summary.epoch, summary.step, summary.seconds],
         "values": dict(summary.values),
         "damaged": list(summary.damaged),
         "left_out": list(summary.left_out),
+    }
+
+
+def _fields(manifest: Manifest) -> dict[str, Any]:
+    """As `asdict`, which copies each value."""
+    hits = manifest.test_hits
+    return {
+        **vars(manifest),
+        "test_hits": hits and vars(hits),
+        "starts": [vars(start) for start in manifest.starts],
     }
 
 

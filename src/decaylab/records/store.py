@@ -29,6 +29,8 @@ from decaylab.records.packing import read_rows
 from decaylab.records.rows import Rows, RowWriter
 
 FORMAT = 1
+PLAIN = (str, int, float)
+"""What a spec holds, and lists of it."""
 Status = Literal["running", "finished", "diverged", "interrupted", "failed", "pruned"]
 
 
@@ -125,8 +127,9 @@ class RunFolder:
         try:
             values = _plain_toml(text) or tomllib.loads(text)
             for key, value in values.items():
-                parts = value if isinstance(value, list) else [value]
-                if not all(isinstance(part, (str, int, float)) for part in parts):
+                if isinstance(value, PLAIN):
+                    continue
+                if not (isinstance(value, list) and all(isinstance(x, PLAIN) for x in value)):
                     raise ValueError(f"{key} is {value!r}")
             return values
         except (ValueError, RecursionError) as error:  # no TOML, or not what a spec holds
