@@ -252,7 +252,7 @@ def test_the_commands_of_results_write_what_they_are_waited_for(entry):
     else:
         assert (ROOT / first).exists()
         written = options.get("--json") or options.get("--out")
-        if "--optimizers" in options:  # benchmarks/attribution_gpt.py
+        if first == "benchmarks/attribution_gpt.py":
             written = f"results/attribution/gpt-{options['--optimizers']}-10M.json"
         assert (program, written) == ("python", entry.writes)
 

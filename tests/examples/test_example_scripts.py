@@ -29,7 +29,7 @@ def test_an_example_trains_twice_and_diagnoses(name, optimizer, monkeypatch, cap
     assert ("outside K-FAC's blocks" in out) == optimizer.startswith("kfac")
     assert re.search(r"^How far each layer turns$", out, re.MULTILINE)
     assert re.search(r"^What follows$", out, re.MULTILINE)
-    assert re.search(r"^against the baseline$", out, re.MULTILINE)  # they can be compared
+    assert re.search(r" against the baseline$", out, re.MULTILINE)  # they can be compared
     verdict = out[out.index(" without\n") :]
     assert max(map(len, verdict.splitlines())) <= 80
 
