@@ -54,7 +54,7 @@ SPECS = {
         batch_size=66,
         keep_last_batch=True,
         lr_drop_steps=30,
-        refresh_after_step=True,
+        late_refresh=True,
     ),
 }
 

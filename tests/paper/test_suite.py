@@ -254,7 +254,7 @@ def test_the_authors_loop_is_three_fields_of_the_cell_of_table_1():
     table1 = the_cell("table1", **key, optimizer="kfac-f", weight_decay=1).runs[0]
     assert ours == table1
     assert other_eps == replace(table1, batch_norm_eps=1e-5)
-    loop = {"keep_last_batch": True, "lr_drop_steps": 16000, "refresh_after_step": True}
+    loop = {"keep_last_batch": True, "lr_drop_steps": 16000, "late_refresh": True}
     assert authors == replace(table1, **loop)
     assert cells("bursts", "short")[2].runs[0].lr_drop_steps == 3200
 

@@ -73,7 +73,7 @@ def second_inputs(model, images):
 
 def test_factors_are_measured_after_the_step_on_its_batch(digits):
     spec = replace(SPEC, optimizer="kfac-g", refresh_every=2, invert_every=4, momentum=0.0,
-                   initialize_batches=0, refresh_after_step=True, lr=0.01).resolved()  # fmt: skip
+                   initialize_batches=0, late_refresh=True, lr=0.01).resolved()  # fmt: skip
     run = TrainingRun(spec, digits)
     run.begin_epoch()
     images, _ = run.batches.batch(0)
@@ -93,21 +93,21 @@ def test_factors_are_measured_after_the_step_on_its_batch(digits):
 
 
 def test_only_kfac_refreshes_after_a_step():
-    with pytest.raises(DecaylabError, match=r"refresh_after_step .*sgd"):
-        replace(SPEC, refresh_after_step=True)
+    with pytest.raises(DecaylabError, match=r"late_refresh .*sgd"):
+        replace(SPEC, late_refresh=True)
 
 
 def test_a_run_as_before_has_the_id_as_before():
     plain = RunSpec(data="cifar10", network="vgg16", batch_norm=True, optimizer="kfac-f",
                     lr=0.001, decay="decoupled", weight_decay=1.0, precision="bf16")  # fmt: skip
-    fields = {"keep_last_batch": False, "lr_drop_steps": 0, "refresh_after_step": False}
+    fields = {"keep_last_batch": False, "lr_drop_steps": 0, "late_refresh": False}
     assert replace(plain, **fields).id == plain.id
     ids = {
         replace(plain, **{name: value}).id
         for name, value in {
             "keep_last_batch": True,
             "lr_drop_steps": 16000,
-            "refresh_after_step": True,
+            "late_refresh": True,
         }.items()
     }
     assert len(ids | {plain.id}) == 4

@@ -59,7 +59,7 @@ def specs(draw):
     if values.get("norm_source"):
         values["batch_norm"] = True
     if not optimizer.startswith("kfac"):
-        values.pop("refresh_after_step", None)
+        values.pop("late_refresh", None)
     if not optimizer.startswith("kfac") or values.get("damping_scaling", "fixed") != "fixed":
         values.pop("damping_source", None)
     if not values.get("weight_decay"):

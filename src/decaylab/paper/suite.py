@@ -52,7 +52,7 @@ COLUMNS = (
 (On digits the precision is always float32. `loop` is "ours" or "authors": `AUTHORS_LOOP`. `epochs`
 are the first ones of a run, at a constant lr, whatever the tier.)
 """
-AUTHORS_LOOP = {"keep_last_batch": True, "lr_drop_steps": 16_000, "refresh_after_step": True}
+AUTHORS_LOOP = {"keep_last_batch": True, "lr_drop_steps": 16_000, "late_refresh": True}
 """What the authors' code does otherwise under K-FAC (docs/recipe.md), as fields of a spec."""
 
 

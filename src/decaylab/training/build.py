@@ -105,7 +105,7 @@ def _kfac(
     own["step_scaling"] = "rms" if spec.step_rms else "none"
     if spec.step_rms:
         own["step_rms"] = spec.step_rms
-    if spec.refresh_after_step:  # `Steps` refreshes and inverts
+    if spec.late_refresh:  # `Steps` refreshes and inverts
         own |= {"refresh_every": NEVER, "invert_every": NEVER}
     options = KFACOptions(
         seed=spec.seed,

@@ -83,7 +83,7 @@ class TrainingRun:
         self._steps = Steps(
             *(forward, self.optimizer, self.batches, self.autocast, world),
             graphs=captured,
-            refresh_after=after if spec.refresh_after_step else None,
+            refresh_after=after if spec.late_refresh else None,
         )
         self._evaluate = Evaluator(
             self.model, data, autocast=self.autocast, graphs=graphs, pool=self._steps.pool

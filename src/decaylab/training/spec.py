@@ -150,7 +150,7 @@ class RunSpec:
     initialize_batches: int | None = _option(
         None, "Batches that initialise the factors, at most one pass; 0 for none.", "K-FAC"
     )
-    refresh_after_step: bool = _option(
+    late_refresh: bool = _option(
         False, "K-FAC: refresh and invert after the step, as the paper's authors do.", "K-FAC"
     )
     batch_size: int = _option(128, "Images per step.", "Schedule")
@@ -189,9 +189,9 @@ class RunSpec:
             raise DecaylabError(
                 "step_rms sets how long steps are, as kl_clip does: set kl_clip (--kl-clip) to 0"
             )
-        if self.refresh_after_step and "refresh_every" not in published:
+        if self.late_refresh and "refresh_every" not in published:
             raise DecaylabError(
-                f"refresh_after_step is for K-FAC, not for {self.optimizer}: leave it out"
+                f"late_refresh is for K-FAC, not for {self.optimizer}: leave it out"
             )
         if self.norm_source and not self.batch_norm:
             raise DecaylabError("norm_source rescales layers under BN: set batch_norm = true")
