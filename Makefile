@@ -1,28 +1,32 @@
 # Two commands: `make demo` and `make test`. Both set up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Compiling all 24,000 files would take a minute; Python compiles the fifth that it imports.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # What the demo needs, and all there is.
 DEMO := .venv/demo
 INSTALLED := .venv/installed
 # An independent library that the tests compare with; its own requirements would pull in torchvision.
 ORACLES := curvlinops-for-pytorch einconv linear-operator backpack-for-pytorch
 
-.PHONY: demo test test-browser test-engines check docs results-pages release fix clean
+.PHONY: demo test unit test-browser test-engines check docs results-pages release fix clean
 
 demo: $(DEMO)
 	$(BIN)/decaylab demo
 
-test: $(INSTALLED) check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+test: $(INSTALLED)
+	$(MAKE) --jobs=2 check unit
+
+unit: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 # Needs Chromium (Debian: apt-get install chromium).
 test-browser: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m browser tests/browser
 
-# Sweeps on a real Slurm (needs root; Debian: apt-get install slurm-wlm) and a local Ray cluster.
+# Sweeps on a real Slurm (needs root; Debian: apt-get install slurm-wlm) and a local Ray cluster; training under torchrun.
 test-engines: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slurm or ray" tests/sweeps
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slurm or ray or torchrun" tests/sweeps tests/training tests/docs
 
 check: $(INSTALLED) docs
 	$(BIN)/ruff check .
@@ -36,6 +40,7 @@ docs: $(INSTALLED)
 # What pages say of results, anew from results/ (the tests fail where it is out of date).
 results-pages: $(INSTALLED)
 	PYTHONPATH=docs $(BIN)/python -m results_pages README.md docs/reproduction.md docs/report.md results/README.md
+	$(BIN)/python docs/from_records.py
 	$(BIN)/python docs/picture.py
 	$(BIN)/python docs/first_verdict.py
 

@@ -76,8 +76,8 @@ def maker(name: str, data: tuple[Tensor, Tensor], options: argparse.Namespace) -
 
         def step() -> Tensor:
             nonlocal taken
-            for optimizer, own in zip(steppers, bases, strict=True):
-                for group, base in zip(optimizer.param_groups, own, strict=True):
+            for optimizer, base_lrs in zip(steppers, bases, strict=True):
+                for group, base in zip(optimizer.param_groups, base_lrs, strict=True):
                     group["lr"] = base * rate_at(taken, options.steps)
             taken += 1
             return take(*draw())
@@ -127,8 +127,8 @@ def main(given: list[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
 
     def tell(result: ArmResult) -> None:
-        told = f"{result.metrics['held-out loss']:.4f} in {result.seconds:.1f} s"
-        print(f"seed {result.seed}, {result.arm}: {told}", flush=True)
+        outcome = f"{result.metrics['held-out loss']:.4f} in {result.seconds:.1f} s"
+        print(f"seed {result.seed}, {result.arm}: {outcome}", flush=True)
 
     for name in options.optimizers:
         size = "small" if options.small else "10M"

@@ -70,19 +70,19 @@ class Sides:
 def sides(model: nn.Module, batch_size: int) -> list[Sides]:
     """Of a network for CIFAR's images."""
     model = model.to("meta").eval()
-    found: list[Sides] = []
+    layers: list[Sides] = []
 
     def note(layer: Any, _: Any, output: torch.Tensor) -> None:
         rows = batch_size * output[0, 0].numel()
         fan_in = layer.weight[0].numel()
         a = fan_in + (layer.bias is not None)
-        found.append(Sides(a, len(layer.weight), rows, 0 if not found else fan_in))
+        layers.append(Sides(a, len(layer.weight), rows, 0 if not layers else fan_in))
 
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d | nn.Linear):
             layer.register_forward_hook(note)
     model(torch.empty(1, 3, 32, 32, device="meta"))
-    return found
+    return layers
 
 
 def seconds(layer: Sides, rates: Rates) -> dict[str, float]:

@@ -60,9 +60,9 @@ def branches(
         spec, epoch, data=data, folder=folder, device=device, execution=Execution(tier="custom")
     )
     steps = build_batches(spec, data).steps_per_epoch
-    there = {(branch["precision"], branch["order"]) for branch in known}
+    done_before = {(branch["precision"], branch["order"]) for branch in known}
     for precision in precisions:
-        left = [order for order in orders if (precision, order) not in there]
+        left = [order for order in orders if (precision, order) not in done_before]
         if not left:
             continue
         make = branch_from(checkpoint, replace(spec, precision=precision), data, device)

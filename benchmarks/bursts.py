@@ -49,21 +49,21 @@ def bursts(norms: Sequence[float], accuracies: Sequence[float]) -> list[dict[str
     >>> bursts([9, 8, 7, 12, 11, 10], [0.9, 1, 1, 0.9, 0.98, 1])
     [{'epoch': 4, 'before': 7}]
     """
-    found: list[dict[str, float]] = []
+    burst_list: list[dict[str, float]] = []
     fitted = False
     for epoch, (before, now) in enumerate(pairwise(accuracies), 2):
         fitted = fitted or before >= FITTED
         if fitted and now < LOST <= before:
-            found.append({"epoch": epoch, "before": norms[epoch - 2]})
-    return found
+            burst_list.append({"epoch": epoch, "before": norms[epoch - 2]})
+    return burst_list
 
 
 def measured(spec: RunSpec, data: DataSet) -> dict[str, Any]:
     """A run: the first layer's norm by epoch, its bursts, and the accuracy at the end."""
     rows = [progress.values for progress in train(spec, data=data)]
     norms = [float(f"{row['weight_norm/features.0']:.4g}") for row in rows]
-    found = bursts(norms, [row["train/running_accuracy"] for row in rows])
-    return {"bursts": found, "test accuracy": rows[-1]["test/accuracy"], "norm": norms}
+    burst_list = bursts(norms, [row["train/running_accuracy"] for row in rows])
+    return {"bursts": burst_list, "test accuracy": rows[-1]["test/accuracy"], "norm": norms}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -77,10 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     base = replace(BASE, epochs=options.epochs, lr_drop_every=options.epochs)
     for setting, changed in SETTINGS.items():
         for seed in range(options.seeds):
-            found = measured(replace(base, **changed, seed=seed), data)
-            runs.append({"setting": setting, "seed": seed, **found})
+            run = measured(replace(base, **changed, seed=seed), data)
+            runs.append({"setting": setting, "seed": seed, **run})
             if not options.json:
-                print(setting, seed, found["bursts"], f"{found['test accuracy']:.2%}")
+                print(setting, seed, run["bursts"], f"{run['test accuracy']:.2%}")
     if options.json:
         about = place("cpu") | {"seeds": options.seeds, "epochs": options.epochs}
         print(json.dumps({"about": about, "runs": runs}))

@@ -72,8 +72,8 @@ def adapted(name: str, kind: type) -> Callable[..., Any]:
         return kind
 
     def build(params: list[dict[str, Any]], lr: float, weight_decay: float) -> Any:
-        more = {"use_muon": True} if name in USES_MUON else {}
-        groups = [{**group, **more} for group in params]
+        flags = {"use_muon": True} if name in USES_MUON else {}
+        groups = [{**group, **flags} for group in params]
         return kind(groups, lr=lr, weight_decay=weight_decay, **ARGUMENTS.get(name, {}))
 
     return build

@@ -110,9 +110,10 @@ def table(rows: list[Row]) -> str:
             part = "found" if net in FOUND_ON else "confirmed"
             numbers = [_spread([row[key] for row in group]) for key in ("loss", "held_out")]
             sound = f"{sum(row['trained'] for row in group)} of {len(group)}"
-            told = "default" if setting == "{}" else setting.strip("{}").replace('"', "")
+            setting_words = "default" if setting == "{}" else setting.strip("{}").replace('"', "")
             lines.append(
-                f"| {net} | {part} | {optimizer} | {told} | {numbers[0]} | {numbers[1]} | {sound} |"
+                f"| {net} | {part} | {optimizer} | {setting_words} | {numbers[0]} | {numbers[1]}"
+                f" | {sound} |"
             )
     return "\n".join(lines)
 
@@ -123,12 +124,12 @@ def _best_of_adamw(
     """All settings of K-FAC; of AdamW the one with the lowest training loss."""
 
     def mean(group: list[Row]) -> float:
-        found = statistics.mean(row["loss"] for row in group)
-        return found if math.isfinite(found) else math.inf
+        loss = statistics.mean(row["loss"] for row in group)
+        return loss if math.isfinite(loss) else math.inf
 
-    own = [cell for cell in cells.items() if cell[0][0] == "kfac"]
+    kfac_cells = [cell for cell in cells.items() if cell[0][0] == "kfac"]
     others = [cell for cell in cells.items() if cell[0][0] != "kfac"]
-    return own + ([min(others, key=lambda cell: mean(cell[1]))] if others else [])
+    return kfac_cells + ([min(others, key=lambda cell: mean(cell[1]))] if others else [])
 
 
 def _spread(values: list[float]) -> str:

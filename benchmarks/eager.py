@@ -3,8 +3,8 @@
     python benchmarks/eager.py [--networks vgg16 resnet32 resnet50 vit gpt10 gpt124 gpt350]
                                [--modes eager captured compiled]
                                [--optimizers first kfac-f kfac-g kfac-g-half]
-                               [--steps 100] [--no-peers] [--peers FOLDER] [--profile]
-                               [--out FILE]
+                               [--steps 100] [--rounds 3] [--no-peers] [--peers FOLDER]
+                               [--profile] [--out FILE]
 
 No trainer of ours: a loop of a tutorial on random data that lies on the device. `eager`: as it is,
 the small nets in TF32, the large ones under bf16 autocast. `captured`: the same step through
@@ -12,8 +12,9 @@ the small nets in TF32, the large ones under bf16 autocast. `captured`: the same
 is SGD for the small nets and AdamW for the large ones; `x` is over it in mode eager. K-FAC
 refreshes every 10 steps and inverts every 100; the average is over 100 steps, so over one such
 period. Its factors are initialised on the batch, so that it does not invert more often in the
-beginning. *kfac-g-half* keeps large inverses in float16. `host` is what forward, backward and step
-take on the host.
+beginning. The optimizers take turns, several rounds each, and the median round counts: a host that
+slows down for a while does so for all of them. *kfac-g-half* keeps large inverses in float16.
+`host` is what forward, backward and step take on the host.
 """
 
 import argparse
@@ -85,15 +86,17 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], tuple[Any, An
 
 def first_order(small: bool, captured: bool, parameters: Any) -> torch.optim.Optimizer:
     if small:
-        more = {"fused": True} if captured else {}
-        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=1e-3, **more)
+        fused = {"fused": True} if captured else {}
+        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=1e-3, **fused)
     return torch.optim.AdamW(parameters, lr=1e-4, capturable=captured)
 
 
 class Loop:
     """A loop over one batch, with clocks: on the host for its parts, on the device for steps."""
 
-    def __init__(self, network: str, optimizer: str, mode: str, device: torch.device, **more: Any):
+    def __init__(
+        self, network: str, optimizer: str, mode: str, device: torch.device, **settings: Any
+    ):
         torch.manual_seed(0)
         make, batch = NETWORKS[network]
         self.device, self.small = device, network in SMALL
@@ -106,13 +109,16 @@ class Loop:
         captured = mode != "eager"
         forward = torch.compile(model) if mode == "compiled" else model
         self.host: list[tuple[float, ...]] = []
+        self.kinds: list[str] = []
+        self.rounds: list[float] = []
+        self.by_kind: dict[str, list[float]] = {}
         self.optimizer: Any = None
         if optimizer in PEERS:
             self.step = PEERS[optimizer][1](model, self.inputs, self.labels)
             return
         if optimizer in CURVATURES:
             self.optimizer = KFAC(
-                forward, 1e-4, curvature=CURVATURES[optimizer], weight_decay=1e-3, **more
+                forward, 1e-4, curvature=CURVATURES[optimizer], weight_decay=1e-3, **settings
             )
             with torch.autocast(device.type, torch.bfloat16, enabled=self.half):
                 self.optimizer.initialize([self.inputs])
@@ -130,37 +136,45 @@ class Loop:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             logits = self.forward(inputs)
             loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-        there = time.perf_counter()
+        forward_done = time.perf_counter()
         loss.backward()
-        back = time.perf_counter()
+        backward_done = time.perf_counter()
         self.optimizer.step()
         stepped = time.perf_counter()
         self.optimizer.zero_grad()
-        self.host.append((there - started, back - there, stepped - back))
+        self.host.append(
+            (forward_done - started, backward_done - forward_done, stepped - backward_done)
+        )
         return loss.detach()
 
-    def measured(self, steps: int, warm_up: int) -> Row:
-        """Milliseconds a step, by kind, and on the host."""
-        for _ in range(warm_up):
-            self.step()
+    def run(self, steps: int) -> None:
+        """Take steps and remember how long each took, by kind."""
         wait(self.device)
-        self.host.clear()
-        kinds: list[str] = []
+        first = len(self.kinds)
         marks: list[Any] = [self.mark()]
         started = time.perf_counter()
         for _ in range(steps):
-            kinds.append(kind_of_step(self.optimizer))
+            self.kinds.append(kind_of_step(self.optimizer))
             self.step()
             marks.append(self.mark())
         wait(self.device)
-        mean = 1e3 * (time.perf_counter() - started) / steps
-        found: dict[str, list[float]] = {}
-        for kind, before, after in zip(kinds, marks, marks[1:], strict=False):
+        self.rounds.append(1e3 * (time.perf_counter() - started) / steps)
+        for kind, before, after in zip(self.kinds[first:], marks, marks[1:], strict=False):
             took = before.elapsed_time(after) if self.device.type == "cuda" else after - before
-            found.setdefault(kind, []).append(took)
-        row: Row = {"ms": mean, "kinds": {k: statistics.median(v) for k, v in found.items()}}
+            self.by_kind.setdefault(kind, []).append(took)
+
+    def warm_up(self, steps: int) -> None:
+        """Steps that are not counted."""
+        for _ in range(steps):
+            self.step()
+        self.host.clear()
+
+    def times(self) -> Row:
+        """Milliseconds a step (the median of the rounds), by kind, and on the host."""
+        medians = {kind: statistics.median(values) for kind, values in self.by_kind.items()}
+        row: Row = {"ms": statistics.median(self.rounds), "rounds": self.rounds, "kinds": medians}
         if self.host:
-            row["host_ms"] = self.host_parts(kinds)
+            row["host_ms"] = self.host_parts(self.kinds)
         return row
 
     def host_parts(self, kinds: list[str]) -> dict[str, list[float]]:
@@ -182,28 +196,39 @@ class Loop:
         return event
 
 
-def measured(network: str, optimizer: str, mode: str, options: argparse.Namespace) -> Row:
+def first_round(
+    loops: dict[str, Loop], network: str, optimizer: str, mode: str, options: argparse.Namespace
+) -> Row:
+    """Add the optimizer's loop to `loops`; its times in a first round, and its memory."""
     device = torch.device(options.device)
     cuda = device.type == "cuda"
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if cuda else 0
+    allocated = torch.cuda.memory_allocated() if cuda else 0
+    reserved = torch.cuda.memory_reserved() if cuda else 0
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
-    more: Row = {}
+    settings: Row = {}
     if optimizer in CURVATURES:
-        more["options"] = KFACOptions(
+        settings["options"] = KFACOptions(
             inversion_lag=options.lag,
             replay=not options.launched,
             half_inverses=optimizer.endswith("-half"),
         )
-    loop = Loop(network, optimizer, mode, device, **more)
-    row = loop.measured(options.steps, options.warm_up)
-    row["gigabytes"] = (torch.cuda.max_memory_allocated() - before) / 1e9 if cuda else None
+    loop = Loop(network, optimizer, mode, device, **settings)
+    loop.warm_up(options.warm_up)
+    loop.run(options.steps)
+    row = loop.times()
+    row["gigabytes"] = (torch.cuda.max_memory_allocated() - allocated) / 1e9 if cuda else None
+    # with what graphs and the allocator keep
+    row["reserved_gigabytes"] = (
+        (torch.cuda.max_memory_reserved() - reserved) / 1e9 if cuda else None
+    )
     if options.profile and mode == "eager" and optimizer in CURVATURES:
         profile(loop)
+    loops[optimizer] = loop
     return row
 
 
@@ -257,7 +282,8 @@ def main(given: list[str] | None = None) -> None:
     kinds = ("first", *CURVATURES)
     parser.add_argument("--optimizers", nargs="+", default=list(kinds[:3]), choices=kinds)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--warm-up", type=int, default=33)
+    parser.add_argument("--rounds", type=int, default=3, help="of so many steps, taken in turns")
+    parser.add_argument("--warm-up", type=int, default=133, help="steps; K-FAC's graphs need 101")
     parser.add_argument("--lag", type=int, default=0, help="K-FAC's inversion lag")
     parser.add_argument("--launched", action="store_true", help="K-FAC's updates without a graph")
     parser.add_argument("--no-peers", action="store_true")
@@ -275,9 +301,15 @@ def main(given: list[str] | None = None) -> None:
             steps = list(options.optimizers)
             if mode == "eager" and network in SMALL and not options.no_peers:
                 steps += [name for name in PEERS if installed(name)]
+            loops: dict[str, Loop] = {}
             for step in steps:
                 row = {"network": network, "step": step, "mode": mode}
-                rows.append(attempt(row, partial(measured, network, step, mode, options)))
+                timed = partial(first_round, loops, network, step, mode, options)
+                rows.append(attempt(row, timed))
+                save(options.out, {"about": about, "rows": rows})
+            for step in list(loops) * (options.rounds - 1):
+                loops[step].run(options.steps)
+                rows[steps.index(step) - len(steps)].update(loops[step].times())
                 save(options.out, {"about": about, "rows": rows})
     save(options.out, {"about": about, "rows": rows}, complete=True)
     print(table(rows))

@@ -195,8 +195,8 @@ def benchmark(network: str, options: argparse.Namespace, result: dict[str, list[
 
 
 def table(result: dict[str, Any]) -> str:
-    said = "{device}, torch {torch}, {precision}, batch {batch_size}, {date}"
-    lines = [said.format(**result["about"])]
+    heading = "{device}, torch {torch}, {precision}, batch {batch_size}, {date}"
+    lines = [heading.format(**result["about"])]
     for part in PARTS:
         for row in result[part]:
             words = (f"{k} {v:.4g}" if isinstance(v, float) else f"{v}" for k, v in row.items())

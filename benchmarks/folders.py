@@ -42,8 +42,8 @@ def commands(seeds: int, page: Path) -> dict[str, list[str]]:
 
 def specs(seeds: int) -> list[RunSpec]:
     """The paper's runs at tier quick, with so many seeds."""
-    found = [c for name in artefacts() for c in cells(name, "quick", seeds=seeds)]
-    return list({spec.id: spec for cell in found for spec in cell.runs}.values())
+    paper_cells = [c for name in artefacts() for c in cells(name, "quick", seeds=seeds)]
+    return list({spec.id: spec for cell in paper_cells for spec in cell.runs}.values())
 
 
 def write_run(store: RunStore, spec: RunSpec, number: int, epochs: int) -> None:

@@ -90,18 +90,21 @@ def adamw(parameters: Any, lr: float, weight_decay: float, cuda: bool) -> torch.
 def optimizers_for(
     name: str, model: nn.Module, setting: Row, *, cuda: bool
 ) -> list[torch.optim.Optimizer]:
-    own = dict(setting)
+    settings = dict(setting)
     if name == "adamw":
-        return [adamw(model.parameters(), own["lr"], own["weight_decay"], cuda)]
+        return [adamw(model.parameters(), settings["lr"], settings["weight_decay"], cuda)]
     if name == "muon":
         inside = [p for n, p in model.named_parameters() if "layers" in n and p.ndim == 2]
         known = set(map(id, inside))
         rest = [p for p in model.parameters() if id(p) not in known]
-        return [Muon(inside, own["lr"], own["weight_decay"]), adamw(rest, own["lr"], 0.0, cuda)]
-    rare = {key: own.pop(key) for key in ("rms_behind_momentum", "exclude") if key in own}
+        return [
+            Muon(inside, settings["lr"], settings["weight_decay"]),
+            adamw(rest, settings["lr"], 0.0, cuda),
+        ]
+    rare = {key: settings.pop(key) for key in ("rms_behind_momentum", "exclude") if key in settings}
     options = KFACOptions(**rare, others_betas=(0.9, 0.95))
     common = {"curvature": "gauss-newton", "weight_decay": 0.1, "others_lr": 2e-3}
-    return [KFAC(model, options=options, **{**common, **own})]
+    return [KFAC(model, options=options, **{**common, **settings})]
 
 
 def rate_at(step: int, steps: int) -> float:
@@ -151,8 +154,8 @@ def trained(name: str, setting: Row, seed: int, data: Any, options: argparse.Nam
     started = time.perf_counter()
     for number in range(options.steps):
         scale = rate_at(number, options.steps)
-        for optimizer, own in zip(steppers, bases, strict=True):
-            for group, base in zip(optimizer.param_groups, own, strict=True):
+        for optimizer, base_lrs in zip(steppers, bases, strict=True):
+            for group, base in zip(optimizer.param_groups, base_lrs, strict=True):
                 group["lr"] = base * scale
         loss = take(*draw())
         if (number + 1) % max(1, options.steps // 4) == 0:
@@ -192,8 +195,8 @@ def main(given: list[str] | None = None) -> None:
         rows.append(attempt(row, lambda: trained(name, setting, seed, data, options)))
         save(options.out, {**about, "rows": rows})
         last = rows[-1]
-        told = last.get("error") or f"{last['held_out']:.4f} in {last['seconds']:.1f} s"
-        print(f"{name:<6} {json.dumps(setting)} seed {seed}: {told}", flush=True)
+        outcome = last.get("error") or f"{last['held_out']:.4f} in {last['seconds']:.1f} s"
+        print(f"{name:<6} {json.dumps(setting)} seed {seed}: {outcome}", flush=True)
         return last
 
     for name in options.optimizers:
@@ -206,8 +209,8 @@ def main(given: list[str] | None = None) -> None:
         again = [best, *(run(name, best["setting"], seed) for seed in range(1, options.seeds))]
         losses = [row["held_out"] for row in again if row and "held_out" in row]
         spread = statistics.stdev(losses) if len(losses) > 1 else float("nan")
-        told = f"{statistics.mean(losses):.4f} +- {spread:.4f} (n = {len(losses)})"
-        print(f"{name}: best {json.dumps(best['setting'])}: {told}", flush=True)
+        losses_words = f"{statistics.mean(losses):.4f} +- {spread:.4f} (n = {len(losses)})"
+        print(f"{name}: best {json.dumps(best['setting'])}: {losses_words}", flush=True)
     save(options.out, {**about, "rows": rows}, complete=True)
 
 

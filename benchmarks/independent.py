@@ -140,7 +140,7 @@ class Trainer:
         norms = [m for m in self.model.modules() if isinstance(m, nn.BatchNorm2d)]
         if not norms:
             return None
-        kept = [({k: v.clone() for k, v in m.state_dict().items()}, m.momentum) for m in norms]
+        before = [({k: v.clone() for k, v in m.state_dict().items()}, m.momentum) for m in norms]
         for m in norms:
             m.reset_running_stats()
             m.momentum = None  # plain mean over the batches
@@ -149,7 +149,7 @@ class Trainer:
             with amp(self.options, self.device):
                 self.model(x[start : start + 1000])
         result = self.evaluate(test_x, test_y)
-        for m, (state, momentum) in zip(norms, kept, strict=True):
+        for m, (state, momentum) in zip(norms, before, strict=True):
             m.load_state_dict(state)
             m.momentum = momentum
         return result
@@ -323,17 +323,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stream = torch.cuda.Stream() if device.type == "cuda" else None
     # one side stream for everything, so that capture sees no other; None does nothing
     with torch.cuda.stream(stream):
-        for one in settings(options):
+        for setting in settings(options):
             if time.perf_counter() > deadline:
                 print(
                     "OUT OF TIME before "
-                    + json.dumps({"lr": one.lr, "wd": one.wd, "seed": one.seed}),
+                    + json.dumps({"lr": setting.lr, "wd": setting.wd, "seed": setting.seed}),
                     flush=True,
                 )
                 continue
-            tf32 = one.precision != "fp32"
+            tf32 = setting.precision != "fp32"
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-            results.append(train(one, data, device, deadline))
+            results.append(train(setting, data, device, deadline))
             if options.json:
                 options.json.write_text(json.dumps(results))
     for r in results:

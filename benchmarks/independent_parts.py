@@ -55,9 +55,9 @@ def split(
     if options.held_out:
         generator = torch.Generator().manual_seed(options.split_seed)
         order = torch.randperm(len(train_x), generator=generator)
-        kept, held = order[:-5000], order[-5000:]
+        training, held = order[:-5000], order[-5000:]
         test_x, test_y = train_x[held], train_y[held]
-        train_x, train_y = train_x[kept], train_y[kept]
+        train_x, train_y = train_x[training], train_y[training]
     if options.limit:
         train_x, train_y = train_x[: options.limit], train_y[: options.limit]
         test_x, test_y = test_x[: options.limit], test_y[: options.limit]

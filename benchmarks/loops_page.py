@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import defaults
+import momentum as momentum_benchmark
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]
@@ -48,9 +49,9 @@ def gpt(rows: list[Row]) -> str:
     """Every setting that was tried, the best of each optimizer with its seeds."""
     lines = []
     for name in dict.fromkeys(row["optimizer"] for row in rows):
-        own = [row for row in rows if row["optimizer"] == name and "held_out" in row]
-        settings = {json.dumps(row["setting"]): row["setting"] for row in own}
-        groups = {key: [r for r in own if json.dumps(r["setting"]) == key] for key in settings}
+        finished = [row for row in rows if row["optimizer"] == name and "held_out" in row]
+        settings = {json.dumps(row["setting"]): row["setting"] for row in finished}
+        groups = {key: [r for r in finished if json.dumps(r["setting"]) == key] for key in settings}
 
         def loss(key: str, groups: dict[str, list[Row]] = groups) -> float:
             mean = statistics.mean(row["held_out"] for row in groups[key])
@@ -59,10 +60,12 @@ def gpt(rows: list[Row]) -> str:
         for key in sorted(groups, key=loss):
             losses = [row["held_out"] for row in groups[key]]
             spread = f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
-            told = ", ".join(f"{k} {_plain(v)}" for k, v in settings[key].items())
+            setting_words = ", ".join(f"{k} {_plain(v)}" for k, v in settings[key].items())
             per_step = [1e3 * row["seconds"] / row["curve"][-1]["step"] for row in groups[key]]
             mean = f"{statistics.mean(losses):.3f}{spread}"
-            lines.append([name, told, mean, str(len(losses)), _number(statistics.median(per_step))])
+            lines.append(
+                [name, setting_words, mean, str(len(losses)), _number(statistics.median(per_step))]
+            )
     columns = ["optimizer", "setting", "held-out loss", "seeds", "ms a step"]
     return markdown(columns, lines, right=3)
 
@@ -70,16 +73,22 @@ def gpt(rows: list[Row]) -> str:
 def memory(rows: list[Row]) -> str:
     """Computed peaks, over the first-order optimizer's, and what stays between steps."""
     base = {row["network"]: row for row in rows if row["step"] == "first"}
-    lines = [
-        [
-            *(row["network"], row["step"], _number(row["gigabytes"])),
-            _ratio(row, base.get(row["network"], {}), "gigabytes"),
-            _number(row["state"] / row["parameters"]),
-        ]
-        for row in rows
-    ]
-    columns = ["network", "optimizer", "GB", "x", "state / parameters"]
-    return markdown(columns, lines, right=3)
+    lines = []
+    for row in rows:
+        first = base.get(row["network"], {})
+        replayed = row | {"gigabytes": row["gigabytes"] + row["inversion"]}
+        numbers = [_number(row["gigabytes"]), _ratio(row, first, "gigabytes")]
+        numbers += [_number(row["inversion"]), _ratio(replayed, first, "gigabytes")]
+        share = _number(row["state"] / row["parameters"])
+        lines.append([row["network"], row["step"], *numbers, share])
+    columns = ["network", "optimizer", "GB", "x", "inversion's graph", "x with it"]
+    return markdown([*columns, "state / parameters"], lines, right=5)
+
+
+def momentum(rows: list[Row]) -> str:
+    """Held-out losses by the place of momentum and learning rate, and the best of each."""
+    columns, *lines = momentum_benchmark.table(rows)
+    return markdown(columns, lines, right=len(columns) - 2)
 
 
 def sizes(rows: list[Row]) -> str:
@@ -102,6 +111,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "gpt": gpt,
     "defaults": defaults.table,
     "memory": memory,
+    "momentum": momentum,
     "sizes": sizes,
 }
 

@@ -58,28 +58,28 @@ def random_data(device: torch.device, train: int, test: int) -> DataSet:
     return DataSet("cifar10", split(train), split(test), 10, mean, std).to(device)
 
 
-def spec_for(network: str, optimizer: str, options: argparse.Namespace, **more: Any) -> RunSpec:
+def spec_for(network: str, optimizer: str, options: argparse.Namespace, **fields: Any) -> RunSpec:
     """A run as the paper's, with batch norm and augmentation, at the benchmark's options."""
-    own = dict(OPTIMIZERS[optimizer])
+    usual = dict(OPTIMIZERS[optimizer])
     if optimizer.startswith("kfac"):
-        own["inversion_lag"] = options.inversion_lag
+        usual["inversion_lag"] = options.inversion_lag
     common = {"data": "cifar10", "batch_norm": True, "augment": True, "lr": 1e-3}
     sizes = {"width": options.width, "batch_size": options.batch_size}
-    settings = {**common, **sizes, **own, "weight_decay": 1e-3, "precision": options.precision}
-    return RunSpec(network=network, optimizer=optimizer, **settings, **more).resolved()
+    settings = {**common, **sizes, **usual, "weight_decay": 1e-3, "precision": options.precision}
+    return RunSpec(network=network, optimizer=optimizer, **settings, **fields).resolved()
 
 
 def parser(description: str) -> argparse.ArgumentParser:
     """The options that the benchmarks have in common."""
-    found = argparse.ArgumentParser(description=description)
-    found.add_argument("--networks", nargs="+", default=["vgg16", "resnet32"])
-    found.add_argument("--precision", default="bf16", choices=["fp32", "tf32", "bf16"])
-    found.add_argument("--width", type=float, default=1.0)
-    found.add_argument("--batch-size", type=int, default=128)
-    found.add_argument("--inversion-lag", type=int, default=0)
-    found.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    found.add_argument("--json", action="store_true")
-    return found
+    shared = argparse.ArgumentParser(description=description)
+    shared.add_argument("--networks", nargs="+", default=["vgg16", "resnet32"])
+    shared.add_argument("--precision", default="bf16", choices=["fp32", "tf32", "bf16"])
+    shared.add_argument("--width", type=float, default=1.0)
+    shared.add_argument("--batch-size", type=int, default=128)
+    shared.add_argument("--inversion-lag", type=int, default=0)
+    shared.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    shared.add_argument("--json", action="store_true")
+    return shared
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
@@ -105,12 +105,12 @@ def attempt(row: dict[str, Any], work: Callable[[], dict[str, Any]]) -> dict[str
     Told on stderr at once: a benchmark that is cut short leaves what it had.
     """
     try:
-        found = {**row, **work()}
+        result = {**row, **work()}
     except Exception as error:
         traceback.print_exc()
-        found = {**row, "error": f"{type(error).__name__}: {error}".splitlines()[0]}
-    print(json.dumps(found), file=sys.stderr, flush=True)
-    return found
+        result = {**row, "error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    print(json.dumps(result), file=sys.stderr, flush=True)
+    return result
 
 
 def save(path: Path | None, record: dict[str, Any], *, complete: bool = False) -> None:
@@ -187,8 +187,8 @@ class Clock:
         return {
             name: sum(
                 self.milliseconds(*span)
-                for found in (self._spans, graph)
-                for span in found.get(name, ())
+                for spans in (self._spans, graph)
+                for span in spans.get(name, ())
             )
             for name in {*self._spans, *graph}
         }

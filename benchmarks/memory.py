@@ -5,6 +5,8 @@
 The loop of `eager.py` on fake tensors: shapes without numbers. Every tensor that an operation makes
 counts until it is freed, and the peak is taken over a plain step and those that refresh and
 invert. On top of it comes what the graph of a replayed update keeps: as much as the update needs.
+What the graph of an inversion keeps stands by itself: without one, the allocator keeps as much
+after the first inversion, but gives it to others who need it.
 Not counted: workspaces of cuBLAS and cuDNN, the allocator's rounding, and kernels that fuse
 otherwise on a GPU. On the two networks whose peaks were measured in results/loops/eager-large.json
 it is within 3 % of them (tested).
@@ -28,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from decaylab.curvature import storage
 from decaylab.curvature.kinds.kind import Shape
-from decaylab.curvature.preconditioner import Preconditioner
+from decaylab.curvature.preconditioner import LARGEST_KEPT, Preconditioner
 from decaylab.optim.health import Skips
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.options import KFACOptions
@@ -98,7 +100,7 @@ def as_on_a_gpu(memory: Memory) -> Iterator[None]:
 
 
 def predicted(network: str, step: str) -> Row:
-    """Gigabytes: the peak of a loop, and what K-FAC keeps between its steps."""
+    """Gigabytes: the peak of a loop, what its inversion's graph and K-FAC keep between steps."""
     memory = Memory()
     with FakeTensorMode(allow_non_fake_inputs=True), memory, as_on_a_gpu(memory):
         make, batch = NETWORKS[network]
@@ -108,6 +110,8 @@ def predicted(network: str, step: str) -> Row:
             options = KFACOptions(half_inverses=step.endswith("-half"), seed=0)
             curvature: Any = CURVATURES[step]
             optimizer = KFAC(model, 1e-4, curvature=curvature, refresh_every=2, options=options)
+            running, keeps_room = optimizer.estimator.running, optimizer._preconditioner.keeps_room
+            running.keeps_totals = keeps_room and running.may_keep_totals
         peaks, update = [], 0
         for _ in range(3):  # an inversion, a plain step, a refresh beside all state
             kind = kind_of_step(optimizer)
@@ -123,12 +127,15 @@ def predicted(network: str, step: str) -> Row:
                 update = memory.peak - before
             optimizer.zero_grad()
             del loss
-        replayed = isinstance(optimizer, KFAC) and optimizer._preconditioner.keeps_room
-        if replayed:
+        inversion = 0.0
+        if isinstance(optimizer, KFAC) and optimizer._preconditioner.keeps_room:
             peaks = [peak + update for peak in peaks[::2]] + peaks[1::2]
+            inversion = optimizer._preconditioner.inversion_room
+            inversion *= inversion <= LARGEST_KEPT
         parameters = sum(p.nbytes for p in model.parameters())
-        kept = memory.now - parameters - inputs.nbytes - labels.nbytes
-    return {"gigabytes": max(peaks) / 1e9, "state": kept / 1e9, "parameters": parameters / 1e9}
+        state = memory.now - parameters - inputs.nbytes - labels.nbytes
+    numbers = {"gigabytes": max(peaks), "inversion": inversion, "state": state}
+    return {name: size / 1e9 for name, size in (numbers | {"parameters": parameters}).items()}
 
 
 def main(given: list[str] | None = None) -> None:

@@ -30,6 +30,13 @@ SCHEDULES = {"vgg16": 130, "resnet32": 330}  # the target for 100 epochs, in sec
 ACCURACIES = {"vgg16": 88.3, "resnet32": 89.5}  # the target of K-FAC-G with decay, no BN, short
 REPEATS = "repeats"  # the folder, among the runs, of some made once more: not compiled, or in TF32
 LARGEST_ERROR = 0.02  # the target for the relative error of a layer's step
+EPOCH_PARTS = {
+    "epoch": "Epochs, with data and evaluation",
+    "at-once": "Several runs at once",
+    "evaluation": "Evaluation",
+    "checkpoint": "Checkpoints",
+    "jacobian": "The exact Jacobian norm",
+}
 NETWORKS = {"vgg16": "VGG16 (BN)", "resnet32": "ResNet32 x4 (BN)"}
 GRAPHS = ("captured", "compiled-captured")
 Row = dict[str, Any]
@@ -52,25 +59,25 @@ class SpeedRows:
     @staticmethod
     def read(paths: Iterable[Path], runs: Path) -> "SpeedRows":
         """From the files that the benchmarks printed, and the records of runs."""
-        found = SpeedRows(
+        measured = SpeedRows(
             schedules=whole_schedules(RunStore(runs)),
             accuracies=[*accuracies(RunStore(runs)), *accuracies(RunStore(runs / REPEATS))],
         )
         for path in paths:
             result = json.loads(path.read_text(encoding="utf-8"))
-            found.about.append({"file": path.name, **result["about"]})
-            found.add_steps(result.get("rows", []))
+            measured.about.append({"file": path.name, **result["about"]})
+            measured.add_steps(result.get("rows", []))
             for row in result.get("parts", []):
-                found.parts[row["network"], row["step"], row["mode"]] = row
+                measured.parts[row["network"], row["step"], row["mode"]] = row
             for row in result.get("precision", []):
-                found.precision[row["run"], row["step"], row["damping"]] = row
-            found.missing = result.get("not_installed", found.missing)
+                measured.precision[row["run"], row["step"], row["damping"]] = row
+            measured.missing = result.get("not_installed", measured.missing)
             for part in ("epoch", "at-once", "evaluation", "checkpoint", "jacobian"):
                 for row in result.get(part, []):
-                    kept = [(k, v) for k, v in row.items() if k != "error"]
-                    place = tuple(v for _, v in kept if not isinstance(v, float))
-                    found.epochs.setdefault(part, {})[place] = row
-        return found
+                    settings = [(k, v) for k, v in row.items() if k != "error"]
+                    place = tuple(v for _, v in settings if not isinstance(v, float))
+                    measured.epochs.setdefault(part, {})[place] = row
+        return measured
 
     def add_steps(self, rows: list[Row]) -> None:
         """Those of a file with deterministic steps count for these alone: one run, one lag."""
@@ -103,7 +110,7 @@ def finished(store: RunStore, tier: str) -> Iterator[tuple[RunFolder, Manifest, 
 
 def whole_schedules(store: RunStore) -> list[Row]:
     """Seconds of K-FAC runs at the paper's schedule that had a GPU to themselves."""
-    found = []
+    schedule_rows = []
     for folder, manifest, spec in finished(store, "full"):
         if manifest.device == "cpu" or manifest.at_once > 1 or manifest.resumes:
             continue
@@ -111,7 +118,7 @@ def whole_schedules(store: RunStore) -> list[Row]:
             continue
         rows = folder.rows().rows
         steps = [row.value for row in rows if row.name == "train/seconds"]
-        found.append(
+        schedule_rows.append(
             {
                 **{"run": folder.id, "network": spec.network, "batch_size": spec.batch_size},
                 "epochs": spec.epochs,
@@ -120,20 +127,21 @@ def whole_schedules(store: RunStore) -> list[Row]:
                 "with_probes": manifest.updated - manifest.started,
             }
         )
-    return found
+    return schedule_rows
 
 
 def accuracies(store: RunStore) -> list[Row]:
     """The last test accuracy of K-FAC-G with decay, CIFAR-10 without BN or augmentation, short."""
-    found = []
+    accuracy_rows = []
     for folder, manifest, spec in finished(store, "short"):
-        of = (spec.data, spec.optimizer, spec.decay, spec.batch_norm, spec.augment)
-        if of == ("cifar10", "kfac-g", "decoupled", False, False) and spec.network in ACCURACIES:
+        setting = (spec.data, spec.optimizer, spec.decay, spec.batch_norm, spec.augment)
+        judged = setting == ("cifar10", "kfac-g", "decoupled", False, False)
+        if judged and spec.network in ACCURACIES:
             last = folder.rows().last("test/accuracy")
             seen = {"network": spec.network, "run": folder.id, "seed": manifest.seed}
             seen |= {"precision": spec.precision, "compiled": manifest.compiled}
-            found.append({**seen, "accuracy": 100 * (last or 0.0)})
-    return found
+            accuracy_rows.append({**seen, "accuracy": 100 * (last or 0.0)})
+    return accuracy_rows
 
 
 def best_ms(step: str) -> Callable[[SpeedRows, str], float | None]:
@@ -156,12 +164,12 @@ def best_ratio(step: str) -> Callable[[SpeedRows, str], float | None]:
 
 def more_memory(measured: SpeedRows, network: str) -> float | None:
     """Gigabytes of the larger K-FAC over SGD, in the same mode; the mode with the most."""
-    found = []
+    differences = []
     for mode in GRAPHS:
         names = ("sgd", "kfac-f", "kfac-g")
         used = [measured.steps.get((network, n, mode), {}).get("gigabytes") for n in names]
-        found += [own - used[0] for own in used[1:] if own is not None and used[0] is not None]
-    return max(found, default=None)
+        differences += [gb - used[0] for gb in used[1:] if gb is not None and used[0] is not None]
+    return max(differences, default=None)
 
 
 def most(part: str, key: str) -> Callable[[SpeedRows, str], float | None]:
@@ -292,11 +300,11 @@ def against_bounds(measured: SpeedRows) -> str:
 def epochs(measured: SpeedRows) -> str:
     """A table for each part of the epoch benchmark, with the columns that its rows have."""
     blocks = []
-    for part, found in measured.epochs.items():
-        columns = list(dict.fromkeys(key for row in found.values() for key in row))
-        rows = [[cell(row.get(key, "")) for key in columns] for row in found.values()]
+    for part, part_rows in measured.epochs.items():
+        columns = list(dict.fromkeys(key for row in part_rows.values() for key in row))
+        rows = [[cell(row.get(key, "")) for key in columns] for row in part_rows.values()]
         blocks.append(table([name.replace("_", " ") for name in columns], rows))
-        blocks[-1] = f"{part.capitalize()}:\n\n{blocks[-1]}"
+        blocks[-1] = f"{EPOCH_PARTS[part]}:\n\n{blocks[-1]}"
     return "\n\n".join(blocks)
 
 
@@ -329,10 +337,10 @@ def determinism(measured: SpeedRows) -> str:
 
 def trained(measured: SpeedRows) -> str:
     """Run by run, and mean and standard deviation of each network's in each precision."""
-    rows, of = [], defaultdict[tuple[str, str], list[Row]](list)
+    rows, by_setting = [], defaultdict[tuple[str, str], list[Row]](list)
     for row in measured.accuracies:
-        of[row["network"], row["precision"]].append(row)
-    for (network, precision), runs in of.items():
+        by_setting[row["network"], row["precision"]].append(row)
+    for (network, precision), runs in by_setting.items():
         for row in runs:
             words = [f"`{row['run']}`", str(row["seed"]), precision]
             compiled = "yes" if row["compiled"] else "no"
@@ -368,14 +376,14 @@ def measured_section(measured: SpeedRows) -> str:
     """What stands between the marks."""
     places = []
     for about in measured.about:
-        said = "{file}: {device}, {date}, torch {torch}, decaylab {version}".format(**about)
+        place = "{file}: {device}, {date}, torch {torch}, decaylab {version}".format(**about)
         commit = f" ({about['commit'][:9]})" if about["commit"] else ""
         if "batch_size" in about:
             commit += ", {precision}, batch {batch_size}, inversion lag {inversion_lag}".format(
                 **about
             )
             commit += ", compiled" if about.get("compiled") else ""
-        places.append(f"- {said}{commit}")
+        places.append(f"- {place}{commit}")
     sections = {
         "Targets": goals(measured),
         "Steps": steps(measured) if measured.steps else "",

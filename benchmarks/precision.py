@@ -31,10 +31,10 @@ Steps = dict[str, Tensor]
 
 def load(folder: Path, data_dir: Path | None, device: str) -> TrainingRun:
     """The run as its checkpoint left it, at the beginning of an epoch."""
-    found = RunFolder(folder)
-    spec = RunSpec.of_run(found)
+    run_folder = RunFolder(folder)
+    spec = RunSpec.of_run(run_folder)
     run = TrainingRun(spec, build_data(spec, data_dir).to(device), graphs=False)
-    state = checkpoint.load(found.checkpoint)
+    state = checkpoint.load(run_folder.checkpoint)
     state["recorded"] = False
     run.load_state_dict(state)
     return run
@@ -67,13 +67,13 @@ def gradients_of(run: TrainingRun, batches: int) -> Iterator[None]:
 
 def joined(optimizer: KFAC) -> Steps:
     """[weight, bias] of each layer, as its factors order them: gradients, or then steps."""
-    found, blocks = {}, optimizer._preconditioner
+    by_layer, blocks = {}, optimizer._preconditioner
     for name, block in blocks.blocks.items():
         parts = [blocks.slots[p].step for p in block.site.parts]
-        found[name] = torch.cat(
+        by_layer[name] = torch.cat(
             [part.flatten(1) if part.dim() > 1 else part[:, None] for part in parts], 1
         )
-    return found
+    return by_layer
 
 
 @torch.no_grad()
@@ -129,9 +129,9 @@ def main() -> None:
         if not isinstance(optimizer, KFAC):
             parser.error(f"{folder} is no K-FAC run")
         optimizer.damping = options.damping or optimizer.damping
-        found = errors(run, options.batches)
-        said = {"run": run.spec.id, "step": run.step, "precision": run.spec.precision}
-        results.append({**said, "damping": optimizer.damping, "layers": found})
+        layer_errors = errors(run, options.batches)
+        about_run = {"run": run.spec.id, "step": run.step, "precision": run.spec.precision}
+        results.append({**about_run, "damping": optimizer.damping, "layers": layer_errors})
     about = place(options.device)
     if options.json:
         print(json.dumps({"about": about, "precision": results}, indent=1))

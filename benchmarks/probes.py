@@ -39,12 +39,12 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
     return time.process_time() - start
 
 
-def median_ratio(one: Callable[[], float], other: Callable[[], float], rounds: int) -> float:
-    """Median over the rounds of one's seconds over the other's, in turns, after a warm-up."""
-    one(), other()
+def median_ratio(probed: Callable[[], float], bare: Callable[[], float], rounds: int) -> float:
+    """Median over the rounds of `probed`'s seconds over `bare`'s, in turns, after a warm-up."""
+    probed(), bare()
     ratios = []
     for i in range(rounds):
-        first, second = (one(), other()) if i % 2 else reversed((other(), one()))
+        first, second = (probed(), bare()) if i % 2 else reversed((bare(), probed()))
         ratios.append(first / second)
     return statistics.median(ratios)
 

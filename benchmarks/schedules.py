@@ -75,8 +75,8 @@ class Case:
 
     def without_memory(self, schedule: EquivalentSchedule) -> EquivalentSchedule:
         """The schedule, if nothing remembered other norms (decoupled decay)."""
-        kept = 1 - self.settings["lr"] * self.weight_decay
-        left = [kept**step for step in range(len(schedule.lr) + 1)]  # before each step
+        rate = 1 - self.settings["lr"] * self.weight_decay
+        left = [rate**step for step in range(len(schedule.lr) + 1)]  # before each step
         if schedule.damping:
             damping = tuple(self.settings["damping"] * r**2 for r in left[:-1])
             return replace(schedule, lr=schedule.others, damping=damping)
@@ -177,7 +177,7 @@ def runs_of(case: Case, seed: int, steps: int) -> dict[str, Run]:
     start = net(seed)
     model = copy.deepcopy(start)
     decayed = train(model, case.decayed(model), steps)
-    found = {"": read_run(decayed)}
+    by_schedule = {"": read_run(decayed)}
     written = equivalent_schedule(decayed)
     for name in case.schedules:
         schedule = {"advise schedule": written, "none": replace(written, lr=written.others)}.get(
@@ -185,8 +185,8 @@ def runs_of(case: Case, seed: int, steps: int) -> dict[str, Run]:
         )
         model = copy.deepcopy(start)
         optimizer = case.optimizer(model, schedule.groups(model))
-        found[name] = read_run(train(model, optimizer, steps, schedule))
-    return found
+        by_schedule[name] = read_run(train(model, optimizer, steps, schedule))
+    return by_schedule
 
 
 def means(series: Series, parts: int) -> list[float]:
@@ -197,12 +197,15 @@ def means(series: Series, parts: int) -> list[float]:
 
 
 def ratios(
-    run: Run, decayed: Run, of: Callable[[RecordedLayer], Series], parts: int = EIGHTHS
+    run: Run, decayed: Run, quantity: Callable[[RecordedLayer], Series], parts: int = EIGHTHS
 ) -> Iterator[float]:
     """Of the means over each part, for the layers that the schedule is for."""
     for layer in decayed.turned_layers:
-        both = (means(of(found), parts) for found in (run.layers[layer.name], layer))
-        yield from (one / other for one, other in zip(*both, strict=True))
+        both = (
+            means(quantity(compared_layer), parts)
+            for compared_layer in (run.layers[layer.name], layer)
+        )
+        yield from (mean / decayed_mean for mean, decayed_mean in zip(*both, strict=True))
 
 
 QUANTITIES: dict[str, Callable[[RecordedLayer], Series]] = {
@@ -217,9 +220,11 @@ def compared(case: Case, seeds: int, steps: int, quantities: Iterable[str]) -> l
     runs = [runs_of(case, seed, steps) for seed in range(seeds)]
     rows = []
     for name in case.schedules:
-        found = {
+        ranges = {
             quantity: extremes(
-                value for of in runs for value in ratios(of[name], of[""], QUANTITIES[quantity])
+                value
+                for by_schedule in runs
+                for value in ratios(by_schedule[name], by_schedule[""], QUANTITIES[quantity])
             )
             for quantity in quantities
         }
@@ -229,7 +234,7 @@ def compared(case: Case, seeds: int, steps: int, quantities: Iterable[str]) -> l
                 "run": case.name,
                 "decay a step": float(f"{max(taken):.2g}"),
                 "schedule": name,
-                **found,
+                **ranges,
             }
         )
     return rows
@@ -237,20 +242,20 @@ def compared(case: Case, seeds: int, steps: int, quantities: Iterable[str]) -> l
 
 def extremes(values: Iterable[float]) -> list[float]:
     """[smallest, largest]."""
-    found = list(values)
-    return [min(found), max(found)]
+    listed = list(values)
+    return [min(listed), max(listed)]
 
 
 def one_run(seeds: int, steps: int) -> list[Row]:
     """Of K-FAC on a grid of settings: reconstructed from one run over that of both."""
-    found: dict[bool, list[float]] = {False: [], True: []}
+    by_refusal: dict[bool, list[float]] = {False: [], True: []}
     for settings, seed in product(GRID, range(seeds)):
         for refused, ratio in reconstructions(settings, seed, steps):
-            found[refused].append(ratio)
+            by_refusal[refused].append(ratio)
     does = {False: "answers from one run", True: "asks for a baseline"}
     return [
         {"diagnose": does[refused], "layers": len(values), "one run / both": extremes(values)}
-        for refused, values in found.items()
+        for refused, values in by_refusal.items()
         if values
     ]
 
@@ -261,10 +266,10 @@ def reconstructions(settings: Row, seed: int, steps: int) -> list[tuple[bool, fl
     runs = []
     for weight_decay in (settings["weight_decay"], 0.0):
         model = net(seed)
-        own = {**settings, "weight_decay": weight_decay, "step_scaling": "none"}
-        optimizer = KFAC(model, **own)
+        kfac_settings = {**settings, "weight_decay": weight_decay, "step_scaling": "none"}
+        optimizer = KFAC(model, **kfac_settings)
         runs.append(read_run(train(model, optimizer, steps, **watching)))
-    found = []
+    factors = []
     for layer in runs[0].turned_layers:
         both = effects.damping_effect(layer, runs[1].layers[layer.name])
         refused = effects.old_factors(layer)
@@ -273,8 +278,8 @@ def reconstructions(settings: Row, seed: int, steps: int) -> list[tuple[bool, fl
             alone = effects.damping_effect(layer, None)
         assert both is not None
         assert alone is not None
-        found.append((refused, alone.value / both.value))
-    return found
+        factors.append((refused, alone.value / both.value))
+    return factors
 
 
 PARTS: dict[str, Callable[[int, int], list[Row]]] = {
@@ -297,16 +302,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     start = time.perf_counter()
-    found: dict[str, Any] = {
+    by_part: dict[str, Any] = {
         part: PARTS[part](options.seeds, options.steps) for part in options.parts
     }
     seconds = round(time.perf_counter() - start)
     about = place("cpu") | {"seeds": options.seeds, "steps": options.steps, "seconds": seconds}
     if options.json:
-        print(json.dumps({"about": about, **found}, indent=1, ensure_ascii=False))
+        print(json.dumps({"about": about, **by_part}, indent=1, ensure_ascii=False))
         return
     print(about)
-    for part, rows in found.items():
+    for part, rows in by_part.items():
         print(part)
         for row in rows:
             print("  " + "; ".join(f"{name}: {words(value)}" for name, value in row.items()))

@@ -161,18 +161,18 @@ def parts(spec: RunSpec, data: DataSet, steps: int, **how: bool) -> Row:
             kind = trial.kind()
             trial.clock.begin(kind)
             trial.take(1)
-            found = trial.clock.read()
+            spans = trial.clock.read()
             if step >= trial.warm_up:
-                found["update"] = found["whole update"] - found["preconditioning"]
+                spans["update"] = spans["whole update"] - spans["preconditioning"]
                 passes, products = (
-                    found.get(k, 0.0) for k in ("curvature passes", "factor products")
+                    spans.get(k, 0.0) for k in ("curvature passes", "factor products")
                 )
-                found["sampled backward"] = passes - products
-                found["step"] = trial.clock.milliseconds(*trial.spans[-1][1:])
-                seen[kind].append(found)
+                spans["sampled backward"] = passes - products
+                spans["step"] = trial.clock.milliseconds(*trial.spans[-1][1:])
+                seen[kind].append(spans)
     return {
         kind: {
-            part: statistics.median(found.get(part, 0.0) for found in seen[kind])
+            part: statistics.median(spans.get(part, 0.0) for spans in seen[kind])
             for part in (*PARTS_OF[kind], "step")
         }
         for kind in seen
@@ -214,8 +214,8 @@ def number(value: float | None, form: str = "8.3f") -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    said = "{device}, torch {torch}, {precision}, batch {batch_size}, {date}"
-    lines = [said.format(**result["about"])]
+    heading = "{device}, torch {torch}, {precision}, batch {batch_size}, {date}"
+    lines = [heading.format(**result["about"])]
     kinds = ("plain", "refresh", "invert")
     head = f"{'network':<9} {'step':<13} {'mode':<18} {'ms':>8} {'x SGD':>6} {'x stock':>7}"
     lines.append(f"{head} {' '.join(f'{kind:>8}' for kind in kinds)} {'GB':>6}")
@@ -229,10 +229,10 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"{line} {' '.join(times)} {number(row['gigabytes'], '6.2f')}")
     lines += [f"{name}: not installed" for name in result["not_installed"]]
     for row in (row for row in result["parts"] if "error" not in row):
-        found = [
+        part_times = [
             (part, row[kind][part]) for kind in kinds if kind in row for part in PARTS_OF[kind]
         ]
-        named = ", ".join(f"{part} {value:.3f}" for part, value in found)
+        named = ", ".join(f"{part} {value:.3f}" for part, value in part_times)
         lines.append(f"parts of {row['network']} {row['step']} {row['mode']}, ms: {named}")
     return "\n".join(lines)
 
@@ -243,8 +243,8 @@ def main(given: list[str] | None = None) -> None:
         "--optimizers", nargs="+", default=["sgd", "adam", "kfac-f", "kfac-g"]
     )
     modes = (*MODES, DETERMINISTIC)
-    told = "default: all but the last; on a CPU: eager"
-    options_parser.add_argument("--modes", nargs="+", choices=modes, help=told)
+    modes_help = "default: all but the last; on a CPU: eager"
+    options_parser.add_argument("--modes", nargs="+", choices=modes, help=modes_help)
     options_parser.add_argument("--steps", type=int, default=200)
     options_parser.add_argument(
         "--part-steps", type=int, default=102, help="steps with clocks inside"
@@ -264,8 +264,8 @@ def main(given: list[str] | None = None) -> None:
         "not_installed": missing,
     }
     for network in options.networks:
-        for key, found in benchmark(network, options).items():
-            result[key] += found
+        for key, rows in benchmark(network, options).items():
+            result[key] += rows
     print(json.dumps(result, indent=1) if options.json else table(result))
 
 

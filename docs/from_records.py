@@ -1,8 +1,10 @@
-"""What the pages say in numbers, read from the records in results/ whenever the site is built.
+"""What the pages say in numbers, read from the records in results/.
 
-A page asks for a block with a line `<!-- records: NAME -->`; `BLOCKS` has the names. So nothing is
-typed by hand, nothing can be out of date, and where there are no records a block says so and which
-command makes them. `mkdocs build` loads this file as a hook.
+A page asks for a block with the lines `<!-- records: NAME -->` and `<!-- end -->`; `BLOCKS` has the
+names. So nothing is typed by hand, and where there are no records a block says so and which command
+makes them. `mkdocs build` loads this file as a hook and fills the blocks in anew, with figures;
+`python docs/from_records.py` (part of `make results-pages`) writes their text between the lines,
+for readers of the files themselves.
 """
 
 import json
@@ -21,6 +23,7 @@ from decaylab.attribution import SIZE_FREE_ROTATION, Estimate
 from decaylab.attribution.shares import in_points
 from decaylab.attribution.words import fraction, margin
 from decaylab.diagnosis import Finding, diagnose, reasons
+from decaylab.document import grid_markdown, text_grid
 from decaylab.errors import DecaylabError
 from decaylab.paper import TIERS, FinishedRun, FinishedRuns, artefact_of
 from decaylab.paper.claims import CLAIMS
@@ -39,9 +42,9 @@ from decaylab.report.mechanisms import (
     short_accuracy_grid,
 )
 from decaylab.report.names import counted_seeds, key_title, named
-from decaylab.report.page import grid_markdown, text_grid
 from decaylab.report.tables import OverSeeds, number, seeds_words, to_grid
 from decaylab.sweeps.estimate import Estimator, checked_estimates
+from decaylab.sweeps.queue import CommandEntry, read_queue
 from decaylab.sweeps.run_index import indexed_runs
 from decaylab.sweeps.sweep import pack
 
@@ -50,7 +53,9 @@ from results_pages.results import PAPERS_OWN, Results
 
 RESULTS = Path(__file__).parents[1] / "results"
 NET = ("dataset", "network", "batch_norm", "augment")  # Table 1's columns that tell a net
-BLOCK = re.compile(r"^<!-- records: ([\w-]+) -->$", re.MULTILINE)
+BLOCK = re.compile(r"^<!-- records: ([\w-]+) -->$.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
+PANELS = re.compile(r'<div class="panels" markdown>.*?</div>', re.DOTALL)
+NO_PANELS = "*The figures are in the site that `make docs` builds.*"
 # A link from a page to a file of the repository that is not a page.
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)\s]+)\)")
 
@@ -217,6 +222,8 @@ def reconstructed(records: Records) -> str:
     """The first mechanism's factor as one run tells it, beside that of both runs."""
     rows = []
     for tier, words, folders in _decayed(records):
+        if len(folders) < 2:
+            continue
         both, alone = (diagnose(*sources) for sources in (folders, folders[:1]))
         effects = [result.findings[0].effect for result in (alone, both)]
         if both.baselines and all(effects):
@@ -336,7 +343,8 @@ def attributions(records: Records) -> str:
             "{device}, {date}, torch {torch}, decaylab {version}".format(**attribution["about"])
         ] = None
     if not rows:
-        return "*Not run yet.* `decaylab attribute SPEC --json > results/attribution/NAME.json`\n"
+        command = "decaylab attribute SPEC --json > results/attribution/NAME.json"
+        return f"*Not run yet.* `{command}`\n{_queued(records, 'attribution')}"
     header = ["run", "metric", "total", *SHARES, "norms alone"]
     caption = (
         "Effect of decay, with minus without, and the shares of it; accuracies in points. —: the"
@@ -344,7 +352,22 @@ def attributions(records: Records) -> str:
         " back with the norms and without decay (Fig. 4). Each interval is 95 % by"
         f" itself: of so many, some miss. {'; '.join(about)}."
     )
-    return f"{text_grid(header, rows)}\n<small>{caption}</small>\n"
+    left = _queued(records, "attribution")
+    return f"{text_grid(header, rows)}\n<small>{caption}</small>\n{left}"
+
+
+def _queued(records: Records, folder: str) -> str:
+    """What the queue has for a folder of results that is not there yet."""
+    queue = records.root / "queue.toml"
+    names = [
+        entry.name.partition(": ")[2] or entry.name
+        for entry in (read_queue(queue) if queue.exists() else ())
+        if isinstance(entry, CommandEntry)
+        and Path(entry.writes).parent.name == folder
+        and not (records.root / folder / Path(entry.writes).name).exists()
+    ]
+    listed = ", ".join(names)
+    return f"\nIn the [queue](reproduction.md#the-queue), not run yet: {listed}.\n" if names else ""
 
 
 def advice_followed(records: Records) -> str:
@@ -604,18 +627,33 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
 }
 
 
+def block_text(name: str, records: Records) -> str:
+    """What a block says."""
+    if name not in BLOCKS:
+        raise DecaylabError(f"no block {name!r}: choose one of {', '.join(BLOCKS)}")
+    return BLOCKS[name](records)
+
+
 def filled_in(markdown: str, records: Records) -> str:
-    """A page with its blocks; links to files that are not pages become their names."""
+    """A page of the site with its blocks; links to files that are not pages become their names."""
 
     def block(match: re.Match[str]) -> str:
-        if match[1] not in BLOCKS:
-            raise DecaylabError(f"no block {match[1]!r}: choose one of {', '.join(BLOCKS)}")
-        text = BLOCKS[match[1]](records)
+        text = block_text(match[1], records)
         for sign in (" ± ", " †", "× "):  # no line breaks here
             text = text.replace(sign, sign.replace(" ", "\u00a0"))
         return text
 
     return OUTSIDE.sub(r"\1 (`\2` in the repository)", BLOCK.sub(block, markdown))
+
+
+def written(markdown: str, records: Records) -> str:
+    """A page of the repository with the text of its blocks between their lines."""
+
+    def block(match: re.Match[str]) -> str:
+        text = PANELS.sub(NO_PANELS, block_text(match[1], records)).strip()
+        return f"<!-- records: {match[1]} -->\n\n{text}\n\n<!-- end -->"
+
+    return BLOCK.sub(block, markdown)
 
 
 _records: list[Records] = []  # of the running build
@@ -651,3 +689,9 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
             f"{page.file.src_uri} would fetch {fetched[0]}...: keep a copy in docs/"
         )
     return output
+
+
+if __name__ == "__main__":
+    everything = Records()
+    for page in sorted(Path(__file__).parent.glob("*.md")):
+        page.write_text(written(page.read_text(encoding="utf-8"), everything), encoding="utf-8")

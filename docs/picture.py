@@ -13,9 +13,9 @@ from PIL.PngImagePlugin import PngInfo
 
 from decaylab.paper import FinishedRuns, artefact_of
 from decaylab.records import RunStore
-from decaylab.report.drawing import side_by_side
 from decaylab.report.figures import panels_csv
 from decaylab.report.sections import fill
+from decaylab.report.sheets import draw_sheets
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "images" / "fig5.png"
@@ -37,7 +37,7 @@ def main() -> None:
     drawn = panels()
     numbers = PngInfo()
     numbers.add_text("numbers", fingerprint(drawn))
-    sheet = Image.open(io.BytesIO(side_by_side(drawn)))
+    sheet = Image.open(io.BytesIO(draw_sheets({"fig5": drawn})["fig5"].png))
     sheet.save(PICTURE, pnginfo=numbers, optimize=True)
 
 

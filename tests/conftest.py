@@ -1,4 +1,6 @@
 import os
+import signal
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -7,6 +9,13 @@ from hypothesis import HealthCheck, settings
 # What a shell or a CI may have set and printing would heed; here, before typer is imported.
 for name in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "NO_COLOR", "PY_COLORS", "TERMINAL_WIDTH"):
     os.environ.pop(name, None)
+
+# A shell that runs the tests in the background lets them, and all that they start, ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No file of a test need survive a power cut, and there are thousands to wait for the disk for.
+os.fsync = lambda handle: None
 
 # How long an example takes, and whether two take as long, is the machine's matter.
 settings.register_profile(
@@ -20,23 +29,9 @@ def pytest_runtest_setup():
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="session")
-def smoke_runs(tmp_path_factory):
-    """The records of `decaylab reproduce all --tier smoke`, made once: read them, do not write."""
-    from typer.testing import CliRunner
+@pytest.fixture
+def without_theory(monkeypatch):
+    """Reports without the theory's checks, which take six seconds and have tests of their own."""
+    from decaylab.report import write
 
-    from decaylab.cli import app
-
-    runs = tmp_path_factory.mktemp("smoke") / "runs"
-    threads = torch.get_num_threads()
-    try:
-        done = CliRunner().invoke(
-            app,
-            ["reproduce", "all", "--tier", "smoke", "--runs", str(runs)],
-            catch_exceptions=False,
-        )
-    finally:
-        torch.set_num_threads(threads)
-    assert done.exit_code == 0, done.output
-    (runs / "said.txt").write_text(done.output)
-    return runs
+    monkeypatch.setattr(write, "theory_beside", lambda: nullcontext(list))

@@ -7,7 +7,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "decaylab"
 # A package imports only from packages to its left (and from itself).
 ORDER = [
     {"errors"},
-    {"notebook", "text_table"},
+    {"document", "notebook", "text_table"},
     {"records", "data"},
     {"networks"},
     {"curvature"},

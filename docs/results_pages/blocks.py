@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from decaylab.document import grid_markdown, text_grid
 from decaylab.errors import DecaylabError
 from decaylab.paper import TIERS, Cell
 from decaylab.paper.claims import CLAIMS, Claim
@@ -15,7 +16,6 @@ from decaylab.paper.superseded import superseded as superseded_why
 from decaylab.records.files import replace_text
 from decaylab.report.figures import groups, label_of
 from decaylab.report.names import key_title, named, percent
-from decaylab.report.page import grid_markdown, text_grid
 from decaylab.report.sections import Filled
 from decaylab.report.tables import (
     Entry,

@@ -9,12 +9,12 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from decaylab.document import text_grid
 from decaylab.errors import DecaylabError
 from decaylab.paper import TIERS, Cell, FinishedRun, FinishedRuns, artefact_of, artefacts
 from decaylab.paper.claims import Claim
 from decaylab.records import RunStore
 from decaylab.report.names import differing, key_words, named, percent
-from decaylab.report.page import text_grid
 from decaylab.report.provenance import seeds_of, tiers_of
 from decaylab.report.sections import Filled, fill, judged, titled
 from decaylab.sweeps.estimate import Estimator

@@ -7,10 +7,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from decaylab.document import text_grid
 from decaylab.paper import FinishedRuns
 from decaylab.paper.settings import on_edge, searched
 from decaylab.report.names import key_words, named, percent
-from decaylab.report.page import text_grid
 from decaylab.sweeps.run_index import IndexedRun
 
 ACCURACY, LOSS = "test/accuracy", "train/running_loss"  # a trial is tested on the held-out images

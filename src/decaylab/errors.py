@@ -1,9 +1,13 @@
 """Errors that a user can fix: one sentence that says what is wrong and what to do about it."""
 
 import importlib
+import math
+import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,8 @@ from typing import Any
 RUNS_LEFT = 75
 """Exit code of a command that stopped in time with work left: sysexits' EX_TEMPFAIL, try again."""
 
+MOST_CHOICES = 40
+"""So many names are listed where an unknown one was given."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -28,9 +34,17 @@ class DecaylabError(Exception):
     """Wrong or missing input. The command line prints the sentence and exits with 2."""
 
     exit_code = 2
+    place = ""  # the file, or the part of one, that it is about, where the sentence does not say
 
     def __init__(self, sentence: str) -> None:
-        super().__init__(printable(sentence))  # it may name a file, or quote one
+        super().__init__(sentence)
+
+    def __str__(self) -> str:  # it may name a file, or quote one
+        return printable(f"{self.place}: {self._sentence()}" if self.place else self._sentence())
+
+    def _sentence(self) -> str:
+        """What is wrong and what to do about it."""
+        return str(self.args[0])
 
 
 class Diverged(DecaylabError):
@@ -39,18 +53,307 @@ class Diverged(DecaylabError):
     exit_code = 3
 
 
-def unknown(kind: str, name: object, known: Iterable[str]) -> DecaylabError:
-    """The error for a name that is none of those known, with the nearest of them.
+@dataclass(eq=False)
+class TypedError(DecaylabError):
+    """An error that many places can meet: type and fields say what is wrong; words are here."""
 
-    >>> print(unknown("network", "vgg61", ["mlp", "vgg16"]))
+    def __post_init__(self) -> None:
+        self.args = tuple(vars(self).values())  # what pickle builds it from again
+
+
+@dataclass(eq=False)
+class BadValue(TypedError):
+    """A value that is not what is wanted.
+
+    >>> print(BadValue("--sbatch", "gpu", "KEY=VALUE, such as partition=gpu"))
+    --sbatch must be KEY=VALUE, such as partition=gpu, not 'gpu'
+    """
+
+    name: str
+    value: object
+    wanted: object
+    why: str = ""
+
+    def _sentence(self) -> str:
+        because = f": {self.why}" if self.why else ""
+        return f"{self.name} must be {self.wanted}, not {self._shown()}{because}"
+
+    def _shown(self) -> str:
+        """The value as the sentence shows it."""
+        return _short(self.value)
+
+
+class OutOfRange(BadValue):
+    """A number outside its range, or not a number at all."""
+
+
+class WrongType(BadValue):
+    """Something of another type.
+
+    >>> print(WrongType("the optimizer", "sgd", "a torch optimizer"))
+    the optimizer must be a torch optimizer, not a str
+    """
+
+    def _shown(self) -> str:
+        name = type(self.value).__name__
+        return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+@dataclass(frozen=True)
+class Range:
+    """The finite numbers between two bounds.
+
+    >>> print(Range(at_least=0, below=1))
+    at least 0 and below 1
+    """
+
+    above: float | None = None
+    at_least: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+
+    def __contains__(self, value: Any) -> bool:
+        return bool(
+            -math.inf < value < math.inf  # nan is not, either
+            and (self.above is None or value > self.above)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.below is None or value < self.below)
+            and (self.at_most is None or value <= self.at_most)
+        )
+
+    def __str__(self) -> str:
+        bounds = [(key, value) for key, value in vars(self).items() if value is not None]
+        return " and ".join(f"{key.replace('_', ' ')} {value}" for key, value in bounds)
+
+    def check(self, name: str, value: object, why: str = "") -> None:
+        """Refuse a number that is not in this range."""
+        if value not in self:
+            raise OutOfRange(name, value, self, why)
+
+
+POSITIVE = Range(above=0)
+NOT_NEGATIVE = Range(at_least=0)
+AT_LEAST_ONE = Range(at_least=1)
+FRACTION = Range(at_least=0, below=1)
+
+
+@dataclass(eq=False)
+class UnknownName(TypedError):
+    """A name that is none of those known; the sentence offers the nearest of them.
+
+    >>> print(UnknownName("network", "vgg61", ["mlp", "vgg16"]))
     unknown network 'vgg61' (did you mean vgg16?): choose one of mlp, vgg16
     """
-    choices = [str(choice) for choice in known]
-    shown = repr(name) if len(repr(name)) <= 60 else f"{repr(name)[:60]}..."
-    return DecaylabError(
-        f"unknown {kind} {shown}{did_you_mean(str(name), choices)}: choose one of"
-        f" {', '.join(choices)}"
-    )
+
+    kind: str
+    name: object
+    choices: Iterable[object]
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        self.choices = tuple(map(str, self.choices))
+        super().__post_init__()
+
+    def _sentence(self) -> str:
+        choices = tuple(map(str, self.choices))
+        near = did_you_mean(str(self.name), choices)
+        listed = ", ".join(choices[:MOST_CHOICES]) + ", ..." * (len(choices) > MOST_CHOICES)
+        remedy = self.remedy or (f"choose one of {listed}" if choices else "there are none")
+        return f"unknown {self.kind} {_short(self.name)}{near}: {remedy}"
+
+
+def check_name(kind: str, name: object, choices: Collection[object]) -> None:
+    """Refuse a name that is none of those known."""
+    if name not in choices:
+        raise UnknownName(kind, name, choices)
+
+
+@dataclass(eq=False)
+class NameTaken(TypedError):
+    """A name that something registered has already."""
+
+    kind: str
+    name: str
+
+    def _sentence(self) -> str:
+        return f"there is a {self.kind} {self.name!r} already: choose another name"
+
+
+@dataclass(eq=False)
+class Misplaced(TypedError):
+    """Settings that only something else has.
+
+    >>> print(Misplaced(["--sbatch", "--wait"], "--engine slurm"))
+    --sbatch and --wait are for --engine slurm: leave them out
+    """
+
+    settings: Sequence[str]
+    owner: str
+    remedy: str = ""
+
+    def _sentence(self) -> str:
+        several = len(self.settings) > 1
+        remedy = self.remedy or f"leave {'them' if several else 'it'} out"
+        verb = "are" if several else "is"
+        return f"{_listing(self.settings)} {verb} for {self.owner}: {remedy}"
+
+
+@dataclass(eq=False)
+class Conflict(TypedError):
+    """Settings that exclude each other.
+
+    >>> print(Conflict(["step_rms", "kl_clip"], "both set how long steps are"))
+    step_rms and kl_clip exclude each other, as both set how long steps are: leave one out
+    """
+
+    settings: Sequence[str]
+    why: str
+    remedy: str = "leave one out"
+
+    def _sentence(self) -> str:
+        return f"{_listing(self.settings)} exclude each other, as {self.why}: {self.remedy}"
+
+
+@dataclass(eq=False)
+class Mismatch(TypedError):
+    """Things that must have the same of something, and have not.
+
+    >>> print(Mismatch("device", {"the inputs": "cpu", "the model": "cuda"}, "move one of them"))
+    the inputs (cpu) and the model (cuda) differ in device: move one of them
+    """
+
+    what: str
+    values: Mapping[str, object]
+    remedy: str
+
+    def _sentence(self) -> str:
+        owners = _listing([f"{owner} ({value})" for owner, value in self.values.items()])
+        return f"{owners} differ in {self.what}: {self.remedy}"
+
+
+@dataclass(eq=False)
+class Lacks(TypedError):
+    """Something without what is needed of it.
+
+    >>> print(Lacks("the batch", "examples", "give at least one"))
+    the batch has no examples: give at least one
+    """
+
+    owner: object
+    what: str
+    remedy: str
+
+    def _sentence(self) -> str:
+        return f"{self.owner} has no {self.what}: {self.remedy}"
+
+
+@dataclass(eq=False)
+class NoFolder(TypedError):
+    """A folder that is not there, or a file in its place."""
+
+    path: Path
+    remedy: str
+
+    def _sentence(self) -> str:
+        if os.path.exists(self.path):  # of Path, it raises where a name is too long
+            return f"{self.path} is not a folder: {self.remedy}"
+        return f"there is no folder {self.path}{path_did_you_mean(self.path)}: {self.remedy}"
+
+
+@dataclass(eq=False)
+class _Caused(TypedError):
+    """An error that has a reason, which may be an exception: its words are kept."""
+
+    what: object
+    reason: str | BaseException
+    remedy: str
+
+    def __post_init__(self) -> None:
+        self.reason = _in_words(self.reason)
+        super().__post_init__()
+
+
+class Failed(_Caused):
+    """Something of the user's that raised an error."""
+
+    def _sentence(self) -> str:
+        return f"{self.what} failed ({self.reason}): {self.remedy}"
+
+
+class Damaged(_Caused):
+    """A file that does not hold what it should: cut off, overwritten, or another one.
+
+    >>> print(Damaged("rows.json", ValueError("not a row"), "put the whole file back"))
+    rows.json is damaged (ValueError: not a row): put the whole file back
+    """
+
+    def _sentence(self) -> str:
+        return f"{self.what} is damaged ({self.reason}): {self.remedy}"
+
+
+class NotRead(_Caused):
+    """A file or folder that cannot be read; the sentence offers one with a name close to it."""
+
+    def _sentence(self) -> str:
+        near = path_did_you_mean(Path(str(self.what)))
+        return f"{self.what} cannot be read ({self.reason}){near}: {self.remedy}"
+
+
+class NotWritten(_Caused):
+    """A file or folder that cannot be written."""
+
+    def _sentence(self) -> str:
+        return f"{self.what} cannot be written ({self.reason}): {self.remedy}"
+
+
+@dataclass(eq=False)
+class NotFinished(TypedError):
+    """A run that must be finished first."""
+
+    run: str
+    remedy: str
+
+    def _sentence(self) -> str:
+        return f"run {self.run} is not finished: {self.remedy}"
+
+
+@dataclass(eq=False)
+class NotInstalled(TypedError):
+    """A package that an extra of decaylab installs, and that is not there."""
+
+    package: str
+    extra: str
+    what: str
+
+    def _sentence(self) -> str:
+        return f"{self.what} needs {self.package}: pip install 'decaylab[{self.extra}]'"
+
+
+def _short(value: object) -> str:
+    """A value for a sentence, on one line: its beginning, if it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def _listing(names: Sequence[str]) -> str:
+    """The names as English lists them.
+
+    >>> _listing(["a", "b", "c"])
+    'a, b and c'
+    """
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def _in_words(reason: str | BaseException) -> str:
+    """A reason, what the system says, or the first line of an exception with its type."""
+    if isinstance(reason, str):
+        return reason
+    if isinstance(reason, UnicodeDecodeError):
+        return "it is not UTF-8 text"
+    if isinstance(reason, OSError) and reason.strerror:
+        return reason.strerror
+    first = str(reason).partition("\n")[0]
+    return f"{type(reason).__name__}: {first}" if first else type(reason).__name__
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -62,11 +365,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def path_did_you_mean(path: Path) -> str:
     """The same for a path that does not exist, whichever of its parts is misspelt."""
     near = _nearest_path(path)
-    return f" (did you mean {near}?)" if near is not None else ""
+    return f" (did you mean {near}?)" if near not in (None, path) else ""
 
 
 def _nearest_path(path: Path) -> Path | None:
-    if path.exists() or path == path.parent:
+    if os.path.exists(path) or path == path.parent:
         return path
     folder = _nearest_path(path.parent)
     try:
@@ -84,10 +387,20 @@ def _closest(name: str, known: list[str]) -> str:
     return max(near, key=lambda other: (letters & Counter(other)).total(), default="")
 
 
+@contextmanager
+def naming(place: object) -> Iterator[None]:
+    """Let errors name the file, or the part of one, that they are about."""
+    try:
+        yield
+    except DecaylabError as error:
+        error.place = str(place)
+        raise
+
+
 def needed(module: str, extra: str, what: str) -> Any:
     """Import a module that an extra installs; if it is missing, say that `what` needs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         name = (error.name or module).split(".")[0]
-        raise DecaylabError(f"{what} needs {name}: pip install 'decaylab[{extra}]'") from error
+        raise NotInstalled(name, extra, what) from error

@@ -137,11 +137,11 @@ class TextTable:
             return None
         widths = list(least)
         for place in sorted(range(len(columns)), key=lambda p: self.columns[columns[p]].words):
-            more = min(spare, natural[place] - least[place])
-            if not self.columns[columns[place]].words and more < natural[place] - least[place]:
-                more = 0  # a heading wraps between words, so that half of the way does not help
-            widths[place] += more
-            spare -= more
+            gain = min(spare, natural[place] - least[place])
+            if not self.columns[columns[place]].words and gain < natural[place] - least[place]:
+                gain = 0  # a heading wraps between words, so that half of the way does not help
+            widths[place] += gain
+            spare -= gain
         return _Layout(list(columns), widths)
 
     def _natural(self, column: int) -> int:
@@ -189,10 +189,10 @@ class TextTable:
             widths[-1] = max(widths[-1] - over, 8)
         spare = width - sum(widths) - len(GAP) * len(part)
         for place, column in enumerate((first, *part)):
-            more = min(max(spare, 0), self._natural(column) - widths[place])
+            gain = min(max(spare, 0), self._natural(column) - widths[place])
             if self.columns[column].words or place == 0:
-                widths[place] += max(more, 0)
-                spare -= max(more, 0)
+                widths[place] += max(gain, 0)
+                spare -= max(gain, 0)
         return _Layout([first, *part], widths)
 
     def _drawn(self, layout: _Layout) -> Iterator[Line]:

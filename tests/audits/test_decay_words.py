@@ -85,6 +85,11 @@ PROBLEMS = {
     ),
     Problem.FOREIGN: ({"count": 3}, "the optimizers step 3 parameters that are not the model's"),
     Problem.IGNORED: ({"optimizer": "X"}, "X ignores its weight decay: a, b, c and 2 more"),
+    Problem.LOST: (
+        {"optimizer": "X", "format": "float16"},
+        "X's decay is lost to rounding, because W (1 - lr x decay) is W in float16: a, b, c and 2"
+        " more; keep the weights in float32, with autocast if need be",
+    ),
     Problem.REPEATED: (
         {"optimizer": "X", "times": 2},
         "X applies its weight decay 2 times a step: a, b, c and 2 more",

@@ -10,7 +10,7 @@ from decaylab.sweeps.queue import CommandEntry, read_queue
 QUEUE = Path(__file__).parents[2] / "results" / "queue.toml"
 # Of each script, what does the work: with what to put in its place.
 RESULTS = {
-    "eager": ("measured", {"ms": 1.0, "kinds": {"plain": 1.0}, "gigabytes": 1.0}),
+    "eager": ("first_round", {"ms": 1.0, "kinds": {"plain": 1.0}, "gigabytes": 1.0}),
     "gpt": ("trained", {"held_out": 1.0, "seconds": 1.0, "curve": [{"step": 1}]}),
     "defaults": ("trained", {"loss": 1.0, "held_out": 1.0, "trained": True}),
     "step_sizes": ("accuracy", {"accuracy": 0.9}),

@@ -203,7 +203,7 @@ def test_the_page_has_every_number_beside_its_goal(benchmark, capsys, tmp_path):
     inversion = made["step"]["parts"][-1]["invert"]["inversion"]
     assert any(f"{inversion:.2f}" in line for line in lines.values())
     assert made["step"]["about"]["torch"] in text
-    assert "Jacobian:" in text
+    assert f"{page.EPOCH_PARTS['jacobian']}:" in text
     with pytest.raises(SystemExit):
         page.main([*files, "--page", files[0]])
     assert json.loads((tmp_path / "step.json").read_text()) == made["step"]

@@ -85,6 +85,14 @@ def test_nothing_runs_over_the_edge(opened):
     assert max(widths) <= window
 
 
+def test_no_table_has_to_be_moved_sideways(opened):
+    tab, _ = opened
+    tab.value("document.querySelectorAll('details').forEach(d => d.open = true)")
+    tables = "[...document.querySelectorAll('.scroll')]"
+    wide = f"{tables}.filter(e => e.scrollWidth > e.clientWidth).map(e => e.ariaLabel)"
+    assert tab.value(wide) == []
+
+
 def test_what_is_folded_fits_too(opened):
     """Every diagnosis of the report, opened."""
     tab, _ = opened

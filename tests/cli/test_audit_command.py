@@ -55,11 +55,11 @@ def test_a_right_one_and_a_wrong_one(module):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["kfac"], "is no MODULE:NAME"),
-        (["no_such_module:kfac"], "importing no_such_module failed"),
+        (["kfac"], "MODULE:NAME"),
+        (["no_such_module:kfac"], "ModuleNotFoundError"),
         (["broken_optimizers:kfac"], "ZeroDivisionError"),
-        (["audited_optimizers:missing"], "has no function 'missing'"),
-        (["audited_optimizers:NOTHING"], "has no function 'NOTHING'"),
+        (["audited_optimizers:missing"], "'missing'"),
+        (["audited_optimizers:NOTHING"], "'NOTHING'"),
         (["torch.optim:SGD"], "wrap it in one that sets lr"),
         (["audited_optimizers:right", "--curvature", "hessian"], "unknown curvature"),
     ],

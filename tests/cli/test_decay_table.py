@@ -4,10 +4,11 @@ import json
 
 import pytest
 import typer
+from refusals import refuses
 from typer.testing import CliRunner
 
 from decaylab.cli.decay import decay_table_command
-from decaylab.errors import DecaylabError
+from decaylab.errors import Lacks, Misplaced, OutOfRange, UnknownName
 from decaylab.optim.decay import OPTIMIZERS
 from decaylab.optim.first_order import sgd
 from decaylab.training.build import BUILDERS
@@ -75,19 +76,37 @@ def test_the_printed_table_has_a_line_for_parameters_of_one_kind():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "kind", "fields"),
     [
-        (["vgg17"], "unknown network"),
-        (["mlp", "--optimizer", "lion"], "unknown optimizer"),
-        (["mlp", "--decay", "L1"], "unknown decay"),
-        (["mlp", "--scope", "head"], "unknown decay_scope"),
-        (["mlp", "--weight-decay", "-1"], "weight_decay"),
-        (["mlp", "--lr", "-1"], "lr must be positive"),
-        (["mlp", "--momentum", "1"], "momentum"),
-        (["mlp", "--optimizer", "adam", "--momentum", "0.5"], "momentum is not a setting of adam"),
-        (["mlp", "--width", "0"], "width"),
+        (["vgg17"], UnknownName, {"kind": "network"}),
+        (["mlp", "--optimizer", "lion"], UnknownName, {"kind": "optimizer"}),
+        (["mlp", "--decay", "L1"], UnknownName, {"kind": "decay"}),
+        (["mlp", "--scope", "head"], UnknownName, {"kind": "decay_scope"}),
+        (["mlp", "--weight-decay", "-1"], OutOfRange, {"name": "weight_decay"}),
+        (["mlp", "--lr", "-1"], OutOfRange, {"name": "lr"}),
+        (["mlp", "--momentum", "1"], OutOfRange, {"name": "momentum"}),
+        (
+            ["mlp", "--optimizer", "adam", "--momentum", "0.5"],
+            Misplaced,
+            {"settings": ["momentum"]},
+        ),
+        (["mlp", "--width", "0"], OutOfRange, {"name": "width"}),
     ],
 )
-def test_bad_input_gets_a_sentence(arguments, words):
-    with pytest.raises(DecaylabError, match=words):
+def test_bad_input_gets_a_sentence(arguments, kind, fields):
+    with refuses(kind, **fields):
         runner.invoke(app, arguments, catch_exceptions=False)
+
+
+def test_a_model_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "own_training.py").write_text(
+        "import torch\n"
+        "def setup():\n"
+        "    model = torch.nn.Linear(4, 3)\n"
+        "    return model, torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.25)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    table = rows("own_training:setup")
+    assert {name: row["factor"] for name, row in table.items()} == {"weight": 0.875, "bias": 0.875}
+    with refuses(Lacks, what="model"):
+        runner.invoke(app, ["torch.optim:AdamW"], catch_exceptions=False)

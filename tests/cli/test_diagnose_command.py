@@ -102,16 +102,16 @@ def test_what_is_wrong_is_said_first(runs, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["diagnose", "nothing"], "no run 'nothing'"),
-        (["diagnose", "."], "holds no records"),
-        (["advise", "suggest", "nothing"], "no run 'nothing'"),
-        (["advise", "schedule", "PLAIN", "--out", "schedule.csv"], "nothing to replace"),
+        (["diagnose", "nothing"], "unknown run 'nothing'"),
+        (["diagnose", "."], "has no records"),
+        (["advise", "suggest", "nothing"], "unknown run 'nothing'"),
+        (["advise", "schedule", "PLAIN", "--out", "schedule.csv"], "has no scale-invariant layer"),
         (["advise", "schedule", "DECAYED", "--out", "schedule.txt"], ".csv or .toml"),
-        (["advise", "suggest", "DECAYED", "--rotation", "3"], "between 0 and 1 radian"),
-        (["advise", "suggest", "DECAYED", "--norm-at", "-1"], "up to step -1"),
+        (["advise", "suggest", "DECAYED", "--rotation", "3"], "rotation"),
+        (["advise", "suggest", "DECAYED", "--norm-at", "-1"], "not -1"),
         (["advise", "convert", "0.1", "--from", "lio", *LEARNING_RATES], "unknown optimizer"),
-        (["advise", "convert", "1e3", "--from", "sgd", *LEARNING_RATES], "too strong"),
-        (["advise", "convert", "1e3", "--from", "adam", *LEARNING_RATES], "too strong"),
+        (["advise", "convert", "1e3", "--from", "sgd", *LEARNING_RATES], "decay 1000"),
+        (["advise", "convert", "1e3", "--from", "adam", *LEARNING_RATES], "decay 1000"),
         (
             ["advise", "convert", "0.1", "--from", "adam", "--from-decay", "l2", *LEARNING_RATES],
             "L2",
@@ -130,6 +130,7 @@ def test_bad_input_is_one_sentence(runs, tmp_path, monkeypatch, arguments, said)
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.usefixtures("without_theory")
 def test_folders_of_watch_where_a_run_is_needed(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "rows.jsonl").touch()

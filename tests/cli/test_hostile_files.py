@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from refusals import refuses
 from typer.testing import CliRunner
 
 from decaylab.cli import app
-from decaylab.errors import DecaylabError
+from decaylab.errors import BadValue, DecaylabError
 from decaylab.records import Manifest, RunStore
 from decaylab.records.rows import Row
 from decaylab.training import RunSpec
@@ -58,6 +59,7 @@ def test_control_characters_of_records_do_not_reach_the_terminal(store, words):
     assert not {"\x1b", "\x07", "\x9b"} & set(result.output)
 
 
+@pytest.mark.usefixtures("without_theory")
 def test_the_report_holds_no_html_of_records(store, tmp_path):
     pytest.importorskip("matplotlib")
     words = ["report", "--runs", str(store.root), "--out", str(tmp_path / "report")]
@@ -72,27 +74,27 @@ def test_the_report_holds_no_html_of_records(store, tmp_path):
 
 @pytest.mark.parametrize("name", ["../other", "/etc", "..", "a/b", "a" * 300, "a\0b"])
 def test_a_source_is_a_run_beside_this_one(tmp_path, name):
-    with pytest.raises(DecaylabError, match="norm_source"):
+    with refuses(BadValue, name="norm_source"):
         RunSpec(batch_norm=True, norm_source=name)
-    with pytest.raises(DecaylabError, match="rotation_source"):
+    with refuses(BadValue, name="rotation_source"):
         RunSpec(rotation_source=name)
-    with pytest.raises(DecaylabError, match="is not the id of a run"):
+    with refuses(BadValue, value=name):
         RunStore(tmp_path).folder(name)
 
 
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"hidden": (10**12,)}, "hidden may be"),
-        ({"hidden": (8,) * 100_000}, "hidden may have 1000 layers"),
-        ({"hidden": (2**20, 2**20)}, "hidden would make 1.1e.12 weights"),
-        ({"network": "vgg16", "width": 1e9}, "width may be 64"),
-        ({"batch_size": 10**18}, "batch_size may be"),
-        ({"epochs": 10**30}, "epochs may be"),
-        ({"seed": 2**63}, "seed may be"),
-        ({"optimizer": "kfac-f", "refresh_every": 10**20}, "refresh_every may be"),
+        ({"hidden": (10**12,)}, "hidden"),
+        ({"hidden": (8,) * 100_000}, "number of hidden layers"),
+        ({"hidden": (2**20, 2**20)}, "number of hidden weights"),
+        ({"network": "vgg16", "width": 1e9}, "width"),
+        ({"batch_size": 10**18}, "batch_size"),
+        ({"epochs": 10**30}, "epochs"),
+        ({"seed": 2**63}, "seed"),
+        ({"optimizer": "kfac-f", "refresh_every": 10**20}, "refresh_every"),
         ({"network": "v" * 10**6}, "unknown network"),
-        ({"lr": "1" * 10**6}, "lr must be a number"),
+        ({"lr": "1" * 10**6}, "lr"),
     ],
 )
 def test_absurd_sizes_are_one_short_sentence(values, reason):

@@ -73,10 +73,10 @@ def test_a_folder_that_is_not_there_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["search", *CELL, "batch_size=big"], "a positive whole number, not 'big'"),
-        (["search", *CELL, "--max-minutes", "-3"], "--max-minutes must be positive"),
-        (["reproduce", "table1", "--checkpoint-every", "-1"], "must not be negative"),
-        (["train", *TINY, "--checkpoint-every", "nan"], "must not be negative"),
+        (["search", *CELL, "batch_size=big"], "not 'big'"),
+        (["search", *CELL, "--max-minutes", "-3"], "--max-minutes"),
+        (["reproduce", "table1", "--checkpoint-every", "-1"], "--checkpoint-every"),
+        (["train", *TINY, "--checkpoint-every", "nan"], "--checkpoint-every"),
     ],
 )
 def test_options_out_of_range_are_one_sentence(tmp_path, arguments, said):
@@ -93,6 +93,7 @@ def test_a_report_into_a_file_names_the_option(tmp_path):
     assert "--out" in result.stderr
 
 
+@pytest.mark.usefixtures("without_theory")
 def test_what_the_report_leaves_out_is_named(runs, tmp_path):
     copy = tmp_path / "runs"
     shutil.copytree(runs, copy)

@@ -85,7 +85,7 @@ def test_damaged_folders_do_not_hide_the_others(tmp_path):
     listed = runner.invoke(app, ["runs", "list", "--runs", str(tmp_path)])
     assert listed.exit_code == 0
     assert good.name in listed.stdout
-    assert "format 7" in listed.stderr
+    assert "(7)" in listed.stderr
     shown = runner.invoke(app, ["runs", "show", good.name, "--runs", str(tmp_path)])
     assert shown.exit_code == 0
     assert "rows.jsonl" in shown.stderr

@@ -2,11 +2,14 @@
 
 import os
 import re
+from functools import cache
 
 import pytest
 from typer.testing import CliRunner
 
 from decaylab.cli import app
+from decaylab.cli import audit as cli_audit
+from decaylab.cli import theory as cli_theory
 from decaylab.records import RunStore
 
 TINY = ["--hidden", "8,8", "--batch-size", "64", "--epochs", "3", "--device", "cpu", "--batch-norm"]
@@ -72,6 +75,15 @@ def names(folder):
     ids = [folder.id for folder in RunStore(folder / "runs").runs()]
     found = {"adam": "-adam-decoupled-", "plain": "-adam-none-", "kfac": "-kfac-f-"}
     return {name: next(i for i in ids if part in i) for name, part in found.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def computed_once():
+    """What takes seconds to compute and is only printed at another width."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli_theory, "theory_checks", cache(cli_theory.theory_checks))
+        patch.setattr(cli_audit, "audit", cache(cli_audit.audit))
+        yield
 
 
 @pytest.fixture(scope="module")

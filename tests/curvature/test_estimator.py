@@ -9,10 +9,11 @@ import torch
 from oracle.kfac import naive_factors, vectors_for
 from oracle.kfac_runs import assert_same_factors, cross_entropy, labels_for, random, seeded
 from oracle.plain_kfac import KFAC
+from refusals import refuses
 from torch import nn
 
 from decaylab.curvature.estimator import KroneckerEstimator
-from decaylab.errors import DecaylabError
+from decaylab.errors import Lacks, UnknownName
 from decaylab.probes import measured_factors
 
 CLASSES = 3
@@ -154,9 +155,9 @@ def test_probes_measure_by_it():
 
 def test_what_is_refused():
     model = seeded(net)
-    with pytest.raises(DecaylabError, match="unknown sharing 'both'"):
+    with refuses(UnknownName, kind="sharing", name="both"):
         KroneckerEstimator(model, sharing="both")
-    with pytest.raises(DecaylabError, match="no batch"):
+    with refuses(Lacks, what="batches"):
         KroneckerEstimator(model).measure([])
-    with pytest.raises(DecaylabError, match="covers no layer"):
+    with refuses(Lacks, what="layer that K-FAC covers"):
         KroneckerEstimator(nn.LayerNorm(3))

@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refuses
 
 from decaylab.data import Batches, DataSet, Split, evaluation_batches
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, Mismatch, OutOfRange
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
@@ -62,7 +63,7 @@ def epoch_of(batches):
 def test_every_image_once_up_to_the_remainder(count, batch_size, augment, seed):
     split = make_split(count)
     if batch_size > count:
-        with pytest.raises(DecaylabError, match=f"batch of {batch_size} .* between 1 and {count}"):
+        with refuses(OutOfRange, name="batch_size", value=batch_size):
             make(split, batch_size)
         return
     batches = make(split, batch_size, augment=augment, seed=seed)
@@ -174,12 +175,12 @@ def test_evaluation_batches_are_all_images_in_order():
     assert torch.equal(torch.cat([labels for _, labels in pairs]), split.labels)
     expected = torch.stack([naive(image) for image in split.images])
     assert torch.allclose(torch.cat([x for x, _ in pairs]), expected, rtol=1e-13, atol=1e-13)
-    with pytest.raises(DecaylabError, match="batch of 0"):
+    with refuses(OutOfRange, name="batch_size", value=0):
         next(evaluation_batches(split, batch_size=0, **options))
 
 
 def test_mean_and_std_of_the_wrong_length():
-    with pytest.raises(DecaylabError, match="3 channels need as many means and stds, not 1 and 3"):
+    with refuses(Mismatch, what="number of channels"):
         make(make_split(), mean=(0.5,))
 
 

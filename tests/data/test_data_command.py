@@ -3,13 +3,13 @@
 import hashlib
 import json
 
-import pytest
 from data import writers
+from refusals import refuses
 from typer.testing import CliRunner
 
 from decaylab.cli.data import data_app
 from decaylab.data import downloads
-from decaylab.errors import DecaylabError
+from decaylab.errors import UnknownName
 
 
 def run(*words):
@@ -61,5 +61,5 @@ def test_fetch_says_what_it_got(small, tmp_path, monkeypatch, own_cache):
 
 def test_fetch_of_digits_and_of_nothing():
     assert "ships with scikit-learn" in run("fetch", "digits").stdout
-    with pytest.raises(DecaylabError, match="'svhn'"):
+    with refuses(UnknownName, name="svhn"):
         run("fetch", "svhn")

@@ -12,9 +12,10 @@ from data import writers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from refusals import refuses
 
 from decaylab.data import formats
-from decaylab.errors import DecaylabError
+from decaylab.errors import Damaged, DecaylabError, Mismatch, NotInstalled, NotRead
 
 quick = settings(
     max_examples=25,
@@ -149,13 +150,13 @@ def idx(tmp_path):
 @pytest.mark.parametrize("length", [0, 2, 4, 9, 16, 39])
 def test_truncated_idx_is_named(idx, length):
     idx.write_bytes(idx.read_bytes()[:length])
-    with pytest.raises(DecaylabError, match=f"{idx.name} is (truncated|not an idx file)"):
+    with refuses(Damaged, what=idx):
         formats.read_idx(idx)
 
 
 def test_idx_with_more_bytes_than_its_header_says(idx):
     idx.write_bytes(idx.read_bytes() + b"\0")
-    with pytest.raises(DecaylabError, match=r"24 bytes \(2x3x4\) .*25"):
+    with pytest.raises(Damaged, match=r"24 bytes \(2x3x4\) .*25"):
         formats.read_idx(idx)
 
 
@@ -164,7 +165,7 @@ def test_damaged_gzip_is_named(tmp_path, damage):
     path = tmp_path / "images-idx3-ubyte.gz"
     random = np.random.default_rng(0).integers(0, 256, (9, 9, 9)).astype(np.uint8)
     path.write_bytes(damage(gzip.compress(writers.idx_bytes(random))))
-    with pytest.raises(DecaylabError, match=f"{path.name} is truncated or corrupt"):
+    with refuses(Damaged, what=path):
         formats.read_idx(path)
 
 
@@ -172,16 +173,16 @@ def test_mnist_files_that_do_not_belong_together(tmp_path):
     images, labels = tmp_path / "images", tmp_path / "labels"
     writers.write_idx(images, np.zeros((3, 2, 2), np.uint8))
     writers.write_idx(labels, np.zeros(4, np.uint8))
-    with pytest.raises(DecaylabError, match=r"3 images and .*labels 4 labels"):
+    with refuses(Mismatch, values={str(images): 3, str(labels): 4}):
         formats.read_mnist(images, labels)
-    with pytest.raises(DecaylabError, match="images has 3 axes, labels have 1"):
+    with refuses(Damaged, what=images):
         formats.read_mnist(images, images)
-    with pytest.raises(DecaylabError, match="labels has 1 axes, images have 3"):
+    with refuses(Damaged, what=labels):
         formats.read_mnist(labels, labels)
 
 
 def test_missing_file_is_named(tmp_path):
-    with pytest.raises(DecaylabError, match="absent-idx"):
+    with refuses(NotRead, what=tmp_path / "absent-idx"):
         formats.read_idx(tmp_path / "absent-idx")
 
 
@@ -189,14 +190,14 @@ def test_cifar_records_of_the_other_data_set_are_recognised(tmp_path):
     images = np.zeros((4, 3, 32, 32), np.uint8)
     labels = np.arange(4)
     of_100 = writers.cifar_bytes(images, labels, coarse=labels)
-    with pytest.raises(DecaylabError, match=r"x\.bin .*it is one of CIFAR-100's records"):
+    with pytest.raises(Damaged, match="CIFAR-100's"):
         formats.read_cifar_records(tmp_path / "x.bin", of_100, label_bytes=1)
     of_10 = writers.cifar_bytes(images, labels)
-    with pytest.raises(DecaylabError, match="CIFAR-10's"):
+    with pytest.raises(Damaged, match="CIFAR-10's"):
         formats.read_cifar_records(tmp_path / "x.bin", of_10, label_bytes=2)
-    with pytest.raises(DecaylabError, match=r"12291 bytes .* 3073"):
+    with pytest.raises(Damaged, match="12291 bytes"):
         formats.read_cifar_records(tmp_path / "x.bin", of_10[:-1], label_bytes=1)
-    with pytest.raises(DecaylabError, match="0 bytes"):
+    with pytest.raises(Damaged, match="0 bytes"):
         formats.read_cifar_records(tmp_path / "x.bin", b"", label_bytes=1)
 
 
@@ -207,10 +208,10 @@ def test_damaged_archives_are_named(tmp_path):
     whole = path.read_bytes()
     for damaged in (whole[: len(whole) // 2], b"not an archive", b""):
         path.write_bytes(damaged)
-        with pytest.raises(DecaylabError, match=r"cifar-10-binary\.tar\.gz"):
+        with refuses(Damaged, what=path):
             formats.read_cifar_archive(path, ["test_batch.bin"], 1)
     writers.write_archive(path, {"cifar-100-binary/test.bin": noise})
-    with pytest.raises(DecaylabError, match=r"holds no test_batch\.bin but test\.bin"):
+    with pytest.raises(Damaged, match=r"test_batch\.bin"):
         formats.read_cifar_archive(path, ["test_batch.bin"], 1)
 
 
@@ -221,13 +222,13 @@ def test_archives_that_unpack_to_more_than_a_data_set_are_refused(tmp_path, monk
     name = "test_batch.bin" if wanted else "readme.html"
     writers.write_archive(path, {name: bytes(8_000_000)})
     assert path.stat().st_size < 20_000
-    with pytest.raises(DecaylabError, match="1000000"):
+    with pytest.raises(Damaged, match="1000000"):
         formats.read_cifar_archive(path, ["test_batch.bin"], 1)
     with tarfile.open(path, "w:gz", format=tarfile.PAX_FORMAT) as archive:
         member = tarfile.TarInfo("test_batch.bin")
         member.pax_headers = {"comment": "x" * 8_000_000}  # read before a member is seen
         archive.addfile(member)
-    with pytest.raises(DecaylabError, match="1000000"):
+    with pytest.raises(Damaged, match="1000000"):
         formats.read_cifar_archive(path, ["test_batch.bin"], 1)
 
 
@@ -236,7 +237,7 @@ def test_idx_files_larger_than_any_data_set_are_refused(tmp_path, monkeypatch, s
     monkeypatch.setattr(formats, "MOST_BYTES", 50_000)
     path = tmp_path / f"train-images-idx3-ubyte{suffix}"
     writers.write_idx(path, np.zeros((300, 28, 28), np.uint8))
-    with pytest.raises(DecaylabError, match="more bytes than any file of these data sets"):
+    with refuses(Damaged, what=path):
         formats.read_idx(path)
 
 
@@ -256,13 +257,13 @@ class TestParquetErrors:
     def test_truncated(self, tmp_path):
         path = self.write(tmp_path / "a.parquet")
         path.write_bytes(path.read_bytes()[:-20])
-        with pytest.raises(DecaylabError, match=r"a\.parquet"):
+        with pytest.raises(Damaged):
             formats.read_parquet(path, (3, 6, 6), "label", 100)
 
     def test_more_images_than_the_data_set_has(self, tmp_path):
         path = tmp_path / "a.parquet"
         writers.write_shard(path, np.zeros((30, 3, 6, 6), np.uint8), np.arange(30))
-        with pytest.raises(DecaylabError, match="30 images"):
+        with pytest.raises(Damaged, match="30 images"):
             formats.read_parquet(path, (3, 6, 6), "label", 2)
 
     @pytest.mark.parametrize("values", [1, 40])
@@ -276,7 +277,7 @@ class TestParquetErrors:
         assert path.stat().st_size < 200_000
         tracemalloc.start()
         try:
-            with pytest.raises(DecaylabError, match="far more than"):
+            with refuses(Damaged, what=path):
                 formats.read_parquet(path, (3, 6, 6), "label", 400)
             assert tracemalloc.get_traced_memory()[1] < 10_000_000
         finally:
@@ -284,16 +285,16 @@ class TestParquetErrors:
 
     def test_wrong_columns(self, tmp_path):
         path = self.write(tmp_path / "a.parquet", columns=("img", "fine_label"))
-        with pytest.raises(DecaylabError, match="columns img, fine_label and no 'label'"):
+        with pytest.raises(Damaged, match="'label'"):
             formats.read_parquet(path, (3, 6, 6), "label", 100)
         path = self.write(tmp_path / "b.parquet", columns=("pixels", "label"))
-        with pytest.raises(DecaylabError, match="columns pixels, label and no 'img'"):
+        with pytest.raises(Damaged, match="'img'"):
             formats.read_parquet(path, (3, 6, 6), "label", 100)
 
     def test_images_that_are_no_struct(self, tmp_path):
         path = tmp_path / "a.parquet"
         writers.pq.write_table(writers.pa.table({"img": [b"x"], "label": [1]}), path)
-        with pytest.raises(DecaylabError, match=r"a\.parquet"):
+        with pytest.raises(Damaged):
             formats.read_parquet(path, (3, 6, 6), "label", 100)
 
     def test_labels_beyond_whole_numbers_of_64_bits(self, tmp_path):
@@ -301,30 +302,30 @@ class TestParquetErrors:
         labels = pa.array([2**63], pa.uint64())
         table = pa.table({"img": [{"bytes": b"x"}], "label": labels})
         writers.pq.write_table(table, path)
-        with pytest.raises(DecaylabError, match=r"a\.parquet"):
+        with pytest.raises(Damaged):
             formats.read_parquet(path, (3, 6, 6), "label", 100)
 
     def test_wrong_size(self, tmp_path):
         path = self.write(tmp_path / "a.parquet")
-        with pytest.raises(DecaylabError, match=r"a\.parquet: image 0 .*6x6, not 7x7"):
+        with pytest.raises(Damaged, match="6x6, not 7x7"):
             formats.read_parquet(path, (3, 7, 7), "label", 100)
 
     @pytest.mark.parametrize("data", [b"no image", b"", None])
     def test_bytes_that_are_no_image(self, tmp_path, data, monkeypatch):
         monkeypatch.setattr(writers, "encoded", lambda image, image_format: data)
         path = self.write(tmp_path / "a.parquet")
-        with pytest.raises(DecaylabError, match=r"a\.parquet: image 0"):
+        with pytest.raises(Damaged, match="image 0"):
             formats.read_parquet(path, (3, 6, 6), "label", 100)
 
     def test_truncated_image(self, tmp_path, monkeypatch):
         whole = writers.encoded
         monkeypatch.setattr(writers, "encoded", lambda *arguments: whole(*arguments)[:-25])
         path = self.write(tmp_path / "a.parquet")
-        with pytest.raises(DecaylabError, match=r"a\.parquet: image 0"):
+        with pytest.raises(Damaged, match="image 0"):
             formats.read_parquet(path, (3, 6, 6), "label", 100)
 
     def test_without_pyarrow(self, tmp_path, monkeypatch):
         path = self.write(tmp_path / "a.parquet")
         monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
-        with pytest.raises(DecaylabError, match=r"needs pyarrow: pip install 'decaylab\[data\]'"):
+        with refuses(NotInstalled, package="pyarrow", extra="data"):
             formats.read_parquet(path, (3, 6, 6), "label", 100)

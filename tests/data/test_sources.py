@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from data import writers
+from refusals import refuses
 
 from decaylab.data import DATA_SETS, cache, find, formats, load, sources
-from decaylab.errors import DecaylabError
+from decaylab.errors import Damaged, DecaylabError, Lacks, NoFolder, NotRead, UnknownName
 
 WRITE = {
     "idx": lambda folder, name, splits: writers.write_mnist(folder, splits),
@@ -94,7 +95,10 @@ def test_a_folder_of_another_data_set_is_passed_over(small, tmp_path):
     assert find("cifar100", tmp_path / "cifar10") is None
 
 
-def test_digits_is_always_there(tmp_path):
+@pytest.mark.parametrize("file_is_there", [True, False])
+def test_digits_is_always_there(tmp_path, monkeypatch, file_is_there):
+    if not file_is_there:  # scikit-learn may move it
+        monkeypatch.setattr(sources, "find_spec", lambda name: None)
     data = load("digits", tmp_path)
     assert data.train.images.shape == (1437, 1, 8, 8)
     assert data.test.images.shape == (360, 1, 8, 8)
@@ -111,11 +115,11 @@ def test_digits_is_always_there(tmp_path):
 
 class TestNotFound:
     def test_unknown_name(self):
-        with pytest.raises(DecaylabError, match=r"'svhn'.*digits, mnist, cifar10"):
+        with refuses(UnknownName, name="svhn"):
             load("svhn")
 
     def test_missing_folder(self, tmp_path):
-        with pytest.raises(DecaylabError, match="absent"):
+        with refuses(NoFolder, path=tmp_path / "absent"):
             load("mnist", tmp_path / "absent")
 
     def test_nothing_there_names_every_place_and_the_remedy(self, tmp_path, monkeypatch, own_cache):
@@ -130,19 +134,19 @@ class TestNotFound:
             raise PermissionError(13, "Permission denied")
 
         monkeypatch.setattr(type(tmp_path), "iterdir", denied)
-        with pytest.raises(DecaylabError, match="Permission denied"):
+        with refuses(NotRead, reason="Permission denied"):
             load("mnist", tmp_path)
 
     def test_missing_shard(self, small, tmp_path):
         WRITE["parquet"](tmp_path, "cifar10", small("cifar10"))
         (tmp_path / "train-00000-of-00002.parquet").unlink()
-        with pytest.raises(DecaylabError, match=r"lacks train-00000-of-00002\.parquet"):
+        with refuses(Lacks, what="train-00000-of-00002.parquet"):
             load("cifar10", tmp_path)
         (tmp_path / "train-00000-of-00002.parquet").symlink_to(tmp_path / "deleted")
-        with pytest.raises(DecaylabError, match=r"lacks train-00000-of-00002\.parquet"):
+        with refuses(Lacks, what="train-00000-of-00002.parquet"):
             load("cifar10", tmp_path)
         (tmp_path / "train-00001-of-00002.parquet").unlink()
-        with pytest.raises(DecaylabError, match=r"lacks train-\*\.parquet"):
+        with refuses(Lacks, what="train-*.parquet"):
             load("cifar10", tmp_path)
 
     def test_shards_of_two_versions(self, small, tmp_path):
@@ -163,7 +167,7 @@ class TestNotFound:
     def test_missing_file(self, small, tmp_path, name, layout, file):
         WRITE[layout](tmp_path, name, small(name))
         (tmp_path / file).unlink()
-        with pytest.raises(DecaylabError, match=f"lacks {os.path.basename(file)}"):
+        with pytest.raises(Lacks, match=os.path.basename(file)):
             load(name, tmp_path)
 
 
@@ -196,42 +200,42 @@ class TestCheck:
     """Whole files that are not what their name says."""
 
     def refuse(self, folder, name, match):
-        with pytest.raises(DecaylabError, match=match):
+        with pytest.raises(Damaged, match=match):
             load(name, folder)
 
     def test_a_test_shard_named_train(self, small, tmp_path):
         splits = small("cifar10")
         WRITE["parquet"](tmp_path, "cifar10", splits | {"train": splits["test"]})
-        match = r"hold 10 images instead of 20 \(.*train-00000-of-00002.parquet 5, .*data fetch"
+        match = r"10 images instead of 20.*train-00000-of-00002.parquet 5, .*data fetch"
         self.refuse(tmp_path, "cifar10", match)
 
     def test_cifar100_in_the_place_of_cifar10(self, small, tmp_path):
         splits = small("cifar100")
         small("cifar10")
         WRITE["parquet"](tmp_path / "cifar10", "cifar100", splits)
-        self.refuse(tmp_path, "cifar10", "fine_label and no 'label': it is of another data set")
+        self.refuse(tmp_path, "cifar10", "fine_label and no 'label'")
         # Labels of the other set under the right column name.
         writers.write_parquet(tmp_path / "cifar10", splits)
-        self.refuse(tmp_path, "cifar10", r"train-00000.*has label \d\d at image \d+.* are 0\.\.9")
+        self.refuse(tmp_path, "cifar10", r"train-00000.*label \d\d at image \d+.* 0\.\.9")
 
     def test_a_negative_label(self, small, tmp_path):
         splits = small("cifar10")
         splits["test"][1][3] = -1
         writers.write_parquet(tmp_path, splits)
-        self.refuse(tmp_path, "cifar10", r"test-00000-of-00001\.parquet has label -1 at image 3")
+        self.refuse(tmp_path, "cifar10", r"test-00000-of-00001\.parquet .*label -1 at image 3")
 
     def test_classes_out_of_balance(self, small, tmp_path):
         splits = small("cifar10")
         labels = splits["train"][1]
         labels[labels == 4] = 5
         WRITE["folder"](tmp_path, "cifar10", splits)
-        self.refuse(tmp_path, "cifar10", r"data_batch_1\.bin.*class [45] has (0|4) images inste")
+        self.refuse(tmp_path, "cifar10", r"data_batch_1\.bin.*(0|4) images of class [45]")
 
     def test_swapped_channels(self, small, tmp_path):
         splits = small("cifar10")
         images, labels = splits["train"]
         WRITE["folder"](tmp_path, "cifar10", splits | {"train": (images[:, ::-1].copy(), labels)})
-        self.refuse(tmp_path, "cifar10", r"data_batch_1\.bin.*mean per channel is .* instead of")
+        self.refuse(tmp_path, "cifar10", r"data_batch_1\.bin.*mean per channel")
 
     def test_same_mean_other_std(self, small, tmp_path):
         splits = small("mnist")
@@ -241,13 +245,13 @@ class TestCheck:
         flat.reshape(-1)[: images.sum() % images.size] += 1
         assert flat.sum() == images.sum()
         WRITE["idx"](tmp_path, "mnist", splits | {"test": (flat, labels)})
-        self.refuse(tmp_path, "mnist", r"t10k-images-idx3-ubyte: the pixels' std per channel is")
+        self.refuse(tmp_path, "mnist", r"t10k-images-idx3-ubyte .*std per channel")
 
     def test_other_shape(self, small, tmp_path):
         splits = small("mnist")
         images, labels = splits["test"]
         WRITE["idx"](tmp_path, "mnist", splits | {"test": (images[..., :-1].copy(), labels)})
-        self.refuse(tmp_path, "mnist", "t10k-images.* of 1x28x27, those of mnist are 1x28x28")
+        self.refuse(tmp_path, "mnist", "t10k-images.* 1x28x27, .*1x28x28")
 
     def test_nothing_refused_is_cached(self, small, tmp_path, own_cache):
         splits = small("mnist")
@@ -295,7 +299,7 @@ class TestCache:
             writers.write_idx(path.with_name(path.name + ".gz"), self.splits["test"][1].astype("B"))
         else:
             path.write_bytes(path.read_bytes()[:-1])
-            with pytest.raises(DecaylabError, match="truncated"):
+            with pytest.raises(Damaged):
                 load("mnist", self.folder)
             return
         assert_holds(load("mnist", self.folder), self.splits)

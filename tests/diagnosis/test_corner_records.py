@@ -414,3 +414,57 @@ def test_a_decay_that_would_hold_a_norm_too_slowly_is_not_suggested(budget):
     assert Reason.FOR_THE_BUDGET not in reasons(patient)
     assert patient.target == pytest.approx(1.0, rel=0.1)
     assert Reason.FOR_THE_BUDGET not in reasons(suggest(records({"conv": DECAYED})).layers[0])
+
+
+@pytest.mark.parametrize("another", [False, True])
+@pytest.mark.parametrize("response", [0.1, 0.2, 0.249, 0.251, 0.3, 0.5])
+def test_a_verdict_that_hangs_on_the_limit_of_what_a_size_counts_is_open(response, another):
+    """Unless another layer, whose size certainly does not count, has the same verdict."""
+    layers = {"a": ScriptedLayer(invariant=False, power=1, weight_decay=0.02, growth=2e-3)}
+    layers |= {"b": replace(layers["a"], invariant=True)} if another else {}
+    rows = (*records(layers).rows, Row(1000, 0, 0.0, "size_response/a", response / 100))
+    finding = diagnose(Rows(rows))["effective l"]
+    if another or response < 0.15:
+        assert finding.verdict == "acts"
+    elif response > 0.4:
+        assert finding.verdict == "does not act"
+    else:
+        assert finding.verdict == "cannot tell"
+        (reason,) = finding.reasons
+        assert reason.reason is Reason.SIZE_IN_DOUBT
+        assert reason["responses"] == pytest.approx({"a": response})
+
+
+def test_a_layer_frozen_on_the_way_in_a_loop_is_judged_by_its_training():
+    """`watch` says of it that it is frozen, and that no optimizer steps it."""
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.05)
+    with watch(model, optimizer, every=2) as watched:
+        for step in range(30):
+            if step == 20:
+                model[0].requires_grad_(False)
+            nn.functional.cross_entropy(
+                model(torch.randn(8, 6).double()), torch.arange(8) % 3
+            ).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    diagnosis = diagnose(watched)
+    assert not diagnosis.skipped
+    assert Reason.UNWATCHED not in reasons(diagnosis.troubles)
+    row = next(row for row in diagnosis["effective l"].layers if row.layer == "0")
+    assert row.effect.steps[1] == 20
+
+
+def test_a_run_is_no_baseline_or_seed_of_itself(tmp_path):
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, every=1, folder=tmp_path) as watched:
+        for _ in range(3):
+            model(torch.randn(8, 6).double()).square().mean().backward()
+            optimizer.step()
+    with pytest.raises(DecaylabError, match="is given twice"):
+        diagnose(watched, watched)
+    with pytest.raises(DecaylabError, match="is given twice"):
+        diagnose([watched, tmp_path])
+    with pytest.raises(DecaylabError, match="is given twice"):
+        diagnose(tmp_path, [tmp_path / "." / ""])

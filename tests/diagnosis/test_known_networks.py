@@ -265,3 +265,34 @@ def test_decay_that_is_too_weak_to_act(seed):
     found = diagnose(*runs)
     assert {finding.verdict for finding in found.findings} == {"does not act"}
     assert Reason.NO_EFFECT in reasons(found.follows)
+
+
+class SummedNorms(nn.Module):
+    """The gains of two batch norms are scale-invariant together: their sum is normalised."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 8, bias=False), nn.Linear(6, 8, bias=False)
+        self.norm_a, self.norm_b = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+        self.last, self.head = nn.BatchNorm1d(8, affine=False, eps=1e-12), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.norm_a(self.first(x)) + self.norm_b(self.second(x)).relu()
+        return self.head(self.last(x))
+
+
+def test_gains_that_are_scale_invariant_together_are_no_weights():
+    model, inputs = SummedNorms(), torch.randn(32, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.05)
+    with watch(model, optimizer, every=5, inputs=inputs) as watched:
+        for _ in range(40):
+            cross_entropy(model(inputs), inputs[:, :3].argmax(1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    diagnosis = diagnose(watched)
+    roles = {motion.layer: motion.role for motion in diagnosis.motions}
+    assert roles["norm_a + norm_b"] == "gain"
+    assert "2 of 3 layers with decay" in str(diagnosis)  # first, second, head
+    judged = [row.layer for row in diagnosis["effective l"].layers if row.effect]
+    assert judged == ["first", "second"]

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from decaylab.cli import app
 from decaylab.diagnosis import scale_decay
-from decaylab.errors import DecaylabError
+from decaylab.errors import OutOfRange
 
 NOW = {"weight_decay": 0.1, "lr": 1e-3}
 
@@ -47,7 +47,7 @@ def test_nothing_changes_where_nothing_does():
 
 @pytest.mark.parametrize("bad", [{"batch": 0.0}, {"steps": -1.0}, {"width": 0.0}])
 def test_factors_above_zero(bad):
-    with pytest.raises(DecaylabError, match="above zero"):
+    with pytest.raises(OutOfRange):
         scale_decay(**NOW, **bad)
 
 
@@ -65,4 +65,4 @@ def test_the_command_names_each_source_and_what_it_was_not_checked_for(width, no
 def test_a_change_that_is_none():
     result = CliRunner().invoke(app, ["advise", "scale", "0.1", "--lr", "1", "--batch", "64"])
     assert result.exit_code == 2
-    assert "give FROM:TO" in result.stderr
+    assert "FROM:TO" in result.stderr

@@ -2,16 +2,20 @@
 
 import io
 import math
+import re
+from html import unescape
 
 import pytest
 import torch
 from diagnosis.recorded import ScriptedLayer, records
 from PIL import Image
+from refusals import refuses
 from rich.console import Console
 from torch import nn
 
-from decaylab import DecaylabError, decay_table, diagnose
-from decaylab.diagnosis import words
+from decaylab import decay_table, diagnose
+from decaylab.diagnosis import layout, words
+from decaylab.errors import BadValue
 from decaylab.notebook import html_table
 from decaylab.records import Row, Rows
 
@@ -54,6 +58,53 @@ def test_rich_shows_every_layer_and_cuts_no_number(result, width):
         assert all(cell in text for cell in row)
 
 
+def test_every_form_shows_the_whole_layout(tmp_path):
+    """What there is to say is said in a terminal, a notebook, Markdown and a page alike."""
+    layers = {"conv": sgd(weight_decay=STRONG), "head": sgd(weight_decay=STRONG, invariant=False)}
+    rows = records(layers | {"idle": sgd()}).rows
+    rows = [row for row in rows if row.name != "weight_norm/idle"]
+    other = records({"conv": sgd(weight_decay=STRONG)})
+    result = diagnose(Rows(tuple(rows)), other)  # a baseline with decay: that is said first
+    assert result.first
+    assert result.skipped
+    console = Console(width=10_000, file=io.StringIO())
+    console.print(result)
+    forms = [console.file.getvalue(), result.to_markdown(), result._repr_html_()]
+    forms.append(result.report(tmp_path / "page.html").read_text(encoding="utf-8"))
+    for form in forms:
+        shown = unescape(re.sub(r"</?code>|`", "", form))
+        assert words.headline(result).replace("`", "") in shown
+        assert all(text in shown for text in layout.warnings(result))
+        for section in layout.sections(result):
+            assert section.title in shown
+            for text in (*section.text, *section.items):
+                assert text.replace("`", "") in shown
+
+
+def test_a_long_table_is_not_printed_and_leaves_no_bare_title():
+    names = [f"conv{number}" for number in range(30)]
+    rows = records({name: sgd() for name in names}).rows
+    turns = [Row(1000, 0, 0.0, f"rotation/{name}", 0.01) for name in names]
+    many = diagnose(Rows((*rows, *turns)))
+    assert words.motion_title(many) not in str(many)
+    assert words.motion_title(many) in many.to_markdown()
+
+
+def test_columns_of_which_nothing_is_known_are_left_out():
+    nothing = diagnose(records({"conv": sgd()}))
+    assert words.motion_table(nothing) == (["layer"], [["conv"]])
+    assert words.motion_title(nothing) not in nothing.to_markdown()
+    alone = diagnose(records({"conv": sgd(weight_decay=STRONG)}))
+    headings, rows = words.motion_table(alone)
+    assert headings == ["layer", "balance", "turns", "norm"]
+    assert "-" not in rows[0]
+    legend = words.motion_legend(alone)
+    assert "balance:" in legend
+    assert "turns, norm: as a multiple of a reconstruction" in legend
+    assert "angle/step" not in legend
+    assert "size:" not in legend
+
+
 def test_its_repr_is_one_line(result):
     assert "\n" not in repr(result)
     assert str(result.findings[0].verdict) in repr(result)
@@ -84,13 +135,13 @@ def test_a_figure_has_the_recorded_curves(result):
 def test_a_page_is_written_where_one_says(result, tmp_path):
     path = result.report(tmp_path / "new" / "page.html")
     assert words.verdict_title(result.findings[0]) in path.read_text(encoding="utf-8")
-    with pytest.raises(DecaylabError, match="html"):
+    with refuses(BadValue, name="the report"):
         result.report(tmp_path / "page.txt")
 
 
 def test_several_seeds_are_all_drawn():
-    pair = [records({"conv": sgd(weight_decay=STRONG)}), records({"conv": sgd()})]
-    result = diagnose([pair[0], pair[0]], [pair[1], pair[1]])
+    decayed = [records({"conv": sgd(weight_decay=STRONG)}) for _ in range(2)]
+    result = diagnose(decayed, [records({"conv": sgd()}) for _ in range(2)])
     assert len(result.compared) == 2
     assert len(result.plot().axes[0].lines) == 4
 

@@ -8,13 +8,15 @@ from functools import partial
 import pytest
 import torch
 from diagnosis.recorded import ScriptedLayer, only, reasons, records
+from refusals import refuses
 
 from decaylab import diagnose
 from decaylab.diagnosis import Mechanism, Reason
+from decaylab.diagnosis.layout import markdown
 from decaylab.diagnosis.outcome import Helped
 from decaylab.diagnosis.rules import RULES
-from decaylab.diagnosis.words import left_out, markdown
-from decaylab.errors import DecaylabError
+from decaylab.diagnosis.words import left_out
+from decaylab.errors import Lacks, WrongType
 from decaylab.optim.laws import balance
 from decaylab.optim.laws.dynamics import norms_without_decay
 from decaylab.records import Row, Rows
@@ -360,9 +362,9 @@ def test_a_jacobian_that_is_not_finite_to_the_end_is_said(last, diverged):
 
 
 def test_records_that_are_not_there(tmp_path):
-    with pytest.raises(DecaylabError, match="holds no records"):
+    with refuses(Lacks, what="records"):
         diagnose(tmp_path)
-    with pytest.raises(DecaylabError, match="a Linear holds no records: give what `watch"):
+    with refuses(WrongType, name="the source of records"):
         diagnose(torch.nn.Linear(2, 2))
 
 

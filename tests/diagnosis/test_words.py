@@ -58,6 +58,7 @@ DATA = {
     "layers": ["a", "b", "c", "d", "e"],
     "least": 1.0,
     "less": True,
+    "lost": False,
     "longer": 2.1,
     "mechanisms": [Mechanism.EFFECTIVE_LR],
     "message": "the loss is nan",
@@ -75,6 +76,8 @@ DATA = {
     "power": 2,
     "quantity": "rotation",
     "response": 0.98,
+    "responses": {"a": 0.2, "b": 0.31, "c": 0.27},
+    "limit": 0.25,
     "run": 0.5,
     "scale_free": False,
     "seen": 3.0,
@@ -98,7 +101,9 @@ OTHER_DATA = {
 PLACES = {
     "folders": Places((Address("runs/a"),), (Address("runs/b"),)),
     "one folder": Places((Address("runs/a"),)),
-    "our own": Places((Address("runs/a", own=True, seed=0),), (Address("r b", own=True, seed=0),)),
+    "our own": Places(
+        (Address("runs/a", ours=True, seed=0),), (Address("r b", ours=True, seed=0),)
+    ),
     "in memory": Places((Address(),), (Address(),)),
 }
 

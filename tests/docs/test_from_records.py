@@ -36,6 +36,10 @@ def accuracy(store, cell, value, seed=0, exposure=2.0, tier="short", **more):
     write_run(store, cell.runs[seed], tests, tier=tier, device="test device")
 
 
+def asking(name):
+    return f"<!-- records: {name} -->\n<!-- end -->"
+
+
 def asked_for():
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
     return {name for text in texts for name in pages.BLOCK.findall(text)}
@@ -44,7 +48,22 @@ def asked_for():
 def test_pages_ask_for_all_the_blocks_that_there_are():
     assert asked_for() == set(pages.BLOCKS)
     with pytest.raises(pages.DecaylabError, match="no block 'nothing'"):
-        pages.filled_in("<!-- records: nothing -->", None)
+        pages.filled_in(asking("nothing"), None)
+
+
+def test_the_pages_of_the_repository_have_the_text_of_their_blocks(tmp_path):
+    for path in (ROOT / "docs").glob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        assert text.count("<!-- records: ") == len(pages.BLOCK.findall(text))
+        for match in pages.BLOCK.finditer(text):
+            assert match[0].count("\n") > 2, f"{path.name}, {match[1]}: run make results-pages"
+    records = pages.Records(tmp_path)
+    page = f"Before.\n{asking('table2')}\nAfter.\n"
+    once = pages.written(page, records)
+    assert pages.BLOCKS["table2"](records).strip() in once
+    assert pages.written(once, records) == once
+    assert pages.filled_in(once, records) == pages.filled_in(page, records)
+    assert (once[:8], once[-7:]) == ("Before.\n", "After.\n")
 
 
 @pytest.mark.parametrize("name", pages.BLOCKS)
@@ -53,6 +72,22 @@ def test_without_records_a_block_says_so(name, tmp_path):
     assert "not run yet" in text.lower()
     assert not re.search(r"\d\.\d", text)
     assert pages.figures(pages.Records(tmp_path))[0].markdown == ""
+
+
+def test_what_is_left_is_what_the_queue_has_and_the_records_have_not(tmp_path):
+    writes = {"A: a": "results/attribution/a", "A: b": "results/attribution/b", "c": "c"}
+    entries = [
+        f'[[entry]]\nname = "{name}"\ncommand = ["true"]\nminutes = 1\nwrites = "{path}.json"'
+        for name, path in writes.items()
+    ]
+    (tmp_path / "queue.toml").write_text("\n".join(entries))
+    assert ", not run yet: a, b." in pages.attributions(pages.Records(tmp_path))
+    (tmp_path / "attribution").mkdir()
+    record = next((ROOT / "results" / "attribution").glob("*.json"))
+    (tmp_path / "attribution" / "a.json").write_text(record.read_text())
+    assert ", not run yet: b." in pages.attributions(pages.Records(tmp_path))
+    (tmp_path / "attribution" / "b.json").write_text(record.read_text())
+    assert "not run yet" not in pages.attributions(pages.Records(tmp_path))
 
 
 def test_gains_are_differences_of_recorded_accuracies(tmp_path):
@@ -125,7 +160,7 @@ def test_what_schedules_do_is_what_the_benchmark_printed(tmp_path):
     row = {"run": "SGD", "decay a step": 0.002, "layers": 6, "lr/|W|": [0.951, 1.234]}
     text = json.dumps({"about": about, "kfac": [row]})
     (tmp_path / "schedules.json").write_text(text, encoding="utf-8")
-    found = pages.filled_in("<!-- records: schedules-kfac -->", pages.Records(tmp_path))
+    found = pages.filled_in(asking("schedules-kfac"), pages.Records(tmp_path))
     assert "| run | decay a step | layers | lr/\\|W\\| |\n" in found
     assert "| SGD | 0.002 | 6 | 0.95 to 1.23 |\n" in found
     assert "2 seeds, 40 steps; test device, today" in found
@@ -167,7 +202,7 @@ def test_figures_are_drawn_for_what_there_is(tmp_path):
     assert panel.title == "SGD: CIFAR-10, VGG16, BN (short)"
     (line,) = panel.marks
     assert line.y[-1] == pytest.approx(everything(0)["effective_lr/features.0"])
-    assert path in pages.filled_in("<!-- records: effective-lr -->", records)
+    assert path in pages.filled_in(asking("effective-lr"), records)
 
 
 def test_the_demos_records_are_those_of_the_demo():
@@ -236,8 +271,10 @@ def test_while_two_runs_are_alike_one_tells_the_norms_of_the_other():
     """
     seen = 0
     for _, _, folders in pages._decayed(pages.Records()):
-        if not (diagnose(*folders).baselines and diagnose(folders[0]).findings[0].effect):
-            continue  # no baseline of the same learning rate, or one run tells nothing
+        if len(folders) < 2 or not diagnose(*folders).baselines:
+            continue
+        if not diagnose(folders[0]).findings[0].effect:
+            continue  # one run tells nothing
         loss = folders[1].rows().series("train/running_loss")[1].value
         if loss > 0.95 * math.log(100 if "cifar100" in folders[1].id else 10):
             continue

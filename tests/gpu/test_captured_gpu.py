@@ -4,6 +4,8 @@ Deterministic algorithms throughout, so that equal means equal.
 """
 
 import copy
+import gc
+import itertools
 import warnings
 
 import pytest
@@ -205,6 +207,84 @@ def test_a_replayed_update_is_the_launched_one(more, tensor_rate):
     for p, q in zip(launched[0].parameters(), replayed[0].parameters(), strict=True):
         assert torch.equal(p, q)
     assert replayed[1].check().skipped == launched[1].check().skipped == 0
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("scaling", ["fixed", "trace"])
+def test_a_replayed_refresh_and_inversion_are_the_launched_ones(half, scaling):
+    """Of matrices, triangles and several blocks.
+
+    As batches, decay and dampings change, a batch is not finite and a factorisation fails.
+    """
+
+    def run(replay):
+        torch.manual_seed(3)
+        sizes = itertools.pairwise((300, 1100, 1100, 1100, 10))
+        model = nn.Sequential(*(nn.Linear(m, n) for m, n in sizes)).cuda()
+        options = KFACOptions(seed=0, replay=replay, half_inverses=half)
+        every = {"refresh_every": 1, "invert_every": 2, "kl_clip": 1e-2}
+        opt = KFAC(model, rate(0.0625), damping_scaling=scaling, options=options, **every)
+        for i in range(12):
+            opt.damping, opt.factor_decay = 0.1 / (1 + i), 0.95 - i / 100
+            if i == 6:
+                opt.estimator.running.home["0"].A[0, 7, 7] = -1e6
+            size = 64 + i
+            x, y = torch.randn(size, 300).cuda(), torch.randint(10, (size,)).cuda()
+            if i == 9:
+                x[0, 0] = torch.nan
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        return model, opt
+
+    (launched, expected), (replayed, opt) = run(replay=False), run(replay=True)
+    assert (expected._fold, expected._inversion) == (None, None)
+    assert opt._fold.replays
+    assert opt._inversion.replays
+    assert opt.check().skipped == 1
+    assert opt.check() == expected.check()
+    assert opt.check().failed_inversions.keys() == {"0"}
+    for p, q in zip(launched.parameters(), replayed.parameters(), strict=True):
+        assert torch.equal(p, q)
+    states = (o._preconditioner.state_dict() for o in (expected, opt))
+    for one, other in zip(*(state.values() for state in states), strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_what_the_graph_of_an_inversion_keeps_in_memory():
+    """No more than is counted; it goes with the optimizer."""
+
+    def reserved(*, without_workspaces=True):
+        torch.cuda.synchronize()
+        if without_workspaces:  # of cuBLAS, one for each stream: graphs read them
+            torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    def run(replay):
+        """What is kept after some steps, and what is counted for an inversion."""
+        opt = new_kfac(model, kl_clip=None, refresh_every=1, invert_every=1)
+        if not replay:
+            opt._inversion = None
+        for _ in range(6):
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        assert not replay or opt._inversion.replays
+        opt.detach()
+        return reserved(without_workspaces=False), opt._preconditioner.inversion_room
+
+    model = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(4)), nn.Linear(2000, 10)).cuda()
+    x, y = torch.randn(64, 2000).cuda(), torch.randint(10, (64,)).cuda()
+    run(replay=True)
+    gc.collect()
+    before = reserved()
+    launched, room = run(replay=False)
+    reserved()
+    replayed, _ = run(replay=True)
+    assert 0 < replayed - launched <= 1.1 * room
+    gc.collect()
+    assert reserved() <= before + 2**22
 
 
 def test_a_replayed_update_leaves_out_what_is_not_finite():

@@ -74,8 +74,11 @@ def data():
     return DataSet("cifar10", split(1280), split(230), 10, mean, std).to("cuda")
 
 
-def trained(spec, data, *, steps=100, **how):
-    """The run, its losses step by step, and what it measured after each epoch."""
+def trained(spec, data, *, steps=64, **how):
+    """The run, its losses step by step, and what it measured after each epoch.
+
+    After 64 steps of 20 an epoch, each kind of step was replayed, inversions twice.
+    """
     run = TrainingRun(spec.resolved(), data, **how)
     losses, measured = [], []
     with run.at_work():
@@ -110,7 +113,7 @@ def test_captured_training_and_evaluation_are_eager_ones(data, name, precision):
     assert torch.equal(losses, captured_losses)
     assert losses[-1] < losses[0]
     assert measured == captured_measured
-    assert len(measured) == 5
+    assert len(measured) == 3
     assert_same_state(eager.model.state_dict(), captured.model.state_dict())
     assert_same_state(eager.optimizer.state_dict(), captured.optimizer.state_dict())
 

@@ -52,8 +52,10 @@ def no_synchronisation():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("curvature", ["fisher", "gauss-newton", "empirical-fisher"])
-@pytest.mark.parametrize("decay", ["l2", "decoupled", "independent"])
+@pytest.mark.parametrize(
+    ("curvature", "decay"),
+    [("fisher", "l2"), ("gauss-newton", "decoupled"), ("empirical-fisher", "independent")],
+)
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_steps_equal_those_of_the_cpu(curvature, decay, lag, channels_last):
@@ -223,7 +225,7 @@ def test_a_dropped_inversion_does_not_write_into_memory_that_is_used_again(dropp
     train_step(opt, model, images, labels)
     state = opt.state_dict()
     train_step(opt, model, images, labels)
-    with torch.cuda.stream(opt._preconditioner._stream(0)):
+    with torch.cuda.stream(opt._preconditioner._side_stream):
         torch.cuda._sleep(10**9)  # half a second
     train_step(opt, model, images, labels)  # begins an inversion, behind the sleep
     if dropped == "loaded":

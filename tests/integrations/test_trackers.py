@@ -8,8 +8,10 @@ import warnings
 import pytest
 import torch
 from oracle.tiny_nets import tiny_net, train
+from refusals import refuses
 
-from decaylab import DecaylabError, watch
+from decaylab import watch
+from decaylab.errors import NotInstalled
 from decaylab.integrations.trackers import MLflow, TensorBoard, WandB
 from decaylab.records import Row
 
@@ -288,7 +290,7 @@ def test_a_missing_library_is_named_with_its_extra(make, library, monkeypatch):
         return real(name, *rest, **more)
 
     monkeypatch.setattr("importlib.import_module", without)
-    with pytest.raises(DecaylabError, match=rf"pip install 'decaylab\[{library}\]'"):
+    with refuses(NotInstalled, extra=library):
         make()
 
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from refusals import refuses
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, Failed, Lacks
 from decaylab.networks import INVARIANCE_THRESHOLD, NETWORKS, build, invariance, roles
 
 IMAGES = {"mlp": 8, "vgg11": 32, "vgg13": 32, "vgg16": 32, "vgg19": 32}
@@ -124,7 +125,7 @@ def test_the_model_is_left_alone_when_its_forward_fails():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
     before = copy.deepcopy(model.state_dict())
     for wrong in (torch.randn(3, 5), torch.randn(1, 4)):
-        with pytest.raises(DecaylabError, match="two or more examples for batch norm"):
+        with pytest.raises(Failed):
             invariance(model, wrong)
     assert not model.training
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
@@ -425,7 +426,7 @@ def test_an_output_without_numbers_gets_a_sentence():
         def forward(self, x):
             return super().forward(x).argmax(1)
 
-    with pytest.raises(DecaylabError, match="floating-point"):
+    with refuses(Lacks, what="floating-point tensor"):
         invariance(Classes(3, 2), torch.randn(4, 3))
 
 

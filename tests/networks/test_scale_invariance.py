@@ -5,11 +5,13 @@ import math
 
 import pytest
 import torch
+from refusals import refuses
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 from decaylab import DecaylabError
+from decaylab.errors import UnknownName
 from decaylab.networks import build, measure_invariance
 
 WIDTH, VOCABULARY, HEADS = 16, 23, 2
@@ -136,7 +138,7 @@ def test_decay_on_the_stream_alone_is_not_seen_and_on_less_of_it_is():
     assert measured.unseen(dict.fromkeys(STREAM, 0.3) | {"embedding": 0.1}) is False
     swapped = (STREAM - {"blocks.0.attention.o"}) | {"blocks.0.attention.v"}
     assert measured.unseen(dict.fromkeys(swapped, 0.3)) is True
-    with pytest.raises(DecaylabError, match="no layer 'nowhere'"):
+    with refuses(UnknownName, kind="layer", name="nowhere"):
         measured.unseen({"nowhere": 1.0})
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from refusals import refuses
 from torch import nn
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import UnknownName
 from decaylab.optim.decay import decay_of, decay_rate, parameter_groups
 from decaylab.optim.first_order import sgd
 from decaylab.optim.table import decay_table, steady_shrink
@@ -112,7 +113,7 @@ def test_without_a_word_there_is_no_momentum():
 
 
 def test_a_rate_of_an_unknown_kind_is_refused():
-    with pytest.raises(DecaylabError, match="unknown decay"):
+    with refuses(UnknownName, kind="decay", name="decoupled-l2"):
         decay_rate(0.02, "decoupled-l2", law="sgd", lr=0.1)
 
 

@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 from oracle.plain_kfac import KFAC
+from refusals import refuses
 from torch import nn
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import Lacks, OutOfRange, UnknownName
 from decaylab.networks import build
 from decaylab.optim.decay import (
     DECAYS,
@@ -16,11 +17,12 @@ from decaylab.optim.decay import (
     add_decay,
     decay_of,
     decay_rate,
+    lost_to_rounding,
     parameter_groups,
 )
 from decaylab.optim.first_order import adam, sgd
 from decaylab.optim.schedules import step
-from decaylab.optim.table import decay_table
+from decaylab.optim.table import Problem, decay_table
 
 
 def network():
@@ -93,24 +95,24 @@ def test_no_decay_is_one_group_without_it(decay, weight_decay):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "refused"),
     [
-        ({"decay": "L2"}, "none, l2, decoupled, independent"),
-        ({"scope": "head"}, "all, conv, fc"),
-        ({"weight_decay": -0.1}, "zero or more"),
-        ({"weight_decay": math.nan}, "zero or more"),
-        ({"weight_decay": math.inf}, "zero or more"),
-        ({"scope": lambda role: False}, "takes no parameter"),
+        ({"decay": "L2"}, UnknownName),
+        ({"scope": "head"}, UnknownName),
+        ({"weight_decay": -0.1}, OutOfRange),
+        ({"weight_decay": math.nan}, OutOfRange),
+        ({"weight_decay": math.inf}, OutOfRange),
+        ({"scope": lambda role: False}, Lacks),
     ],
 )
-def test_bad_input_gets_a_sentence(options, words):
-    with pytest.raises(DecaylabError, match=words):
+def test_bad_input_gets_a_sentence(options, refused):
+    with pytest.raises(refused):
         parameter_groups(network(), **{"weight_decay": 0.1, **options})
 
 
 def test_a_model_that_ends_in_a_norm_has_no_fc():
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
-    with pytest.raises(DecaylabError, match="takes no parameter"):
+    with refuses(Lacks, what="parameter of this model"):
         parameter_groups(model, weight_decay=0.1, scope="fc")
 
 
@@ -150,9 +152,9 @@ def test_schedules():
     assert [step(60)(epoch, 0.1) for epoch in (0, 59, 60, 120)] == pytest.approx(
         [0.1, 0.1, 0.01, 0.001], rel=1e-12
     )
-    with pytest.raises(DecaylabError, match="every"):
+    with refuses(OutOfRange, name="every"):
         step(0)
-    with pytest.raises(DecaylabError, match="factor"):
+    with refuses(OutOfRange, name="factor"):
         step(10, factor=0.0)
 
 
@@ -281,6 +283,55 @@ def test_the_table_is_what_optimizers_from_elsewhere_do(name, more):
         if row.factor is not None:
             assert 1 - first.mean().item() == pytest.approx(1 - row.factor, rel=5e-3)
             assert 1 - last.mean().item() == pytest.approx(1 - row.long_run, rel=5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        (torch.optim.AdamW, {"foreach": False}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.NAdam, {"decoupled_weight_decay": True}),
+        (torch.optim.RAdam, {"decoupled_weight_decay": True}),
+        (torch.optim.Adafactor, {}),
+        (torch.optim.Muon, {}),
+        (torch.optim.SGD, {}),
+    ],
+)
+def test_a_decay_is_lost_where_steps_are_the_same_without_it(kind, more, dtype):
+    """Up to eps / 4 of the weights a step, where nothing else is rounded with it."""
+    fraction = torch.finfo(dtype).eps / 4
+    lr = 64 * fraction  # so that a step is not below the spacing of numbers, too
+
+    def stepped(strength):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(64, 32).to(dtype))
+        optimizer = kind([weight], lr=lr, weight_decay=strength / lr, **more)
+        lost = lost_to_rounding(weight, optimizer.param_groups[0], optimizer)
+        for _ in range(3):
+            weight.grad = torch.randn(64, 32).to(dtype)
+            optimizer.step()
+        return weight.detach(), lost
+
+    plain, nothing_lost = stepped(0.0)
+    assert not nothing_lost
+    fused = more.get("fused") and dtype is not torch.float32
+    apart = kind is not torch.optim.SGD and not fused
+    for strength in (0.99 * fraction, 1.01 * fraction):
+        weight, lost = stepped(strength)
+        assert lost == torch.equal(weight, plain) == (apart and strength < fraction)
+
+
+def test_the_table_says_which_decay_is_lost_to_rounding():
+    model = nn.Sequential(nn.Linear(6, 8).bfloat16(), nn.Linear(8, 3))
+    table = decay_table(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5))
+    (problem,) = table.problems
+    assert (problem.problem, problem.parameters) == (Problem.LOST, ("0.weight", "0.bias"))
+    assert [row.factor for row in table] == [1.0, 1.0, 1 - 5e-4, 1 - 5e-4]
+    late = decay_table(model, torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.5))
+    assert not late.problems
+    assert str(late).splitlines()[-1] == "decoupled: beside the step, times lr (0 now)"
 
 
 def test_scope_conv_leaves_out_parameters_that_no_layer_owns():

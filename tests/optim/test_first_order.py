@@ -5,10 +5,11 @@ import pickle
 
 import pytest
 import torch
+from refusals import refuses
 from torch import nn
 from torch.nn import functional as F
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import OutOfRange, UnknownName
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam, sgd
 
@@ -231,21 +232,21 @@ def test_a_closure_is_the_same_as_backward_and_step(decay, by_name):
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "words"),
+    ("make", "options", "name"),
     [
-        (sgd, {"lr": -0.1}, "learning rate"),
-        (adam, {"lr": float("nan")}, "learning rate"),
+        (sgd, {"lr": -0.1}, "lr"),
+        (adam, {"lr": float("nan")}, "lr"),
         (sgd, {"lr": 0.1, "momentum": 1.0}, "momentum"),
         (sgd, {"lr": 0.1, "momentum": -0.1}, "momentum"),
         (adam, {"lr": 0.1, "betas": (-0.1, 0.9)}, "beta1"),
         (adam, {"lr": 0.1, "betas": (0.9, 1.0)}, "beta2"),
     ],
 )
-def test_bad_numbers_get_a_sentence(make, options, words):
-    with pytest.raises(DecaylabError, match=words):
+def test_bad_numbers_get_a_sentence(make, options, name):
+    with refuses(OutOfRange, name=name):
         make(parameter_groups(network(), weight_decay=0.1), **options)
     weight = nn.Parameter(torch.ones(1))
-    with pytest.raises(DecaylabError, match="unknown decay"):
+    with refuses(UnknownName, kind="decay", name="cosine"):
         make([{"params": [weight], "weight_decay": 0.1, "decay": "cosine"}], lr=0.1)
 
 

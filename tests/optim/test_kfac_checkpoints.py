@@ -7,6 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from oracle.kfac_runs import labels_for, random, seeded, train_step
 from oracle.plain_kfac import KFAC
+from refusals import refuses
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import Lacks
 from decaylab.optim.kfac_state import COMMON, curvature_state, without_curvature
 from decaylab.optim.options import KFACOptions
 
@@ -105,7 +106,7 @@ def test_a_flattened_state_is_refused():
 def test_a_state_without_factors_is_refused():
     model, opt = built()
     train(opt, model, range(1))
-    with pytest.raises(DecaylabError, match="no K-FAC factors"):
+    with refuses(Lacks, what="K-FAC factors"):
         opt.load_state_dict(without_curvature(opt.state_dict()))
 
 

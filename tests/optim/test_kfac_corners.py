@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 from oracle.plain_kfac import KFAC
+from refusals import refuses
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from decaylab.curvature.factors import Sums
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, UnknownName
 from decaylab.optim.first_order import sgd
 from decaylab.optim.kfac_state import curvature_state
 from decaylab.optim.options import KFACOptions
@@ -115,7 +116,7 @@ def test_layers_named_as_invariant_are_those_that_scale():
                 p.mul_(2)
         want = {name: 0.5 / 4 if name in named else 0.5 for name in ("0", "2")}
         assert {name: float(v) for name, v in opt.dampings().items()} == pytest.approx(want)
-    with pytest.raises(DecaylabError, match="no covered layer: 1"):
+    with refuses(UnknownName, name="1", choices=("0", "2")):
         KFAC(net(), 0.1, damping_scaling="scale-free", options=KFACOptions(invariant=("0", "1")))
 
 

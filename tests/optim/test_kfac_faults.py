@@ -9,9 +9,18 @@ import pytest
 import torch
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
 from oracle.plain_kfac import KFAC
+from refusals import refuses
 from torch import nn
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import (
+    BadValue,
+    DecaylabError,
+    Lacks,
+    Mismatch,
+    OutOfRange,
+    UnknownName,
+    WrongType,
+)
 from decaylab.optim.kfac_state import curvature_state
 from decaylab.optim.options import KFACOptions
 
@@ -38,66 +47,68 @@ def equal(left, right) -> bool:
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
-# -- sentences --
+# -- what is refused --
+
+CHOICES = ["curvature", "likelihood", "outputs", "decay", "damping_scaling", "step_scaling"]
+CHOICES += ["reduction", "sharing", "logits", "others"]
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("name", "value"),
     [
-        ({"damping": 0.0}, "damping is 0.0"),
-        ({"damping": -1.0}, "damping is -1.0"),
-        ({"damping": float("nan")}, "damping is nan"),
-        ({"lr": -0.1}, "lr is -0.1"),
-        ({"momentum": 1.0}, "momentum is 1.0"),
-        ({"momentum": -0.5}, "momentum is -0.5"),
-        ({"weight_decay": -1e-4}, "weight.decay.* -0.0001"),
-        ({"kl_clip": 0.0}, "kl_clip is 0.0"),
-        ({"refresh_every": 0}, "refresh_every is 0"),
-        ({"invert_every": 0}, "invert_every is 0"),
-        ({"factor_decay": 1.0}, "factor_decay is 1.0"),
-        ({"factor_decay": -0.1}, "factor_decay is -0.1"),
-        ({"options": KFACOptions(inversion_lag=-1)}, "inversion_lag is -1"),
-        ({"options": KFACOptions(inversion_lag=100)}, "inversion_lag is 100.*invert_every"),
-        ({"max_factor_dim": 0}, "max_factor_dim is 0"),
-        ({"curvature_scale": 0.0}, "curvature_scale is 0.0"),
-        ({"curvature": "hessian"}, "unknown curvature 'hessian'.*gauss-newton"),
-        ({"likelihood": "poisson"}, "unknown likelihood 'poisson'.*bernoulli"),
-        ({"outputs": "all"}, "outputs.*'all'.*exact"),
-        ({"decay": "cosine"}, "unknown decay 'cosine'.*independent"),
-        ({"damping_scaling": "free"}, "damping_scaling is 'free'.*scale-free"),
-        ({"reduction": "none"}, "reduction.*'none'.*sum"),
-        ({"sharing": "average"}, "sharing.*'average'.*reduce"),
-        ({"logits": "hidden"}, "logits.*'hidden'.*observed"),
-        ({"others": "lion"}, "others is 'lion'.*sgd"),
-        (
-            {"options": KFACOptions(invariant=("nosuch",)), "damping_scaling": "scale-free"},
-            "nosuch",
-        ),
+        ("damping", 0.0),
+        ("damping", -1.0),
+        ("damping", float("nan")),
+        ("lr", -0.1),
+        ("momentum", 1.0),
+        ("momentum", -0.5),
+        ("weight_decay", -1e-4),
+        ("kl_clip", 0.0),
+        ("refresh_every", 0),
+        ("invert_every", 0),
+        ("factor_decay", 1.0),
+        ("factor_decay", -0.1),
+        ("max_factor_dim", 0),
+        ("curvature_scale", 0.0),
+        ("inversion_lag", -1),
+        ("inversion_lag", 100),
     ],
 )
-def test_options_out_of_range_are_named_with_a_remedy(options, sentence):
-    with pytest.raises(DecaylabError, match=sentence):
-        KFAC(seeded(net), **({"lr": 0.1} | options))
+def test_numbers_out_of_range_are_named(name, value):
+    given = {name: value}
+    if name == "inversion_lag":
+        given = {"options": KFACOptions(**given)}
+    with refuses(OutOfRange, name=name, value=value):
+        KFAC(seeded(net), **({"lr": 0.1} | given))
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_unknown_choices_are_named(name):
+    with refuses(UnknownName, kind=name, name="nosuch"):
+        KFAC(seeded(net), **({"lr": 0.1} | {name: "nosuch"}))
+    options = KFACOptions(invariant=("nosuch",))
+    with refuses(UnknownName, name="nosuch"):
+        KFAC(seeded(net), 0.1, damping_scaling="scale-free", options=options)
 
 
 def test_a_model_without_any_covered_layer():
-    with pytest.raises(DecaylabError, match="covers no layer"):
+    with refuses(Lacks, what="layer that K-FAC covers"):
         KFAC(nn.Sequential(nn.LayerNorm(3)), 0.1)
     frozen = seeded(net).requires_grad_(False)
-    with pytest.raises(DecaylabError, match="covers no layer"):
+    with refuses(Lacks, what="layer that K-FAC covers"):
         KFAC(frozen, 0.1)
 
 
 def test_parameters_that_are_not_the_models():
     with pytest.raises(DecaylabError, match="do not belong to the model"):
         KFAC(seeded(net), 0.1, params=seeded(net).parameters())
-    with pytest.raises(DecaylabError, match="empty"):
+    with refuses(Lacks, owner="params"):
         KFAC(seeded(net), 0.1, params=[])
 
 
 def test_a_model_on_two_devices():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to("meta"))
-    with pytest.raises(DecaylabError, match=r"several devices \(cpu, meta\)"):
+    with refuses(BadValue, value=["cpu", "meta"]):
         KFAC(model, 0.1)
 
 
@@ -110,7 +121,7 @@ def test_an_output_that_is_not_logits():
     model = seeded(lambda: nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)))
     KFAC(model, 0.1)
     opt = KFAC(model, 0.1)
-    with pytest.raises(DecaylabError, match=r"shape \[\.\.\., C\] and got \[6\]"):
+    with refuses(BadValue, name="the logits"):
         model(data()[0])
     opt.detach()
 
@@ -137,7 +148,7 @@ def test_a_class_dimension_that_moved():
     opt = KFAC(model, 0.1, refresh_every=1)
     train_step(opt, model, *data())
     model.moved = True
-    with pytest.raises(DecaylabError, match=r"class axis.*was .*3.* is now .*6"):
+    with refuses(Mismatch, what="number of classes"):
         model(data()[0])
 
 
@@ -145,7 +156,7 @@ def test_a_mask_of_another_shape():
     model = seeded(net)
     opt = KFAC(model, 0.1, logits="observed")
     logits = model(data()[0])
-    with pytest.raises(DecaylabError, match=r"mask has shape \[3\].*\[6\]"):
+    with refuses(Mismatch, values={"the mask": [3], "the rows": [6]}):
         opt.observe(logits, mask=torch.ones(3, dtype=torch.bool))
 
 
@@ -209,7 +220,7 @@ def test_a_weight_used_behind_the_layers_back():
 
 def test_initialize_without_batches_or_loss():
     opt = KFAC(seeded(net), 0.1)
-    with pytest.raises(DecaylabError, match="no batch"):
+    with refuses(Lacks, what="batches"):
         opt.initialize([])
     empirical = KFAC(seeded(net), 0.1, curvature="empirical-fisher")
     with pytest.raises(DecaylabError, match="loss="):
@@ -434,17 +445,13 @@ def test_a_loop_that_goes_nowhere_is_told_so_once():
     assert told[0].filename == train_step.__code__.co_filename  # where the user calls step()
 
 
-@pytest.mark.parametrize(
-    ("build", "remedy"),
-    [
-        (lambda model: KFAC(model.parameters(), lr=0.1), r"KFAC\(model, lr=...\)"),
-        (lambda model: KFAC([{"params": model.parameters()}], lr=0.1), "params="),
-        (lambda model: KFAC(model, [{"params": model.parameters()}]), "params=groups"),
-    ],
-)
-def test_what_torchs_optimizers_take_first_is_refused(build, remedy):
-    with pytest.raises(DecaylabError, match=remedy):
-        build(nn.Linear(3, 2))
+def test_what_torchs_optimizers_take_first_is_refused():
+    parameters = list(nn.Linear(3, 2).parameters())
+    for model in (iter(parameters), [{"params": parameters}]):
+        with refuses(WrongType, name="model", value=model):
+            KFAC(model, lr=0.1)
+    with refuses(WrongType, name="lr"):
+        KFAC(nn.Linear(3, 2), [{"params": parameters}])
 
 
 def test_a_learning_rate_may_be_any_number():

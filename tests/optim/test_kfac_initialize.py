@@ -8,10 +8,11 @@ import copy
 import pytest
 import torch
 from oracle.plain_kfac import KFAC
+from refusals import refuses
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, WrongType
 
 SIZES = (4, 1, 3)
 
@@ -189,7 +190,7 @@ def normalised() -> nn.Sequential:
 def test_one_batch_alone_is_refused():
     """Its rows would be taken for batches."""
     net = normalised()
-    with pytest.raises(DecaylabError, match=r"takes an iterable of batches.*\[batch\]"):
+    with refuses(WrongType, name="batches"):
         KFAC(net, 0.1).initialize(examples()[0])
 
 

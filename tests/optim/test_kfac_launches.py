@@ -40,21 +40,30 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def launches(monkeypatch, depth):
+def uncounted(work):
+    """The work as one launch."""
+
+    def run(*arguments):
+        with _disable_current_modes():
+            work(*arguments)
+        torch.ones(())
+
+    return run
+
+
+def launches(monkeypatch, depth, *, replay=False):
     """Of `KFAC.step` in a plain step, one that refreshes, and one that inverts too.
 
-    Folds, which are one kernel each on CUDA, are not among them.
+    Folds are one kernel each, as on CUDA. `replay`: what graphs of a refresh
+    and an inversion do counts as one.
     """
-    fold = factors.fold_
-
-    def uncounted(*arguments):
-        with _disable_current_modes():
-            fold(*arguments)
-
-    monkeypatch.setattr(factors, "fold_", uncounted)
+    monkeypatch.setattr(factors, "fold_", uncounted(factors.fold_))
     hidden = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth)]
     model = nn.Sequential(*hidden, nn.Linear(WIDTH, CLASSES))
     opt = KFAC(model, 1e-3, step_scaling="rms", refresh_every=2, invert_every=4)
+    if replay:
+        opt._fold = uncounted(opt.estimator.running.fold)
+        opt._inversion = uncounted(opt._preconditioner.invert_damped)
     opt.initialize([torch.randn(4, WIDTH)])
     counts = {}
     for _ in range(8):
@@ -79,8 +88,11 @@ def test_how_many_there_are(monkeypatch):
     """Of two shapes. What follows the gather of a plain step is replayed as one graph on CUDA."""
     counts = launches(monkeypatch, 3)
     assert counts["plain"] <= 56
-    assert counts["refresh"] - counts["plain"] <= 17
-    assert counts["invert"] - counts["refresh"] <= 96
+    assert counts["refresh"] - counts["plain"] <= 37
+    assert counts["invert"] - counts["refresh"] <= 100
+    replayed = launches(monkeypatch, 3, replay=True)
+    assert replayed["refresh"] - replayed["plain"] <= 8
+    assert replayed["invert"] - replayed["refresh"] <= 15
 
 
 def test_the_diagonal_blocks_of_a_triangle_are_copied_together(monkeypatch):

@@ -929,7 +929,7 @@ def test_a_folder_of_another_spec_is_left_out_and_named(tmp_path):
     path.write_text(replace(spec.resolved(), lr=0.5).to_toml())
     finished_runs = FinishedRuns(records.store)
     assert finished_runs.of(spec) is None
-    assert "lr is 0.5 there" in finished_runs.left_out[0]
+    assert "(0.5)" in finished_runs.left_out[0]
 
 
 def test_runs_with_superseded_numerics_are_named_and_left_out(tmp_path):

@@ -2,8 +2,9 @@ import math
 from dataclasses import replace
 
 import pytest
+from refusals import refuses
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import BadValue, Damaged, DecaylabError, UnknownName
 from decaylab.networks import NETWORKS
 from decaylab.paper import artefacts, cells, register_artefact, select
 from decaylab.paper.pace import pace_spec
@@ -167,18 +168,18 @@ def table_has_search(key):
 
 
 def test_what_is_not_known_is_refused_with_what_is(tmp_path):
-    with pytest.raises(DecaylabError, match=r"table1, .*fig9.*all"):
+    with refuses(UnknownName, kind="artefact", name="table4"):
         cells("table4", "smoke")
-    with pytest.raises(DecaylabError, match="choose one of smoke, quick, short, full"):
+    with refuses(UnknownName, kind="tier", name="tiny"):
         cells("table1", "tiny")
-    with pytest.raises(DecaylabError, match="key of these cells: dataset, network, batch_norm"):
+    with refuses(UnknownName, name="net"):
         select(cells("table1", "smoke"), ["net=vgg16"])
-    with pytest.raises(DecaylabError, match=r"key of these cells: network, optimizer, scheme$"):
+    with refuses(UnknownName, name="dataset", choices=("network", "optimizer", "scheme")):
         select(cells("fig4", "smoke"), ["dataset=cifar100"])
-    with pytest.raises(DecaylabError, match="there are: resnet32, vgg16"):
+    with refuses(UnknownName, name="vgg99", choices=("resnet32", "vgg16")):
         select(cells("table1", "smoke"), ["network=vgg99"])
     (tmp_path / "odd.toml").write_text("winner = 3\n")
-    with pytest.raises(DecaylabError, match=r"odd\.toml is not a result of"):
+    with pytest.raises(Damaged, match="odd"):
         cells("fig1", "short", searched_folder=tmp_path)
 
 
@@ -203,13 +204,13 @@ scheme = ["none", "wd"]
     ("given", "instead", "said"),
     [
         ('"table"', '"tables"', "unknown kind 'tables'"),
-        ('"table"', '"scatter"', "kind scatter is for fig5 alone"),
+        ('"table"', '"scatter"', "kind scatter is for fig5"),
         ('"jacobian"', '"jacobians"', "unknown probe 'jacobians'"),
         ("scheme =", "sheme =", "unknown column 'sheme'"),
         ('"scheme"]', '"sheme"]', "unknown key without a column 'sheme'"),
         ("augment = 0\n", "", "its cells lack augment"),
         ('"wd"]', '"weight-decay"]', "unknown scheme 'weight-decay'"),
-        ("augment = 0", "augment = 0\nbatch_size = 256", "no batch of 256: choose one of 128"),
+        ("augment = 0", "augment = 0\nbatch_size = 256", "unknown batch size .* 256"),
     ],
 )
 def test_an_artefact_of_ones_own_with_a_slip_in_it_is_refused(tmp_path, given, instead, said):
@@ -232,7 +233,7 @@ def test_the_search_that_a_large_batch_needs_is_said_to_be_of_that_batch(tmp_pat
 def test_batches_are_whole_numbers():
     key = {"dataset": "cifar10", "network": "vgg16", "batch_norm": 0, "augment": 0}
     for size in ("abc", 0):
-        with pytest.raises(DecaylabError, match="batch_size must be a positive whole number"):
+        with refuses(BadValue, name="batch_size", value=size):
             spec_for({**key, "optimizer": "sgd", "batch_size": size}, "wd", "full")
 
 

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from refusals import refuses
 from torch import nn
 from torch.nn import functional as F
 
 from decaylab import probes
-from decaylab.errors import DecaylabError
+from decaylab.errors import BadValue, Lacks
 
 CLASSES = 4
 
@@ -60,10 +61,10 @@ def test_targets_that_are_probabilities_or_images():
 
 def test_a_loss_that_is_a_mean_already_and_batches_of_padding_alone():
     model, batch = tagger(), tokens(6, 3)
-    with pytest.raises(DecaylabError, match="one for each row"):
+    with refuses(BadValue, name="the loss of a batch"):
         probes.generalization_gap(
             model, [batch], [batch], loss=lambda z, y: F.cross_entropy(z.mT, y)
         )
     nothing = batch[0], torch.full_like(batch[1], -100)
-    with pytest.raises(DecaylabError, match="test batches are empty"):
+    with refuses(Lacks, owner="the test set"):
         probes.generalization_gap(model, [batch], [nothing])

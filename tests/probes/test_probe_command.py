@@ -4,12 +4,13 @@ import json
 
 import pytest
 import typer
+from refusals import refuses
 from typer.testing import CliRunner
 
 from decaylab import probes
 from decaylab.cli.probe import probe_command
 from decaylab.data import evaluation_batches
-from decaylab.errors import DecaylabError
+from decaylab.errors import Lacks
 from decaylab.records import RunStore
 from decaylab.training import RunSpec, train_to_end
 from decaylab.training.build import load_run
@@ -56,7 +57,7 @@ def test_the_tables_have_a_line_per_layer(tmp_path):
 
 
 def test_an_unknown_run_is_one_sentence(tmp_path):
-    with pytest.raises(DecaylabError, match="no run 'nope'"):
+    with refuses(Lacks, owner=tmp_path, what="runs"):
         CliRunner().invoke(_app(), ["nope", "--runs", str(tmp_path)], catch_exceptions=False)
 
 

@@ -7,10 +7,11 @@ import torch
 from oracle import probes as oracle
 from oracle.plain_kfac import KFAC
 from oracle.tiny_nets import NAMES, tiny_net
+from refusals import refuses
 from torch import nn
 
 from decaylab import probes
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, Lacks
 
 CLOSE = {"rel": 1e-8, "abs": 1e-12}
 
@@ -288,7 +289,7 @@ def test_damping_where_every_weight_is_frozen():
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("bias"))
     factors = probes.measured_factors(model, [inputs])
-    with pytest.raises(DecaylabError, match="weight of every layer with K-FAC factors is frozen"):
+    with refuses(Lacks, owner="the model"):
         probes.effective_damping(model, factors, 0.1)
 
 

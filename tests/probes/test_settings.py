@@ -6,6 +6,7 @@ from oracle.formulas import Lion
 from oracle.plain_kfac import KFAC
 from torch import nn
 
+import decaylab
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam
 from decaylab.optim.laws import law_for
@@ -108,6 +109,14 @@ def test_kfac_and_what_it_leaves_to_others(others):
         own = {"beta1": 0.5, "beta2": 0.625, "eps": 1e-8, "law": "adam"}
     found = settings(excluded, model)["3"]
     assert found == LayerSettings("KFAC", lr=0.0625, **decay, **own, **LAST)
+
+
+def test_the_steps_of_kfacs_defaults_have_a_set_length():
+    """Their length does not depend on the norm, and the damping is relative to the curvature."""
+    model = net()
+    found = settings(decaylab.KFAC(model), model)["0"]
+    assert (found.step_rms, found.scale_free) == (0.2, True)
+    assert law_for(found).norm_power == 1
 
 
 def test_a_law_that_is_not_known_and_a_layer_that_is_not_held():

@@ -10,10 +10,19 @@ import pytest
 import torch
 from oracle.plain_kfac import KFAC
 from oracle.tiny_nets import tiny_net, train
+from refusals import refuses
 from torch import nn
 
 from decaylab import probes
-from decaylab.errors import DecaylabError
+from decaylab.errors import (
+    BadValue,
+    Failed,
+    Lacks,
+    Mismatch,
+    OutOfRange,
+    UnknownName,
+    WrongType,
+)
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam, sgd
 from decaylab.records.packing import read_rows
@@ -224,26 +233,26 @@ def test_wrapped_models_and_optimizers():
 def test_bad_arguments():
     model, inputs, _ = tiny_net("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(DecaylabError, match=r"'nope'.*weight_norm"):
+    with refuses(UnknownName, kind="probe", name="nope"):
         probes.watch(model, optimizer, probes=["nope"])
-    with pytest.raises(DecaylabError, match="'jacobian_norm' runs the model: give watch inputs"):
+    with refuses(Lacks, what="inputs"):
         probes.watch(model, optimizer, probes=["jacobian_norm"])
-    with pytest.raises(DecaylabError, match="every=0"):
+    with refuses(OutOfRange, name="every", value=0):
         probes.watch(model, optimizer, every=0)
-    with pytest.raises(DecaylabError, match="str is not a torch optimizer"):
+    with refuses(WrongType, name="optimizer", value="sgd"):
         probes.watch(model, "sgd")
-    with pytest.raises(DecaylabError, match="generator is not a model"):
+    with refuses(WrongType, name="model"):
         probes.watch(model.parameters(), optimizer)
-    with pytest.raises(DecaylabError, match="holds no parameter of this model"):
+    with refuses(Lacks, what="parameter of this model"):
         probes.watch(tiny_net("mlp")[0], optimizer)
-    with pytest.raises(DecaylabError, match="inputs are torch"):
+    with refuses(Mismatch, what="dtype"):
         probes.watch(model, optimizer, inputs=inputs.float())
-    with pytest.raises(DecaylabError, match=r"fails on these inputs \(.*shapes.*as in training"):
+    with pytest.raises(Failed, match="shapes"):
         probes.watch(model, optimizer, inputs=torch.cat([inputs, inputs], -1))
     for trackers in (SimpleNamespace(log=print), ["wandb"]):
-        with pytest.raises(DecaylabError, match=r"a list of objects with log\(rows\)"):
+        with refuses(BadValue, name="trackers"):
             probes.watch(model, optimizer, trackers=trackers)
-    with pytest.raises(DecaylabError, match="frozen"):
+    with refuses(Lacks, what="parameter that is not frozen"):
         probes.watch(model.requires_grad_(False), optimizer)
     assert not optimizer._optimizer_step_pre_hooks
 
@@ -321,9 +330,9 @@ def test_the_probes_of_a_diagnosis():
         assert {"jacobian_norm", "weight_norm/0"} <= set(names)
         assert ("second_order_share/0" in names) == share
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with pytest.raises(DecaylabError, match="give watch inputs"):
+    with refuses(Lacks, what="inputs"):
         probes.watch(model, optimizer, probes="diagnosis")
-    with pytest.raises(DecaylabError, match='or "diagnosis"'):
+    with refuses(BadValue, name="probes", value="all"):
         probes.watch(model, optimizer, probes="all")
 
 

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from oracle.plain_kfac import KFAC
+from refusals import refuses
 from torch import nn
 from torch.nn import functional as F
 
 from decaylab import diagnose, watch
 from decaylab.diagnosis import Reason
-from decaylab.errors import DecaylabError
+from decaylab.errors import Lacks, NameTaken, WrongType
 from decaylab.probes import PROBES, Probe, Reading, head_ranks, register, spectra
 from decaylab.probes.registry import load_all
 from decaylab.records import read_recording
@@ -143,14 +144,43 @@ def test_outcomes_are_recorded_as_they_are(tmp_path):
             train(model, [optimizer], inputs, labels)
             watched.log(loss=torch.tensor(float(step)), accuracy=0.5)
         watched.log(test_loss=math.inf)
+    watched.log(test_accuracy=torch.tensor(0.25))  # as people do behind the block
     for recording in (watched.recording, read_recording(tmp_path)):
         assert recording.outcomes == {
             "loss": ((1, 0.0), (2, 1.0), (3, 2.0)),
             "accuracy": ((1, 0.5), (2, 0.5), (3, 0.5)),
             "test_loss": ((3, math.inf),),
+            "test_accuracy": ((3, 0.25),),
         }
     assert "outcome/loss" in {row.name for row in shown}
     assert read_recording(tmp_path).rows.rows == watched.records.rows
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), None, "low", torch.ones(0)])
+def test_what_is_not_one_number_is_refused_where_it_is_logged(value):
+    """Not at the next record, in the middle of somebody's step."""
+    model, *_ = net()
+    watched = watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with watched, refuses(WrongType, name="loss"):
+        watched.log(loss=value)
+
+
+def test_a_watch_that_has_ended_is_not_entered_again():
+    """It has no hooks any more, and would record nothing."""
+    model, *_ = net()
+    with watch(model, torch.optim.SGD(model.parameters(), lr=0.1)) as watched:
+        pass
+    with refuses(Lacks, owner="a watch that has ended"), watched:
+        pass
+
+
+def test_a_probe_goes_by_the_name_of_what_it_records():
+    model, inputs, labels = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, every=1, probes=["rotation", "update_norm"]) as watched:
+        train(model, [optimizer], inputs, labels)
+    rows = {row.name.partition("/")[0] for row in watched.records.rows}
+    assert {"rotation", "update_norm"} <= rows
 
 
 class Gpt(nn.Module):
@@ -227,7 +257,7 @@ def test_inputs_and_outputs_of_any_form(name):
 def test_a_named_output_that_is_not_there():
     model, batch, _, _ = case("mapping")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(DecaylabError, match="no logits under 'nothing'"):
+    with refuses(Lacks, what="logits under 'nothing'"):
         watch(model, optimizer, inputs=batch, logits="nothing")
 
 
@@ -354,7 +384,7 @@ def test_a_probe_is_one_file(tmp_path, monkeypatch):
             train(model, [optimizer], inputs, labels, 6)
         assert [row.step for row in watched.records.series("answer")] == [1, 2, 4, 6]
         assert [row.step for row in watched.records.series("weight_norm")] == [1, 3, 6]
-        with pytest.raises(DecaylabError, match="there is a probe 'answer' already"):
+        with refuses(NameTaken, kind="probe", name="answer"):
             register(Probe("answer", "free", lambda m: Reading("answer", "1")))
     finally:
         del PROBES["answer"]

@@ -5,10 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from refusals import refuses
 from typer.testing import CliRunner
 
 from decaylab.cli import app
-from decaylab.errors import DecaylabError
+from decaylab.errors import Damaged
 from decaylab.records import Event, LayerSettings, Row, RunStore, SettingsChange, read_recording
 from decaylab.records.packing import pack, read_contents, read_packed
 from decaylab.records.rows import RowWriter
@@ -72,7 +73,7 @@ def test_a_damaged_file_is_an_error(tmp_path):
     pack(tmp_path)
     packed = tmp_path / "rows.json.gz"
     packed.write_bytes(packed.read_bytes()[:-40])
-    with pytest.raises(DecaylabError, match=r"rows.json.gz is damaged .*put the whole file back"):
+    with refuses(Damaged, what=packed):
         read_recording(tmp_path)
 
 

@@ -4,14 +4,14 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refuses
 
 from decaylab import networks
 from decaylab.data import DATA_SETS
-from decaylab.errors import DecaylabError
+from decaylab.errors import Lacks
 from decaylab.optim import schedules
 from decaylab.records import (
     Event,
@@ -107,7 +107,7 @@ def test_settings_that_were_rows():
 
 
 def test_no_records():
-    with pytest.raises(DecaylabError, match="holds no records"):
+    with refuses(Lacks, what="records"):
         read_recording("/nowhere")
 
 

@@ -1,9 +1,10 @@
 import pytest
 import torch
+from refusals import refuses
 
 from decaylab.attribution.arms import ArmResult, Plan
 from decaylab.attribution.result import Attribution
-from decaylab.errors import DecaylabError
+from decaylab.errors import BadValue
 from decaylab.report.attributions import (
     attribution_report,
     effects_panel,
@@ -83,5 +84,5 @@ def test_a_page_without_shares_is_a_page(tmp_path):
 
 
 def test_another_kind_of_file_is_refused(tmp_path):
-    with pytest.raises(DecaylabError, match=r"page\.html"):
+    with refuses(BadValue, name="the report"):
         write_attribution(tmp_path / "page.pdf", attribution())

@@ -2,7 +2,6 @@
 
 import json
 import re
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -15,11 +14,11 @@ from typer.testing import CliRunner
 from decaylab import diagnose, watch
 from decaylab.cli import app
 from decaylab.diagnosis import Reason, words
+from decaylab.document import Subsection
 from decaylab.paper import cells
 from decaylab.records import Manifest, Row, RunStore
 from decaylab.report import diagnoses, write
 from decaylab.report.diagnoses import diagnosed, diagnoses_section
-from decaylab.report.page import Subsection
 from decaylab.sweeps.run_index import indexed_runs
 from decaylab.training import RunSpec
 
@@ -147,8 +146,8 @@ def test_another_seed_serves_and_is_named(tmp_path):
     assert "seed differs: 3 and 0" in block.text
 
 
-def test_the_report_has_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "theory_beside", lambda: nullcontext(list))
+@pytest.mark.usefixtures("without_theory")
+def test_the_report_has_it(tmp_path):
     store = RunStore(tmp_path / "runs")
     write_run(store, DECAYED, decayed=True)
     write_run(store, BASE, decayed=False)
@@ -161,8 +160,8 @@ def test_the_report_has_it(tmp_path, monkeypatch):
     assert "SGD, lr 0.1, L2 0.01; digits, MLP 8x8, BN" in markdown
 
 
-def test_it_comes_first_unless_there_are_runs_of_the_paper(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "theory_beside", lambda: nullcontext(list))
+@pytest.mark.usefixtures("without_theory")
+def test_it_comes_first_unless_there_are_runs_of_the_paper(tmp_path):
     store = RunStore(tmp_path / "runs")
     write_run(store, DECAYED, decayed=True)
 
@@ -177,8 +176,8 @@ def test_it_comes_first_unless_there_are_runs_of_the_paper(tmp_path, monkeypatch
     assert begins_with() == ["Findings", "Claims, tier smoke"]
 
 
-def test_a_report_without_decay_has_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "theory_beside", lambda: nullcontext(list))
+@pytest.mark.usefixtures("without_theory")
+def test_a_report_without_decay_has_none(tmp_path):
     write_run(RunStore(tmp_path / "runs"), BASE, decayed=False)
     page = write.write_report(tmp_path / "runs", tmp_path / "out").page
     assert "#diagnosis" not in page.read_text(encoding="utf-8")

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 from matplotlib.figure import Figure
+from refusals import refuses
 from report.synthetic import everything, fill_artefacts, write_run
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import NotInstalled
 from decaylab.paper import FinishedRuns, artefact_of, artefacts, cells
 from decaylab.records import RunStore
 from decaylab.report.drawing import (
@@ -20,9 +21,9 @@ from decaylab.report.drawing import (
     Panel,
     Points,
     draw,
-    side_by_side,
 )
 from decaylab.report.figures import over_seeds, panels, panels_csv, published_accuracies
+from decaylab.report.sheets import draw_sheets
 
 FIGURES = [name for name, artefact in artefacts().items() if artefact.kind != "table"]
 LINE = Panel("a", "x", "y", [Line("none", [0, 1], [1.0, 2.0])])
@@ -220,7 +221,9 @@ def test_drawing_gives_images_of_one_size():
     images = [draw(panel) for panel in shown]
     assert {size(image) for image in images} == {pixels}
     assert len(set(images)) == len(images)
-    assert size(side_by_side(images)) == (2 * pixels[0], 3 * pixels[1])
+    sheet = draw_sheets({"all": shown})["all"]
+    assert size(sheet.png) == (2 * pixels[0], 3 * pixels[1])
+    assert sheet.alone == [images[1], images[2], images[4]]  # of lines alone, the browser draws
 
 
 def test_csv_of_panels():
@@ -235,7 +238,7 @@ def test_csv_of_panels():
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(DecaylabError, match=r"pip install 'decaylab\[report\]'"):
+    with refuses(NotInstalled, extra="report"):
         draw(LINE)
 
 

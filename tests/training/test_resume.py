@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals import refuses
 
 from decaylab.data import load
-from decaylab.errors import DecaylabError
+from decaylab.errors import Damaged, DecaylabError, Lacks
 from decaylab.records import RunStore
 from decaylab.training import RunSpec, checkpoint, load_run, train, train_to_end
 
@@ -98,7 +99,7 @@ def test_a_run_whose_rows_are_behind_its_checkpoint_is_not_continued(tmp_path, k
     lines = folder.rows_writer.path.read_text().splitlines(keepends=True)
     older = "".join(line for line in lines if json.loads(line).get("epoch", 0) < kept)
     folder.rows_writer.path.write_text(older)
-    with pytest.raises(DecaylabError, match=f"no rows of epoch {kept}.*delete"):
+    with refuses(Lacks, what=f"rows of epoch {kept}"):
         train_to_end(BASE, data=load("digits"), store=RunStore(tmp_path))
     folder.checkpoint.unlink()
     train_to_end(BASE, data=load("digits"), store=RunStore(tmp_path))
@@ -111,8 +112,8 @@ def test_a_checkpoint_that_lacks_a_part_is_refused_with_its_remedy(tmp_path, par
     state = checkpoint.load(folder.checkpoint)
     state[part].popitem()
     checkpoint.Snapshot(state).write(folder.checkpoint)
-    with pytest.raises(DecaylabError, match="does not fit"):
+    with refuses(Damaged, what=folder.checkpoint):
         train_to_end(BASE, data=load("digits"), store=RunStore(tmp_path))
     if part == "model":
-        with pytest.raises(DecaylabError, match="does not fit"):
+        with refuses(Damaged, what=folder.checkpoint):
             load_run(folder)

@@ -2,12 +2,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from refusals import refuses
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from decaylab import probes
 from decaylab.data import load
-from decaylab.errors import DecaylabError
+from decaylab.errors import Lacks, Misplaced, NotFinished
 from decaylab.networks import build, roles
 from decaylab.records import RunStore
 from decaylab.training import RunSpec, TrainingRun, train_to_end
@@ -103,7 +104,7 @@ def test_frozen_layers_have_no_norm_and_keep_their_weights():
     rescale(model, {"features.3": 0.3})
     assert torch.equal(frozen.weight, before)
     assert float(trained.weight.detach().norm()) == pytest.approx(0.3, rel=1e-6)
-    with pytest.raises(DecaylabError, match=r"features\.3"):
+    with refuses(Lacks, what="norm of layer features.3"):
         rescale(model, {})
 
 
@@ -133,14 +134,14 @@ def test_a_run_starts_each_epoch_with_the_norms_of_its_source(tmp_path, monkeypa
 def test_a_source_that_is_not_finished_or_too_short_is_refused(tmp_path):
     store, data = RunStore(tmp_path), load("digits")
     run = replace(SOURCE, decay="none", weight_decay=0.0, norm_source=SOURCE.id)
-    with pytest.raises(DecaylabError, match="not finished"):
+    with refuses(NotFinished, run=SOURCE.id):
         train_to_end(run, data=data, store=store)
-    with pytest.raises(DecaylabError, match="give the store"):
+    with refuses(Lacks, what="store"):
         train_to_end(run, data=data)
     train_to_end(SOURCE, data=data, store=store)
-    with pytest.raises(DecaylabError, match="epoch 5"):
+    with refuses(Lacks, what="norms after epoch 5"):
         train_to_end(replace(run, epochs=8), data=data, store=store)
-    with pytest.raises(DecaylabError, match="batch_norm"):
+    with refuses(Misplaced, settings=["norm_source"]):
         replace(run, batch_norm=False)
 
 

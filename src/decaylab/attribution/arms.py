@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.attribution.reasons import LIMIT, Fault, Unused
-from decaylab.errors import DecaylabError
+from decaylab.errors import BadValue, WrongType
 from decaylab.training.held_layers import Selection, select
 from decaylab.training.interventions import Intervention
 from decaylab.training.paths import LayerPaths, Targets
@@ -192,9 +192,10 @@ def run_arm(
                 step()
             recorded = intervention.paths()
         seconds = time.perf_counter() - began
-        metrics = {name: float(value) for name, value in evaluate().items()}
-    if not metrics:
-        raise DecaylabError("evaluate() returned no number: let it return a dict of numbers")
+        evaluated = evaluate()
+    if not isinstance(evaluated, Mapping) or not evaluated:
+        raise BadValue("what evaluate() returns", evaluated, 'a dict such as {"test loss": 0.3}')
+    metrics = {name: float(value) for name, value in evaluated.items()}
     finite = recorded.finite() and all(map(np.isfinite, metrics.values()))
     result = ArmResult(
         arm=arm.name,
@@ -258,20 +259,20 @@ def _named(layers: Sequence[str], values: Tensor) -> dict[str, float]:
     return dict(zip(layers, values.tolist(), strict=True))
 
 
+MADE = "(model, optimizer or list of optimizers, step, evaluate)"
+
+
 def loop_from(make: Make, seed: int) -> Loop:
     """What `make(seed)` returns, checked."""
     made = make(seed)
     try:
         model, optimizers, step, evaluate = made
     except (TypeError, ValueError) as error:
-        raise DecaylabError(
-            "make(seed) must return (model, optimizer or list of optimizers, step, evaluate)"
-        ) from error
+        raise WrongType("what make(seed) returns", made, MADE) from error
     if not isinstance(model, nn.Module) or not callable(step) or not callable(evaluate):
-        raise DecaylabError(
-            "make(seed) must return (model, optimizer or list of optimizers, step, evaluate), step"
-            " and evaluate being functions without arguments"
-        )
+        given = (type(model), type(optimizers), type(step), type(evaluate))
+        remedy = "step and evaluate are functions without arguments"
+        raise BadValue("what make(seed) returns", given, MADE, remedy)
     return model, optimizers, step, evaluate
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decaylab.attribution.arms import Loop, Make
 from decaylab.data import DataSet
-from decaylab.errors import DecaylabError
+from decaylab.errors import Range
 from decaylab.records import RunStore
 from decaylab.training import Execution, RunSpec, TrainingRun, checkpoint, train
 from decaylab.training.build import chosen_split
@@ -32,8 +32,7 @@ def train_to(
     """
     epochs = spec.resolved().epochs
     assert epochs is not None
-    if not 0 < epoch < epochs:
-        raise DecaylabError(f"epoch {epoch} is none to branch at: choose 1 to {epochs - 1}")
+    Range(above=0, below=epochs).check("the epoch to branch at", epoch)
     store = RunStore(folder)
     path = store.folder(spec.resolved().id).checkpoint
     if path.exists() and _epochs(path) >= epoch:

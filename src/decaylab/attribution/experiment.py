@@ -20,7 +20,7 @@ from decaylab.attribution.arms import (
     seeded,
 )
 from decaylab.attribution.result import Attribution, check_same_start
-from decaylab.errors import DecaylabError
+from decaylab.errors import AT_LEAST_ONE, Mismatch
 from decaylab.records.files import disk_errors, replace_text
 from decaylab.training.held_layers import Selection, select
 from decaylab.training.paths import LayerPaths
@@ -63,8 +63,8 @@ def attribute(
         report: called with each arm's result as it finishes.
     """
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
-    if not numbers or steps < 1:
-        raise DecaylabError(f"seeds={seeds}, steps={steps}: give at least one of each")
+    AT_LEAST_ONE.check("seeds", len(numbers))
+    AT_LEAST_ONE.check("steps", steps)
     with seeded(numbers[0]):
         model, optimizers, *_ = loop_from(make, numbers[0])
         selection = select(model, optimizers, only)
@@ -127,10 +127,10 @@ class _ArmFiles:
         path = folder / "attribution.json"
         if path.exists():
             stored = json.loads(path.read_text(encoding="utf-8"))
-            if differing := [key for key in setting if stored.get(key) != setting[key]]:
-                raise DecaylabError(
-                    f"{folder} holds an attribution with other {differing[0]}: give another folder"
-                )
+            for key, value in setting.items():
+                if stored.get(key) != value:
+                    values = {f"the attribution in {folder}": stored.get(key), "this one": value}
+                    raise Mismatch(key, values, "give another folder")
             return
         with disk_errors(path):
             folder.mkdir(parents=True, exist_ok=True)

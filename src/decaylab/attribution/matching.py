@@ -14,7 +14,7 @@ from decaylab.attribution import words
 from decaylab.attribution.reasons import Unused
 from decaylab.attribution.recorded_arms import METRICS, Clock, Tell, arm_result, train_all
 from decaylab.attribution.shares import Estimate, estimate, fraction, in_points
-from decaylab.errors import DecaylabError
+from decaylab.errors import Lacks, Mismatch, check_name
 from decaylab.optim.decay import OPTIMIZERS, decay_rate
 from decaylab.records import RunStore
 from decaylab.sweeps.worker import WorkerOptions
@@ -69,15 +69,12 @@ class Match:
 
 def matched_spec(a: RunSpec, b: RunSpec, path: Matched) -> RunSpec:
     """B as it follows A."""
-    if path not in get_args(Matched):
-        raise DecaylabError(f"cannot match {path!r}: choose one of {', '.join(get_args(Matched))}")
+    check_name("match", path, get_args(Matched))
     a, b = a.resolved(), b.resolved()
     for name in SAME:
         if getattr(a, name) != getattr(b, name):
-            raise DecaylabError(
-                f"the runs cannot be matched step by step: {name} is {getattr(a, name)!r} and"
-                f" {getattr(b, name)!r}; give runs that differ in optimizer and decay alone"
-            )
+            values = {"A": getattr(a, name), "B": getattr(b, name)}
+            raise Mismatch(name, values, "give runs that differ in optimizer and decay alone")
     if path == "timescale":
         return replace(b, weight_decay=b.weight_decay * _rate(a) / _rate(b))
     source = "rotation_source" if path == "rotation" else "size_source"
@@ -91,15 +88,13 @@ def _rate(spec: RunSpec) -> float:
     law = OPTIMIZERS[spec.optimizer]
     assert spec.lr is not None
     if spec.decay == "l2" and law != "sgd":
-        raise DecaylabError(
-            f"L2 under {spec.optimizer} has no timescale of its own: give a run with decoupled"
-            " decay, or match the rotation or the norm"
-        )
+        remedy = "give a run with decoupled decay, or match the rotation or the norm"
+        raise Lacks(f"L2 under {spec.optimizer}", "timescale of its own", remedy)
     rate = decay_rate(
         spec.weight_decay, spec.decay, law=law, lr=spec.lr, momentum=spec.momentum or 0.0
     )
     if not rate:
-        raise DecaylabError(f"{spec.id} does not decay: a timescale needs decay in both runs")
+        raise Lacks(f"run {spec.id}", "weight decay", "a timescale needs it in both runs")
     return rate
 
 

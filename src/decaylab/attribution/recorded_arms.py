@@ -15,7 +15,7 @@ from decaylab import probes
 from decaylab.attribution.arms import WITH, WITHOUT, Arm, ArmResult, Plan, held_errors, plan_for
 from decaylab.attribution.result import Attribution
 from decaylab.data import DataSet, evaluation_batches
-from decaylab.errors import RUNS_LEFT, DecaylabError
+from decaylab.errors import RUNS_LEFT, DecaylabError, Lacks, NotFinished
 from decaylab.records import RunFolder, RunStore
 from decaylab.sweeps.plan import PlannedRun
 from decaylab.sweeps.worker import Worker, WorkerOptions
@@ -82,9 +82,7 @@ def _values(spec: RunSpec) -> dict[str, object]:
 def selection_for(spec: RunSpec, data: DataSet, only: str = "all") -> Selection:
     """What of a run with decay is held."""
     if not spec.weight_decay:
-        raise DecaylabError(
-            "this run has no weight decay whose effect could be attributed: give one with it"
-        )
+        raise Lacks("this run", "weight decay", "give one whose decay has effects to attribute")
     model = build_model(spec, chosen_split(spec, data))
     return select(model, build_optimizer(spec, model), only.split(",") if "," in only else only)
 
@@ -216,7 +214,7 @@ def train_all(
         )
     if left:
         why = worker.outcome.failed.get(left[0], "another process trains it")
-        raise DecaylabError(f"run {left[0]} is not finished ({why}): run the same command again")
+        raise NotFinished(left[0], f"run the same command again ({why})")
 
 
 def _ended(folder: RunFolder) -> bool:

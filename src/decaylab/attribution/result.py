@@ -10,7 +10,7 @@ from decaylab.attribution import words
 from decaylab.attribution.arms import WITH, ArmResult, Plan
 from decaylab.attribution.reasons import Unused
 from decaylab.attribution.shares import Estimate, Shares, decompose, seeds_to_tell
-from decaylab.errors import DecaylabError, did_you_mean
+from decaylab.errors import DecaylabError, check_name
 from decaylab.training.held_layers import LayerNote
 from decaylab.training.paths import LayerPaths
 
@@ -63,11 +63,8 @@ class Attribution:
 
     def shares_of(self, metric: str) -> Shares:
         """The decomposition of a metric."""
-        if self.metrics and metric not in self.metrics:  # no arm has any where all diverged
-            raise DecaylabError(
-                f"there is no metric {metric!r}{did_you_mean(metric, self.metrics)}: choose one of"
-                f" {', '.join(self.metrics)}"
-            )
+        if self.metrics:  # no arm has any where all diverged
+            check_name("metric", metric, self.metrics)
         return decompose(metric, self.plan, self.results)
 
     def sentences(self) -> list[str]:

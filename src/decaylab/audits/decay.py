@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from decaylab.audits.building import build, build_optimizer
 from decaylab.audits.words import DECAY_MARKS, explain_decay, joined
-from decaylab.errors import DecaylabError, unknown
+from decaylab.errors import WrongType, check_name
 from decaylab.optim.decay_operator import (
     LR,
     NEARLY_NONE,
@@ -144,8 +144,8 @@ def audit_decay(factory: Factory, *, expect: str | None = None) -> DecayAudit:
     Your model is left alone: optimizers are rebuilt on tiny parameters. Cost: a few hundred steps
     of these.
     """
-    if expect is not None and expect not in get_args(OperatorKind):
-        raise unknown("operator", expect, get_args(OperatorKind))
+    if expect is not None:
+        check_name("operator", expect, get_args(OperatorKind))
     if _takes_parameters(factory):
         return _of_class(factory, expect)
     return _of_model(factory, expect)
@@ -392,7 +392,7 @@ def _of_model(factory: Factory, expect: str | None) -> DecayAudit:
         checks.append(DecayCheck(f"{who}: operator", check.passed, check.reason, check.data))
     if not decayed:
         checks.append(DecayCheck("operator", None, DecayReason.NO_DECAY))
-    worst = (Problem.SHARED, Problem.UNSTEPPED, Problem.IGNORED, Problem.REPEATED)
+    worst = (Problem.SHARED, Problem.UNSTEPPED, Problem.IGNORED, Problem.LOST, Problem.REPEATED)
     for problem in table.problems:
         passed = False if problem.problem in worst else None
         name = problem.problem.value
@@ -425,13 +425,10 @@ def _setup(factory: Factory) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         model = parts.pop(0)
         if len(parts) == 1 and isinstance(parts[0], tuple | list):
             parts = list(parts[0])
-    wrong = [part for part in parts if not hasattr(part, "param_groups")]
-    if wrong or not parts:
-        returned = type(wrong[0]).__name__ if wrong else "nothing"
-        raise DecaylabError(
-            f"the function returned {returned} where an optimizer is meant: return the optimizer, a"
-            " list of them, or a model and its optimizers"
-        )
+    for part in parts or [None]:
+        if not hasattr(part, "param_groups"):
+            wanted = "an optimizer, a list of them, or a model and its optimizers"
+            raise WrongType("what the function returns", part, wanted)
     if model is None:
         model = _holder(parts)
     return model, parts

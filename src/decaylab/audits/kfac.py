@@ -27,7 +27,7 @@ from decaylab.audits.steps import (
     measure,
     take_step,
 )
-from decaylab.errors import DecaylabError, unknown
+from decaylab.errors import AT_LEAST_ONE, POSITIVE, check_name
 
 # Deterministic factors agree to rounding. Sampled ones carry their noise, and the inverse of a
 # noisy block is too long by (dim + 1) / samples: less than a quarter at the sizes used then.
@@ -61,13 +61,12 @@ def audit(
 
     Cost: a few hundred steps of nets with ten weights; half a minute if factors are sampled.
     """
-    if curvature is not None and curvature not in CURVATURES:
-        raise unknown("curvature", curvature, CURVATURES)
-    if steps < 1:
-        raise DecaylabError(f"an audit takes at least one step, not {steps}")
+    if curvature is not None:
+        check_name("curvature", curvature, CURVATURES)
+    AT_LEAST_ONE.check("steps", steps)
     for name, value in (("damping", damping), ("curvature_scale", curvature_scale)):
-        if value is not None and not 0 < value < math.inf:
-            raise DecaylabError(f"{name} is {value}: give a number above 0")
+        if value is not None:
+            POSITIVE.check(name, value)
     options = Options(factory, steps)
     sampled = False
     for probe in (Case("Linear", 16), Case("Conv2d", 8, side=2)):

@@ -17,7 +17,7 @@ from decaylab.audits.reference import (
     reference_factors,
     reference_step,
 )
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, Failed
 from decaylab.optim.decay_operator import restore
 
 Factory = Callable[[nn.Module], Any]
@@ -143,10 +143,8 @@ def _stepped(optimizer: Any, case: Case) -> None:
     except DecaylabError:
         raise
     except Exception as error:
-        raise DecaylabError(
-            f"the step of {type(optimizer).__name__} failed on {case.kind} at batch {case.batch},"
-            f" in float64 ({type(error).__name__}: {error}): it cannot be audited"
-        ) from error
+        what = f"the step of {type(optimizer).__name__} on {case.kind} at batch {case.batch}"
+        raise Failed(what, error, "it cannot be audited") from error
 
 
 def _built(factory: Factory, model: nn.Module) -> Any:

@@ -22,7 +22,7 @@ from decaylab.diagnosis import (
 )
 from decaylab.diagnosis.advice import tokens_per_parameter
 from decaylab.diagnosis.runs import read_run
-from decaylab.errors import DecaylabError
+from decaylab.errors import BadValue
 from decaylab.optim.laws import OPTIMIZER_NAMES, law_named
 from decaylab.text_table import Column, TextTable
 
@@ -108,10 +108,10 @@ def scale_command(
         print_json([asdict(rule) for rule in scaled])
         return
     for rule in scaled:
-        now, there = rule.timescales
+        steps_now, scaled_steps = rule.timescales
         say(
             f"{rule.rule}: weight decay {rule.weight_decay:.4g} at lr {rule.lr:.4g} (averages over"
-            f" {words.three_digits(there)} steps, {words.three_digits(now)} before)"
+            f" {words.three_digits(scaled_steps)} steps, {words.three_digits(steps_now)} before)"
         )
         say(RULES_HELP[rule.rule], indent="  ")
     ratio = tokens_per_parameter(**factors)
@@ -129,7 +129,7 @@ def _factor(pair: str) -> float:
     try:
         return float(after) / float(before)
     except (ValueError, ZeroDivisionError) as error:
-        raise DecaylabError(f"{pair!r} is not a change: give FROM:TO, as in 64:256") from error
+        raise BadValue("a change", pair, "FROM:TO, as in 64:256") from error
 
 
 @app.command("convert")

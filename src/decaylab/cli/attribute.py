@@ -27,7 +27,7 @@ from decaylab.cli.output import in_words, print_json
 from decaylab.cli.sweep import EngineOptions, Work, submit
 from decaylab.cli.terminal import say
 from decaylab.data import DataSet, load
-from decaylab.errors import DecaylabError
+from decaylab.errors import BadValue, DecaylabError, Lacks, Misplaced, check_name
 from decaylab.paper.tiers import sized, tier_of
 from decaylab.report.attributions import write_attribution
 from decaylab.report.drawing import check_extra
@@ -114,21 +114,17 @@ def attribute_command(
     tell = None if json_output else _tell_arm
     if start is not None:
         if training.at_once > 1 or training.max_minutes is not None or training.compiled:
-            raise DecaylabError(
-                "arms that branch are trained one by one, as they are: leave out --at-once,"
-                " --max-minutes and --compiled"
-            )
+            settings = ["--at-once", "--max-minutes", "--compiled"]
+            raise Misplaced(settings, "arms that do not branch")
         if not engine.in_this_process(training):
-            raise DecaylabError(
-                "arms that branch are trained in this process: leave out --engine and --jobs"
-            )
+            raise Misplaced(["--engine", "--jobs"], "arms that do not branch")
         branch = runs / "attribution" / f"{base.id}-at-{at}"
         result = _branched(
             base, at, steps, seeds, _layers(only), extra, metric, data, where, branch, tell
         )
     else:
         if at is not None or steps is not None:
-            raise DecaylabError("--at and --for belong to --from RUN: leave them out")
+            raise Misplaced(["--at", "--for"], "--from RUN")
         specs = arm_specs(base, data, range(seeds), _layers(only), extra)
         if engine.dry_run or not engine.in_this_process(training):
             words = ["attribute", spec or "", "--seeds", str(seeds), "--only", only]
@@ -185,7 +181,7 @@ def _branched(
     tell: Callable[[ArmResult], None] | None,
 ) -> Attribution:
     if epoch is None or steps is None:
-        raise DecaylabError("--from RUN needs --at EPOCH and --for STEPS")
+        raise Lacks("--from RUN", "--at EPOCH or no --for STEPS", "give both")
     path = train_to(spec, epoch, data=data, folder=folder, device=device)
     make = branch_from(path, spec, data, device)
     return attribute(
@@ -221,7 +217,7 @@ def _words(spec: RunSpec) -> str:
 def _layers(only: str) -> str:
     key, equals, value = only.partition("=")
     if key != "layers" or not equals or not value:
-        raise DecaylabError(f"--only {only}: give layers=all, layers=conv, layers=fc or names")
+        raise BadValue("--only", only, "layers=all, layers=conv, layers=fc or layers=NAMES")
     return value
 
 
@@ -237,8 +233,7 @@ def _norms_alone(when: str | None, spec: RunSpec, data: DataSet) -> list[Arm]:
     """The arm that Fig. 4 has, where it is asked for."""
     if when is None:
         return []
-    if when not in ("step", "epoch"):
-        raise DecaylabError(f"--norms-alone {when}: give step or epoch")
+    check_name("--norms-alone", when, ("step", "epoch"))
     split = chosen_split(spec, data)
     return [norms_alone_arm(1 if when == "step" else build_batches(spec, split).steps_per_epoch)]
 

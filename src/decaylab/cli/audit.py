@@ -13,7 +13,7 @@ from decaylab.audits.words import summary
 from decaylab.cli import options
 from decaylab.cli.output import print_json
 from decaylab.cli.terminal import say, show
-from decaylab.errors import DecaylabError
+from decaylab.errors import BadValue, Failed, Lacks
 from decaylab.text_table import Column, Styled, TextTable
 
 Optimizer = Annotated[
@@ -79,20 +79,19 @@ def imported(name: str) -> Any:
     """The object that MODULE:NAME means; the working directory is searched as Python would."""
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
-        raise DecaylabError(f"{name!r} is no MODULE:NAME, as in my_optimizers:kfac")
+        raise BadValue("what to audit", name, "MODULE:NAME, as in my_optimizers:kfac")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
         namespace = importlib.import_module(module)
     except Exception as error:
-        raise DecaylabError(
-            f"importing {module} failed ({type(error).__name__}: {error}): run the command where"
-            " `import` finds it"
-        ) from error
+        remedy = "run the command where `import` finds it"
+        raise Failed(f"importing {module}", error, remedy) from error
     factory = getattr(namespace, attribute, None)
     if not callable(factory):
-        raise DecaylabError(f"{module} has no function {attribute!r} that builds an optimizer")
+        remedy = "give the name of one that builds an optimizer"
+        raise Lacks(module, f"function {attribute!r}", remedy)
     return factory
 
 

@@ -17,7 +17,7 @@ from decaylab.cli.attribute import (
 from decaylab.cli.output import print_json
 from decaylab.cli.sweep import EngineOptions
 from decaylab.cli.terminal import say
-from decaylab.errors import DecaylabError
+from decaylab.errors import Mismatch
 
 First = Annotated[str, typer.Argument(metavar="A", help="A spec in TOML, or a run.")]
 Second = Annotated[str, typer.Argument(metavar="B", help="Another one; it is made to follow A.")]
@@ -47,7 +47,7 @@ def compare_command(
     runs = training.runs
     first, second = spec_from(a, runs, tier), spec_from(b, runs, tier)
     if first.data != second.data:
-        raise DecaylabError(f"A is on {first.data} and B on {second.data}: give one data set")
+        raise Mismatch("data", {"A": first.data, "B": second.data}, "give one data set")
     chosen: Matched = path  # type: ignore[assignment]  # an unknown one is refused by match
     if engine.dry_run or not engine.in_this_process(training):
         words = ["compare", a, b, "--match", path, "--seeds", str(seeds)]

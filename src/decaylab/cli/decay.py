@@ -10,11 +10,18 @@ from decaylab.cli import options
 from decaylab.cli.audit import imported
 from decaylab.cli.output import print_json
 from decaylab.cli.terminal import say
+from decaylab.errors import Lacks
 from decaylab.networks import build
-from decaylab.optim.table import decay_table
+from decaylab.optim.table import DecayTable, decay_table
 from decaylab.training import RunSpec, build_optimizer
 
-Network = Annotated[str, typer.Argument(help="mlp, vgg11/13/16/19 or resnet20/32/44/56.")]
+Network = Annotated[
+    str,
+    typer.Argument(
+        help="MODULE:FUNCTION that returns your model and its optimizers; or one of ours, mlp,"
+        " vgg11/13/16/19 or resnet20/32/44/56, to which the options apply."
+    ),
+]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, adam, adamw, kfac-f or kfac-g.")]
 Decay = Annotated[str, typer.Option("--decay", help="none, l2, decoupled or independent.")]
 WeightDecay = Annotated[float, typer.Option("--weight-decay", help="Strength of the decay.")]
@@ -47,11 +54,17 @@ def decay_table_command(
 ) -> None:
     """Show which parameters are decayed, how, and by which factor per step.
 
-    The network is built for CIFAR-10. "a step" is the factor by which decay alone multiplies a
-    weight in the first step; "long run" is that factor once the momentum has settled. L2 in Adam
+    A network of ours is built for CIFAR-10. "a step" is the factor by which decay alone multiplies
+    a weight in the first step; "long run" is that factor once the momentum has settled. L2 in Adam
     and K-FAC passes through the preconditioner, so it has no fixed factor. Parameters that differ
     by a number alone share a line.
     """
+    if ":" in network:
+        table = audit_decay(imported(network)).table
+        if table is None:
+            raise Lacks(network, "model", "let it return your model and its optimizers")
+        _print(table, "", json_output)
+        return
     values = {
         "network": network,
         "width": width,
@@ -65,14 +78,19 @@ def decay_table_command(
     }
     spec = RunSpec.from_mapping(values).resolved()
     model = build(network, classes=10, batch_norm=batch_norm, width=width)
-    rows = decay_table(model, build_optimizer(spec, model))
+    strength = f"{decay} decay of {spec.weight_decay:g} on {scope}"
+    title = f"{network}, {optimizer} at lr {spec.lr:g}, {strength}"
+    _print(decay_table(model, build_optimizer(spec, model)), title, json_output)
+
+
+def _print(rows: DecayTable, title: str, json_output: bool) -> None:
     if json_output:
         print_json([asdict(row) | {"how": row.how} for row in rows])
         return
-    strength = f"{decay} decay of {spec.weight_decay:g} on {scope}"
-    say(f"{network}, {optimizer} at lr {spec.lr:g}, {strength}")
+    if title:
+        say(title)
     say(str(rows))
-    decayed = sum(row.decay != "none" for row in rows)
+    decayed = sum(row.decay != "none" and not row.lost for row in rows)
     say(f"{decayed} of {len(rows)} parameters decay")
 
 

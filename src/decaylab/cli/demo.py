@@ -19,7 +19,7 @@ from decaylab.cli.output import print_json
 from decaylab.cli.progress import Left, stages
 from decaylab.cli.report import Out
 from decaylab.cli.terminal import say, warn
-from decaylab.errors import DecaylabError
+from decaylab.errors import AT_LEAST_ONE, DecaylabError
 from decaylab.paper import FinishedRuns
 from decaylab.records import RunStore
 from decaylab.report.drawing import check_extra
@@ -159,8 +159,8 @@ def demo_command(
     the paper's three mechanisms as soon as it is measured. Running it again reuses the runs.
     """
     for name, value in (("epochs", epochs), ("seeds", seeds)):
-        if value is not None and value < 1:
-            raise DecaylabError(f"{name} must be positive, not {value}")
+        if value is not None:
+            AT_LEAST_ONE.check(name, value)
     drawn = _can_draw(report)
     store, where = RunStore(runs), options.chosen_device(device)
     torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other

@@ -1,6 +1,5 @@
 """`decaylab diagnose`: did weight decay help, and through what."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,10 +8,10 @@ from typer.core import TyperCommand
 
 from decaylab.cli import options
 from decaylab.cli.output import console, print_json
-from decaylab.diagnosis import Diagnosis, diagnose
+from decaylab.diagnosis import diagnose
 from decaylab.diagnosis.card import card
 from decaylab.diagnosis.runs import read_run
-from decaylab.errors import DecaylabError
+from decaylab.errors import NotFinished
 from decaylab.records import RunFolder, RunStore
 from decaylab.report.diagnoses import same_but_decay, same_but_seed, write_diagnosis
 from decaylab.sweeps.run_index import indexed_runs
@@ -90,7 +89,7 @@ def diagnose_command(
         if any(decays):
             others = [source for source, decay in zip(mine, decays, strict=True) if not decay]
             mine = [source for source, decay in zip(mine, decays, strict=True) if decay]
-    result = write_diagnosis(report, mine, others) if report else judged(mine, others)
+    result = write_diagnosis(report, mine, others) if report else diagnose(mine, others)
     if json_output:
         print_json(result.as_dict())
     elif markdown:
@@ -107,12 +106,5 @@ def seeds_beside(name: str, runs: Path) -> tuple[list[str], list[str]]:
     known, _ = indexed_runs(RunStore(folder.path.parent))
     indexed_run = next((run for run in known if run.folder.id == folder.id), None)
     if indexed_run is None:
-        raise DecaylabError(f"{name} has not been begun: train it first")
+        raise NotFinished(name, "train it first, as it has not been begun")
     return same_but_seed(indexed_run, known), same_but_decay(indexed_run, known)
-
-
-def judged(runs: Sequence[Any], baselines: Sequence[Any]) -> Diagnosis:
-    """The diagnosis of one run or several."""
-    if len(runs) == 1 and len(baselines) <= 1:
-        return diagnose(runs[0], baselines[0] if baselines else None)
-    return diagnose(list(runs), list(baselines))

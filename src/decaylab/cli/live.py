@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from decaylab.cli.output import console
-from decaylab.diagnosis import words
 from decaylab.diagnosis.card import COLOURS
-from decaylab.errors import DecaylabError
+from decaylab.diagnosis.layout import mechanisms, warnings
+from decaylab.errors import NoFolder
 from decaylab.report.live import Follower, Server, Standing, mean_curve
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -55,15 +55,15 @@ def live_command(
     browser on this machine; the page refreshes itself.
     """
     if folder.exists() and not folder.is_dir():
-        raise DecaylabError(f"{folder} is not a folder: give the one that holds the records")
+        raise NoFolder(folder, "give the one that holds the records")
     if against is not None and not against.is_dir():
-        raise DecaylabError(f"there is no folder {against}: give a run without decay")
+        raise NoFolder(against, "give a run without decay")
     follower = Follower(folder, against)
     if web:
         _serve(follower, port)
     elif once or not sys.stdout.isatty():
         if not folder.exists():
-            raise DecaylabError(f"there is no folder {folder}: start the training first")
+            raise NoFolder(folder, "start the training first")
         console(80).print(view(follower.standing(), folder))
     else:
         _follow(follower)
@@ -118,10 +118,10 @@ def view(standing: Standing | None, folder: Path) -> RenderableType:
     judged = standing.diagnosis
     if judged is None:
         return Group(*parts, Text("Too few records for a verdict yet.", "dim"))
-    parts += [Text(words.first_text(*item), "red") for item in judged.first]
-    for finding in judged.findings:
-        parts.append(Text(words.verdict_title(finding), f"bold {COLOURS[finding.verdict]}"))
-        parts.append(Padding(Text(words.finding_text(finding)), (0, 0, 0, 2)))
+    parts += [Text(text, "red") for text in warnings(judged)]
+    for section in mechanisms(judged):
+        parts.append(Text(section.title, f"bold {COLOURS[section.tone]}"))
+        parts.append(Padding(Text(section.text[0]), (0, 0, 0, 2)))
     return Group(*parts)
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import torch
 import typer
 
-from decaylab.errors import DecaylabError, path_did_you_mean
+from decaylab.errors import NOT_NEGATIVE, POSITIVE, DecaylabError, NoFolder, UnknownName
 from decaylab.records import RunFolder, RunStore
 from decaylab.records.packing import has_rows
 from decaylab.sweeps.worker import WorkerOptions
@@ -38,8 +38,7 @@ Compiled = Annotated[
 
 
 def _not_negative(seconds: float) -> float:
-    if not seconds >= 0:
-        raise DecaylabError("--checkpoint-every must not be negative: 0 is after every step")
+    NOT_NEGATIVE.check("--checkpoint-every", seconds, "0 is after every step")
     return seconds
 
 
@@ -72,8 +71,8 @@ WholeRuns = Annotated[
 
 
 def _positive(minutes: float | None) -> float | None:
-    if minutes is not None and not minutes > 0:
-        raise DecaylabError(f"--max-minutes must be positive, not {minutes}")
+    if minutes is not None:
+        POSITIVE.check("--max-minutes", minutes)
     return minutes
 
 
@@ -181,6 +180,9 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     return spread_command
 
 
+DEVICES = ("auto", "cpu", "cuda", "cuda:1")
+
+
 def chosen_device(name: str) -> torch.device:
     """The device an option names; an error if torch does not have it.
 
@@ -194,9 +196,9 @@ def chosen_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise DecaylabError(f"unknown device {name!r}: use cpu, cuda, cuda:1 or auto") from error
-    if device.type not in ("cpu", "cuda"):
-        raise DecaylabError(f"decaylab runs on cpu and cuda, not on {name!r}: use one of them")
+        raise UnknownName("device", name, DEVICES) from error
+    if device.type not in DEVICES:
+        raise UnknownName("device", name, DEVICES)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise DecaylabError(
             f"there is no {name} here (torch sees {torch.cuda.device_count()} GPUs): use --device"
@@ -238,7 +240,5 @@ def found_run(name: str, runs: Path) -> RunFolder:
             " `decaylab diagnose` and `decaylab advise` read them"
         )
     if not path.exists() and "/" in name:
-        raise DecaylabError(
-            f"there is no {name}{path_did_you_mean(path)}: give a run's folder, or its id"
-        )
+        raise NoFolder(path, "give a run's folder, or its id")
     return RunStore(runs).find(name)

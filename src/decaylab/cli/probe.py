@@ -13,7 +13,7 @@ from decaylab.cli import options
 from decaylab.cli.output import print_json
 from decaylab.cli.terminal import say, show, warn
 from decaylab.data import DataSet, Split, evaluation_batches
-from decaylab.errors import DecaylabError
+from decaylab.errors import NotFinished
 from decaylab.optim.kfac import KFAC
 from decaylab.probes import Reading, Watch
 from decaylab.records import RunFolder
@@ -97,14 +97,12 @@ def _append(
     """Rows of the last checkpoint's step, which a finished run's last row has; none is replaced."""
     rows = folder.rows().rows
     if not folder.is_finished() or not rows:
-        raise DecaylabError(
-            f"{folder.id} is not finished: finish it with `decaylab train --config"
-            f" {folder.path / 'spec.toml'} --runs {folder.path.parent}`, then record"
-        )
+        command = f"decaylab train --config {folder.path / 'spec.toml'} --runs {folder.path.parent}"
+        raise NotFinished(folder.id, f"finish it with `{command}`, then record")
     last = max(rows, key=lambda row: row.step)
-    there = {row.name for row in rows if row.step == last.step}
+    recorded = {row.name for row in rows if row.step == last.step}
     values = {name: v for reading in readings for name, v in reading.rows().items()}
-    missing = {name: value for name, value in values.items() if name not in there}
+    missing = {name: value for name, value in values.items() if name not in recorded}
     watched = Watch(model, [optimizer], {}, clock=lambda: (last.epoch, last.seconds), hooks=False)
     watched.steps = last.step
     with folder.writing(spec.to_toml()):
@@ -123,12 +121,12 @@ def _entries(reading: Reading) -> Iterator[dict[str, Any]]:
     if reading.total_error is not None:
         errors[reading.name] = reading.total_error
     for name, value in reading.rows().items():
-        own = name.split("/")[0] == reading.name
+        in_its_unit = name.split("/")[0] == reading.name
         yield {
             "name": name,
             "value": value,
             "error": errors.get(name),
-            "unit": reading.unit if own else None,
+            "unit": reading.unit if in_its_unit else None,
         }
 
 

@@ -2,10 +2,10 @@
 
 import hashlib
 import math
+import shutil
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -27,10 +27,11 @@ from decaylab.paper.superseded import is_listed, superseded
 from decaylab.records import RunStore
 from decaylab.records.files import disk_errors
 from decaylab.records.ownership import Ownership
+from decaylab.sweeps.engines.local import ending_with_parent
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, has_ended
 from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, Entry, SearchEntry
-from decaylab.sweeps.search import SearchPlan, first_specs
+from decaylab.sweeps.search import SearchPlan, first_specs, read_winner
 from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.text_table import Column, TextTable
 from decaylab.training.signals import requests
@@ -191,13 +192,9 @@ class Queue:
 
     def is_searched(self, search: SearchPlan) -> bool:
         """Whether there is a winner, chosen among at least the values of this search."""
-        path = self.runs / "searched" / f"{search.name}.toml"
-        if not path.exists():
-            return False
-        recorded = tomllib.loads(path.read_text(encoding="utf-8")).get("search", {})
-        return all(
-            set(values) <= set(recorded.get(f"{name}_tried", ()))
-            for name, values in search.space.items()
+        winner = read_winner(self.runs / "searched" / f"{search.name}.toml", search)
+        return winner is not None and all(
+            set(values) <= set(winner.tried.get(name, ())) for name, values in search.space.items()
         )
 
 
@@ -333,10 +330,9 @@ def _run_command(entry: CommandEntry, limits: WorkerOptions, stream: Any) -> str
             with disk_errors(printed):
                 printed.parent.mkdir(parents=True, exist_ok=True)
                 output = opened.enter_context(printed.open("w", encoding="utf-8"))
-        try:
-            code = _exit_code([*program, *entry.command[1:]], limits.seconds, output)
-        except OSError as error:
-            return f"{program[0]} cannot be started ({error.strerror})"
+        if shutil.which(program[0]) is None:
+            return f"there is no program {program[0]} that can be started"
+        code = _exit_code([*program, *entry.command[1:]], limits.seconds, output)
     if code is None:
         return ""  # out of time: the next call begins it anew
     if code:
@@ -350,7 +346,7 @@ def _exit_code(words: list[str], seconds: float | None, output: TextIO | None) -
     """Run a command; None where the time was up. It never outlives this process's wait for it."""
     until = math.inf if seconds is None else time.monotonic() + seconds
     with requests.listening():
-        process = subprocess.Popen(words, stdout=output)
+        process = subprocess.Popen(ending_with_parent(words), stdout=output)
         try:
             while process.poll() is None and time.monotonic() < until:
                 requests.check()

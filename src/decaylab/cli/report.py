@@ -10,7 +10,7 @@ from decaylab.cli import options
 from decaylab.cli.output import print_json
 from decaylab.cli.progress import stages
 from decaylab.cli.terminal import say, warn
-from decaylab.errors import DecaylabError, path_did_you_mean
+from decaylab.errors import Lacks, NoFolder
 from decaylab.records import RunStore
 from decaylab.report.write import Written, write_report
 
@@ -33,13 +33,11 @@ def report_command(
     difference, the claims, the theory, and where every number comes from. Numbers without a run
     are shown as missing.
     """
-    if not runs.exists():  # misspelt, it would be made
-        raise DecaylabError(f"there is no folder {runs}{path_did_you_mean(runs)}: {REMEDY}")
-    if not runs.is_dir():
-        raise DecaylabError(f"{runs} is not a folder: {REMEDY}")
+    if not runs.is_dir():  # misspelt, it would be made
+        raise NoFolder(runs, REMEDY)
     out = out or runs / "report"
     if out.exists() and not out.is_dir():
-        raise DecaylabError(f"{out} is not a folder: give one for the report's files with --out")
+        raise NoFolder(out, "give one for the report's files with --out")
     _check_runs(runs)
     with stages(sys.stderr) as tell:
         written = write_report(runs, out, tell=tell)
@@ -61,7 +59,7 @@ def _check_runs(runs: Path) -> None:
         return
     rows = runs.glob("*/rows.json*")
     watched = any(not path.with_name("spec.toml").exists() for path in rows)
-    raise DecaylabError(f"no runs in {runs}: {WATCHED if watched else REMEDY}")
+    raise Lacks(runs, "runs", WATCHED if watched else REMEDY)
 
 
 def _plain(written: Written) -> dict[str, object]:

@@ -16,7 +16,7 @@ from decaylab.cli.queue import Queue, print_queue, work_off
 from decaylab.cli.search import make_search
 from decaylab.cli.sweep import EngineOptions, Work, submit
 from decaylab.cli.terminal import say, show, warn
-from decaylab.errors import RUNS_LEFT, DecaylabError
+from decaylab.errors import RUNS_LEFT, DecaylabError, Misplaced, UnknownName
 from decaylab.paper import Cell, FinishedRuns, tier_of
 from decaylab.paper.plan import chosen_cells, plan
 from decaylab.paper.searches import missing_searches
@@ -77,7 +77,8 @@ def reproduce_command(
     if (artefact is None) == (queue is None):
         raise DecaylabError("give an artefact (table1, fig4, all ...) or --queue FILE")
     if queue is not None and (tier or seeds or only or training.keep_checkpoints):
-        raise DecaylabError("the entries of a queue say --tier, --seeds and --only: leave them out")
+        settings = ["--tier", "--seeds", "--only", "--keep-checkpoints"]
+        raise Misplaced(settings, "an artefact, not for a queue, whose entries say them")
     tier, seeds = tier or "smoke", 1 if seeds is None else seeds
 
     runs, stream = training.runs, sys.stderr if json_output else sys.stdout
@@ -163,10 +164,9 @@ def reproduce_command(
 def _only_these(planned: list[PlannedRun], ids: list[str]) -> list[PlannedRun]:
     """Some of the planned runs, by id."""
     known = {run.spec.id for run in planned}
-    if unknown := [run for run in ids if run not in known]:
-        raise DecaylabError(
-            f"--run {unknown[0]} is none of these {len(planned)} runs: --dry-run lists them"
-        )
+    for run in ids:
+        if run not in known:
+            raise UnknownName("run", run, known, f"--dry-run lists these {len(planned)}")
     return [run for run in planned if run.spec.id in ids]
 
 

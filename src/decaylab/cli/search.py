@@ -13,7 +13,7 @@ from decaylab.cli import options
 from decaylab.cli.board import follow
 from decaylab.cli.sweep import EngineOptions, Work, submit
 from decaylab.cli.terminal import say
-from decaylab.errors import RUNS_LEFT, DecaylabError
+from decaylab.errors import RUNS_LEFT, BadValue, DecaylabError
 from decaylab.paper import artefacts, cells
 from decaylab.paper.searches import cell_plan, default_space, search_probe
 from decaylab.records import RunStore
@@ -180,4 +180,4 @@ def _numbers(name: str, text: str) -> list[float]:
         return [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
         option = name.replace("_", "-")
-        raise DecaylabError(f"--{option} {text!r} is not a list of numbers such as 0.1,1") from None
+        raise BadValue(f"--{option}", text, "a list of numbers such as 0.1,1") from None

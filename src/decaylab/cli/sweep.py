@@ -13,7 +13,7 @@ import typer
 from decaylab.cli import options
 from decaylab.cli.output import in_words, print_json
 from decaylab.cli.terminal import say, show, warn
-from decaylab.errors import RUNS_LEFT, DecaylabError, did_you_mean, unknown
+from decaylab.errors import RUNS_LEFT, BadValue, DecaylabError, Lacks, Misplaced, check_name
 from decaylab.records import RunStore
 from decaylab.sweeps.engines import Engine, JobStatus
 from decaylab.sweeps.engines.local import LocalEngine
@@ -82,16 +82,14 @@ class EngineOptions:
     ] = False
 
     def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise unknown("engine", self.engine, ENGINES)
+        check_name("engine", self.engine, ENGINES)
         if (self.sbatch or self.wait) and self.engine != "slurm":
-            raise DecaylabError("--sbatch and --wait are for --engine slurm")
+            raise Misplaced(["--sbatch", "--wait"], "--engine slurm")
         if self.gpus is not None and self.engine == "local":
-            raise DecaylabError(
-                "--gpus is for --engine slurm or ray: here, processes get a GPU each by --jobs"
-            )
+            remedy = "leave it out, as processes here get a GPU each by --jobs"
+            raise Misplaced(["--gpus"], "--engine slurm or ray", remedy)
         if self.engine == "slurm" and self.gpus is not None and self.gpus % 1:
-            raise DecaylabError(f"Slurm gives whole GPUs, not {self.gpus:g}: give --gpus 1")
+            raise BadValue("--gpus", self.gpus, "a whole number under --engine slurm")
         _ = self.sbatch_options
 
     @property
@@ -101,7 +99,7 @@ class EngineOptions:
         for option in self.sbatch or ():
             key, equals, value = option.partition("=")
             if not key or key.startswith("-"):
-                raise DecaylabError(f"--sbatch {option!r}: give KEY=VALUE, such as partition=gpu")
+                raise BadValue("--sbatch", option, "KEY=VALUE, such as partition=gpu")
             given[key] = value if equals else ""
         return given
 
@@ -125,7 +123,7 @@ class EngineOptions:
         if self.engine == "local" and self.count(training) == 1:
             return True
         if training.max_minutes is not None or training.whole_runs:
-            raise DecaylabError("--max-minutes and --whole-runs are for one process: give --jobs 1")
+            raise Misplaced(["--max-minutes", "--whole-runs"], "one process", "give --jobs 1")
         return False
 
 
@@ -268,9 +266,8 @@ def cancel_command(
     for sweep in _sweeps(name, runs):
         slurm = [part for part in sweep.submissions if part.engine == "slurm"]
         if not slurm:
-            raise DecaylabError(
-                f"{name} has no Slurm jobs: stop a local or Ray sweep with Ctrl-C where it runs"
-            )
+            remedy = "stop a local or Ray sweep with Ctrl-C where it runs"
+            raise Lacks(name, "Slurm jobs", remedy)
         engine = SlurmEngine(sweep.name, folder_of(sweep.name, runs), {})
         for submission in slurm:
             if engine.look(submission.handle):
@@ -280,9 +277,8 @@ def cancel_command(
 
 def _sweeps(name: str | None, runs: Path) -> list[Sweep]:
     names = sweeps_in(runs)
-    if name is not None and name not in names:
-        there = f"there are {', '.join(names)}" if names else "there is none"
-        raise DecaylabError(f"no sweep {name!r} in {runs}{did_you_mean(name, names)}: {there}")
+    if name is not None:
+        check_name(f"sweep in {runs}", name, names)
     chosen = [read_sweep(known, runs) for known in names if name in (None, known)]
     return [sweep for sweep in chosen if sweep is not None]
 

@@ -15,7 +15,7 @@ from decaylab.cli.progress import follow
 from decaylab.cli.runs import summary
 from decaylab.cli.terminal import say
 from decaylab.data import load
-from decaylab.errors import DecaylabError, Diverged
+from decaylab.errors import Diverged, Lacks
 from decaylab.records import RunFolder, RunStore
 from decaylab.training import Execution, RunSpec, train
 from decaylab.training.run import DIAGNOSED
@@ -56,9 +56,8 @@ def _train(
     given = {name: value for name, value in overrides.items() if value is not None}
     spec = RunSpec.from_file(config, given) if config else RunSpec.from_mapping(given)
     if spec.decay != "none" and not spec.weight_decay and "weight_decay" not in given:
-        raise DecaylabError(
-            f"decay is {spec.decay} but has no strength: add --weight-decay (0 trains without it)"
-        )
+        remedy = "add --weight-decay (0 trains without it)"
+        raise Lacks(f"decay {spec.decay}", "strength", remedy)
     where = options.chosen_device(device)
     stream = sys.stderr if json_output else sys.stdout
     store = RunStore(runs)

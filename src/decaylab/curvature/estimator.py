@@ -34,6 +34,7 @@ from decaylab.curvature.distribution import Alone, Distribution
 from decaylab.curvature.factors import KroneckerFactors, RunningFactors, Sums
 from decaylab.curvature.kinds.rows import Sharing
 from decaylab.curvature.outputs import Curvature, Likelihood, check_names, exact, of_whole, sampled
+from decaylab.errors import POSITIVE, check_name
 
 CountedRows = Callable[[Mapping[str, Any], Tensor], Tensor | None]
 """From the model's keyword arguments and its logits [..., C], which rows count; None: all."""
@@ -67,13 +68,11 @@ class Measurement:
 
     def __post_init__(self) -> None:
         check_names(self.curvature, self.likelihood)
-        guards.check_choices(
-            outputs=(self.outputs, ("sampled", "exact")),
-            reduction=(self.reduction, ("mean", "sum")),
-            sharing=(self.sharing, ("expand", "reduce")),
-            logits=(self.logits, ("output", "observed")),
-        )
-        guards.check_scale(self.scale)
+        check_name("outputs", self.outputs, ("sampled", "exact"))
+        check_name("reduction", self.reduction, ("mean", "sum"))
+        check_name("sharing", self.sharing, ("expand", "reduce"))
+        check_name("logits", self.logits, ("output", "observed"))
+        POSITIVE.check("curvature_scale", self.scale)
 
 
 class KroneckerEstimator:
@@ -327,9 +326,8 @@ class KroneckerEstimator:
         for name, site_pairs in by_site.items():
             calls = [call for call, _ in site_pairs]
             gradients = [gradient for _, gradient in site_pairs]
-            sums = self.sums.setdefault(name, Sums())
             sharing = self.measurement.sharing
-            sums.add_gradients(self.sites[name], [*calls], gradients, sharing, scale)
+            self._sums_of(name).add_gradients(self.sites[name], [*calls], gradients, sharing, scale)
 
     def _add_inputs(self, calls: list[Call], observed: Pass) -> None:
         by_site: dict[str, list[Call]] = {}
@@ -338,9 +336,15 @@ class KroneckerEstimator:
                 guards.refuse_overwritten(call.name)
             by_site.setdefault(call.name, []).append(call)
         for name, site_calls in by_site.items():
-            sums = self.sums.setdefault(name, Sums())
+            sums = self._sums_of(name)
             sums.add_inputs(self.sites[name], [*site_calls], self.measurement.sharing)
             sums.add_rows(observed.rows)
+
+    def _sums_of(self, site: str) -> Sums:
+        """Those of a site: what was summed before, or nothing yet."""
+        if site not in self.sums:
+            self.sums[site] = Sums(room=self.running.room(site))
+        return self.sums[site]
 
     def _vectors(self, heads: list[Tensor], observed: Pass) -> Iterator[list[Tensor]]:
         """One list of vectors, a head each, per backward pass."""
@@ -351,7 +355,8 @@ class KroneckerEstimator:
             if mask is not None:
                 return vector * mask.to(vector.dtype)[..., None]
             # each head's loss is averaged over its own rows, G over those of the first
-            return vector * (observed.rows / _rows(head, None)) ** 0.5
+            ratio = observed.rows / _rows(head, None)
+            return vector if ratio == 1 else vector * ratio**0.5
 
         if self.measurement.outputs == "sampled":
             draws = self.generator, self._distribution.share_of_batch
@@ -414,4 +419,4 @@ def _rows(logits: Tensor, mask: Tensor | None) -> Tensor | float:
     """How many rows of the logits count."""
     if mask is not None:
         return mask.sum().to(torch.promote_types(logits.dtype, torch.float32))
-    return float(logits[..., 0].numel())
+    return float(logits.shape[:-1].numel())

@@ -12,8 +12,9 @@ convolutions, sequences and layers that are called several times alike. Blocks o
 stacked, so that each operation runs once per shape.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -31,6 +32,8 @@ from decaylab.curvature.storage import diagonal_of, is_packed, lower, pack, unpa
 
 # A mean eigenvalue of a block that shows none.
 TINY = 1e-12
+# So many bytes of a refresh's sums may stay in memory until the next one, beside activations.
+LARGEST_TOTALS = 2**28
 
 
 @dataclass(frozen=True)
@@ -55,21 +58,23 @@ class Sums:
     """What one site has shown since the last refresh: sums and counts, so that passes add up.
 
     Large sides are triangles (`curvature.storage`). `positions` is a number (on the device, of
-    masked rows) or one for each group.
+    masked rows) or one for each group. `room`: where triangles of A (0) and G (1) are to lie.
     """
 
     A: Tensor | None = None
     G: Tensor | None = None
     positions: Tensor | float = 0.0
     rows: Tensor | float = 0.0
+    room: Callable[[int], Tensor] | None = None
 
     @staticmethod
     def none(site: Site, device: torch.device) -> "Sums":
         """The sums of no rows, to which others can be added."""
-        stored, dtype = site.shape.stored(device), site.shape.dtype
-        return Sums(
-            *(torch.zeros(site.groups, *size, dtype=dtype, device=device) for size in stored)
+        A, G = (
+            torch.zeros(site.groups, *size, dtype=site.shape.dtype, device=device)
+            for size in site.shape.stored(device)
         )
+        return Sums(A, G)
 
     @property
     def sides(self) -> tuple[Tensor, Tensor]:
@@ -85,32 +90,18 @@ class Sums:
         return A / _along(self.positions, A), G / self.rows
 
     @property
-    def is_single(self) -> bool:
-        """Whether it is of one group, by counts that the host knows, which are not zero."""
-        counted = all(isinstance(count, int | float) and count for count in self.counts)
-        return counted and len(self.sides[0]) == 1
-
-    @property
     def counts(self) -> tuple[Tensor | float, Tensor | float]:
         """What A and G are sums over."""
         return self.positions, self.rows
 
-    @property
-    def positions_per_row(self) -> Tensor | float:
-        """T of these rows; finite, too, where a mask has left none."""
-        rows = self.rows.clamp(min=1) if isinstance(self.rows, Tensor) else max(self.rows, 1)
-        return self.positions / rows
-
-    def traces(self) -> list[Tensor]:
-        """Two numbers a group, [groups] each: finite where all of A and G is, and rows count."""
-        sides = zip(self.sides, self.counts, strict=True)
-        return [diagonal_of(side).sum(1) / count for side, count in sides]
-
     def add_inputs(self, site: Site, uses: list[Use], sharing: Sharing) -> None:
         """Add the sum of a a' over the rows of the site's uses in one pass."""
         total, count = site.kind.input_moment(site, uses, sharing)
-        total = _stored(total, site.shape.stored(total.device)[0])
-        self.A = total if self.A is None else self.A.add_(total)
+        size = site.shape.stored(total.device)[0]
+        if self.A is None:
+            self.A = _stored(total, size, self.room and partial(self.room, 0))
+        else:
+            self.A.add_(_stored(total, size))
         self.positions = self.positions + count
 
     def add_gradients(
@@ -125,8 +116,11 @@ class Sums:
         total = site.kind.gradient_moment(site, uses, gradients, sharing)
         if isinstance(scale, Tensor) or scale != 1:
             total.mul_(scale)
-        total = _stored(total, site.shape.stored(total.device)[1])
-        self.G = total if self.G is None else self.G.add_(total)
+        size = site.shape.stored(total.device)[1]
+        if self.G is None:
+            self.G = _stored(total, size, self.room and partial(self.room, 1))
+        else:
+            self.G.add_(_stored(total, size))
 
     def add_rows(self, rows: Tensor | float) -> None:
         """Count the rows of logits that the gradients came from."""
@@ -207,6 +201,7 @@ class Bank:
     device: torch.device
     slices: dict[str, slice] = field(default_factory=dict)
     count: int = 0
+    _totals: dict[int, Tensor] = field(default_factory=dict)
 
     def add(self, block: Block) -> None:
         """Give a block its entries; before `allocate`."""
@@ -221,25 +216,42 @@ class Bank:
         )
         self.ready, self.T = ready, T
 
+    def room(self, name: str, side: int) -> Tensor:
+        """Where a refresh adds up A (0) or G (1) of a block; it has memory from the first time."""
+        if side not in self._totals:
+            self._totals[side] = torch.empty_like((self.A, self.G)[side])
+        return self._totals[side][self.slices[name]]
+
+    @property
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """What was added up, as A and G are laid out; with anything where nothing was."""
+        name = next(iter(self.slices))
+        for side in (0, 1):
+            self.room(name, side)
+        return self._totals[0], self._totals[1]
+
+    def release(self) -> None:
+        """Give back the memory of the totals."""
+        self._totals.clear()
+
     def matrices(self, here: slice) -> tuple[Tensor, Tensor]:
         """A and G of some entries, as matrices or diagonals without the margins of A, copied."""
         a = self.shape.input_dim
         return _matrices(self.A[here], a), _matrices(self.G[here], self.shape.output_dim)
 
     def lower(self, here: slice) -> tuple[Tensor, Tensor]:
-        """As `matrices`, but of matrices only the lower triangles count."""
+        """As `matrices`, but of matrices only the lower triangles count; they lie by columns."""
         lengths = self.shape.input_dim, self.shape.output_dim
         return tuple(  # type: ignore[return-value]
-            lower(side, length) if is_packed(side) else _cut(side, length).clone()
+            lower(side, length) if is_packed(side) else _by_columns(_cut(side, length))
             for side, length in zip((self.A[here], self.G[here]), lengths, strict=True)
         )
 
-    def fold(self, sums: Mapping[str, Sums], keep: Tensor) -> None:
-        """F <- keep F + (1 - keep) mean, for each entry; where `keep` [n] is 1, nothing changes."""
-        for name, layer in sums.items():
-            here, (A, G) = self.slices[name], layer.sides
-            fold_(self.A[here], A, keep[here], layer.positions)
-            fold_(self.G[here], G, keep[here], layer.rows)
+    def fold(self, keep: Tensor, positions: Tensor, rows: Tensor) -> None:
+        """F <- keep F + (1 - keep) total / count, for each entry; where `keep` is 1, F stays."""
+        A, G = self.totals
+        fold_(self.A, A, keep, positions)
+        fold_(self.G, G, keep, rows)
 
     def factors(self, block: Block) -> KroneckerFactors:
         """One layer's factors, copied."""
@@ -255,8 +267,11 @@ class Bank:
 class RunningFactors:
     """The running averages of every block, stacked by shape.
 
-    `seen` names the blocks that have shown their factors at least once.
+    `seen` names the blocks that have shown their factors at least once. `keeps_totals`: the sums of
+    a refresh stay where they are until the next one, as a graph of `fold` needs it.
     """
+
+    keeps_totals = False
 
     def __init__(self, blocks: dict[str, Block], device: torch.device) -> None:
         self.blocks, self.device = blocks, device
@@ -271,6 +286,8 @@ class RunningFactors:
         # in one piece, so that all blocks are looked at in one go
         self.ready = torch.zeros(self.entries, dtype=torch.bool, device=device)
         self._T = self.ready.double()
+        self._counts = torch.zeros(2, self.entries, dtype=torch.float64, device=device)
+        self._factor_decay = torch.zeros((), dtype=torch.float64, device=device)
         for bank, *vectors in zip(
             self.banks, self.by_bank(self.ready), self.by_bank(self._T), strict=True
         ):
@@ -279,66 +296,93 @@ class RunningFactors:
         lengths = [[s.input_dim for s in shapes], [s.output_dim for s in shapes]]
         self._lengths = torch.tensor(lengths, dtype=torch.float64, device=device)
 
-    def update(self, by_site: Mapping[str, Sums], factor_decay: float) -> None:
+    def room(self, site: str) -> Callable[[int], Tensor] | None:
+        """Where the sums of a site are to lie; nowhere, if its block is the sum of two."""
+        block = self.blocks.get(site)
+        if block is None or block.site.name != site or block.tied is not None:
+            return None
+        return partial(self.home[site].room, site)
+
+    def update(
+        self,
+        by_site: Mapping[str, Sums],
+        factor_decay: float,
+        replay: Callable[[], None] | None = None,
+    ) -> None:
         """Fold a refresh into the averages: F <- decay F + (1 - decay) mean; the first sets them.
 
         A layer that was not seen, or whose mean is not finite, is left out, on the device.
+        `replay` does what `fold` does, by a graph.
         """
         sums = of_blocks(by_site, self.blocks)
-        sound = self._sound(sums)
-        keep = torch.where(sound, self.ready.double() * factor_decay, 1.0)
-        dtypes = {bank.shape.dtype for bank in self.banks}
-        keeps = {dtype: self.by_bank(keep.to(dtype)) for dtype in dtypes}
-        for index, bank in enumerate(self.banks):
-            bank_sums = {name: sums[name] for name in bank.slices if name in sums}
-            bank.fold(bank_sums, keeps[bank.shape.dtype][index])
-        torch.lerp(self._positions_per_row(sums), self._T, keep, out=self._T)
-        self.ready |= sound
+        rooms, totals = [], []
+        for name, layer in sums.items():
+            for side, total in enumerate(layer.sides):
+                if layer.room is None or not is_packed(total):  # else it lies there
+                    rooms.append(self.home[name].room(name, side))
+                    totals.append(total)
+        if totals:
+            torch._foreach_copy_(rooms, totals)
+        self._write_counts(sums)
+        self._factor_decay.fill_(factor_decay)
+        (replay or self.fold)()
+        if not self.keeps_totals:
+            for bank in self.banks:
+                bank.release()
         # not yet, if it was called with no example
         self.seen |= {n for n, s in sums.items() if isinstance(s.positions, Tensor) or s.positions}
 
-    def _sound(self, sums: Mapping[str, Sums]) -> Tensor:
-        """Which entries were seen and are finite, [entries]."""
-        names = [name for bank in self.banks for name in bank.slices]
-        dtypes = {bank.shape.dtype for bank in self.banks}
-        all_single = all(name in sums and sums[name].is_single for name in names)
-        if all_single and len(dtypes) == 1:  # two launches for all, instead of several a layer
-            sides = [side for name in names for side in sums[name].sides]
-            largest = torch.stack(torch._foreach_norm(sides, float("inf")))
-            return largest.isfinite().view(-1, 2).all(1)
-        unseen = self.ready.double() * torch.nan if len(sums) < len(self.home) else self.ready
-        all_traces = [
-            sums[name].traces() if name in sums else [nothing[here]] * 2
-            for bank, nothing in zip(self.banks, self.by_bank(unseen), strict=True)
-            for name, here in bank.slices.items()
-        ]
-        A, G = (torch.cat(traces).isfinite() for traces in zip(*all_traces, strict=True))
-        return A & G
+    def fold(self) -> None:
+        """Take the totals into the averages, by the counts and the decay that were written.
 
-    def _positions_per_row(self, sums: Mapping[str, Sums]) -> Tensor:
-        """T of a refresh, [entries], zero where nothing was seen: a launch for equal neighbours."""
-        ratios = [
-            (sums[name].positions_per_row if name in sums else 0.0, self.blocks[name].groups)
-            for bank in self.banks
-            for name in bank.slices
+        All that this reads and writes stays where it is, so that a graph of it holds for good.
+        """
+        positions, rows = self._counts
+        traces = torch.stack(self._traces([bank.totals for bank in self.banks]))
+        # no entry of a sum of squares is larger than those of its diagonal
+        sound = (traces.isfinite() & (self._counts > 0)).all(0)
+        keep = torch.where(sound, self.ready * self._factor_decay, 1.0)
+        vectors = torch.stack([keep, positions, rows])
+        by_dtype = {dtype: vectors.to(dtype) for dtype in {b.shape.dtype for b in self.banks}}
+        counts = [bank.count for bank in self.banks]
+        for index, bank in enumerate(self.banks):
+            bank.fold(*by_dtype[bank.shape.dtype].split(counts, 1)[index])
+        torch.lerp(positions / rows.clamp(min=1), self._T, keep, out=self._T)
+        self.ready |= sound
+
+    def _write_counts(self, sums: Mapping[str, Sums]) -> None:
+        """What A and G are sums over, for all entries: a launch for equal neighbours."""
+        for index, vector in enumerate(self._counts):
+            counts = [
+                (sums[name].counts[index] if name in sums else 0.0, self.blocks[name].groups)
+                for bank in self.banks
+                for name in bank.slices
+            ]
+            start = 0
+            for _, run in groupby(counts, lambda c: id(c[0]) if isinstance(c[0], Tensor) else c[0]):
+                neighbours = list(run)
+                length, count = sum(groups for _, groups in neighbours), neighbours[0][0]
+                here = vector[start : start + length]
+                here.copy_(count) if isinstance(count, Tensor) else here.fill_(count)
+                start += length
+
+    def _traces(self, sides: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Of A and of G of all entries, [entries] each, from those of each bank."""
+        return [
+            torch.cat([diagonal_of(side).sum(1) for side in by_bank])
+            for by_bank in zip(*sides, strict=True)
         ]
-        per_row, start = torch.empty_like(self._T), 0
-        for _, run in groupby(ratios, lambda r: id(r[0]) if isinstance(r[0], Tensor) else r[0]):
-            neighbours = list(run)
-            count, ratio = sum(groups for _, groups in neighbours), neighbours[0][0]
-            here = per_row[start : start + count]
-            here.copy_(ratio) if isinstance(ratio, Tensor) else here.fill_(ratio)
-            start += count
-        return per_row
 
     def mean_diagonals(self) -> tuple[Tensor, Tensor]:
         """Trace over dimension of A and of G, of all entries, [entries] each, in float64."""
-        traces = (
-            torch.cat([diagonal_of(side).sum(1) for side in sides])
-            for sides in ([bank.A for bank in self.banks], [bank.G for bank in self.banks])
-        )
+        traces = self._traces([(bank.A, bank.G) for bank in self.banks])
         A, G = (trace / length for trace, length in zip(traces, self._lengths, strict=True))
         return A, G
+
+    @property
+    def may_keep_totals(self) -> bool:
+        """Whether there are few enough of them."""
+        return sum(b.A.nbytes + b.G.nbytes for b in self.banks) <= LARGEST_TOTALS
 
     def forget(self) -> None:
         """Let the next `update` set the factors instead of averaging into them."""
@@ -421,14 +465,21 @@ def _cut(side: Tensor, length: int) -> Tensor:
     return side[(slice(None), *(slice(length),) * (side.dim() - 1))]
 
 
+def _by_columns(side: Tensor) -> Tensor:
+    """A copy of matrices or diagonals, in memory by columns."""
+    return side.transpose(1, -1).clone(memory_format=torch.contiguous_format).transpose(1, -1)
+
+
 def _padded(side: Tensor, length: int) -> Tensor:
     """Matrices or diagonals with zeros behind them, up to a length."""
     return F.pad(side, (0, length - side.shape[-1]) * (side.dim() - 1))
 
 
-def _stored(side: Tensor, size: Sequence[int]) -> Tensor:
-    """Matrices as triangles, where that is how they are kept."""
-    return side if side.shape[1:] == torch.Size(size) else pack(side.contiguous())
+def _stored(side: Tensor, size: Sequence[int], room: Callable[[], Tensor] | None = None) -> Tensor:
+    """Matrices as triangles, where that is how they are kept: in `room()`, if given."""
+    if side.shape[1:] == torch.Size(size):
+        return side
+    return pack(side.contiguous(), None if room is None else room())
 
 
 def _matrices(side: Tensor, length: int | None = None) -> Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from decaylab.errors import DecaylabError, unknown
+from decaylab.errors import BadValue, DecaylabError, Lacks, Mismatch, WrongType, check_name
 
 # -- planning --
 
@@ -20,10 +20,8 @@ def check_excluded(
     layers: Mapping[str, nn.Module], exclude: Iterable[str], is_layer: Callable[[nn.Module], bool]
 ) -> None:
     """Refuse names of no module, and of modules that hold layers instead of being one."""
-    unknown = sorted(set(exclude) - layers.keys())
-    if unknown:
-        raise DecaylabError(f"exclude names no layer of the model: {', '.join(unknown)}")
     for name in exclude:
+        check_name("layer to exclude", name, layers)
         inside = [
             f"{name}.{child}".removeprefix(".")
             for child, module in layers[name].named_modules()
@@ -38,20 +36,16 @@ def check_excluded(
 def refuse_without_blocks(blocks: Collection[str]) -> None:
     """Refuse a model without a layer that has a block."""
     if not blocks:
-        raise DecaylabError(
-            "K-FAC covers no layer of this model: it needs a trainable Linear or Conv1d/2d/3d "
-            "layer; use torch.optim for a model without one"
-        )
+        remedy = "use torch.optim for a model without a trainable Linear or Conv1d/2d/3d layer"
+        raise Lacks("the model", "layer that K-FAC covers", remedy)
 
 
 def one_device(parameters: Iterable[Tensor]) -> torch.device:
     """The device of all parameters."""
     devices = {parameter.device for parameter in parameters}
     if len(devices) > 1:
-        raise DecaylabError(
-            f"the parameters are on several devices ({', '.join(sorted(map(str, devices)))}): "
-            "move the model to one before building KFAC"
-        )
+        remedy = "move the model before building KFAC"
+        raise BadValue("the devices of the parameters", sorted(map(str, devices)), "one", remedy)
     device = devices.pop()
     if device.type == "meta":
         raise DecaylabError(
@@ -59,19 +53,6 @@ def one_device(parameters: Iterable[Tensor]) -> torch.device:
             "give it its weights before building KFAC"
         )
     return device
-
-
-def check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:
-    """Refuse a value that is none of the known ones; each is given with those."""
-    for name, (value, known) in choices.items():
-        if value not in known:
-            raise unknown(name, value, known)
-
-
-def check_scale(scale: float) -> None:
-    """Refuse a curvature that would not be positive."""
-    if not scale > 0:
-        raise DecaylabError(f"curvature_scale is {scale}: it must be positive")
 
 
 # -- forward passes --
@@ -105,15 +86,13 @@ def refuse_overwritten(layer: str) -> NoReturn:
 def refuse_single_batch(batches: Any) -> None:
     """Refuse a tensor where an iterable of batches is meant."""
     if isinstance(batches, Tensor):
-        raise DecaylabError(
-            "initialize takes an iterable of batches, and a tensor is one batch: give [batch]"
-        )
+        raise WrongType("batches", batches, "an iterable of batches", "give one as [batch]")
 
 
 def check_initial(sums: Mapping[str, Any]) -> None:
     """Refuse an initial pass that measured nothing, or nothing that is finite, of a layer."""
     if not sums:
-        raise DecaylabError("initialize got no batch to measure the curvature on")
+        raise Lacks("the initial pass", "batches", "give one to measure the curvature on")
     for name, measured in sums.items():
         if not all(bool(side.isfinite().all()) for side in measured.sides):
             raise DecaylabError(
@@ -157,24 +136,20 @@ def check_heads(
     """Refuse what are no logits, with their classes last, on the device, with a graph."""
     for head in heads:
         if not isinstance(head, Tensor) or head.dim() < 2 or not head.is_floating_point():
-            what = list(head.shape) if isinstance(head, Tensor) else type(head).__name__
-            raise DecaylabError(
-                f"K-FAC needs logits of shape [..., C] and got {what}: "
+            given = (head.dtype, list(head.shape)) if isinstance(head, Tensor) else type(head)
+            remedy = (
                 "pass them with opt.observe(logits) and logits='observed' (a single output "
                 "per row as logits[..., None])"
             )
+            raise BadValue("the logits", given, "floating-point and of shape [..., C]", remedy)
         if not head.requires_grad:
             raise DecaylabError("the logits have no graph: call opt.observe before detaching them")
         if head.device.type != device.type:
-            raise DecaylabError(
-                f"the logits are on {head.device} and KFAC was built on {device}: "
-                "move the model before building KFAC"
-            )
+            devices = {"the logits": head.device, "the model KFAC was built with": device}
+            raise Mismatch("device", devices, "move the model before building KFAC")
         if mask is not None and mask.shape != head.shape[:-1]:
-            raise DecaylabError(
-                f"the mask has shape {list(mask.shape)} and the rows of the logits "
-                f"{list(head.shape[:-1])}: give one entry per row"
-            )
+            shapes = {"the mask": list(mask.shape), "the rows": list(head.shape[:-1])}
+            raise Mismatch("shape", shapes, "give one entry per row of the logits")
     categorical = (measurement.curvature, measurement.likelihood) == ("fisher", "categorical")
     if categorical and any(head.shape[-1] == 1 for head in heads):
         raise DecaylabError(
@@ -187,10 +162,11 @@ def check_classes(heads: Sequence[Tensor], before: tuple[int, ...] | None) -> tu
     """The number of classes of each head; refused if it has changed."""
     classes = tuple(head.shape[-1] for head in heads)
     if before is not None and classes != before:
-        raise DecaylabError(
-            f"the class axis of the logits was {before} long and is now {classes}: "
+        raise Mismatch(
+            "number of classes",
+            {"the first logits": before, "those of this pass": classes},
             "put the classes last and keep their number, and build KFAC with logits='observed' "
-            "if what the model returns is not the logits"
+            "if what the model returns is not the logits",
         )
     return classes
 
@@ -297,8 +273,9 @@ def check_saved_layers(saved: Collection[str], covered: Collection[str]) -> None
 def check_saved_shape(layer: str, saved: Tensor, buffer: Tensor) -> None:
     """Refuse the state of a layer of another shape."""
     if saved.shape != buffer.shape:
-        raise DecaylabError(
-            f"layer {layer!r} has another shape in this state dict: it was saved from another model"
+        shapes = {"this state dict": list(saved.shape), "the model": list(buffer.shape)}
+        raise Mismatch(
+            f"the shape of layer {layer!r}", shapes, "load what was saved from this model"
         )
 
 

@@ -54,30 +54,32 @@ def damped(side: Tensor, damping: Tensor) -> Tensor:
 def invert_(sides: Tensor) -> Tensor:
     """Replace each of the n damped factors by its inverse, in place; returns which are sound, [n].
 
-    By Cholesky, of which only lower triangles are read. `cholesky_ex` does not check on the host: a
-    factor that is not positive definite gives False (and whatever numbers), not an error.
+    By Cholesky, of which only lower triangles are read, without a copy if the matrices lie in
+    memory by columns. `cholesky_ex` does not check on the host: a factor that is not positive
+    definite gives False (and whatever numbers), not an error.
     """
     if sides.dim() == 2:
         sound = (sides > 0).all(1)
         sides.reciprocal_()
         return sound & sides.isfinite().all(1)
     with ieee_products(sides.device):  # TF32 would cost an inverse its digits
-        root, info = _factorised(sides)
+        info = _factorise_(sides)
         # cholesky_inverse and a batched cholesky_solve wait for the device, and are slower
-        _invert_triangle_(root)
-        _square_triangle(root, sides)
+        _invert_triangle_(sides)
+        _square_triangle_(sides)
     # no entry of a positive definite matrix is larger than those of its diagonal
     return (info == 0) & (sides.diagonal(dim1=1, dim2=2).sum(1) < torch.inf)
 
 
-def _factorised(sides: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower Cholesky factors of [n, d, d], and 0 for each that exists."""
+def _factorise_(sides: Tensor) -> Tensor:
+    """Replace [n, d, d] by their lower Cholesky factors; returns 0 for each that exists."""
+    info = sides.new_empty(len(sides), dtype=torch.int32)
     if len(sides) == 1 or sides.shape[1] <= LARGEST_BATCHED:
-        return torch.linalg.cholesky_ex(sides, check_errors=False)
-    roots, info = torch.empty_like(sides), sides.new_empty(len(sides), dtype=torch.int32)
-    for i in range(len(sides)):
-        torch.linalg.cholesky_ex(sides[i], check_errors=False, out=(roots[i], info[i]))
-    return roots, info
+        torch.linalg.cholesky_ex(sides, check_errors=False, out=(sides, info))
+        return info
+    for side, code in zip(sides, info, strict=True):
+        torch.linalg.cholesky_ex(side, check_errors=False, out=(side, code))
+    return info
 
 
 def _invert_triangle_(L: Tensor) -> None:
@@ -128,22 +130,21 @@ def _join_inverses_(L: Tensor) -> None:
         torch.baddbmm(Q, torch.bmm(R, Q), P, beta=0, alpha=-1, out=Q)
 
 
-def _square_triangle(L: Tensor, square: Tensor) -> None:
-    """Write L' L to `square` [n, d, d], by halves: d^3 / 3 multiplications.
+def _square_triangle_(L: Tensor) -> None:
+    """Replace lower triangular L [n, d, d] by L' L, by halves: d^3 / 3 multiplications.
 
     [[P, 0], [Q, R]]' [[P, 0], [Q, R]] = [[P'P + Q'Q, Q'R], [R'Q, R'R]].
     """
     if L.shape[1] <= 2 * BLOCK:
-        torch.bmm(L.mT, L, out=square)
+        L.mT.copy_(torch.bmm(L.mT, L))  # symmetric, and L lies in memory by columns
         return
     P, Q, R = _halves(L)
-    first, lower, last = _halves(square)
-    _square_triangle(P, first)
-    torch.baddbmm(first, Q.mT, Q, out=first)
-    torch.bmm(R.mT, Q, out=lower)
+    _square_triangle_(P)
+    torch.baddbmm(P, Q.mT, Q, out=P)
+    Q.copy_(torch.bmm(R.mT, Q))
     half = P.shape[1]
-    square[:, :half, half:] = lower.mT
-    _square_triangle(R, last)
+    L[:, :half, half:] = Q.mT
+    _square_triangle_(R)
 
 
 def _halves(square: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,19 +21,17 @@ COLUMNS = 128
 _usable = True
 
 
-def fold_(average: Tensor, total: Tensor, keep: Tensor, count: Tensor | float) -> None:
-    """average[i] <- keep[i] average[i] + (1 - keep[i]) total[i] / count, in place.
+def fold_(average: Tensor, total: Tensor, keep: Tensor, count: Tensor) -> None:
+    """average[i] <- keep[i] average[i] + (1 - keep[i]) total[i] / count[i], in place.
 
-    average and total are [n, ...], keep is [n], count a number or [n]. Where keep[i] is 1 nothing
-    is read of total[i]: one that is not finite does not spread. On CUDA one pass over the memory.
+    average and total are [n, ...], keep and count [n]. Where keep[i] is 1 nothing is read of
+    total[i]: one that is not finite does not spread. On CUDA one pass over the memory.
     """
-    if isinstance(count, Tensor) and count.dim():
-        # an entry without rows, whose count is zero, is one that is left as it is
-        count = count.view((-1,) + (1,) * (total.dim() - 1)).to(total.dtype)
-    if average.is_cuda and total.is_contiguous() and _folded(average, total, keep, count):
+    if average.is_cuda and _folded(average, total, keep, count):
         return
-    retention = keep.view((-1,) + (1,) * (total.dim() - 1))
-    mixed = retention * average + (1 - retention) / count * total
+    ones = (1,) * (total.dim() - 1)
+    retention = keep.view(-1, *ones)
+    mixed = retention * average + (1 - retention) / count.view(-1, *ones) * total
     average.copy_(torch.where(retention == 1, average, mixed))
 
 
@@ -75,13 +73,11 @@ def packed_triangles(triangles: Tensor, matrices: Tensor) -> bool:
     return _launched("pack", grid, numbers, {"ROWS": tile[0], "COLUMNS": tile[1]})
 
 
-def _folded(average: Tensor, total: Tensor, keep: Tensor, count: Tensor | float) -> bool:
+def _folded(average: Tensor, total: Tensor, keep: Tensor, count: Tensor) -> bool:
     """`fold_` by the kernel."""
-    if isinstance(count, Tensor):  # of masked rows; else a number that the kernel takes
-        total, count = total / count, 1.0
     size = average[0].numel()
     grid = -(-size // BLOCK), len(average)  # the second axis is the short one on a GPU
-    arguments = (average, total, keep, float(count), average.stride(0), size)
+    arguments = (average, total, keep, count, average.stride(0), size)
     return _launched("fold", grid, arguments, {"BLOCK": BLOCK})
 
 
@@ -126,7 +122,8 @@ def _kernels() -> Any:
             here = average + entry * stride + at
             old = tl.load(here, mask=inside)
             new = tl.load(total + entry * size + at, mask=inside)
-            tl.store(here, kept * old + (1 - kept) / count * new, mask=inside)
+            share = (1 - kept) / tl.load(count + entry)
+            tl.store(here, kept * old + share * new, mask=inside)
 
     # one compilation for all sizes; `wide`, a multiple of 32, may widen the stores
     sizes = ["count", "per_group", "width", "bias", "height", "length", "out_length", "positions"]

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from decaylab.errors import DecaylabError, unknown
+from decaylab.errors import Lacks, check_name
 
 # Numbers of logits for which vectors are drawn in one go.
 SAMPLED_AT_ONCE = 2**25
@@ -33,21 +33,15 @@ Likelihood = Literal["categorical", "gaussian", "bernoulli"]
 
 def check_names(curvature: str, likelihood: str) -> None:
     """Refuse an unknown curvature or likelihood, naming the known ones."""
-    for kind, given, known in (
-        ("curvature", curvature, get_args(Curvature)),
-        ("likelihood", likelihood, get_args(Likelihood)),
-    ):
-        if given not in known:
-            raise unknown(kind, given, known)
+    check_name("curvature", curvature, get_args(Curvature))
+    check_name("likelihood", likelihood, get_args(Likelihood))
 
 
 def output_hessian(curvature: Curvature, likelihood: Likelihood) -> Likelihood:
     """The likelihood whose output Hessian is meant: Gauss-Newton is that of a Gaussian."""
     check_names(curvature, likelihood)
     if curvature == "empirical-fisher":
-        raise DecaylabError(
-            "the empirical Fisher has no output Hessian: it uses the loss's gradients"
-        )
+        raise Lacks("the empirical Fisher", "output Hessian", "it uses the loss's gradients")
     return "gaussian" if curvature == "gauss-newton" else likelihood
 
 

@@ -1,8 +1,9 @@
 """Damped inverses of the factors, and what they are for: gradients in, preconditioned steps out."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +16,9 @@ from decaylab.curvature.kinds.kind import Shape
 from decaylab.curvature.storage import InverseStack, diagonal_of
 
 # Bytes of factors that are inverted in one go: more are no faster, and need room for all of them.
-INVERTED_AT_ONCE = 2**27
-# So many bytes of gradients and steps stay in memory between steps: more only cost room there.
+INVERTED_AT_ONCE = 2**24
+# So many bytes of gradients and steps stay in memory between steps: more only cost room there. And
+# so many of an inversion, in its graph.
 LARGEST_KEPT = 2**30
 # Layers with sides up to this one, whose products are small, are preconditioned in full float32.
 LARGEST_PRECISE = 640
@@ -113,13 +115,18 @@ class Inverses:
         return weights, self.bias_step
 
     @property
-    def parts(self) -> list[slice]:
-        """The entries that are inverted together: as many as need no more than INVERTED_AT_ONCE."""
+    def entry_bytes(self) -> int:
+        """Of A and G of one entry, as whole matrices."""
         shape = self.shape
         numbers = shape.input_dim ** (2 - shape.input_diagonal)
         numbers += shape.output_dim ** (2 - shape.output_diagonal)
-        entry = numbers * shape.dtype.itemsize
-        length = max(1, min(INVERTED_AT_ONCE // entry, -(-self.bank.count // self._shares)))
+        return numbers * shape.dtype.itemsize
+
+    @property
+    def parts(self) -> list[slice]:
+        """The entries that are inverted together: as many as need no more than INVERTED_AT_ONCE."""
+        most = INVERTED_AT_ONCE // self.entry_bytes
+        length = max(1, min(most, -(-self.bank.count // self._shares)))
         return [slice(i, i + length) for i in range(0, self.bank.count, length)]
 
     def begin(self, part: slice, extra: tuple[Tensor, Tensor], ready: Tensor) -> Inversion:
@@ -214,7 +221,7 @@ class Preconditioner:
     def __init__(self, factors: RunningFactors, workers: Workers, *, half: bool = False) -> None:
         self.blocks, self._factors, self._workers = factors.blocks, factors, workers
         self.device = device = factors.device
-        streams = STREAMS if device.type == "cuda" else 0
+        streams = STREAMS - 1 if device.type == "cuda" else 0  # beside the current one
         self._streams = [torch.cuda.Stream(device) for _ in range(streams)]
         self._vectors: dict[Any, Tensor] = {}
         self._pending: dict[Shape, list[Inversion]] = {}  # by bank: of each of its parts
@@ -227,7 +234,8 @@ class Preconditioner:
             for b in factors.banks
         ]
         self._biased_first = sorted(self.banks, key=lambda bank: not bank.shape.bias)
-        # by entry: what the damping of blocks is multiplied by whose last factorisations failed
+        # by entry: lambda, and what it is multiplied by where the last factorisations failed
+        self._dampings = torch.ones(factors.entries, dtype=torch.float64, device=device)
         self._boost = torch.ones(factors.entries, dtype=torch.float64, device=device)
         self._failures = torch.zeros(factors.entries, dtype=torch.int64, device=device)
         self._home = {name: each for each in self.banks for name in each.bank.slices}
@@ -242,6 +250,15 @@ class Preconditioner:
 
         self.keeps_room = sum(step.nbytes for step in self.steps) <= LARGEST_KEPT
         self._resize_room(there=self.keeps_room)
+
+    @property
+    def inversion_room(self) -> float:
+        """Bytes that `invert_damped` needs, about: those of the largest parts, one on each stream.
+
+        Of a part: copies of A and G, which become their inverses, and half of that for its blocks.
+        """
+        sizes = [bank.entry_bytes * (p.stop - p.start) for bank in self.banks for p in bank.parts]
+        return 1.5 * sum(sorted(sizes)[-STREAMS:])
 
     @contextmanager
     def room(self) -> Iterator[None]:
@@ -266,11 +283,16 @@ class Preconditioner:
         """The preconditioned steps, stacked by shape."""
         return [step for bank in self.banks for step in bank.steps if step.numel()]
 
-    def invert(self, damping: float, ratios: Mapping[str, Tensor]) -> None:
+    def invert(
+        self,
+        damping: float,
+        ratios: Mapping[str, Tensor],
+        replay: Callable[[], None] | None = None,
+    ) -> None:
         """Invert every block with `damping`, multiplied for the layers in `ratios`; use it at once.
 
-        On CUDA on several streams, large parts first: one factorisation is far from filling a GPU.
-        What was begun before is dropped.
+        What was begun before is dropped. `replay` does what `invert_damped` does, by a graph;
+        several ranks, who send inverses around, do without.
         """
         if self._pending:
             self._finish_inversion()
@@ -279,24 +301,36 @@ class Preconditioner:
             self.begin_inversion(damping, ratios)
             self.end_inversion()
             return
-        sound, per_bank = self._damped(damping, ratios)
+        self._set_dampings(damping, ratios)
+        (replay or self.invert_damped)()
+
+    def invert_damped(self) -> None:
+        """Invert every block with the dampings that were set, and use it at once.
+
+        All that this reads and writes stays where it is, so that a graph of it holds for good. On
+        CUDA on several streams, large parts first: one factorisation is far from filling a GPU. One
+        of them is the current one, whose memory a graph shares with others.
+        """
+        sound, per_bank = self._damped()
         jobs = [(*bank, part) for bank in per_bank for part in bank[0].parts]
         jobs.sort(key=lambda job: -job[0].shape.input_dim)
-        for stream in self._streams:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
-        for i, (bank, extra, ready, part) in enumerate(jobs):
-            with torch.cuda.stream(self._stream(i)):
+        for side in self._streams:
+            side.wait_stream(torch.cuda.current_stream(side.device))
+        streams = cycle([None, *self._streams])
+        for (bank, extra, ready, part), stream in zip(jobs, streams, strict=False):
+            with torch.cuda.stream(stream):
                 inversion = bank.begin(part, extra, ready)
                 inversion.run()
                 bank.end(part, inversion)
-        for stream in self._streams:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        for side in self._streams:
+            torch.cuda.current_stream(side.device).wait_stream(side)
         self._count_failures(self._factors.ready & ~sound)
 
     def begin_inversion(self, damping: float, ratios: Mapping[str, Tensor]) -> None:
         """Take copies of the factors to invert by and by, with `damping` as in `invert`."""
         self._tried = self._factors.ready.clone()
-        for bank, extra, ready in self._damped(damping, ratios)[1]:
+        self._set_dampings(damping, ratios)
+        for bank, extra, ready in self._damped()[1]:
             self._pending[bank.shape] = [bank.begin(part, extra, ready) for part in bank.parts]
         inversions = [inversion for parts in self._pending.values() for inversion in parts]
         self._to_run, self._of_others = self._workers.divided(inversions)
@@ -304,20 +338,22 @@ class Preconditioner:
         for stream in self._streams[:1]:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
 
-    def _damped(
-        self, damping: float, ratios: Mapping[str, Tensor]
-    ) -> tuple[Tensor, list[tuple["Inverses", tuple[Tensor, Tensor], Tensor]]]:
-        """Which entries are ready; and for each bank what to damp A and G by, and its ready ones.
-
-        For all entries at once: a handful of launches, however many banks there are.
-        """
-        ones = torch.ones_like(self._boost)
+    def _set_dampings(self, damping: float, ratios: Mapping[str, Tensor]) -> None:
+        """Write lambda of every entry: `damping`, multiplied for the layers in `ratios`."""
+        ones = torch.ones_like(self._dampings)
         every = [
             ratios[name].expand(here.stop - here.start) if name in ratios else ones[here]
             for inverses in self.banks
             for name, here in inverses.bank.slices.items()
         ]
-        dampings = damping * torch.cat(every) * self._boost
+        torch.mul(torch.cat(every), damping, out=self._dampings)
+
+    def _damped(self) -> tuple[Tensor, list[tuple["Inverses", tuple[Tensor, Tensor], Tensor]]]:
+        """Which entries are ready; and for each bank what to damp A and G by, and its ready ones.
+
+        For all entries at once: a handful of launches, however many banks there are.
+        """
+        dampings = self._dampings * self._boost
         extra = factored_damping(*self._factors.mean_diagonals(), dampings)
         ready, by_bank = self._factors.ready.clone(), self._factors.by_bank
         A, G = map(by_bank, extra)
@@ -338,7 +374,7 @@ class Preconditioner:
             self._per_advance = -(-len(self._to_run) // calls)
         count = len(self._to_run) if calls is None else self._per_advance
         batch, self._to_run = self._to_run[:count], self._to_run[count:]
-        with torch.cuda.stream(stream := self._stream(0)):
+        with torch.cuda.stream(stream := self._side_stream):
             for inversion in batch:
                 inversion.run()
                 if stream is not None:
@@ -356,9 +392,10 @@ class Preconditioner:
         self._count_failures(self._tried & ~sound)
         self._pending = {}
 
-    def _stream(self, index: int) -> torch.cuda.Stream | None:
-        """One of the streams, in turn; None (and so the current one) where there is no CUDA."""
-        return self._streams[index % len(self._streams)] if self._streams else None
+    @property
+    def _side_stream(self) -> torch.cuda.Stream | None:
+        """The one of inversions that go on by and by; None where there is no CUDA."""
+        return self._streams[0] if self._streams else None
 
     def _finish_inversion(self) -> None:
         self.advance_inversion()

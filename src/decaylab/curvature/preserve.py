@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from decaylab.curvature.capture import _Hook, innermost, logits_of
-from decaylab.errors import DecaylabError
+from decaylab.errors import AT_LEAST_ONE, BadValue, Lacks, Mismatch, WrongType, check_name
 from decaylab.networks.preserve import preserved
 
 BatchNormMode = Literal["eval", "train"]
@@ -38,8 +38,7 @@ def untouched(model: nn.Module, *, batch_norm: BatchNormMode = "eval") -> Iterat
     plain kernel, the one with forward-mode rules, and recurrent layers do without cuDNN, which goes
     backward in train mode only.
     """
-    if batch_norm not in get_args(BatchNormMode):
-        raise DecaylabError(f"unknown batch_norm mode {batch_norm!r}: use 'eval' or 'train'")
+    check_name("batch_norm mode", batch_norm, get_args(BatchNormMode))
     model = bare(model)
     modules = list(model.modules())
     tracking = [(m, m.track_running_stats) for m in modules if isinstance(m, _NormBase)]
@@ -93,13 +92,11 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that training moves, by name, shared tensors once; never empty."""
     parameters = dict(bare(model).named_parameters())
     if not parameters:
-        raise DecaylabError("the model has no weights: give a model with parameters")
+        raise Lacks("the model", "weights", "give a model with parameters")
     chosen: dict[str, Tensor] = {name: p for name, p in parameters.items() if p.requires_grad}
     if not chosen:
-        raise DecaylabError(
-            "every parameter of the model is frozen: "
-            "call model.requires_grad_(True) before measuring its weights"
-        )
+        remedy = "call model.requires_grad_(True) before measuring its weights"
+        raise Lacks("the model", "parameter that is not frozen", remedy)
     return chosen
 
 
@@ -124,38 +121,30 @@ def layer_names(parameters: dict[str, Tensor]) -> dict[str, list[str]]:
 def check_inputs(model: nn.Module, inputs: Tensor) -> None:
     """Refuse what cannot be fed to this model, in one sentence each."""
     if not isinstance(inputs, Tensor):
-        raise DecaylabError(
-            f"inputs must be one tensor of examples, not {type(inputs).__name__}: "
-            "give the tensor that the model takes as its first argument"
-        )
+        remedy = "give the tensor that the model takes as its first argument"
+        raise WrongType("inputs", inputs, "one tensor of examples", remedy)
     if inputs.ndim == 0 or inputs.numel() == 0:
-        raise DecaylabError("the batch is empty: give inputs with at least one example")
+        raise Lacks("the batch", "examples", "give inputs with at least one")
     weight = next(iter(bare(model).parameters()), None)
     if weight is None:
-        raise DecaylabError("the model has no weights: give a model with parameters")
+        raise Lacks("the model", "weights", "give a model with parameters")
     if inputs.device != weight.device:
-        raise DecaylabError(
-            f"the inputs are on {inputs.device}, the model is on {weight.device}: move one of them"
-        )
+        devices = {"the inputs": inputs.device, "the model": weight.device}
+        raise Mismatch("device", devices, "move one of them")
     if inputs.is_floating_point() and inputs.dtype != weight.dtype:
-        raise DecaylabError(
-            f"the inputs are {inputs.dtype} and the model is {weight.dtype}: convert one of them"
-        )
+        dtypes = {"the inputs": inputs.dtype, "the model": weight.dtype}
+        raise Mismatch("dtype", dtypes, "convert one of them")
 
 
 def check_logits(output: Any) -> Tensor:
     """The logits [..., C], at least one leading axis, that a model returns bare or as `.logits`."""
     logits = logits_of(output)
     if logits is None:
-        raise DecaylabError(
-            f"the model returns {type(output).__name__}: "
-            "wrap it so that it returns the logits, a tensor [..., classes]"
-        )
+        remedy = "wrap the model so that it returns its logits"
+        raise WrongType("the model's output", output, "a tensor [..., classes]", remedy)
     if logits.ndim < 2 or not logits.is_floating_point():
-        raise DecaylabError(
-            f"the model's output has shape {list(logits.shape)} and dtype {logits.dtype}: "
-            "it must be a floating-point matrix of logits [..., classes]"
-        )
+        given = (logits.dtype, list(logits.shape))
+        raise BadValue("the model's output", given, "floating-point logits [..., classes]")
     return logits
 
 
@@ -181,8 +170,8 @@ def chunks(
     model: nn.Module, inputs: Tensor, size: int | None, batch_norm: BatchNormMode
 ) -> tuple[Tensor, ...]:
     """The batch in pieces of at most `size` examples; one piece where the examples are tied."""
-    if size is not None and size < 1:
-        raise DecaylabError(f"chunk={size}: a chunk needs at least one example")
+    if size is not None:
+        AT_LEAST_ONE.check("chunk", size)
     if size is None or tied(model, batch_norm):
         return (inputs,)
     return inputs.split(size)

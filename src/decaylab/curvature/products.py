@@ -31,7 +31,7 @@ from decaylab.curvature.preserve import (
     trainable,
     untouched,
 )
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, Lacks, Mismatch, Range, check_name
 
 NOT_TWICE = (
     "an operation of the model has no forward-mode rule, and its backward pass cannot be "
@@ -141,8 +141,7 @@ def sampled_traces(
     passes. Scaling as `exact_traces`; Fisher and Gauss-Newton only (the empirical Fisher's vectors
     are given, not drawn).
     """
-    if samples < 2:
-        raise DecaylabError(f"samples={samples}: a standard error needs at least two draws")
+    Range(at_least=2).check("samples", samples, "one draw has no standard error")
     check_inputs(model, inputs)
     with untouched(model, batch_norm=batch_norm) as bare_model:
         parameters = _leaves(trainable(bare_model))
@@ -158,13 +157,11 @@ def sampled_traces(
 def loss_gradient(logits: Tensor, targets: Tensor | None, likelihood: Likelihood) -> Tensor:
     """Gradient of each row's own loss at its logits, [..., C]: p - y, or z - y (gaussian)."""
     if targets is None:
-        raise DecaylabError("the empirical Fisher needs targets: give the labels of the batch")
+        raise Lacks("the empirical Fisher", "targets", "give the labels of the batch")
     expected = logits.shape[:-1] if likelihood == "categorical" else logits.shape
     if targets.shape != expected:
-        raise DecaylabError(
-            f"targets have shape {list(targets.shape)}, "
-            f"the {likelihood} likelihood needs {list(expected)}"
-        )
+        shapes = {"the targets": list(targets.shape), "the logits' rows": list(expected)}
+        raise Mismatch("shape", shapes, f"give targets of the {likelihood} likelihood")
     z = logits.detach()
     if likelihood == "categorical":
         return z.softmax(-1) - nn.functional.one_hot(targets, z.shape[-1]).to(z.dtype)
@@ -245,19 +242,13 @@ def _directions(
     model: nn.Module, vector: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     parameters = dict(model.named_parameters())
-    unknown = sorted(set(vector) - set(parameters))
-    if unknown:
-        raise DecaylabError(
-            f"the model has no parameter {unknown[0]!r}: name them as named_parameters does"
-        )
     for name, direction in vector.items():
+        check_name("parameter", name, parameters)
         if direction.shape != parameters[name].shape:
-            raise DecaylabError(
-                f"the direction of {name!r} has shape {list(direction.shape)}, "
-                f"the parameter {list(parameters[name].shape)}"
-            )
+            shapes = {"its direction": list(direction.shape), name: list(parameters[name].shape)}
+            raise Mismatch("shape", shapes, "give a direction shaped as the parameter")
     if not vector:
-        raise DecaylabError("the direction is empty: name at least one parameter")
+        raise Lacks("the direction", "parameters", "name at least one")
     return (
         {name: parameters[name].detach() for name in vector},
         {name: direction.detach() for name, direction in vector.items()},

@@ -37,17 +37,16 @@ def packed_shape(length: int) -> tuple[int, int]:
     return 2 * half + 1, half
 
 
-def pack(matrices: Tensor) -> Tensor:
-    """The lower triangles of [n, d, d]."""
+def pack(matrices: Tensor, room: Tensor | None = None) -> Tensor:
+    """The lower triangles of [n, d, d], written to `room` if it is given."""
     length = matrices.shape[-1]
     rows, half = packed_shape(length)
-    if matrices.is_cuda and matrices.is_contiguous():
-        room = matrices.new_empty(len(matrices), rows, half)
-        if packed_triangles(room, matrices):
-            return room
+    triangles = matrices.new_empty(len(matrices), rows, half) if room is None else room
+    if matrices.is_cuda and matrices.is_contiguous() and packed_triangles(triangles, matrices):
+        return triangles
     if length % 2:
         matrices = F.pad(matrices, (0, 1, 0, 1))
-    triangles = matrices.new_zeros(len(matrices), rows, half)
+    triangles[:, :1] = 0
     triangles[:, 1 : half + 1] = matrices[:, :half, :half].tril()
     triangles[:, :half] += matrices[:, half:, half:].mT.triu()
     triangles[:, half + 1 :] = matrices[:, half:, :half]
@@ -69,11 +68,14 @@ def unpack(triangles: Tensor, length: int) -> Tensor:
 
 
 def lower(triangles: Tensor, length: int) -> Tensor:
-    """[n, length, length] whose lower triangles are the packed ones, with anything above them."""
+    """[n, length, length] whose lower triangles are the packed ones, with anything above them.
+
+    They lie in memory by columns, which is how factorisations take them.
+    """
     half = triangles.shape[2]
     first = min(half, length)
     rest = length - first
-    matrices = triangles.new_empty(len(triangles), length, length)
+    matrices = triangles.new_empty(len(triangles), length, length).mT
     matrices[:, :first, :first] = triangles[:, 1 : first + 1, :first]
     matrices[:, first:, :first] = triangles[:, half + 1 : half + 1 + rest, :first]
     matrices[:, first:, first:] = triangles[:, :rest, :rest].mT

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decaylab.data.sets import Split
-from decaylab.errors import DecaylabError
+from decaylab.errors import AT_LEAST_ONE, DecaylabError, Mismatch, Range
 
 PADDING = 4
 
@@ -51,11 +51,8 @@ class Batches:
         keep_last: bool = False,
         share: tuple[int, int] = (0, 1),
     ) -> None:
-        if not 0 < batch_size <= len(split):
-            raise DecaylabError(
-                f"A batch of {batch_size} cannot be drawn from {len(split)} training images: "
-                f"choose a batch size between 1 and {len(split)}."
-            )
+        images = Range(at_least=1, at_most=len(split))
+        images.check("batch_size", batch_size, "there are no more training images")
         self.batch_size, self.device = batch_size, split.images.device
         self._share = share
         left_over = len(split) % batch_size
@@ -148,8 +145,7 @@ def evaluation_batches(
     >>> [len(y) for _, y in evaluation_batches(split, batch_size=2, mean=(0,), std=(1,))]
     [2, 2, 1]
     """
-    if batch_size < 1:
-        raise DecaylabError(f"A batch of {batch_size} images is none: choose 1 or more.")
+    AT_LEAST_ONE.check("batch_size", batch_size)
     normalise = _Normalise(split.images, mean, std, dtype)
     for start in range(0, len(split), batch_size):
         part = slice(start, start + batch_size)
@@ -165,10 +161,8 @@ class _Normalise:
         dtype = torch.get_default_dtype() if dtype is None else dtype
         channels = images.shape[1]
         if len(mean) != channels or len(std) != channels:
-            raise DecaylabError(
-                f"Images of {channels} channels need as many means and stds, not {len(mean)} and "
-                f"{len(std)}."
-            )
+            counts = {"the images": channels, "the means": len(mean), "the stds": len(std)}
+            raise Mismatch("number of channels", counts, "give a mean and a std for each")
         # In double precision first, so that only the result is rounded.
         scale = 1 / (255 * torch.tensor(std, dtype=torch.float64))
         shift = -torch.tensor(mean, dtype=torch.float64) * 255 * scale

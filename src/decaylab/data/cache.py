@@ -25,8 +25,8 @@ VERSION = 1
 
 def cache_folder() -> Path:
     """$DECAYLAB_CACHE, or `decaylab` in $XDG_CACHE_HOME, or ~/.cache/decaylab."""
-    if own := os.environ.get("DECAYLAB_CACHE"):
-        return Path(own).expanduser()
+    if chosen := os.environ.get("DECAYLAB_CACHE"):
+        return Path(chosen).expanduser()
     shared = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification asks to ignore a relative path.
     base = Path(shared) if os.path.isabs(shared) else Path(os.path.expanduser("~/.cache"))

@@ -15,7 +15,7 @@ from typing import IO
 
 from decaylab.data.cache import cache_folder
 from decaylab.data.facts import facts_of
-from decaylab.errors import DecaylabError
+from decaylab.errors import Failed, NotWritten
 
 Progress = Callable[[str, int, int | None], None]
 
@@ -106,11 +106,11 @@ def _obtain(name: str, download: Download, target: Path, progress: Progress) -> 
             if before == 0:
                 tried.append(f"{url} (wrong checksum: not the published file)")
                 break
-    raise DecaylabError(
-        f"{download.file} could not be fetched. Tried: {'; '.join(tried)}. Check the connection "
-        f"and run `decaylab data fetch {name}` again (it resumes), or put the file into "
-        f"{target.parent} yourself."
+    remedy = (
+        f"check the connection and run `decaylab data fetch {name}` again (it resumes), or put the"
+        f" file into {target.parent} yourself"
     )
+    raise Failed(f"fetching {download.file}", "; ".join(tried), remedy)
 
 
 def _transfer(url: str, part: Path, download: Download, progress: Progress) -> None:
@@ -165,11 +165,9 @@ def _write(output: IO[bytes], chunk: bytes, part: Path) -> None:
         raise _unwritable(part, error) from error
 
 
-def _unwritable(path: Path, error: OSError) -> DecaylabError:
-    return DecaylabError(
-        f"Cannot write {path} ({error.strerror}): make room, or set DECAYLAB_CACHE to a folder "
-        f"that can be written."
-    )
+def _unwritable(path: Path, error: OSError) -> NotWritten:
+    remedy = "make room, or set DECAYLAB_CACHE to a folder that can be written"
+    return NotWritten(path, error, remedy)
 
 
 def _size(path: Path) -> int:

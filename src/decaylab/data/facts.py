@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from decaylab.errors import DecaylabError, unknown
+from decaylab.errors import Damaged, check_name
 
 # The values below have five digits. Files that were re-encoded with loss, test files under a
 # training name (0.003 apart for CIFAR) and swapped channels are all further away than this.
@@ -122,8 +122,7 @@ DATA_SETS: dict[str, Facts] = {
 
 def facts_of(name: str) -> Facts:
     """The facts of the data set `name`; an error that lists the names if there is none."""
-    if name not in DATA_SETS:
-        raise unknown("data set", name, DATA_SETS)
+    check_name("data set", name, DATA_SETS)
     return DATA_SETS[name]
 
 
@@ -155,43 +154,35 @@ def check(facts: Facts, split: str, parts: Sequence[ImageFile]) -> None:
     known = facts.splits[split]
     for part in parts:
         if part.images.shape[1:] != facts.shape:
-            shape = "x".join(map(str, part.images.shape[1:]))
-            raise DecaylabError(
-                f"{part.path} holds images of {shape}, those of {facts.name} are "
-                f"{'x'.join(map(str, facts.shape))}: {facts.remedy}."
-            )
+            shape, wanted = ("x".join(map(str, x)) for x in (part.images.shape[1:], facts.shape))
+            reason = f"its images are {shape}, those of {facts.name} {wanted}"
+            raise Damaged(part.path, reason, facts.remedy)
         wrong = (part.labels < 0) | (part.labels >= facts.classes)
         if wrong.any():
-            raise DecaylabError(
-                f"{part.path} has label {part.labels[wrong][0]} at image {wrong.argmax()}, those "
-                f"of {facts.name} are 0..{facts.classes - 1}: {facts.remedy}."
-            )
+            label = f"label {part.labels[wrong][0]} at image {wrong.argmax()}"
+            reason = f"it has {label}, those of {facts.name} are 0..{facts.classes - 1}"
+            raise Damaged(part.path, reason, facts.remedy)
     names = ", ".join(str(part.path) for part in parts)
     total = sum(len(part.labels) for part in parts)
     if total != known.count:
         each = ", ".join(f"{part.path} {len(part.labels)}" for part in parts)
-        raise DecaylabError(
-            f"The {split} files of {facts.name} hold {total} images instead of {known.count} "
-            f"({each}): {facts.remedy}."
-        )
+        what = f"the {split} set of {facts.name}"
+        raise Damaged(what, f"{total} images instead of {known.count}: {each}", facts.remedy)
     counts = np.bincount(np.concatenate([part.labels for part in parts]), minlength=facts.classes)
     if (counts != known.class_counts).any():
         worst = int(np.abs(counts - known.class_counts).argmax())
-        raise DecaylabError(
-            f"{names}: class {worst} has {counts[worst]} images instead of "
-            f"{known.class_counts[worst]}, so these are not {facts.name}'s {split} labels: "
-            f"{facts.remedy}."
-        )
+        numbers = f"{counts[worst]} images of class {worst} instead of {known.class_counts[worst]}"
+        reason = f"{numbers}, so these are not {facts.name}'s {split} labels"
+        raise Damaged(names, reason, facts.remedy)
     measured = channel_statistics([part.images for part in parts])
     for what, value, expected in zip(
         ("mean", "std"), measured, (known.mean, known.std), strict=True
     ):
         if np.abs(value - expected).max() > TOLERANCE:
-            raise DecaylabError(
-                f"{names}: the pixels' {what} per channel is {_digits(value)} instead of "
-                f"{_digits(expected)}, so these are not {facts.name}'s {split} images: "
-                f"{facts.remedy}."
-            )
+            numbers = f"{_digits(value)} instead of {_digits(expected)}"
+            which = f"so these are not {facts.name}'s {split} images"
+            reason = f"the pixels' {what} per channel is {numbers}, {which}"
+            raise Damaged(names, reason, facts.remedy)
 
 
 def _digits(values: Sequence[float] | np.ndarray) -> str:

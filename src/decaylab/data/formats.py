@@ -20,7 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 from decaylab.data.facts import ImageFile
-from decaylab.errors import DecaylabError, needed
+from decaylab.errors import Damaged, DecaylabError, Mismatch, NotRead, needed
 
 IMAGE_COLUMNS = ("img", "image")
 # imported when a parquet file is met
@@ -30,6 +30,7 @@ _module = partial(needed, extra="data", what="Reading parquet files")
 # The largest file of a data set here has 154 MB (CIFAR-100's training images).
 MOST_BYTES = 200_000_000
 PARQUET_BATCH = 64
+REPLACE = "replace it"
 LARGEST_HEADER = 4096  # bytes of an encoded image beside its pixels
 
 
@@ -40,20 +41,17 @@ def read_idx(path: Path) -> np.ndarray:
     """
     data = _unzipped(path) if path.suffix == ".gz" else _bytes(path)
     if len(data) < 4 or data[:3] != b"\0\0\x08":
-        raise DecaylabError(
-            f"{path} is not an idx file of unsigned bytes (it begins with "
-            f"{data[:4].hex(' ') or 'nothing'}, not 00 00 08): replace it."
-        )
+        begin = data[:4].hex(" ") or "nothing"
+        raise Damaged(path, f"an idx file of bytes begins with 00 00 08, not {begin}", REPLACE)
     start = 4 + 4 * data[3]
     if len(data) < start:
-        raise DecaylabError(f"{path} is truncated: it ends inside its header; replace it.")
+        raise Damaged(path, "it ends inside its header", REPLACE)
     shape = struct.unpack(f">{data[3]}I", data[4:start])
     expected = int(np.prod(shape, dtype=object)) if shape else 1
     if len(data) - start != expected:
-        raise DecaylabError(
-            f"{path} is truncated or corrupt: its header says {expected} bytes "
-            f"({'x'.join(map(str, shape))}) and {len(data) - start} follow; replace it."
-        )
+        sizes = "x".join(map(str, shape))
+        reason = f"its header says {expected} bytes ({sizes}) and {len(data) - start} follow"
+        raise Damaged(path, reason, REPLACE)
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
 
 
@@ -61,14 +59,12 @@ def read_mnist(images_path: Path, labels_path: Path) -> ImageFile:
     """One split of MNIST from its two idx files: images [N, 1, H, W] and labels [N]."""
     images, labels = read_idx(images_path), read_idx(labels_path)
     if images.ndim != 3:
-        raise DecaylabError(f"{images_path} has {images.ndim} axes, images have 3: replace it.")
+        raise Damaged(images_path, f"it has {images.ndim} axes, images have 3", REPLACE)
     if labels.ndim != 1:
-        raise DecaylabError(f"{labels_path} has {labels.ndim} axes, labels have 1: replace it.")
+        raise Damaged(labels_path, f"it has {labels.ndim} axes, labels have 1", REPLACE)
     if len(images) != len(labels):
-        raise DecaylabError(
-            f"{images_path} holds {len(images)} images and {labels_path} {len(labels)} labels: "
-            f"they do not belong together; replace them."
-        )
+        counts = {str(images_path): len(images), str(labels_path): len(labels)}
+        raise Mismatch("number of images", counts, "replace them")
     return ImageFile(images_path, images[:, None], labels)
 
 
@@ -82,11 +78,9 @@ def read_cifar_records(path: Path, data: bytes, label_bytes: int) -> ImageFile:
         other = 3 - label_bytes
         hint = ""
         if data and len(data) % (other + 3 * 32 * 32) == 0:
-            hint = f" (it is one of CIFAR-{'10' if other == 1 else '100'}'s records)"
-        raise DecaylabError(
-            f"{path} is truncated or of another data set: {len(data)} bytes are no whole number "
-            f"of records of {size}{hint}; replace it."
-        )
+            hint = f", but one of CIFAR-{'10' if other == 1 else '100'}'s"
+        reason = f"{len(data)} bytes are no whole number of records of {size}{hint}"
+        raise Damaged(path, reason, REPLACE)
     records = np.frombuffer(data, np.uint8).reshape(-1, size)
     return ImageFile(
         path, records[:, label_bytes:].reshape(-1, 3, 32, 32), records[:, label_bytes - 1]
@@ -116,17 +110,13 @@ def read_cifar_archive(path: Path, names: Sequence[str], label_bytes: int) -> li
                 if name in names:
                     contents[name] = stream.read()
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        raise DecaylabError(
-            f"{path} is truncated or corrupt ({_reason(error)}): replace it."
-        ) from error
+        raise Damaged(path, error, REPLACE) from error
     missing = [name for name in names if name not in contents]
     if missing:
         if missing[0].removesuffix(".bin") in seen:
             raise DecaylabError(pickle_refusal(path, label_bytes))
-        raise DecaylabError(
-            f"{path} holds no {missing[0]} but {', '.join(seen[:8]) or 'nothing'}: it is not the "
-            f"binary archive of this data set; replace it."
-        )
+        reason = f"it holds no {missing[0]} but {', '.join(seen[:8]) or 'nothing'}"
+        raise Damaged(path, reason, "replace it by the binary archive of this data set")
     return [read_cifar_records(path / name, contents[name], label_bytes) for name in names]
 
 
@@ -140,10 +130,8 @@ class _Counted:
         data = self._stream.read(size)
         self._left -= len(data)
         if self._left < 0:
-            raise DecaylabError(
-                f"{self._path} unpacks to more than {2 * MOST_BYTES} bytes, twice what the largest"
-                f" data set here has: it is another archive; replace it."
-            )
+            reason = f"it unpacks to more than {2 * MOST_BYTES} bytes, as no data set here does"
+            raise Damaged(self._path, reason, REPLACE)
         return data
 
 
@@ -173,20 +161,17 @@ def read_parquet(
             image_column = next((name for name in IMAGE_COLUMNS if name in names), None)
             if image_column is None or label_column not in names:
                 wanted = "img" if image_column is None else label_column
-                raise DecaylabError(
-                    f"{path} has the columns {', '.join(names)} and no {wanted!r}: it is of "
-                    f"another data set or layout; replace it."
-                )
+                reason = f"it has the columns {', '.join(names)} and no {wanted!r}"
+                raise Damaged(path, reason, REPLACE)
             _check_parquet_size(path, file.metadata, most_images, shape)
             encoded: list[Any] = []
             labels_read: list[Any] = []
             for batch in file.iter_batches(PARQUET_BATCH, columns=[image_column, label_column]):
                 column = batch.column(image_column).field("bytes")
                 if column.nbytes > len(column) * (LARGEST_HEADER + 8 * math.prod(shape)):
-                    raise DecaylabError(
-                        f"{path}: images take {column.nbytes // len(column)} bytes each, far more"
-                        f" than {shape[1]}x{shape[2]} pixels need; replace the file."
-                    )
+                    each = column.nbytes // len(column)
+                    reason = f"{each} bytes an image, far more than {shape[1]}x{shape[2]} need"
+                    raise Damaged(path, reason, REPLACE)
                 encoded += column.to_pylist()
                 labels_read += batch.column(label_column).to_pylist()
         labels = np.array(labels_read, dtype=np.int64)
@@ -199,10 +184,7 @@ def read_parquet(
         ValueError,
         OverflowError,
     ) as error:
-        raise DecaylabError(
-            f"{path} is truncated, corrupt or no parquet file of images ({_reason(error)}): "
-            f"replace it."
-        ) from error
+        raise Damaged(path, error, "replace it by a parquet file of images") from error
     images = np.empty((len(encoded), *shape), np.uint8)
     for index, data in enumerate(encoded):
         images[index] = _decoded(path, index, data, shape)
@@ -214,17 +196,13 @@ def _check_parquet_size(
 ) -> None:
     """Refuse by what the file says of itself: its images, and the bytes of its columns."""
     if metadata.num_rows > 10 * most_images:
-        raise DecaylabError(
-            f"{path} says that it holds {metadata.num_rows} images, and the data set has"
-            f" {most_images}: replace it."
-        )
+        reason = f"it claims {metadata.num_rows} images, and the data set has {most_images}"
+        raise Damaged(path, reason, REPLACE)
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     size = sum(group.total_byte_size for group in groups)
     if size > most_images * (LARGEST_HEADER + 8 * math.prod(shape)):
-        raise DecaylabError(
-            f"{path} unpacks to {size:.2g} bytes, far more than {most_images} images of"
-            f" {shape[1]}x{shape[2]} pixels need: replace it."
-        )
+        need = f"{most_images} images of {shape[1]}x{shape[2]} pixels need"
+        raise Damaged(path, f"it unpacks to {size:.2g} bytes, far more than {need}", REPLACE)
 
 
 def _decoded(path: Path, index: int, data: Any, shape: tuple[int, int, int]) -> np.ndarray:
@@ -237,9 +215,7 @@ def _decoded(path: Path, index: int, data: Any, shape: tuple[int, int, int]) -> 
                 raise ValueError(f"{image.width}x{image.height}, not {shape[2]}x{shape[1]}")
             pixels = np.asarray(image if image.mode == mode else image.convert(mode))
     except Exception as error:  # decoders raise whatever they like on corrupt bytes
-        raise DecaylabError(
-            f"{path}: image {index} cannot be read ({_reason(error)}); replace the file."
-        ) from error
+        raise Damaged(f"image {index} of {path}", error, "replace the file") from error
     return pixels[None] if shape[0] == 1 else pixels.transpose(2, 0, 1)
 
 
@@ -248,9 +224,7 @@ def _bytes(path: Path) -> bytes:
         with path.open("rb") as file:
             return _limited(file, path)
     except OSError as error:
-        raise DecaylabError(
-            f"{path} cannot be read ({_reason(error)}): make it readable, or replace it."
-        ) from error
+        raise NotRead(path, error, "make it readable, or replace it") from error
 
 
 def _unzipped(path: Path) -> bytes:
@@ -259,21 +233,12 @@ def _unzipped(path: Path) -> bytes:
         with gzip.open(path) as file:
             return _limited(file, path)
     except (EOFError, zlib.error, OSError) as error:
-        raise DecaylabError(
-            f"{path} is truncated or corrupt ({_reason(error)}): replace it."
-        ) from error
+        raise Damaged(path, error, REPLACE) from error
 
 
 def _limited(file: IO[bytes] | gzip.GzipFile, path: Path) -> bytes:
     data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
-        raise DecaylabError(
-            f"{path} has more bytes than any file of these data sets ({MOST_BYTES}): replace it."
-        )
+        reason = f"no file of these data sets has more than {MOST_BYTES} bytes"
+        raise Damaged(path, reason, REPLACE)
     return data
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error's own words, for use inside one sentence."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(".")

@@ -10,10 +10,12 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from decaylab.data.cache import cache_folder, decoded_path, read_decoded, write_decoded
 from decaylab.data.facts import DATA_SETS, Facts, ImageFile, check, facts_of
@@ -25,7 +27,7 @@ from decaylab.data.formats import (
     read_parquet,
 )
 from decaylab.data.sets import DataSet, Split
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, Lacks, NoFolder, NotRead
 
 SHARD = re.compile(r"(train|test)-(\d{5})-of-(\d{5})\.parquet")
 LABEL_COLUMN = {"cifar100": "fine_label"}
@@ -118,15 +120,13 @@ def find(name: str, data_dir: str | Path | None = None) -> Source | None:
     if name == "digits":
         return None
     if data_dir is not None and not Path(data_dir).is_dir():
-        raise DecaylabError(f"There is no data folder {data_dir}: give an existing --data-dir.")
+        raise NoFolder(Path(data_dir), "give an existing --data-dir")
     refused: Path | None = None
     for folder in _folders(name, data_dir):
         try:
             source, pickled = _look(facts, folder) if folder.is_dir() else (None, None)
         except OSError as error:
-            raise DecaylabError(
-                f"{folder} cannot be searched ({error.strerror}): make it readable."
-            ) from error
+            raise NotRead(folder, error, "make it readable") from error
         if source is not None:
             return source
         refused = refused or pickled
@@ -182,7 +182,7 @@ def _mnist(folder: Path) -> Source | None:
     if not paths:
         return None
     if missing := [stem for stem in stems if stem not in paths]:
-        raise DecaylabError(_incomplete(folder, missing[0] + "[.gz]", "mnist"))
+        raise _incomplete(folder, missing[0] + "[.gz]", "mnist")
 
     def read(split: str) -> list[ImageFile]:
         images, labels = MNIST_STEMS[split]
@@ -197,7 +197,7 @@ def _cifar(name: str, folder: Path) -> Source | None:
     for place in (folder / layout.folder, folder):
         missing = [file for file in names if not (place / file).is_file()]
         if missing and len(missing) < len(names):
-            raise DecaylabError(_incomplete(place, missing[0], name))
+            raise _incomplete(place, missing[0], name)
         if not missing:
             return Source(
                 place,
@@ -227,12 +227,12 @@ def _parquet(facts: Facts, folder: Path) -> Source | None:
     for split in facts.splits:
         mine = [match for match in matches if match[1] == split]
         if not mine:
-            raise DecaylabError(_incomplete(folder, f"{split}-*.parquet", facts.name))
+            raise _incomplete(folder, f"{split}-*.parquet", facts.name)
         total = max(int(match[3]) for match in mine)
         names = [f"{split}-{i:05d}-of-{total:05d}.parquet" for i in range(total)]
         present = {match[0] for match in mine}
         if missing := [name for name in names if name not in present]:
-            raise DecaylabError(_incomplete(folder, missing[0], facts.name))
+            raise _incomplete(folder, missing[0], facts.name)
         if extra := sorted(present - set(names)):
             raise DecaylabError(
                 f"{folder} holds {extra[0]} beside {names[0]}, shards of two versions: "
@@ -251,8 +251,8 @@ def _parquet(facts: Facts, folder: Path) -> Source | None:
     )
 
 
-def _incomplete(folder: Path, missing: str, name: str) -> str:
-    return f"{folder} lacks {missing}: add it, or run `decaylab data fetch {name}`."
+def _incomplete(folder: Path, missing: str, name: str) -> Lacks:
+    return Lacks(folder, missing, f"add it, or run `decaylab data fetch {name}`")
 
 
 def _read_digits(split: str) -> list[ImageFile]:
@@ -261,13 +261,26 @@ def _read_digits(split: str) -> list[ImageFile]:
     Pixels 0..16 are stored times 15. RandomState's streams are frozen by numpy's promise, and the
     check would notice if they were not.
     """
-    from sklearn import datasets
-
-    digits = datasets.load_digits()
-    images = (digits.images * 15).astype(np.uint8)[:, None]
+    digits = _digits()
+    images = (digits[:, :-1] * 15).astype(np.uint8).reshape(-1, 1, 8, 8)
     order = np.random.RandomState(0).permutation(len(images))
     chosen = np.sort(order[:360] if split == "test" else order[360:])
-    return [ImageFile(Path("scikit-learn's digits"), images[chosen], digits.target[chosen])]
+    return [ImageFile(Path("scikit-learn's digits"), images[chosen], digits[chosen, -1])]
+
+
+def _digits() -> NDArray[np.int64]:
+    """A row of 64 pixels and the label of each image.
+
+    From the file itself: to import scikit-learn takes a second, since it imports pandas.
+    """
+    installed = find_spec("sklearn")
+    for folder in (installed and installed.submodule_search_locations) or []:
+        path = Path(folder, "datasets", "data", "digits.csv.gz")
+        if path.exists():
+            return np.loadtxt(path, delimiter=",").astype(np.int64)
+    from sklearn import datasets
+
+    return np.column_stack(datasets.load_digits(return_X_y=True)).astype(np.int64)
 
 
 def _checked(facts: Facts, read: Callable[[str], list[ImageFile]]) -> dict[str, Split]:

@@ -20,9 +20,9 @@ from decaylab.diagnosis.growth import (
 )
 from decaylab.diagnosis.reasons import Because, Reason, because
 from decaylab.diagnosis.rules import RULES
-from decaylab.diagnosis.runs import RecordedLayer, Run, read_run
+from decaylab.diagnosis.runs import RecordedLayer, Run, read_run, shrink_under
 from decaylab.diagnosis.verdict import has_collapsed
-from decaylab.errors import DecaylabError
+from decaylab.errors import AT_LEAST_ONE, POSITIVE, Conflict, Lacks, Range
 from decaylab.optim.decay import check_decay
 from decaylab.optim.laws import Law, Sgd, balance, law_for, law_named, shrink_for_norm
 from decaylab.records.settings import LayerSettings
@@ -45,16 +45,14 @@ class Stepping:
 
     def __post_init__(self) -> None:
         check_decay(self.decay, 0.0)
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise DecaylabError(f"the learning rate must be above zero, and it is {self.lr}")
+        POSITIVE.check("lr", self.lr)
         if self.decay == "none":
-            raise DecaylabError("decay none has no value: choose l2, decoupled or independent")
+            raise Lacks("decay none", "value", "choose l2, decoupled or independent")
         law = self.law  # refuses unknown names
         if self.decay == "l2" and not law.sums_l2:
-            raise DecaylabError(
-                f"{self.optimizer} rescales L2, so it removes no fixed fraction of the weights per"
-                " step and no value corresponds to it: choose decoupled or independent"
-            )
+            what = f"L2 under {self.optimizer}, which rescales it,"
+            remedy = "choose decoupled or independent"
+            raise Lacks(what, "fixed fraction of the weights that a step removes", remedy)
 
     @property
     def law(self) -> Law:
@@ -90,11 +88,9 @@ def convert_decay(weight_decay: float, source: Stepping, target: Stepping) -> Co
     """
     check_decay(source.decay, weight_decay)
     shrink = source.law.shrink(weight_decay, source.decay, source.lr)
-    if weight_decay and not 0 < shrink < 1:
-        raise DecaylabError(
-            f"a weight decay of {weight_decay:g} at lr {source.lr:g} is too strong: each step"
-            " removes more than the weights themselves"
-        )
+    if weight_decay:
+        what = f"the part of the weights that a step takes at decay {weight_decay:g}"
+        Range(above=0, below=1).check(f"{what} and lr {source.lr:g}", shrink, "weaken the decay")
     converted = target.law.weight_decay_for(shrink, target.decay, target.lr)
     rotations = source.law.rotation(shrink), target.law.rotation(shrink)
     return Conversion(converted, shrink, rotations, 1 / shrink if shrink else math.inf)
@@ -142,18 +138,16 @@ def scale_decay(
       lr wd goes with the batch; the length does not matter. The equilibrium is that of Kosson et
       al. 2024; the root of the batch is for noise that averages, and is not checked by them.
     """
-    if not (weight_decay > 0 and lr > 0 and min(batch, steps, width) > 0):
-        raise DecaylabError(
-            "weight decay, learning rate and the factors on batch, steps and width must be above"
-            " zero"
-        )
-    there = lr / width
+    numbers = {"weight_decay": weight_decay, "lr": lr}
+    for name, value in (numbers | {"batch": batch, "steps": steps, "width": width}).items():
+        POSITIVE.check(name, value)
+    scaled_lr = lr / width
     rates = {"epochs": batch, "run": 1 / steps, "rotation": batch}
     return tuple(
         ScaledDecay(
             rule,
-            weight_decay * lr * factor / there,
-            there,
+            weight_decay * lr * factor / scaled_lr,
+            scaled_lr,
             (1 / (lr * weight_decay), 1 / (lr * weight_decay * factor)),
         )
         for rule, factor in rates.items()
@@ -255,13 +249,12 @@ def suggest(
     """
     watched = read_run(run, "the watched run")
     if norm_at is not None and rotation is not None:
-        raise DecaylabError("a rotation sets the norms too: give a rotation or a step, not both")
-    if norm_at is not None and norm_at > watched.steps:
-        raise DecaylabError(
-            f"nothing is recorded at step {norm_at}: the last record is of step {watched.steps}"
-        )
-    if steps is not None and steps < 1:
-        raise DecaylabError(f"a budget of {steps} steps: give at least one")
+        raise Conflict(["rotation", "norm_at"], "a rotation sets the norms too")
+    if norm_at is not None:
+        last = Range(at_most=watched.steps)
+        last.check("norm_at", norm_at, "nothing is recorded after that step")
+    if steps is not None:
+        AT_LEAST_ONE.check("steps", steps)
     budget = watched.steps if steps is None else steps
     layers = [x for x in watched.layers.values() if x.role != "gain"]
     advice = [_advice(layer, rotation, norm_at, budget) for layer in layers]
@@ -294,7 +287,7 @@ def _groups(run: Run, advice: Sequence[LayerAdvice]) -> list[GroupAdvice]:
             continue
         layer = run.layers[row.layer]
         settings = _at_longest_stretch(layer)
-        unit = layer.law_under(settings).shrink(1.0, settings.decay, settings.lr or 0.0)
+        unit = shrink_under(settings, 1.0)
         key = (settings.optimizer, settings.decay, round(math.log(unit) / math.log(RULES.alike)))
         by_stepping.setdefault(key, []).append((row, settings))
     groups = []
@@ -373,13 +366,17 @@ def _advice(
         kind = Reason.NOTHING_HOLDS if rotation is None else Reason.ASK_FOR_LESS
         reason = because(kind, growth=2 * shrink)
         return LayerAdvice(layer.name, weight_decay, norm=norm, target=target, notes=(reason,))
+    if shrink < settings.rounding:
+        return LayerAdvice(
+            layer.name, weight_decay, norm=norm, notes=(because(Reason.ROUNDED_AWAY),)
+        )
     present = balance(growth, norm, layer.rate(settings), e)
     last = dict(layer.norms)[stretch[-1]]
     doubts += [] if rested else [because(Reason.TURNS_BY_LR)]
     doubts += _rough(norm, target, e, law) if rotation is None else []
     doubts += _mixed(shrink, settings, correlation)
     doubts += _travelling(last, present)
-    unit = layer.law_under(settings).shrink(1.0, settings.decay, settings.lr or 0.0)
+    unit = shrink_under(settings, 1.0)
     return LayerAdvice(
         layer.name,
         weight_decay,
@@ -435,25 +432,25 @@ def _why_none(layer: RecordedLayer) -> Because | None:
         return because(Reason.INVARIANCE_UNKNOWN, layers=[layer.name])
     if layer.size_counts:
         return because(Reason.CHOOSE_BY_OUTCOME, response=layer.size_response)
-    if layer.law.norm_power is None or (layer.preconditioned and layer.clipped):
+    if layer.law.norm_power is None or (layer.natural and layer.clipped):
         return because(Reason.LAW_UNKNOWN)
+    if layer.lost:
+        return because(Reason.LOST_TO_ROUNDING, layers=[layer.name])
     if (unknown := layer.unknown) is not None:
         return unknown
     settings = _at_longest_stretch(layer)
     if not settings.lr:
         return because(Reason.NO_LR)
-    if not layer.law_under(settings).shrink(1.0, settings.decay, settings.lr):
+    if not shrink_under(settings, 1.0):
         return because(Reason.DAMPENED_OUT)
     return because(Reason.TAKEN) if has_collapsed(layer) else None
 
 
 def _norm_at(layer: RecordedLayer, step: int | None) -> float:
     norms = [norm for s, norm in layer.norms if step is None or s <= step]
-    if not norms:
-        raise DecaylabError(
-            f"nothing is recorded up to step {step}: the first record is of step"
-            f" {layer.norms[0][0]}"
-        )
+    if step is not None:
+        first = Range(at_least=layer.norms[0][0])
+        first.check("norm_at", step, "nothing is recorded before that step")
     return norms[0] if step is None else norms[-1]
 
 

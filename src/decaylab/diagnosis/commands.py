@@ -12,10 +12,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Address:
-    """Where a run lies. `folder`: "" in memory. `own`: by our trainer, then with its `seed`."""
+    """Where a run lies. `folder`: "" in memory. `ours`: by our trainer, then with its `seed`."""
 
     folder: str = ""
-    own: bool = False
+    ours: bool = False
     seed: int | None = None
 
     @property
@@ -41,9 +41,9 @@ class Places:
         return self.runs[0]
 
     @property
-    def all_own(self) -> bool:
+    def all_ours(self) -> bool:
         """Whether our trainer made all of them."""
-        return all(address.own and address.folder for address in (*self.runs, *self.baselines))
+        return all(address.ours and address.folder for address in (*self.runs, *self.baselines))
 
 
 def diagnose(runs: Sequence[Address], baselines: Sequence[Address] = ()) -> str:

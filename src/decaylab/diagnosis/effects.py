@@ -142,7 +142,7 @@ def rotation_effect(layer: RecordedLayer, baseline: RecordedLayer | None) -> Eff
     if baseline is not None:
         recorded = (x.series.get("rotation", ()) for x in (layer, baseline))
         return effect_of(ratio(*recorded), ("rotation",), ComparedWith.BASELINE)
-    return None if layer.preconditioned else _turned_more(layer)
+    return None if layer.natural else _turned_more(layer)
 
 
 def _turned_more(layer: RecordedLayer) -> Effect | None:
@@ -194,7 +194,7 @@ def norms_reconstructed(layer: RecordedLayer) -> Series:
     """
     if layer.law.norm_power is None or layer.unknown or not layer.settings or layer.size_counts:
         return ()
-    if layer.preconditioned and (layer.clipped or too_few_shares(layer) or old_factors(layer)):
+    if layer.natural and (layer.clipped or too_few_shares(layer) or old_factors(layer)):
         return ()
     exposures = [value for _, value in layer.exposure]
     elasticities = _elasticities(layer)
@@ -220,7 +220,7 @@ def _elasticities(layer: RecordedLayer) -> list[float]:
 
 def too_few_shares(layer: RecordedLayer) -> bool:
     """Whether the second-order share is not recorded, or too seldom to go by."""
-    if not layer.preconditioned or layer.law.norm_power:
+    if not layer.natural:
         return False
     steps = {step for step, _ in layer.norms}
     steps_with_share = steps & {step for step, _ in layer.series.get("second_order_share", ())}
@@ -230,7 +230,7 @@ def too_few_shares(layer: RecordedLayer) -> bool:
 def old_factors(layer: RecordedLayer) -> bool:
     """Whether K-FAC divides by the curvature at norms that decay has changed much since."""
     shares = [share for _, share in layer.series.get("second_order_share", ())]
-    if not layer.preconditioned or not shares:
+    if not layer.natural or not shares:
         return False
     shrink = max(layer.rate(settings) for _, settings in layer.settings)  # at the highest lr
     return shrink * _memory_steps(layer) * fmean(shares) > RULES.remembered_too_much
@@ -254,7 +254,7 @@ def longer_by_memory(
 
 def _longer(layer: RecordedLayer) -> float:
     late = judged_part(layer.norms)
-    if not layer.preconditioned or not late:
+    if not layer.natural or not late:
         return 1.0
     recorded = layer.series.get("second_order_share", ())
     shares = [share for step, share in recorded if step >= late[0][0]] or [1.0]
@@ -276,18 +276,18 @@ def _push_factors(layer: RecordedLayer, others: Series) -> list[float]:
 
     A step's length is |W| times the effective learning rate, lr N_v / N_m (`laws.memory`).
     """
-    here, there = _effective_both(layer, others)
-    turns, lengths = dict(ratio(there, here)), dict(ratio(others, layer.norms))
+    here, elsewhere = _effective_both(layer, others)
+    turns, lengths = dict(ratio(elsewhere, here)), dict(ratio(others, layer.norms))
     return [(turns[step] * lengths[step]) ** 2 for step, _ in layer.norms]
 
 
 def _effective_both(layer: RecordedLayer, others: Series) -> tuple[Series, Series]:
     """The effective learning rate, over lr, at the layer's norms and had they been `others`."""
-    moments, law = layer.moments, layer.law
+    law = layer.law
     changed: Series = ()
     if isinstance(law, Adam) and law.beta2 is not None:
-        changed = moments_at(layer.norms, others, law.beta2, moments)
-    return law.effective_per_lr(layer.norms, moments), law.effective_per_lr(others, changed)
+        changed = moments_at(layer.norms, others, law.beta2, layer.moments)
+    return layer.effective_per_lr, law.effective_per_lr(others, changed)
 
 
 def share_without_decay(layer: RecordedLayer) -> float | None:
@@ -363,7 +363,7 @@ def motion(
     apart = judged_part(ratio(layer.norms, without)) if layer.decayed else ()
     return Motion(
         layer.name,
-        "" if layer.members else layer.role,
+        layer.role if layer.role == "gain" or not layer.members else "",
         layer.members,
         math.sqrt(fmean(angle**2 for angle in turned)) if turned else None,
         math.sqrt(fmean(angle**2 for angle in expected_angles))

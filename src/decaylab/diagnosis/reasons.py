@@ -44,6 +44,7 @@ class Reason(Enum):
     EPS_COUNTS = auto()
     COLLAPSED = auto()
     NO_DECAY = auto()
+    LOST_TO_ROUNDING = auto()
     SWAPPED = auto()
     UNWATCHED = auto()
     # runs that do not belong together
@@ -75,6 +76,7 @@ class Reason(Enum):
     SIZE_COUNTS = auto()
     GAIN = auto()
     INVARIANCE_UNKNOWN = auto()
+    SIZE_IN_DOUBT = auto()
     INVARIANT = auto()
     NOT_DECAYED = auto()
     NOT_KFAC = auto()

@@ -34,6 +34,11 @@ EVENT_REASONS = {
 TOTALS = ("jacobian_norm", "kfac_gn_norm", "gn_norm", "clip_coefficient")
 
 
+def shrink_under(settings: LayerSettings, weight_decay: float) -> float:
+    """The fraction of the weights that a decay of this strength removes per step."""
+    return law_for(settings).shrink(weight_decay, settings.decay, settings.lr or 0.0)
+
+
 @dataclass(frozen=True)
 class RecordedLayer:
     """One layer in the records, or several that are scale-invariant together (`members`).
@@ -44,6 +49,7 @@ class RecordedLayer:
         invariant: whether its size is not part of the function; None if that is not known.
         skipped: why it cannot be judged. clipped: whether its gradients are.
         off_law: whether its steps depart from their law, because of an eps or a floor.
+        size_limit: per cent of the outputs per per cent of its size, from which on that counts.
         normalised_net: whether normalisations stand somewhere in the network, so that the size of
             a layer may hardly count though it is not scale-invariant.
     """
@@ -60,6 +66,7 @@ class RecordedLayer:
     members: tuple[str, ...] = ()
     role: str = "weight"
     normalised_net: bool = False
+    size_limit: float = RULES.size_little
 
     @cached_property
     def law(self) -> Law:
@@ -101,11 +108,22 @@ class RecordedLayer:
         return isinstance(self.law, Kfac)
 
     @property
-    def decayed(self) -> bool:
-        """Whether it ever has a decay term."""
-        return any(settings.decays for _, settings in self.settings)
+    def natural(self) -> bool:
+        """Whether K-FAC's steps keep their natural length, which goes with the norm (Eq. 13)."""
+        return self.preconditioned and self.law.norm_power == 0
 
     @property
+    def decayed(self) -> bool:
+        """Whether it ever has a decay term that rounding does not undo."""
+        return any(settings.decays for _, settings in self.settings) and not self.lost
+
+    @property
+    def lost(self) -> bool:
+        """Whether rounding undoes all of its decay."""
+        decaying = [settings for _, settings in self.settings if settings.decays and settings.lr]
+        return bool(decaying) and all(settings.lost for settings in decaying)
+
+    @cached_property
     def unknown(self) -> Because | None:
         """Why it is not known which fraction of it decay takes per step; None if it is."""
         for _, settings in self.settings:
@@ -119,42 +137,43 @@ class RecordedLayer:
             return None
         if settings.decay not in DECAYS:
             return because(Reason.KIND_UNKNOWN, kind=settings.decay)
-        if settings.decay == "l2" and not isinstance(self.law_under(settings), Sgd):
+        if settings.decay == "l2" and not isinstance(law_for(settings), Sgd):
             return because(Reason.L2_RESCALED)
-        rate = self._rate(settings)
+        rate = shrink_under(settings, settings.weight_decay)
         if 0 < rate < settings.rounding:
             return because(Reason.ROUNDED_AWAY)
         return because(Reason.TAKES_ALL) if rate >= 1 else None  # weights that change sign grow
 
-    def law_under(self, settings: LayerSettings) -> Law:
-        """The law by these settings, whatever takes its steps away from it."""
-        return law_for(settings)
-
-    def _rate(self, settings: LayerSettings) -> float:
-        law = self.law_under(settings)
-        return law.shrink(settings.weight_decay, settings.decay, settings.lr or 0.0)
-
     def rate(self, settings: LayerSettings) -> float:
         """What a step adds to the decay exposure; 0 where that is not known."""
-        return 0.0 if not settings.decays or self.why_unknown(settings) else self._rate(settings)
+        if not settings.decays or self.why_unknown(settings):
+            return 0.0
+        return shrink_under(settings, settings.weight_decay)
 
     def settings_at(self, step: int) -> LayerSettings:
         """Those that step `step` (from 1) was taken with."""
         after = bisect_right(self.settings, step, key=lambda item: item[0])
         return self.settings[max(after - 1, 0)][1]
 
-    @property
+    @cached_property
     def moments(self) -> Series:
         """Adam's |v| (`second_moment`), if it counts and is recorded wherever the norm is."""
         recorded = self.series.get("second_moment", ())
         counts = isinstance(self.law, Adam) and self.law.beta2 is not None
         return recorded if counts and by_step(self.norms, recorded) else ()
 
+    @cached_property
+    def effective_per_lr(self) -> Series:
+        """The effective learning rate over lr (Eq. 9) at the recorded norms; Adam's has memory."""
+        return self.law.effective_per_lr(self.norms, self.moments)
+
     @property
     def effective(self) -> Series:
-        """The effective learning rate (Eq. 9) at the recorded norms, Adam's with its memory."""
-        per_lr = self.law.effective_per_lr(self.norms, self.moments)
-        return tuple((step, (self.settings_at(step).lr or 0.0) * value) for step, value in per_lr)
+        """The effective learning rate at the recorded norms."""
+        return tuple(
+            (step, (self.settings_at(step).lr or 0.0) * value)
+            for step, value in self.effective_per_lr
+        )
 
     @property
     def total_exposure(self) -> float | None:
@@ -181,7 +200,7 @@ class RecordedLayer:
         if self.invariant:
             return False
         if self.size_response is not None:
-            return self.size_response > RULES.size_little
+            return self.size_response > self.size_limit
         may_hardly = self.normalised_net and self.role == "weight"
         return None if self.invariant is None or may_hardly else True
 
@@ -301,8 +320,11 @@ def _finite(recording: Recording) -> tuple[dict[str, Series], list[Because], boo
     not_finite = rows.not_finite()
     # a weight of zeros has no direction
     bad = [row for row in not_finite if not row.name.startswith(("rotation/", "effective_lr/"))]
-    last_sound = {row.name: row.step for row in rows.rows if math.isfinite(row.value)}
-    to_the_end = [row for row in bad if row.step > last_sound.get(row.name, -1)]
+    last_sound = {
+        name: max((step for step, value in rows.points(name) if math.isfinite(value)), default=-1)
+        for name in {row.name for row in bad}
+    }
+    to_the_end = [row for row in bad if row.step > last_sound[row.name]]
     # A Jacobian or a trace may overflow on its own, and a loss in one batch; weights that do, and
     # losses from then on, end the run.
     losses, weights = ("train/", "test/loss", "outcome/"), ("weight_norm", "update_norm")
@@ -370,6 +392,8 @@ def _said_of_layers(
         troubles.append(because(Reason.GRADIENTS_ALONG, layers=along))
     if eps := [k for k in layers if eps_counts(series, k, _latest(recording, k))]:
         troubles.append(because(Reason.EPS_COUNTS, layers=eps))
+    if lost := [k for k, x in layers.items() if x.lost]:
+        troubles.append(because(Reason.LOST_TO_ROUNDING, layers=lost))
     if unwatched := Run(recording, layers, {}, 0).unwatched:
         troubles.append(because(Reason.UNWATCHED, layers=unwatched))
     return troubles
@@ -470,9 +494,12 @@ def _whole(group: Sequence[RecordedLayer]) -> RecordedLayer:
     across, sizes = combined(turned), dict(norms)
     rotation = tuple((step, length / sizes[step]) for step, length in across if step in sizes)
     exposure = tuple(item for item in first.exposure if item[0] in sizes)
+    other = group[1].name if len(group) == 2 else f"{len(group) - 1} more"
+    roles = {layer.role for layer in group}
     return replace(
         first,
-        name=f"{first.name} + {len(group) - 1} more",
+        name=f"{first.name} + {other}",
+        role=first.role if len(roles) == 1 else "weight",
         norms=norms,
         exposure=exposure,
         series={"rotation": rotation, "update_norm": lengths},
@@ -517,9 +544,10 @@ def _exposure(layer: RecordedLayer) -> Series:
 def _why_skipped(
     timeline: Sequence[tuple[int, LayerSettings]], recorded: Series, norms: Series, moved: Series
 ) -> Because | None:
-    now = timeline[-1][1] if timeline else None
-    if now is not None and now.frozen and len(recorded) < 2:  # else it was trained for a time
+    trained = [settings for _, settings in timeline if not settings.frozen]
+    if timeline and (not trained or (timeline[-1][1].frozen and len(recorded) < 2)):
         return because(Reason.FROZEN)
+    now = trained[-1] if trained else None  # of a layer that was frozen later, what was before
     if now is not None and not now.stepped:
         return because(Reason.NOT_STEPPED)
     if now is None or now.lr is None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from decaylab.diagnosis.reasons import Reason
 from decaylab.diagnosis.runs import RecordedLayer, read_run
-from decaylab.errors import DecaylabError
+from decaylab.errors import BadValue, Damaged, DecaylabError, Lacks, check_name
 from decaylab.networks import roles
 from decaylab.optim.laws import Adam, Kfac, Sgd
 from decaylab.optim.laws.memory import gradient_squares, interpolated
@@ -42,9 +42,8 @@ class EquivalentSchedule:
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """The parameters of `layers`, with weight decay 0, and the others as they come."""
         modules = dict(model.named_modules())
-        unknown = [name for name in self.layers if name not in modules]
-        if unknown:
-            raise DecaylabError(f"the model has no layer {unknown[0]!r}: is it another model?")
+        for name in self.layers:
+            check_name("layer of the model", name, modules)
         parameter_roles = roles(model)
         scheduled: list[nn.Parameter] = []
         rest: list[nn.Parameter] = []
@@ -98,7 +97,7 @@ class EquivalentSchedule:
         forms = {".csv": self.to_csv, ".toml": self.to_toml}
         path = Path(path)
         if path.suffix not in forms:
-            raise DecaylabError(f"a schedule is written as .csv or .toml, not as {path.name!r}")
+            raise BadValue("the file of a schedule", path.name, "a .csv or .toml")
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, forms[path.suffix]())
 
@@ -114,9 +113,8 @@ class EquivalentSchedule:
                 tuple(layers), columns["lr"], columns["lr_others"], columns.get("damping", ())
             )
         except (OSError, ValueError, KeyError, IndexError) as error:
-            raise DecaylabError(
-                f"{path} is not a schedule that `decaylab advise schedule` wrote as CSV"
-            ) from error
+            remedy = "give one that `decaylab advise schedule` wrote as CSV"
+            raise Damaged(path, error, remedy) from error
 
 
 def equivalent_schedule(run: Source) -> EquivalentSchedule:
@@ -139,7 +137,8 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
       of r^2 over what the factors remember, as of the last inversion: r_t^2, and lr hardly changed,
       if every step refreshes and inverts them. Exact if the curvature at W/|W|, which has |W|^2
       times that at W, keeps its size in that time: nearly so for Gauss-Newton, not for the Fisher
-      matrix, which vanishes as the data is fitted (docs/diagnosis.md has the numbers).
+      matrix, which vanishes as the data is fitted (docs/diagnosis.md has the numbers). With
+      steps of a set length (`step_scaling="rms"`): lr'_t = lr_t / r_{t+1}.
 
     It is for these layers only: the others keep lr, and their decay, which acts on the function.
     Needs a decay of one strength on them, and no L2 inside Adam or K-FAC. Where `watch` recorded
@@ -148,10 +147,8 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
     read = read_run(run, "the watched run")
     layers = [layer for layer in read.decayed_layers if layer.invariant]
     if not layers:
-        raise DecaylabError(
-            f"{read.name} has no scale-invariant layer that decays and is recorded: there is"
-            " nothing to replace by a schedule"
-        )
+        what = "scale-invariant layer that decays and is recorded"
+        raise Lacks(read.name, what, "there is nothing to replace by a schedule")
     first = layers[0]
     if first.clipped and first.law.norm_power is None:
         raise DecaylabError(
@@ -252,10 +249,14 @@ def _equivalent(
     total = weight = 0.0  # what the momentum sees of r
     for step, (settings, b) in enumerate(zip(timeline, means, strict=True)):
         r, after = remaining[step : step + 2]
-        push, memory = r / b if power == 0 else r, _memory(settings)
+        push, root = r, math.sqrt(b) if power == 1 else 1.0
+        if power == 0:
+            push = r / b
+        elif settings.step_rms is not None:  # the momentum is one of steps of a set length
+            push = root = 1.0
+        memory = _memory(settings)
         total, weight = memory * total + push, memory * weight + 1
         mean = push if settings.decay == "l2" else total / weight
-        root = math.sqrt(b) if power == 1 else 1.0
         # a scale-free damping follows the norms by itself
         damping = (settings.damping or 0.0) * (1.0 if settings.scale_free else b)
         yield (settings.lr or 0.0) * root / (after * mean), damping

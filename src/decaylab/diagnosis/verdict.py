@@ -34,6 +34,7 @@ from decaylab.diagnosis.outcome import Outcome, outcome_of
 from decaylab.diagnosis.reasons import Because, Mechanism, Reason, Verdict, because, has
 from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.runs import RecordedLayer, Run, counterpart, read_run
+from decaylab.errors import DecaylabError
 from decaylab.records.sources import Source
 
 ACTS, DOES_NOT_ACT, CANNOT_TELL = Verdict.ACTS, Verdict.DOES_NOT_ACT, Verdict.CANNOT_TELL
@@ -154,7 +155,7 @@ class Diagnosis:
 
     def to_markdown(self) -> str:
         """The whole result as Markdown."""
-        from decaylab.diagnosis.words import markdown
+        from decaylab.diagnosis.layout import markdown
 
         return markdown(self)
 
@@ -183,20 +184,38 @@ def diagnose(
     Without one, the first and the third are compared with a reconstruction of the norms without
     decay (`laws.dynamics`); the second cannot be told. Thresholds: `rules.Rules`.
     """
-    several = isinstance(run, list | tuple)
-    sources = list(run) if isinstance(run, list | tuple) else [run]
-    others = [] if baseline is None else [baseline]
-    if isinstance(baseline, list | tuple):
-        others, several = list(baseline), True
-    if not several or (len(sources) == 1 and len(others) <= 1):
-        name = "the baseline"
-        return _one(
-            read_run(sources[0], "the watched run"),
-            read_run(others[0], name) if others else None,
-        )
-    mine = [read_run(source, f"run {i}") for i, source in enumerate(sources, start=1)]
-    theirs = [read_run(source, f"baseline {i}") for i, source in enumerate(others, start=1)]
-    return _several(mine, theirs)
+    sources, others = _listed(run), _listed(baseline)
+    several = len(sources) != 1 or len(others) > 1
+    mine = [
+        read_run(source, f"run {i}" if several else "the watched run")
+        for i, source in enumerate(sources, start=1)
+    ]
+    theirs = [
+        read_run(source, f"baseline {i}" if several else "the baseline")
+        for i, source in enumerate(others, start=1)
+    ]
+    _check_distinct([*sources, *others], [*mine, *theirs])
+    return _several(mine, theirs) if several else _one(mine[0], theirs[0] if theirs else None)
+
+
+def _check_distinct(sources: Sequence[Source], runs: Sequence[Run]) -> None:
+    """Refuse a run that is given twice: as its own baseline, or as two seeds."""
+    seen: set[Path | int] = set()
+    for source, run in zip(sources, runs, strict=True):
+        folder = run.recording.meta.folder
+        key = id(source) if folder is None else folder.resolve()
+        if key in seen:
+            raise DecaylabError(
+                f"{run.name} is given twice, and a run is no baseline or second seed of itself:"
+                " record each run in a folder of its own"
+            )
+        seen.add(key)
+
+
+def _listed(sources: Source | Sequence[Source] | None) -> list[Source]:
+    if isinstance(sources, list | tuple):
+        return list(sources)
+    return [] if sources is None else [sources]
 
 
 def _several(runs: list[Run], baselines: list[Run]) -> Diagnosis:
@@ -288,7 +307,8 @@ def _one(run: Run, candidate: Run | None) -> Diagnosis:
             baseline = None
     if collapsed := [layer.name for layer in run.decayed_layers if has_collapsed(layer)]:
         first.append((run.name, because(Reason.COLLAPSED, layers=collapsed)))
-    if not run.decays and run.settled and not run.unwatched:
+    lost = has(run.troubles, Reason.LOST_TO_ROUNDING)
+    if not run.decays and run.settled and not run.unwatched and not lost:
         swapped = candidate is not None and candidate.decays
         first.append((run.name, because(Reason.SWAPPED if swapped else Reason.NO_DECAY)))
     damping = _damping(run, baseline)
@@ -331,14 +351,16 @@ def judged(
     return DOES_NOT_ACT if effect.value <= nothing else CANNOT_TELL
 
 
-def _no(mechanism: Mechanism, reason: Because, **more: Any) -> Finding:
+def _no(mechanism: Mechanism, reason: Because, **fields: Any) -> Finding:
     """It does not act; `more`: fields of `Finding`."""
-    return Finding(mechanism, DOES_NOT_ACT, (reason,), **more)
+    return Finding(mechanism, DOES_NOT_ACT, (reason,), **fields)
 
 
-def _cannot_tell(mechanism: Mechanism, reason: Because, *remedies: Reason, **more: Any) -> Finding:
+def _cannot_tell(
+    mechanism: Mechanism, reason: Because, *remedies: Reason, **fields: Any
+) -> Finding:
     return Finding(
-        mechanism, CANNOT_TELL, (reason,), remedies=tuple(map(because, remedies)), **more
+        mechanism, CANNOT_TELL, (reason,), remedies=tuple(map(because, remedies)), **fields
     )
 
 
@@ -360,7 +382,8 @@ def _no_decay(run: Run, mechanism: Mechanism, *, joint: bool = False) -> Finding
         reason = because(Reason.UNWATCHED, layers=run.unwatched)
         return _cannot_tell(mechanism, reason, Reason.WATCH_ALL)
     if not run.decayed_layers and not run.gains:
-        return _no(mechanism, because(Reason.NO_LAYER_DECAYS))
+        lost = has(run.troubles, Reason.LOST_TO_ROUNDING)
+        return _no(mechanism, because(Reason.NO_LAYER_DECAYS, lost=lost))
     return _too_little(run, mechanism, run.decayed_layers, sum if joint else max)
 
 
@@ -425,16 +448,21 @@ def _why_apart(layer: RecordedLayer) -> Because | None:
         return because(Reason.INVARIANCE_UNKNOWN, layers=[layer.name])
     if layer.size_counts:
         return because(Reason.SIZE_COUNTS, response=layer.size_response)
-    return None if layer.decayed else because(Reason.NOT_DECAYED)
+    return None if layer.decayed else _why_not_decayed(layer)
+
+
+def _why_not_decayed(layer: RecordedLayer) -> Because:
+    lost = because(Reason.LOST_TO_ROUNDING, layers=[layer.name])
+    return lost if layer.lost else because(Reason.NOT_DECAYED)
 
 
 def _no_effect(layer: RecordedLayer) -> Because:
     """Why one run shows no effect on a layer that the mechanism can act on."""
     if (unknown := layer.unknown) is not None:
         return unknown
-    if layer.preconditioned and layer.clipped:
+    if layer.natural and layer.clipped:
         return because(Reason.GRADIENTS_CLIPPED)
-    if layer.preconditioned and "second_order_share" not in layer.series:
+    if layer.natural and "second_order_share" not in layer.series:
         return because(Reason.NO_SHARES)
     if too_few_shares(layer):
         return because(Reason.FEW_SHARES)
@@ -445,6 +473,29 @@ def _no_effect(layer: RecordedLayer) -> Because:
 
 
 def _effective_learning_rate(run: Run, baseline: Run | None, damping: Finding) -> Finding:
+    """What `_turned` says, unless it says the opposite at another limit of what a size counts."""
+    finding = _turned(run, baseline, damping)
+    limits = (RULES.size_little / RULES.size_doubt, RULES.size_little * RULES.size_doubt)
+    near = [
+        layer
+        for layer in run.decayed_layers
+        if not (layer.invariant or layer.role == "gain")
+        and limits[0] < (layer.size_response or 0.0) <= limits[1]
+    ]
+    if not near:
+        return finding
+    verdicts = {finding.verdict}
+    for limit in limits:
+        layers = {name: replace(x, size_limit=limit) for name, x in run.layers.items()}
+        verdicts.add(_turned(replace(run, layers=layers), baseline, damping).verdict)
+    if not {ACTS, DOES_NOT_ACT} <= verdicts:
+        return finding
+    responses = {layer.name: layer.size_response for layer in near}
+    reason = because(Reason.SIZE_IN_DOUBT, responses=responses, limit=RULES.size_little)
+    return _cannot_tell(finding.mechanism, reason, Reason.ATTRIBUTE, layers=finding.layers)
+
+
+def _turned(run: Run, baseline: Run | None, damping: Finding) -> Finding:
     mechanism = Mechanism.EFFECTIVE_LR
     early = _at_once(run, mechanism)
     if early is not None:
@@ -453,7 +504,7 @@ def _effective_learning_rate(run: Run, baseline: Run | None, damping: Finding) -
     others = [other for layer in layers if (other := counterpart(layer, baseline)) is not None]
     both = [*layers, *others]
     unknown = [layer for layer in both if layer.law.norm_power is None]
-    kfac_clipped = any(layer.preconditioned and layer.clipped for layer in both)
+    kfac_clipped = any(layer.natural and layer.clipped for layer in both)
     recorded = baseline is not None and all(
         rotation_effect(layer, counterpart(layer, baseline)) is not None for layer in layers
     )
@@ -467,7 +518,7 @@ def _effective_learning_rate(run: Run, baseline: Run | None, damping: Finding) -
         remedies = [Reason.GIVE_BASELINE] if angles or changed else []
         remedies += [] if changed else [Reason.NAME_THE_LAW]
         return _cannot_tell(mechanism, because(Reason.LAW_UNKNOWN), *remedies)
-    if all(layer.preconditioned and layer.law.norm_power == 0 for layer in both):
+    if all(layer.natural for layer in both):
         return _of_kfac(run, baseline, layers, damping)
     rows = _layer_rows(run, baseline, effective_lr_effect)
     effect = pooled(row.effect for row in rows)
@@ -532,8 +583,8 @@ def _damping(run: Run, baseline: Run | None) -> Finding:
         return _no(mechanism, reason, effect=effect, layers=rows)
     finding = _found(mechanism, "effective_damping", effect, rows, run)
     same = finding.verdict is ACTS and shares.same
-    more = (shares_reason, because(Reason.SAME_SHARES)) if same else (shares_reason,)
-    return replace(finding, reasons=(*finding.reasons, *more))
+    share_reasons = (shares_reason, because(Reason.SAME_SHARES)) if same else (shares_reason,)
+    return replace(finding, reasons=(*finding.reasons, *share_reasons))
 
 
 @dataclass(frozen=True)
@@ -603,19 +654,24 @@ def _jacobian(run: Run, baseline: Run | None) -> Finding:
         return _cannot_tell(mechanism, reason, Reason.RECORD_IN_BOTH, layers=rows)
     thresholds = (RULES.jacobian_acts, RULES.jacobian_nothing)
     finding = _found(mechanism, row, effects[row], rows, run, thresholds, joint=True)
-    # a scale-free damping leaves decay of these layers no way to act
-    others = [x for x in run.turned_layers if not x.first.scale_free]
-    if finding.verdict is ACTS and others:
-        kinds = [Mechanism.DAMPING if x.preconditioned else Mechanism.EFFECTIVE_LR for x in others]
+    kinds = [kind for layer in run.turned_layers for kind in _ways(layer)]
+    if finding.verdict is ACTS and kinds:
         through = because(Reason.THROUGH_OTHERS, mechanisms=list(dict.fromkeys(kinds)))
         finding = replace(finding, reasons=(*finding.reasons, through))
     return finding
 
 
+def _ways(layer: RecordedLayer) -> list[Mechanism]:
+    """The mechanisms through which decay can act on a layer whose size hardly matters."""
+    ways = [] if layer.natural else [Mechanism.EFFECTIVE_LR]
+    damped = layer.preconditioned and not layer.first.scale_free
+    return [*ways, *([Mechanism.DAMPING] if damped else [])]
+
+
 def _function_row(layer: RecordedLayer, baseline: Run | None) -> LayerRow:
     """A layer's part in the Jacobian: its norm (or its K-FAC norm), against the baseline."""
     if layer.skipped or not layer.decayed:
-        return LayerRow(layer.name, None, None, layer.skipped or because(Reason.NOT_DECAYED))
+        return LayerRow(layer.name, None, None, layer.skipped or _why_not_decayed(layer))
     if layer.invariant:
         return LayerRow(layer.name, None, None, because(Reason.INVARIANT))
     other = counterpart(layer, baseline)
@@ -658,11 +714,11 @@ def _found(
     reasons = [because(Reason.CHANGED, **data, verdict=verdict)]
     if effect.value < 1 / thresholds[0]:
         reasons = [because(Reason.OPPOSITE, **data)]
-    more = [row.layer for row in rows if row.effect and row.effect.value >= RULES.acts]
+    acting_layers = [row.layer for row in rows if row.effect and row.effect.value >= RULES.acts]
     remedies: list[Because] = []
-    if verdict is DOES_NOT_ACT and more and not joint:
+    if verdict is DOES_NOT_ACT and acting_layers and not joint:
         verdict = CANNOT_TELL  # one layer of many is not lost in the mean
-        reasons.append(because(Reason.SOME_LAYERS_MORE, layers=more))
+        reasons.append(because(Reason.SOME_LAYERS_MORE, layers=acting_layers))
         remedies = [because(Reason.MORE_SEEDS, baseline=effect.source is ComparedWith.BASELINE)]
     elif verdict is CANNOT_TELL:
         reasons.append(because(Reason.BETWEEN, nothing=thresholds[1], acts=thresholds[0]))
@@ -743,9 +799,10 @@ def _follows(run: Run, findings: tuple[Finding, ...], shares: SecondOrderShares)
         data = {"burst": worst, "others": len(burst_list) - 1, "damped": damped}
         consequences.append(because(Reason.BURST, **data, scale_free=bool(settings.scale_free)))
     kfac = [x for x in run.layers.values() if x.invariant and x.preconditioned]
-    share = _last_share(kfac)
+    fixed = [x for x in kfac if x.norms and not x.first.scale_free]
+    # a damping relative to the curvature, with steps of a set length, is meant to be this large
+    share = _last_share([x for x in kfac if x.natural] or fixed)
     if share is not None and share < RULES.damping_dominates:
-        fixed = [x for x in kfac if x.norms and not x.first.scale_free]
         grown = sum(math.log(x.norms[-1][1] / x.norms[0][1]) for x in fixed) > 0
         data = {"share": share, "burst": bool(burst_list), "grown": grown}
         consequences.append(because(Reason.DAMPING_DOMINATES, **data))

@@ -15,7 +15,7 @@ from decaylab.diagnosis.effects import ComparedWith, Effect, Motion
 from decaylab.diagnosis.outcome import Helped, Outcome
 from decaylab.diagnosis.reasons import Because, Mechanism, Reason, Verdict
 from decaylab.diagnosis.rules import RULES
-from decaylab.diagnosis.verdict import Diagnosis, Finding, opposite
+from decaylab.diagnosis.verdict import Diagnosis, Finding, LayerRow, opposite
 
 if TYPE_CHECKING:
     from decaylab.diagnosis.advice import GroupAdvice
@@ -71,8 +71,8 @@ def times(value: float) -> str:
 
 def names(layers: Sequence[str], most: int = MOST_NAMES) -> str:
     """Some of them, and how many more."""
-    more = f" and {len(layers) - most} more" if len(layers) > most else ""
-    return ", ".join(layers[:most]) + more
+    rest = f" and {len(layers) - most} more" if len(layers) > most else ""
+    return ", ".join(layers[:most]) + rest
 
 
 def _layer(name: str) -> str:
@@ -83,6 +83,12 @@ def _layer(name: str) -> str:
 def effect_range(effect: Effect) -> str:
     """The factor and its range: 1.85x (1.80 to 1.91 over layers)."""
     return f"{times(effect.value)}{_spread(effect)}"
+
+
+def _range(values: Sequence[float], written: Callable[[float], str]) -> str:
+    """From the smallest to the largest; one value where they are written alike."""
+    low, high = written(min(values)), written(max(values))
+    return low if low == high else f"{low} to {high}"
 
 
 def _spread(effect: Effect) -> str:
@@ -160,7 +166,7 @@ def _too_little(why: Because) -> str:
 def _old_curvature(why: Because) -> str:
     text = (
         "Without damping, K-FAC's step turns the weights by lr, whatever their norm (Eq. 13). But"
-        " here it divides by the curvature of earlier weights, and decay has shortened these since:"
+        " here it divides by the curvature of earlier weights, and decay has shrunk these since:"
     )
     turned = why["turned"]
     if turned is not None:
@@ -181,18 +187,28 @@ def _function(why: Because) -> str:
     return f"Decay of the layers whose size counts ({names(what)}) {verb}."
 
 
+def _doubtful_size(why: Because) -> str:
+    values = [_responded(response) for response in why["responses"].values()]
+    numbers = " to ".join(sorted({min(values, key=float), max(values, key=float)}, key=float))
+    return (
+        f"The verdict depends on whether the size of {names(list(why['responses']))} counts, which"
+        f" is a close call: the outputs change by {numbers} % per percent, and {why['limit']:g} %"
+        " is the limit."
+    )
+
+
 def _burst(why: Because) -> str:
     burst, others = why["burst"], why["others"]
     remedy = "a smaller lr or less decay"
     if why["damped"]:
         free = "a larger damping" if why["scale_free"] else 'damping_scaling="scale-free"'
         remedy = f"{free}, {remedy}"
-    more = f" There {'is' if others == 1 else 'are'} {others} more like it." if others else ""
+    repeats = f" There {'is' if others == 1 else 'are'} {others} more like it." if others else ""
     return (
         f"A burst: after step {burst.step} the norm of {burst.layer} grew from {burst.before:.3g}"
-        f" to {burst.after:.3g} by the next record.{more} Decay had shortened these weights, which"
-        f" makes each step turn them further, until one was too long. What helps: {remedy}, at that"
-        " stage."
+        f" to {burst.after:.3g} by the next record.{repeats} Decay had shrunk these weights, so"
+        " each step turned them further, until one went too far. What helps at that stage:"
+        f" {remedy}."
     )
 
 
@@ -205,7 +221,7 @@ def _dominates(why: Because) -> str:
     if why["burst"]:
         return text
     remedy = "Lower the damping" + (', or use damping_scaling="scale-free"' if why["grown"] else "")
-    unless = "unless this is K-FAC-F that has fitted its data (no Fisher matrix is left)"
+    unless = "unless this is K-FAC-F and has fitted its data, where the Fisher matrix vanishes"
     return f"{text} {remedy}, {unless}."
 
 
@@ -273,12 +289,12 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.PROBABLY_DIVERGED: _not_finite,
     Reason.UNFINISHED: "it is not finished ({status}): {epochs} of {of} epochs are judged",
     Reason.NOTHING_RECORDED: "nothing was recorded: train inside `with watch(model, optimizer):`",
-    Reason.BEGINS_LATE: "its records begin at step {step}, so what decay did before is not judged"
-    " (with watch(folder=...), a run that is resumed keeps its records)",
-    Reason.OPTIMIZER_CHANGED: "its optimizer changed at step {step}: what was before and after is"
-    " judged as one",
-    Reason.OPTIMIZER_JOINED: "{optimizer} was not given to watch, and is watched from its first"
-    " step on, after step {step}: give watch all optimizers",
+    Reason.BEGINS_LATE: "its records begin at step {step}, so what decay did before that is not"
+    " judged (with watch(folder=...), a run that is resumed keeps its records)",
+    Reason.OPTIMIZER_CHANGED: "its optimizer changed at step {step}: the run is judged as one all"
+    " the same",
+    Reason.OPTIMIZER_JOINED: "{optimizer} was not given to watch, so it is watched only from its"
+    " first step, after step {step}: give watch all optimizers",
     Reason.SHARED_PARAMETERS: lambda why: (
         f"two optimizers step {names(why['parameters'])}: only the first one's settings are used"
     ),
@@ -296,17 +312,21 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     ),
     Reason.EPS_COUNTS: lambda why: (
         f"{names(why['layers'])}: the optimizer's eps is more than a tenth of what it is added to,"
-        " so that its steps are neither Adam's nor SGD's. Lower it"
+        " so its steps are neither Adam's nor SGD's. Lower it"
     ),
     Reason.COLLAPSED: lambda why: (
-        f"decay has taken nearly all of {names(why['layers'])}: it is too strong. Weights as small"
-        " as that are no longer scale-invariant, and the factors below mean little"
+        f"decay has removed nearly all of {names(why['layers'])}: it is too strong. Weights that"
+        " small are no longer scale-invariant, and the factors below mean little"
     ),
     Reason.NO_DECAY: "no layer has weight decay",
+    Reason.LOST_TO_ROUNDING: lambda why: (
+        f"rounding undoes all weight decay of {names(why['layers'])}: W (1 - lr x decay) is W in"
+        " the number format of these weights. Keep them in float32, with autocast if need be"
+    ),
     Reason.SWAPPED: "no layer has weight decay, but the baseline has it: did you swap the two?",
     Reason.UNWATCHED: lambda why: (
         f"{names(why['layers'])}: stepped by an optimizer that is not watched, so their decay is"
-        " not known"
+        " unknown"
     ),
     Reason.BASELINE_DECAYS: lambda why: (
         f"the baseline has weight decay{' too' if why['too'] else ''}: judged without the baseline"
@@ -331,21 +351,20 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.SEED_LEFT_OUT: lambda why: f"left out: {sentence(why['why'])}",
     Reason.DIFFERS: lambda why: f"{why['name']} differs: {why['pair'][0]} and {why['pair'][1]}",
     Reason.STEPS_DIFFER: lambda why: (
-        f"steps differ: {why['pair'][0]} and {why['pair'][1]}; only those of both are compared"
+        f"steps differ: {why['pair'][0]} and {why['pair'][1]}; only those in both are compared"
     ),
     Reason.FROZEN: "frozen: it is not trained",
     Reason.NOT_STEPPED: "no watched optimizer steps it",
     Reason.NO_LAYER_SETTINGS: "its optimizer's settings are not in the records",
-    Reason.RECORDED_ONCE: "its norm was recorded less than twice: record weight_norm more often",
+    Reason.RECORDED_ONCE: "its norm has fewer than two records: record weight_norm more often",
     Reason.ZEROS: "its weights are zero: it has no direction",
     Reason.NEVER_MOVED: "no step has moved it: it has no gradient, or a learning rate of 0",
     Reason.L2_RESCALED: "the optimizer rescales L2",
-    Reason.KIND_UNKNOWN: "its decay is of the kind {kind!r}, which removes no fixed fraction of"
-    " the weights",
-    Reason.ROUNDED_AWAY: "the weights have 16 bits, in which rounding may undo the decay",
-    Reason.TAKES_ALL: "decay is so strong that it takes all of the weights in a step",
+    Reason.KIND_UNKNOWN: "its decay is {kind!r}, which removes no fixed fraction of the weights",
+    Reason.ROUNDED_AWAY: "its weights have 16 bits, and rounding may undo the decay",
+    Reason.TAKES_ALL: "decay is strong enough to remove all of the weights in one step",
     Reason.SIZE_COUNTS: _response,
-    Reason.GAIN: "a gain of a normalisation: part of the function",
+    Reason.GAIN: "a normalisation's gain: part of the function",
     Reason.INVARIANCE_UNKNOWN: lambda why: (
         f"How much the size of {names(why['layers'])} counts is not known: it was not measured, or"
         " a gain of zero hides it"
@@ -357,12 +376,14 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.NEEDS_BASELINE: "needs a baseline",
     Reason.GRADIENTS_CLIPPED: "its gradients are clipped",
     Reason.NO_SHARES: "its second-order share is not recorded",
-    Reason.FEW_SHARES: "its second-order share is recorded too seldom",
-    Reason.OLD_FACTORS: "K-FAC's factors remember norms that decay has since changed much",
+    Reason.FEW_SHARES: "its second-order share is recorded too rarely",
+    Reason.OLD_FACTORS: "K-FAC's factors are of norms that decay has since changed a lot",
     Reason.LAW_UNKNOWN: "how its step depends on its norm is not known",
-    Reason.ALL_FROZEN: "Every layer is frozen, so decay changes none.",
+    Reason.ALL_FROZEN: "Every layer is frozen, so decay changes nothing.",
     Reason.NONE_JUDGEABLE: "No layer is recorded well enough to be judged.",
-    Reason.NO_LAYER_DECAYS: "No layer has weight decay.",
+    Reason.NO_LAYER_DECAYS: lambda why: (
+        "Rounding undoes all weight decay." if why["lost"] else "No layer has weight decay."
+    ),
     Reason.TOO_LITTLE: _too_little,
     Reason.NO_INVARIANT_DECAYS: "No scale-invariant layer has decay. This mechanism acts on layers"
     " whose size does not count.",
@@ -370,7 +391,7 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     " acts on layers whose size does not count.",
     Reason.CLIPPED: lambda why: (
         f"The gradients are clipped at {_percent(why['share'])} of the records. How far such steps"
-        " turn weights of another norm is not known."
+        " would turn weights of another norm is not known."
     ),
     Reason.OLD_CURVATURE: _old_curvature,
     Reason.UNDAMPED_BY_LR: "Without damping, K-FAC's step turns the weights by lr, whatever their"
@@ -378,18 +399,18 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.BY_LR: "This optimizer turns the weights equally far, whatever their norm.",
     Reason.ONLY_KFAC_DAMPS: "Only K-FAC has a damping, and this optimizer is not K-FAC.",
     Reason.NO_KFAC_LAYER: "K-FAC preconditions no scale-invariant layer that has decay.",
-    Reason.SCALE_FREE: "The damping is scale-free: it follows the norms, so decay does not change"
-    " its effect.",
+    Reason.SCALE_FREE: "The damping is scaled along with each layer's curvature, so decay does not"
+    " change its effect.",
     Reason.SHARE_UNKNOWN: "The second-order share is not recorded, so it is not known whether"
     " damping matters.",
     Reason.DAMPING_NEGLIGIBLE: lambda why: (
         f"Damping hardly matters: the second-order share is {_shares(why)}."
     ),
     Reason.SHARES: lambda why: f"The second-order share is {_shares(why)}.",
-    Reason.SAME_SHARES: "It is the same: the curvature of the normalised weights is lower as well.",
+    Reason.SAME_SHARES: "That is no change: the curvature of the normalised weights is lower too.",
     Reason.ALL_INVARIANT: "Every decayed layer is scale-invariant, so decay does not change the"
     " function by itself. A change of the Jacobian comes through the other two mechanisms.",
-    Reason.JACOBIAN_ALONE: "One run does not show what the Jacobian would be without decay.",
+    Reason.JACOBIAN_ALONE: "A single run does not show what the Jacobian would be without decay.",
     Reason.NO_SENSITIVITY: "Neither a Jacobian nor a Gauss-Newton norm is recorded in both runs at"
     " a common step.",
     Reason.THROUGH_OTHERS: lambda why: (
@@ -404,7 +425,7 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
         f"{_compared(why['quantity'], why['effect'])}. The mechanism predicts the opposite."
     ),
     Reason.SOME_LAYERS_MORE: lambda why: (
-        f"But in single layers it changes by more: {names(why['layers'])}."
+        f"But in some layers it changes more: {names(why['layers'])}."
     ),
     Reason.BETWEEN: "Up to {nothing:g}x counts as no effect, and {acts:g}x or more as one; this is"
     " in between.",
@@ -414,9 +435,10 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     ),
     Reason.MORE_THAN_DECAY: lambda why: (
         f"{_compared(why['quantity'], why['effect'])}. Decay has removed {_removed(why['taken'])}"
-        f" of the initial weights, which explains {times(why['most'])} at most: the two runs differ"
-        " in something else as well."
+        f" of the initial weights, which explains {times(why['most'])} at most: the runs must"
+        " differ in something else too."
     ),
+    Reason.SIZE_IN_DOUBT: _doubtful_size,
     Reason.SEEDS_DISAGREE: lambda why: (
         "The seeds disagree: "
         + ", ".join(f"{verdict} in {count}" for verdict, count in why["counts"].items())
@@ -431,8 +453,7 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.RENEW_CURVATURE: "renew the curvature more often (KFAC's refresh_every, invert_every)",
     Reason.RECORD_MORE: "train inside `with watch(model, optimizer, every=...)`, for several"
     " records",
-    Reason.TRAIN_LONGER: "train it for some epochs, with a learning rate at which it does not"
-    " diverge",
+    Reason.TRAIN_LONGER: "train it for a few epochs, at a learning rate where it does not diverge",
     Reason.GIVE_INPUTS: 'give watch(..., probes="diagnosis", inputs=batch), which measures how the'
     " outputs respond to each layer's size",
     Reason.WATCH_ALL: "watch all optimizers: watch(model, [first, second])",
@@ -449,12 +470,12 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.CHOOSE_BY_OUTCOME: lambda why: f"{_response(why)}: choose its decay by the outcome",
     Reason.DAMPENED_OUT: "its dampening of 1 keeps gradients and L2 out of the momentum",
     Reason.NO_LR: "its learning rate is 0",
-    Reason.TAKEN: "decay has taken nearly all of it: suggest from a run with less decay",
+    Reason.TAKEN: "decay has removed nearly all of it: suggest from a run with less decay",
     Reason.DOES_NOT_GROW: "its norm does not grow, so no decay is needed to hold it",
     Reason.NO_ROTATION: "how far its steps turn it is not recorded: keep `movement` among watch's"
     " probes",
-    Reason.ASK_FOR_LESS: "to turn it so far, decay would take half of it or more a step: ask for"
-    " less",
+    Reason.ASK_FOR_LESS: "to turn it that far, decay would have to remove half of it or more in a"
+    " step: ask for less",
     Reason.NOTHING_HOLDS: lambda why: (
         f"at the target norm a step adds {three_digits(why['growth'])} times |W|^2, which no decay"
         " can hold: lower the learning rate"
@@ -464,14 +485,14 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
         f"rough: up to {times(why['factor'])} too {why['way']}; suggest from a run nearer to the"
         " target"
     ),
-    Reason.MIXED: "rough: decay takes much of the weights while steps still agree",
+    Reason.MIXED: "rough: decay removes much of the weights while steps still agree",
     Reason.ON_ITS_WAY: lambda why: (
-        f"still on its way from {why['norm']:.3g} to {why['balance']:.3g}, a third of which is left"
-        f" after {three_digits(why['steps'])} more steps"
+        f"still on its way from {why['norm']:.3g} to {why['balance']:.3g}; a third of the way is"
+        f" left after {three_digits(why['steps'])} more steps"
     ),
     Reason.FAR_BALANCE: lambda why: (
-        f"the present decay leads from {why['norm']:.3g} to "
-        + ("less than a tenth of it" if why["less"] else "more than ten times that")
+        f"the present decay would take it from {why['norm']:.3g} to "
+        + ("less than a tenth of that" if why["less"] else "more than ten times that")
     ),
     Reason.FOR_THE_BUDGET: lambda why: (
         f"chosen to act within {why['budget']} steps; {times(why['holding'])} as much would hold"
@@ -500,7 +521,7 @@ def _watched_in(*addresses: commands.Address) -> str:
 
 def _give_baseline(why: Because, places: Places) -> str:
     run = places.run
-    if places.all_own:
+    if places.all_ours:
         again = commands.train_again(run, decay=False)
         return f"train it without decay (`{again}`), then `{commands.diagnose_all_seeds(run)}`"
     if not run.folder:
@@ -513,7 +534,7 @@ def _give_baseline(why: Because, places: Places) -> str:
 def _more_seeds(why: Because, places: Places) -> str:
     run, baselines = places.run, places.baselines
     each = " of each" if baselines else ""
-    if places.all_own:
+    if places.all_ours:
         seed = 1 + max(address.seed or 0 for address in (*places.runs, *baselines))
         again = [commands.train_again(each, seed=seed) for each in (run, *baselines[:1])]
         trained = " and ".join(f"`{command}`" for command in again)
@@ -529,14 +550,14 @@ def _more_seeds(why: Because, places: Places) -> str:
 
 def _record(why: Because, places: Places) -> str:
     what = "the Jacobian norm" if why.reason is Reason.RECORD_IN_BOTH else "it"
-    if places.all_own:
+    if places.all_ours:
         probes = [commands.probe(run) for run in (*places.runs, *places.baselines)]
         return f"record {what}: " + " and ".join(f"`{probe}`" for probe in probes)
     return f'record {what} in all runs, with watch(..., probes="diagnosis", inputs=batch)'
 
 
 def _attribute(why: Because, places: Places) -> str:
-    if places.run.own and places.run.folder:
+    if places.run.ours and places.run.folder:
         return f"`{commands.attribute(places.run)}` separates the mechanisms by experiment"
     return (
         "`decaylab.attribute` separates the mechanisms by experiment, in your own loop"
@@ -555,7 +576,7 @@ def _schedule(why: Because, places: Places) -> str:
 
 
 def _record_same(why: Because, places: Places) -> str:
-    return "" if places.all_own else "record the same probes there"  # our trainer does
+    return "" if places.all_ours else "record the same probes there"  # our trainer does
 
 
 ADVICE: dict[Reason, Callable[[Because, Places], str]] = {
@@ -582,7 +603,9 @@ def headline(diagnosis: Diagnosis) -> str:
     """Whether decay helped, through what, and what to try next."""
     outcome, acts = diagnosis.outcome, " and ".join(_ways(diagnosis))
     if not diagnosis.decays:
-        return f"This run has no weight decay. {_next(diagnosis)}."
+        what = "Rounding undoes all weight decay of this run"
+        what = what if _lost(diagnosis) else "This run has no weight decay"
+        return f"{what}. {_next(diagnosis)}."
     if outcome.verdict in (Helped.UNKNOWN, Helped.NOT_COMPARED):
         missing = "no loss was logged"
         if outcome.verdict is Helped.NOT_COMPARED:
@@ -601,7 +624,8 @@ def _outcome(outcome: Outcome) -> str:
     if any(outcome.diverged):
         return _diverged(outcome)
     name = outcome.name.replace("_", " ").replace("/", " ")
-    numbers = f"{name} {outcome.run:.4g} with decay, {outcome.baseline:.4g} without"
+    ends = [f"{value:#.4g}".rstrip(".") for value in (outcome.run, outcome.baseline)]
+    numbers = f"{name} {ends[0]} with decay, {ends[1]} without"
     seeds = "one seed"
     if outcome.interval is not None:
         count = f"{outcome.seeds[0]} and {outcome.seeds[1]} seeds"
@@ -611,7 +635,7 @@ def _outcome(outcome: Outcome) -> str:
     words = {
         Helped.YES: "Decay helped",
         Helped.NO: "Decay hurt",
-        Helped.UNDECIDED: "These runs show no difference made by decay",
+        Helped.UNDECIDED: "Decay made no clear difference",
         Helped.BETTER: "The run with decay ended better",
         Helped.WORSE: "The run with decay ended worse",
     }
@@ -626,8 +650,8 @@ def _diverged(outcome: Outcome) -> str:
         which, other = ("with", "without") if with_decay else ("without", "with")
         return f"The run {which} decay diverged, and the one {other} did not (one seed)"
     return (
-        f"Of the runs with decay {with_decay} of {runs} diverged, of those without {without} of"
-        f" {baselines}"
+        f"{with_decay} of {runs} runs with decay diverged, and {without} of {baselines} runs"
+        " without"
     )
 
 
@@ -666,7 +690,7 @@ def _turned_layers(finding: Finding, diagnosis: Diagnosis) -> str:
     if len(turned) == len(decayed):
         return "the weights"
     if len(turned) > 2:
-        return f"{len(turned)} of {len(decayed)} layers"
+        return f"the {len(turned)} of {len(decayed)} layers whose size hardly matters"
     return " and ".join(map(_layer, turned))
 
 
@@ -685,6 +709,14 @@ def _no_way(diagnosis: Diagnosis) -> str:
     return text + (f", at {times(geometric_mean(norms))} the norm" if norms else "")
 
 
+def _lost(diagnosis: Diagnosis) -> bool:
+    """Whether a run that could have decay has none for its number format."""
+    return any(
+        name in diagnosis.runs and why.reason is Reason.LOST_TO_ROUNDING
+        for name, why in diagnosis.first
+    )
+
+
 def next_reason(diagnosis: Diagnosis) -> Reason | None:
     """What is to be tried next, where a finding may ask for the same."""
     outcome = diagnosis.outcome
@@ -700,7 +732,8 @@ def _next(diagnosis: Diagnosis) -> str:
     """What to try next, as something that can be typed or done."""
     places, outcome = diagnosis.places, diagnosis.outcome
     if not diagnosis.decays:
-        return "Next: train the same with decay, and compare"
+        precise = " and float32 weights" if _lost(diagnosis) else ""
+        return f"Next: train the same with decay{precise}, and compare"
     if outcome.verdict is Helped.UNKNOWN:
         return "Next: log the outcome (`watched.log(test_loss=...)`) in runs with and without decay"
     if (reason := next_reason(diagnosis)) is not None:
@@ -749,14 +782,10 @@ def verdict_title(finding: Finding) -> str:
             return f"The {name} changes the other way"
         verb = "does not act on" if finding.effect is None else "hardly changes"
         return f"Decay {verb} the {name}"
-    raises = "Decay raises the effective learning rate"
     if finding.quantity == "rotation":
-        raises = "Decay makes each step turn the weights further"
-    return {
-        Mechanism.EFFECTIVE_LR: raises,
-        Mechanism.JACOBIAN: "Decay shrinks the Jacobian norm",
-        Mechanism.DAMPING: "Decay lowers the effective damping",
-    }[finding.mechanism]
+        return "Decay makes each step turn the weights further"
+    verbs = {Mechanism.JACOBIAN: "shrinks", Mechanism.DAMPING: "lowers"}
+    return f"Decay {verbs.get(finding.mechanism, 'raises')} the {name}"
 
 
 def layer_heading(finding: Finding) -> str:
@@ -787,12 +816,18 @@ def records_words(finding: Finding) -> str:
     return f"from {', '.join(effect.probes)}: {counted}, {steps}, compared with {how}"
 
 
+def layer_text(row: LayerRow) -> str:
+    """The effect on a layer, or why there is none."""
+    if row.effect is not None:
+        return effect_range(row.effect)
+    return sentence(row.why) if row.why is not None else ""
+
+
 def layer_table(finding: Finding) -> list[tuple[str, str, str]]:
     """(layer, verdict, effect or reason); layers without effect, for one reason, share a row."""
     rows: list[tuple[str, str, str]] = []
     for row in finding.layers:
-        text = effect_range(row.effect) if row.effect else sentence(row.why) if row.why else ""
-        verdict = str(row.verdict) if row.verdict else "-"
+        verdict, text = str(row.verdict or "-"), layer_text(row)
         if rows and row.effect is None and rows[-1][1:] == (verdict, text):
             rows[-1] = (f"{rows[-1][0]}, {row.layer}", verdict, text)
         else:
@@ -812,50 +847,56 @@ def left_out(diagnosis: Diagnosis) -> dict[str, str]:
 
 
 def motion_table(diagnosis: Diagnosis) -> tuple[list[str], list[list[str]]]:
-    """Headings and a row per layer; the decay time has a column only where layers differ in it."""
-    headings = ["layer", "angle/step", "balance", "turns", "norm", "size"]
-    rows = [
-        [
-            m.layer if m.role in ("weight", "") else f"{m.layer} ({m.role})",
-            "-" if m.rotation is None else f"{m.rotation:.2g}",
-            "-" if m.expected is None or m.role == "gain" else f"{m.expected:.2g}",
-            "-" if m.turned is None else times(m.turned.value),
-            "-" if m.by_decay is None else times(m.by_decay),
-            "-" if m.size_response is None else _responded(m.size_response),
-        ]
-        for m in diagnosis.motions
-    ]
-    if _times_differ(diagnosis.motions):
-        headings.insert(3, "decay time")
-        for row, m in zip(rows, diagnosis.motions, strict=True):
-            row.insert(3, "-" if m.timescale is None else three_digits(m.timescale))
-    return headings, rows
-
-
-def _times_differ(motions: Iterable[Motion]) -> bool:
+    """Headings and a row per layer; a column only if something is known, or layers differ in it."""
+    motions = diagnosis.motions
     scales = [m.timescale for m in motions if m.timescale is not None]
-    return bool(scales) and max(scales) > RULES.alike * min(scales)
+    differ = bool(scales) and max(scales) > RULES.alike * min(scales)
+
+    def column(values: Iterable[float | None], written: Callable[[float], str]) -> list[str]:
+        return ["-" if value is None else written(value) for value in values]
+
+    columns = {
+        "layer": [
+            m.layer if m.role in ("weight", "") else f"{m.layer} ({m.role})" for m in motions
+        ],
+        "angle/step": column((m.rotation for m in motions), "{:.2g}".format),
+        "balance": column(
+            (None if m.role == "gain" else m.expected for m in motions), "{:.2g}".format
+        ),
+        "decay time": column((m.timescale if differ else None for m in motions), three_digits),
+        "turns": column((m.turned.value if m.turned else None for m in motions), times),
+        "norm": column((m.by_decay for m in motions), times),
+        "size": column((m.size_response for m in motions), _responded),
+    }
+    known = {heading: cells for heading, cells in columns.items() if {*cells} != {"-"}}
+    return list(known), [list(row) for row in zip(*known.values(), strict=True)]
 
 
 def motion_legend(diagnosis: Diagnosis) -> str:
     """What the columns of `motion_table` are."""
+    headings, _ = motion_table(diagnosis)
     baseline = "the baseline" if diagnosis.baselines else "a reconstruction without decay"
-    return (
-        "angle/step: how far a step turns the weights, in radians, as recorded. balance: where"
-        " that would settle with this lr and decay, if the layer were scale-invariant and its"
-        f" gradients independent. turns, norm: as a multiple of {baseline}. size: percent by which"
-        " the outputs change per percent of the layer's size; near 0 only its direction counts."
-        + (
-            " decay time: steps in which decay alone takes the weights to 1/e."
-            if _times_differ(diagnosis.motions)
-            else ""
-        )
-        + "".join(
-            f" {m.layer}: scale-invariant together ({', '.join(m.members)})."
-            for m in diagnosis.motions
-            if m.members
-        )
-    )
+    meanings = {
+        ("angle/step",): "how far a step turns the weights, in radians, as recorded",
+        ("balance",): "where the angle would settle with this lr and decay, if the layer were"
+        " scale-invariant and its gradients independent",
+        ("decay time",): "steps in which decay alone takes the weights to 1/e",
+        ("turns", "norm"): f"as a multiple of {baseline}",
+        ("size",): "percent by which the outputs change per percent of the layer's size; near 0"
+        " only its direction counts",
+    }
+    sentences = [
+        f"{', '.join(shown)}: {meaning}."
+        for columns, meaning in meanings.items()
+        if (shown := [heading for heading in columns if heading in headings])
+    ]
+    sentences += [
+        f"{m.layer}: scale-invariant together"
+        + (f" ({', '.join(m.members)})." if len(m.members) > 2 else ".")
+        for m in diagnosis.motions
+        if m.members
+    ]
+    return " ".join(sentences)
 
 
 def motion_title(diagnosis: Diagnosis) -> str:
@@ -893,16 +934,16 @@ def insight(diagnosis: Diagnosis) -> list[str]:
         sentences.append(f"{text}.")
     if len(turned) > 1:
         all_turned = geometric_mean(_turned(m) for m in turned)
-        count = f"{len(turned)} of" if len(turned) < len(moved) else "All"
+        every = "Both" if len(moved) == 2 else f"All {len(moved)}"
+        count = f"{len(turned)} of {len(moved)}" if len(turned) < len(moved) else every
         sentences.append(
-            f"{count} {len(moved)} layers with decay turn at least {times(RULES.acts)} as far,"
+            f"{count} layers with decay turn at least {times(RULES.acts)} as far,"
             f" {times(all_turned)} on average."
         )
     foretold = [m.foretold.value / _turned(m) for m in known_turns if m.foretold is not None]
     if foretold:
-        low, high = times(min(foretold)), times(max(foretold))
-        off = low if low == high else f"{low} to {high}"
         factors = "the factor" if len(foretold) == 1 else "these factors"
+        off = _range(foretold, times)
         sentences.append(f"Estimated from this run alone, {factors} would be {off} as large.")
     if moved:
         sentences.append(_decay_time(moved))
@@ -917,11 +958,9 @@ def _turned(m: Motion) -> float:
 
 
 def _decay_time(moved: Sequence[Motion]) -> str:
-    scales = [m.timescale for m in moved if m.timescale]
-    low, high = three_digits(min(scales)), three_digits(max(scales))
+    needs = _range([m.timescale for m in moved if m.timescale], three_digits)
     epochs = [m.epochs for m in moved if m.epochs]
     in_epochs = f" ({three_digits(max(epochs))} epochs)" if epochs else ""
-    needs = f"{low} to {high}" if low != high else low
     return (
         f"Decay needs about {needs} steps{in_epochs} to take full effect, 1/(lr x decay) at the"
         f" mean lr; the run has {moved[0].steps}."
@@ -933,8 +972,7 @@ def _balance(motions: Sequence[Motion]) -> str:
     near = _percent(RULES.settled - 1)
     if not apart:
         return f"Every layer with decay turns as far as at its balance, within {near}."
-    low, high = times(min(apart)), times(max(apart))
-    factors = low if low == high else f"{low} to {high}"
+    factors = _range(apart, times)
     if len(motions) == 1:
         return f"At its balance {_layer(motions[0].layer)} would turn {times(1 / apart[0])} as far."
     if len(apart) == len(motions):
@@ -952,36 +990,10 @@ def _balance(motions: Sequence[Motion]) -> str:
 # ---------------------------------------------------------------- all of it
 
 
-def markdown(diagnosis: Diagnosis) -> str:
-    """The whole result as Markdown."""
-    against = f" against {', '.join(diagnosis.baselines)}" if diagnosis.baselines else ""
-    lines = [f"# What weight decay does in {', '.join(diagnosis.runs)}{against}", ""]
-    lines += [f"**{headline(diagnosis)}**", ""]
-    lines += [f"- **{first_text(*item)}**" for item in diagnosis.first]
-    lines += [""] * bool(diagnosis.first)
-    for finding in diagnosis.findings:
-        lines += [f"## {verdict_title(finding)}", "", finding_text(finding)]
-        if finding.effect is not None:
-            lines[-1] += f" ({records_words(finding)})"
-        if finding.remedies:
-            remedy = remedy_text(finding, diagnosis.places, next_reason(diagnosis))
-            lines += ["", f"To decide it: {remedy}."]
-        if any(row.effect for row in finding.layers):
-            lines += ["", f"| layer | verdict | {layer_heading(finding)} |", "| --- " * 3 + "|"]
-            lines += [f"| {' | '.join(row)} |" for row in layer_table(finding)]
-        lines.append("")
-    if diagnosis.motions:
-        headings, rows = motion_table(diagnosis)
-        lines += [f"## {motion_title(diagnosis)}", "", *insight(diagnosis), ""]
-        lines += [f"| {' | '.join(headings)} |", "| --- " * len(headings) + "|"]
-        lines += [f"| {' | '.join(row)} |" for row in rows]
-        lines += ["", motion_legend(diagnosis), ""]
-    if diagnosis.skipped:
-        lines += ["## Layers left out", ""]
-        lines += [f"- {layers}: {reason}" for reason, layers in left_out(diagnosis).items()]
-        lines.append("")
-    lines += ["## What follows", "", *(f"- {x}" for x in follow_texts(diagnosis))]
-    return "\n".join(lines) + "\n"
+def compared(diagnosis: Diagnosis) -> str:
+    """The runs, and what they are compared with."""
+    sides = [", ".join(names) for names in (diagnosis.runs, diagnosis.baselines) if names]
+    return " against ".join(sides)
 
 
 def follow_texts(diagnosis: Diagnosis) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from decaylab.errors import DecaylabError, needed
+from decaylab.errors import Lacks, needed
 from decaylab.integrations.trackers import by_step
 from decaylab.networks.calling import Inputs, LogitsRule
 from decaylab.optim.kfac import KFAC
@@ -89,7 +89,7 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
     def watched(self) -> Watch:
         """The watch of the latest fit, with its `records`."""
         if self._watched is None:
-            raise DecaylabError("nothing has been watched yet: call trainer.fit first")
+            raise Lacks("this callback", "records yet", "call trainer.fit first")
         return self._watched
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -101,10 +101,8 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
         if self._module is not None:
             model = pl_module.get_submodule(self._module)
         elif self._inputs is not None and type(model).forward is _library.LightningModule.forward:
-            raise DecaylabError(
-                f"{type(model).__name__} has no forward for the inputs: name the part that returns"
-                ' the logits, as WatchCallback(module="net")'
-            )
+            remedy = 'name the part that returns the logits, as WatchCallback(module="net")'
+            raise Lacks(type(model).__name__, "forward for the inputs", remedy)
         first = trainer.is_global_zero  # one process writes
         trackers = [*self._trackers, *([_Loggers(trainer)] if self._log else [])]
         self._watched = watch(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from decaylab.curvature.estimator import CountedRows
 from decaylab.curvature.preserve import bare
-from decaylab.errors import DecaylabError, needed
+from decaylab.errors import Lacks, needed
 from decaylab.networks.calling import Inputs, LogitsRule
 from decaylab.probes import FREE, Probe, Watch, watch
 from decaylab.probes.applied import moved
@@ -66,7 +66,7 @@ class WatchCallback(_library.TrainerCallback):  # type: ignore[misc,unused-ignor
     def watched(self) -> Watch:
         """The watch of the latest training, with its `records`."""
         if self._watched is None:
-            raise DecaylabError("nothing has been watched yet: call trainer.train first")
+            raise Lacks("this callback", "records yet", "call trainer.train first")
         return self._watched
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from decaylab.errors import DecaylabError, unknown
+from decaylab.errors import AT_LEAST_ONE, POSITIVE, Misplaced, NameTaken, check_name
 from decaylab.networks import resnet, vgg
 from decaylab.networks.layers import BATCH_NORM_EPS, Style, initialize_, scaled
 from decaylab.networks.mlp import MLP
@@ -41,8 +41,8 @@ Builder = Callable[[Blueprint], nn.Module]
 
 
 def _mlp(plan: Blueprint) -> nn.Module:
-    if any(size < 1 for size in plan.hidden):
-        raise DecaylabError(f"hidden sizes must be at least 1, and they are {tuple(plan.hidden)}")
+    for size in plan.hidden:
+        AT_LEAST_ONE.check("hidden", size)
     features = plan.in_channels * plan.image_size**2
     hidden = [scaled(size, plan.width) for size in plan.hidden]
     return MLP(features, hidden, plan.classes, plan.style, plan.activation)
@@ -72,7 +72,7 @@ def register(name: str, build: Builder) -> None:
     wherever runs of that network are trained or read.
     """
     if name in NETWORKS:
-        raise DecaylabError(f"there is a network {name!r} already: choose another name")
+        raise NameTaken("network", name)
     NETWORKS[name] = build
 
 
@@ -121,16 +121,14 @@ def build(
     >>> sum(p.numel() for p in build("mlp", classes=10, in_channels=1, image_size=8).parameters())
     26122
     """
-    if name not in NETWORKS:
-        raise unknown("network", name, NETWORKS)
-    for field, value in (("classes", classes), ("channels", in_channels), ("size", image_size)):
-        if value < 1:
-            raise DecaylabError(f"a network needs at least one of its {field}, not {value}")
-    if not batch_norm_eps > 0:
-        raise DecaylabError(f"batch_norm_eps must be above zero, and it is {batch_norm_eps}")
+    check_name("network", name, NETWORKS)
+    AT_LEAST_ONE.check("classes", classes)
+    AT_LEAST_ONE.check("in_channels", in_channels)
+    AT_LEAST_ONE.check("image_size", image_size)
+    POSITIVE.check("batch_norm_eps", batch_norm_eps)
     scaled(1, width)  # refuses a wrong width, also of an MLP without hidden layers
     style = Style(name != "mlp" if batch_norm is None else batch_norm, bias, batch_norm_eps)
     if name != "mlp" and activation != "relu":
-        raise DecaylabError(f"{name} has ReLUs only: leave activation out, or take mlp")
+        raise Misplaced(["activation"], "mlp")
     sizes = (classes, in_channels, image_size)
     return initialize_(NETWORKS[name](Blueprint(name, *sizes, width, style, hidden, activation)))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import Lacks, WrongType
 
 Inputs = Any
 """A tensor, a tuple or list of arguments, a mapping of keyword arguments, or a function that takes
@@ -52,8 +52,11 @@ def find_logits(output: Any, rule: LogitsRule = None) -> list[Tensor]:
         output = named if isinstance(named, Tensor) else output
     tensors = list(_floating_tensors(output))
     if not tensors:
-        raise DecaylabError("the model's output holds no floating-point tensor to compare")
+        raise Lacks("the model's output", "floating-point tensor", "name its logits with logits=")
     return tensors
+
+
+_RULES = "give the name, the index or a function of the output that returns the logits"
 
 
 def _by_rule(output: Any, rule: str | int | Callable[[Any], Tensor]) -> Tensor:
@@ -65,15 +68,11 @@ def _by_rule(output: Any, rule: str | int | Callable[[Any], Tensor]) -> Tensor:
         else:
             logits = output[rule]
     except (AttributeError, LookupError, TypeError) as error:
-        raise DecaylabError(
-            f"the model's output, a {type(output).__name__}, has no logits under {rule!r}: give"
-            " the name, the index or a function of the output that returns them"
-        ) from error
+        what = f"the model's output, a {type(output).__name__},"
+        raise Lacks(what, f"logits under {rule!r}", _RULES) from error
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        raise DecaylabError(
-            f"what logits={rule!r} finds in the model's output is not a floating-point tensor: give"
-            " the name, the index or a function of the output that returns the logits"
-        )
+        name = f"what logits={rule!r} finds in the model's output"
+        raise WrongType(name, logits, "a floating-point tensor", _RULES)
     return logits
 
 

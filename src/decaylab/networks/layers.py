@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import POSITIVE
 
 BATCH_NORM_EPS = 1e-3
 BATCH_NORM_MOMENTUM = 0.01  # torch's convention; a running average of 0.99 in the usual one
@@ -74,8 +73,7 @@ def scaled(channels: int, width: float) -> int:
     >>> scaled(64, 1 / 8), scaled(64, 1.0), scaled(4, 0.01)
     (8, 64, 1)
     """
-    if not (math.isfinite(width) and width > 0):
-        raise DecaylabError(f"width must be a positive number, not {width}: try 1.0 or 0.125")
+    POSITIVE.check("width", width, "try 1.0 or 0.125")
     return max(1, round(channels * width))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from decaylab.errors import unknown
+from decaylab.errors import check_name
 from decaylab.networks.layers import Style
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "linear": nn.Identity}
@@ -28,8 +28,7 @@ class MLP(nn.Module):
         activation: str = "relu",
     ):
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise unknown("activation", activation, ACTIVATIONS)
+        check_name("activation", activation, ACTIVATIONS)
         layers: list[nn.Module] = []
         for width in hidden:
             layers += [*style.linear(in_features, width), ACTIVATIONS[activation]()]

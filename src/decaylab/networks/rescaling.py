@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import Failed
 from decaylab.networks.calling import Inputs, LogitsRule, call, find_logits
 from decaylab.networks.parameters import find_layers
 from decaylab.networks.preserve import cuda_devices, preserved, preserved_buffers
@@ -82,10 +82,11 @@ def checked_call(model: nn.Module, inputs: Inputs) -> Any:
     try:
         return call(model, inputs)
     except Exception as error:
-        raise DecaylabError(
-            f"the model fails on these inputs ({type(error).__name__}: {error}): give a batch as in"
-            " training, with two or more examples for batch norm"
-        ) from error
+        remedy = (
+            "give what the model is called with in training, without labels that it does not take,"
+            " and two or more examples for batch norm"
+        )
+        raise Failed("the model's pass over these inputs", error, remedy) from error
 
 
 def distance(outputs: list[Tensor], reference: list[Tensor]) -> float:

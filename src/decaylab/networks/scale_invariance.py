@@ -30,7 +30,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, check_name
 from decaylab.networks.calling import Inputs, LogitsRule, call
 from decaylab.networks.parameters import find_layers
 from decaylab.networks.rescaling import (
@@ -137,8 +137,8 @@ class Invariance:
         Decay's own direction has the rates lr * weight_decay of each layer: a total that is small
         beside those of the layers alone says that decay, as shrinking, is not seen by the logits.
         """
-        if unknown := rates.keys() - set(self.layers):
-            raise DecaylabError(f"there is no layer {min(unknown)!r} among those measured")
+        for layer in rates:
+            check_name("layer", layer, self.layers)
         vector = torch.tensor([rates.get(layer, 0.0) for layer in self.layers], dtype=torch.float64)
         along, square = float(vector @ self.along), float(vector @ self.gram @ vector)
         return SizeResponse(along, math.sqrt(max(square - along**2, 0.0)))

@@ -10,7 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from decaylab.curvature.blocks import Placement
 from decaylab.curvature.kinds.kind import Reason
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, Lacks, Misplaced
 
 # Arguments of KFAC that a param group cannot have for itself.
 OF_ALL_GROUPS = {
@@ -151,31 +151,25 @@ def _check_parameters(chosen: list[Tensor], names: dict[Tensor, str]) -> None:
         )
     for parameter in chosen:
         if isinstance(parameter, UninitializedParameter):
-            raise DecaylabError(
-                f"parameter {names[parameter]!r} has no shape yet: "
-                "run one batch through the model before building KFAC"
-            )
+            remedy = "run one batch through the model before building KFAC"
+            raise Lacks(f"parameter {names[parameter]!r}", "shape yet", remedy)
 
 
 def _refuse_without_effect(groups: list[dict[str, Any]]) -> None:
     """Refuse in a param group what would be passed over in silence."""
     for group in groups:
         for name in sorted(group.keys() & OF_ALL_GROUPS):
-            raise DecaylabError(
-                f"a param group has {name!r}, which is one for all groups: give it to KFAC itself"
-            )
+            raise Misplaced([name], "all param groups", "give it to KFAC itself")
         for name in ("dampening", "maximize", "nesterov"):
             if group.get(name):
-                raise DecaylabError(
-                    f"a param group has {name!r}, which K-FAC's steps do not know: leave it out"
-                )
+                raise Misplaced([name], "torch's SGD, not for param groups of KFAC")
 
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Param groups from whatever torch accepts, as dicts of their own with lists of parameters."""
     items = list(params)
     if not items:
-        raise DecaylabError("KFAC got an empty list of parameters")
+        raise Lacks("params", "parameters", "give KFAC those that it steps")
     if not isinstance(items[0], dict):
         items = [{"params": items}]
     groups = []

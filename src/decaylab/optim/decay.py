@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from decaylab.errors import DecaylabError, unknown
+from decaylab.errors import NOT_NEGATIVE, Lacks, check_name
 from decaylab.networks import ParameterRole, roles
 from decaylab.optim.decay_operator import DecayOperator
 from decaylab.optim.optimizer_behaviour import behaviour, is_torchs, unwrapped
@@ -59,24 +59,20 @@ def add_decay(
 
 def check_decay(decay: str, weight_decay: float) -> None:
     """Refuse an unknown kind, and a weight decay that is negative or not a number."""
-    if decay not in DECAYS:
-        raise unknown("decay", decay, DECAYS)
-    if not (math.isfinite(weight_decay) and weight_decay >= 0):
-        raise DecaylabError(f"weight decay must be zero or more, and it is {weight_decay}")
+    check_name("decay", decay, DECAYS)
+    NOT_NEGATIVE.check("weight_decay", weight_decay)
 
 
 def check_optimizer(optimizer: str) -> None:
     """Refuse a name that is none of `OPTIMIZERS`."""
-    if optimizer not in OPTIMIZERS:
-        raise unknown("optimizer", optimizer, OPTIMIZERS)
+    check_name("optimizer", optimizer, OPTIMIZERS)
 
 
 def _in_scope(roles_by_name: dict[str, ParameterRole], scope: Scope) -> set[str]:
     """Names of the parameters that a scope takes."""
     if callable(scope):
         return {name for name, role in roles_by_name.items() if scope(role)}
-    if scope not in SCOPES:
-        raise unknown("scope", scope, SCOPES)
+    check_name("scope", scope, SCOPES)
     head = {role.module for role in roles_by_name.values() if role.role == "head"}
     return {
         name
@@ -110,7 +106,7 @@ def parameter_groups(
     chosen = _in_scope(roles(model, inputs), scope)
     active = decay != "none" and weight_decay > 0
     if active and not chosen:
-        raise DecaylabError(f"the scope {scope!r} takes no parameter of this model: try 'all'")
+        raise Lacks(f"the scope {scope!r}", "parameter of this model", "try 'all'")
     parameters = dict(model.named_parameters())
     decayed = [name for name in parameters if active and name in chosen]
     rest = [name for name in parameters if not (active and name in chosen)]
@@ -220,6 +216,25 @@ def decay_of(
         stacklevel=2,
     )
     return "l2", weight_decay
+
+
+def lost_to_rounding(
+    weight: Tensor, group: Mapping[str, Any], optimizer: torch.optim.Optimizer
+) -> bool:
+    """Whether rounding undoes a group's decay: W (1 - s) is W, for every number W of the format.
+
+    Below a power of two numbers are eps / 2 apart, relative to it, so s up to eps / 4 rounds back:
+    0.002 in bfloat16. So it is in torch's own optimizers, whose decoupled decay is a product before
+    the step; fused ones round to 16 bits once for both.
+    """
+    optimizer = unwrapped(optimizer)
+    rounds_once = group.get("fused") and weight.element_size() < 4
+    if not is_torchs(optimizer) or rounds_once or group.get(OUTSIDE):
+        return False
+    kind, weight_decay = decay_of(group, optimizer)
+    if kind != "decoupled":
+        return False
+    return 0 < float(group["lr"]) * weight_decay <= torch.finfo(weight.dtype).eps / 4
 
 
 def first_lr(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import FRACTION, NOT_NEGATIVE
 from decaylab.optim.decay import OUTSIDE, add_decay, check_decay
 
 
@@ -98,11 +97,10 @@ def _on_cuda(groups: list[dict[str, Any]]) -> bool | None:
 
 
 def _check(lr: float | Tensor, **fractions: float) -> None:
-    if not isinstance(lr, Tensor) and not (math.isfinite(lr) and lr >= 0):
-        raise DecaylabError(f"the learning rate must be zero or more, and it is {lr}")
+    if not isinstance(lr, Tensor):
+        NOT_NEGATIVE.check("lr", lr)
     for name, value in fractions.items():
-        if not 0 <= value < 1:
-            raise DecaylabError(f"{name} must be at least 0 and below 1, and it is {value}")
+        FRACTION.check(name, value)
 
 
 class _Decaying(Optimizer):

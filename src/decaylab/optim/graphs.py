@@ -1,6 +1,7 @@
 """CUDA graphs: device work that is captured once and replayed, without the host in between."""
 
 import gc
+import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -154,7 +155,7 @@ def _place(filename: str, lineno: int) -> str:
 
 
 class Captured(Generic[Result]):
-    """Work on the device that runs as it is twice, is then captured, and replayed from there on.
+    """Work on the device that runs as it is at first, is then captured, and replayed from there on.
 
     The work must be the same each time: tensors at fixed addresses, numbers that change (learning
     rate, position in the epoch) in tensors, no look at a value on the host. What it returns must be
@@ -163,10 +164,21 @@ class Captured(Generic[Result]):
     Args:
         work: called with no argument.
         graphs: makes the capture.
+        eager_runs: how often it runs as it is; at least once, which loads kernels.
+        name: of the work, for a warning: if it cannot be captured it then runs as it is from there
+            on. Without one that is an error.
     """
 
-    def __init__(self, work: Callable[[], Result], graphs: Graphs) -> None:
-        self._work, self._graphs = work, graphs
+    def __init__(
+        self,
+        work: Callable[[], Result],
+        graphs: Graphs,
+        *,
+        eager_runs: int = EAGER_RUNS,
+        name: str | None = None,
+    ) -> None:
+        self._work, self._graphs, self._name = work, graphs, name
+        self._eager_runs: float = eager_runs
         self._runs = 0
         self._replay: Callable[[], Result] | None = None
 
@@ -178,19 +190,26 @@ class Captured(Generic[Result]):
     @property
     def captures_next(self) -> bool:
         """Whether the next call is the one that captures."""
-        return self._replay is None and self._runs >= EAGER_RUNS
+        return self._replay is None and self._runs >= self._eager_runs
 
     @property
     def last_run(self) -> bool:
         """Whether the next call is the last that runs the work as it is."""
-        return self._runs == EAGER_RUNS - 1
+        return self._runs == self._eager_runs - 1
 
     def __call__(self) -> Result:
         """Run the work, or replay it."""
-        if self._replay is None:
-            if self._runs < EAGER_RUNS:
-                self._runs += 1
-                with self._graphs.stream():
-                    return self._work()
-            self._replay = self._graphs.capture(self._work)
-        return self._replay()
+        if self.captures_next:
+            try:
+                self._replay = self._graphs.capture(self._work)
+            except RuntimeError as error:
+                if self._name is None:
+                    raise
+                self._eager_runs = math.inf
+                reason = str(error).splitlines()[0]
+                warnings.warn(f"{self._name} cannot be captured ({reason}): slower", stacklevel=2)
+        if self._replay is not None:
+            return self._replay()
+        self._runs += 1
+        with self._graphs.stream():
+            return self._work()

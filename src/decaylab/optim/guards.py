@@ -9,54 +9,28 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.factors import RunningFactors, Sums
-from decaylab.errors import DecaylabError
+from decaylab.errors import FRACTION, NOT_NEGATIVE, DecaylabError, WrongType
 from decaylab.optim.decay import check_decay
 from decaylab.optim.update import skipped_when_fused
-
-RANGES = {
-    "damping": "> 0",
-    "damping_scaling": "fixed, scale-free or trace",
-    "step_scaling": "none or rms",
-    "step_rms": "> 0",
-    "kl_clip": "> 0, or None",
-    "refresh_every": ">= 1",
-    "invert_every": ">= 1",
-    "factor_decay": ">= 0 and < 1",
-    "max_factor_dim": ">= 1",
-    "inversion_lag": ">= 0 and < invert_every",
-    "lr": ">= 0",
-    "momentum": ">= 0 and < 1",
-}
 
 
 def check_arguments(model: Any, lr: Any) -> None:
     """Refuse what torch's optimizers take first: K-FAC takes the model."""
     if not isinstance(model, nn.Module):
-        raise DecaylabError(
-            "KFAC takes the model itself, whose layers it observes: KFAC(model, lr=...); "
-            "parameters or param groups go to params=..."
-        )
+        remedy = "KFAC(model, lr=...); parameters or param groups go to params=..."
+        raise WrongType("model", model, "the model itself, whose layers KFAC observes", remedy)
     if not isinstance(lr, Real | Tensor):
-        raise DecaylabError(
-            f"lr is a {type(lr).__name__}: KFAC(model, lr=0.03, params=groups) takes param groups"
-        )
-
-
-def check_numbers(**checks: tuple[Any, bool]) -> None:
-    """Refuse values that are out of range; each is given with the result of its test."""
-    for name, (value, sound) in checks.items():
-        if not sound:
-            raise DecaylabError(f"{name} is {value}: use a value that is {RANGES[name]}")
+        remedy = "KFAC(model, lr=0.03, params=groups) takes param groups"
+        raise WrongType("lr", lr, "a number or a tensor", remedy)
 
 
 def check_groups(groups: list[dict[str, Any]]) -> None:
     """Refuse param groups whose numbers or kind of decay make no sense, or that would not move."""
     for group in groups:
         check_decay(group["decay"], group["weight_decay"])
-        check_numbers(
-            lr=(group["lr"], isinstance(group["lr"], Tensor) or group["lr"] >= 0),
-            momentum=(group["momentum"], 0 <= group["momentum"] < 1),
-        )
+        if not isinstance(group["lr"], Tensor):  # a tensor's value is not read: it would wait
+            NOT_NEGATIVE.check("lr", group["lr"])
+        FRACTION.check("momentum", group["momentum"])
         for p in group["params"]:
             if p.is_complex():
                 raise DecaylabError(

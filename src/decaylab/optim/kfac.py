@@ -16,17 +16,24 @@ from decaylab.curvature.estimator import KroneckerEstimator
 from decaylab.curvature.factors import KroneckerFactors, Sums
 from decaylab.curvature.kinds.rows import Sharing
 from decaylab.curvature.outputs import Curvature, Likelihood
-from decaylab.curvature.preconditioner import Preconditioner
-from decaylab.errors import DecaylabError
+from decaylab.curvature.preconditioner import LARGEST_KEPT, Preconditioner
+from decaylab.errors import (
+    AT_LEAST_ONE,
+    FRACTION,
+    POSITIVE,
+    Conflict,
+    DecaylabError,
+    Range,
+    check_name,
+)
 from decaylab.optim.coverage import Coverage, checked_groups, coverage_of, split_groups
 from decaylab.optim.decay import Decay
 from decaylab.optim.first_order import lay_out_state
-from decaylab.optim.graphs import CudaGraphs
+from decaylab.optim.graphs import Captured, CudaGraphs
 from decaylab.optim.guards import (
     check_arguments,
     check_groups,
     check_measured,
-    check_numbers,
     check_saved,
 )
 from decaylab.optim.health import Health, Skips
@@ -152,22 +159,19 @@ class KFAC(torch.optim.Optimizer):
         scaling, damping, scaled_damping = chosen_steps(
             kl_clip, step_scaling, damping, damping_scaling
         )
-        check_numbers(
-            damping=(damping, damping > 0),
-            damping_scaling=(repr(scaled_damping), scaled_damping in DAMPING_SCALINGS),
-            step_scaling=(repr(scaling), scaling in ("none", "rms")),
-            step_rms=(step_rms, step_rms > 0),
-            kl_clip=(kl_clip, kl_clip is None or kl_clip > 0),
-            refresh_every=(refresh_every, refresh_every >= 1),
-            invert_every=(invert_every, invert_every >= 1),
-            factor_decay=(factor_decay, 0 <= factor_decay < 1),
-            max_factor_dim=(max_factor_dim, max_factor_dim >= 1),
-            inversion_lag=(lag, 0 <= lag < invert_every),
-        )
+        check_name("damping_scaling", scaled_damping, DAMPING_SCALINGS)
+        check_name("step_scaling", scaling, ("none", "rms"))
+        POSITIVE.check("damping", damping)
+        POSITIVE.check("step_rms", step_rms)
+        if kl_clip is not None:
+            POSITIVE.check("kl_clip", kl_clip)
+        AT_LEAST_ONE.check("refresh_every", refresh_every)
+        AT_LEAST_ONE.check("invert_every", invert_every)
+        AT_LEAST_ONE.check("max_factor_dim", max_factor_dim)
+        FRACTION.check("factor_decay", factor_decay)
+        Range(at_least=0, below=invert_every).check("inversion_lag", lag, "see invert_every")
         if scaling == "rms" and kl_clip is not None:
-            raise DecaylabError(
-                "step_scaling='rms' sets how long steps are, and so does kl_clip: leave one out"
-            )
+            raise Conflict(["step_scaling='rms'", "kl_clip"], "both set how long steps are")
         self.model = innermost(model)
         self.damping, self.kl_clip, self.factor_decay = damping, kl_clip, factor_decay
         self.step_rms = step_rms if scaling == "rms" else None
@@ -226,6 +230,18 @@ class KFAC(torch.optim.Optimizer):
         replayed = cuda and options.replay and not double and self._preconditioner.keeps_room
         graphs = CudaGraphs(self.device) if replayed else None
         self._updater = Updater(self._preconditioner, self._first_order, self._skips, graphs)
+        # in the memory of the update's graph, which never runs at the same time
+        self._fold: Captured[None] | None = None
+        self._inversion: Captured[None] | None = None
+        if graphs is not None:
+            captured = partial(Captured, graphs=graphs, eager_runs=1)
+            running = self.estimator.running
+            running.keeps_totals = running.may_keep_totals
+            if running.keeps_totals:
+                self._fold = captured(running.fold, name="K-FAC's running average")
+            if self._preconditioner.inversion_room <= LARGEST_KEPT:
+                invert = self._preconditioner.invert_damped
+                self._inversion = captured(invert, name="K-FAC's inversion")
         self._seed = self._distribution.together(
             self.estimator.seed, self.scale_free.norms, self.generator
         )
@@ -394,7 +410,7 @@ class KFAC(torch.optim.Optimizer):
         guards.check_initial(sums)
         with torch.no_grad():
             self.estimator.running.forget()
-            self.estimator.running.update(sums, self.factor_decay)
+            self._take_in(sums)
             self._invert()
         self._initialized = True
 
@@ -412,7 +428,7 @@ class KFAC(torch.optim.Optimizer):
         """
         sums = self._gather(batches, "refresh", forward, loss)
         with torch.no_grad():
-            self.estimator.running.update(sums, self.factor_decay)
+            self._take_in(sums)
             if invert:
                 self._invert()
 
@@ -534,13 +550,23 @@ class KFAC(torch.optim.Optimizer):
         running = self.estimator.running
         check_measured(running, sums)
         before = len(running.seen)
-        running.update(sums, self.factor_decay)
+        self._take_in(sums)
         if len(running.seen) > before and self._inverted and not self._inversion_due:
             self._invert()  # for layers that show themselves late: they would not move until then
+
+    def _take_in(self, sums: dict[str, Sums]) -> None:
+        """Take sums into the running averages."""
+        replay = self._fold if self._replays else None
+        self.estimator.running.update(sums, self.factor_decay, replay)
 
     @property
     def _capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    @property
+    def _replays(self) -> bool:
+        """Whether a step may replay graphs: not inside one that is being captured."""
+        return not (self._host_part_outside or self._capturing)
 
     @property
     def _inversion_due(self) -> bool:
@@ -556,7 +582,8 @@ class KFAC(torch.optim.Optimizer):
         return self.scale_free.ratios()
 
     def _invert(self) -> None:
-        self._preconditioner.invert(self.damping, self._ratios())
+        replay = self._inversion if self._replays else None
+        self._preconditioner.invert(self.damping, self._ratios(), replay)
         self._begun, self._inverted = None, True
 
     def _update(self) -> None:
@@ -568,8 +595,8 @@ class KFAC(torch.optim.Optimizer):
             )
         scale = LossScale(getattr(self, "grad_scale", None), skip)
         size = StepSize(self.kl_clip, self.step_rms, self._rms_behind_momentum)
-        replay = not (self._host_part_outside or self._capturing)
-        self._updater(self.param_groups, self.state, size, self.scale_free, scale, replay=replay)
+        arguments = self.param_groups, self.state, size, self.scale_free, scale
+        self._updater(*arguments, replay=self._replays)
 
     @contextmanager
     def _initialization(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ have both in an entry "kfac" of their own; `curvature_state` reads them too.
 from collections.abc import Mapping
 from typing import Any
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import Lacks
 
 BLOCKS, COMMON = "curvature", "kfac"
 
@@ -37,9 +37,11 @@ def curvature_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     entries = list(state_dict["state"].values())
     common = [entry[COMMON] for entry in entries if COMMON in entry]
     if not common:
-        raise DecaylabError(
-            "this state dict holds no K-FAC factors: it is another optimizer's, or was made with "
-            "StateDictOptions(flatten_optimizer_state_dict=True), which drops them"
+        raise Lacks(
+            "this state dict",
+            "K-FAC factors",
+            "it is another optimizer's, or was made with "
+            "StateDictOptions(flatten_optimizer_state_dict=True), which drops them",
         )
     layers = {n: block for entry in entries for n, block in entry.get(BLOCKS, {}).items()}
     return {**common[0], "layers": layers}

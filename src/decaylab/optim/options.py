@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from decaylab.curvature.estimator import CountedRows
-from decaylab.errors import DecaylabError
+from decaylab.errors import check_name
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class KFACOptions:
             DistributedDataParallel. Needed if KFAC is given the module inside one.
         equal_shares: with several ranks, says that each has an equal part of one batch, in rank
             order. Sampled outputs then equal those of one process with the whole batch.
-        replay: on CUDA, replay what `step` does with the gathered gradients as a graph; False
-            launches the kernels one by one, as for models with more than 1 GiB of gradients.
+        replay: on CUDA, replay what `step` does with gathered gradients, and with the factors at a
+            refresh and an inversion, as graphs; False launches the kernels one by one, as for
+            models with more than 1 GiB of gradients.
         half_inverses: store inverses with sides longer than 640 in float16, with one power-of-two
             scale per matrix: as precise as a TF32 product reads them, in half the memory.
         rms_behind_momentum: with `step_scaling="rms"`, scale the step after momentum instead of
@@ -63,9 +64,8 @@ def first_order(
         return torch.optim.Adam(
             placeholder, lr=lr, betas=betas, eps=eps, fused=True, capturable=cuda
         )
-    if method == "sgd":
-        return torch.optim.SGD(placeholder, lr=lr, momentum=momentum, fused=True)
-    raise DecaylabError(f"others is {method!r}: use adam or sgd")
+    check_name("others", method, ("adam", "sgd"))
+    return torch.optim.SGD(placeholder, lr=lr, momentum=momentum, fused=True)
 
 
 DAMPING_SCALINGS = ("fixed", "scale-free", "trace")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.blocks import Block
-from decaylab.errors import DecaylabError
+from decaylab.errors import check_name
 from decaylab.networks import roles
 from decaylab.networks.roles import normalised_layers
 
@@ -69,9 +69,8 @@ def invariant_layers(
     model: nn.Module, blocks: Mapping[str, Block], named: Sequence[str] | None
 ) -> list[str]:
     """The covered layers whose scale does not matter: those named, or by their role in the net."""
-    unknown = sorted(set(named or ()) - blocks.keys())
-    if unknown:
-        raise DecaylabError(f"options.invariant names no covered layer: {', '.join(unknown)}")
+    for name in named or ():
+        check_name("layer in options.invariant", name, blocks)
     by_order = named is None
     if named is None:
         named = [r.module for r in roles(model).values() if r.role == "invariant"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import AT_LEAST_ONE, POSITIVE
 
 Schedule = Callable[[int, float], float]
 """(epoch counted from 0, base learning rate) -> learning rate of that epoch."""
@@ -20,10 +20,8 @@ def step(every: int, factor: float = 10.0) -> Schedule:
     >>> [schedule(epoch, 1.0) for epoch in (0, 59, 60, 119, 120, 180)]
     [1.0, 1.0, 0.1, 0.1, 0.01, 0.001]
     """
-    if every < 1:
-        raise DecaylabError(f"the learning rate drops every 1 or more epochs, not every {every}")
-    if not factor > 0:
-        raise DecaylabError(f"the learning rate is divided by a positive factor, not by {factor}")
+    AT_LEAST_ONE.check("every", every)
+    POSITIVE.check("factor", factor)
 
     def learning_rate(epoch: int, base: float) -> float:
         return base / factor ** (epoch // every)

@@ -9,9 +9,9 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from decaylab.errors import DecaylabError, needed
+from decaylab.errors import WrongType, needed
 from decaylab.networks import ParameterRole, roles
-from decaylab.optim.decay import OUTSIDE, first_lr, operator_of
+from decaylab.optim.decay import OUTSIDE, first_lr, lost_to_rounding, operator_of
 from decaylab.optim.decay_operator import NONE, TOLERANCE, DecayOperator
 from decaylab.optim.laws import sums_up
 from decaylab.optim.optimizer_behaviour import unwrapped
@@ -32,6 +32,7 @@ class Problem(Enum):
     FOREIGN = "foreign"  # an optimizer steps parameters that are not the model's (count)
     IGNORED = "ignored"  # a weight decay is set and does nothing (optimizer)
     REPEATED = "repeated"  # the decay is applied more than once a step (optimizer, times)
+    LOST = "lost"  # rounding undoes the decay (optimizer, format)
     UNASKED = "unasked"  # decays without weight decay (optimizer, strength)
     UNKNOWN = "unknown"  # (optimizer, along, across), not numbers where it could not be tried
 
@@ -55,7 +56,7 @@ class DecayRow:
     """How one parameter decays; `factor` and `long_run` multiply it per step, None: not fixed.
 
     `optimizer` is None if none steps it. `preconditioned`: L2 that goes through more than a
-    momentum.
+    momentum. `lost`: the number format of a parameter whose decay rounding undoes, else "".
     """
 
     parameter: str
@@ -67,6 +68,7 @@ class DecayRow:
     operator: DecayOperator = field(default=NONE, compare=False)
     preconditioned: bool = False
     optimizer: str | None = field(default=None, compare=False)
+    lost: str = ""
 
     @property
     def how(self) -> str:
@@ -109,8 +111,9 @@ class DecayTable(Sequence[DecayRow]):
         """By kind; of one kind that is scaled in some parameters alone, by what."""
         meanings: dict[str, list[str]] = {}
         for row in self.rows:
-            if row.decay != "none" and row.how not in meanings.setdefault(row.decay, []):
-                meanings[row.decay].append(row.how)
+            how = f"{row.how} (0 now)" if row.factor == 1 and row.how.endswith(" lr") else row.how
+            if row.decay != "none" and how not in meanings.setdefault(row.decay, []):
+                meanings[row.decay].append(how)
         return {kind: "; or ".join(words) for kind, words in meanings.items()}
 
     def __str__(self) -> str:
@@ -152,10 +155,7 @@ def decay_table(model: nn.Module, optimizers: Optimizers) -> DecayTable:
         stepping = [unwrapped(optimizers)]
     for optimizer in stepping:
         if not hasattr(optimizer, "param_groups"):
-            raise DecaylabError(
-                f"{type(optimizer).__name__} is not a torch optimizer: give one with param_groups,"
-                " or a list of them"
-            )
+            raise WrongType("the optimizer", optimizer, "one with param_groups, or a list of them")
     owners: dict[int, list[tuple[torch.optim.Optimizer, dict[str, Any]]]] = {}
     for optimizer in stepping:
         for group in optimizer.param_groups:
@@ -188,7 +188,11 @@ def _row(
     plain = isinstance(optimizer, torch.optim.ASGD) or sums_up(optimizer, group)
     through = operator.kind == "l2" and (group.get("law") == "kfac" or not plain)
     factors = (None, None) if through else _factors(operator, weight_decay, group, optimizer)
-    return DecayRow(*who, operator.kind, weight_decay, *factors, operator, through, name)
+    (parameter,) = group["params"]
+    lost = ""
+    if lost_to_rounding(parameter, group, optimizer):
+        factors, lost = (1.0, 1.0), str(parameter.dtype).removeprefix("torch.")
+    return DecayRow(*who, operator.kind, weight_decay, *factors, operator, through, name, lost)
 
 
 def _factors(
@@ -255,6 +259,8 @@ def _problems_of(row: DecayRow) -> Iterator[tuple[Any, ...]]:
         yield Problem.IGNORED, who
     elif operator.kind in ("unknown", "rescaled"):
         yield Problem.UNKNOWN, who, ("along", operator.along), ("across", operator.across)
+    if row.lost:
+        yield Problem.LOST, who, ("format", row.lost)
     if times := repeated(operator):
         yield Problem.REPEATED, who, ("times", times)
     if operator.unasked:

@@ -74,6 +74,11 @@ def explain_problem(problem: str, parameters: Sequence[str], data: Mapping[str, 
         return f"the optimizers step {data['count']} parameters that are not the model's"
     if problem == "IGNORED":
         return f"{who} ignores its weight decay: {names}"
+    if problem == "LOST":
+        return (
+            f"{who}'s decay is lost to rounding, because W (1 - lr x decay) is W in"
+            f" {data['format']}: {names}; keep the weights in float32, with autocast if need be"
+        )
     if problem == "REPEATED":
         return f"{who} applies its weight decay {data['times']} times a step: {names}"
     if problem == "UNASKED":

@@ -141,7 +141,11 @@ def e9(bench: Bench) -> Evidence:
     taken over a baseline at theirs, too (`undecayed`).
     """
     evidence = Evidence()
-    larger, helps, more = "wd-fc over wd-conv", "wd-conv over none", "wd-conv's gain, F over G"
+    larger, helps, gains_more = (
+        "wd-fc over wd-conv",
+        "wd-conv over none",
+        "wd-conv's gain, F over G",
+    )
     gains: dict[object, dict[object, dict[str, tuple[Sample | None, Sample | None]]]] = {}
     for key, schemes in bench.groups("fig6"):
         samples = {name: bench.sample(cell) for name, cell in schemes.items()}
@@ -152,13 +156,13 @@ def e9(bench: Bench) -> Evidence:
             baselines[" at the same lr"] = samples["undecayed"]
         for same, base in baselines.items():
             evidence.add(bench.difference(name + same, (1, conv), (-1, base), part=helps), helps)
-        own = {same: (conv, base) for same, base in baselines.items()}
-        gains.setdefault(key["network"], {})[key["optimizer"]] = own
+        pairs = {same: (conv, base) for same, base in baselines.items()}
+        gains.setdefault(key["network"], {})[key["optimizer"]] = pairs
     for network, by_optimizer in gains.items():
         (conv_g, base_g) = by_optimizer["kfac-g"][""]
         for same, (conv_f, base_f) in by_optimizer["kfac-f"].items():
             terms = ((1.0, conv_f), (-1.0, base_f), (-1.0, conv_g), (1.0, base_g))
-            evidence.add(bench.difference(f"{network}{same}", *terms, part=more), more)
+            evidence.add(bench.difference(f"{network}{same}", *terms, part=gains_more), gains_more)
     return _mean(evidence)
 
 
@@ -224,16 +228,16 @@ def _most_closed(
     whole, left = Terms(), Terms()
     by_row, grown = list[Comparison](), list[Comparison]()
     for name, terms in rows.items():
-        there, rest = bench.difference("", *terms[0]), bench.difference("", *terms[1])
+        before, rest = bench.difference("", *terms[0]), bench.difference("", *terms[1])
         shrinks = bench.difference("", *terms[0], *_times(-1, terms[1]))
-        if there is None or rest is None or shrinks is None:
+        if before is None or rest is None or shrinks is None:
             evidence.lack()
             continue
-        text = f"{name} {what}: {there.value:.2f} without decay, {rest.value:.2f} with"
+        text = f"{name} {what}: {before.value:.2f} without decay, {rest.value:.2f} with"
         evidence.notes.append(text)
         enough = shrinks.enough
         by_row.append(replace(shrinks, text=text, enough=enough))
-        grown.append(replace(there, text=text, enough=enough, needed=False))
+        grown.append(replace(before, text=text, enough=enough, needed=False))
         whole, left = whole + terms[0], left + terms[1]
     evidence.comparisons = [*by_row, *grown]
     if not whole:

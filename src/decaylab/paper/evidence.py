@@ -365,9 +365,9 @@ class Bench:
                     artefact.name, tier, self._seeds, searched_folder=self._folder
                 )
                 for cell in artefact_cells:
-                    there = [spec for spec in cell.runs if self.finished_runs.exists(spec)]
-                    if len(there) > 1 and there[0].id not in chosen:
-                        chosen[there[0].id] = (there[0], self._accuracies(there))
+                    finished = [spec for spec in cell.runs if self.finished_runs.exists(spec)]
+                    if len(finished) > 1 and finished[0].id not in chosen:
+                        chosen[finished[0].id] = (finished[0], self._accuracies(finished))
         return [entry for entry in chosen.values() if len(entry[1]) > 1]
 
     def _accuracies(self, specs: Sequence[RunSpec]) -> list[float]:

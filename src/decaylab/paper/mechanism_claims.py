@@ -139,17 +139,17 @@ def e8(bench: Bench) -> Evidence:
             if both is None:
                 evidence.lack(part)
                 continue
-            own = tuple(run for sample in both for run in sample.runs)
+            pair_runs = tuple(run for sample in both for run in sample.runs)
             factor = factors[str(optimizer)] = _factor(*both)
-            runs += own
+            runs += pair_runs
             without, decayed = pair[0].paper, pair[1].paper
             if without is None or decayed is None or bench.tier.on_digits:
                 continue
             papers = without / decayed
             text = f"{network}: {factor:.1f}x under {optimizer}, the paper's {papers:.1f}x"
             rule = _near(factor, papers)
-            enough = bench.enough(own)
-            evidence.add(Comparison(text, enough, own, factor, rule=rule, part=part))
+            enough = bench.enough(pair_runs)
+            evidence.add(Comparison(text, enough, pair_runs, factor, rule=rule, part=part))
         if {"kfac-g", "sgd"} <= factors.keys():
             order = factors["kfac-g"] / factors["sgd"]
             rule = "for" if order >= 1.5 else "against" if order <= 1 else "unclear"
@@ -329,19 +329,19 @@ def _add_first(
             f"{convergence.network}: seconds of {', '.join(convergence.paced)} are the epochs times"
             " the pace of the same run alone on the device (fig9-pace)"
         )
-    own, best = seconds["kfac-g"], min(seconds[other] for other in others)
+    kfac_g, best = seconds["kfac-g"], min(seconds[other] for other in others)
     text = f"{convergence.network}: seconds to 1e-4: "
     text += ", ".join(f"{name} {_words(seconds[name])}" for name in ("kfac-g", *others))
-    rule = _earlier(own, best)
+    rule = _earlier(kfac_g, best)
     if _at_a_guess(bench, evidence, convergence, _behind(rule, others), text, part):
         return
     enough = rule == "for" or not bench.tier.on_digits
-    evidence.add(Comparison(text, enough, convergence.runs(), best / own, rule=rule, part=part))
+    evidence.add(Comparison(text, enough, convergence.runs(), best / kfac_g, rule=rule, part=part))
 
 
-def _earlier(own: float, other: float) -> Leaning:
+def _earlier(mine: float, other: float) -> Leaning:
     """Unclear where both come at once, or neither does."""
-    return "for" if own < other else "against" if own > other else "unclear"
+    return "for" if mine < other else "against" if mine > other else "unclear"
 
 
 def _behind(rule: Leaning, others: tuple[str, ...]) -> tuple[str, ...]:
@@ -401,17 +401,17 @@ def e16(bench: Bench) -> Evidence:
     in_epochs, in_time = "in epochs", "in wall-clock time"
     for network in NETWORKS:
         convergence = _Convergence(bench, network)
-        own, other = convergence.epochs("kfac-g"), convergence.epochs("kfac-f")
-        if own is None or other is None:
+        kfac_g, kfac_f = convergence.epochs("kfac-g"), convergence.epochs("kfac-f")
+        if kfac_g is None or kfac_f is None:
             evidence.lack(in_epochs)
         else:
-            text = f"{network}: epochs to 1e-4: K-FAC-G {_words(own)}, K-FAC-F {_words(other)}"
-            rule = _earlier(own, other)
+            text = f"{network}: epochs to 1e-4: K-FAC-G {_words(kfac_g)}, K-FAC-F {_words(kfac_f)}"
+            rule = _earlier(kfac_g, kfac_f)
             behind = _behind(rule, ("kfac-f",))
             if not _at_a_guess(bench, evidence, convergence, behind, text, in_epochs):
                 enough = rule == "for" or not bench.tier.on_digits
                 runs = convergence.runs()
-                evidence.add(Comparison(text, enough, runs, other, rule=rule, part=in_epochs))
+                evidence.add(Comparison(text, enough, runs, kfac_f, rule=rule, part=in_epochs))
         _add_first(bench, evidence, convergence, ("kfac-f",), in_time)
         _note_left_out(evidence, convergence)
     return evidence.summarised()

@@ -61,8 +61,8 @@ def pace_of(spec: RunSpec, finished_runs: FinishedRuns) -> Pace | None:
 
 def timed(run: FinishedRun, name: str, finished_runs: FinishedRuns) -> TimedCurve | None:
     """A name over seconds: the run's own where it was alone, else those of its pace."""
-    if own := run.timed_curve(name):
-        return TimedCurve(run.manifest.device, own, paced=False)
+    if timed_curve := run.timed_curve(name):
+        return TimedCurve(run.manifest.device, timed_curve, paced=False)
     curve, pace = run.curve(name), pace_of(run.spec, finished_runs)
     if pace is None or not curve:
         return None

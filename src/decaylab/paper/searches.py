@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import POSITIVE, BadValue, Lacks, UnknownName, check_name
 from decaylab.paper.epoch_probes import epoch_probe
 from decaylab.paper.settings import ROW
 from decaylab.paper.suite import Cell, searched_cell, spec_for
@@ -31,8 +31,7 @@ def default_space(spec: RunSpec, scheme: str, on_digits: bool = False) -> dict[s
             strong if on_digits else [rounded(10 ** (n / 2)) for n in range(-12, -3)]
         )
     elif spec.decay != "none":
-        if not spec.weight_decay:
-            raise DecaylabError("its weight_decay is 0: give values, --weight-decay A,B,...")
+        POSITIVE.check("weight_decay", spec.weight_decay, "give values, --weight-decay A,B,...")
         around = (spec.weight_decay / FACTOR, spec.weight_decay, spec.weight_decay * FACTOR)
         space["weight_decay"] = [rounded(value) for value in around]
     return space
@@ -46,11 +45,9 @@ def cell_plan(
     With `constant_lr=1` (Fig. 9): by the training loss after ten epochs, at every tier; without BN,
     where K-FAC's clip decides how far a step goes, over clips too.
     """
-    if scheme not in ("l2", "wd", "none"):
-        raise DecaylabError(
-            f"scheme {scheme!r} cannot be searched: choose l2, wd or none, or give a spec with"
-            " its decay by --config"
-        )
+    if scheme not in (searched := ("l2", "wd", "none")):
+        remedy = "choose l2, wd or none, or give a spec with its decay by --config"
+        raise UnknownName("scheme to search", scheme, searched, remedy)
     size, key = tier_of(tier), _key(conditions)
     spec = spec_for(key, scheme, tier)
     where = searched_cell(key, size)
@@ -101,13 +98,12 @@ def _key(conditions: Iterable[str]) -> dict[str, Any]:
     known = (*ROW, "batch_size", "constant_lr")
     for condition in conditions:
         name, equals, value = condition.partition("=")
-        if not equals or name not in known:
-            raise DecaylabError(
-                f"{condition!r} is not key=value with a known key: {', '.join(known)}"
-            )
+        if not equals:
+            raise BadValue("a column of the cell", condition, "key=value")
+        check_name("key", name, known)
         key[name] = int(value) if value.isdecimal() else value
     if key.get("constant_lr", 0) not in (0, 1):
-        raise DecaylabError(f"constant_lr must be 0 or 1, not {key['constant_lr']!r}")
+        raise BadValue("constant_lr", key["constant_lr"], "0 or 1")
     if missing := [name for name in ROW if name not in key]:
-        raise DecaylabError(f"the cell lacks {', '.join(missing)}: give {missing[0]}=...")
+        raise Lacks("the cell", " or ".join(missing), f"give {missing[0]}=...")
     return key

@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import BadValue, Damaged, Lacks
 from decaylab.sweeps.search import on_edge
 
 ROW = ("dataset", "network", "batch_norm", "augment", "optimizer")
@@ -47,7 +47,7 @@ def published(key: Mapping[str, Any], decayed: bool) -> dict[str, str]:
         if all(row[name] == value for name, value in wanted.items()):
             return row
     described = ", ".join(f"{name}={value}" for name, value in wanted.items())
-    raise DecaylabError(f"no published setting for {described}: choose a cell of Table 1")
+    raise Lacks("Table 1", f"setting of {described}", "choose one of its cells")
 
 
 def full_schedule(key: Mapping[str, Any], row: Mapping[str, str]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def full_schedule(key: Mapping[str, Any], row: Mapping[str, str]) -> dict[str, A
     """
     optimizer, batch_size = str(key["optimizer"]), key.get("batch_size", 128)
     if not isinstance(batch_size, int) or batch_size < 1:
-        raise DecaylabError(f"batch_size must be a positive whole number, not {batch_size!r}")
+        raise BadValue("batch_size", batch_size, "a whole number of at least 1")
     values: dict[str, Any] = {
         "data": key["dataset"],
         "augment": bool(int(key["augment"])),
@@ -133,7 +133,7 @@ def _all_searched(folder: Path | None) -> tuple[Searched, ...]:
 
 @lru_cache(maxsize=8)  # for every cell of an artefact the same
 def _read_all(files: tuple[tuple[str, int, int], ...]) -> tuple[Searched, ...]:
-    return tuple(_read(path, Path(path).read_text(encoding="utf-8")) for path, _, _ in files)
+    return tuple(_read(path, Path(path).read_bytes()) for path, _, _ in files)
 
 
 @cache
@@ -141,22 +141,18 @@ def _packaged() -> tuple[Searched, ...]:
     folder = resources.files("decaylab.paper").joinpath("searched")
     entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
     return tuple(
-        _read(entry.name, entry.read_text(encoding="utf-8"))
-        for entry in entries
-        if entry.name.endswith(".toml")
+        _read(entry.name, entry.read_bytes()) for entry in entries if entry.name.endswith(".toml")
     )
 
 
-def _read(path: str, text: str) -> Searched:
+def _read(path: str, content: bytes) -> Searched:
     try:
-        entry = tomllib.loads(text)
+        entry = tomllib.loads(content.decode())
         values = {name: float(value) for name, value in entry["winner"].items()}
         search = entry["search"]
         tried = {name: search[f"{name}_tried"] for name in values if f"{name}_tried" in search}
         fields = tuple(name for name, several in tried.items() if len(set(several)) > 1)
         edges = on_edge(values, tried)
         return Searched(entry["cell"], values, search["tier"], path, edges, fields)
-    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DecaylabError(
-            f"{path} is not a result of `decaylab search` ({error!r}): remove it, and search again"
-        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(path, error, "remove it, and search again") from error

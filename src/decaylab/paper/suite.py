@@ -14,7 +14,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from decaylab.errors import DecaylabError, did_you_mean, unknown
+from decaylab.errors import (
+    AT_LEAST_ONE,
+    BadValue,
+    DecaylabError,
+    Misplaced,
+    NameTaken,
+    NotRead,
+    check_name,
+    naming,
+)
 from decaylab.paper.settings import (
     ROW,
     SCHEMES,
@@ -147,16 +156,17 @@ def register_artefact(path: str | Path) -> Artefact:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DecaylabError(f"{path} is not a readable TOML file: {error}") from error
+        raise NotRead(path, error, "give a TOML file") from error
     if path.stem in (*artefacts(), "all"):
-        raise DecaylabError(f"there is an artefact {path.stem!r} already: rename {path.name}")
+        raise NameTaken("artefact", path.stem)
     values.pop("order", None)
-    try:
+    with naming(path):
         if values.get("kind") == OF_FIGURE_5:
-            raise ValueError("kind scatter is for fig5 alone: choose table, bars or curves")
-        artefact = _artefact(path.stem, values)
-    except (TypeError, ValueError) as error:
-        raise DecaylabError(f"{path} is not an artefact: {error}; see docs/extend.md") from error
+            raise Misplaced([f"kind {OF_FIGURE_5}"], "fig5", "choose table, bars or curves")
+        try:
+            artefact = _artefact(path.stem, values)
+        except (TypeError, ValueError) as error:
+            raise DecaylabError(f"this is not an artefact: {error}; see docs/extend.md") from error
     artefacts()[artefact.name] = artefact
     return artefact
 
@@ -164,8 +174,7 @@ def register_artefact(path: str | Path) -> Artefact:
 def artefact_of(name: str) -> Artefact:
     """An artefact by name; an error that lists the known ones."""
     known = artefacts()
-    if name not in known:
-        raise unknown("artefact", name, [*known, "all"])
+    check_name("artefact", name, [*known, "all"])
     return known[name]
 
 
@@ -180,8 +189,7 @@ def cells(
     (40, 200)
     """
     artefact, size = artefact_of(name), tier_of(tier)
-    if seeds < 1:
-        raise DecaylabError(f"at least one seed is needed, not {seeds}")
+    AT_LEAST_ONE.check("seeds", seeds)
     key = (id(artefact), size.name, seeds, searched_folder, searches_stamp(searched_folder))
     if key not in _MADE:
         _MADE[key] = (artefact, tuple(_cells(artefact, size, seeds, searched_folder)))
@@ -220,17 +228,13 @@ def select(selected: Iterable[Cell], only: Sequence[str]) -> list[Cell]:
     for condition in only:
         name, equals, value = condition.partition("=")
         keys = dict.fromkeys(key for cell in selected for key in cell.key)
-        if not equals or name not in keys:
-            near = did_you_mean(name, keys)
-            raise DecaylabError(
-                f"--only {condition!r}{near}: give KEY=VALUE with a key of these cells:"
-                f" {', '.join(keys)}"
-            )
+        if not equals:
+            raise BadValue("--only", condition, "KEY=VALUE")
+        check_name("key of these cells", name, keys)
         known = {str(cell.key[name]) for cell in selected if name in cell.key}
         wanted = value.split(",")
-        if missing := [choice for choice in wanted if choice not in known]:
-            there, near = ", ".join(sorted(known)), did_you_mean(missing[0], known)
-            raise DecaylabError(f"no cell has {name}={missing[0]}{near}; there are: {there}")
+        for choice in wanted:
+            check_name(f"{name} of these cells", choice, sorted(known))
         selected = [cell for cell in selected if str(cell.key.get(name, "")) in wanted]
     return selected
 
@@ -250,8 +254,8 @@ def _artefact(name: str, values: dict[str, Any]) -> Artefact:
         ("column", columns, COLUMNS),
         ("key without a column", artefact.keys, columns),
     ):
-        if strangers := [name for name in given if name not in known]:
-            raise ValueError(str(unknown(what, strangers[0], sorted(known))))
+        for each in given:
+            check_name(what, each, sorted(known))
     if artefact.kind == "table" and artefact.keys[-1] not in ("weight_decay", "scheme"):
         raise ValueError("the last key of a table is weight_decay or scheme")
     if missing := [column for block in blocks for column in ROW if column not in block]:
@@ -269,8 +273,7 @@ def _expanded(block: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
 def _scheme(key: Mapping[str, Any]) -> str:
     scheme = str(key.get("scheme", "wd" if key.get("weight_decay") else "none"))
     scheme = {"wd-all": "wd", "baseline": "none"}.get(scheme, scheme)
-    if scheme not in SCHEMES:
-        raise unknown("scheme", scheme, SCHEMES)
+    check_name("scheme", scheme, SCHEMES)
     return scheme
 
 

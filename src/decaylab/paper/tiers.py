@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from decaylab.errors import DecaylabError, unknown
+from decaylab.errors import check_name
 from decaylab.paper.settings import table
 from decaylab.training import RunSpec
 
@@ -96,8 +96,7 @@ TIERS: dict[str, Tier] = {
 
 def tier_of(name: str) -> Tier:
     """A tier by name."""
-    if name not in TIERS:
-        raise unknown("tier", name, TIERS)
+    check_name("tier", name, TIERS)
     return TIERS[name]
 
 
@@ -145,11 +144,7 @@ def _on_digits(values: Mapping[str, Any], tier: Tier) -> dict[str, Any]:
         if row["optimizer"] == values["optimizer"]
         and row["batch_norm"] == str(int(values["batch_norm"]))
     )
-    if values["batch_size"] not in tier.batches:
-        raise DecaylabError(
-            f"tier {tier.name} has no batch of {values['batch_size']}: choose one of"
-            f" {', '.join(map(str, tier.batches))}, or tier short or full"
-        )
+    check_name(f"batch size of tier {tier.name}", values["batch_size"], tier.batches)
     batch_size = tier.batches[values["batch_size"]]
     by_batch = math.sqrt(batch_size / tier.batches[128])
     ours: dict[str, Any] = {

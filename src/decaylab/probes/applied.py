@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.preserve import bare, check_inputs
-from decaylab.errors import DecaylabError
+from decaylab.errors import Lacks, WrongType
 from decaylab.networks.calling import Inputs, LogitsRule, call, find_logits
 
 
@@ -64,17 +64,15 @@ def check_call(model: nn.Module, inputs: Inputs) -> None:
     if isinstance(inputs, Tensor):
         check_inputs(model, inputs)
     elif not (callable(inputs) or isinstance(inputs, tuple | list | Mapping)):
-        raise DecaylabError(
-            f"inputs={type(inputs).__name__}: give a tensor, a tuple of arguments, a mapping of"
-            " keyword arguments, or a function that calls the model"
-        )
+        wanted = "a tensor, a tuple of arguments, a mapping of keyword arguments or a function"
+        raise WrongType("inputs", inputs, wanted, "a function calls the model itself")
 
 
 def _first(items: Any) -> tuple[Any, Tensor]:
     for key, value in items:
         if isinstance(value, Tensor):
             return key, value
-    raise DecaylabError("there is no tensor among the inputs: give the batch that the model takes")
+    raise Lacks("inputs", "tensor", "give the batch that the model takes")
 
 
 def _view(model: nn.Module, arguments: Any, logits: LogitsRule) -> nn.Module:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from decaylab.curvature.factors import KroneckerFactors
 from decaylab.curvature.inverses import factored_damping, mean_diagonal
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, Lacks
 from decaylab.probes.kronecker import eigenvalues, grouped, named, seen, weight_of, without_bias
 from decaylab.probes.reading import Reading, row_name
 from decaylab.probes.registry import Moment, Probe, register
@@ -83,9 +83,8 @@ def effective_damping(
             details[layer] = _layer_damping(weight, factor, float(value))
             counts[layer] = weight.numel()
     if not details:
-        raise DecaylabError(
-            "the weight of every layer with K-FAC factors is frozen: there is no damping to measure"
-        )
+        remedy = "unfreeze a weight whose damping to measure"
+        raise Lacks("the model", "layer with K-FAC factors that is not frozen", remedy)
     total = sum(details[k].share * counts[k] for k in details) / sum(counts.values())
     shares = {layer: layer_damping.share for layer, layer_damping in details.items()}
     return DampingReading("second_order_share", "1", shares, total, details=details)
@@ -99,9 +98,11 @@ def spectrum(factors: KroneckerFactors) -> Tensor:
 
 def _sides(factors: KroneckerFactors) -> tuple[Tensor, Tensor]:
     """Eigenvalues of A and of G = T S, of the weight's own block A (x) G: [(groups,) dim]."""
-    own = without_bias(factors)
-    a, s = (eigenvalues(side, grouped=grouped(factors)) for side in (own.A, own.S))
-    return a, own.T.double() * s
+    weight_factors = without_bias(factors)
+    a, s = (
+        eigenvalues(side, grouped=grouped(factors)) for side in (weight_factors.A, weight_factors.S)
+    )
+    return a, weight_factors.T.double() * s
 
 
 def _layer_damping(weight: Tensor, factors: KroneckerFactors, damping: float) -> LayerDamping:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decaylab.curvature.preserve import BatchNormMode, check_inputs, check_logits, untouched
-from decaylab.errors import DecaylabError
+from decaylab.errors import BadValue, Lacks
 from decaylab.probes.reading import Reading
 
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -38,13 +38,11 @@ def generalization_gap(
                 check_inputs(bare_model, inputs)
                 losses = of_rows(check_logits(bare_model(inputs)), targets)
                 if losses.ndim == 0:
-                    raise DecaylabError(
-                        "the loss is one number for a whole batch: it must be one for each row, "
-                        "as with reduction='none'"
-                    )
+                    wanted = "one number for each row, as with reduction='none'"
+                    raise BadValue("the loss of a batch", float(losses), wanted)
                 parts.append(losses.double().flatten())
             if not any(map(len, parts)):
-                raise DecaylabError(f"the {name} batches are empty: give at least one batch")
+                raise Lacks(f"the {name} set", "batches", "give at least one")
             values = torch.cat(parts)
             means[name] = float(values.mean())
             variances[name] = float(values.var()) / len(values) if len(values) > 1 else math.nan

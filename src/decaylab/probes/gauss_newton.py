@@ -22,7 +22,7 @@ from decaylab.curvature.preserve import (
     trainable,
 )
 from decaylab.curvature.products import jacobian_product, rows
-from decaylab.errors import DecaylabError
+from decaylab.errors import Range, check_name
 from decaylab.probes.applied import applied, whole
 from decaylab.probes.kronecker import joined_weight, measured_factors, named, seen, times
 from decaylab.probes.reading import Reading, numbers, standard_error
@@ -102,10 +102,9 @@ def kfac_gauss_newton_norm(
     outputs="sampled": one per draw and batch; the values are means over `draws` draws of the
     vectors, with their standard errors. In logit^2.
     """
-    if outputs not in ("exact", "sampled"):
-        raise DecaylabError(f"unknown outputs {outputs!r}: use 'exact' or 'sampled'")
-    if outputs == "sampled" and draws < 2:
-        raise DecaylabError(f"draws={draws}: a standard error needs at least two draws")
+    check_name("outputs", outputs, ("exact", "sampled"))
+    if outputs == "sampled":
+        Range(at_least=2).check("draws", draws, "one draw has no standard error")
     given = [batches] if isinstance(batches, Tensor) else list(batches)
     readings = [
         kfac_norm(model, measured_factors(model, given, outputs=outputs, seed=seed))

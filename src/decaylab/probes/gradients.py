@@ -29,10 +29,12 @@ def gradient_sizes(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str
     if scale is not None:
         parts = {name: value / scale.squeeze() for name, value in parts.items()}
     for layer, weights in layers.weights.items():
-        own = [w.grad.detach() for w in weights.values() if w.grad is not None]
-        if own and all(g.layout == torch.strided for g in own):
-            at = torch.stack([(g.abs() >= largest.to(g.dtype)).sum() for g in own]).sum()
-            squares = _norms(own).square().sum()
+        layer_gradients = [w.grad.detach() for w in weights.values() if w.grad is not None]
+        if layer_gradients and all(g.layout == torch.strided for g in layer_gradients):
+            at = torch.stack(
+                [(g.abs() >= largest.to(g.dtype)).sum() for g in layer_gradients]
+            ).sum()
+            squares = _norms(layer_gradients).square().sum()
             parts[row_name("gradient_at_max", layer)] = at * largest**2 / squares
     least = {"gradient_norm": -1.0, "gradient_max": -1.0}
     values = numbers(parts)
@@ -63,8 +65,8 @@ def radial_gradients(layers: Layers, before: Scaled) -> dict[str, float]:
     ratios: dict[str, Tensor] = {}
     with torch.no_grad():
         for layer, parameters in layers.scaled.items():
-            own = zip(parameters, before[layer], strict=True)
-            pairs = [(p.grad, w) for p, w in own if p.grad is not None]
+            values_before = zip(parameters, before[layer], strict=True)
+            pairs = [(p.grad, w) for p, w in values_before if p.grad is not None]
             if len(pairs) < len(parameters) or any(g.layout != torch.strided for g, _ in pairs):
                 continue
             flat = [(_precise(g), _precise(w)) for g, w in pairs]

@@ -13,7 +13,7 @@ from decaylab.curvature.preserve import (
     tied,
     untouched,
 )
-from decaylab.errors import DecaylabError
+from decaylab.errors import BadValue, DecaylabError, Mismatch, Range
 from decaylab.probes.applied import applied, whole
 from decaylab.probes.reading import Reading
 from decaylab.probes.registry import Moment, Probe, register
@@ -45,8 +45,8 @@ def jacobian_norm(
     all logits with regard to all inputs, still divided by B; the batch is not cut into chunks and
     the exact value costs one backward pass per example and output.
     """
-    if samples is not None and samples < 2:
-        raise DecaylabError(f"samples={samples}: a standard error needs at least two draws")
+    if samples is not None:
+        Range(at_least=2).check("samples", samples, "one draw has no standard error")
     draws = _draws(model, inputs, samples, chunk, batch_norm, seed) / len(inputs)
     total = float(draws.mean(0).sum())
     if samples is None:
@@ -80,9 +80,7 @@ def _draws(
     """The squared norm, or estimates of it: [draws, examples]; tied examples are one column."""
     check_inputs(model, inputs)
     if not inputs.is_floating_point():
-        raise DecaylabError(
-            f"the inputs are {inputs.dtype}: a Jacobian needs floating-point inputs, not tokens"
-        )
+        raise BadValue("the dtype of the inputs", inputs.dtype, "floating-point, not tokens")
     with untouched(model, batch_norm=batch_norm) as bare_model:
         together = tied(bare_model, batch_norm)
         generator = torch.Generator(inputs.device).manual_seed(seed)
@@ -100,10 +98,8 @@ def _pull_back(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Callable[[Tens
     leaf = inputs.detach().clone().requires_grad_()
     outputs = check_logits(model(leaf)).flatten(1)
     if len(outputs) != len(inputs):
-        raise DecaylabError(
-            f"the model turns {len(inputs)} examples into {len(outputs)} rows of logits: "
-            "the first axis of its output must be the batch"
-        )
+        lengths = {"the inputs": len(inputs), "the logits": len(outputs)}
+        raise Mismatch("length", lengths, "the first axis of both must be the batch")
     if not outputs.requires_grad:
         raise DecaylabError("the logits do not depend on the inputs: the model detaches them")
 

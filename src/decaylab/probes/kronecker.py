@@ -15,7 +15,7 @@ from decaylab.curvature.estimator import KroneckerEstimator
 from decaylab.curvature.factors import KroneckerFactors
 from decaylab.curvature.outputs import Curvature, Likelihood
 from decaylab.curvature.preserve import bare, check_inputs, check_logits, trainable, untouched
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, Lacks
 
 
 def measured_factors(
@@ -68,7 +68,7 @@ def seen(factors: Mapping[str, KroneckerFactors]) -> dict[str, KroneckerFactors]
     """The factors of layers that have been measured at least once; a sentence if there are none."""
     measured = {layer: factor for layer, factor in factors.items() if float(factor.T) > 0}
     if not measured:
-        raise DecaylabError("there are no K-FAC factors: take a step or call initialize first")
+        raise Lacks("K-FAC", "factors yet", "take a step or call initialize first")
     return measured
 
 

@@ -115,5 +115,7 @@ def _update_correlation(moment: Moment) -> tuple[Reading, ...]:
     return (update_correlation(now, moment.before, moment.earlier),)
 
 
-register(Probe("movement", "free", _movement, unit="weight, radian"))
+register(
+    Probe("movement", "free", _movement, unit="weight, radian", rows=("rotation", "update_norm"))
+)
 register(Probe("update_correlation", "free", _update_correlation, unit="1", follows=True))

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from decaylab.errors import DecaylabError, did_you_mean
+from decaylab.errors import NameTaken, check_name
 from decaylab.networks.calling import Inputs, LogitsRule
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.laws import exposure_rate
@@ -99,6 +99,7 @@ class Probe:
             tenth of the run, or at its end, elsewhere at each record.
         follows: whether it is measured at the step after a record, from both updates.
         how: what the records are to say of it: mode of batch normalisation, size of a batch.
+        rows: other names that it goes by, those of what it records.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Probe:
     when: When = "record"
     follows: bool = False
     how: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    rows: tuple[str, ...] = ()
 
 
 PROBES: dict[str, Probe] = {}
@@ -118,7 +120,7 @@ PROBES: dict[str, Probe] = {}
 def register(probe: Probe) -> None:
     """Make a probe known by its name to `watch` and to runs."""
     if probe.name in PROBES:
-        raise DecaylabError(f"there is a probe {probe.name!r} already: choose another name")
+        raise NameTaken("probe", probe.name)
     PROBES[probe.name] = probe
 
 
@@ -129,9 +131,9 @@ def load_all(package: str, path: Sequence[str]) -> None:
 
 
 def probe_named(name: str) -> Probe:
-    """The probe of that name; an error lists those there are."""
-    if name not in PROBES:
-        known = ", ".join(f"{name} ({probe.cost})" for name, probe in PROBES.items())
-        near = did_you_mean(name, PROBES)
-        raise DecaylabError(f"unknown probe {name!r}{near}: choose one of {known}")
+    """The probe of that name, or that records rows of it; an error lists those there are."""
+    by_row = {row: probe for probe in PROBES.values() for row in probe.rows}
+    if name in by_row:
+        return by_row[name]
+    check_name("probe", name, PROBES)
     return PROBES[name]

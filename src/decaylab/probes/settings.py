@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decaylab.optim.decay import decay_of
+from decaylab.optim.decay import decay_of, lost_to_rounding
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.laws import law_of
 from decaylab.optim.optimizer_behaviour import behaviour, is_torchs
@@ -32,11 +32,11 @@ def layer_settings(optimizers: Optimizers, layers: Layers) -> dict[str, LayerSet
     by_layer: dict[str, LayerSettings] = {}
     for layer, weights in {**layers.weights, **layers.gains}.items():
         held = next((p for p in weights.values() if p in holders), None)
-        own = LayerSettings(stepped=False)
+        settings = LayerSettings(stepped=False)
         if held is not None:
-            own = _of_group(*holders[held], layer, held)
+            settings = _of_group(*holders[held], layer, held)
         by_layer[layer or "model"] = replace(
-            own,
+            settings,
             role=layers.roles.get(layer, "gain"),
             invariant=layers.invariant(layer),
             together=layers.together(layer),
@@ -61,6 +61,7 @@ def _of_group(
         lr=None if group.get("lr") is None else float(group["lr"]),  # some find theirs themselves
         decay=decay,
         weight_decay=float(weight_decay),
+        lost=lost_to_rounding(weight, group, optimizer),
         **_memory(optimizer, group, weight),
     )
     if law == "lion" and len(group.get("betas", ())) == 2:  # of its momentum, not of a variance
@@ -73,11 +74,12 @@ def _of_group(
             settings,
             damping=float(optimizer.damping),
             curvature=optimizer.curvature,
-            scale_free=layer in optimizer.scale_free.norms,
+            scale_free=optimizer.damping_scaling == "trace" or layer in optimizer.scale_free.norms,
             kl_clip=optimizer.kl_clip,
             factor_decay=float(optimizer.factor_decay),
             refresh_every=optimizer.refresh_every,
             invert_every=optimizer.invert_every,
+            step_rms=optimizer.step_rms,
         )
     return settings
 

@@ -19,7 +19,7 @@ from decaylab.curvature.preserve import (
     trainable,
 )
 from decaylab.curvature.products import exact_traces, sampled_traces
-from decaylab.errors import DecaylabError
+from decaylab.errors import check_name
 from decaylab.probes.applied import applied, whole
 from decaylab.probes.kronecker import grouped, named, seen, weight_of, without_bias
 from decaylab.probes.layers import layers_of
@@ -78,8 +78,7 @@ def curvature_traces(
     `fisher_trace_normalised_train` and `gn_trace_normalised_train`.
     """
     check_inputs(model, inputs)
-    if curvature not in NAMES:
-        raise DecaylabError(f"no trace of {curvature!r} here: use 'fisher' or 'gauss-newton'")
+    check_name("curvature", curvature, NAMES)
     kind: dict[str, Any] = {
         "curvature": curvature,
         "likelihood": likelihood,
@@ -118,8 +117,8 @@ def kfac_traces(model: nn.Module, factors: Mapping[str, KroneckerFactors]) -> Tr
         traces[layer] = _kronecker_trace(factor)[None]
         weight = weight_of(parameters, factor)
         if weight is not None:
-            own = _kronecker_trace(without_bias(factor))
-            normalised[layer] = (own * weight.detach().double().square().sum())[None]
+            weight_trace = _kronecker_trace(without_bias(factor))
+            normalised[layer] = (weight_trace * weight.detach().double().square().sum())[None]
     return _reading("kfac_trace", "curvature", traces, normalised)
 
 

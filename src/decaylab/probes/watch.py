@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import decaylab
 from decaylab.curvature.preserve import bare
-from decaylab.errors import DecaylabError
+from decaylab.errors import AT_LEAST_ONE, BadValue, Lacks, WrongType
 from decaylab.networks.calling import Inputs, LogitsRule
 from decaylab.networks.scale_invariance import Invariance
 from decaylab.optim.kfac import KFAC
@@ -100,6 +100,7 @@ class Watch:
         self._settings: dict[str, LayerSettings] = {}
         self._warned: set[str] = set()
         self._troubles: dict[str, Exception | str] = {}  # to be said when all else is done
+        self._detached = False
         self._anew, self._begun = True, False  # whether a file's rows become void, is begun
         self._records = 0  # moments recorded so far
         self._exposures = {optimizer: Exposure(optimizer) for optimizer in self.optimizers}
@@ -155,12 +156,15 @@ class Watch:
         """Record outcomes at the step just taken: `log(loss=..., test_loss=..., accuracy=...)`.
 
         Numbers or tensors of one number, finite or not; a tensor is read when the next record is
-        written, so that nothing waits for the device. `diagnose` needs at least one of them.
+        written, so that nothing waits for the device; behind the `with` block, at once. `diagnose`
+        needs at least one of them.
         """
         epoch, seconds = self._clock()
         for name, value in values.items():
-            number = value.detach().clone() if isinstance(value, Tensor) else float(value)
+            number = _one_number(name, value)
             self._logged.append((self.steps, epoch, seconds, name, number))
+        if self._detached:
+            self._flush()
 
     def note(self, kind: str, **data: Any) -> None:
         """Record an event: something that happened to the run or to its recording."""
@@ -200,6 +204,7 @@ class Watch:
         if self._stepped:  # a round that not all have taken part in
             self._end_round()
         self._flush()
+        self._detached = True
         for handle in [h for handles in self._handles.values() for h in handles]:
             handle.remove()
         self._handles = {}
@@ -213,6 +218,8 @@ class Watch:
         return f"<Watch of {what}: {self.steps} steps, {len(self._rows)} rows>"
 
     def __enter__(self) -> "Watch":
+        if self._detached:
+            raise Lacks("a watch that has ended", "hooks on the optimizer", "call watch(...) again")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -410,9 +417,9 @@ class Watch:
 
     def _changed_settings(self, step: int) -> list[SettingsChange]:
         now = layer_settings(self.optimizers, self._layers)
-        changed = {k: own for k, own in now.items() if own != self._settings.get(k)}
+        changed = {k: settings for k, settings in now.items() if settings != self._settings.get(k)}
         self._settings = now
-        changes = [SettingsChange(step, layer, own) for layer, own in changed.items()]
+        changes = [SettingsChange(step, layer, settings) for layer, settings in changed.items()]
         self._changes.extend(changes)
         return changes
 
@@ -582,6 +589,16 @@ class Watch:
         warnings.warn(text, stacklevel=3)
 
 
+def _one_number(name: str, value: float | Tensor) -> float | Tensor:
+    """What is logged; refused here rather than at the record in which it would be read."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().clone()
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise WrongType(name, value, "one number", "give its mean, say") from error
+
+
 def watch(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -626,24 +643,24 @@ def watch(
     optimizers = [_torch_optimizer(each) for each in given]
     model = bare(model)
     if not isinstance(model, nn.Module):
-        raise DecaylabError(f"{type(model).__name__} is not a model: give watch(model, optimizer)")
+        raise WrongType("model", model, "a torch module", "give watch(model, optimizer)")
     chosen = _chosen(probes, every, optimizers, inputs)
-    own = set(map(id, model.parameters()))
+    model_parameters = set(map(id, model.parameters()))
     for held in [stepped_by([each]) for each in optimizers] or [{}]:
-        if own.isdisjoint(map(id, held)):
-            raise DecaylabError(
-                "the optimizer holds no parameter of this model: give watch the model it was built"
-                " with"
-            )
+        if model_parameters.isdisjoint(map(id, held)):
+            remedy = "give watch the model it was built with"
+            raise Lacks("the optimizer", "parameter of this model", remedy)
     if inputs is not None:
         check_call(model, inputs)
     for probe in chosen:
         if probe.needs_inputs and inputs is None:
-            raise DecaylabError(f"the probe {probe.name!r} runs the model: give watch inputs=...")
+            remedy = "give watch inputs=..., as it runs the model"
+            raise Lacks(f"the probe {probe.name!r}", "inputs", remedy)
     alone = hasattr(trackers, "log")
     trackers = () if alone else tuple(trackers)
     if alone or not all(hasattr(tracker, "log") for tracker in trackers):
-        raise DecaylabError("trackers is a list of objects with log(rows): [TensorBoard(folder)]")
+        wanted = "a list of objects with log(rows), as [TensorBoard(folder)]"
+        raise BadValue("trackers", trackers, wanted)
     writer = None
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -676,7 +693,7 @@ def _chosen(
         probes = (*free_probes(), *(("size_response",) if inputs is not None else ()))
     elif isinstance(probes, str):
         if probes != "diagnosis":
-            raise DecaylabError(f'probes={probes!r}: give a list of names, or "diagnosis"')
+            raise BadValue("probes", probes, 'a list of names, or "diagnosis"')
         share = ("second_order_share",) if any(isinstance(o, KFAC) for o in optimizers) else ()
         function = "jacobian_norm" if inputs is None or floating(inputs) else "gn_norm"
         probes = (*free_probes(), "update_correlation", "size_response", function, *share)
@@ -685,11 +702,9 @@ def _chosen(
         steps_of = dict(probes)
     chosen = {}
     for probe, steps in steps_of.items():
-        if steps < 1:
-            raise DecaylabError(f"every={steps}: record at every step with every=1, or less often")
+        AT_LEAST_ONE.check("every", steps)
         chosen[probe if isinstance(probe, Probe) else probe_named(probe)] = steps
-    if every < 1:
-        raise DecaylabError(f"every={every}: record at every step with every=1, or less often")
+    AT_LEAST_ONE.check("every", every)
     return chosen
 
 
@@ -703,9 +718,8 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The torch optimizer behind the wrappers of accelerate and Lightning."""
     while not isinstance(optimizer, torch.optim.Optimizer) or _is_wrapper(optimizer):
         if not hasattr(optimizer, "optimizer"):
-            raise DecaylabError(
-                f"{type(optimizer).__name__} is not a torch optimizer: give watch(model, optimizer)"
-            )
+            remedy = "give watch(model, optimizer)"
+            raise WrongType("optimizer", optimizer, "a torch optimizer", remedy)
         optimizer = optimizer.optimizer
     return optimizer
 
@@ -715,13 +729,13 @@ def _hear_of_all(watched: Watch) -> Any:
     reference = weakref.ref(watched)
 
     def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        own = reference()
-        if own is None or optimizer in own._exposures:
+        alive = reference()
+        if alive is None or optimizer in alive._exposures:
             return
         try:
-            own._met(optimizer)
+            alive._met(optimizer)
         except Exception as error:
-            own._warn_once("another optimizer", error)
+            alive._warn_once("another optimizer", error)
 
     return register_optimizer_step_pre_hook(begins)
 

@@ -100,17 +100,17 @@ class RowColumns(Sequence[Row]):
     def latest(self) -> dict[str, float]:
         """The value of each name at its last step; in parts, so that it takes no memory."""
         steps = np.full(len(self.names), np.iinfo(np.int64).min)
-        values, there = np.zeros(len(self.names)), np.zeros(len(self.names), bool)
+        values, has_value = np.zeros(len(self.names)), np.zeros(len(self.names), bool)
         for begin in range(0, len(self), PART):
             part = slice(begin, begin + PART)
-            own, name = self.steps[self.moment[part]], self.name[part]
-            order = np.lexsort((own, name))
+            part_steps, name = self.steps[self.moment[part]], self.name[part]
+            order = np.lexsort((part_steps, name))
             ends = np.append(np.flatnonzero(np.diff(name[order])), len(order) - 1)
             last = order[ends]  # of each name in this part
-            last = last[own[last] >= steps[name[last]]]
-            steps[name[last]], there[name[last]] = own[last], True
+            last = last[part_steps[last] >= steps[name[last]]]
+            steps[name[last]], has_value[name[last]] = part_steps[last], True
             values[name[last]] = self.value[part][last]
-        return {self.names[n]: float(values[n]) for n in np.flatnonzero(there)}
+        return {self.names[n]: float(values[n]) for n in np.flatnonzero(has_value)}
 
 
 class ColumnSeries(Mapping[str, list[Row]]):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import NotWritten
 
 
 @contextmanager
@@ -19,10 +19,8 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         remedy = "free some space" if full else "choose a folder that can be written"
-        raise DecaylabError(
-            f"cannot write {path} ({error.strerror or error}): {remedy} and run the same command"
-            " again; what was there is unharmed"
-        ) from error
+        remedy += " and run the same command again; what was there is unharmed"
+        raise NotWritten(path, error, remedy) from error
 
 
 def replace_file(

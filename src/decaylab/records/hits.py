@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import Damaged
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,8 @@ class TestHits:
             if len(packed) != (self.images + 7) // 8:
                 raise ValueError(f"{len(packed)} bytes")
         except ValueError as error:
-            raise DecaylabError(
-                f"the hits of {self.images} test images are damaged ({error}): train the run again"
-            ) from error
+            what = f"the list of hits among {self.images} test images"
+            raise Damaged(what, error, "train the run again") from error
         return np.unpackbits(packed, count=self.images).astype(bool)
 
     def comparable(self, other: "TestHits") -> bool:

@@ -102,7 +102,7 @@ def settings_from_spec(spec: Mapping[str, Any], rows: Rows) -> list[SettingsChan
         scope = spec.get("decay_scope", "all")
         decayed = spec.get("weight_decay") and (scope == "all" or (scope == "fc") == head)
         normalised = bool(spec.get("batch_norm")) and not head
-        own = replace(
+        layer_settings = replace(
             common,
             decay=spec["decay"] if decayed else "none",
             weight_decay=spec["weight_decay"] if decayed else 0.0,
@@ -113,7 +113,9 @@ def settings_from_spec(spec: Mapping[str, Any], rows: Rows) -> list[SettingsChan
         for epoch in range(0, spec["epochs"], spec["lr_drop_every"]):
             drops = epoch // spec["lr_drop_every"]
             lr = spec["lr"] / spec.get("lr_drop_factor", 10.0) ** drops
-            changes.append(SettingsChange(epoch * per_epoch + 1, layer, replace(own, lr=lr)))
+            changes.append(
+                SettingsChange(epoch * per_epoch + 1, layer, replace(layer_settings, lr=lr))
+            )
     return changes
 
 

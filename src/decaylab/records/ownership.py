@@ -61,20 +61,20 @@ class Ownership:
                 self._owner = mine
                 _heart.add(self)
                 return None
-            there = read_owner(self.path)
-            if there is None:
+            holder = read_owner(self.path)
+            if holder is None:
                 if _age(self.path) < STALE:  # created this moment, or damaged: not for us to judge
                     return UNKNOWN
-            elif is_alive(there, self.path):
-                return there
-            self._remove_stale(mine, there)
+            elif is_alive(holder, self.path):
+                return holder
+            self._remove_stale(mine, holder)
         return read_owner(self.path) or UNKNOWN  # gone this moment: whoever removed it comes first
 
     def check(self) -> None:
         """Raise if the folder has another owner by now."""
-        there = read_owner(self.path)
-        if self._owner is not None and (there is None or there.token != self._owner.token):
-            who = "somebody removed its owner file" if there is None else f"{there} has it now"
+        holder = read_owner(self.path)
+        if self._owner is not None and (holder is None or holder.token != self._owner.token):
+            who = "somebody removed its owner file" if holder is None else f"{holder} has it now"
             raise DecaylabError(
                 f"{self.path.parent.name} was taken over while this process stood still ({who}):"
                 " nothing more is written here; that process goes on from the last checkpoint"

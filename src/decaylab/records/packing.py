@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import Damaged, DecaylabError
 from decaylab.records.columns import RowColumns
 from decaylab.records.files import replace_file
 from decaylab.records.rows import PACKED, Contents, Event, Rows, SettingsChange, read_lines
@@ -113,8 +113,8 @@ def read_packed(path: Path) -> Contents:
         return Contents(
             Rows(_rows(entry), tuple(entry["damaged"]), entry["superseded"]),
             tuple(
-                SettingsChange(step, layer, LayerSettings.from_json(own))
-                for step, layer, own in entry["settings"]
+                SettingsChange(step, layer, LayerSettings.from_json(settings))
+                for step, layer, settings in entry["settings"]
             ),
             tuple(Event(step, kind, data) for step, kind, data in entry["events"]),
             entry["meta"],
@@ -129,9 +129,7 @@ def read_packed(path: Path) -> Contents:
         IndexError,
         RecursionError,
     ) as error:
-        raise DecaylabError(
-            f"{path} is damaged ({type(error).__name__}: {error}): put the whole file back"
-        ) from error
+        raise Damaged(path, error, "put the whole file back") from error
 
 
 def _rows(entry: dict[str, Any]) -> RowColumns:

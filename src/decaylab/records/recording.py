@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import Lacks
 from decaylab.records import migration
 from decaylab.records.packing import has_rows, read_contents
 from decaylab.records.rows import Contents, Event, Rows, SettingsChange
@@ -95,13 +95,12 @@ def read_recording(source: str | Path | RunFolder) -> Recording:
     path = source.path if isinstance(source, RunFolder) else Path(source)
     folder = path.parent if path.is_file() else path
     rows = path if path.is_file() else path / "rows.jsonl"
-    own = (folder / "spec.toml").exists()
-    if not (own or rows.exists() or has_rows(folder)):
-        raise DecaylabError(
-            f"{path} holds no records: give a run folder, or a folder that watch(folder=...) wrote"
-        )
+    by_trainer = (folder / "spec.toml").exists()
+    if not (by_trainer or rows.exists() or has_rows(folder)):
+        remedy = "give a run folder, or a folder that watch(folder=...) wrote"
+        raise Lacks(path, "records", remedy)
     contents = read_contents(rows)
-    if not own:
+    if not by_trainer:
         return recording_of(str(path), contents, folder=folder)
     run = RunFolder(folder)
     manifest, spec = run.manifest(), run.spec_values()

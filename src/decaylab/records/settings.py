@@ -20,8 +20,8 @@ class LayerSettings:
         momentum, dampening, nesterov: of SGD's kind. beta1, beta2, eps: of Adam's kind; beta2 is
             the part of the second moment (Lion: of its only moment) that a step keeps.
         damping, curvature, scale_free, kl_clip, factor_decay, refresh_every, invert_every: K-FAC's;
-            scale_free is whether the damping follows this layer's norm.
-        step_rms: the size to which the optimizer scales each step (Muon's kind).
+            scale_free is whether the damping follows this layer's norm or curvature.
+        step_rms: the root mean square to which K-FAC scales each step; None if it does not.
         floor: the norm below which steps do not follow the norm any more (Adafactor).
         role: what it is in the network.
         invariant: whether the logits do not depend on its scale, as far as that is known: measured
@@ -29,6 +29,7 @@ class LayerSettings:
         together: the layers, this one included, that are scale-invariant only together.
         size: how many numbers the weight has; 0 where that was not recorded.
         rounding: how far apart its numbers are, relative, if they have fewer than 32 bits; else 0.
+        lost: whether rounding undoes its decay (`optim.decay.lost_to_rounding`).
         frozen: whether it is not trained. stepped: False for layers no watched optimizer steps.
     """
 
@@ -57,6 +58,7 @@ class LayerSettings:
     together: tuple[str, ...] = ()
     size: int = 0
     rounding: float = 0.0
+    lost: bool = False
     frozen: bool = False
     stepped: bool = True
 

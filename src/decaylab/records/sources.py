@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import WrongType
 from decaylab.records.recording import Recording, read_recording, recording_from_rows
 from decaylab.records.rows import Rows
 from decaylab.records.store import RunFolder
@@ -23,7 +23,5 @@ def as_recording(source: Source) -> Recording:
     held = getattr(source, "recording", None)
     if isinstance(held, Recording):
         return held
-    raise DecaylabError(
-        f"a {type(source).__name__} holds no records: give what `watch(...)` returned, or a folder"
-        " of records"
-    )
+    wanted = "what `watch(...)` returned, or a folder of records"
+    raise WrongType("the source of records", source, wanted)

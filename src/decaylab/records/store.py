@@ -21,7 +21,17 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from decaylab.errors import DecaylabError, did_you_mean, path_did_you_mean, printable
+from decaylab.errors import (
+    BadValue,
+    Damaged,
+    DecaylabError,
+    Lacks,
+    Mismatch,
+    NoFolder,
+    NotRead,
+    UnknownName,
+    printable,
+)
 from decaylab.records.files import disk_errors, replace_text
 from decaylab.records.hits import TestHits
 from decaylab.records.ownership import Ownership, is_owned
@@ -116,10 +126,8 @@ class RunFolder:
         try:
             return (self.path / "spec.toml").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise DecaylabError(
-                f"{self.path} has no readable spec.toml: give another run folder, or delete this"
-                " one and train again"
-            ) from error
+            remedy = "give another run folder, or delete this one and train again"
+            raise NotRead(self.path / "spec.toml", error, remedy) from error
 
     def spec_values(self) -> dict[str, Any]:
         """The spec as it stands there, key by key: numbers, text and lists of them."""
@@ -133,10 +141,8 @@ class RunFolder:
                     raise ValueError(f"{key} is {value!r}")
             return values
         except (ValueError, RecursionError) as error:  # no TOML, or not what a spec holds
-            raise DecaylabError(
-                f"{self.path / 'spec.toml'} is damaged ({error}): move the folder away and train"
-                " again"
-            ) from error
+            remedy = "move the folder away and train again"
+            raise Damaged(self.path / "spec.toml", error, remedy) from error
 
     def rows(self) -> Rows:
         """The rows that count, and what was left out; an error where nothing can be read."""
@@ -149,11 +155,8 @@ class RunFolder:
         try:
             yield
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            what = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            raise DecaylabError(
-                f"{self.path / name} cannot be read ({what}): see to its owner and mode, or move"
-                " the folder away"
-            ) from error
+            remedy = "see to its owner and mode, or move the folder away"
+            raise NotRead(self.path / name, error, remedy) from error
 
     def manifest(self) -> Manifest | None:
         """The manifest, None if the run has not got that far, an error if it is unreadable.
@@ -229,10 +232,8 @@ class RunFolder:
         now = tomllib.loads(spec_text)
         for key, value in self.spec_values().items():
             if key not in now or now[key] != value or type(now[key]) is not type(value):
-                raise DecaylabError(
-                    f"the spec under {self.path} has changed: {key} is {value!r} there and"
-                    f" {now.get(key)!r} now; use another --runs folder, or move that one away"
-                )
+                values = {f"the spec in {self.path}": repr(value), "this run": repr(now.get(key))}
+                raise Mismatch(key, values, "use another --runs folder, or move that one away")
 
 
 class RunStore:
@@ -253,10 +254,7 @@ class RunStore:
     def folder(self, run_id: str) -> RunFolder:
         """The folder of a run, there or not; never one outside of the store."""
         if run_id in ("", ".", "..") or "/" in run_id or "\0" in run_id or len(run_id) > 255:
-            shown = run_id if len(run_id) <= 80 else f"{run_id[:60]}..."
-            raise DecaylabError(
-                f"{shown!r} is not the id of a run: give the name of a folder in {self.root}"
-            )
+            raise BadValue("the id of a run", run_id, f"the name of a folder in {self.root}")
         return RunFolder(self.root / run_id)
 
     def runs(self) -> list[RunFolder]:
@@ -273,16 +271,13 @@ class RunStore:
         if len(matches) == 1:
             return matches[0]
         if not runs:
-            near = "" if self.root.exists() else path_did_you_mean(self.root)
-            raise DecaylabError(
-                f"no run {name!r}: there is none in {self.root}{near}; give the folder of your runs"
-                " with --runs"
-            )
+            remedy = f"give the folder of run {name!r} with --runs"
+            if not self.root.exists():
+                raise NoFolder(self.root, remedy)
+            raise Lacks(self.root, "runs", remedy)
         if not matches:
-            raise DecaylabError(
-                f"no run {name!r} in {self.root}{did_you_mean(name, [run.id for run in runs])}:"
-                f" `decaylab runs list --runs {self.root}` shows the {len(runs)} that are there"
-            )
+            remedy = f"`decaylab runs list --runs {self.root}` shows the {len(runs)} there are"
+            raise UnknownName("run", name, [run.id for run in runs], remedy)
         examples = ", ".join(run.id for run in matches[:4])
         raise DecaylabError(
             f"{len(matches)} runs match {name!r} ({examples} ...): give more of the id"
@@ -317,16 +312,13 @@ def _parse_manifest(path: Path) -> Manifest:
     try:
         entry = json.loads(path.read_bytes())
         if entry["format"] != FORMAT:
-            raise DecaylabError(
-                f"{path.parent} was written in format {entry['format']} by decaylab"
-                f" {entry.get('version')}, this version reads format {FORMAT}: {advice}"
-            )
+            writer = f"{path.parent} of decaylab {entry.get('version')}"
+            raise Mismatch("format", {writer: entry["format"], "this version": FORMAT}, advice)
         manifest = manifest_from(entry)
         if manifest.status not in get_args(Status):
             raise ValueError(f"status {manifest.status!r}")
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        what = f"{type(error).__name__}: {error}"  # repr has all bytes that are no text
-        raise DecaylabError(f"{path} is damaged ({what}): {advice}") from error
+        raise Damaged(path, error, advice) from error
     return manifest
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 import decaylab
 from decaylab.attribution import Attribution, Shares, words
-from decaylab.errors import DecaylabError
+from decaylab.document import Grid, GridCell, Image, Report, Section, Subsection
 from decaylab.records.files import disk_errors, replace_text
-from decaylab.report.drawing import Bars, Line, Panel, check_extra, draw
-from decaylab.report.page import Grid, GridCell, Image, Report, Section, Subsection, to_html
+from decaylab.report.drawing import Bars, Line, Panel, check_page, draw
+from decaylab.report.page import to_html
 from decaylab.training.paths import LayerPaths
 
 POINTS = 200  # of a drawn path
@@ -19,9 +19,7 @@ POINTS = 200  # of a drawn path
 
 def write_attribution(path: Path, result: Attribution, title: str = "") -> None:
     """Write an attribution with its figures as one offline HTML file."""
-    if path.suffix not in (".html", ".htm"):
-        raise DecaylabError(f"the report is an HTML file: give {path.with_suffix('.html')}")
-    check_extra()
+    check_page(path)
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, to_html(attribution_report(result, title)))

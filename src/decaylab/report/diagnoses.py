@@ -3,32 +3,27 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import decaylab
-from decaylab.diagnosis import Diagnosis, Finding, Mechanism, Verdict, diagnose, words
-from decaylab.diagnosis.commands import Places
+from decaylab.diagnosis import Diagnosis, Finding, Mechanism, diagnose, words
 from decaylab.diagnosis.comparable import FREE_TO_DIFFER
+from decaylab.diagnosis.layout import TONES, mechanism, sections, warnings
 from decaylab.diagnosis.runs import RecordedLayer, Run
-from decaylab.diagnosis.verdict import LayerRow
-from decaylab.errors import DecaylabError
+from decaylab.document import Grid, GridCell, Report, Section, Subsection
+from decaylab.errors import DecaylabError, Lacks
 from decaylab.optim.laws.dynamics import Series
 from decaylab.records.files import disk_errors, replace_text
 from decaylab.records.sources import Source
-from decaylab.report.drawing import Line, Panel, check_extra, figure_of, line
+from decaylab.report.drawing import Line, Panel, check_page, figure_of, line
 from decaylab.report.names import counted_seeds, differing, named
-from decaylab.report.page import Grid, GridCell, Report, Section, Subsection, Tone, to_html
+from decaylab.report.page import to_html
 from decaylab.sweeps.run_index import IndexedRun
 from decaylab.training import RunSpec
 
-TONES: dict[str, Tone] = {
-    Verdict.ACTS: "good",
-    Verdict.DOES_NOT_ACT: "plain",
-    Verdict.CANNOT_TELL: "near",
-}
 SAYS = {
     Mechanism.EFFECTIVE_LR: "If a layer is normalised, the scale of its weights W does not change"
     " what the network computes. It only sets how far a step turns them. Decay keeps |W|"
@@ -154,10 +149,10 @@ def _titles(cases: Sequence[DiagnosedSetting]) -> list[str]:
         alike = [other.spec for words, other in zip(titles, cases, strict=True) if words == title]
         names = [name for name in differing(*alike) if name != "seed"]
         values = {name: getattr(case.spec, name) for name in names}
-        more = [
+        differences = [
             f"no {name}" if value == "" else f"{name} {value}" for name, value in values.items()
         ]
-        distinct.append(", ".join([title, *more]))
+        distinct.append(", ".join([title, *differences]))
     return distinct
 
 
@@ -207,7 +202,7 @@ def _compared(case: DiagnosedSetting) -> GridCell:
 
 def _details(number: int, title: str, case: DiagnosedSetting) -> Subsection:
     """The evidence of a setting: what to know first, the reasons, factors by layer and seed."""
-    first = [words.first_text(*item) for result in case.diagnoses for item in result.first]
+    first = [text for result in case.diagnoses for text in warnings(result)]
     seeds = [str(seed) for seed in case.seeds]
     follows = _by_seed([words.follow_texts(result) for result in case.diagnoses], seeds)
     grids = [_reasons(case.diagnoses, seeds)]
@@ -255,15 +250,16 @@ def _reasons(diagnoses: Sequence[Diagnosis], seeds: Sequence[str]) -> Grid:
         GridCell("records"),
     ]
     rows = []
-    for place, mechanism in enumerate(Mechanism):
+    for place, name in enumerate(Mechanism):
         seeds_by_reason: dict[tuple[str, str, str], list[str]] = {}
         for result, seed in zip(diagnoses, seeds, strict=True):
             finding = result.findings[place]
-            reason = finding.verdict, _why(finding, places), words.records_words(finding)
+            section = mechanism(finding, places)
+            reason = section.badge, " ".join(section.text), section.note
             seeds_by_reason.setdefault(reason, []).append(seed)
         rows += [
             [
-                GridCell(mechanism),
+                GridCell(name),
                 GridCell(", ".join(same)),
                 GridCell(verdict, tone=TONES[verdict]),
                 *(GridCell(words, "words") for words in texts),
@@ -273,13 +269,6 @@ def _reasons(diagnoses: Sequence[Diagnosis], seeds: Sequence[str]) -> Grid:
     return Grid(header, rows)
 
 
-def _why(finding: Finding, places: Places) -> str:
-    text = words.finding_text(finding)
-    if finding.remedies:
-        return f"{text} To decide it: {words.remedy_text(finding, places)}."
-    return text
-
-
 def _layers_by_seed(findings: Sequence[Finding], seeds: Sequence[str]) -> Grid:
     """A row per layer, a column per seed; a layer without a factor says why."""
     names = dict.fromkeys(row.layer for finding in findings for row in finding.layers)
@@ -287,8 +276,7 @@ def _layers_by_seed(findings: Sequence[Finding], seeds: Sequence[str]) -> Grid:
     rows: list[list[GridCell]] = []
     for name in names:
         layer_rows = [next((x for x in f.layers if x.layer == name), None) for f in findings]
-        texts = [_effect(x) for x in layer_rows]
-        cells = [GridCell(text, "words") for text in texts]
+        cells = [GridCell(words.layer_text(x) if x else "—", "words") for x in layer_rows]
         if rows and rows[-1][1:] == cells and not any(x and x.effect for x in layer_rows):
             rows[-1][0] = GridCell(f"{rows[-1][0].text}, {name}", "words")  # layers for one reason
         else:
@@ -303,23 +291,15 @@ def write_diagnosis(
     path: Path, runs: Source | Sequence[Source], baselines: Source | Sequence[Source] = ()
 ) -> Diagnosis:
     """Diagnose, and write the result with its figures as one offline HTML file; the result."""
-    _check_page(path)
-    mine, others = _listed(runs), _listed(baselines)
-    single = len(mine) == 1 and len(others) <= 1
-    result = diagnose(mine[0], others[0] if others else None) if single else diagnose(mine, others)
+    check_page(path)
+    result = diagnose(runs, baselines)
     write_page(result, path)
     return result
 
 
-def _check_page(path: Path) -> None:
-    if path.suffix not in (".html", ".htm"):
-        raise DecaylabError(f"the report is an HTML file: give {path.with_suffix('.html')}")
-    check_extra()
-
-
 def write_page(result: Diagnosis, path: Path) -> Path:
     """Write a result with its figures as one offline HTML file; its path."""
-    _check_page(path)
+    check_page(path)
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, to_html(diagnosis_report(result)))
@@ -330,23 +310,39 @@ def diagnosis_figure(result: Diagnosis) -> Any:
     """All curves of a result as a matplotlib figure."""
     shown = [panel for finding in result.findings for panel in _panels(finding, result)]
     if not shown:
-        raise DecaylabError(
-            "there is nothing to draw: record more, as with watch(..., every=10,"
-            ' probes="diagnosis", inputs=batch)'
-        )
+        remedy = 'record more, as with watch(..., every=10, probes="diagnosis", inputs=batch)'
+        raise Lacks("this diagnosis", "curves to draw", remedy)
     return figure_of(shown)
-
-
-def _listed(sources: Source | Sequence[Source] | None) -> list[Source]:
-    if isinstance(sources, list | tuple):
-        return list(sources)
-    return [] if sources is None else [sources]
 
 
 def diagnosis_report(result: Diagnosis) -> Report:
     """One diagnosis as a page: the answer, verdicts, what follows, each mechanism's evidence."""
     others = ", ".join(result.baselines)
     against = f"against {others}" if others else "from this run alone"
+    blocks = sections(result)
+    evidence = [
+        _evidence(number, block, finding, result)
+        for number, (block, finding) in enumerate(zip(blocks, result.findings, strict=False), 1)
+    ]
+    return Report(
+        f"What weight decay does in {', '.join(result.runs)}",
+        f"Judged {against}, {result.compared[0][0].steps} steps, on"
+        f" {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by decaylab {decaylab.__version__}",
+        [
+            Section("result", "Result", blocks=[_overview(result), *blocks[len(evidence) :]]),
+            Section("evidence", "Evidence", blocks=evidence),
+        ],
+        warnings(result),
+        "Every number is from a record. Factors are means over the second half of the records. The"
+        " range is over these records, or over layers for a factor of several layers. In figures,"
+        " every line is one layer of one run. Mechanisms: Zhang, Wang, Xu, Grosse, Three Mechanisms"
+        " of Weight Decay Regularization, ICLR 2019.",
+        notices_title="Know this first",
+    )
+
+
+def _overview(result: Diagnosis) -> Subsection:
+    """The answer, and a row per mechanism that leads to its evidence."""
     header = [GridCell(name) for name in ("mechanism", "verdict", "effect")]
     rows = [
         [
@@ -356,81 +352,17 @@ def diagnosis_report(result: Diagnosis) -> Report:
         ]
         for number, finding in enumerate(result.findings, start=1)
     ]
-    verdicts = [
-        Subsection(
-            "verdicts", "Verdicts", text=[words.headline(result)], grids=[Grid(header, rows)]
-        ),
-        Subsection("follows", "What follows", text=words.follow_texts(result)),
-    ]
-    if result.motions:
-        verdicts.append(_motions(result))
-    if result.skipped:
-        left = words.left_out(result).items()
-        cells = [[GridCell(layers, "words"), GridCell(why, "words")] for why, layers in left]
-        grid = Grid([GridCell("layers"), GridCell("why")], cells)
-        verdicts.append(Subsection("skipped", "Layers left out", grids=[grid]))
-    evidence = [
-        _evidence(number, finding, result) for number, finding in enumerate(result.findings, 1)
-    ]
-    return Report(
-        f"What weight decay does in {', '.join(result.runs)}",
-        f"Judged {against}, {result.compared[0][0].steps} steps, on"
-        f" {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by decaylab {decaylab.__version__}",
-        [
-            Section("result", "Result", blocks=verdicts),
-            Section("evidence", "Evidence", blocks=evidence),
-        ],
-        [words.first_text(*item) for item in result.first],
-        "Every number is from a record. Factors are means over the second half of the records. The"
-        " range is over these records, or over layers for a factor of several layers. In figures,"
-        " every line is one layer of one run. Mechanisms: Zhang, Wang, Xu, Grosse, Three Mechanisms"
-        " of Weight Decay Regularization, ICLR 2019.",
-        notices_title="Know this first",
+    return Subsection("verdicts", "Verdicts", [words.headline(result)], grids=[Grid(header, rows)])
+
+
+def _evidence(number: int, block: Subsection, finding: Finding, result: Diagnosis) -> Subsection:
+    return replace(
+        block,
+        anchor=f"mechanism-{number}",
+        title=f"{number}. {block.title}",
+        text=[SAYS[finding.mechanism], *block.text],
+        charts=_panels(finding, result),
     )
-
-
-def _evidence(number: int, finding: Finding, result: Diagnosis) -> Subsection:
-    panels = _panels(finding, result)
-    table = [  # a name is not broken, a list of them is
-        [
-            GridCell(names, "words" if "," in names else "key"),
-            _verdict(verdict),
-            GridCell(text, "words"),
-        ]
-        for names, verdict, text in words.layer_table(finding)
-    ]
-    header = [GridCell("layer"), GridCell("verdict"), GridCell(words.layer_heading(finding))]
-    return Subsection(
-        f"mechanism-{number}",
-        f"{number}. {words.verdict_title(finding)}",
-        text=[SAYS[finding.mechanism], _why(finding, result.places)],
-        note=words.records_words(finding),
-        charts=panels,
-        grids=[Grid(header, table)] if any(row.effect for row in finding.layers) else (),
-    )
-
-
-def _effect(row: LayerRow | None) -> str:
-    if row is None:
-        return "—"
-    if row.effect is not None:
-        return words.effect_range(row.effect)
-    return words.sentence(row.why) if row.why is not None else ""
-
-
-def _motions(result: Diagnosis) -> Subsection:
-    headings, table = words.motion_table(result)
-    header = [GridCell(name, "number" if place else "") for place, name in enumerate(headings)]
-    rows = [
-        [GridCell(text, "number" if place else "key") for place, text in enumerate(row)]
-        for row in table
-    ]
-    text = [*words.insight(result), words.motion_legend(result)]
-    return Subsection("motions", words.motion_title(result), text=text, grids=[Grid(header, rows)])
-
-
-def _verdict(text: str) -> GridCell:
-    return GridCell(text, tone=TONES[text]) if text in TONES else GridCell(text)
 
 
 def _panels(finding: Finding, result: Diagnosis) -> list[Panel]:

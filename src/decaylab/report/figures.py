@@ -59,7 +59,7 @@ def over_seeds(
     Runs that were not recorded at the same places are lines of their own.
     """
     places = [[x for x, _ in run] for run in runs]
-    if len(runs) < 2 or any(own != places[0] for own in places):
+    if len(runs) < 2 or any(xs != places[0] for xs in places):
         names = [f"seed {n}" for n in range(len(runs))] if len(runs) > 1 else [""]
         return (
             [line(label, run, factor, name) for run, name in zip(runs, names, strict=True)]

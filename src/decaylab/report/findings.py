@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from decaylab.diagnosis import Mechanism, Verdict
+from decaylab.document import Grid, GridCell, Section, Subsection, Tone
 from decaylab.paper.claims import Claim
 from decaylab.report.diagnoses import DiagnosedSetting
-from decaylab.report.page import Grid, GridCell, Section, Subsection, Tone
 from decaylab.theory import Check
 
 DOES = {
@@ -58,13 +58,13 @@ def _claims(claims: Mapping[str, Sequence[Claim]]) -> list[list[GridCell]]:
                 seen = f"{claim.id}, {claim.where}, tier {tier}: {claim.effect or '—'}"
                 badge = GridCell(verdict, tone=tone, link=f"claims-{tier}")
                 text = f"The paper's claim {claim.id}: {claim.claim}."
-                rows.append([badge, GridCell(text, "words", more=seen)])
+                rows.append([badge, GridCell(text, "words", notes=seen)])
     first = next(iter(claims.items()), None)
     unsettled = [c.id for c in first[1] if c.id not in settled] if first else []
     if first and unsettled:
         text = f"{len(unsettled)} of the paper's {len(first[1])} claims are open."
         badge = GridCell("open", tone="plain", link=f"claims-{first[0]}")
-        rows.append([badge, GridCell(text, "words", more=", ".join(unsettled))])
+        rows.append([badge, GridCell(text, "words", notes=", ".join(unsettled))])
     return rows
 
 
@@ -84,7 +84,7 @@ def _mechanisms(settings: Sequence[DiagnosedSetting]) -> list[list[GridCell]]:
         text = f"{DOES[mechanism]}, in {acting} of the {len(decided)} settings that can be judged."
         unjudged = len(settings) - len(decided)
         seen = f"{unjudged} more settings lack the records for it" if unjudged else ""
-        rows.append([badge, GridCell(text, "words", more=seen)])
+        rows.append([badge, GridCell(text, "words", notes=seen)])
     return rows
 
 
@@ -97,4 +97,4 @@ def _theory(checks: Sequence[Check]) -> list[list[GridCell]]:
     badge = GridCell(f"{holding} of {len(stated)}", tone=tone, link="theory")
     text = "The paper's lemmas, theorem and equations hold on random networks."
     seen = "both sides of each are computed in double precision"
-    return [[badge, GridCell(text, "words", more=seen)]]
+    return [[badge, GridCell(text, "words", notes=seen)]]

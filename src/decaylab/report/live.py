@@ -13,9 +13,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from decaylab.diagnosis import Diagnosis, Verdict, diagnose, words
+from decaylab.diagnosis import Diagnosis, diagnose, words
+from decaylab.diagnosis.layout import mechanisms, warnings
 from decaylab.diagnosis.runs import Run, read_run
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, Failed
 from decaylab.optim.laws.dynamics import Series
 from decaylab.records.packing import has_rows
 from decaylab.report.curves import asset, curves, script
@@ -24,7 +25,6 @@ from decaylab.report.names import in_words
 
 ADDRESS = "127.0.0.1"
 QUANTITIES = ("effective learning rate", "angle per step", "norm |W|")
-TONES = {Verdict.ACTS: "good", Verdict.DOES_NOT_ACT: "plain", Verdict.CANNOT_TELL: "near"}
 
 
 @dataclass(frozen=True)
@@ -193,15 +193,15 @@ def state(standing: Standing | None, folder: Path) -> dict[str, Any]:
         "name": standing.name,
         "progress": f"{standing.progress}; {standing.last_record}",
         "headline": words.headline(judged) if judged else "Too few records for a verdict yet.",
-        "first": [words.first_text(*item) for item in judged.first] if judged else [],
+        "first": warnings(judged) if judged else [],
         "verdicts": [
             {
-                "title": words.verdict_title(finding),
-                "verdict": finding.verdict,
-                "tone": TONES[finding.verdict],
-                "text": words.finding_text(finding),
+                "title": section.title,
+                "verdict": section.badge,
+                "tone": section.tone,
+                "text": section.text[0],
             }
-            for finding in (judged.findings if judged else ())
+            for section in (mechanisms(judged) if judged else ())
         ],
         "panels": [curves(panel) for panel in panels(standing)],
     }
@@ -223,10 +223,8 @@ class Server(http.server.ThreadingHTTPServer):
         try:
             super().__init__((ADDRESS, port), _Handler)
         except OSError as error:
-            raise DecaylabError(
-                f"port {port} cannot be used ({error.strerror}): give another with --port, or 0 for"
-                " any that is free"
-            ) from error
+            remedy = "give another with --port, or 0 for any that is free"
+            raise Failed(f"opening port {port}", error, remedy) from error
 
     @property
     def url(self) -> str:

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
+from decaylab.document import Grid, GridCell, Section, Subsection, Tone
 from decaylab.paper import FinishedRun, FinishedRuns
 from decaylab.report.drawing import Panel, line
 from decaylab.report.names import counted_seeds, named
-from decaylab.report.page import Grid, GridCell, Section, Subsection, Tone
 from decaylab.report.tables import OverSeeds, number
 from decaylab.sweeps.run_index import IndexedRun
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from decaylab.document import Grid, GridCell, Section, Subsection, Tone
 from decaylab.paper import TIERS
-from decaylab.report.page import Grid, GridCell, Section, Subsection, Tone
 from decaylab.sweeps.run_index import IndexedRun
 
 MOST_SEEDS = 10  # a seed may also be a date

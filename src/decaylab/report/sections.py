@@ -1,19 +1,20 @@
 """The sections of a report: claims, tables, figures and theory, each from what is recorded."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from decaylab.document import Grid, GridCell, Image, Section, Subsection, Tone
 from decaylab.paper import TIERS, Artefact, Cell, FinishedRuns, artefacts, cells
 from decaylab.paper.claims import Claim, judge
 from decaylab.paper.tiers import stand_ins
 from decaylab.report.curves import is_curves
-from decaylab.report.drawing import Panel, draw
+from decaylab.report.drawing import Panel
 from decaylab.report.figures import panels
 from decaylab.report.names import counted_seeds, named
-from decaylab.report.page import Grid, GridCell, Image, Section, Subsection, Tone
+from decaylab.report.sheets import Sheet
 from decaylab.report.tables import (
     Entry,
     OverSeeds,
@@ -45,6 +46,16 @@ class Filled:
     def coverage(self) -> str:
         """How much there is, in words."""
         return f"{self.done} of {len(self.cells)} cells"
+
+    @property
+    def anchor(self) -> str:
+        """Its name on the page, and that of its files."""
+        return f"{self.artefact.name}-{self.tier}"
+
+    @property
+    def drawn(self) -> list[Panel]:
+        """The panels that show something."""
+        return [panel for panel in self.panels if not panel.empty]
 
 
 def fill(artefact: Artefact, tier: str, finished_runs: FinishedRuns, seeds: int) -> Filled:
@@ -120,11 +131,13 @@ def tables_section(filled: Sequence[Filled], finished_runs: FinishedRuns, tier: 
     return Section(f"tables-{tier}", f"Tables, tier {tier}", text, blocks)
 
 
-def figures_section(filled: Sequence[Filled], finished_runs: FinishedRuns, tier: str) -> Section:
-    """The paper's figures at one tier."""
+def figures_section(
+    filled: Sequence[Filled], finished_runs: FinishedRuns, tier: str, sheets: Mapping[str, Sheet]
+) -> Section:
+    """The paper's figures at one tier; `sheets`: the pictures of each, by its anchor."""
     figures = [filled_figure for filled_figure in filled if filled_figure.table is None]
     blocks = [
-        _figure_block(filled_figure, finished_runs)
+        _figure_block(filled_figure, finished_runs, sheets)
         for filled_figure in figures
         if filled_figure.done
     ]
@@ -157,7 +170,7 @@ def _table_block(filled: Filled, finished_runs: FinishedRuns) -> Subsection:
         command = f"`decaylab reproduce {filled.artefact.name} --tier {filled.tier}`"
         missing.insert(0, f"{rows - len(shown)} of {rows} rows have no run yet: {command}")
     return Subsection(
-        f"{filled.artefact.name}-{filled.tier}",
+        filled.anchor,
         titled(filled.artefact),
         text=[*_shows(filled.artefact), *filter(None, [legend(filled.table)])],
         note=_note(filled, finished_runs),
@@ -166,9 +179,12 @@ def _table_block(filled: Filled, finished_runs: FinishedRuns) -> Subsection:
     )
 
 
-def _figure_block(filled: Filled, finished_runs: FinishedRuns) -> Subsection:
-    drawn = [panel for panel in filled.panels if not panel.empty]
-    titles = {panel.title for panel in drawn}
+def _figure_block(
+    filled: Filled, finished_runs: FinishedRuns, sheets: Mapping[str, Sheet]
+) -> Subsection:
+    titles = {panel.title for panel in filled.drawn}
+    charts = [panel for panel in filled.drawn if is_curves(panel)]
+    still = [panel for panel in filled.drawn if not is_curves(panel)]
     empty = dict.fromkeys(
         f"{panel.title} over {panel.x_label}" if panel.title in titles else panel.title
         for panel in filled.panels
@@ -177,13 +193,16 @@ def _figure_block(filled: Filled, finished_runs: FinishedRuns) -> Subsection:
     missing = _without_setting(filled)
     if empty:
         missing = f"Nothing recorded yet for {_first(list(empty))}. {missing}".strip()
+    pictures = sheets[filled.anchor].alone if still else []
     return Subsection(
-        f"{filled.artefact.name}-{filled.tier}",
+        filled.anchor,
         titled(filled.artefact),
         text=_shows(filled.artefact),
         note=_note(filled, finished_runs),
-        images=[Image(draw(panel), _alternative(panel)) for panel in drawn if not is_curves(panel)],
-        charts=[panel for panel in drawn if is_curves(panel)],
+        images=[
+            Image(image, _alternative(panel)) for image, panel in zip(pictures, still, strict=True)
+        ],
+        charts=charts,
         missing=missing,
     )
 
@@ -252,8 +271,8 @@ def _without_setting(filled: Filled) -> str:
 
 def _first(names: Sequence[str], most: int = 4) -> str:
     """The first of some names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return "; ".join(names[:most]) + more
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return "; ".join(names[:most]) + rest
 
 
 def claims_section(claims: Sequence[Claim], tier: str, shown: Collection[str]) -> Section:
@@ -271,7 +290,7 @@ def claims_section(claims: Sequence[Claim], tier: str, shown: Collection[str]) -
             ),
             GridCell(claim.claim, "words"),
             GridCell(claim.where, link=evidence),
-            GridCell(claim.effect or "—", "words", more="; ".join(claim.notes)),
+            GridCell(claim.effect or "—", "words", notes="; ".join(claim.notes)),
             GridCell(number(claim.value), "number"),
             GridCell(number(claim.spread), "number"),
             GridCell(str(claim.n), "number"),
@@ -323,7 +342,7 @@ def overview(filled: Iterable[Filled]) -> Subsection:
             GridCell(
                 filled_artefact.coverage,
                 tone=_fullness(filled_artefact),
-                link=f"{artefact.name}-{filled_artefact.tier}" if filled_artefact.done else "",
+                link=filled_artefact.anchor if filled_artefact.done else "",
             )
             for filled_artefact in by_tier.values()
         ]

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from decaylab.document import Grid, GridCell, Tone
 from decaylab.report.names import key_title, key_words, named
-from decaylab.report.page import Grid, GridCell, Tone
 
 Effect = Literal["difference", "ratio"]
 
@@ -314,8 +314,8 @@ def _pair_row(pair: Pair, effect: Effect) -> list[GridCell]:
         ours = entry.ours.short()
         if entry.own.n:
             ours = f"{ours}, {OWN} {entry.own.short()}"
-            own = change_words(change(entry.paper, entry.own.mean, effect), effect)
-            distance = f"{distance}, {OWN} {own}"
+            searched = change_words(change(entry.paper, entry.own.mean, effect), effect)
+            distance = f"{distance}, {OWN} {searched}"
         row += [GridCell(number(entry.paper), "number"), GridCell(ours, "number")]
         row.append(GridCell(distance, "number", agreement(entry, effect)))
     row.append(GridCell(change_words(pair.effect(effect, paper=True), effect), "number"))

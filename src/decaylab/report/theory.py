@@ -1,15 +1,11 @@
 """The theory's checks, computed in another process while this one reads and draws."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 
-import decaylab
+from decaylab.report.beside import module_beside
 from decaylab.report.sections import theory_checks
 from decaylab.theory import Check
 
@@ -18,25 +14,9 @@ NAMES = tuple(field.name for field in fields(Check))
 
 @contextmanager
 def theory_beside() -> Iterator[Callable[[], list[Check]]]:
-    """Begin the checks; what is given waits for them.
-
-    With one core, or where the other process fails, they are computed by that call.
-    """
-    if (os.cpu_count() or 1) < 2:
-        yield theory_checks
-        return
-    package_root = str(Path(decaylab.__file__).parents[1])
-    paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    with subprocess.Popen(
-        [sys.executable, "-m", "decaylab", "theory", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    ) as process:
-        try:
-            yield lambda: _read(process.communicate()[0]) or theory_checks()
-        finally:
-            process.kill()
+    """Begin the checks; what is given waits for them, or computes them where that failed."""
+    with module_beside("decaylab", "theory", "--json") as output:
+        yield lambda: _read(output()) or theory_checks()
 
 
 def _read(text: bytes) -> list[Check]:

@@ -1,21 +1,23 @@
 """From a folder of runs to the files of a report."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import decaylab
+from decaylab.document import Report, Section, to_markdown
 from decaylab.paper import FinishedRuns
+from decaylab.paper.claims import Claim
 from decaylab.records import RunStore
 from decaylab.records.files import disk_errors, replace_file, replace_text
-from decaylab.report.diagnoses import DiagnosedSetting, diagnosed, diagnoses_section
-from decaylab.report.drawing import check_extra, side_by_side
+from decaylab.report.diagnoses import diagnosed, diagnoses_section
+from decaylab.report.drawing import check_extra
 from decaylab.report.figures import panels_csv
 from decaylab.report.findings import findings_section
 from decaylab.report.mechanisms import demo_runs, demo_section
-from decaylab.report.page import Report, Section, to_html, to_markdown
+from decaylab.report.page import to_html
 from decaylab.report.provenance import provenance, seeds_of, tiers_of
 from decaylab.report.sections import (
     Filled,
@@ -28,6 +30,7 @@ from decaylab.report.sections import (
     tables_section,
     theory_section,
 )
+from decaylab.report.sheets import Sheet, sheets_beside
 from decaylab.report.tables import to_csv
 from decaylab.report.theory import theory_beside
 from decaylab.sweeps.run_index import IndexedRun, indexed_runs
@@ -72,22 +75,39 @@ def _write_report(
     tell(f"reading the runs in {runs}")
     indexed, left_out = indexed_runs(store)
     filled = _filled(indexed, finished_runs, tell)
-    tell(f"diagnosing {len(indexed)} runs")
-    cases, undiagnosed = diagnosed(indexed)
-    tell("judging the claims")
-    sections = _sections(indexed, filled, finished_runs, cases, checks)
+    demo = demo_runs(indexed, finished_runs)
+    demo_sections = [demo_section(demo)] if demo else []
+    figures = {
+        **{block.anchor: block.charts for part in demo_sections for block in part.blocks},
+        **{figure.anchor: figure.drawn for figure in filled if figure.done},
+    }
+    with sheets_beside({name: drawn for name, drawn in figures.items() if drawn}) as drawn_sheets:
+        tell(f"diagnosing {len(indexed)} runs")
+        cases, undiagnosed = diagnosed(indexed)
+        tell("judging the claims")
+        claims = _claims(indexed, filled, finished_runs)
+        tell("drawing the figures")
+        theory, sheets = checks(), drawn_sheets()
     notices = tuple(dict.fromkeys([*left_out, *finished_runs.left_out, *undiagnosed]))
     report = Report(
         "decaylab: what weight decay does",
         f"{len(indexed)} runs in {runs.name or runs}, read on {datetime.now(UTC):%Y-%m-%d %H:%M}"
         f" UTC by decaylab {decaylab.__version__}",
-        sections,
+        [
+            findings_section(claims, cases, theory),
+            *demo_sections,
+            *_paper_sections(claims, filled, finished_runs, sheets),
+            *([diagnoses_section(cases)] if cases else []),
+            Section("overview-section", "Coverage", blocks=[overview(filled)]),
+            theory_section(theory),
+            provenance(indexed),
+        ],
         notices,
         "Every number is from a record; paper: Zhang, Wang, Xu, Grosse, Three Mechanisms of Weight"
         " Decay Regularization, ICLR 2019.",
     )
-    tell("drawing the figures and writing the files")
-    files = _write(report, filled, out)
+    tell("writing the files")
+    files = _write(report, filled, sheets, out)
     coverage: dict[str, dict[str, tuple[int, int]]] = {}
     for filled_artefact in filled:
         coverage.setdefault(filled_artefact.tier, {})[filled_artefact.artefact.name] = (
@@ -109,39 +129,35 @@ def _filled(
     return filled
 
 
-def _sections(
-    indexed: Sequence[IndexedRun],
+def _claims(
+    indexed: Sequence[IndexedRun], filled: Sequence[Filled], finished_runs: FinishedRuns
+) -> dict[str, list[Claim]]:
+    """The paper's claims at each tier that something is shown of."""
+    tiers = dict.fromkeys(artefact.tier for artefact in filled if artefact.done)
+    return {tier: judged(finished_runs, tier, seeds_of(indexed)) for tier in tiers}
+
+
+def _paper_sections(
+    claims: Mapping[str, Sequence[Claim]],
     filled: Sequence[Filled],
     finished_runs: FinishedRuns,
-    cases: Sequence[DiagnosedSetting],
-    checks: Callable[[], Sequence[Check]],
+    sheets: Mapping[str, Sheet],
 ) -> list[Section]:
-    demo = demo_runs(indexed, finished_runs)
-    claims, paper = {}, []
-    for tier in dict.fromkeys(filled_artefact.tier for filled_artefact in filled):
-        at_tier = [filled_artefact for filled_artefact in filled if filled_artefact.tier == tier]
-        shown = {
-            filled_artefact.artefact.name for filled_artefact in at_tier if filled_artefact.done
-        }
-        if shown:
-            claims[tier] = judged(finished_runs, tier, seeds_of(indexed))
-            paper += [
-                claims_section(claims[tier], tier, shown),
-                tables_section(at_tier, finished_runs, tier),
-                figures_section(at_tier, finished_runs, tier),
-            ]
-    diagnosis = [diagnoses_section(cases)] if cases else []
-    theory = checks()
-    return [
-        findings_section(claims, cases, theory),
-        *([demo_section(demo)] if demo else []),
-        *((*paper, *diagnosis) if paper else diagnosis),
-        Section("overview-section", "Coverage", blocks=[overview(filled)]),
-        *(theory_section(theory), provenance(indexed)),
-    ]
+    sections = []
+    for tier, at_tier_claims in claims.items():
+        at_tier = [artefact for artefact in filled if artefact.tier == tier]
+        shown = {artefact.artefact.name for artefact in at_tier if artefact.done}
+        sections += [
+            claims_section(at_tier_claims, tier, shown),
+            tables_section(at_tier, finished_runs, tier),
+            figures_section(at_tier, finished_runs, tier, sheets),
+        ]
+    return sections
 
 
-def _write(report: Report, filled: Sequence[Filled], out: Path) -> list[Path]:
+def _write(
+    report: Report, filled: Sequence[Filled], sheets: Mapping[str, Sheet], out: Path
+) -> list[Path]:
     figures = out / "figures"
     with disk_errors(out):
         figures.mkdir(parents=True, exist_ok=True)
@@ -163,10 +179,8 @@ def _write(report: Report, filled: Sequence[Filled], out: Path) -> list[Path]:
     for name, text in texts.items():
         replace_text(out / name, text)
     files = [out / name for name in texts]
-    for block in (block for section in report.sections for block in section.blocks):
-        if block.images or block.charts:
-            sheet = side_by_side([*block.charts, *(image.png for image in block.images)])
-            path = figures / f"{block.anchor}.png"
-            replace_file(path, partial(Path.write_bytes, data=sheet))
-            files.append(path)
+    for name, sheet in sheets.items():
+        path = figures / f"{name}.png"
+        replace_file(path, partial(Path.write_bytes, data=sheet.png))
+        files.append(path)
     return files

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from decaylab.errors import DecaylabError, unknown
+from decaylab.errors import BadValue, DecaylabError, Lacks, NotRead, check_name, naming
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,6 @@ class CommandEntry:
 
 
 Entry = ArtefactEntry | SearchEntry | CommandEntry
-AGAIN = ("", "superseded", "lacking")
 KINDS = {"reproduce": ArtefactEntry, "search": SearchEntry, "command": CommandEntry}
 
 
@@ -99,30 +98,34 @@ def read_queue(path: Path) -> list[Entry]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DecaylabError(f"{path} is not a readable queue in TOML: {error}") from error
+        raise NotRead(path, error, "give a queue in TOML") from error
     entries = values.pop("entry", None)
     if values or not isinstance(entries, list) or not entries:
         raise DecaylabError(f"{path} must hold [[entry]] tables and nothing else")
-    return [_entry(entry, f"{path}, entry {n}") for n, entry in enumerate(entries, start=1)]
+    read = []
+    for number, entry in enumerate(entries, start=1):
+        with naming(f"{path}, entry {number}"):
+            read.append(_entry(entry))
+    return read
 
 
-def _entry(values: dict[str, Any], where: str) -> Entry:
+def _entry(values: dict[str, Any]) -> Entry:
     kinds = [kind for kind in KINDS if kind in values]
     if len(kinds) != 1:
-        raise DecaylabError(f"{where}: give one of {', '.join(KINDS)}, not {len(kinds)} of them")
+        raise BadValue("what it does", kinds, f"one of {', '.join(KINDS)}")
     entry_type = KINDS[kinds[0]]
     types = get_type_hints(entry_type)
     required = [item.name for item in fields(entry_type) if item.name in ("name", "writes")]
     required += ["minutes"] if entry_type is CommandEntry else []
-    if missing := [name for name in required if name not in values]:
-        raise DecaylabError(f"{where}: it lacks {missing[0]}")
+    for name in required:
+        if name not in values:
+            raise Lacks("it", name, f"give {name} = ...")
     for key, value in values.items():
-        if key not in types:
-            raise DecaylabError(f"{where}: {unknown('key', key, types)}")
+        check_name("key", key, types)
         if not _fits(value, types[key]):
-            raise DecaylabError(f"{where}: {key} is {value!r}, which is no {_in_words(types[key])}")
-    if values.get("again", "") not in AGAIN:
-        raise DecaylabError(f"{where}: again is {values['again']!r}: give superseded or lacking")
+            raise BadValue(key, value, _in_words(types[key]))
+    if again := values.get("again"):
+        check_name("again", again, ("superseded", "lacking"))
     return entry_type(**values)
 
 
@@ -137,6 +140,6 @@ def _fits(value: Any, expected: Any) -> bool:
 
 def _in_words(expected: Any) -> str:
     if get_origin(expected) is list:
-        return f"list, each a {_in_words(get_args(expected)[0])}"
-    names = {str: "text", int: "whole number", float: "positive number", bool: "true or false"}
+        return f"a list, each {_in_words(get_args(expected)[0])}"
+    names = {str: "text", int: "a whole number", float: "a positive number", bool: "true or false"}
     return names[expected]

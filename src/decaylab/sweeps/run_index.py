@@ -100,11 +100,11 @@ class _Shares:
 
 def _manifests_beside(store: RunStore) -> list[Manifest]:
     """Those that can be read, of the other stores of a store's folder."""
-    own = top = store.root.resolve()
+    this_store = top = store.root.resolve()
     for nested in NESTED:
         if top.match(f"*/{nested}"):
             top = top.parents[nested.count("/")]
     manifests: list[Manifest | None] = []
-    for root in {top, *(top / nested for nested in NESTED)} - {own}:
+    for root in {top, *(top / nested for nested in NESTED)} - {this_store}:
         manifests += [summary.manifest for summary in summaries(RunStore(root))[0]]
     return [manifest for manifest in manifests if manifest is not None]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import decaylab
-from decaylab.errors import DecaylabError, needed
+from decaylab.errors import POSITIVE, Damaged, DecaylabError, Lacks, check_name, needed
 from decaylab.records import RunFolder, RunStore
 from decaylab.records.files import replace_text
 from decaylab.sweeps.plan import EpochProbe, PlannedRun
@@ -63,18 +63,16 @@ class SearchPlan:
 
     def __post_init__(self) -> None:
         for name, values in self.space.items():
-            if name not in SEARCHED:
-                raise DecaylabError(f"cannot search {name!r}: only {', '.join(SEARCHED)}")
-            if not values or not all(0 < value < math.inf for value in values):
-                raise DecaylabError(f"the values of {name} must be positive numbers")
+            check_name("setting to search", name, SEARCHED)
+            for value in values or [math.nan]:
+                POSITIVE.check(name, value)
             first: dict[str, Any] = {name: values[0]}
             replace(self.base, **first)  # an error if it does not apply
-        if self.method not in ("grid", "lines", "tpe"):
-            raise DecaylabError(f"unknown method {self.method!r}: choose grid, lines or tpe")
+        check_name("method", self.method, ("grid", "lines", "tpe"))
         if self.method == "lines" and "weight_decay" not in self.space:
-            raise DecaylabError("a search by lines begins with weight decays: give some")
+            raise Lacks("a search by lines", "weight decays to begin with", "give some")
         if not self.space:
-            raise DecaylabError("nothing to search: give values of lr, weight_decay or damping")
+            raise Lacks("the search", "values", "give some of lr, weight_decay or damping")
 
     def score(self, value: float) -> float:
         """What the search maximises, from a value of the row `by`."""
@@ -187,7 +185,7 @@ class Search:
         only what was tried is added.
         """
         path = self.folder / f"{self.plan.name}.toml"
-        standing = _read_winner(path, self.plan) if self.plan.cell else self._standing_spec()
+        standing = read_winner(path, self.plan) if self.plan.cell else self._standing_spec()
         if standing is not None:
             names = dict.fromkeys([*winner.tried, *standing.tried])
             tried = {
@@ -232,9 +230,8 @@ class Search:
         """The highest last score; of equals the one with the lower loss on held-out images."""
         finished = [(t.score, -t.loss, t) for t in trials if t.score is not None]
         if not finished:
-            raise DecaylabError(
-                f"no run of {self.plan.name} came to its end: lower the learning rates"
-            )
+            what = "run that came to its end"
+            raise Lacks(f"search {self.plan.name}", what, "lower the learning rates")
         score, _, best = max(finished, key=lambda entry: entry[:2])
         points = [self.plan.point(trial.spec) for trial in trials if trial.ended]
         tried = {name: sorted({point[name] for point in points}) for name in self.plan.space}
@@ -446,7 +443,7 @@ def _read_trial(plan: SearchPlan, spec: RunSpec, folder: RunFolder) -> Trial:
     )
 
 
-def _read_winner(path: Path, plan: SearchPlan) -> Winner | None:
+def read_winner(path: Path, plan: SearchPlan) -> Winner | None:
     """The winner that stands in a file, if it was chosen by the same measure."""
     if not path.exists():
         return None
@@ -458,10 +455,8 @@ def _read_winner(path: Path, plan: SearchPlan) -> Winner | None:
         score = search["held_out_accuracy"] if plan.by == ACCURACY else -search["value"]
         tried = {name: search.get(f"{name}_tried", [value]) for name, value in values.items()}
         return Winner(values, score, tried, search["trials"])
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise DecaylabError(
-            f"{path} is not a result of `decaylab search` ({error!r}): remove it, and search again"
-        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(path, error, "remove it, and search again") from error
 
 
 def _epochs(plan: SearchPlan) -> int | None:

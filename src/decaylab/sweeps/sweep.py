@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import Damaged, NotWritten
 from decaylab.records import RunStore
 from decaylab.records.files import replace_text
 from decaylab.sweeps.engines import Job, JobStatus
@@ -78,10 +78,8 @@ def read_sweep(name: str, runs: Path) -> Sweep | None:
         submissions = [Submission(**submission) for submission in entry.pop("submissions")]
         return Sweep(**entry, submissions=submissions)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DecaylabError(
-            f"{path} is damaged ({error!r}): delete it; the runs are unharmed, and the same command"
-            " submits what is left"
-        ) from error
+        remedy = "delete it; the runs are unharmed, and the same command submits what is left"
+        raise Damaged(path, error, remedy) from error
 
 
 def write_sweep(sweep: Sweep, runs: Path) -> None:
@@ -161,10 +159,8 @@ def check_owners(planned: Iterable[PlannedRun], store: RunStore) -> None:
                 owner = path.owner()
             except (KeyError, OSError):
                 owner = "another user"
-            raise DecaylabError(
-                f"{path} belongs to {owner} and cannot be written: let your group write there"
-                " (chmod -R g+rwX), or give another --runs folder"
-            )
+            remedy = "let your group write there (chmod -R g+rwX), or give another --runs folder"
+            raise NotWritten(path, f"it belongs to {owner}", remedy)
 
 
 def left_of(planned: Iterable[PlannedRun], store: RunStore) -> list[PlannedRun]:

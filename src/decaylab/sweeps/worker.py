@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from decaylab.data import DataSet, load
-from decaylab.errors import DecaylabError, Diverged
+from decaylab.errors import DecaylabError, Diverged, Misplaced
 from decaylab.records import RunStore
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, State, state_of
@@ -83,9 +83,7 @@ class WorkerOptions:
 
     def __post_init__(self) -> None:
         if self.world.size > 1 and self.at_once > 1:
-            raise DecaylabError(
-                "runs that several processes train together do not take turns: leave --at-once out"
-            )
+            raise Misplaced(["--at-once"], "runs that one process trains")
 
 
 class Worker:

@@ -12,7 +12,7 @@ from decaylab.curvature.capture import innermost
 from decaylab.curvature.outputs import Curvature
 from decaylab.data import Batches, DataSet
 from decaylab.data import load as load_data
-from decaylab.errors import DecaylabError
+from decaylab.errors import Lacks, Mismatch, NameTaken, check_name
 from decaylab.optim.decay import OPTIMIZERS, LawName, parameter_groups
 from decaylab.optim.first_order import adam, sgd
 from decaylab.optim.kfac import KFAC
@@ -34,9 +34,7 @@ def build_data(spec: RunSpec, data_dir: str | Path | None = None) -> DataSet:
 def chosen_split(spec: RunSpec, data: DataSet) -> DataSet:
     """The data set as the spec uses it: whole, or with a tenth of the training images as test."""
     if data.name != spec.data:
-        raise DecaylabError(
-            f"the spec asks for {spec.data} and was given {data.name}: load that one"
-        )
+        raise Mismatch("data", {"the spec": spec.data, "what was loaded": data.name}, "load that")
     return data.held_out() if spec.held_out else data
 
 
@@ -100,20 +98,22 @@ def _adam(spec: RunSpec, model: nn.Module, groups: Groups) -> torch.optim.Optimi
 def _kfac(
     spec: RunSpec, model: nn.Module, groups: Groups, process_group: Any = None
 ) -> torch.optim.Optimizer:
-    own = spec.optimizer_settings()
-    own["kl_clip"] = own["kl_clip"] or None
-    own["step_scaling"] = "rms" if spec.step_rms else "none"
+    settings = spec.optimizer_settings()
+    settings["kl_clip"] = settings["kl_clip"] or None
+    settings["step_scaling"] = "rms" if spec.step_rms else "none"
     if spec.step_rms:
-        own["step_rms"] = spec.step_rms
+        settings["step_rms"] = spec.step_rms
     if spec.late_refresh:  # `Steps` refreshes and inverts
-        own |= {"refresh_every": NEVER, "invert_every": NEVER}
+        settings |= {"refresh_every": NEVER, "invert_every": NEVER}
     options = KFACOptions(
         seed=spec.seed,
-        inversion_lag=own.pop("inversion_lag"),
+        inversion_lag=settings.pop("inversion_lag"),
         process_group=process_group,
         equal_shares=True,
     )
-    return KFAC(model, params=groups, curvature=CURVATURES[spec.optimizer], options=options, **own)
+    return KFAC(
+        model, params=groups, curvature=CURVATURES[spec.optimizer], options=options, **settings
+    )
 
 
 NEVER = 10**9  # steps: K-FAC refreshes and inverts at its first step alone
@@ -145,16 +145,14 @@ def register_optimizer(
     trained or read.
     """
     if name in OPTIMIZERS:
-        raise DecaylabError(f"there is an optimizer {name!r} already: choose another name")
-    if law not in OPTIMIZERS.values():
-        raise DecaylabError(f"unknown law {law!r}: choose sgd, adam or kfac")
+        raise NameTaken("optimizer", name)
+    check_name("law", law, sorted(set(OPTIMIZERS.values())))
     known = list(dict.fromkeys(key for published in PUBLISHED.values() for key in published))
-    wrong = [key for key in settings if key not in known]
-    lacking = [key for key in ("lr", "epochs", "lr_drop_every") if key not in settings]
-    faults = [f"{key!r} is not a field of a run that optimizers set" for key in wrong]
-    faults += [f"{key!r} is missing" for key in lacking]
-    if faults:
-        raise DecaylabError(f"settings of {name}: {faults[0]}; there are {', '.join(known)}")
+    for key in settings:
+        check_name("setting", key, known)
+    for key in ("lr", "epochs", "lr_drop_every"):
+        if key not in settings:
+            raise Lacks(f"optimizer {name!r}", f"setting {key!r}", "give a default of it")
     OPTIMIZERS[name], PUBLISHED[name], BUILDERS[name] = law, dict(settings), build
 
 
@@ -189,7 +187,7 @@ def load_run(
     run = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder))
     spec = RunSpec.of_run(run)
     if not run.checkpoint.exists():
-        raise DecaylabError(f"{run.path} has no checkpoint: {_remedy(run)}")
+        raise Lacks(run.path, "checkpoint", _remedy(run))
     data = build_data(spec, data_dir).to(device)
     model = build_model(spec, data)
     state = checkpoint.load(run.checkpoint, device, only="model")

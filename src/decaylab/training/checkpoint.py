@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import Damaged
 from decaylab.records.files import replace_file
 
 _TENSOR, _TUPLE, _ITEMS = "$tensor", "$tuple", "$items"
@@ -246,10 +246,8 @@ def load(path: Path, device: str | torch.device = "cpu", only: str | None = None
         state: dict[str, Any] = nest(tree, {key: t.to(device) for key, t in tensors.items()})
         return state
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise DecaylabError(
-            f"{path} is not a readable checkpoint ({error}): delete it and run the same command"
-            " again to train from the start"
-        ) from error
+        remedy = "delete it and run the same command again to train from the start"
+        raise Damaged(path, error, remedy) from error
 
 
 @contextmanager
@@ -260,12 +258,11 @@ def fitting(path: Path) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise DecaylabError(
-            f"{path} does not fit its run ({type(error).__name__}: {first}): read it with the"
-            " version that wrote it, or delete it and run the same command again to train from the"
-            " start"
-        ) from error
+        remedy = (
+            "read it with the version that wrote it, or delete it and run the same command again"
+            " to train from the start"
+        )
+        raise Damaged(path, error, remedy) from error
 
 
 def _within(key: str, entry: str) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.preserve import bare
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, Lacks, WrongType, check_name
 from decaylab.networks import roles
 from decaylab.optim.decay import decay_of
 from decaylab.optim.kfac import KFAC
@@ -115,7 +115,7 @@ def select(
         if note is None or note.held:
             weights[name] = parts
     if not weights:
-        raise DecaylabError(_no_layer(notes, only))
+        raise _no_layer(notes, only)
     held = {id(part) for parts in weights.values() for part in parts}
     known = [(n, p, *groups[id(p)]) for n, p in model.named_parameters() if id(p) in groups]
     others: dict[str, Tensor] = {
@@ -137,10 +137,8 @@ def _listed(optimizers: Any) -> list[torch.optim.Optimizer]:
     listed = [unwrapped(optimizer) for optimizer in several]
     for optimizer in listed:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise DecaylabError(
-                f"{type(optimizer).__name__} is not a torch optimizer: let make(seed) return"
-                " (model, optimizer or list of optimizers, step, evaluate)"
-            )
+            remedy = "let make(seed) return (model, optimizer or list of them, step, evaluate)"
+            raise WrongType("the optimizer", optimizer, "a torch optimizer", remedy)
     return listed
 
 
@@ -153,11 +151,8 @@ def _chosen(model: nn.Module, layers: list[str], only: str | Sequence[str]) -> l
     if only == "conv":
         return [layer for layer in layers if layer not in heads]
     names = only.split(",") if isinstance(only, str) else list(only)
-    if unknown := [name for name in names if name not in layers]:
-        raise DecaylabError(
-            f"there is no layer {unknown[0]!r} to hold: choose all, conv, fc, or of"
-            f" {', '.join(layers)}"
-        )
+    for name in names:
+        check_name("layer to hold", name, ["all", "conv", "fc", *layers])
     return [layer for layer in layers if layer in names]
 
 
@@ -204,14 +199,12 @@ def _turns(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     return law_of(optimizer, group).name != "sgd"
 
 
-def _no_layer(notes: Mapping[str, LayerNote], only: str | Sequence[str]) -> str:
+def _no_layer(notes: Mapping[str, LayerNote], only: str | Sequence[str]) -> DecaylabError:
     """Why nothing can be held."""
-    if not notes and only != "all":
-        return f"no layer of {only} decays: choose layers that do, or leave the choice out"
-    if not notes:
-        return (
-            "no layer decays: build the optimizer with weight decay, and the runs without it are"
-            " made from that"
-        )
-    layer, note = next(iter(notes.items()))
-    return f"no layer that decays can be held; {layer}: {WHY_NOT_HELD[note]}"
+    if notes:
+        layer, note = next(iter(notes.items()))
+        return DecaylabError(f"no layer that decays can be held; {layer}: {WHY_NOT_HELD[note]}")
+    if only != "all":
+        return Lacks(f"{only}", "layer that decays", "choose others, or leave the choice out")
+    remedy = "build it with weight decay, and the runs without it are made from that"
+    return Lacks("the optimizer", "layer that decays", remedy)

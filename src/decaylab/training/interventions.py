@@ -33,7 +33,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, Mismatch
 from decaylab.optim.decay import OUTSIDE
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.scale_free import ScaleFree
@@ -67,9 +67,9 @@ class Intervention:
         off = {id(p) for p in undecayed}
         self._steppers = []
         for optimizer in optimizers:
-            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            held = {name: parts for name, parts in weights.items() if id(parts[0]) in own}
-            self._steppers.append(_Stepper(optimizer, held, steps, targets, off & own))
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            held = {name: parts for name, parts in weights.items() if id(parts[0]) in stepped}
+            self._steppers.append(_Stepper(optimizer, held, steps, targets, off & stepped))
 
     def __enter__(self) -> Self:
         """Put the hooks around the optimizers' steps."""
@@ -322,10 +322,9 @@ class _Stepper:
     def recorded(self) -> tuple[tuple[str, ...], Tensor, Tensor, Tensor]:
         taken = int(self._position)
         if taken != self._steps:
-            raise DecaylabError(
-                f"{type(self.optimizer).__name__} took {taken} steps where {self._steps} were"
-                " announced: call its step() once in every step of the loop"
-            )
+            counts = {type(self.optimizer).__name__: taken, "the loop": self._steps}
+            remedy = "call step() once in every step of the loop"
+            raise Mismatch("number of steps", counts, remedy)
         with torch.no_grad():
             sizes = self._norms(self._parts)
             self._write(self._sizes, sizes)
@@ -349,17 +348,17 @@ class _Stepper:
 class _FollowedDamping(ScaleFree):
     """In the place of a K-FAC's `ScaleFree`: layers get the damping of a recorded path."""
 
-    def __init__(self, own: ScaleFree, stepper: _Stepper) -> None:
-        self._own, self._stepper, self.norms = own, stepper, own.norms
+    def __init__(self, replaced: ScaleFree, stepper: _Stepper) -> None:
+        self._replaced, self._stepper, self.norms = replaced, stepper, replaced.norms
 
     def ratios(self) -> dict[str, Tensor]:
         """The optimizer's own, and for held layers what brings them to their path."""
-        return {**self._own.ratios(), **self._stepper.damping_ratios()}
+        return {**self._replaced.ratios(), **self._stepper.damping_ratios()}
 
     @contextmanager
     def held(self, state: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[None]:
         """As the optimizer's own."""
-        with self._own.held(state):
+        with self._replaced.held(state):
             yield
 
 

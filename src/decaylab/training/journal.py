@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import decaylab
-from decaylab.errors import DecaylabError
+from decaylab.errors import Damaged, DecaylabError, Lacks
 from decaylab.records import Manifest, RunFolder, RunStore, Start, Status, TestHits
 from decaylab.training import checkpoint
 from decaylab.training.execution import Execution
@@ -64,7 +64,7 @@ class Journal:
             return None
         try:
             return checkpoint.load(path)
-        except DecaylabError:
+        except Damaged:
             path = self.folder.previous_checkpoint
             if not path.exists():
                 raise
@@ -78,14 +78,14 @@ class Journal:
         older file of them.
         """
         path = self.folder.checkpoint
-        there = {row.epoch for row in self.folder.rows().rows}
-        lost = [epoch for epoch in range(run.epoch + 1) if epoch not in there]
+        epochs = {row.epoch for row in self.folder.rows().rows}
+        lost = [epoch for epoch in range(run.epoch + 1) if epoch not in epochs]
         if lost:
-            raise DecaylabError(
-                f"{self.folder.rows_writer.path} has no rows of epoch {lost[0]}, which the"
-                f" checkpoint beside it is past: put the whole file back, or delete {path} and run"
-                " the same command again to train from the start"
+            remedy = (
+                f"put the whole file back, or delete the checkpoint {path}, which is past it, and"
+                " run the same command again to train from the start"
             )
+            raise Lacks(self.folder.rows_writer.path, f"rows of epoch {lost[0]}", remedy)
 
     def begin(self, run: TrainingRun, *, continued: bool) -> None:
         """Declare the run running, from where it is or from the start; later rows are void."""
@@ -159,8 +159,8 @@ def code_commit() -> str | None:
     A copy (on a cluster node, in a container), whose .git folder is missing or of another day, is
     told by $DECAYLAB_COMMIT.
     """
-    if told := os.environ.get("DECAYLAB_COMMIT"):
-        return told
+    if commit := os.environ.get("DECAYLAB_COMMIT"):
+        return commit
     with suppress(OSError, subprocess.SubprocessError):
         return _checked_out()
     return None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.data import DataSet, load
-from decaylab.errors import DecaylabError, Diverged
+from decaylab.errors import Diverged, Lacks
 from decaylab.records import Manifest, RunStore
 from decaylab.training import checkpoint
 from decaylab.training.arithmetic import prepare_deterministic
@@ -321,8 +321,6 @@ def _recorded(run: TrainingRun, journal: Journal | None) -> dict[str, float]:
 def _finished_before(run: TrainingRun, journal: Journal | None) -> Progress:
     if not _resume(run, journal):
         where = "its folder" if journal is None else journal.folder.path
-        raise DecaylabError(
-            f"run {run.spec.id} is finished but its checkpoint is gone: move {where} away to train"
-            " it again"
-        )
+        remedy = f"move {where} away to train it again"
+        raise Lacks(f"run {run.spec.id}, which is finished,", "checkpoint", remedy)
     return replace(_progress(run, "finished", _recorded(run, journal)), made_before=True)

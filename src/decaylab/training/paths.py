@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import AT_LEAST_ONE, Lacks, Mismatch, NotFinished, check_name
 from decaylab.records import RunFolder, RunStore
 from decaylab.training import checkpoint
 
@@ -67,19 +67,15 @@ class Targets:
         for paths in (self.size, self.rotation, self.damping):
             if paths is None:
                 continue
-            if missing := [layer for layer in layers if layer not in paths.layers]:
-                raise DecaylabError(
-                    f"the recorded paths have no layer {missing[0]}: record them on this network"
-                )
+            for layer in layers:
+                check_name("layer of the recorded paths", layer, paths.layers)
             if paths.steps < steps:
-                raise DecaylabError(
-                    f"the recorded paths have {paths.steps} steps and the run takes {steps}: record"
-                    " a run of at least as many steps at the same batch size"
-                )
+                counts = {"the recorded paths": paths.steps, "this run": steps}
+                remedy = "record a run of at least as many steps at the same batch size"
+                raise Mismatch("number of steps", counts, remedy)
         if self.damping is not None and self.damping.dampings is None:
-            raise DecaylabError("the recorded paths hold no damping: record them under K-FAC")
-        if self.size_every < 1:
-            raise DecaylabError(f"size_every must be one or more, not {self.size_every}")
+            raise Lacks("the recorded path", "damping", "record it under K-FAC")
+        AT_LEAST_ONE.check("size_every", self.size_every)
 
 
 def paths_file(folder: RunFolder) -> Path:
@@ -100,11 +96,9 @@ def followed_paths(store: RunStore | None, followed: Mapping[str, str]) -> Targe
 def source_paths(store: RunStore | None, source: str) -> LayerPaths:
     """The recorded paths of the finished run `source`, which another one follows."""
     if store is None:
-        raise DecaylabError(f"this run follows the paths of run {source}: give the store with it")
+        raise Lacks("a run that follows another", "store", f"give the one with run {source}")
     folder = store.folder(source)
     if folder.is_finished() and paths_file(folder).exists():
         return LayerPaths.load(paths_file(folder))
-    raise DecaylabError(
-        f"this run follows the paths of run {source}, and {store.root} has no finished run of that"
-        " id with its paths recorded: `decaylab attribute` trains both in order"
-    )
+    remedy = "`decaylab attribute` trains it, with its paths, before those that follow it"
+    raise NotFinished(source, f"{remedy} in {store.root}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from decaylab.data import DataSet, Split, evaluation_batches
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, Lacks, Mismatch
 from decaylab.optim import schedules
 from decaylab.optim.decay import OPTIMIZERS, decay_rate
 from decaylab.optim.first_order import lay_out_state
@@ -418,9 +418,10 @@ class TrainingRun:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken; the draws of the running epoch are made again."""
         if state["device"] != self.device.type:
-            raise DecaylabError(
-                f"run {self.spec.id} was begun on {state['device']} and its random streams belong"
-                f" there: continue it with --device {state['device']}, or use another --runs folder"
+            raise Mismatch(
+                "device, to which random streams belong",
+                {f"run {self.spec.id} so far": state["device"], "now": self.device.type},
+                f"continue it with --device {state['device']}, or use another --runs folder",
             )
         if state.get("labels", self._labels) != self._labels:
             raise DecaylabError(
@@ -430,10 +431,8 @@ class TrainingRun:
             )
         if self.intervention is not None:
             if "paths" not in state:
-                raise DecaylabError(
-                    f"run {self.spec.id} was begun without recording its paths: give another --runs"
-                    " folder"
-                )
+                remedy = "give another --runs folder, as it was begun without recording them"
+                raise Lacks(f"run {self.spec.id}", "paths", remedy)
             self.intervention.load_state_dict(state["paths"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

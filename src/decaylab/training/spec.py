@@ -18,7 +18,19 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from decaylab.data import DATA_SETS
-from decaylab.errors import DecaylabError, path_did_you_mean, unknown
+from decaylab.errors import (
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    BadValue,
+    Conflict,
+    DecaylabError,
+    Misplaced,
+    NotRead,
+    Range,
+    check_name,
+    naming,
+)
 from decaylab.networks import NETWORKS
 from decaylab.networks.mlp import ACTIVATIONS
 from decaylab.optim.decay import DECAYS, OPTIMIZERS, SCOPES, check_optimizer
@@ -61,22 +73,23 @@ WITHOUT_BATCH_NORM: dict[str, dict[str, Any]] = {
 """And where it is something else in networks without batch norm (Table 1's, with decay)."""
 
 _SCHEDULE = ("epochs", "lr_drop_every", "initialize_batches")
-_POSITIVE = {
-    *("lr", "width", "eps", "damping", "curvature_scale", "refresh_every"),
-    *("invert_every", "hidden", "batch_size", "epochs", "lr_drop_every", "lr_drop_factor"),
-}
-_NOT_NEGATIVE = {
-    *("weight_decay", "kl_clip", "initialize_batches", "seed", "momentum", "batch_norm_eps"),
-    *("lr_drop_steps", "betas", "factor_decay", "inversion_lag", "step_rms"),
-}
-_MOST = {
-    **{"width": 64, "hidden": 2**20, "batch_size": 2**24, "epochs": 10**7, "seed": 2**63 - 1},
-    **{"lr_drop_every": 10**9, "lr_drop_steps": 10**12, "initialize_batches": 10**9},
-    **{"refresh_every": 10**9, "invert_every": 10**9, "inversion_lag": 10**9},
+_RANGES = {
+    **dict.fromkeys(("lr", "eps", "damping", "curvature_scale", "lr_drop_factor"), POSITIVE),
+    **dict.fromkeys(("weight_decay", "kl_clip", "batch_norm_eps", "step_rms"), NOT_NEGATIVE),
+    **dict.fromkeys(("momentum", "betas", "factor_decay"), FRACTION),
+    **dict.fromkeys(
+        ("refresh_every", "invert_every", "lr_drop_every"), Range(at_least=1, at_most=10**9)
+    ),
+    **dict.fromkeys(("initialize_batches", "inversion_lag"), Range(at_least=0, at_most=10**9)),
+    "width": Range(above=0, at_most=64),
+    "hidden": Range(at_least=1, at_most=2**20),
+    "batch_size": Range(at_least=1, at_most=2**24),
+    "epochs": Range(at_least=1, at_most=10**7),
+    "lr_drop_steps": Range(at_least=0, at_most=10**12),
+    "seed": Range(at_least=0, at_most=2**63 - 1),
 }
 MOST_LAYERS, MOST_WEIGHTS, LONGEST_NAME = 1000, 2**33, 200
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_BELOW_ONE = {"momentum", "factor_decay", "betas"}
 
 
 def _option(default: Any, text: str, panel: str) -> Any:
@@ -174,50 +187,37 @@ class RunSpec:
         published = PUBLISHED[self.optimizer]
         for name in _settings_of_others(self.optimizer):
             if getattr(self, name) is not None:
-                raise DecaylabError(
-                    f"{name} is not a setting of {self.optimizer} (it has"
-                    f" {', '.join(published)}): leave it out"
-                )
+                remedy = f"leave it out, as {self.optimizer} has {', '.join(published)}"
+                raise Misplaced([name], f"optimizers other than {self.optimizer}", remedy)
         if self.weight_decay and self.decay == "none":
-            raise DecaylabError(
-                f"weight_decay is {self.weight_decay} but decay is none: set decay (--decay) to l2,"
-                " decoupled or independent"
-            )
+            remedy = "set decay (--decay) to l2, decoupled or independent"
+            settings = [f"weight_decay = {self.weight_decay}", "decay = none"]
+            raise Conflict(settings, "nothing decays with that strength", remedy)
         if self.step_rms and OPTIMIZERS[self.optimizer] != "kfac":
-            raise DecaylabError(f"step_rms is not a setting of {self.optimizer}: leave it out")
+            raise Misplaced(["step_rms"], "K-FAC")
         if self.step_rms and self.resolved().kl_clip:
-            raise DecaylabError(
-                "step_rms sets how long steps are, as kl_clip does: set kl_clip (--kl-clip) to 0"
-            )
+            remedy = "set kl_clip (--kl-clip) to 0"
+            raise Conflict(["step_rms", "kl_clip"], "both set how long steps are", remedy)
         if self.late_refresh and "refresh_every" not in published:
-            raise DecaylabError(
-                f"late_refresh is for K-FAC, not for {self.optimizer}: leave it out"
-            )
+            raise Misplaced(["late_refresh"], "K-FAC")
         if self.norm_source and not self.batch_norm:
-            raise DecaylabError("norm_source rescales layers under BN: set batch_norm = true")
+            raise Misplaced(["norm_source"], "networks with BN", "set batch_norm = true")
         self._check_paths()
         if self.network != "mlp" and (self.hidden is not None or self.activation != "relu"):
-            raise DecaylabError(
-                f"hidden and activation belong to mlp, not to {self.network}: leave them out"
-            )
+            raise Misplaced(["hidden", "activation"], "mlp")
 
     def _check_paths(self) -> None:
         if self.damping_source and not self.optimizer.startswith("kfac"):
-            raise DecaylabError(
-                f"damping_source is K-FAC's, and the optimizer is {self.optimizer}: leave it out"
-            )
+            raise Misplaced(["damping_source"], "K-FAC")
         if self.damping_source and self.damping_scaling in ("scale-free", "trace"):
-            raise DecaylabError(
-                f"a damping that is scaled ({self.damping_scaling}) follows no other run's: set "
-                "damping_scaling to fixed, or leave damping_source out"
-            )
+            settings = ["damping_source", f"damping_scaling = {self.damping_scaling}"]
+            remedy = "set damping_scaling to fixed, or leave damping_source out"
+            raise Conflict(settings, "a scaled damping follows no other run's", remedy)
         if not self.held_decay and not self.weight_decay:
-            raise DecaylabError("held_decay is false and nothing decays: leave it out")
+            raise Misplaced(["held_decay"], "runs that decay")
         if self.held_layers != "all" and not (self.followed or not self.held_decay):
-            raise DecaylabError(
-                f"held_layers is {self.held_layers} and no path is followed: name a source, or"
-                " leave it out"
-            )
+            remedy = "name a source, or leave it out"
+            raise Misplaced(["held_layers"], "runs that follow a path", remedy)
 
     @property
     def followed(self) -> dict[str, str]:
@@ -270,9 +270,8 @@ class RunSpec:
     def from_mapping(cls, values: Mapping[str, Any]) -> "RunSpec":
         """A spec from plain values; an unknown key is refused."""
         known = [item.name for item in fields(cls)]
-        strangers = [key for key in values if key not in known]
-        if strangers:
-            raise unknown("key", strangers[0], known)
+        for key in values:
+            check_name("key", key, known)
         return cls(**_without_alias(values))
 
     @classmethod
@@ -290,32 +289,22 @@ class RunSpec:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-            near = path_did_you_mean(Path(path)) if isinstance(error, FileNotFoundError) else ""
-            raise DecaylabError(f"cannot read {path}: {reason}{near}; give a TOML file") from error
-        return cls._from_text_of(path, text, overrides)
+            raise NotRead(path, error, "give a TOML file") from error
+        with naming(path):
+            return cls.from_toml(text, overrides)
 
     @classmethod
     def of_run(cls, folder: RunFolder) -> "RunSpec":
         """The spec of a run; an error names its file."""
-        return cls._from_text_of(folder.path / "spec.toml", folder.spec_text())
+        text = folder.spec_text()
+        with naming(folder.path / "spec.toml"):
+            return cls.from_toml(text)
 
     @classmethod
     def of_summary(cls, summary: RunSummary) -> "RunSpec":
         """The same from an index."""
-        try:
+        with naming(summary.folder.path / "spec.toml"):
             return cls.from_mapping(dict(summary.spec))
-        except DecaylabError as error:
-            raise DecaylabError(f"{summary.folder.path / 'spec.toml'}: {error}") from error
-
-    @classmethod
-    def _from_text_of(
-        cls, path: str | Path, text: str, overrides: Mapping[str, Any] | None = None
-    ) -> "RunSpec":
-        try:
-            return cls.from_toml(text, overrides)
-        except DecaylabError as error:
-            raise DecaylabError(f"{path}: {error}") from error
 
 
 def _without_alias(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -324,7 +313,8 @@ def _without_alias(values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values
     decay = values.get("decay", "decoupled")
     if decay == "l2":
-        raise DecaylabError("adamw has decoupled decay: choose adam for l2, or leave out the decay")
+        remedy = "choose adam for l2, or leave out the decay"
+        raise Conflict(["adamw", "l2"], "adamw has decoupled decay", remedy)
     return {**values, "optimizer": "adam", "decay": decay}
 
 
@@ -349,26 +339,20 @@ def _checked(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
     kind = kinds[0]
     converted = _converted(value, kind)
     if converted is None:
-        raise DecaylabError(f"{name} must be {_words(kind)}, not {_short(value)}")
+        raise BadValue(name, value, _words(kind))
     if name == "optimizer":
         check_optimizer(converted)
-    if name in CHOICES and converted not in CHOICES[name]:
-        raise unknown(name, value, CHOICES[name])
+    if name in CHOICES:
+        check_name(name, converted, CHOICES[name])
     if name.endswith("_source") and converted and not is_run_id(converted):
-        raise DecaylabError(f"{name} must be the id of a run beside this one, not {_short(value)}")
-    if isinstance(converted, str) and len(converted) > LONGEST_NAME and name != "held_layers":
-        raise DecaylabError(f"{name} may have {LONGEST_NAME} characters, not {len(converted)}")
+        raise BadValue(name, value, "the id of a run beside this one")
+    if isinstance(converted, str) and name != "held_layers":
+        Range(at_most=LONGEST_NAME).check(f"the length of {name}", len(converted))
     if name == "hidden":
         _check_hidden(converted)
     for part in converted if isinstance(converted, tuple) else (converted,):
-        if name in _POSITIVE and not part > 0:
-            raise DecaylabError(f"{name} must be positive, not {value!r}")
-        if name in _NOT_NEGATIVE and part < 0:
-            raise DecaylabError(f"{name} must not be negative, but is {value!r}")
-        if name in _MOST and part > _MOST[name]:
-            raise DecaylabError(f"{name} may be {_MOST[name]} at most, not {_short(part)}")
-        if name in _BELOW_ONE and not part < 1:
-            raise DecaylabError(f"{name} must be below 1, not {value!r}")
+        if name in _RANGES:
+            _RANGES[name].check(name, part)
     return converted
 
 
@@ -382,19 +366,9 @@ def is_run_id(name: str) -> bool:
 
 
 def _check_hidden(sizes: tuple[int, ...]) -> None:
-    if len(sizes) > MOST_LAYERS:
-        raise DecaylabError(f"hidden may have {MOST_LAYERS} layers, not {len(sizes)}")
+    Range(at_most=MOST_LAYERS).check("the number of hidden layers", len(sizes))
     weights = sum(before * after for before, after in pairwise(sizes))
-    if weights > MOST_WEIGHTS:
-        raise DecaylabError(
-            f"hidden would make {weights:.2g} weights, and {MOST_WEIGHTS:.2g} is the limit: give"
-            " smaller sizes"
-        )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+    Range(at_most=MOST_WEIGHTS).check("the number of hidden weights", weights, "give smaller sizes")
 
 
 _checked_once = lru_cache(maxsize=4096, typed=True)(_checked)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from decaylab.curvature.preserve import bare
-from decaylab.errors import DecaylabError
+from decaylab.errors import Lacks, NotFinished
 from decaylab.networks import roles
 from decaylab.networks.roles import normalised_layers
 from decaylab.records import RunStore
@@ -20,21 +20,17 @@ Norms = Mapping[int, Mapping[str, float]]
 def source_norms(store: RunStore | None, source: str, epochs: int) -> Norms:
     """The recorded norms of every layer of the run `source`, after each of `epochs` epochs."""
     if store is None:
-        raise DecaylabError(f"norm_source names run {source}: give the store that holds it")
+        raise Lacks("norm_source", "store", f"give the one that holds run {source}")
     folder = store.folder(source)
     if not folder.is_finished():
-        raise DecaylabError(
-            f"norm_source names run {source}, which is not finished in {store.root}: train it first"
-        )
+        raise NotFinished(source, f"train it in {store.root} first, as norm_source names it")
     norms: dict[int, dict[str, float]] = {}
     for row in folder.rows().rows:
         if row.name.startswith("weight_norm/"):
             norms.setdefault(row.epoch, {})[row.name.removeprefix("weight_norm/")] = row.value
     if missing := [epoch for epoch in range(1, epochs) if epoch not in norms]:
-        raise DecaylabError(
-            f"run {source} has no norms after epoch {missing[0]}: norm_source must name a run of at"
-            f" least {epochs - 1} epochs"
-        )
+        remedy = f"norm_source must name a run of at least {epochs - 1} epochs"
+        raise Lacks(f"run {source}", f"norms after epoch {missing[0]}", remedy)
     return norms
 
 
@@ -53,7 +49,7 @@ def rescale(model: nn.Module, norms: Mapping[str, float]) -> None:
         if not any(weight.requires_grad for weight in layer.weights):
             continue
         if name not in norms:
-            raise DecaylabError(f"the source recorded no norm of layer {name}: is it this net's?")
+            raise Lacks("the source", f"norm of layer {name}", "give a run of this network")
         parts = [torch.linalg.vector_norm(weight.double()) for weight in layer.weights]
         factor = norms[name] / torch.linalg.vector_norm(torch.stack(parts))
         for parameter in layer.scaled:
@@ -87,9 +83,7 @@ class NormTransfer:
             if quantity == "weight_norm" and layer and 0 < row.value < math.inf:
                 self.norms.setdefault(row.step, {})[layer] = row.value
         if not self.norms:
-            raise DecaylabError(
-                f"{recording.name} has no recorded norms: nothing can be taken over"
-            )
+            raise Lacks(recording.name, "recorded norms", "give records with weight_norm")
 
     def __call__(self, step: int) -> bool:
         """Rescale if the source has a record of `step`; whether it did."""

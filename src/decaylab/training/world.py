@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from decaylab.curvature.distribution import Ranks
 from decaylab.data import Batches, Split
-from decaylab.errors import DecaylabError
+from decaylab.errors import BadValue, DecaylabError, Misplaced
 from decaylab.training import checkpoint
 from decaylab.training.evaluate import Evaluation
 
@@ -76,12 +76,11 @@ class World:
         sizes += [batches.images_per_epoch % batches.batch_size] if batches.ends_short else []
         for batch_size in sizes:
             if batch_size % self.size:
-                raise DecaylabError(
-                    f"a batch of {batch_size} images cannot be shared equally among {self.size}"
-                    " processes: give torchrun a number of processes that divides it"
-                )
+                wanted = f"a multiple of {self.size}, the number of processes"
+                remedy = "give torchrun a number of processes that divides it"
+                raise BadValue("the batch size", batch_size, wanted, remedy)
         if compiled and self.size > 1:
-            raise DecaylabError("--compiled is for one process: leave it out under torchrun")
+            raise Misplaced(["--compiled"], "one process", "leave it out under torchrun")
 
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Make gradients of the parts of a batch that of the whole."""
@@ -110,10 +109,10 @@ class World:
         read = launch(Split(split.images[part], split.labels[part]))
 
         def read_all() -> Evaluation:
-            own = read()
-            correct = torch.zeros(total, dtype=torch.uint8, device=own.correct.device)
-            correct[part] = own.correct.to(torch.uint8)
-            loss = torch.tensor(own.loss * len(own.correct), dtype=torch.float64)
+            part_result = read()
+            correct = torch.zeros(total, dtype=torch.uint8, device=part_result.correct.device)
+            correct[part] = part_result.correct.to(torch.uint8)
+            loss = torch.tensor(part_result.loss * len(part_result.correct), dtype=torch.float64)
             loss = loss.to(correct.device)
             dist.all_reduce(correct, group=self.group)
             dist.all_reduce(loss, group=self.group)
@@ -131,9 +130,9 @@ class World:
             return state
         tree, tensors = checkpoint.flatten(state) if self.first else (None, {})
         shapes = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
-        told: list[Any] = [tree, shapes]
-        dist.broadcast_object_list(told, group=self.host, group_src=0)
-        tree, shapes = told
+        header: list[Any] = [tree, shapes]
+        dist.broadcast_object_list(header, group=self.host, group_src=0)
+        tree, shapes = header
         for key, (shape, dtype) in shapes.items():
             tensor = tensors[key].contiguous() if self.first else torch.empty(shape, dtype=dtype)
             dist.broadcast(tensor, group=self.host, group_src=0)

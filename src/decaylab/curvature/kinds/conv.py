@@ -1,6 +1,7 @@
 """Convolutions: nn.Conv1d, nn.Conv2d, nn.Conv3d, whose rows are patches; groups are entries."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -76,12 +77,17 @@ class Conv(Kind):
         axes = len(module.kernel_size)
         ready = [product_ready(g, site.shape.dtype) for g in gradients]
         batched = [g[None] if g.dim() == axes + 1 else g for g in ready]
-        split = [g.flatten(2).unflatten(1, (module.groups, -1)) for g in batched]
+        split = [
+            g.reshape(len(g), module.groups, site.shape.output_dim, g.shape[2:].numel())
+            for g in batched
+        ]
         rows = shared(joined([g.permute(1, 0, 3, 2) for g in split], sharing), sharing, torch.sum)
         return second_moment(rows, site.shape.dtype, diagonal=site.shape.output_diagonal)
 
     def same_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a functional call (behind input, weight and bias) is the module's own."""
+        if args == (module.stride, module.padding, module.dilation, module.groups) and not kwargs:
+            return bool(module.padding_mode == "zeros")  # as torch's own module calls it
         names = ("stride", "padding", "dilation", "groups")
         defaults = dict(zip(names, (1, 0, 1, 1), strict=True))
         arguments = defaults | kwargs | dict(zip(names, args, strict=False))
@@ -152,20 +158,31 @@ def _gathered(layer: Convolution, inputs: Tensor, columns: Columns) -> Tensor | 
     axes = len(layer.kernel_size)
     if axes > 2 or layer.padding_mode != "zeros" or inputs.dim() != axes + 2:
         return None
-    missing = 2 - axes  # a Conv1d is one of height 1
-    inputs = inputs if axes == 2 else inputs[:, :, None]
-    margins = [(0, 0)] * missing + _padding(layer)
-    kernel, stride, dilation = (
-        (1,) * missing + tuple(each) for each in (layer.kernel_size, layer.stride, layer.dilation)
-    )
-    sizes = [size + sum(margin) for size, margin in zip(inputs.shape[2:], margins, strict=True)]
-    outputs = _positions(sizes, kernel, stride, dilation)
-    positions = outputs[0] * outputs[1]
+    inputs = inputs if axes == 2 else inputs[:, :, None]  # a Conv1d is one of height 1
+    shapes = (layer.kernel_size, layer.stride, _padding(layer), layer.dilation)
+    geometry = _geometry(inputs.shape[2:], *map(tuple, shapes))
+    positions = geometry[-1][0] * geometry[-1][1]
     rows = inputs.new_empty(layer.groups, len(inputs) * positions, columns.wide)
-    geometry = (kernel, stride, [margin[0] for margin in margins], dilation, outputs)
     if not gathered_patches(rows, inputs, *geometry, bias=columns.bias):
         return None
     return rows.view(layer.groups, len(inputs), positions, columns.wide)
+
+
+@lru_cache(maxsize=1024)
+def _geometry(
+    sizes: Sequence[int],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[tuple[int, int], ...],
+    dilation: tuple[int, ...],
+) -> tuple[Any, Any, Any, Any, Any]:
+    """Kernel, stride, first margins, dilation and output positions in two axes."""
+    missing = 2 - len(kernel)
+    margins = ((0, 0),) * missing + padding
+    kernel, stride, dilation = ((1,) * missing + each for each in (kernel, stride, dilation))
+    padded = [size + sum(margin) for size, margin in zip(sizes, margins, strict=True)]
+    outputs = tuple(_positions(padded, kernel, stride, dilation))
+    return kernel, stride, tuple(margin[0] for margin in margins), dilation, outputs
 
 
 def _positions(

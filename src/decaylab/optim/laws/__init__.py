@@ -9,8 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from decaylab import errors
-from decaylab.errors import DecaylabError
+from decaylab.errors import FRACTION, check_name
 from decaylab.optim.decay import LawName, decay_of
 from decaylab.optim.laws.adam import Adam
 from decaylab.optim.laws.kfac import Kfac
@@ -86,13 +85,11 @@ def law_named(name: str, memory: float | None = None, beta2: float | None = None
     """
     key = name.lower()
     kind = ALIASES.get(key, key)
-    if key not in OPTIMIZER_NAMES:
-        raise errors.unknown("optimizer", name, OPTIMIZER_NAMES)
+    check_name("optimizer", key, OPTIMIZER_NAMES)
     nesterov = key in ("nadam", "muon")
     usual = {"sgd": 0.9, "kfac": 0.9, "muon": 0.95}.get(kind, 0.0 if key in MEMORYLESS else 0.9)
     memory = usual if memory is None else memory
-    if not 0 <= memory < 1:
-        raise DecaylabError(f"momentum must be at least 0 and below 1, and it is {memory}")
+    FRACTION.check("momentum", memory)
     return _made(kind, memory, beta2, nesterov=nesterov)
 
 

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import Range
 from decaylab.optim.decay import check_decay
 from decaylab.optim.laws.dynamics import FARTHEST, Series
 
@@ -84,8 +84,7 @@ class Law(ABC):
 
     def shrink_for_rotation(self, rotation: float) -> float | None:
         """The s whose equilibrium turns W by `rotation` per step: the inverse of `rotation`."""
-        if not 0 < rotation < 1:
-            raise DecaylabError(f"a rotation per step is between 0 and 1 radian, not {rotation}")
+        Range(above=0, below=1).check("rotation", rotation, "it is in radians per step")
         correlation = self.correlation()
         return None if correlation is None else rotation**2 * correlation / 2
 

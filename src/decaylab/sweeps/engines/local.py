@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Sequence
@@ -16,6 +17,18 @@ from decaylab.sweeps.engines import Job, JobStatus
 from decaylab.training.signals import requests
 
 ERROR = re.compile(r"error: |failed: |bash: |slurmstepd\S*: |[\w.]+(Error|Exception)\b")
+
+
+# Said by the command's process itself: the parent has threads, and what runs between its fork and
+# exec may hang.
+END_WITH_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 class LocalEngine:
@@ -102,6 +115,11 @@ class LocalEngine:
                     start_new_session=True,
                 )
             self._running[slot] = (number, process)
+
+
+def ending_with_parent(command: Sequence[str]) -> list[str]:
+    """The command as a child of this process that, on Linux, is killed where this one is."""
+    return [sys.executable, "-c", END_WITH_PARENT, str(os.getpid()), *command]
 
 
 def check_folder(folder: Path) -> None:

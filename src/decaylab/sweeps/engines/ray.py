@@ -7,7 +7,6 @@ checkpoint, which lies in the run folder: all nodes must see it.
 import os
 import socket
 import subprocess
-import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,21 +14,11 @@ from typing import Any
 
 from decaylab.errors import DecaylabError, needed
 from decaylab.sweeps.engines import Job, JobStatus
-from decaylab.sweeps.engines.local import check_folder, why
+from decaylab.sweeps.engines.local import check_folder, ending_with_parent, why
 from decaylab.training.signals import requests
 
 RETRIES = 3
 CONNECTS_WITHIN, ANSWERS_WITHIN = 20.0, 300.0  # seconds
-# Linux: a worker that is killed takes its command with it, else two would share a run. Said by the
-# command's process itself: a worker has threads, and what runs between its fork and exec may hang.
-END_WITH_PARENT = """
-import ctypes, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[1]):
-        sys.exit(1)
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
 
 
 class RayEngine:
@@ -55,7 +44,8 @@ class RayEngine:
             except (RuntimeError, OSError) as error:
                 raise DecaylabError(
                     f"Ray cannot be reached ({_why(error)}): check $RAY_ADDRESS, and that the"
-                    f" cluster has the Ray ({ray.__version__}) and Python of this machine"
+                    f" cluster has the Ray ({ray.__version__}), Python and ~/.ray/auth_token of"
+                    " this machine"
                 ) from error
         self._check_gpus(jobs)
         self._check_folder()
@@ -115,8 +105,8 @@ class RayEngine:
             answers = []
             for node in self._ray.nodes():
                 if node["Alive"]:
-                    there = affinity(node["NodeID"], soft=False)
-                    sees = self._ray.remote(_sees).options(num_cpus=0, scheduling_strategy=there)
+                    on_node = affinity(node["NodeID"], soft=False)
+                    sees = self._ray.remote(_sees).options(num_cpus=0, scheduling_strategy=on_node)
                     answers.append((node["NodeManagerHostname"], sees.remote(str(token))))
             for host, answer in answers:
                 try:
@@ -135,17 +125,23 @@ class RayEngine:
             token.unlink()
 
     def _check_gpus(self, jobs: Sequence[Job]) -> None:
-        there = self._ray.cluster_resources().get("GPU", 0)
+        in_cluster = self._ray.cluster_resources().get("GPU", 0)
         most = max(job.gpus for job in jobs)
-        if most > there:
+        if most > in_cluster:
             raise DecaylabError(
-                f"a job asks for {most:g} GPUs and the Ray cluster has {there:g}: add a node, or"
-                " give --device cpu"
+                f"a job asks for {most:g} GPUs and the Ray cluster has {in_cluster:g}: add a node,"
+                " or give --device cpu"
             )
 
 
 def _check_answers(address: str) -> None:
-    """Raise an OSError where nobody listens; Ray itself would try for minutes."""
+    """Raise an OSError where nobody listens; Ray itself would try for minutes.
+
+    "auto" is the cluster that `ray start` was last called for, also one that has ended since.
+    """
+    last = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    if address == "auto" and last.exists():
+        address = last.read_text(encoding="utf-8").strip()
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if colon and port.isdecimal():
         socket.create_connection((host, int(port)), timeout=CONNECTS_WITHIN).close()
@@ -158,10 +154,13 @@ def _why(error: Exception) -> str:
 
 def _work(command: Sequence[str], workdir: str, out: str) -> int:
     """In a worker of Ray: a command to its end, which comes with the worker's at the latest."""
-    words = [sys.executable, "-c", END_WITH_PARENT, str(os.getpid()), *command]
     with Path(out).open("ab") as file:
         return subprocess.run(
-            words, stdout=file, stderr=subprocess.STDOUT, cwd=workdir, check=False
+            ending_with_parent(command),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=workdir,
+            check=False,
         ).returncode
 
 

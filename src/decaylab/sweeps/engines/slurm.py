@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from decaylab.errors import RUNS_LEFT, DecaylabError
+from decaylab.errors import RUNS_LEFT, DecaylabError, UnknownName, check_name
 from decaylab.records.files import replace_text
 from decaylab.sweeps.engines import Job, JobState, JobStatus
 from decaylab.sweeps.engines.local import check_folder, why
@@ -100,11 +100,7 @@ class SlurmEngine:
         partition = self.sbatch.get("partition", "") or self.sbatch.get("p", "")
         partitions = sorted({name for name, _, _ in nodes})
         for name in filter(None, partition.split(",")):
-            if name not in partitions:
-                raise DecaylabError(
-                    f"Slurm has no partition {name!r}: give one of {', '.join(partitions)} with"
-                    " --sbatch partition=NAME"
-                )
+            check_name("partition in --sbatch", name, partitions)
         eligible = [n for n in nodes if not partition or n[0] in partition.split(",")]
         self._check_gpus(jobs, [resources for _, resources, _ in eligible])
         check_folder(self.folder)
@@ -127,11 +123,8 @@ class SlurmEngine:
                 words = [w for w in value.replace("=", ":").split(":") if w != "gpu"]
                 kind = words[0] if words and not words[0].isdecimal() else ""
                 if kind and kind not in kinds:
-                    offered = ", ".join(sorted(k for k in kinds if not k.isdecimal())) or "none"
-                    raise DecaylabError(
-                        f"no node has a GPU of type {kind!r}: --sbatch {key}={value} asks for it,"
-                        f" and the types there are: {offered}"
-                    )
+                    offered = sorted(k for k in kinds if not k.isdecimal())
+                    raise UnknownName(f"GPU type in --sbatch {key}={value}", kind, offered)
         requested = any(key.startswith(("gpus", "gres")) for key in self.sbatch)
         if any(job.gpus for job in jobs) and not requested and not kinds:
             raise DecaylabError(

@@ -1,0 +1,8 @@
+"""Errors compared by type and fields: their words are tested in `test_errors.py` alone."""
+
+import pytest
+
+
+def refuses(kind, /, **fields):
+    """`pytest.raises` for an error of that type whose fields have these values."""
+    return pytest.raises(kind, check=lambda error: fields.items() <= vars(error).items())
