@@ -10,7 +10,7 @@ import select
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,29 +28,60 @@ def found() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
-class Tab:
-    """One page of the browser; `events` are what it reported, oldest first."""
+class Browser:
+    """A running browser: commands go down one pipe, answers and events come up the other."""
 
     def __init__(self, ears: int, mouth: int) -> None:
         self.ears, self.mouth = ears, mouth
-        self.events: list[dict] = []
         self._pending = b""
         self._number = 0
+
+    def call(self, method: str, session: str | None = None, **parameters: object) -> int:
+        """Send a command, to a tab's session or to the browser; the number of its answer."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if session is not None:
+            message["sessionId"] = session
+        os.write(self.mouth, json.dumps(message).encode() + b"\0")
+        return self._number
+
+    def next_message(self, patience: float) -> dict:
+        """The next answer or event, of whatever tab."""
+        end = time.monotonic() + patience
+        while b"\0" not in self._pending:
+            ready, _, _ = select.select([self.ears], [], [], max(0.0, end - time.monotonic()))
+            part = os.read(self.ears, 1 << 20) if ready else b""
+            if not part:
+                raise TimeoutError("the browser did not answer, or ended")
+            self._pending += part
+        line, self._pending = self._pending.split(b"\0", 1)
+        return json.loads(line)
+
+
+class Tab:
+    """One page of the browser; `events` are what it reported, oldest first.
+
+    What other tabs report is passed over: a page whose server has ended may still complain after its tab was closed.
+    """
+
+    def __init__(self, browser: Browser) -> None:
+        self.browser = browser
+        self.events: list[dict] = []
         self._session: str | None = None
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=self._target, flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
+    def close(self) -> None:
+        """Close the page."""
+        self._session = None
+        self.call("Target.closeTarget", targetId=self._target)
+
     def call(self, method: str, **parameters: object) -> dict:
         """Send a command and wait for its answer."""
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": parameters}
-        if self._session is not None:
-            message["sessionId"] = self._session
-        os.write(self.mouth, json.dumps(message).encode() + b"\0")
-        number = self._number
+        number = self.browser.call(method, self._session, **parameters)
         answer = self._until(lambda said: said.get("id") == number)
         if "error" in answer:
             raise RuntimeError(f"{method}: {answer['error']}")
@@ -96,25 +127,20 @@ class Tab:
         """The events of one kind."""
         return [event["params"] for event in self.events if event["method"] == method]
 
-    def _until(self, wanted: object) -> dict:
+    def _until(self, wanted: Callable[[dict], bool]) -> dict:
         end = time.monotonic() + PATIENCE
         while True:
-            while b"\0" in self._pending:
-                line, self._pending = self._pending.split(b"\0", 1)
-                said = json.loads(line)
-                if "method" in said:
-                    self.events.append(said)
-                if wanted(said):
-                    return said
-            ready, _, _ = select.select([self.ears], [], [], max(0.0, end - time.monotonic()))
-            part = os.read(self.ears, 1 << 20) if ready else b""
-            if not part:
-                raise TimeoutError("the browser did not answer, or ended")
-            self._pending += part
+            message = self.browser.next_message(end - time.monotonic())
+            if message.get("sessionId") != self._session:
+                continue
+            if "method" in message:
+                self.events.append(message)
+            if wanted(message):
+                return message
 
 
 @contextmanager
-def tab(program: str, folder: Path) -> Iterator[Tab]:
+def running(program: str, folder: Path) -> Iterator[Browser]:
     """A fresh browser with its profile in `folder`, ended on the way out."""
     to_browser, mouth = os.pipe()
     ears, from_browser = os.pipe()
@@ -136,7 +162,7 @@ def tab(program: str, folder: Path) -> Iterator[Tab]:
     os.close(to_browser)
     os.close(from_browser)
     try:
-        yield Tab(ears, mouth)
+        yield Browser(ears, mouth)
     finally:
         process.terminate()
         process.wait(timeout=PATIENCE)

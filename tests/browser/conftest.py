@@ -3,12 +3,20 @@ from browser import chromium
 
 
 @pytest.fixture(scope="session")
-def tab(tmp_path_factory):
+def browser(tmp_path_factory):
     program = chromium.found()
     if program is None:
         pytest.fail("no Chromium here: apt-get install chromium")
-    with chromium.tab(program, tmp_path_factory.mktemp("browser")) as opened:
-        yield opened
+    with chromium.running(program, tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def tab(browser):
+    """A page of its own for each test: what an earlier page still does is not this one's."""
+    tab = chromium.Tab(browser)
+    yield tab
+    tab.close()
 
 
 @pytest.fixture(params=["phone", "desktop", "dark"])
