@@ -182,7 +182,7 @@ def test_runs_whose_data_are_not_there_wait_and_the_others_are_made(queue, monke
     result = queue(text)
     assert result.exit_code == 1
     assert "mnist is not on this machine" in result.stderr
-    assert "search: The data set cifar10 is not in" in result.stderr
+    assert "search: the data set cifar10 is not in" in result.stderr
     assert [state for state, _, _ in standing(queue, text)] == ["to do", "done", "to do"]
 
 
