@@ -101,7 +101,7 @@ def optimizers_for(
             Muon(inside, settings["lr"], settings["weight_decay"]),
             adamw(rest, settings["lr"], 0.0, cuda),
         ]
-    rare = {key: settings.pop(key) for key in ("rms_behind_momentum", "exclude") if key in settings}
+    rare = {key: settings.pop(key) for key in ("momentum_first", "exclude") if key in settings}
     options = KFACOptions(**rare, others_betas=(0.9, 0.95))
     common = {"curvature": "gauss-newton", "weight_decay": 0.1, "others_lr": 2e-3}
     return [KFAC(model, options=options, **{**common, **settings})]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import defaults
-import momentum as momentum_benchmark
+import step_kinds
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]
@@ -85,9 +85,9 @@ def memory(rows: list[Row]) -> str:
     return markdown([*columns, "state / parameters"], lines, right=5)
 
 
-def momentum(rows: list[Row]) -> str:
-    """Held-out losses by the place of momentum and learning rate, and the best of each."""
-    columns, *lines = momentum_benchmark.table(rows)
+def steps(rows: list[Row]) -> str:
+    """Held-out losses by kind of step and learning rate, and the best of each."""
+    columns, *lines = step_kinds.table(rows)
     return markdown(columns, lines, right=len(columns) - 2)
 
 
@@ -111,8 +111,8 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "gpt": gpt,
     "defaults": defaults.table,
     "memory": memory,
-    "momentum": momentum,
     "sizes": sizes,
+    "steps": steps,
 }
 
 

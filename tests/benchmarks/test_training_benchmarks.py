@@ -115,32 +115,14 @@ def test_steps_of_a_set_size_beside_the_papers(benchmark, tmp_path, capsys):
     assert table.count("| test |") == 2
 
 
-def test_momentum_before_preconditioning(benchmark, tmp_path, capsys):
-    """With inverses that stay, the order does not matter: both are linear."""
-    momentum = benchmark("momentum")
-
-    def trained(make, refresh_every, **more):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-        opt = make(model, 0.1, refresh_every=refresh_every, **more)
-        for _ in range(8):
-            inputs = torch.randn(6, 5, dtype=torch.float64)
-            nn.functional.cross_entropy(model(inputs), torch.randint(3, (6,))).backward()
-            opt.step()
-            opt.zero_grad()
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-    behind = momentum.KFACOptions(rms_behind_momentum=True)
-    for refresh_every, alike in ((100, True), (3, False)):
-        before = trained(momentum.MomentumFirst, refresh_every)
-        after = trained(momentum.KFAC, refresh_every, options=behind)
-        assert torch.allclose(before, after, rtol=1e-10, atol=1e-12) == alike
-    options = "--steps 3 --seeds 2 --rates 0.001 0.01"
-    rows = records(momentum.main, options, tmp_path / "momentum.json")
-    assert len(rows) == 2 * 3 * (2 + 1)
+def test_kinds_of_steps(benchmark, tmp_path, capsys):
+    step_kinds = benchmark("step_kinds")
+    options = "--steps 3 --seeds 2 --rates 0.001 0.01 --dampings 0.1"
+    rows = records(step_kinds.main, options, tmp_path / "steps.json")
+    assert len(rows) == (5 + 4) * (2 + 1)  # AdamW, three kinds of K-FAC; on the GPT Muon too
     assert all(math.isfinite(row["held_out"]) for row in rows)
-    assert capsys.readouterr().out.count("(n = 2)") == 2 * 3 * 2
-    assert benchmark("loops_page").momentum(rows).count("(n = 2)") == 2 * 3 * 2
+    assert capsys.readouterr().out.count("(n = 2)") == (5 + 4) * 2
+    assert benchmark("loops_page").steps(rows).count("(n = 2)") == (5 + 4) * 2
 
 
 def test_computed_memory_is_near_what_was_measured(benchmark):

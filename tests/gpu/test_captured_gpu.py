@@ -68,6 +68,7 @@ OPTIMIZERS = {
     "adamw": lambda m: [torch.optim.AdamW(m.parameters(), rate(1e-3), capturable=True)],
     "kfac-f": lambda m: [new_kfac(m)],
     "kfac-g, lag": lambda m: [new_kfac(m, lag=2, curvature="gauss-newton")],
+    "kfac, spectral": lambda m: [new_kfac(m, kl_clip=None, step_scaling="spectral")],
     "kfac, sgd for the rest": lambda m: [new_kfac(m, others="sgd", decay="l2")],
     "two": lambda m: [
         new_kfac(m, params=[*m.first.parameters(), *m.second.parameters()]),

@@ -36,10 +36,10 @@ def stepped_once(lr=0.1, **options):
     return before, model
 
 
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("rms", [0.2, 0.05])
-def test_a_first_step_has_the_set_size_in_every_layer_and_the_direction_it_had(rms, behind):
-    options = KFACOptions(rms_behind_momentum=behind)
+def test_a_first_step_has_the_set_size_in_every_layer_and_the_direction_it_had(rms, first):
+    options = KFACOptions(momentum_first=first)
     before, scaled = stepped_once(step_scaling="rms", step_rms=rms, options=options)
     _, plain = stepped_once()
     for layer in layers(before):
@@ -60,9 +60,9 @@ def test_each_group_of_a_convolution_is_a_block(groups):
     assert torch.allclose(change.square().mean(1).sqrt(), torch.tensor(0.2).double(), rtol=1e-9)
 
 
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("still", ["frozen weight", "frozen bias", "unused bias"])
-def test_what_does_not_move_is_no_part_of_a_steps_size(still, behind):
+def test_what_does_not_move_is_no_part_of_a_steps_size(still, first):
     """A bias whose weight is frozen for a while would else move sqrt(in + 1) times as far."""
 
     class Net(nn.Module):
@@ -76,7 +76,7 @@ def test_what_does_not_move_is_no_part_of_a_steps_size(still, behind):
             return self.last(nn.functional.linear(x, self.first.weight, bias).tanh())
 
     model = seeded(Net)
-    options = KFACOptions(rms_behind_momentum=behind)
+    options = KFACOptions(momentum_first=first)
     opt = KFAC(model, 0.1, step_scaling="rms", momentum=0.0, options=options)
     train_step(opt, model, random(5, 8), labels_for(5, classes=CLASSES))
     model.biased = still != "unused bias"
@@ -90,9 +90,9 @@ def test_what_does_not_move_is_no_part_of_a_steps_size(still, behind):
     assert abs(change[moving].square().mean().sqrt() - 0.02) <= 1e-10
 
 
-def test_behind_momentum_every_step_has_the_set_size():
-    """And ahead of it the velocity is the sum of steps of that size."""
-    options = KFACOptions(rms_behind_momentum=True)
+def test_with_momentum_first_every_step_has_the_set_size():
+    """Else the velocity is the sum of steps of that size."""
+    options = KFACOptions(momentum_first=True)
     model = seeded(net)
     opt = KFAC(model, 0.1, step_scaling="rms", refresh_every=2, options=options)
     for i in range(6):
@@ -120,7 +120,7 @@ def test_a_layer_without_gradient_stays_and_a_step_that_is_not_finite_is_left_ou
     model = seeded(net)
     opt = KFAC(model, 0.1, step_scaling="rms", refresh_every=1)
     head = model[-1]
-    for options in (KFACOptions(), KFACOptions(rms_behind_momentum=True)):
+    for options in (KFACOptions(), KFACOptions(momentum_first=True)):
         opt = KFAC(model, 0.1, step_scaling="rms", refresh_every=1, options=options)
         train_step(opt, model, *data())
         before = flat(model)

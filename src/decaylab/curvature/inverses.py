@@ -51,21 +51,25 @@ def damped(side: Tensor, damping: Tensor) -> Tensor:
     return result
 
 
-def invert_(sides: Tensor) -> Tensor:
+def invert_(sides: Tensor, *, roots: bool = False) -> Tensor:
     """Replace each of the n damped factors by its inverse, in place; returns which are sound, [n].
 
     By Cholesky, of which only lower triangles are read, without a copy if the matrices lie in
     memory by columns. `cholesky_ex` does not check on the host: a factor that is not positive
     definite gives False (and whatever numbers), not an error.
+
+    `roots`: by a root R of its inverse, R' R, instead: the inverse of its Cholesky factor.
     """
     if sides.dim() == 2:
         sound = (sides > 0).all(1)
-        sides.reciprocal_()
+        sides.rsqrt_() if roots else sides.reciprocal_()
         return sound & sides.isfinite().all(1)
     with ieee_products(sides.device):  # TF32 would cost an inverse its digits
         info = _factorise_(sides)
         # cholesky_inverse and a batched cholesky_solve wait for the device, and are slower
         _invert_triangle_(sides)
+        if roots:
+            return (info == 0) & (torch.linalg.vector_norm(sides, dim=(1, 2)) < torch.inf)
         _square_triangle_(sides)
     # no entry of a positive definite matrix is larger than those of its diagonal
     return (info == 0) & (sides.diagonal(dim1=1, dim2=2).sum(1) < torch.inf)

@@ -13,6 +13,7 @@ from decaylab.curvature import guards
 from decaylab.curvature.factors import Bank, RunningFactors
 from decaylab.curvature.inverses import factored_damping, ieee_products, invert_
 from decaylab.curvature.kinds.kind import Shape
+from decaylab.curvature.polar import polar_factors
 from decaylab.curvature.storage import InverseStack, diagonal_of
 
 # Bytes of factors that are inverted in one go: more are no faster, and need room for all of them.
@@ -43,11 +44,15 @@ class Slot:
 
 @dataclass
 class Inversion:
-    """An inversion on its way: damped copies of the factors of a part of a bank, then inverses."""
+    """An inversion on its way: damped copies of the factors of a part of a bank, then inverses.
+
+    `roots`: or roots of inverses.
+    """
 
     A: Tensor
     G: Tensor
     sound: Tensor
+    roots: bool = False
 
     @property
     def cost(self) -> float:
@@ -59,7 +64,7 @@ class Inversion:
     def run(self) -> None:
         """Invert the copies in place; the inverses in use stay as they are."""
         for side in (self.A, self.G):
-            self.sound &= invert_(side)
+            self.sound &= invert_(side, roots=self.roots)
 
     def stay_for(self, stream: torch.cuda.Stream) -> None:
         """Give no memory away before `stream` is done with it: an inversion may be dropped."""
@@ -87,10 +92,11 @@ class Inverses:
     Until a block is ready its inverse is the identity: a layer, or an expert, that is first reached
     between two refreshes takes steps of gradient descent for so long.
     `shares` is between how many the inversions are divided; `half` keeps large inverses in float16.
+    `roots` keeps a root R of each inverse R' R instead, and steps are the steepest.
     """
 
-    def __init__(self, bank: Bank, shares: int, *, half: bool) -> None:
-        self.bank, self.shape, self._shares = bank, bank.shape, shares
+    def __init__(self, bank: Bank, shares: int, *, half: bool, roots: bool) -> None:
+        self.bank, self.shape, self._shares, self._roots = bank, bank.shape, shares, roots
         n, shape, device = bank.count, bank.shape, bank.device
 
         def zeros(*size: int) -> Tensor:
@@ -140,7 +146,7 @@ class Inverses:
         sides = self.bank.lower(part)
         for side, more in zip(sides, extra, strict=True):
             diagonal_of(side).add_(more[part, None])
-        return Inversion(*sides, ready[part])
+        return Inversion(*sides, ready[part], self._roots)
 
     def end(self, part: slice, done: Inversion) -> None:
         """Use the new inverses; where the factorisation failed the old ones stay."""
@@ -151,9 +157,10 @@ class Inverses:
         """Let the gradient of a layer's bias, or else of its weight, be what makes its step zero.
 
         The other part's step is then that of its own block, as if the held one were a constant:
-        with zeros instead, it would rely on the held one to move along, and be far too long.
+        with zeros instead, it would rely on the held one to move along, and be far too long. The
+        steepest steps get their length afterwards, and do without.
         """
-        if self.shape.input_diagonal:  # neither part knows of the other
+        if self.shape.input_diagonal or self._roots:  # in the first, neither knows of the other
             return
         last, inverse = self.shape.width, self.A.read(here)
         weights = self.weight_step[here]
@@ -166,7 +173,7 @@ class Inverses:
         weights.copy_(biases * (row[..., :last] / row[..., last:]))
 
     def precondition(self, *, decreases: bool = False) -> None:
-        """Replace each gradient [out, in (+1)] by its step: G^-1 gradient A^-1.
+        """Replace each gradient [out, in (+1)] by its step: G^-1 gradient A^-1, or the steepest.
 
         `decreases`: let these be gradient times step, of the weights [n] and, where there are some,
         of the biases [n]. Small layers without TF32: at the end of training ResNet32's first and
@@ -174,10 +181,28 @@ class Inverses:
         """
         small = max(self.shape.input_dim, self.shape.output_dim) <= LARGEST_PRECISE
         with ieee_products(self.bank.device) if small else nullcontext():
-            self._precondition(decreases)
-
-    def _precondition(self, decreases: bool) -> None:
+            step = self._steepest() if self._roots else self._solved()
         width = self.shape.width
+        parts = [(step[..., :width], self.weight_step)]
+        if self.shape.bias:
+            parts.append((step[..., width : width + 1], self.bias_step.view(len(step), -1, 1)))
+        self.decreases = []
+        for part, gradient in parts:
+            if decreases:
+                self.decreases.append((gradient * part).sum((1, 2), dtype=torch.float64))
+            gradient.copy_(part)
+
+    def _steepest(self) -> Tensor:
+        """R' polar(R gradient Q') Q, where G^-1 = R' R and A^-1 = Q' Q, but for a factor.
+
+        Of all steps D whose G^1/2 D A^1/2 has no singular value over one, it is the one that goes
+        down fastest, whichever roots these are. With A = G = I it is Muon's.
+        """
+        whitened = self.G.before(self.A.after(self._gradient(), transposed=True)[0])[0]
+        return self.G.before(self.A.after(polar_factors(whitened))[0], transposed=True)[0]
+
+    def _solved(self) -> Tensor:
+        """G^-1 gradient A^-1."""
         half, scale = self.A.after(self._gradient())
         if self.shape.transposed:  # as it lies in memory; the inverse is symmetric
             turned, more = self.G.after(half.mT)
@@ -187,14 +212,7 @@ class Inverses:
         for factor in (scale, more):
             if factor is not None:
                 step.mul_(factor[:, None, None])
-        parts = [(step[..., :width], self.weight_step)]
-        if self.shape.bias:
-            parts.append((step[..., width : width + 1], self.bias_step.view(len(step), -1, 1)))
-        self.decreases = []
-        for part, gradient in parts:
-            if decreases:
-                self.decreases.append((gradient * part).sum((1, 2), dtype=torch.float64))
-            gradient.copy_(part)
+        return step
 
     def _gradient(self) -> Tensor:
         """Gradients of weights and biases [n, out, wide], with zeros behind them."""
@@ -218,10 +236,17 @@ class Preconditioner:
 
     `slots` has the views for each covered parameter: write the gradient there, `precondition()`,
     and read the step, in `room()`. Several ranks divide the inversions between them. `half`: keep
-    large inverses in float16.
+    large inverses in float16. `roots`: keep roots of inverses, for the steepest steps.
     """
 
-    def __init__(self, factors: RunningFactors, workers: Workers, *, half: bool = False) -> None:
+    def __init__(
+        self,
+        factors: RunningFactors,
+        workers: Workers,
+        *,
+        half: bool = False,
+        roots: bool = False,
+    ) -> None:
         self.blocks, self._factors, self._workers = factors.blocks, factors, workers
         self.device = device = factors.device
         streams = STREAMS - 1 if device.type == "cuda" else 0  # beside the current one
@@ -233,7 +258,7 @@ class Preconditioner:
         self._of_others: list[Inversion] = []  # which other ranks run
         self._per_advance = 0
         self.banks = [
-            Inverses(b, workers.size, half=half and b.shape.dtype == torch.float32)
+            Inverses(b, workers.size, half=half and b.shape.dtype == torch.float32, roots=roots)
             for b in factors.banks
         ]
         self._biased_first = sorted(self.banks, key=lambda bank: not bank.shape.bias)

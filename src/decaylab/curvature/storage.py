@@ -105,9 +105,9 @@ def halved(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class InverseStack:
-    """The inverses of one side of a bank: [n, d, d], or diagonals [n, d]; the identity at first.
+    """The inverses, or their roots, of one side of a bank: [n, d, d], or diagonals [n, d].
 
-    Kept with zeros behind each, up to `wide`; in float16 if `half`.
+    The identity at first. Kept with zeros behind each, up to `wide`; in float16 if `half`.
     """
 
     def __init__(
@@ -157,23 +157,28 @@ class InverseStack:
         mask = known.view((-1,) + (1,) * (inverses.dim() - 1))
         self.write(here, torch.where(mask, inverses, identity))
 
-    def after(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows [n, r, wide] times the inverse, to be multiplied by the numbers [n], if any."""
+    def after(self, rows: Tensor, *, transposed: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Rows [n, r, wide] times the inverse, to be multiplied by the numbers [n], if any.
+
+        `transposed`: times its transpose, which matters for roots alone.
+        """
         if self.diagonal:
             return rows * self.values[:, None, :], None
+        values = self.values.mT if transposed else self.values
         if self.scale is None:
-            return torch.bmm(rows, self.values), None
+            return torch.bmm(rows, values), None
         halves, scale = halved(rows)
-        return _half_product(halves, self.values, rows.dtype), scale * self.scale
+        return _half_product(halves, values, rows.dtype), scale * self.scale
 
-    def before(self, columns: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The inverse times columns [n, wide, c], to be multiplied by the numbers [n], if any."""
+    def before(self, columns: Tensor, *, transposed: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The inverse, or its transpose, times columns [n, wide, c]; as `after`."""
         if self.diagonal:
             return columns * self.values[:, :, None], None
+        values = self.values.mT if transposed else self.values
         if self.scale is None:
-            return torch.bmm(self.values, columns), None
+            return torch.bmm(values, columns), None
         halves, scale = halved(columns)
-        return _half_product(self.values, halves, columns.dtype), scale * self.scale
+        return _half_product(values, halves, columns.dtype), scale * self.scale
 
 
 def _half_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

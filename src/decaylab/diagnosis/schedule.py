@@ -138,7 +138,9 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
       if every step refreshes and inverts them. Exact if the curvature at W/|W|, which has |W|^2
       times that at W, keeps its size in that time: nearly so for Gauss-Newton, not for the Fisher
       matrix, which vanishes as the data is fitted (docs/diagnosis.md has the numbers). With
-      steps of a set length (`step_scaling="rms"`): lr'_t = lr_t / r_{t+1}.
+      steps of a set length (`step_scaling="rms"`): lr'_t = lr_t / r_{t+1}. If they are made from
+      a momentum of gradients ("spectral"), as in Muon, times r_t over the mean of r with the
+      weights m^k.
 
     It is for these layers only: the others keep lr, and their decay, which acts on the function.
     Needs a decay of one strength on them, and no L2 inside Adam or K-FAC. Where `watch` recorded
@@ -252,8 +254,8 @@ def _equivalent(
         push, root = r, math.sqrt(b) if power == 1 else 1.0
         if power == 0:
             push = r / b
-        elif settings.step_rms is not None:  # the momentum is one of steps of a set length
-            push = root = 1.0
+        elif settings.step_rms is not None:  # a step of a set length, of gradients as of now
+            push = root = r if settings.momentum_first else 1.0
         memory = _memory(settings)
         total, weight = memory * total + push, memory * weight + 1
         mean = push if settings.decay == "l2" else total / weight

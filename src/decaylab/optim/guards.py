@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.factors import RunningFactors, Sums
-from decaylab.errors import FRACTION, NOT_NEGATIVE, DecaylabError, WrongType
+from decaylab.errors import FRACTION, NOT_NEGATIVE, DecaylabError, Mismatch, WrongType
 from decaylab.optim.decay import check_decay
 from decaylab.optim.update import skipped_when_fused
 
@@ -105,3 +105,16 @@ def check_saved(
                 f"this state dict has a state of {other['law']} for parameters outside the "
                 f"blocks: build KFAC with others={other['law']!r}"
             )
+
+
+def check_saved_steps(saved: Mapping[str, Any], step_scaling: str, *, momentum_first: bool) -> None:
+    """Refuse roots where inverses are wanted, and a momentum of gradients where one of steps is."""
+    remedy = "build KFAC with the step_scaling and momentum_first it was saved with"
+    saved_scaling = saved.get("step_scaling")
+    if (saved_scaling == "spectral") != (step_scaling == "spectral"):
+        values = {"this state dict": saved_scaling, "KFAC": step_scaling}
+        raise Mismatch("step_scaling", values, remedy)
+    saved_first = bool(saved.get("momentum_first", False))
+    if saved_first != momentum_first:
+        values = {"this state dict": saved_first, "KFAC": momentum_first}
+        raise Mismatch("momentum_first", values, remedy)

@@ -35,12 +35,19 @@ from decaylab.optim.guards import (
     check_groups,
     check_measured,
     check_saved,
+    check_saved_steps,
 )
 from decaylab.optim.health import Health, Skips
 from decaylab.optim.kfac_state import add_curvature, curvature_state, without_curvature
-from decaylab.optim.options import DAMPING_SCALINGS, KFACOptions, chosen_steps, first_order
+from decaylab.optim.options import (
+    DAMPING_SCALINGS,
+    STEP_SCALINGS,
+    KFACOptions,
+    chosen_steps,
+    first_order,
+)
 from decaylab.optim.scale_free import ScaleFree, invariant_layers
-from decaylab.optim.update import LossScale, StepSize, Updater
+from decaylab.optim.update import LossScale, StepRule, Updater
 
 
 class KFAC(torch.optim.Optimizer):
@@ -52,6 +59,12 @@ class KFAC(torch.optim.Optimizer):
         v  = (S + sqrt(lambda / T) / pi)^-1 h (A + pi sqrt(lambda / T))^-1 / T
         m <- mu m + v times its scale: step_rms / rms(v), or min(1, sqrt(c / (lr^2 sum g.v)))
         W <- W - lr (m + [decoupled] beta W) - [independent] beta W
+
+    With `step_scaling="spectral"`, R and Q being roots of the two inverses above (R'R and Q'Q):
+
+        m <- mu m + h
+        v  = R' polar(R m Q') Q,    polar(U D V') = U V'
+        W <- W - lr (v step_rms / rms(v) + [decoupled] beta W) - [independent] beta W
 
     Use it in the same loop as SGD: hooks observe the curvature on training-mode forward passes.
 
@@ -98,8 +111,10 @@ class KFAC(torch.optim.Optimizer):
             loss: the default if neither damping nor kl_clip is given.
         kl_clip: c, or None; 1e-3 is a good first try, with lr 0.03.
         step_scaling: "rms" (the default without a KL clip) gives each layer's step v the root mean
-            square `step_rms`, so that lr and decay mean what they mean in AdamW and Muon. "none"
-            does not rescale it; without a KL clip, most nets then diverge.
+            square `step_rms`, so that lr and decay mean what they mean in AdamW and Muon.
+            "spectral" does too, and makes the step as large in every direction in which it goes at
+            all, as measured by the curvature: Muon's step is the one without curvature. "none" does
+            not rescale it; without a KL clip, most nets then diverge.
         step_rms: that root mean square.
         refresh_every: steps between two measurements of the factors.
         invert_every: steps between two inversions. During the first `invert_every` steps every
@@ -141,7 +156,7 @@ class KFAC(torch.optim.Optimizer):
         damping: float | None = None,
         damping_scaling: Literal["fixed", "scale-free", "trace"] | None = None,
         kl_clip: float | None = None,
-        step_scaling: Literal["none", "rms"] | None = None,
+        step_scaling: Literal["none", "rms", "spectral"] | None = None,
         step_rms: float = 0.2,
         refresh_every: int = 10,
         invert_every: int = 100,
@@ -160,7 +175,7 @@ class KFAC(torch.optim.Optimizer):
             kl_clip, step_scaling, damping, damping_scaling
         )
         check_name("damping_scaling", scaled_damping, DAMPING_SCALINGS)
-        check_name("step_scaling", scaling, ("none", "rms"))
+        check_name("step_scaling", scaling, STEP_SCALINGS)
         POSITIVE.check("damping", damping)
         POSITIVE.check("step_rms", step_rms)
         if kl_clip is not None:
@@ -170,14 +185,15 @@ class KFAC(torch.optim.Optimizer):
         AT_LEAST_ONE.check("max_factor_dim", max_factor_dim)
         FRACTION.check("factor_decay", factor_decay)
         Range(at_least=0, below=invert_every).check("inversion_lag", lag, "see invert_every")
-        if scaling == "rms" and kl_clip is not None:
-            raise Conflict(["step_scaling='rms'", "kl_clip"], "both set how long steps are")
+        if scaling != "none" and kl_clip is not None:
+            raise Conflict([f"step_scaling={scaling!r}", "kl_clip"], "both set how long steps are")
         self.model = innermost(model)
         self.damping, self.kl_clip, self.factor_decay = damping, kl_clip, factor_decay
-        self.step_rms = step_rms if scaling == "rms" else None
+        self.step_rms = None if scaling == "none" else step_rms
+        self.step_scaling = scaling
+        self.momentum_first = options.momentum_first or scaling == "spectral"
         self.damping_scaling = scaled_damping
         self.refresh_every, self.invert_every = refresh_every, invert_every
-        self._rms_behind_momentum = options.rms_behind_momentum
         self._distribution = distribution_of(
             model, options.process_group, equal_shares=options.equal_shares
         )
@@ -218,7 +234,10 @@ class KFAC(torch.optim.Optimizer):
         check_groups(self.param_groups)
         self.device, blocks = self.estimator.device, self.estimator.blocks
         self._preconditioner = Preconditioner(
-            self.estimator.running, self._distribution, half=options.half_inverses
+            self.estimator.running,
+            self._distribution,
+            half=options.half_inverses,
+            roots=scaling == "spectral",
         )
         is_scale_free = scaled_damping == "scale-free"
         layers = invariant_layers(self.model, blocks, options.invariant) if is_scale_free else []
@@ -484,6 +503,8 @@ class KFAC(torch.optim.Optimizer):
             "inverted": self._inverted,
             "initialized": self._initialized,
             "damping": self.damping,
+            "step_scaling": self.step_scaling,
+            "momentum_first": self.momentum_first,
             "skips": self._skips.counts.clone(),
             "seed": self._seed,
             # beside the rest: torch.distributed.checkpoint refuses a state on several devices
@@ -504,6 +525,7 @@ class KFAC(torch.optim.Optimizer):
         """
         mine = curvature_state(state_dict)
         check_saved(state_dict, mine, self.param_groups, list(self._coverage))
+        check_saved_steps(mine, self.step_scaling, momentum_first=self.momentum_first)
         self._preconditioner.load_state_dict(mine["layers"])
         super().load_state_dict(without_curvature(state_dict))
         lay_out_state(self)
@@ -594,8 +616,8 @@ class KFAC(torch.optim.Optimizer):
                 "scales: use bfloat16 autocast without one, or curvature='fisher'"
             )
         scale = LossScale(getattr(self, "grad_scale", None), skip)
-        size = StepSize(self.kl_clip, self.step_rms, self._rms_behind_momentum)
-        arguments = self.param_groups, self.state, size, self.scale_free, scale
+        rule = StepRule(self.kl_clip, self.step_rms, self.momentum_first)
+        arguments = self.param_groups, self.state, rule, self.scale_free, scale
         self._updater(*arguments, replay=self._replays)
 
     @contextmanager

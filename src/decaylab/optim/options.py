@@ -34,8 +34,8 @@ class KFACOptions:
             models with more than 1 GiB of gradients.
         half_inverses: store inverses with sides longer than 640 in float16, with one power-of-two
             scale per matrix: as precise as a TF32 product reads them, in half the memory.
-        rms_behind_momentum: with `step_scaling="rms"`, scale the step after momentum instead of
-            before it.
+        momentum_first: precondition the momentum of the gradients, instead of taking the momentum
+            of preconditioned steps. `step_scaling="spectral"` does so in any case.
         others_betas: Adam's coefficients for parameters outside the blocks.
         others_eps: Adam's epsilon for them.
     """
@@ -49,7 +49,7 @@ class KFACOptions:
     equal_shares: bool = False
     replay: bool = True
     half_inverses: bool = False
-    rms_behind_momentum: bool = False
+    momentum_first: bool = False
     others_betas: tuple[float, float] = (0.9, 0.999)
     others_eps: float = 1e-8
 
@@ -68,6 +68,7 @@ def first_order(
     return torch.optim.SGD(placeholder, lr=lr, momentum=momentum, fused=True)
 
 
+STEP_SCALINGS = ("none", "rms", "spectral")
 DAMPING_SCALINGS = ("fixed", "scale-free", "trace")
 # Where nothing is given: of lambda, and of lambda relative to a block's mean eigenvalue.
 DAMPING, RELATIVE_DAMPING = 1e-3, 1.0
@@ -86,7 +87,7 @@ def chosen_steps(
     """
     step_scaling = step_scaling or ("rms" if kl_clip is None else "none")
     if damping_scaling is None:
-        relative = step_scaling == "rms" and damping is None
+        relative = step_scaling != "none" and damping is None
         damping_scaling = "trace" if relative else "fixed"
     if damping is None:
         damping = RELATIVE_DAMPING if damping_scaling == "trace" else DAMPING

@@ -41,20 +41,25 @@ class LossScale:
     scale: Tensor | None = None
     skip: Tensor | None = None
 
+    def allows(self, finite: Tensor) -> Tensor:
+        """Whether parameters may move, given whether all numbers are finite."""
+        return finite if self.skip is None else finite & (self.skip == 0)
+
 
 @dataclass(frozen=True)
-class StepSize:
-    """How long a preconditioned step is made: at most one of the two.
+class StepRule:
+    """How long a preconditioned step is made, by at most one of two numbers, and its momentum.
 
     Attributes:
         kl_clip: c in min(1, sqrt(c / sum lr^2 g.v)), one factor for all layers.
         rms: the root mean square of each layer's step.
-        behind_momentum: whether `rms` is that of the velocity, instead of the step that enters it.
+        momentum_first: whether the momentum is that of gradients, and is preconditioned, instead of
+            that of preconditioned steps.
     """
 
     kl_clip: float | None = None
     rms: float | None = None
-    behind_momentum: bool = False
+    momentum_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,7 @@ class Updater:
         self,
         groups: Sequence[Group],
         state: State,
-        size: StepSize,
+        rule: StepRule,
         scale_free: ScaleFree,
         loss_scale: LossScale,
         *,
@@ -157,14 +162,15 @@ class Updater:
     ) -> None:
         """Update every parameter that has a gradient.
 
-        (l2: gradient += wd W) -> precondition -> step size -> momentum -> (decoupled: + wd W).
+        (l2: gradient += wd W) -> precondition -> step size -> momentum -> (decoupled: + wd W); or
+        momentum before preconditioning, as `rule` says.
         `scale_free` holds the norms of the layers it knows. `replay`: by a graph, where there can
         be one.
         """
         first_order: Any = self.first_order
         first_order.state = state
         replay = replay and self._graphs is not None and loss_scale == LossScale()
-        pattern = self._pattern(groups, state, (size, scale_free), replay)
+        pattern = self._pattern(groups, state, (rule, scale_free), replay)
         if any(g.is_sparse for _, params in pattern.others for g in _gradients_of(params)):
             raise DecaylabError(
                 "a parameter has a sparse gradient, which the first-order step does not take: "
@@ -174,10 +180,10 @@ class Updater:
             for params, places in pattern.gathered:
                 torch._foreach_copy_(places, _gradients_of(params))
             if replay:
-                self._replay(pattern, groups, size, scale_free)
+                self._replay(pattern, groups, rule, scale_free)
             else:
                 rates = [group["lr"] for group in groups]
-                self._apply(pattern, groups, rates, size, scale_free, loss_scale)
+                self._apply(pattern, groups, rates, rule, scale_free, loss_scale)
 
     def forget(self) -> None:
         """Drop what was remembered of earlier steps, graphs included."""
@@ -212,7 +218,7 @@ class Updater:
         return pattern
 
     def _replay(
-        self, pattern: _Pattern, groups: Sequence[Group], size: StepSize, scale_free: ScaleFree
+        self, pattern: _Pattern, groups: Sequence[Group], rule: StepRule, scale_free: ScaleFree
     ) -> None:
         """What follows the gather, by a graph."""
         others = [p for _, params in pattern.others for p in params]
@@ -226,7 +232,7 @@ class Updater:
                 for group in groups
             ]
             pattern.filled = [None] * len(groups)
-            self._captured[pattern] = self._capture(pattern, groups, others, size, scale_free)
+            self._captured[pattern] = self._capture(pattern, groups, others, rule, scale_free)
         for index, group in enumerate(groups):
             lr, rate = group["lr"], pattern.rates[index]
             if lr is not rate and (value := float(lr)) != pattern.filled[index]:
@@ -241,7 +247,7 @@ class Updater:
         pattern: _Pattern,
         groups: Sequence[Group],
         others: list[Tensor],
-        size: StepSize,
+        rule: StepRule,
         scale_free: ScaleFree,
     ) -> Captured[None]:
         lent = [{**group, "params": list(group["params"])} for group in groups]
@@ -253,7 +259,7 @@ class Updater:
             updater = weak_self()
             assert updater is not None
             with _gradients(others, pattern.other_gradients):
-                updater._apply(pattern, lent, pattern.rates, size, scale_free, LossScale())
+                updater._apply(pattern, lent, pattern.rates, rule, scale_free, LossScale())
 
         assert self._graphs is not None
         return Captured(work, self._graphs)
@@ -263,13 +269,13 @@ class Updater:
         pattern: _Pattern,
         groups: Sequence[Group],
         rates: Sequence[Rate],
-        size: StepSize,
+        rule: StepRule,
         scale_free: ScaleFree,
         loss_scale: LossScale,
     ) -> None:
         """All that follows the gather, by numbers that are on the device."""
         with scale_free.held(self.first_order.state):
-            finite = self._move(pattern, groups, rates, size, loss_scale)
+            finite = self._move(pattern, groups, rates, rule, loss_scale)
         if loss_scale.skip is None:  # a GradScaler looks for its scale by steps that overflow
             self._skips.count(finite)
 
@@ -278,7 +284,7 @@ class Updater:
         pattern: _Pattern,
         groups: Sequence[Group],
         rates: Sequence[Rate],
-        size: StepSize,
+        rule: StepRule,
         loss_scale: LossScale,
     ) -> Tensor:
         """Update; returns whether all was finite, as a tensor."""
@@ -289,31 +295,34 @@ class Updater:
             _scale(blocks.steps, 1 / loss_scale.scale)
         for weight_decay, steps, params in pattern.l2:
             torch._foreach_copy_(steps, add_decay(steps, params, weight_decay))
-        blocks.hold(pattern.held)
-        clips = size.kl_clip is not None and bool(pattern.clipped)
-        blocks.precondition(decreases=clips)
-        if pattern.missing:  # no part of how long their layer's step is
-            torch._foreach_zero_(pattern.missing)
         other_gradients = [g for _, params in pattern.others for g in _gradients_of(params)]
-        finite = _all_finite([*blocks.steps, *other_gradients])
-        move = finite if loss_scale.skip is None else finite & (loss_scale.skip == 0)
-        if size.rms is not None and not size.behind_momentum:
-            blocks.scale_steps(size.rms, pattern.sizes)
-        elif size.kl_clip is not None and clips:
-            self.clip_coefficient.copy_(self._kl_scale(pattern, rates, size.kl_clip))
-            _scale(blocks.steps, self.clip_coefficient)
-        elif size.kl_clip is not None:  # no block has a gradient
-            self.clip_coefficient.fill_(1.0)
-        stay = (~move).float()
-        behind = size.rms is not None and size.behind_momentum
-        if size.rms is not None and behind:
+        finite: Tensor | None = None
+        if rule.momentum_first:  # only finite gradients get into it
+            finite = _all_finite([*blocks.steps, *other_gradients])
+            move = loss_scale.allows(finite)
+            stay = (~move).float()
             for members, alike in zip(pattern.members, pattern.alike, strict=True):
                 momentum = groups[members.group]["momentum"]
                 _accumulate(members, momentum, move, stay, alike=alike)
-            blocks.scale_steps(size.rms, pattern.sizes)
+        blocks.hold(pattern.held)
+        clips = rule.kl_clip is not None and bool(pattern.clipped)
+        blocks.precondition(decreases=clips)
+        if pattern.missing:  # no part of how long their layer's step is
+            torch._foreach_zero_(pattern.missing)
+        finite_steps = _all_finite([*blocks.steps, *other_gradients])
+        finite = finite_steps if finite is None else finite & finite_steps
+        move = loss_scale.allows(finite)
+        if rule.rms is not None:
+            blocks.scale_steps(rule.rms, pattern.sizes)
+        elif rule.kl_clip is not None and clips:
+            self.clip_coefficient.copy_(self._kl_scale(pattern, rates, rule.kl_clip))
+            _scale(blocks.steps, self.clip_coefficient)
+        elif rule.kl_clip is not None:  # no block has a gradient
+            self.clip_coefficient.fill_(1.0)
+        stay = (~move).float()
         for members, alike in zip(pattern.members, pattern.alike, strict=True):
             group, rate = groups[members.group], rates[members.group]
-            momentum = 0.0 if behind else group["momentum"]
+            momentum = 0.0 if rule.momentum_first else group["momentum"]
             _advance(group, rate, momentum, members, move, stay, alike=alike)
         self._step_others(pattern, groups, rates, move, stay, loss_scale)
         return finite

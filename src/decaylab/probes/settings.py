@@ -80,6 +80,7 @@ def _of_group(
             refresh_every=optimizer.refresh_every,
             invert_every=optimizer.invert_every,
             step_rms=optimizer.step_rms,
+            momentum_first=optimizer.momentum_first,
         )
     return settings
 

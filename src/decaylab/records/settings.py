@@ -22,6 +22,7 @@ class LayerSettings:
         damping, curvature, scale_free, kl_clip, factor_decay, refresh_every, invert_every: K-FAC's;
             scale_free is whether the damping follows this layer's norm or curvature.
         step_rms: the root mean square to which K-FAC scales each step; None if it does not.
+        momentum_first: whether K-FAC preconditions a momentum of gradients.
         floor: the norm below which steps do not follow the norm any more (Adafactor).
         role: what it is in the network.
         invariant: whether the logits do not depend on its scale, as far as that is known: measured
@@ -52,6 +53,7 @@ class LayerSettings:
     refresh_every: int | None = None
     invert_every: int | None = None
     step_rms: float | None = None
+    momentum_first: bool = False
     floor: float | None = None
     role: LayerRole = "weight"
     invariant: bool | None = None

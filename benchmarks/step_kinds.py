@@ -1,0 +1,195 @@
+"""K-FAC's kinds of steps beside AdamW and Muon, on two small tasks.
+
+    python benchmarks/step_kinds.py [--tasks gpt digits] [--steps 600] [--seeds 3]
+                                    [--rates 0.001 ...] [--dampings 1.0 0.1] [--out FILE]
+
+With h the gradient, P the damped inverse of the curvature, s the scaling to `step_rms` and
+polar(U D V') = U V':
+
+    rms        m <- mu m + s(P h),   W <- W - lr m                          KFAC's default
+    rms first  m <- mu m + h,        W <- W - lr s(P m)                     `momentum_first`
+    spectral   m <- mu m + h,        W <- W - lr s(P^1/2 polar(P^1/2 m))    "spectral"
+
+Each has every learning rate and damping (relative to the trace) on seed 0; the best setting by
+held-out loss then has more seeds. The tasks: a byte-level GPT of two layers on Python's own
+sources, and a convnet with batch norm on scikit-learn's digits. Embeddings, norms and, under Muon,
+the head are Adam's, at the same learning rate; Muon, which is for matrices, is not tried on
+convolutions. Gauss-Newton, no decay. Warm-up over a tenth and a cosine to a tenth. Training loss:
+the mean of the last tenth of the steps; losses in nats.
+"""
+
+import argparse
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpt import EMBEDDINGS, adamw, optimizers_for, rate_at
+from measuring import attempt, place, save
+from models import GPT
+from samples import image_batches, python_sources, text_batches
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from decaylab.data import load
+from decaylab.optim.kfac import KFAC
+from decaylab.optim.options import KFACOptions
+
+Row = dict[str, Any]
+Batches = Callable[[], tuple[Tensor, Tensor]]
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+DAMPINGS = (1.0, 0.1)
+KINDS = {
+    "rms": {"step_scaling": "rms"},
+    "rms first": {"step_scaling": "rms", "momentum_first": True},
+    "spectral": {"step_scaling": "spectral"},
+}
+LENGTH, WINDOWS, IMAGES = 64, 8, 64
+
+
+def optimizers(model: nn.Module, row: Row) -> list[torch.optim.Optimizer]:
+    """What a row names."""
+    lr, kind = row["lr"], row["kind"]
+    if kind == "adamw":
+        return [adamw(model.parameters(), lr, 0.0, cuda=False)]
+    if kind == "muon":
+        return optimizers_for("muon", model, {"lr": lr, "weight_decay": 0.0}, cuda=False)
+    settings = dict(KINDS[kind])
+    options = KFACOptions(
+        momentum_first=settings.pop("momentum_first", False),
+        exclude=tuple(name for name in EMBEDDINGS if hasattr(model, name)),
+        others_betas=(0.9, 0.95),
+    )
+    settings |= {"damping": row["damping"], "damping_scaling": "trace", "others_lr": lr}
+    return [KFAC(model, lr, curvature="gauss-newton", options=options, **settings)]
+
+
+def text() -> tuple[Callable[[], nn.Module], Callable[[int], Batches], Batches]:
+    train, test = python_sources(torch.device("cpu"), 2**22)
+    return (
+        lambda: GPT(256, LENGTH, 32, 2, 2),
+        lambda seed: text_batches(train, WINDOWS, LENGTH, seed + 1),
+        text_batches(test, 16 * WINDOWS, LENGTH, 0),
+    )
+
+
+def digits() -> tuple[Callable[[], nn.Module], Callable[[int], Batches], Batches]:
+    data = load("digits")
+    train, test = (
+        ((split.images.float() - 80) / 96, split.labels.long()) for split in (data.train, data.test)
+    )
+
+    def net() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.LazyLinear(10),
+        )
+
+    return net, lambda seed: image_batches(train, IMAGES, seed + 1), lambda: test
+
+
+TASKS = {"gpt": text, "digits": digits}
+
+
+def trained(task: Any, row: Row) -> Row:
+    make, batches, held_out = task
+    steps = row["steps"]
+    torch.manual_seed(row["seed"])
+    model, draw = make(), batches(row["seed"])
+    model(draw()[0])  # makes lazy layers
+    stepped = optimizers(model, row)
+    groups = [group for optimizer in stepped for group in optimizer.param_groups]
+    bases = [float(group["lr"]) for group in groups]
+
+    def loss_of(inputs: Tensor, labels: Tensor) -> Tensor:
+        logits = model(inputs)
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+    losses, started = [], time.process_time()
+    for number in range(steps):
+        for group, base in zip(groups, bases, strict=True):
+            group["lr"] = base * rate_at(number, steps)
+        loss = loss_of(*draw())
+        loss.backward()
+        for optimizer in stepped:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    seconds = time.process_time() - started
+    model.eval()
+    with torch.no_grad():
+        last = float(loss_of(*held_out()))
+    training = statistics.mean(losses[-max(1, steps // 10) :])
+    return {"training": training, "held_out": last, "seconds": seconds}
+
+
+def table(rows: list[Row]) -> list[list[str]]:
+    """For each task, kind and damping: held-out losses by learning rate, then the best one's."""
+    rates = sorted({row["lr"] for row in rows})
+    last = ["best: training", "held-out"]
+    lines = [["task", "steps", "damping", *(f"lr {lr}" for lr in rates), *last]]
+    for task, kind, damping in dict.fromkeys((r["task"], r["kind"], r["damping"]) for r in rows):
+        cell = [r for r in rows if (r["task"], r["kind"], r["damping"]) == (task, kind, damping)]
+        losses = {r["lr"]: r["held_out"] for r in cell if r["seed"] == 0}
+        best = [r for r in cell if r["lr"] == best_of(losses)]
+        ends = [spread([r[key] for r in best]) for key in ("training", "held_out")]
+        by_rate = (f"{losses.get(lr, math.nan):.3f}" for lr in rates)
+        lines.append([task, kind, "" if damping is None else f"{damping}", *by_rate, *ends])
+    return lines
+
+
+def best_of(losses: dict[Any, float]) -> Any:
+    """The setting with the smallest loss."""
+    return min(losses, key=lambda key: losses[key] if math.isfinite(losses[key]) else math.inf)
+
+
+def spread(numbers: list[float]) -> str:
+    """Their mean, and how far they lie apart."""
+    apart = f" ± {statistics.stdev(numbers):.3f}" if len(numbers) > 1 else ""
+    return f"{statistics.mean(numbers):.3f}{apart} (n = {len(numbers)})"
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--seeds", type=int, default=3, help="of the best setting")
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
+    parser.add_argument("--dampings", nargs="+", type=float, default=list(DAMPINGS))
+    parser.add_argument("--device", default="cpu", choices=["cpu"])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(given)
+    about = {"about": place(options.device)}
+    rows: list[Row] = []
+    tasks = {name: TASKS[name]() for name in options.tasks}
+
+    def run(task: str, kind: str, damping: float | None, lr: float, seed: int) -> float:
+        row = {"task": task, "kind": kind, "damping": damping, "lr": lr, "seed": seed}
+        row["steps"] = options.steps
+        rows.append(attempt(row, lambda: trained(tasks[task], row)))
+        save(options.out, {**about, "rows": rows})
+        return rows[-1].get("held_out", math.nan)
+
+    first_order: list[tuple[str, float | None]] = [("adamw", None), ("muon", None)]
+    for task in tasks:
+        plain = first_order[: 2 if task == "gpt" else 1]
+        for kind, damping in [*plain, *itertools.product(KINDS, options.dampings)]:
+            losses = {lr: run(task, kind, damping, lr, 0) for lr in options.rates}
+            for seed in range(1, options.seeds):
+                run(task, kind, damping, best_of(losses), seed)
+    save(options.out, {**about, "rows": rows}, complete=True)
+    for line in table(rows):
+        print(" | ".join(line))
+
+
+if __name__ == "__main__":
+    main()
