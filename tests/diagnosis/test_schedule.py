@@ -99,10 +99,14 @@ def test_kfac_takes_the_same_path_with_the_damping_of_the_schedule():
         assert (a - b).norm() < 1e-8
 
 
-def test_kfacs_steps_of_a_set_length_take_the_same_path():
-    """KFAC(model), but for curvature that is always new. The momentum is one of scaled steps."""
+@pytest.mark.parametrize(("scaling", "momentum"), [("rms", 0.9), ("spectral", 0.0)])
+def test_kfacs_steps_of_a_set_length_take_the_same_path(scaling, momentum):
+    """KFAC(model), but for curvature that is always new. The momentum is one of scaled steps.
+
+    Spectral steps have one of gradients, as in Muon, which would remember those of other norms.
+    """
     start = net()
-    settings = {"lr": 0.05, "outputs": "exact"}
+    settings = {"lr": 0.05, "outputs": "exact", "step_scaling": scaling, "momentum": momentum}
     settings |= {"refresh_every": 1, "invert_every": 1, "factor_decay": 0.0}
     model, other = copy.deepcopy(start), copy.deepcopy(start)
     decayed, rest = decayed_layers_only(model, weight_decay=0.5, decay="decoupled")

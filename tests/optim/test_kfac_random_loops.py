@@ -26,11 +26,11 @@ def optimizer(net: Net, s: Settings) -> KFAC:
         decay=s.decay,
         momentum=s.momentum,
         kl_clip=s.kl_clip,
-        step_scaling="none" if s.rms is None else "rms",
+        step_scaling="none" if s.rms is None else "spectral" if s.spectral else "rms",
         refresh_every=s.refresh_every,
         invert_every=s.invert_every,
         factor_decay=s.factor_decay,
-        options=KFACOptions(inversion_lag=s.lag),
+        options=KFACOptions(inversion_lag=s.lag, momentum_first=s.momentum_first),
     )
 
 

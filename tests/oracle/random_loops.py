@@ -2,7 +2,7 @@
 
 Written apart from `oracle.kfac`, which goes example by example: this one takes patches from
 `F.unfold`, one-hot vectors for embeddings, and solves each damped block as one matrix. Freezing and
-thawing, accumulated passes, a lag of the inverses and all ways to set a step's length are in it.
+thawing, accumulated passes, a lag of the inverses and all kinds of steps are in it.
 
 Scaling: A is the mean of a a' over examples and positions, G the sum of g g' over classes and
 positions, divided by the rows of the logits. A block is kron(G, A) for [out, in (+ 1)] row by row.
@@ -90,6 +90,8 @@ class Settings:
     lag: int
     rms: float | None
     kl_clip: float | None
+    spectral: bool
+    momentum_first: bool
     lr: float = 0.01
 
     @staticmethod
@@ -97,6 +99,7 @@ class Settings:
         """Random ones that do not diverge."""
         invert_every = random.choice([1, 2, 4])
         rms, kl_clip = random.choice([(0.2, None), (None, 1e-5), (None, 1e-7)])
+        spectral = rms is not None and random.random() < 0.6
         return Settings(
             curvature=random.choice(["gauss-newton", "fisher"]),
             damping=random.choice([1e-2, 1.0]),
@@ -110,6 +113,8 @@ class Settings:
             lag=random.choice([0, 1]) if invert_every > 1 else 0,
             rms=rms,
             kl_clip=kl_clip,
+            spectral=spectral,
+            momentum_first=spectral or random.random() < 0.3,
         )
 
 
@@ -132,8 +137,9 @@ class DenseLoop:
     steps: int = 0
     passes: list[dict[str, Sum]] = field(default_factory=list)
     factors: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    blocks: dict[str, list[Tensor]] = field(default_factory=dict)  # damped, one for each group
-    begun: tuple[int, dict[str, list[Tensor]]] | None = None
+    # damped G and A, for each group
+    blocks: dict[str, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    begun: tuple[int, dict[str, list[tuple[Tensor, Tensor]]]] | None = None
     inverted: bool = False
 
     def __post_init__(self) -> None:
@@ -211,7 +217,7 @@ class DenseLoop:
                 A, G = keep * old[0] + (1 - keep) * A, keep * old[1] + (1 - keep) * G
             self.factors[name] = A, G
 
-    def _damped(self) -> dict[str, list[Tensor]]:
+    def _damped(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
         s, blocks = self.settings, {}
         for name, (As, Gs) in self.factors.items():
             blocks[name] = []
@@ -220,7 +226,7 @@ class DenseLoop:
                 scale = mean_A * mean_G if s.damping_scaling == "trace" else 1.0
                 root, pi = (s.damping * scale) ** 0.5, (mean_A / mean_G).sqrt()
                 left = G + root / pi * torch.eye(len(G)).double()
-                blocks[name].append(torch.kron(left, A + root * pi * torch.eye(len(A)).double()))
+                blocks[name].append((left, A + root * pi * torch.eye(len(A)).double()))
         return blocks
 
     def _move(self) -> None:
@@ -230,13 +236,21 @@ class DenseLoop:
                 continue
 
             def gradient(p: Tensor) -> Tensor:
-                g = torch.zeros_like(p) if p.grad is None else p.grad
-                return g + s.weight_decay * p * (s.decay == "l2" and p.grad is not None)
+                if p.grad is None:
+                    return torch.zeros_like(p)
+                g = p.grad + s.weight_decay * p.detach() * (s.decay == "l2")
+                if s.momentum_first:
+                    g = self.velocity[p] = s.momentum * self.velocity[p] + g
+                return g
 
             g = _matrices(layer, gradient)
             moves = _matrices(layer, lambda p: torch.full_like(p, p.grad is not None))
             step = torch.zeros(g.shape, dtype=g.dtype)
-            for group, block in enumerate(self.blocks[name]):
+            for group, sides in enumerate(self.blocks[name]):
+                if s.spectral:
+                    step[group] = _steepest(g[group], *sides) * moves[group]
+                    continue
+                block = torch.kron(*sides)
                 here = moves[group].flatten() == 1  # a frozen part is a constant
                 solved = torch.linalg.solve(block[here][:, here], g[group].flatten()[here])
                 step[group].view(-1)[here] = solved
@@ -253,9 +267,11 @@ class DenseLoop:
             for p, step in steps.items():
                 if p.grad is None:
                     continue
-                self.velocity[p] = s.momentum * self.velocity[p] + clip * step
+                move = clip * step
+                if not s.momentum_first:
+                    move = self.velocity[p] = s.momentum * self.velocity[p] + move
                 p *= 1 - decays * (s.lr if s.decay == "decoupled" else 1.0)
-                p -= s.lr * self.velocity[p]
+                p -= s.lr * move
             if self.adam is None:
                 return
             for p in self.net.norm.parameters():
@@ -263,6 +279,21 @@ class DenseLoop:
                     p *= 1 - decays * (1e-3 if s.decay == "decoupled" else 1.0)
         self.adam.param_groups[0]["weight_decay"] = s.weight_decay if s.decay == "l2" else 0.0
         self.adam.step()
+
+
+def _steepest(g: Tensor, G: Tensor, A: Tensor) -> Tensor:
+    """By symmetric roots, and Newton-Schulz iterations on the singular values themselves."""
+
+    def inverse_root(matrix: Tensor) -> Tensor:
+        eigenvalues, vectors = torch.linalg.eigh(matrix)
+        return vectors @ torch.diag(eigenvalues**-0.5) @ vectors.mT
+
+    left, right = inverse_root(G), inverse_root(A)
+    U, values, V = torch.linalg.svd(left @ g @ right, full_matrices=False)
+    values = values / values.norm()
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return left @ U @ torch.diag(values) @ V @ right
 
 
 def _rows(layer: Any, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor, int]:
