@@ -1,6 +1,6 @@
 """A byte-level GPT on Python's own sources: AdamW, Muon and K-FAC, by steps and by seconds.
 
-    python benchmarks/gpt.py [--optimizers adamw muon kfac] [--steps 800] [--seeds 3]
+    python benchmarks/gpt.py [--optimizers adamw muon kfac spectral] [--steps 800] [--seeds 3]
                              [--only-grid] [--settings '{"lr": 0.002}' ...] [--tiny] [--out FILE]
 
 10 million parameters (6 layers of 384, windows of 256 bytes, 64 a batch), bf16 autocast, warm-up
@@ -8,7 +8,8 @@ over a tenth and a cosine to a tenth of the learning rate. Each optimizer has a 
 eight settings, one run each (seed 0); the best one by held-out loss is then run with more seeds.
 All steps go through `decaylab.captured`. `--settings` replaces the grid of a single optimizer.
 K-FAC's settings are its defaults where none is named (Gauss-Newton, decay 0.1); `exclude` leaves
-layers to its Adam (lr 2e-3).
+layers to its Adam (lr 2e-3). *spectral* is K-FAC with step_scaling="spectral", embeddings and head
+left to its Adam at the same learning rate, as Muon's are.
 
 Held-out loss in nats a byte. Seconds are those of the steps alone, captures included. Muon is
 torch's: its own orthogonalisation, with a learning rate that a graph can read (tested equal), on
@@ -52,6 +53,11 @@ GRIDS: dict[str, list[Row]] = {
         ),
         {"lr": 1e-3, "damping": 1e-3, "exclude": EMBEDDINGS},
         {"lr": 1e-3},
+    ],
+    "spectral": [
+        {"lr": lr, "damping": damping}
+        for damping in (0.1, 0.03)
+        for lr in (4e-3, 8e-3, 2e-3, 1.6e-2)
     ],
 }
 EVALUATED = 32  # batches
@@ -101,6 +107,9 @@ def optimizers_for(
             Muon(inside, settings["lr"], settings["weight_decay"]),
             adamw(rest, settings["lr"], 0.0, cuda),
         ]
+    if name == "spectral":
+        settings |= {"step_scaling": "spectral", "damping_scaling": "trace"}
+        settings |= {"exclude": (*EMBEDDINGS, "head"), "others_lr": settings["lr"]}
     rare = {key: settings.pop(key) for key in ("momentum_first", "exclude") if key in settings}
     options = KFACOptions(**rare, others_betas=(0.9, 0.95))
     common = {"curvature": "gauss-newton", "weight_decay": 0.1, "others_lr": 2e-3}

@@ -31,13 +31,13 @@ def test_a_plain_loop(benchmark, tmp_path, capsys):
 def test_the_gpt_and_its_grids(benchmark, tmp_path, capsys):
     gpt = benchmark("gpt")
     assert all(len(grid) <= 8 for grid in gpt.GRIDS.values())
-    options = "--tiny --steps 8 --seeds 2 --optimizers adamw muon kfac"
+    options = "--tiny --steps 8 --seeds 2 --optimizers adamw muon kfac spectral"
     setting = ["--settings", '{"lr": 0.002, "weight_decay": 0.1}']
     path = tmp_path / "gpt.json"
     gpt.main([*options.split(), *setting, "--device", "cpu", "--out", str(path)])
     rows = json.loads(path.read_text())["rows"]
     assert [(row["optimizer"], row["seed"]) for row in rows] == [
-        (name, seed) for name in ("adamw", "muon", "kfac") for seed in (0, 1)
+        (name, seed) for name in ("adamw", "muon", "kfac", "spectral") for seed in (0, 1)
     ]
     for row in rows:
         assert row["held_out"] < math.log(256) + 0.1
@@ -119,10 +119,11 @@ def test_kinds_of_steps(benchmark, tmp_path, capsys):
     step_kinds = benchmark("step_kinds")
     options = "--steps 3 --seeds 2 --rates 0.001 0.01 --dampings 0.1"
     rows = records(step_kinds.main, options, tmp_path / "steps.json")
-    assert len(rows) == (5 + 4) * (2 + 1)  # AdamW, three kinds of K-FAC; on the GPT Muon too
+    assert len(rows) == (6 + 4) * (2 + 1)  # AdamW, kinds of K-FAC; on the GPT Muon and one more
     assert all(math.isfinite(row["held_out"]) for row in rows)
-    assert capsys.readouterr().out.count("(n = 2)") == (5 + 4) * 2
-    assert benchmark("loops_page").steps(rows).count("(n = 2)") == (5 + 4) * 2
+    assert capsys.readouterr().out.count("(n = 2)") == (6 + 4) * 2
+    assert benchmark("loops_page").steps(rows).count("(n = 2)") == (6 + 4) * 2
+    assert records(step_kinds.main, options, tmp_path / "steps.json") == rows  # known by now
 
 
 def test_computed_memory_is_near_what_was_measured(benchmark):

@@ -172,6 +172,7 @@ for name, given in {
     "empirical_fisher": EMPIRICAL,
     "scale_free_damping": {**INVARIANT, "damping": 0.1},
     "rare_inversions": {"refresh_every": 2, "invert_every": 4},
+    "spectral_steps": {"step_scaling": "spectral", "refresh_every": 2, "invert_every": 4},
     "inversions_that_lag": {
         **{"refresh_every": 2, "invert_every": 4, "damping": 0.1},
         "options": KFACOptions(inversion_lag=2),
