@@ -123,7 +123,7 @@ def search_command(
 def make_search(
     plan: SearchPlan, folder: Path, worker_options: WorkerOptions, stream: TextIO
 ) -> RunSpec | None:
-    """A search's runs, then its winner. None where runs are left: the same command goes on."""
+    """A search's runs, then its winner; None if runs are left, for the same command to go on."""
     seconds = worker_options.seconds
     until = None if seconds is None else time.monotonic() + seconds
     search = Search(plan, folder, worker_options, search_probe(plan))
