@@ -152,7 +152,7 @@ def _gains_at(
                 OverSeeds(tuple(100 * v for v in base.values.values())).short(),
                 *map(_gain, gained),
                 _strengths(decayed.values()),
-                " and ".join(map(seeds_words, counts)),
+                seeds_words(*counts),
             ]
         )
     if not rows:  # each needs a run without decay and one with it

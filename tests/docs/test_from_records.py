@@ -107,7 +107,7 @@ def test_gains_are_differences_of_recorded_accuracies(tmp_path):
     assert found[4].startswith("+0.50 ± ")
     assert found[4].endswith("†")  # too little decay to tell
     assert found[5] == "not run yet"
-    assert found[-1] == "one seed and 2"
+    assert found[-1] == "1 and 2"
     assert everywhere.key["scheme"] == "wd-all"
     assert "test device" in text
     assert "1 of 4 rows have been run, some in part." in text
