@@ -1,4 +1,5 @@
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -6,6 +7,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from select import select as readable
 
 import pytest
 import torch
@@ -144,20 +146,21 @@ def test_a_command_ends_with_the_queue_that_began_it(tmp_path, stop):
     """Stopped, killed (on Linux) or when its time is up: nothing goes on using the device."""
     if stop == signal.SIGKILL and sys.platform != "linux":
         pytest.skip("only Linux ends a process with its parent")
-    beat = "import time\nwhile True: open('beat', 'a').write('x'); time.sleep(0.01)"
-    (tmp_path / "queue.toml").write_text(command(beat))
+    os.mkfifo(tmp_path / "alive")
+    alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    script = "import time; f = open('alive', 'w', 1); print('begun', file=f); time.sleep(60)"
+    (tmp_path / "queue.toml").write_text(command(f"{script}; print('went on', file=f)"))
     words = [sys.executable, "-m", "decaylab", "reproduce", "--queue", "queue.toml", "--device"]
     words += ["cpu"] if stop else ["cpu", "--max-minutes", "0.02"]
     process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL)
-    while not (tmp_path / "beat").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    if stop:
+    if stop:  # in 0.02 minutes, a busy machine may not even begin the command
+        while not readable([alive], [], [], 0.1)[0]:
+            assert process.poll() is None
         process.send_signal(stop)
     assert process.wait(60) in ((128 + stop, -stop) if stop else (RUNS_LEFT,))
-    size = (tmp_path / "beat").stat().st_size
-    time.sleep(0.3)
-    assert (tmp_path / "beat").stat().st_size == size
+    os.set_blocking(alive, True)
+    with open(alive) as until_the_command_has_ended:
+        assert "went on" not in until_the_command_has_ended.read()
 
 
 @pytest.mark.parametrize(
@@ -180,7 +183,7 @@ def test_runs_whose_data_are_not_there_wait_and_the_others_are_made(queue, monke
     result = queue(text)
     assert result.exit_code == 1
     assert "mnist is not on this machine" in result.stderr
-    assert "search: The data set cifar10 is not in" in result.stderr
+    assert "search: the data set cifar10 is not in" in result.stderr
     assert [state for state, _, _ in standing(queue, text)] == ["to do", "done", "to do"]
 
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from decaylab.cli.board import follow
-from decaylab.cli.output import in_words, print_json
 from decaylab.cli.search import make_search
-from decaylab.cli.terminal import say, show
+from decaylab.cli.terminal import print_json, say, show
 from decaylab.data import find
 from decaylab.errors import DecaylabError
 from decaylab.paper import Cell
@@ -27,6 +26,7 @@ from decaylab.paper.superseded import is_listed, superseded
 from decaylab.records import RunStore
 from decaylab.records.files import disk_errors
 from decaylab.records.ownership import Ownership
+from decaylab.report.names import in_words
 from decaylab.sweeps.engines.local import ending_with_parent
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, has_ended

@@ -11,16 +11,16 @@ import typer
 
 from decaylab.cli import options
 from decaylab.cli.board import follow
-from decaylab.cli.output import in_words, print_json
 from decaylab.cli.queue import Queue, print_queue, work_off
 from decaylab.cli.search import make_search
 from decaylab.cli.sweep import EngineOptions, Work, submit
-from decaylab.cli.terminal import say, show, warn
+from decaylab.cli.terminal import print_json, say, show, warn
 from decaylab.errors import RUNS_LEFT, DecaylabError, Misplaced, UnknownName
 from decaylab.paper import Cell, FinishedRuns, tier_of
 from decaylab.paper.plan import chosen_cells, plan
 from decaylab.paper.searches import missing_searches
 from decaylab.records import RunStore
+from decaylab.report.names import in_words
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, state_of
 from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, read_queue

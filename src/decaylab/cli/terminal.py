@@ -1,11 +1,13 @@
-"""Stdout and stderr for people: sentences wrap at words, tables fit the width.
+"""Stdout and stderr: sentences wrap at words, tables fit the width, results can be JSON.
 
 Piped output is not wrapped, unless $COLUMNS says how wide it should be.
 """
 
+import json
+import math
 import os
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -43,3 +45,24 @@ def show(table: TextTable) -> None:
         Console(highlight=False, markup=False).print(table)
     else:
         print(table.text(width_of(sys.stdout)), flush=True)
+
+
+def console(piped_width: int, *, markup: bool = True) -> Console:
+    """Stdout as wide as the terminal; piped, as wide as $COLUMNS says, else as given."""
+    width = None if sys.stdout.isatty() else min(piped_width, width_of(sys.stdout))
+    return Console(width=width, highlight=False, markup=markup)
+
+
+def print_json(result: Any) -> None:
+    """Print a result as JSON, which has no nan and no inf: they are null."""
+    print(json.dumps(_finite(result), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return value
