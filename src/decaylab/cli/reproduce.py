@@ -96,9 +96,9 @@ def reproduce_command(
     if queue is not None:
         if launched():
             raise DecaylabError("torchrun trains one run after another of an artefact: name that")
-        entries = read_queue(queue)
+        work = Queue(read_queue(queue), runs)
+        entries = work.entries
         tiers = [entry.tier for entry in entries if not isinstance(entry, CommandEntry)]
-        work = Queue(entries, runs)
         if engine.dry_run and engine.engine == "local":
             print_queue(work.standing(), json_output)
         elif engine.in_this_process(training):
