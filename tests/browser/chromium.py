@@ -61,7 +61,7 @@ class Browser:
 class Tab:
     """One page of the browser; `events` are what it reported, oldest first.
 
-    What other tabs report is passed over: a page whose server has ended may still complain after its tab was closed.
+    What other tabs report is passed over: an earlier page may still complain of an ended server.
     """
 
     def __init__(self, browser: Browser) -> None:
