@@ -23,11 +23,10 @@ from decaylab.attribution.recorded_arms import (
     planned_arms,
 )
 from decaylab.cli import options
-from decaylab.cli.output import print_json
 from decaylab.cli.sweep import EngineOptions, Work, submit
-from decaylab.cli.terminal import say
+from decaylab.cli.terminal import print_json, say
 from decaylab.data import DataSet, load
-from decaylab.errors import BadValue, DecaylabError, Lacks, Misplaced, check_name
+from decaylab.errors import AT_LEAST_ONE, BadValue, DecaylabError, Lacks, Misplaced, check_name
 from decaylab.paper.tiers import sized, tier_of
 from decaylab.report.attributions import write_attribution
 from decaylab.report.drawing import check_extra
@@ -41,7 +40,7 @@ Spec = Annotated[
     str | None,
     typer.Argument(metavar="SPEC", help="A spec in TOML, or a run with decay: its id or folder."),
 ]
-Seeds = Annotated[int, typer.Option("--seeds", min=1, help="How many seeds, from 0.")]
+Seeds = Annotated[int, options.number("--seeds", AT_LEAST_ONE, "How many seeds, from 0.")]
 Only = Annotated[
     str,
     typer.Option(

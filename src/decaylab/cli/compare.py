@@ -13,9 +13,8 @@ from decaylab.cli.attribute import (
     spec_from,
     submit_arms,
 )
-from decaylab.cli.output import print_json
 from decaylab.cli.sweep import EngineOptions
-from decaylab.cli.terminal import say
+from decaylab.cli.terminal import print_json, say
 from decaylab.errors import Mismatch
 
 First = Annotated[str, typer.Argument(metavar="A", help="A spec in TOML, or a run.")]
