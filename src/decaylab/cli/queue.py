@@ -26,14 +26,13 @@ from decaylab.paper.superseded import is_listed, superseded
 from decaylab.records import RunStore
 from decaylab.records.files import disk_errors
 from decaylab.records.ownership import Ownership
-from decaylab.report.names import in_words
 from decaylab.sweeps.engines.local import ending_with_parent
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, has_ended
 from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, Entry, QueueFile, SearchEntry
 from decaylab.sweeps.search import SearchPlan, first_specs, read_winner
 from decaylab.sweeps.worker import Worker, WorkerOptions
-from decaylab.text_table import Column, TextTable
+from decaylab.text_table import Column, TextTable, in_words
 from decaylab.training import RunSpec
 from decaylab.training.signals import requests
 

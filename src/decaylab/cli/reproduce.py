@@ -20,12 +20,11 @@ from decaylab.paper import Cell, FinishedRuns, tier_of
 from decaylab.paper.plan import chosen_cells, plan
 from decaylab.paper.searches import missing_searches
 from decaylab.records import RunStore
-from decaylab.report.names import in_words
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, state_of
 from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, read_queue
 from decaylab.sweeps.worker import Worker, WorkerOptions
-from decaylab.text_table import Column, TextTable
+from decaylab.text_table import Column, TextTable, in_words
 from decaylab.training.world import launched
 
 Name = Annotated[
