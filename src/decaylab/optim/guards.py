@@ -57,7 +57,8 @@ def check_measured(factors: RunningFactors, sums: Mapping[str, Sums]) -> None:
             raise DecaylabError(
                 "no forward pass was observed before the first step: run the model that KFAC "
                 "was built with, in train mode and with grad enabled (a compiled model: build "
-                "KFAC with what torch.compile returned, or after model.compile())"
+                "KFAC with what torch.compile returned, or after model.compile(); a compiled "
+                "function that calls the model: compile the model instead)"
             )
         warnings.warn(
             "a refresh was due, but no forward pass in train mode was observed: "
