@@ -13,7 +13,7 @@ from decaylab.cli import options
 from decaylab.cli.board import follow
 from decaylab.cli.sweep import EngineOptions, Work, submit
 from decaylab.cli.terminal import say
-from decaylab.errors import RUNS_LEFT, BadValue, DecaylabError
+from decaylab.errors import AT_LEAST_ONE, RUNS_LEFT, BadValue, DecaylabError
 from decaylab.paper import artefacts, cells
 from decaylab.paper.searches import cell_plan, default_space, search_probe
 from decaylab.records import RunStore
@@ -47,7 +47,7 @@ def search_command(
         str, typer.Option("--method", help="grid, lines (decays, then the rest) or tpe (Optuna).")
     ] = "grid",
     trials: Annotated[
-        int, typer.Option("--trials", min=1, help="For tpe: how many, recorded ones included.")
+        int, options.number("--trials", AT_LEAST_ONE, "For tpe: how many, recorded ones included.")
     ] = 30,
     lr: Values = None,
     weight_decay: Values = None,
@@ -123,7 +123,7 @@ def search_command(
 def make_search(
     plan: SearchPlan, folder: Path, worker_options: WorkerOptions, stream: TextIO
 ) -> RunSpec | None:
-    """A search's runs, then its winner. None where runs are left: the same command goes on."""
+    """A search's runs, then its winner; None if runs are left, for the same command to go on."""
     seconds = worker_options.seconds
     until = None if seconds is None else time.monotonic() + seconds
     search = Search(plan, folder, worker_options, search_probe(plan))

@@ -10,10 +10,9 @@ from typing import Annotated, Any, get_origin
 import typer
 
 from decaylab.cli import options
-from decaylab.cli.output import print_json
 from decaylab.cli.progress import follow
 from decaylab.cli.runs import summary
-from decaylab.cli.terminal import say
+from decaylab.cli.terminal import print_json, say
 from decaylab.data import load
 from decaylab.errors import Diverged, Lacks
 from decaylab.records import RunFolder, RunStore
@@ -111,7 +110,7 @@ def _ended_before(folder: RunFolder, spec: RunSpec) -> bool:
 
 
 def _numbers(text: str) -> tuple[float, ...] | tuple[int, ...]:
-    """`128,64` or `0.9,0.999` as a tuple; the spec checks how many, and of which type."""
+    """`128,64` or `0.9,0.999` as a tuple; the spec checks how many there are, and their type."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     try:
         return tuple(int(part) for part in parts)

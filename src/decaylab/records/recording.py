@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decaylab.errors import Lacks
+from decaylab.errors import Damaged, Lacks
 from decaylab.records import migration
+from decaylab.records.files import MALFORMED, TRAIN_AGAIN
 from decaylab.records.packing import has_rows, read_contents
 from decaylab.records.rows import Contents, Event, Rows, SettingsChange
 from decaylab.records.settings import LayerSettings
@@ -97,9 +98,11 @@ def read_recording(source: str | Path | RunFolder) -> Recording:
     rows = path if path.is_file() else path / "rows.jsonl"
     by_trainer = (folder / "spec.toml").exists()
     if not (by_trainer or rows.exists() or has_rows(folder)):
-        remedy = "give a run folder, or a folder that watch(folder=...) wrote"
-        raise Lacks(path, "records", remedy)
-    contents = read_contents(rows)
+        raise _no_records(path)
+    with RunFolder(folder).reading(rows.name):
+        contents = read_contents(rows)
+    if path.is_file() and not contents.rows.rows:  # a folder's file may be one just begun
+        raise _no_records(path)
     if not by_trainer:
         return recording_of(str(path), contents, folder=folder)
     run = RunFolder(folder)
@@ -117,13 +120,26 @@ def read_recording(source: str | Path | RunFolder) -> Recording:
     )
 
 
+def _no_records(path: Path) -> Lacks:
+    folders = (
+        [inner for inner in sorted(path.iterdir()) if has_rows(inner)] if path.is_dir() else []
+    )
+    remedy = "give a run folder, or a folder that watch(folder=...) wrote"
+    return Lacks(
+        path, "records", f"give one of its folders, such as {folders[0]}" if folders else remedy
+    )
+
+
 def recording_of(name: str, contents: Contents, **facts: Any) -> Recording:
     """The recording that a file's contents make; `facts` are fields of `Meta` known besides."""
     rows, changes = contents.rows, list(contents.settings)
     known = {key: value for key, value in contents.meta.items() if key in Meta.__annotations__}
     meta = Meta(**{**known, **facts})
     if not changes and meta.spec is not None:
-        changes = migration.settings_from_spec(meta.spec, rows)
+        try:
+            changes = migration.settings_from_spec(meta.spec, rows)
+        except MALFORMED as error:  # a spec that was cut off, say
+            raise Damaged(f"the spec of {name}", error, TRAIN_AGAIN) from error
     elif not changes:
         rows, changes = migration.settings_from_rows(rows)
     if meta.steps_per_epoch is None:

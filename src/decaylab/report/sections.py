@@ -320,7 +320,7 @@ def _evidence(claim: Claim, tier: str, shown: Collection[str]) -> str:
 def judged(
     finished_runs: FinishedRuns, tier: str, seeds: int, tell: Callable[[str], None] | None = None
 ) -> list[Claim]:
-    """The claims at a tier; `tell` is told which is judged now."""
+    """The claims at a tier; calls `tell` with the one that is judged next."""
     return judge(finished_runs, tier, seeds, finished_runs.store.root / "searched", tell)
 
 

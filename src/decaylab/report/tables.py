@@ -321,16 +321,16 @@ def _pair_row(pair: Pair, effect: Effect) -> list[GridCell]:
     row.append(GridCell(change_words(pair.effect(effect, paper=True), effect), "number"))
     row.append(GridCell(pair.words(effect), "number", pair.tone()))
     counts = dict.fromkeys(entry.ours.n for entry in pair.sides if entry and entry.ours.n)
-    return [*row, GridCell(" and ".join(map(seeds_words, counts or [0])), "number")]
+    return [*row, GridCell(seeds_words(*counts), "number")]
 
 
-def seeds_words(count: int) -> str:
-    """How many seeds a number is from.
+def seeds_words(*counts: int) -> str:
+    """How many seeds the numbers of a row are from: they may differ.
 
-    >>> [seeds_words(count) for count in (0, 1, 3)]
-    ['none', 'one seed', '3']
+    >>> seeds_words(), seeds_words(1), seeds_words(3), seeds_words(1, 3)
+    ('none', 'one seed', '3', '1 and 3')
     """
-    return {0: "none", 1: "one seed"}.get(count, str(count))
+    return "one seed" if counts == (1,) else " and ".join(map(str, counts)) or "none"
 
 
 def _numbers(ours: OverSeeds) -> list[str]:
