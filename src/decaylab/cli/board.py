@@ -7,10 +7,9 @@ from rich.console import Console
 from rich.live import Live
 
 from decaylab.cli.terminal import say
-from decaylab.report.names import in_words
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.worker import RunEvent, Worker
-from decaylab.text_table import Column, TextTable
+from decaylab.text_table import Column, TextTable, in_words
 
 
 def follow(worker: Worker, stream: TextIO) -> None:

@@ -24,7 +24,6 @@ from decaylab.errors import (
     check_name,
 )
 from decaylab.records import RunStore
-from decaylab.report.names import in_words
 from decaylab.sweeps.engines import Engine, JobStatus
 from decaylab.sweeps.engines.local import LocalEngine
 from decaylab.sweeps.engines.ray import RayEngine
@@ -46,7 +45,7 @@ from decaylab.sweeps.sweep import (
     under_way,
     write_sweep,
 )
-from decaylab.text_table import Column, TextTable
+from decaylab.text_table import Column, TextTable, in_words
 from decaylab.training.world import launched
 
 ENGINES = ("local", "slurm", "ray")

@@ -4,13 +4,13 @@ Piped output is not wrapped, unless $COLUMNS says how wide it should be.
 """
 
 import json
-import math
 import os
 import sys
 from typing import Any, TextIO
 
 from rich.console import Console
 
+from decaylab.records.files import without_nan
 from decaylab.text_table import TextTable, wrapped
 
 UNLIMITED = 10_000
@@ -55,14 +55,4 @@ def console(piped_width: int, *, markup: bool = True) -> Console:
 
 def print_json(result: Any) -> None:
     """Print a result as JSON, which has no nan and no inf: they are null."""
-    print(json.dumps(_finite(result), indent=2, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return value
+    print(json.dumps(without_nan(result), indent=2, allow_nan=False))

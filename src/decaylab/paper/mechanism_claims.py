@@ -16,6 +16,8 @@ FITTED = 0.99  # E10: below, a short schedule has not come to the point
 LEAST_NETS = 10  # E7, E17: a correlation of fewer says nothing
 SMALL_LOSS, KFAC_EPOCHS = 1e-4, 10  # E12
 PASS_LOSS, RUNNING_LOSS = "train/pass_loss", "train/running_loss"
+RUNNING_ACCURACY = "train/running_accuracy"
+PRINTED = 0.995  # E14: below, it does not round to the paper's 100 %
 NOT_ZERO, ZERO = 1e-2, 1e-3  # E15
 EVAL_TRACES = "gn_trace_normalised"  # of runs before traces were taken in train mode
 FISHER_TRACE, NEWTON_TRACE = "fisher_trace_normalised_train", "gn_trace_normalised_train"
@@ -153,12 +155,13 @@ def e8(bench: Bench) -> Evidence:
         if {"kfac-g", "sgd"} <= factors.keys():
             order = factors["kfac-g"] / factors["sgd"]
             rule = "for" if order >= 1.5 else "against" if order <= 1 else "unclear"
-            text = f"{network}: K-FAC-G's {order:.1f}x SGD's"
+            text = f"{network}: K-FAC-G's factor is {order:.1f}x SGD's"
             enough = bench.enough(runs)
             evidence.add(Comparison(text, enough, tuple(runs), order, rule=rule, part=part))
     evidence.notes.append(
         f"a factor agrees with the paper's within {NEAR:g}x of it on either side, and contradicts"
-        f" it beyond {FAR:g}x; K-FAC-G's has to be 1.5x SGD's, and contradicts below it"
+        f" it beyond {FAR:g}x; K-FAC-G's factor must be 1.5x SGD's, and contradicts where it is no"
+        " larger than SGD's"
     )
     evidence.notes += _nothing_but_decay(bench)
     return evidence.summarised()
@@ -418,21 +421,27 @@ def e16(bench: Bench) -> Evidence:
 
 
 def e14(bench: Bench) -> Evidence:
-    """All nets of Table 1 end at 100 % training accuracy (Fig. 8)."""
+    """All nets of Table 1 end at 100 % training accuracy (Fig. 8).
+
+    As the authors log it, in train mode on the images as they are trained on; ours is the mean over
+    the last epoch, theirs a pass after it. What rounds to 100 % and is not within a thousandth of
+    it is neither for the claim nor against it.
+    """
     evidence = Evidence(every=True)
     for key, pair in bench.groups("table1"):
         for decay, cell in pair.items():
-            sample = bench.sample(cell, "train/accuracy")
+            sample = bench.sample(cell, RUNNING_ACCURACY)
             if sample is None:
                 evidence.lack()
                 continue
-            reached = sample.mean >= TRAINED
-            text = f"{named(key)} decay={decay}: {100 * sample.mean:.2f} %"
-            enough = reached or bench.tier.whole
-            rule: Leaning = "for" if reached else "against"
-            evidence.add(Comparison(text, enough, sample.runs, 100 * sample.mean, rule=rule))
+            accuracy = sample.mean
+            rule: Leaning = "for" if accuracy >= TRAINED else "unclear"
+            rule = "against" if accuracy < PRINTED else rule
+            text = f"{named(key)} decay={decay}: {100 * accuracy:.2f} %"
+            enough = rule == "for" or bench.tier.whole
+            evidence.add(Comparison(text, enough, sample.runs, 100 * accuracy, rule=rule))
     comparisons = evidence.comparisons
-    below = [c for c in comparisons if c.rule == "against"]
+    below = [c for c in comparisons if c.rule != "for"]
     if comparisons:
         evidence.value = min(c.value for c in comparisons)
         evidence.effect = (
@@ -445,12 +454,15 @@ def e14(bench: Bench) -> Evidence:
 
 
 def e15(bench: Bench) -> Evidence:
-    """Large batch, no decay: the training loss does not reach zero (App. G.1)."""
+    """Large batch, no decay: the training loss does not reach zero (App. G.1).
+
+    In train mode on the images as they are trained on, over the last epoch, as for E14.
+    """
     evidence = Evidence()
     for key, pair in bench.groups("table3"):
         if key["batch_size"] != 2000:
             continue
-        without, decayed = (bench.sample(pair[d], "train/loss") for d in (0, 1))
+        without, decayed = (bench.sample(pair[d], RUNNING_LOSS) for d in (0, 1))
         if without is None:
             evidence.lack()
             continue

@@ -1,14 +1,28 @@
-"""Writing files so that a kill, a crash or a full disk leaves the previous content whole."""
+"""Writing files so that a kill, a crash or a full disk leaves the previous content whole.
+
+And what reading one that is not whole can raise, with what to do about it.
+"""
 
 import errno
+import math
 import os
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from decaylab.errors import NotWritten
+
+MALFORMED: tuple[type[Exception], ...] = (ValueError, TypeError, KeyError, IndexError)
+MALFORMED += (AttributeError, OverflowError, RecursionError)
+"""What comes of a text that is no JSON or TOML, or holds other values than were written."""
+UNREADABLE: tuple[type[Exception], ...] = (*MALFORMED, OSError, EOFError, zlib.error)
+"""The same of a file, which may not even be one."""
+READABLE = "see to its owner and mode, or move the folder away"
+TRAIN_AGAIN = "move the folder away and train again"
 
 
 @contextmanager
@@ -66,3 +80,16 @@ def _sync_folder(path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
             raise
+
+
+def without_nan(value: Any) -> Any:
+    """A value for JSON, which has no nan and no inf: they are None.
+
+    >>> without_nan({"loss": math.nan, "steps": (1, 2)})
+    {'loss': None, 'steps': [1, 2]}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    return [without_nan(inner) for inner in value] if isinstance(value, list | tuple) else value
