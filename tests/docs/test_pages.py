@@ -1,6 +1,7 @@
 """What the pages tell a reader to run, runs."""
 
 import re
+from collections import OrderedDict
 from unittest import mock
 
 import pytest
@@ -124,6 +125,14 @@ def test_the_quick_start_from_top_to_bottom(here, capsys):
         assert verdict in said["diagnose"]
     assert final_accuracy(said["train"]) > 90
     assert (here / "runs" / "report" / "index.html").exists()
+
+
+def test_steps_in_all_directions():
+    layers = {"tokens": nn.Embedding(7, 8), "body": nn.Linear(8, 8), "head": nn.Linear(8, 3)}
+    known = {"model": nn.Sequential(OrderedDict(layers))}
+    exec(snippet("kfac.md", "spectral"), known)
+    coverage = known["optimizer"].coverage()
+    assert {name for name, part in coverage.items() if part.block} == {"body.weight", "body.bias"}
 
 
 def test_the_loop_that_is_captured(here):
