@@ -2,7 +2,7 @@
 
     python benchmarks/eager.py [--networks vgg16 resnet32 resnet50 vit gpt10 gpt124 gpt350]
                                [--modes eager captured compiled]
-                               [--optimizers first kfac-f kfac-g kfac-g-half]
+                               [--optimizers first kfac-f kfac-g kfac-g-half kfac-g-spectral]
                                [--steps 100] [--rounds 3] [--no-peers] [--peers FOLDER]
                                [--profile] [--out FILE]
 
@@ -13,7 +13,8 @@ is SGD for the small nets and AdamW for the large ones; `x` is over it in mode e
 refreshes every 10 steps and inverts every 100; the average is over 100 steps, so over one such
 period. Its factors are initialised on the batch, so that it does not invert more often in the
 beginning. The optimizers take turns, several rounds each, and the median round counts: a host that
-slows down for a while does so for all of them. *kfac-g-half* keeps large inverses in float16.
+slows down for a while does so for all of them. *kfac-g-half* keeps large inverses in float16;
+*kfac-g-spectral* has step_scaling="spectral".
 `host` is what forward, backward and step take on the host.
 """
 
@@ -40,7 +41,10 @@ from decaylab.optim.kfac import KFAC
 from decaylab.optim.options import KFACOptions
 
 Row = dict[str, Any]
-CURVATURES = {"kfac-f": "fisher", "kfac-g": "gauss-newton", "kfac-g-half": "gauss-newton"}
+CURVATURES = {
+    "kfac-f": "fisher",
+    **dict.fromkeys(("kfac-g", "kfac-g-half", "kfac-g-spectral"), "gauss-newton"),
+}
 SMALL = ("vgg16", "resnet32", "tiny")
 
 
@@ -217,6 +221,7 @@ def first_round(
             replay=not options.launched,
             half_inverses=optimizer.endswith("-half"),
         )
+        settings["step_scaling"] = "spectral" if optimizer.endswith("-spectral") else None
     loop = Loop(network, optimizer, mode, device, **settings)
     loop.warm_up(options.warm_up)
     loop.run(options.steps)
