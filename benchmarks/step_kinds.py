@@ -140,7 +140,9 @@ def table(rows: list[Row]) -> list[list[str]]:
     rates = sorted({row["lr"] for row in rows})
     last = ["best: training", "held-out"]
     lines = [["task", "steps", "damping", *(f"lr {lr}" for lr in rates), *last]]
-    for task, kind, damping in dict.fromkeys((r["task"], r["kind"], r["damping"]) for r in rows):
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    by_task = sorted(rows, key=lambda row: tasks.index(row["task"]))
+    for task, kind, damping in dict.fromkeys((r["task"], r["kind"], r["damping"]) for r in by_task):
         cell = [r for r in rows if (r["task"], r["kind"], r["damping"]) == (task, kind, damping)]
         losses = {r["lr"]: r["held_out"] for r in cell if r["seed"] == 0}
         best = [r for r in cell if r["lr"] == best_of(losses)]
