@@ -12,7 +12,6 @@ training loss in nats a byte, and the scale of the logits. Writes FOLDER/gpt-OPT
 
 import argparse
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import decaylab
-from decaylab.attribution import ArmResult
 
 SETTINGS = {"adamw": (2e-3, 1.0), "muon": (4e-3, 0.5)}
 """Learning rate and weight decay: over 800 steps decay acts about once (sum of lr wd)."""
@@ -103,15 +101,6 @@ def maker(name: str, data: tuple[Tensor, Tensor], options: argparse.Namespace) -
     return make
 
 
-def finite(value: Any) -> Any:
-    """JSON has no nan and no inf: they are null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
-    return [finite(part) for part in value] if isinstance(value, list) else value
-
-
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--optimizers", nargs="+", default=list(SETTINGS), choices=SETTINGS)
@@ -126,10 +115,6 @@ def main(given: list[str] | None = None) -> None:
     data = python_sources(torch.device(options.device))
     options.out.mkdir(parents=True, exist_ok=True)
 
-    def tell(result: ArmResult) -> None:
-        outcome = f"{result.metrics['held-out loss']:.4f} in {result.seconds:.1f} s"
-        print(f"seed {result.seed}, {result.arm}: {outcome}", flush=True)
-
     for name in options.optimizers:
         size = "small" if options.small else "10M"
         result = decaylab.attribute(
@@ -137,7 +122,6 @@ def main(given: list[str] | None = None) -> None:
             steps=options.steps,
             seeds=options.seeds,
             folder=options.arms / f"gpt-{name}-{size}-{options.steps}",
-            report=tell,
         )
         print(f"\n{name}\n\n{result}\n", flush=True)
         lr, weight_decay = SETTINGS[name]
@@ -145,7 +129,7 @@ def main(given: list[str] | None = None) -> None:
         title = f"GPT ({size}), {name}"
         written = {"title": title, "about": about, **result.as_dict()}
         path = options.out / f"gpt-{name}-{size}.json"
-        path.write_text(json.dumps(finite(written), indent=1) + "\n")
+        path.write_text(json.dumps(written, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -361,7 +361,7 @@ def _queued(records: Records, folder: str) -> str:
     queue = records.root / "queue.toml"
     names = [
         entry.name.partition(": ")[2] or entry.name
-        for entry in (read_queue(queue) if queue.exists() else ())
+        for entry in (read_queue(queue).entries if queue.exists() else ())
         if isinstance(entry, CommandEntry)
         and Path(entry.writes).parent.name == folder
         and not (records.root / folder / Path(entry.writes).name).exists()

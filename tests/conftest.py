@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# What a shell or a CI may have set and printing would heed; here, before typer is imported.
+# A shell or a CI may have set these, and they change what is printed. Before typer is imported.
 for name in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "NO_COLOR", "PY_COLORS", "TERMINAL_WIDTH"):
     os.environ.pop(name, None)
 
@@ -17,9 +17,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # No file of a test need survive a power cut, and there are thousands to wait for the disk for.
 os.fsync = lambda handle: None
 
-# How long an example takes, and whether two take as long, is the machine's matter.
+# The same examples in every run, however long each takes on this machine.
 settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
 

@@ -207,9 +207,6 @@ WHY_CONTRADICTED = {
     " trained",
     "E10": "The paper does not say whether its run has decay. Ours does what the sentence says with"
     " decay and does not without it, and the rule, which was fixed before, asks for both",
-    "E14": "What comes so close to the limit would be 100 % in the paper, which prints no decimals."
-    " Ours is a pass in eval mode over the images as they are, the authors' one in train mode over"
-    " augmented images",
 }
 """What to know about a claim where the records contradict it; no numbers: those are recorded."""
 

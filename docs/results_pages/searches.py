@@ -48,7 +48,7 @@ def searches(indexed: Sequence[IndexedRun], finished_runs: FinishedRuns, folder:
     header = ["cell", "tier", "runs", "best lr", "best decay", "accuracy", "training loss", "tried"]
     notes = {
         "Not finished, so that nothing has won yet": unfinished,
-        "The best is on the edge values_tried what was tried, and may lie beyond it": edges,
+        "The best is on the edge of what was tried, and may lie beyond it": edges,
     }
     lines = [f"\n{what}: {'; '.join(cells)}.\n" for what, cells in notes.items() if cells]
     return text_grid(header, rows) + "".join(lines)

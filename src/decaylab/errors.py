@@ -358,8 +358,9 @@ def _in_words(reason: str | BaseException) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` (did you mean ...?)` where a known name is close to this one, else nothing."""
-    close = _closest(name.lower(), list(known))
-    return f" (did you mean {close}?)" if close else ""
+    by_lower = {other.lower(): other for other in known}
+    close = _closest(name.lower(), list(by_lower))
+    return f" (did you mean {by_lower[close]}?)" if close else ""
 
 
 def path_did_you_mean(path: Path) -> str:

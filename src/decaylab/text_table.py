@@ -258,3 +258,14 @@ def _broken(word: str, width: int) -> list[str]:
 
 def _chopped(line: str, width: int) -> list[str]:
     return [line[start : start + width] for start in range(0, len(line), width)] or [""]
+
+
+def in_words(seconds: float) -> str:
+    """A duration for people.
+
+    >>> in_words(42.4), in_words(200), in_words(9000)
+    ('42 s', '3.3 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

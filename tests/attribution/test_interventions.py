@@ -7,6 +7,7 @@ from oracle.plain_kfac import KFAC
 from refusals import refuses
 from torch import nn
 
+import decaylab
 from decaylab.attribution.arms import held_errors
 from decaylab.errors import DecaylabError, Lacks, Mismatch, UnknownName, WrongType
 from decaylab.optim.first_order import sgd
@@ -342,3 +343,55 @@ def test_a_loop_that_steps_too_rarely_is_refused():
         optimizer.step()
         with refuses(Mismatch, values={"SGD": 1, "the loop": 3}):
             intervention.paths()
+
+
+def test_kfac_with_its_defaults_has_no_damping_path():
+    """Its damping is relative to the curvature: decay does not change it beside that."""
+    paths, _ = trained(lambda model: decaylab.KFAC(model, weight_decay=0.1), steps=4)
+    assert paths.dampings is None
+    assert paths.finite()
+
+
+def test_a_step_along_the_weight_turns_nothing():
+    """What rounding leaves of it is no direction: an arm that is to turn there says so."""
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.3)
+    weights = select(model, optimizer).weights
+    aim = LayerPaths(tuple(weights), torch.ones(3, 2), torch.full((2, 2), 0.1))
+    targets = Targets(rotation=aim)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with Intervention([optimizer], weights, 2, targets) as intervention:
+        optimizer.step()
+        optimizer.step()
+        taken = intervention.paths()
+    assert (taken.angles == 0).all()
+    torch.testing.assert_close(taken.sizes[1:], taken.sizes[:-1] * 0.97, rtol=1e-12, atol=0)
+    assert min(held_errors(taken, targets)["rotation"].values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("wanted", [1e-5, 1e-2, 1.0])
+def test_the_weight_after_a_step_is_the_formula(dtype, wanted):
+    """W <- n (cos(t) W / |W| + sin(t) v / |v|), written out in float64, whatever the step was."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 30, bias=False).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    weights = select(model, optimizer).weights
+    weight = model.weight.detach().double()
+    model.weight.grad = torch.randn(30, 40, dtype=dtype)
+    step = -0.1 * (model.weight.grad.double() + 0.1 * weight)
+    across = step - (step * weight).sum() / weight.square().sum() * weight
+    size, angle = 3.0, torch.tensor(wanted, dtype=torch.float64)
+    expected = size * (angle.cos() * weight / weight.norm() + angle.sin() * across / across.norm())
+    aim = LayerPaths(("",), torch.full((2, 1), size).double(), angle.view(1, 1))
+    with Intervention([optimizer], weights, 1, Targets(size=aim, rotation=aim)) as intervention:
+        optimizer.step()
+        taken = intervention.paths()
+    # what a step of float32 is short of: its rounding at the weights, not at the step
+    apart = (model.weight.detach().double() - expected).norm() / size
+    assert apart < (1e-13 if dtype == torch.float64 else 1e-7)
+    assert float(taken.sizes[-1]) == pytest.approx(size, rel=1e-6)
+    # |v| is what |d|^2 leaves beside its part along W, which is 1e4 times as long here at most
+    rounding = 1e-11 if dtype == torch.float64 else 1e-7
+    assert float(taken.angles[0]) == pytest.approx(wanted, rel=1e-9, abs=rounding)

@@ -144,12 +144,12 @@ def test_arms_that_missed_or_diverged_are_not_used():
     assert shares.total.seeds == 3
     assert shares.shares["size"].seeds == 2
     assert shares.shares["size"].value == 0.5
-    assert missed.unused.fault is Fault.MISSED
-    assert (missed.unused.layer, missed.unused.error) == ("b", 0.03)
+    assert missed.unused_for("y").fault is Fault.MISSED
+    assert (missed.unused_for("y").layer, missed.unused_for("y").error) == ("b", 0.03)
     lost = [ArmResult("rotation", r.seed, {"y": math.nan}, finite=False) for r in good[:1]]
     rest = [r for r in good if r.arm != "rotation"]
     shares = decompose("y", plan, [*rest, *lost])
     assert shares.doubt is Doubt.NO_SEED
     assert shares.total.value == 2.0
-    assert lost[0].unused.fault is Fault.DIVERGED
-    assert ArmResult("size", 0, {"y": 1.0}, {"size": {"a": math.nan}}).unused is not None
+    assert lost[0].unused_for("y").fault is Fault.DIVERGED
+    assert ArmResult("size", 0, {"y": 1.0}, {"size": {"a": math.nan}}).unused_for("y") is not None

@@ -23,9 +23,7 @@ def sgd_on_convs(momentum, weight_decay=0.05, lr=0.5):
 def arms(result, trainer):
     """Arm -> trajectory of directions, of the first seed."""
     names = [each.arm for each in result.results if each.seed == result.seeds[0]]
-    return dict(
-        zip(names, trainer.directions[1:], strict=False)
-    )  # the first loop is looked at only
+    return dict(zip(names, trainer.directions[2:], strict=False))  # after two rehearsals
 
 
 def test_under_batch_norm_the_rotation_is_all_there_is():

@@ -69,7 +69,7 @@ def test_how_many_seeds_would_tell():
         before = stats.t.ppf(0.975, needed - 2) * deviation / math.sqrt(needed - 1)
         assert before >= total.value or needed == 4
     assert seeds_to_tell(Estimate(0.001, -1.0, 1.002, 3)) is None
-    assert "about 7 seeds" in words.doubt_sentence(Doubt.TOTAL_UNCLEAR, 7)
+    assert "about 7 seeds" in words.doubt_sentence(Doubt.TOTAL_UNCLEAR, "loss", 7)
 
 
 @pytest.mark.parametrize("note", LayerNote)
@@ -83,16 +83,22 @@ def test_every_note_has_a_sentence(note):
 
 @pytest.mark.parametrize("doubt", Doubt)
 def test_every_doubt_has_a_sentence(doubt):
-    assert words.doubt_sentence(doubt).endswith(".")
+    assert words.doubt_sentence(doubt, "loss").endswith(".")
 
 
 @pytest.mark.parametrize("fault", Fault)
 def test_every_fault_has_a_sentence(fault):
-    unused = Unused("size", 2, fault, "rotation", "conv1", 0.031)
-    sentence = words.unused_sentence(unused)
-    assert sentence.startswith("Seed 2, arm “size”, is not used:")
+    [sentence] = words.unused_sentences([Unused("size", 2, fault, "rotation", "conv1", 0.031)])
+    assert "size" in sentence
+    assert "eed 2" in sentence
     if fault is Fault.MISSED:
         assert "the rotation of conv1 by 3.1 % (more than 2 %)" in sentence
+
+
+def test_arms_that_diverged_are_named_in_one_sentence():
+    lost = [Unused(arm, seed, Fault.DIVERGED) for arm in ("size", "rotation") for seed in (0, 1, 4)]
+    [sentence] = words.unused_sentences(lost)
+    assert sentence.endswith("size (seeds 0, 1 and 4); rotation (seeds 0, 1 and 4).")
 
 
 def test_arms_with_what_they_missed():

@@ -18,7 +18,7 @@ RESULTS = {
 
 
 def queued():
-    entries = [entry for entry in read_queue(QUEUE) if isinstance(entry, CommandEntry)]
+    entries = [entry for entry in read_queue(QUEUE).entries if isinstance(entry, CommandEntry)]
     return [e for e in entries if e.writes.startswith("results/loops/")]
 
 

@@ -54,7 +54,8 @@ def test_the_page_follows_the_training(shown, served):
     training.steps(100)
     before = tab.until(POINTS)
     training.steps(200)
-    tab.until(f"{POINTS} > {before}")
+    tab.until("document.querySelector('#progress').textContent.includes('step 300')")
+    assert tab.value(POINTS) > before
     assert tab.value("document.querySelectorAll('.chart').length") == 4  # loss, lr, angle, norm
     badges = "[...document.querySelectorAll('#verdicts .badge')].map(b => b.textContent)"
     assert tab.value(badges) == ["acts", "cannot tell", "does not act"]

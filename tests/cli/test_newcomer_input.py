@@ -2,11 +2,14 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
+from refusals import refused
 from typer.testing import CliRunner
 
 from decaylab.cli import app
+from decaylab.errors import Conflict, Lacks, NoFolder, OutOfRange
 from decaylab.records import RunStore
 
 TINY = ["--hidden", "8", "--batch-size", "256", "--epochs", "1", "--device", "cpu"]
@@ -64,10 +67,65 @@ def test_more_images_than_there_are_are_not_claimed(runs):
     assert probed.stdout.startswith(f"{name}: 400 + 360 images of digits"), probed.output
 
 
-def test_a_folder_that_is_not_there_is_said(tmp_path):
-    listed = run("runs", "list", "--runs", tmp_path / "rnus")
-    assert "there is no such folder" in listed.stdout
-    assert "no such folder" not in run("runs", "list", "--runs", tmp_path).stdout
+@pytest.mark.parametrize("command", ["runs list", "runs pack", "claims", "report", "sweep status"])
+def test_a_folder_of_runs_that_is_not_there_is_refused(tmp_path, command):
+    error = refused(*command.split(), "--runs", tmp_path / "rnus")
+    assert isinstance(error, NoFolder)
+    assert error.path == tmp_path / "rnus"
+
+
+def test_a_name_that_is_neither_a_run_nor_a_folder_is_taken_for_a_folder(tmp_path, monkeypatch):
+    """Who watches a loop has no folder `runs`, and a sentence about it would help nobody."""
+    monkeypatch.chdir(tmp_path)
+    error = refused("diagnose", "decayd")
+    assert isinstance(error, NoFolder)
+    assert error.path == Path("decayd")
+
+
+def test_a_folder_of_recordings_is_refused_with_one_of_them(tmp_path):
+    (tmp_path / "decayed").mkdir()
+    (tmp_path / "decayed" / "rows.jsonl").touch()
+    error = refused("diagnose", tmp_path)
+    assert isinstance(error, Lacks)
+    assert str(tmp_path / "decayed") in error.remedy
+
+
+def test_a_file_of_something_else_is_no_recording(tmp_path):
+    (tmp_path / "notes.txt").write_text("hello\n")
+    error = refused("diagnose", tmp_path / "notes.txt")
+    assert isinstance(error, Lacks)
+    assert error.owner == tmp_path / "notes.txt"
+
+
+def test_a_result_is_printed_in_one_form(tmp_path):
+    assert isinstance(refused("diagnose", tmp_path, "--json", "--markdown"), Conflict)
+
+
+def test_a_data_folder_that_is_not_there_is_refused_once(tmp_path):
+    error = refused("data", "list", "--data-dir", tmp_path / "nowhere")
+    assert isinstance(error, NoFolder)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("broken:build", "mend broken first"),
+        ("brokn:build", "run the command where `import` finds it"),
+        ("torch.optim:AdanW", "(did you mean AdamW?)"),
+    ],
+)
+def test_what_cannot_be_imported_is_told_apart(tmp_path, monkeypatch, name, remedy):
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert remedy in refused("audit-decay", name).remedy
+
+
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_a_number_out_of_range_is_refused_like_any_other(tmp_path, port):
+    error = refused("live", tmp_path, "--port", port)
+    assert isinstance(error, OutOfRange)
+    assert (error.name, error.value) == ("--port", int(port))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -6,6 +7,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from select import select as readable
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from decaylab.paper import select
 from decaylab.paper import superseded as supersession
 from decaylab.paper.plan import chosen_cells
 from decaylab.records import RunStore
+from decaylab.sweeps.estimate import Estimator, TimeEstimate
 from decaylab.sweeps.queue import CommandEntry, read_queue
 
 ROOT = Path(__file__).parents[2]
@@ -143,20 +146,21 @@ def test_a_command_ends_with_the_queue_that_began_it(tmp_path, stop):
     """Stopped, killed (on Linux) or when its time is up: nothing goes on using the device."""
     if stop == signal.SIGKILL and sys.platform != "linux":
         pytest.skip("only Linux ends a process with its parent")
-    beat = "import time\nwhile True: open('beat', 'a').write('x'); time.sleep(0.01)"
-    (tmp_path / "queue.toml").write_text(command(beat))
+    os.mkfifo(tmp_path / "alive")
+    alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    script = "import time; f = open('alive', 'w', 1); print('begun', file=f); time.sleep(60)"
+    (tmp_path / "queue.toml").write_text(command(f"{script}; print('went on', file=f)"))
     words = [sys.executable, "-m", "decaylab", "reproduce", "--queue", "queue.toml", "--device"]
     words += ["cpu"] if stop else ["cpu", "--max-minutes", "0.02"]
     process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL)
-    while not (tmp_path / "beat").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    if stop:
+    if stop:  # in 0.02 minutes, a busy machine may not even begin the command
+        while not readable([alive], [], [], 0.1)[0]:
+            assert process.poll() is None
         process.send_signal(stop)
     assert process.wait(60) in ((128 + stop, -stop) if stop else (RUNS_LEFT,))
-    size = (tmp_path / "beat").stat().st_size
-    time.sleep(0.3)
-    assert (tmp_path / "beat").stat().st_size == size
+    os.set_blocking(alive, True)
+    with open(alive) as until_the_command_has_ended:
+        assert "went on" not in until_the_command_has_ended.read()
 
 
 @pytest.mark.parametrize(
@@ -179,7 +183,7 @@ def test_runs_whose_data_are_not_there_wait_and_the_others_are_made(queue, monke
     result = queue(text)
     assert result.exit_code == 1
     assert "mnist is not on this machine" in result.stderr
-    assert "search: The data set cifar10 is not in" in result.stderr
+    assert "search: the data set cifar10 is not in" in result.stderr
     assert [state for state, _, _ in standing(queue, text)] == ["to do", "done", "to do"]
 
 
@@ -225,7 +229,7 @@ def test_killed_at_any_moment_the_next_call_goes_on(queue, tmp_path):
         ("[[entry]]\nname = 'a'\n", "entry 1: what it does"),
         (TABLE2 + "seed = 3\n", "unknown key 'seed'"),
         (TABLE2 + "seeds = '3'\n", "not '3'"),
-        (TABLE2 + TABLE2.replace("vgg16", "vgg99"), "'vgg99'"),
+        (TABLE2 + TABLE2.replace("vgg16", "vgg99").replace("pairs", "more"), "'vgg99'"),
         (command("pass").replace("minutes = 1", "minutes = -1"), "not -1"),
         (command("pass").replace('writes = "out.json"', ""), "has no writes"),
         ("[[entry]\n", "queue in TOML"),
@@ -253,7 +257,7 @@ def test_the_queue_of_results_can_be_read():
 
 @pytest.mark.parametrize(
     "entry",
-    [entry for entry in read_queue(QUEUE) if isinstance(entry, CommandEntry)],
+    [entry for entry in read_queue(QUEUE).entries if isinstance(entry, CommandEntry)],
     ids=lambda entry: entry.name,
 )
 def test_the_commands_of_results_write_what_they_are_waited_for(entry):
@@ -279,6 +283,57 @@ def test_runs_whose_seconds_count_have_the_device_to_themselves(queue):
     made = {run.id: run.manifest().at_once for run in RunStore("runs").runs()}
     assert {at_once for name, at_once in made.items() if "sgd" in name} == {1}
     assert {at_once for name, at_once in made.items() if "kfac" in name} == {2}
+
+
+def test_an_entry_says_how_many_of_its_runs_go_beside_each_other_at_most(queue):
+    text = TABLE2 + 'at_once = 2\n[[entry]]\nname = "others"\nreproduce = "table2"\n'
+    text += 'only = ["network=vgg16", "optimizer=kfac-g"]\ntier = "smoke"\n'
+    assert queue(text, "--at-once", 3).exit_code == 0
+    made = {run.id: run.manifest().at_once for run in RunStore("runs").runs()}
+    assert {at_once for name, at_once in made.items() if "sgd" in name} == {2}
+    assert {at_once for name, at_once in made.items() if "kfac" in name} == {3}
+
+
+def shared_out(share, runs, minutes):
+    """The order of runs: two of Table 2 with a share of the time, then one of Table 1."""
+    text = f"{TABLE2}at_once = 1\n[shares]\ntable2 = {share}\n[[entry]]\n"
+    text += 'name = "other"\nreproduce = "table1"\ntier = "smoke"\nat_once = 1\n'
+    text += 'only = ["dataset=cifar10", "network=vgg16", "batch_norm=0", "optimizer=adam"]\n'
+    Path("queue.toml").write_text(text)
+    words = ["reproduce", "--queue", "queue.toml", "--runs", runs, "--device", "cpu"]
+    result = runner.invoke(app, [*words, "--max-minutes", str(minutes)])
+    assert result.exit_code == 0, result.output
+    made = sorted(RunStore(runs).runs(), key=lambda run: run.manifest().started)
+    return [run.id.split("-")[2] for run in made]
+
+
+@pytest.mark.parametrize(
+    ("share", "order"),
+    [
+        (1.0, ["sgd", "sgd", "adam", "adam"]),
+        (0.6, ["sgd", "adam", "adam", "sgd"]),
+        (0.1, ["sgd", "adam", "adam", "sgd"]),
+    ],
+)
+def test_an_artefact_has_its_share_and_what_is_left_when_nothing_else_is(
+    queue, monkeypatch, share, order
+):
+    """Of 20 minutes, each run is said to take eight: one fits in 12; in two, one is begun."""
+    monkeypatch.setattr(Estimator, "of", lambda self, spec: TimeEstimate(8 * 60.0, recorded=True))
+    assert shared_out(share, "runs", 20) == order
+
+
+def test_a_share_is_of_an_artefact_of_the_queue_and_a_part_of_the_whole(queue):
+    for line, reason in (("table1 = 0.5", "unknown artefact"), ("table2 = 1.5", "not 1.5")):
+        result = queue(f"{TABLE2}[shares]\n{line}\n")
+        assert result.exit_code == 2
+        assert reason in result.stderr
+
+
+def test_entries_have_names_of_their_own(queue):
+    result = queue(TABLE2 + TABLE2)
+    assert result.exit_code == 2
+    assert "entry 2: there is a queue entry 'pairs' already" in result.stderr.replace("\n", " ")
 
 
 def recorded(names, commit):

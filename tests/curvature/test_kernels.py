@@ -1,4 +1,4 @@
-"""Kernels, in the version of this device, against the formula."""
+"""Kernels against the formula; those for CUDA run in Triton's interpreter too, if there is one."""
 
 import contextlib
 from types import SimpleNamespace
@@ -13,28 +13,51 @@ from decaylab.curvature.kinds import conv
 from decaylab.curvature.kinds.rows import Columns
 from decaylab.curvature.storage import pack, packed_shape
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.fixture
+def device(request, monkeypatch):
+    """A device to make tensors on, where kernels run: "interpreter" is Triton's, on the CPU."""
+    if request.param != "interpreter":
+        yield request.param
+        return
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    kernels._kernels.cache_clear()
+    yield "cpu"
+    kernels._kernels.cache_clear()
+
+
+def fold(request, *arguments):
+    """`fold_`, by the kernel wherever there is one."""
+    if "interpreter" in request.node.callspec.params.values():
+        assert kernels._folded(*arguments)
+    else:
+        fold_(*arguments)
+
+
+@pytest.mark.parametrize("device", ["cpu", "interpreter", CUDA], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(3,), (3, 5), (3, 70, 70)])
-def test_a_fold_mixes_in_the_mean_and_leaves_out_what_is_not_finite(device, shape):
-    average, total = torch.randn(2, *shape, device=device).unbind()
+def test_a_fold_mixes_in_the_mean_and_leaves_out_what_is_not_finite(request, device, dtype, shape):
+    average, total = torch.randn(2, *shape, dtype=dtype, device=device).unbind()
     total[1] = torch.nan
-    keep = torch.tensor([0.0, 1.0, 0.75], device=device)
-    count = torch.tensor([8.0, 0.0, 4.0], device=device)
+    keep, count = torch.tensor([[0.0, 1.0, 0.75], [8.0, 0.0, 4.0]], dtype=dtype, device=device)
     wanted = average.clone()
     wanted[0] = total[0] / 8
     wanted[2] = 0.75 * average[2] + 0.25 * total[2] / 4
-    fold_(average, total, keep, count)
+    fold(request, average, total, keep, count)
     torch.testing.assert_close(average, wanted)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_fold_into_a_part_of_a_stack_leaves_the_rest(device):
+@pytest.mark.parametrize("device", ["cpu", "interpreter", CUDA], indirect=True)
+def test_a_fold_into_a_part_of_a_stack_leaves_the_rest(request, device):
     stack = torch.randn(5, 33, 33, device=device)
     before, total = stack.clone(), torch.randn(2, 33, 33, device=device)
-    fold_(stack[1:3], total, torch.zeros(2, device=device), torch.full((2,), 4.0, device=device))
+    keep, count = torch.tensor([[0.0, 0.0], [4.0, 4.0]], device=device)
+    fold(request, stack[1:3], total, keep, count)
     torch.testing.assert_close(stack[1:3], total / 4)
     assert torch.equal(stack[[0, 3, 4]], before[[0, 3, 4]])
 
@@ -73,15 +96,15 @@ LAYERS = {
 }
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["interpreter", CUDA], indirect=True)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("order", ["contiguous", "channels last", "a part"])
 @torch.no_grad()
-def test_patches_are_gathered_as_torch_does(name, dtype, order):
+def test_patches_are_gathered_as_torch_does(device, name, dtype, order):
     layer = LAYERS[name]()
     sizes = (2, layer.in_channels, 12, 11)[: layer.weight.dim()]
-    inputs = torch.randn(sizes, device="cuda").to(dtype)
+    inputs = torch.randn(sizes, device=device).to(dtype)
     if order == "a part":
         inputs = inputs[..., 1:-2]
     elif order == "channels last" and inputs.dim() == 4:
@@ -90,6 +113,7 @@ def test_patches_are_gathered_as_torch_does(name, dtype, order):
     width = layer.weight[0].numel()
     columns = Columns(weight=True, bias=bias, wide=-(-(width + bias) // 32) * 32)
     rows = conv._gathered(layer, inputs, columns)
+    assert rows is not None
     view = conv.patches(layer, inputs, channels_last=False)
     expected = torch.zeros_like(rows)
     expected[..., :width] = view.reshape(*expected.shape[:3], width)
@@ -97,10 +121,10 @@ def test_patches_are_gathered_as_torch_does(name, dtype, order):
     assert torch.equal(rows, expected)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("length", [1, 2, 7, 64, 131, 1000])
-def test_triangles_are_packed_as_torch_does(length):
-    matrices = torch.randn(2, length, length, device="cuda")
-    triangles = torch.full((2, *packed_shape(length)), torch.nan, device="cuda")
+@pytest.mark.parametrize("device", ["interpreter", CUDA], indirect=True)
+@pytest.mark.parametrize("length", [1, 2, 7, 64, 131, 300])
+def test_triangles_are_packed_as_torch_does(device, length):
+    matrices = torch.randn(2, length, length, device=device)
+    triangles = torch.full((2, *packed_shape(length)), torch.nan, device=device)
     assert packed_triangles(triangles, matrices)
     assert torch.equal(triangles.cpu(), pack(matrices.cpu()))

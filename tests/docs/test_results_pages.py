@@ -344,9 +344,9 @@ def test_the_report_takes_the_fullest_schedule_that_settles_a_claim(store):
     """E14 needs all cells to fit their data: one that does not contradicts it, at any schedule."""
     full, short = (cells("table1", tier) for tier in ("full", "short"))
     write(store, select(full, SGD)[0].runs[0], 0.85)
-    unfit = {"test/accuracy": 0.8, "train/accuracy": 0.5, "exposure/stage": 2.0}
+    unfit = {"test/accuracy": 0.8, "train/running_accuracy": 0.5, "exposure/stage": 2.0}
     write_run(store, select(full, [*VGG, "optimizer=adam"])[0].runs[0], unfit, tier="full")
-    fit = {**unfit, "train/accuracy": 1.0}
+    fit = {**unfit, "train/running_accuracy": 1.0}
     write_run(store, select(short, SGD)[0].runs[0], fit, tier="short")
     claim = decided(Results(store.root))["E14"]
     assert (claim.tier, claim.verdict) == ("full", "contradicted")

@@ -252,17 +252,15 @@ def test_a_replayed_refresh_and_inversion_are_the_launched_ones(half, scaling):
 
 
 def test_what_the_graph_of_an_inversion_keeps_in_memory():
-    """No more than is counted; it goes with the optimizer."""
+    """No more than is counted, cuBLAS's workspaces apart; it goes with the optimizer."""
 
-    def reserved(*, without_workspaces=True):
+    def reserved():
         torch.cuda.synchronize()
-        if without_workspaces:  # of cuBLAS, one for each stream: graphs read them
-            torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
     def run(replay):
-        """What is kept after some steps, and what is counted for an inversion."""
+        """An optimizer after some steps; what its graphs keep on each stream; all workspaces."""
         opt = new_kfac(model, kl_clip=None, refresh_every=1, invert_every=1)
         if not replay:
             opt._inversion = None
@@ -272,17 +270,30 @@ def test_what_the_graph_of_an_inversion_keeps_in_memory():
             opt.zero_grad()
         assert not replay or opt._inversion.replays
         opt.detach()
-        return reserved(without_workspaces=False), opt._preconditioner.inversion_room
+        everything = reserved()
+        segments = {}
+        for segment in torch.cuda.memory_snapshot():
+            if tuple(segment["segment_pool_id"]) == tuple(opt._updater._graphs.pool):
+                segments.setdefault(segment["stream"], []).append(segment["total_size"])
+        torch._C._cuda_clearCublasWorkspaces()  # one for each stream; no graph is replayed again
+        return opt, segments, everything - reserved()
+
+    def kept(segments):
+        return sum(map(sum, segments.values()))
 
     model = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(4)), nn.Linear(2000, 10)).cuda()
     x, y = torch.randn(64, 2000).cuda(), torch.randint(10, (64,)).cuda()
     run(replay=True)
     gc.collect()
     before = reserved()
-    launched, room = run(replay=False)
-    reserved()
-    replayed, _ = run(replay=True)
-    assert 0 < replayed - launched <= 1.1 * room
+    _, launched, workspaces = run(replay=False)
+    gc.collect()
+    opt, replayed, their_workspaces = run(replay=True)
+    parts = f"by stream: {launched}, with the inversion {replayed}; cuBLAS: {their_workspaces}"
+    assert workspaces == their_workspaces, f"{workspaces} launched; {parts}"
+    room = opt._preconditioner.inversion_room
+    assert 0 < kept(replayed) - kept(launched) <= room, f"more than {room}; {parts}"
+    del opt
     gc.collect()
     assert reserved() <= before + 2**22
 

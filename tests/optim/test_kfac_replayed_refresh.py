@@ -148,6 +148,7 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_so():
 
 def test_the_room_of_an_inversion_is_counted_by_its_largest_parts(monkeypatch):
     _, opt = trained()
+    monkeypatch.setattr("decaylab.curvature.preconditioner.ROOM_TO_INVERT", 1.5)
     convolution, head = 4 * (9**2 + 3**2), 4 * (28**2 + 3**2)
     assert opt._preconditioner.inversion_room == 1.5 * (convolution + head)
     monkeypatch.setattr("decaylab.curvature.preconditioner.STREAMS", 1)

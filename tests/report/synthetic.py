@@ -76,6 +76,7 @@ def everything(number):
         "test/loss": 0.3 + 0.001 * (number % 13),
         "train/loss": 0.01,
         "train/running_loss": 0.02 + 0.001 * (number % 7),
+        "train/running_accuracy": 0.9995,
         "effective_lr/features.0": 1e-4 * (1 + number % 5),
         "jacobian_norm": 10.0 + number % 31,
         "kfac_gn_norm": math.exp(number % 11),

@@ -16,6 +16,12 @@ from decaylab.training import RunSpec
 from decaylab.training.spec import PUBLISHED
 
 SPEC = RunSpec(data="cifar10", network="vgg16", optimizer="sgd", epochs=3, lr_drop_every=3)
+START = STARTUP["cuda"]
+
+
+def foretold(steps, seconds):
+    """By a run of 30 steps that took so long, its start among them."""
+    return START + steps * (seconds - START) / 30
 
 
 def recorded(tmp_path, **changes):
@@ -59,7 +65,7 @@ def test_a_like_run_is_estimated_by_its_steps(tmp_path):
     store, _ = recorded(tmp_path)
     estimate = Estimator(store).of(replace(SPEC, epochs=6))
     assert estimate.recorded
-    assert estimate.seconds == pytest.approx(6 * 390 * 7.5 / 30)
+    assert estimate.seconds == pytest.approx(foretold(6 * 390, 7.5))
 
 
 def test_what_was_never_measured_is_estimated_too(tmp_path, monkeypatch):
@@ -79,14 +85,17 @@ def test_what_was_never_measured_is_estimated_too(tmp_path, monkeypatch):
 def test_a_gpu_is_not_estimated_by_a_cpu(tmp_path):
     store, _ = recorded(tmp_path, device="cpu")
     assert not Estimator(store).of(SPEC).recorded
-    assert Estimator(store, torch.device("cpu")).of(SPEC).recorded
+    on_cpu = Estimator(store, torch.device("cpu")).of(SPEC)
+    start = STARTUP["cpu"]  # nothing is compiled or captured there
+    assert on_cpu.recorded
+    assert on_cpu.seconds == pytest.approx(start + 3 * 390 * (7.5 - start) / 30)
     assert not Estimator(store, torch.device("cuda")).of(SPEC).recorded
 
 
 def test_of_runs_that_took_turns_the_share_counts_and_nothing_if_they_were_stopped(tmp_path):
     store, manifest = recorded(tmp_path, at_once=4)
     alone = manifest.updated - manifest.started
-    assert Estimator(store).of(SPEC).seconds == pytest.approx(3 * 390 * alone / 30)
+    assert Estimator(store).of(SPEC).seconds == pytest.approx(foretold(3 * 390, alone))
     stopped, _ = recorded(tmp_path / "stopped", at_once=4, resumes=1)
     assert not Estimator(stopped).of(SPEC).recorded
 
@@ -98,33 +107,60 @@ def test_runs_of_other_stores_count_where_they_shared_the_device(tmp_path, neste
     other, _ = recorded(tmp_path / nested, at_once=2)
     half = (manifest.updated - manifest.started) / 2
     for one in (store, other):
-        assert Estimator(one).of(SPEC).seconds == pytest.approx(3 * 390 * half / 30)
+        assert Estimator(one).of(SPEC).seconds == pytest.approx(foretold(3 * 390, half))
 
 
-def test_like_runs_count_alike(tmp_path):
-    """One that was 7.5 s at work, and one that shared the device with none: their mean."""
-    store, _ = recorded(tmp_path)
-    like = replace(SPEC, seed=1)
-    folder = write_run(store, like, {"test/accuracy": 0.5}, tier="full", device="a GPU")
-    with folder.writing(like.to_toml()):
-        folder.write_manifest(replace(folder.manifest(), at_once=4))
-    whole = folder.manifest().updated - folder.manifest().started
-    assert Estimator(store).of(SPEC).seconds == pytest.approx(3 * 390 * (7.5 + whole) / 2 / 30)
+def test_what_slowed_some_of_the_like_runs_is_not_foretold(tmp_path):
+    """Four as long as each other, three of them slowed by company: what the first third took."""
+    store = timed_store(tmp_path, [12.0, 30.0, 12.0, 60.0, 12.0, 12.0, 45.0])
+    assert Estimator(store).of(SPEC).seconds == pytest.approx(foretold(3 * 390, 12.0))
+
+
+@pytest.mark.parametrize(
+    "change", [{"optimizer": "adam"}, {"data": "cifar100"}, {"lr": 0.5}, {"augment": True}]
+)
+def test_steps_that_take_as_long_foretell_each_other(tmp_path, change):
+    store = timed_store(tmp_path, [12.0])
+    like = Estimator(store).of(replace(SPEC, **change))
+    assert (like.recorded, like.seconds) == (True, pytest.approx(foretold(3 * 390, 12.0)))
+
+
+@pytest.mark.parametrize(
+    "change", [{"optimizer": "kfac-g"}, {"data": "mnist"}, {"batch_norm": True}, {"width": 0.5}]
+)
+def test_steps_that_do_not_foretell_nothing(tmp_path, change):
+    store = timed_store(tmp_path, [12.0])
+    assert not Estimator(store).of(replace(SPEC, **change)).recorded
+
+
+def test_a_search_goes_by_its_own_runs_first_and_by_those_of_its_folder_else(tmp_path):
+    timed_store(tmp_path, [12.0])
+    searches = RunStore(tmp_path / "searched" / "runs")
+    assert Estimator(searches).of(SPEC).seconds == pytest.approx(foretold(3 * 390, 12.0))
+    timed_store(searches.root, [9.0], first=CLOCK + 1e6)
+    assert Estimator(searches).of(SPEC).seconds == pytest.approx(foretold(3 * 390, 9.0))
+
+
+def timed_store(tmp_path, seconds, first=CLOCK):
+    """Runs of 30 steps, one after another, that took so long."""
+    store = RunStore(tmp_path)
+    for seed, taken in enumerate(seconds):
+        spec = replace(SPEC, seed=seed)
+        folder = write_run(store, spec, {"test/accuracy": 0.5}, tier="full", device="a GPU")
+        began = first + 1000 * seed
+        times = {"started": began, "at_once": 2}
+        path = folder.path / "manifest.json"  # `write_manifest` sets the time of the update
+        entry = json.loads(path.read_text()) | times | {"updated": began + taken}
+        path.write_text(json.dumps(entry))
+    return store
 
 
 def test_recorded_runs_are_checked_against_estimates_that_do_not_know_them(tmp_path):
-    store = RunStore(tmp_path)
-    specs = [replace(SPEC, seed=seed) for seed in range(3)]
-    for start, (spec, seconds) in enumerate(zip(specs, (10.0, 20.0, 60.0), strict=True)):
-        folder = write_run(store, spec, {"test/accuracy": 0.5}, tier="full", device="a GPU")
-        began = CLOCK + 1000 * start
-        times = {"started": began, "at_once": 2}
-        path = folder.path / "manifest.json"  # `write_manifest` sets the time of the update
-        entry = json.loads(path.read_text()) | times | {"updated": began + seconds}
-        path.write_text(json.dumps(entry))
+    store = timed_store(tmp_path, [10.0, 20.0, 60.0])
     checks = {check.spec.seed: check for check in checked_estimates(store)}
-    assert [checks[seed].from_like for seed in range(3)] == pytest.approx([40.0, 35.0, 15.0])
+    likely = [20 + 40 / 3, 10 + 50 / 3, 10 + 10 / 3]  # a third of the way between the other two
+    assert [checks[seed].from_like for seed in range(3)] == pytest.approx(likely)
     assert [checks[seed].seconds for seed in range(3)] == pytest.approx([10.0, 20.0, 60.0])
     unknown = replace(SPEC, epochs=1), RunStore(tmp_path / "none")
-    per_step = (Estimator(unknown[1]).of(unknown[0]).seconds - STARTUP) / steps_per_epoch(SPEC)
-    assert checks[0].from_table == pytest.approx(STARTUP + 30 * per_step)
+    per_step = (Estimator(unknown[1]).of(unknown[0]).seconds - START) / steps_per_epoch(SPEC)
+    assert checks[0].from_table == pytest.approx(START + 30 * per_step)

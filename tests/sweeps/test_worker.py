@@ -217,6 +217,13 @@ def test_whole_runs_count_those_under_way_and_the_other_processes(
     assert not made._left
 
 
+def test_a_run_that_would_end_in_the_last_moment_is_not_begun(tmp_path, monkeypatch):
+    made = reproduction([TINY], tmp_path, seconds=1e5, whole_runs=True)
+    monkeypatch.setattr(made, "_estimated", lambda planned: 9.5e4)
+    list(made.run())
+    assert made.outcome.late == [TINY.id]
+
+
 def test_a_dependent_run_whose_source_is_not_there_is_listed(tmp_path):
     dependent = replace(TINY, batch_norm=True, norm_source="digits-mlp-bn-sgd-l2-00000000")
     made = reproduction([dependent, TINY], tmp_path)

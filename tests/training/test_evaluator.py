@@ -40,8 +40,17 @@ def captures(monkeypatch):
 
 def evaluator(model, data, **options):
     made = MODULE.Evaluator(model, data, **options)
-    made._graphs = object()
+    made._graphs = Forgetful()
     return made
+
+
+class Forgetful:
+    """In the place of CUDA graphs: counts how often they are let go of."""
+
+    forgotten = 0
+
+    def forget(self):
+        self.forgotten += 1
 
 
 def test_replays_give_what_evaluate_gives_as_weights_and_statistics_change(digits, captures):
@@ -73,6 +82,7 @@ def test_what_lies_elsewhere_now_is_captured_anew(digits, captures):
     model.double().float()
     again(digits.test)
     assert len(captures) == 3
+    assert again._graphs.forgotten == 3
 
 
 def test_each_batch_enters_autocast_by_itself(digits, captures):

@@ -12,20 +12,21 @@ path carries: then the run with decay is followed in all its paths by an arm wit
 that arm does not give back is the direction's.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from decaylab.attribution.reasons import LIMIT, Fault, Unused
-from decaylab.errors import BadValue, WrongType
+from decaylab.errors import BadValue, Lacks, WrongType
 from decaylab.training.held_layers import Selection, select
 from decaylab.training.interventions import Intervention
 from decaylab.training.paths import LayerPaths, Targets
@@ -35,6 +36,8 @@ PATHS: tuple[Path, ...] = ("size", "rotation", "damping")
 Loop = tuple[nn.Module, Any, Callable[[], Any], Callable[[], Mapping[str, float]]]
 """Model, optimizer or optimizers, a function that takes one step, one that evaluates."""
 Make = Callable[[int], Loop]
+REHEARSED = 3
+"""So many steps are taken twice before the first arm, to see that they are the same."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,8 @@ class ArmResult:
             of a size or a damping, the root mean square of the angles' relative to theirs.
         seconds: how long its steps took.
         start: a fingerprint of the weights before the first step.
-        first_loss: what the first step returned, if a number.
+        first_losses: what the first steps returned, if numbers.
+        finite: whether its weights stayed finite.
     """
 
     arm: str
@@ -148,14 +152,15 @@ class ArmResult:
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     seconds: float = 0.0
     start: float = 0.0
-    first_loss: float | None = None
+    first_losses: Sequence[float] = ()
     finite: bool = True
 
-    @property
-    def unused(self) -> Unused | None:
-        """Why this arm is not used; None if it is."""
+    def unused_for(self, metric: str) -> Unused | None:
+        """Why this arm is not used for a metric; None if it is."""
         if not self.finite:
             return Unused(self.arm, self.seed, Fault.DIVERGED)
+        if not math.isfinite(self.metrics.get(metric, math.nan)):
+            return Unused(self.arm, self.seed, Fault.NO_NUMBER, metric=metric)
         misses = [
             (e, path, layer)
             for path, by_layer in self.errors.items()
@@ -163,7 +168,9 @@ class ArmResult:
         ]
         worst = max(misses, default=(0.0, "", ""))
         if not worst[0] <= LIMIT:
-            return Unused(self.arm, self.seed, Fault.MISSED, worst[1], worst[2], worst[0])
+            return Unused(
+                self.arm, self.seed, Fault.MISSED, path=worst[1], layer=worst[2], error=worst[0]
+            )
         return None
 
 
@@ -172,31 +179,34 @@ def run_arm(
     arm: Arm,
     seed: int,
     steps: int,
-    paths: Mapping[str, LayerPaths],
-    plan: Plan,
+    *,
     only: str | Sequence[str] = "all",
-) -> tuple[ArmResult, LayerPaths]:
-    """Train one arm; `paths` are those of the runs it follows, by the arm's name."""
+    targets: Targets = Targets(),  # noqa: B008 - frozen
+    progress: Callable[[float], None] = lambda part: None,
+) -> tuple[ArmResult, LayerPaths, Selection]:
+    """Train one arm, which follows `targets`; what came of it, its paths, and what was held."""
     with seeded(seed):
         model, optimizers, step, evaluate = loop_from(make, seed)
         selection = select(model, optimizers, only)
         start = _fingerprint(selection.held)
-        targets = targets_for(arm, plan, paths)
         intervention = Intervention(
             selection.optimizers, selection.weights, steps, targets, undecayed(arm, selection)
         )
         began = time.perf_counter()
+        first_losses = []
         with intervention:
-            first = _number(step())
-            for _ in range(steps - 1):
-                step()
+            for taken in range(steps):
+                try:
+                    loss = step()
+                except StopIteration as error:
+                    remedy = f"give it batches for all {steps}, by going through them again"
+                    raise Lacks(f"step() after {taken} steps", "next batch", remedy) from error
+                if taken < REHEARSED and (number := _number(loss)) is not None:
+                    first_losses.append(number)
+                progress((taken + 1) / steps)
             recorded = intervention.paths()
         seconds = time.perf_counter() - began
-        evaluated = evaluate()
-    if not isinstance(evaluated, Mapping) or not evaluated:
-        raise BadValue("what evaluate() returns", evaluated, 'a dict such as {"test loss": 0.3}')
-    metrics = {name: float(value) for name, value in evaluated.items()}
-    finite = recorded.finite() and all(map(np.isfinite, metrics.values()))
+        metrics = _numbers(evaluate())
     result = ArmResult(
         arm=arm.name,
         seed=seed,
@@ -204,10 +214,10 @@ def run_arm(
         errors=held_errors(recorded, targets),
         seconds=seconds,
         start=start,
-        first_loss=first,
-        finite=bool(finite),
+        first_losses=first_losses,
+        finite=recorded.finite(),
     )
-    return result, recorded
+    return result, recorded, selection
 
 
 def targets_for(arm: Arm, plan: Plan, paths: Mapping[str, LayerPaths]) -> Targets:
@@ -265,15 +275,25 @@ MADE = "(model, optimizer or list of optimizers, step, evaluate)"
 def loop_from(make: Make, seed: int) -> Loop:
     """What `make(seed)` returns, checked."""
     made = make(seed)
-    try:
-        model, optimizers, step, evaluate = made
-    except (TypeError, ValueError) as error:
-        raise WrongType("what make(seed) returns", made, MADE) from error
+    if not isinstance(made, tuple | list) or len(made) != len(get_args(Loop)):
+        raise WrongType("what make(seed) returns", made, MADE)
+    model, optimizers, step, evaluate = made
     if not isinstance(model, nn.Module) or not callable(step) or not callable(evaluate):
         given = (type(model), type(optimizers), type(step), type(evaluate))
         remedy = "step and evaluate are functions without arguments"
         raise BadValue("what make(seed) returns", given, MADE, remedy)
     return model, optimizers, step, evaluate
+
+
+def _numbers(evaluated: Any) -> dict[str, float]:
+    """What `evaluate()` returns, checked."""
+    wanted = 'a dict of numbers such as {"test loss": 0.3}'
+    if not isinstance(evaluated, Mapping) or not evaluated:
+        raise BadValue("what evaluate() returns", evaluated, wanted)
+    numbers = {str(name): _number(value) for name, value in evaluated.items()}
+    if wrong := [name for name, value in numbers.items() if value is None]:
+        raise BadValue(f"{wrong[0]} in what evaluate() returns", evaluated[wrong[0]], "a number")
+    return {name: value for name, value in numbers.items() if value is not None}
 
 
 @contextmanager
@@ -299,6 +319,7 @@ def _fingerprint(parts: Sequence[Tensor]) -> float:
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return float(value.detach())
-    return float(value) if isinstance(value, int | float) else None
+    """A number of Python, numpy or torch as a float; None if it is something else."""
+    if isinstance(value, Tensor | np.ndarray):
+        return float(value.item()) if math.prod(value.shape) == 1 else None
+    return float(value) if isinstance(value, int | float | np.number) else None

@@ -1,31 +1,31 @@
 """`attribute`: train the arms of every seed, in any loop, and work out the shares."""
 
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from decaylab.attribution import words
 from decaylab.attribution.arms import (
-    OTHERS,
+    REHEARSED,
     WITH,
-    WITHOUT,
     Arm,
     ArmResult,
     Make,
     Plan,
-    loop_from,
     plan_for,
     run_arm,
-    seeded,
+    targets_for,
 )
-from decaylab.attribution.result import Attribution, check_same_start
-from decaylab.errors import AT_LEAST_ONE, Mismatch
+from decaylab.attribution.progress import ArmProgress
+from decaylab.attribution.result import Attribution
+from decaylab.errors import AT_LEAST_ONE, BadValue, Mismatch, check_name
 from decaylab.records.files import disk_errors, replace_text
-from decaylab.training.held_layers import Selection, select
+from decaylab.training.held_layers import Selection
 from decaylab.training.paths import LayerPaths
-
-REFERENCES = (WITH, WITHOUT, OTHERS)
 
 
 def attribute(
@@ -37,7 +37,7 @@ def attribute(
     only: str | Sequence[str] = "all",
     extra: Sequence[Arm] = (),
     folder: str | Path | None = None,
-    report: Callable[[ArmResult], None] | None = None,
+    silent: bool = False,
 ) -> Attribution:
     """Find out by experiment which path weight decay acts through: size, rotation, damping.
 
@@ -51,6 +51,10 @@ def attribute(
     that are not held, and one more if L2 enters before a preconditioner. See
     `decaylab.attribution.arms` for the design and `decaylab.attribution.shares` for the shares.
 
+    Before the first arm, a few steps and an evaluation are rehearsed twice: a loop that is not the
+    same twice, an optimizer that is not stepped once per `step()`, or an unknown metric is refused
+    there. While arms are trained, lines on stderr say how far they are and how long the rest takes.
+
     Args:
         make: sets up the loop for a seed.
         steps: training steps per arm.
@@ -60,36 +64,50 @@ def attribute(
             last), or names.
         extra: further arms, such as `arms.SIZE_FREE_ROTATION`.
         folder: keeps the results and paths of finished arms, which are then not trained again.
-        report: called with each arm's result as it finishes.
+            Processes that train other seeds may share it.
+        silent: print nothing while arms are trained.
     """
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     AT_LEAST_ONE.check("seeds", len(numbers))
     AT_LEAST_ONE.check("steps", steps)
-    with seeded(numbers[0]):
-        model, optimizers, *_ = loop_from(make, numbers[0])
-        selection = select(model, optimizers, only)
-        del model, optimizers
+    if len(set(numbers)) < len(numbers):
+        raise BadValue("seeds", list(numbers), "seeds that all differ")
+    rehearsal, selection = rehearse(make, numbers[0], min(steps, REHEARSED), only)
+    if metric is not None:
+        check_name("metric", metric, list(rehearsal.metrics))
     plan = plan_for(selection, extra)
     files = None if folder is None else _ArmFiles(Path(folder), _setting(selection, plan, steps))
+    progress = ArmProgress(len(numbers) * len(plan.arms()), silent=silent)
     results: list[ArmResult] = []
     paths: dict[int, dict[str, LayerPaths]] = {}
     for seed in numbers:
         seed_paths = paths.setdefault(seed, {})
+        first = rehearsal if seed == numbers[0] else None
         for arm in plan.arms():
             if arm.follows and not _can_follow(seed_paths, plan):
                 continue
+            name = f"seed {seed}, {arm.name}"
             stored = files.load(arm, seed) if files else None
-            result, seed_paths[arm.name] = stored or run_arm(
-                make, arm, seed, steps, seed_paths, plan, only
-            )
-            if files and stored is None:
-                files.save(arm, result, seed_paths[arm.name])
+            if stored is not None:
+                result, seed_paths[arm.name] = stored
+                progress.found(1)
+            else:
+                result, seed_paths[arm.name], _ = run_arm(
+                    *(make, arm, seed, steps),
+                    only=only,
+                    targets=targets_for(arm, plan, seed_paths),
+                    progress=partial(progress.running, name),
+                )
+            first = first or result
+            check_same_start(first, result, None if stored is None else folder)
             results.append(result)
-            check_same_start(results)
-            if report is not None:
-                report(result)
-    chosen = metric or next(iter(results[0].metrics))
-    attribution = Attribution(
+            if stored is not None:
+                continue
+            if files is not None:
+                files.save(arm, result, seed_paths[arm.name])
+            shown = metric or next(iter(result.metrics))
+            progress.ended(name, words.outcome(shown, result.metrics[shown]), result.seconds)
+    return Attribution(
         plan=plan,
         layers=tuple(selection.weights),
         notes=selection.notes,
@@ -97,11 +115,44 @@ def attribute(
         seeds=numbers,
         steps=steps,
         results=tuple(results),
-        metric=chosen,
+        metric=metric or next(iter(results[0].metrics)),
         paths=paths,
     )
-    attribution.shares_of(chosen)  # an unknown metric is refused here
-    return attribution
+
+
+def rehearse(
+    make: Make, seed: int, steps: int, only: str | Sequence[str] = "all"
+) -> tuple[ArmResult, Selection]:
+    """The first steps of the run with decay, taken twice, and what is held in it."""
+    first, _, selection = run_arm(make, WITH, seed, steps, only=only)
+    again, *_ = run_arm(make, WITH, seed, steps, only=only)
+    check_same_start(first, again)
+    return first, selection
+
+
+def check_same_start(first: ArmResult, result: ArmResult, folder: Any = None) -> None:
+    """Refuse an arm that began with other weights or other batches than the first of its seed.
+
+    All arms have the first loss in common, and runs with decay those after it. `folder`: where the
+    arm was found, if it was.
+    """
+
+    def check(what: str, expected: float, value: float, tolerance: float, remedy: str) -> None:
+        if math.isclose(expected, value, rel_tol=tolerance) or math.isnan(expected + value):
+            return
+        owners = (f"one call of make({result.seed})", "another")
+        if folder is not None:
+            owners, remedy = ("this loop", f"the arms in {folder}"), "give another folder"
+        values = (f"{number:.6g}" for number in (expected, value))
+        raise Mismatch(what, dict(zip(owners, values, strict=True)), remedy)
+
+    remedy = "draw them from generators that make seeds, or from torch's, which is seeded for it"
+    check("a weighted sum of the weights they start from", first.start, result.start, 1e-6, remedy)
+    remedy = "let make give the same batches in the same order for the same seed"
+    shared = len(first.first_losses) if result.arm == first.arm else 1
+    losses = zip(first.first_losses[:shared], result.first_losses, strict=False)
+    for step, (expected, value) in enumerate(losses, start=1):
+        check(f"the loss of step {step}", expected, value, 1e-3, remedy)
 
 
 def _can_follow(paths: dict[str, LayerPaths], plan: Plan) -> bool:
@@ -110,10 +161,19 @@ def _can_follow(paths: dict[str, LayerPaths], plan: Plan) -> bool:
 
 
 def _setting(selection: Selection, plan: Plan, steps: int) -> dict[str, Any]:
-    """What must be the same for arms to be taken from a folder."""
-    optimizers = [type(optimizer).__name__ for optimizer in selection.optimizers]
-    shapes = {n: [list(p.shape) for p in parts] for n, parts in selection.weights.items()}
-    return {"steps": steps, "paths": list(plan.paths), "optimizers": optimizers, "layers": shapes}
+    """What must be the same for arms to be taken from a folder: what -> value, as in JSON."""
+    setting: dict[str, Any] = {"steps": steps, "paths": list(plan.paths)}
+    setting["layers"] = {
+        layer: [list(part.shape) for part in parts] for layer, parts in selection.weights.items()
+    }
+    for optimizer in selection.optimizers:
+        name = type(optimizer).__name__
+        for index, group in enumerate(optimizer.param_groups):
+            place = f"{name}'s group {index}" if len(optimizer.param_groups) > 1 else name
+            for key, value in group.items():
+                if isinstance(value, bool | int | float | str):
+                    setting[f"{key} of {place}"] = value
+    return setting
 
 
 class _ArmFiles:
@@ -127,10 +187,12 @@ class _ArmFiles:
         path = folder / "attribution.json"
         if path.exists():
             stored = json.loads(path.read_text(encoding="utf-8"))
-            for key, value in setting.items():
-                if stored.get(key) != value:
-                    values = {f"the attribution in {folder}": stored.get(key), "this one": value}
-                    raise Mismatch(key, values, "give another folder")
+            for key in dict.fromkeys([*setting, *stored]):
+                if stored.get(key) != setting.get(key):
+                    values = {f"the arms in {folder}": stored.get(key)}
+                    raise Mismatch(
+                        key, {**values, "this loop": setting.get(key)}, "give another folder"
+                    )
             return
         with disk_errors(path):
             folder.mkdir(parents=True, exist_ok=True)

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from decaylab.attribution import words
+from decaylab.attribution.progress import ArmProgress
 from decaylab.attribution.reasons import Unused
-from decaylab.attribution.recorded_arms import METRICS, Clock, Tell, arm_result, train_all
+from decaylab.attribution.recorded_arms import METRICS, Clock, arm_result, train_all
 from decaylab.attribution.shares import Estimate, estimate, fraction, in_points
 from decaylab.errors import Lacks, Mismatch, check_name
 from decaylab.optim.decay import OPTIMIZERS, decay_rate
@@ -58,7 +59,7 @@ class Match:
             for metric in self.differences
         ]
         parts = [words.folded(words.match_sentence(self)), words.table(words.MATCH_HEADER, rows)]
-        parts += [words.folded(words.unused_sentence(unused)) for unused in self.unused]
+        parts += map(words.folded, words.unused_sentences(self.unused))
         return "\n\n".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
@@ -118,36 +119,28 @@ def match(
     options: WorkerOptions,
     seeds: Sequence[int] = (0, 1, 2),
     tier: str = "custom",
-    tell: Tell | None = None,
+    silent: bool = False,
 ) -> Match:
     """Train A, B, and B as it follows A, as recorded runs, and compare them."""
     runs = matched_runs(a, b, path, seeds)
-    clock = Clock(options)
+    clock, progress = Clock(options), ArmProgress(len(runs), silent=silent)
     for stage in (("A", "B"), ("B matched",)):
         specs = {key: spec for key, spec in runs.items() if key[1] in stage}
-        train_all(specs, store, clock.options(), tier, tell)
+        train_all(specs, store, clock.options(), progress, tier)
     results = {key: arm_result(store, key[1], spec)[0] for key, spec in runs.items()}
-    unused = tuple(r.unused for r in results.values() if r.unused is not None)
-    left_out = {unused_arm.seed for unused_arm in unused}
-    complete = [seed for seed in seeds if seed not in left_out]
     differences, left, gone = {}, {}, {}
     for metric in METRICS:
-        values = {key: result.metrics.get(metric) for key, result in results.items()}
-        recorded = [
-            s for s in complete if all(values[s, n] is not None for n in ("A", "B", "B matched"))
-        ]
-        if not recorded:
+        lacking = {s for (s, _), result in results.items() if result.unused_for(metric) is not None}
+        values = {key: r.metrics[metric] for key, r in results.items() if key[0] not in lacking}
+        complete = [seed for seed in seeds if seed not in lacking]
+        if not complete:
             continue
-        before = [
-            results[s, "A"].metrics[metric] - results[s, "B"].metrics[metric] for s in recorded
-        ]
-        after = [
-            results[s, "A"].metrics[metric] - results[s, "B matched"].metrics[metric]
-            for s in recorded
-        ]
+        before = [values[s, "A"] - values[s, "B"] for s in complete]
+        after = [values[s, "A"] - values[s, "B matched"] for s in complete]
         differences[metric], left[metric] = estimate(before), estimate(after)
         removed = [unmatched - matched for unmatched, matched in zip(before, after, strict=True)]
         gone[metric] = fraction(removed, before)
+    reasons = (result.unused_for(METRICS[0]) for result in results.values())
     first = seeds[0]
     return Match(
         runs[first, "A"].id,
@@ -157,7 +150,7 @@ def match(
         differences,
         left,
         gone,
-        unused,
+        tuple(unused for unused in reasons if unused is not None),
     )
 
 

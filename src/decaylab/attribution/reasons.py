@@ -12,6 +12,7 @@ class Fault(Enum):
 
     MISSED = "missed its path"
     DIVERGED = "diverged"
+    NO_NUMBER = "no number"
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Unused:
         arm, seed: which.
         fault: why.
         path, layer, error: of an arm that missed: which path it missed, where, and by how much.
+        metric: of an arm with no (finite) number: of what.
     """
 
     arm: str
@@ -30,6 +32,7 @@ class Unused:
     path: str = ""
     layer: str = ""
     error: float = 0.0
+    metric: str = ""
 
 
 class Doubt(Enum):

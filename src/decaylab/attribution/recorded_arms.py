@@ -4,15 +4,18 @@ They lie in a store of their own, `attribution/` in a folder of runs, since runs
 record their paths, and since an arm is not a run to compare others with.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from decaylab import probes
+from decaylab.attribution import words
 from decaylab.attribution.arms import WITH, WITHOUT, Arm, ArmResult, Plan, held_errors, plan_for
+from decaylab.attribution.progress import ArmProgress
 from decaylab.attribution.result import Attribution
 from decaylab.data import DataSet, evaluation_batches
 from decaylab.errors import RUNS_LEFT, DecaylabError, Lacks, NotFinished
@@ -20,7 +23,6 @@ from decaylab.records import RunFolder, RunStore
 from decaylab.sweeps.plan import PlannedRun
 from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.training import (
-    Progress,
     RunSpec,
     TrainingRun,
     build_model,
@@ -33,9 +35,6 @@ from decaylab.training.paths import LayerPaths, followed_paths, paths_file
 METRICS = ("test/accuracy", "test/loss", "train/loss", "jacobian_norm")
 FOLDER = "attribution"
 CHUNK = 250  # test images whose Jacobians are made together
-
-Tell = Callable[[int, str, Progress], None]
-"""Called with seed, arm and progress after each epoch."""
 
 
 def arm_store(runs: Path) -> RunStore:
@@ -98,7 +97,7 @@ def attribute_spec(
     extra: Sequence[Arm] = (),
     metric: str = METRICS[0],
     tier: str = "custom",
-    tell: Tell | None = None,
+    silent: bool = False,
 ) -> Attribution:
     """Train the arms of a spec that are not yet there, and work out the shares.
 
@@ -108,14 +107,14 @@ def attribute_spec(
     selection = selection_for(spec, data, only)
     plan = plan_for(selection, extra)
     arms = _arms(spec, plan, seeds, only)
-    clock = Clock(options)
+    clock, progress = Clock(options), ArmProgress(len(arms), silent=silent)
     results: dict[tuple[int, str], ArmResult] = {}
     paths_by_seed: dict[int, dict[str, LayerPaths]] = {seed: {} for seed in seeds}
     for follows in (False, True):
         stage = {key: s for key, (arm, s) in arms.items() if arm.follows == follows}
         lost = {seed for (seed, _), result in results.items() if not result.finite}
         stage = {key: s for key, s in stage.items() if key[0] not in lost}
-        train_all(stage, store, clock.options(), tier, tell)
+        train_all(stage, store, clock.options(), progress, tier)
         for key, its_spec in stage.items():
             seed, name = key
             results[key], paths = arm_result(store, name, its_spec)
@@ -194,18 +193,25 @@ def train_all(
     specs: Mapping[tuple[int, str], RunSpec],
     store: RunStore,
     options: WorkerOptions,
+    progress: ArmProgress,
     tier: str = "custom",
-    tell: Tell | None = None,
 ) -> None:
     """Train what is not finished, or wait for who does; a run that diverges is left."""
-    names = {spec.id: key for key, spec in specs.items()}
+    names = {spec.id: f"seed {seed}, {arm}" for (seed, arm), spec in specs.items()}
     planned = planned_arms(
         [spec for spec in specs.values() if not _ended(store.folder(spec.id))], tier
     )
+    progress.found(len(specs) - len(planned))
     worker = Worker(planned, store, replace(options, stay=True))
     for event in worker.run():
-        if event.kind in ("epoch", "finished") and event.progress is not None and tell is not None:
-            tell(*names[event.run.spec.id], event.progress)
+        name, state = names[event.run.spec.id], event.progress
+        if event.kind == "epoch" and state is not None:
+            progress.running(name, state.step / state.steps)
+        elif event.kind == "finished" and state is not None:
+            outcome = words.outcome(METRICS[0], state.values.get(METRICS[0], math.nan))
+            progress.ended(name, outcome, state.seconds)
+        elif event.kind == "failed":
+            progress.found(1)
     left = [run.spec.id for run in planned if not _ended(store.folder(run.spec.id))]
     if worker.outcome.out_of_time:
         raise OutOfTime(

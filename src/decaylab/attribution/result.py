@@ -1,7 +1,7 @@
 """What an attribution found, as a value: shares by metric, arms, and what could not be used."""
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from decaylab.attribution import words
 from decaylab.attribution.arms import WITH, ArmResult, Plan
 from decaylab.attribution.reasons import Unused
 from decaylab.attribution.shares import Estimate, Shares, decompose, seeds_to_tell
-from decaylab.errors import DecaylabError, check_name
+from decaylab.errors import check_name
+from decaylab.records.files import without_nan
 from decaylab.training.held_layers import LayerNote
 from decaylab.training.paths import LayerPaths
 
@@ -58,8 +59,9 @@ class Attribution:
 
     @property
     def unused(self) -> list[Unused]:
-        """The arms that are not used, and why."""
-        return [result.unused for result in self.results if result.unused is not None]
+        """The arms that are not used for the main metric, and why."""
+        reasons = (result.unused_for(self.metric) for result in self.results)
+        return [unused for unused in reasons if unused is not None]
 
     def shares_of(self, metric: str) -> Shares:
         """The decomposition of a metric."""
@@ -72,8 +74,12 @@ class Attribution:
         shares = self.shares_of(self.metric)
         seeds = seeds_to_tell(shares.total)
         return [
-            *([words.doubt_sentence(shares.doubt, seeds)] if shares.doubt is not None else []),
-            *(words.unused_sentence(unused) for unused in self.unused),
+            *(
+                [words.doubt_sentence(shares.doubt, self.metric, seeds)]
+                if shares.doubt is not None
+                else []
+            ),
+            *words.unused_sentences(self.unused),
             *(words.note_sentence(layer, note) for layer, note in self.notes.items()),
             *([words.others_sentence(self.others)] if self.others else []),
         ]
@@ -84,13 +90,14 @@ class Attribution:
         parts = [words.folded(words.sentence(shares))]
         parts.append(words.table(words.share_header(shares), words.share_rows(shares)))
         parts.append(words.table(words.ARM_HEADER, words.arm_rows(self.results, shares)))
+        parts += [words.folded(words.sentence(self.shares_of(m))) for m in self.metrics[1:]]
         if sentences := self.sentences():
             parts.append("\n".join(words.folded(text) for text in sentences))
         return "\n\n".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the paths, as plain values for JSON."""
-        return {
+        """Everything but the paths, as plain values for JSON, which has no nan: they are None."""
+        plain: dict[str, Any] = {
             "metric": self.metric,
             "sentence": words.sentence(self.shares_of(self.metric)),
             "paths": list(self.plan.paths),
@@ -103,6 +110,8 @@ class Attribution:
             "unused": [{**asdict(u), "fault": u.fault.value} for u in self.unused],
             "notes": {layer: note.value for layer, note in self.notes.items()},
         }
+        numbers: dict[str, Any] = without_nan(plain)
+        return numbers
 
     def report(self, path: str | Path = "attribution.html", title: str = "") -> Path:
         """Write everything with its figures as one offline HTML page; returns its path.
@@ -128,21 +137,3 @@ class Attribution:
 
 def _plain(shares: Shares) -> dict[str, Any]:
     return {**asdict(shares), "doubt": shares.doubt and shares.doubt.value}
-
-
-def check_same_start(results: Sequence[ArmResult]) -> None:
-    """Refuse arms of a seed that began with other weights or another first batch."""
-    first: dict[int, ArmResult] = {}
-    for result in results:
-        reference = first.setdefault(result.seed, result)
-        if reference.start != result.start:
-            raise DecaylabError(
-                f"make({result.seed}) gave other weights when it was called again: draw them from"
-                " generators that it seeds, or from torch's, which is seeded for it"
-            )
-        known = reference.first_loss, result.first_loss
-        if None not in known and abs(known[0] - known[1]) > 1e-3 * abs(known[0]):  # type: ignore
-            raise DecaylabError(
-                f"the first step of make({result.seed}) had another loss when it was made again:"
-                " let it give the same batches in the same order for the same seed"
-            )

@@ -148,7 +148,7 @@ def decompose(metric: str, plan: Plan, results: Sequence[ArmResult]) -> Shares:
     """The shares of one metric from the arms that can be used."""
     values: dict[int, dict[str, float]] = {}
     for result in results:
-        if result.unused is None and metric in result.metrics:
+        if result.unused_for(metric) is None:
             values.setdefault(result.seed, {})[result.arm] = result.metrics[metric]
     ends = [by_arm for by_arm in values.values() if WITH.name in by_arm and WITHOUT.name in by_arm]
     total = estimate([by_arm[WITH.name] - by_arm[WITHOUT.name] for by_arm in ends])

@@ -50,22 +50,37 @@ def others_sentence(others: Sequence[str]) -> str:
     return f"Other parameters: {len(others)} that decay and are not held ({named})."
 
 
-def unused_sentence(unused: Unused) -> str:
-    """Why an arm is not used."""
-    which = f"Seed {unused.seed}, arm “{unused.arm}”, is not used:"
-    if unused.fault is Fault.DIVERGED:
-        return f"{which} it diverged."
+def unused_sentences(unused: Sequence[Unused]) -> list[str]:
+    """Which arms are not used and why; what diverged, or has no number, in one sentence each."""
+    sentences = [
+        f"Seed {each.seed}, arm “{each.arm}”, is not used: it missed the {each.path} of"
+        f" {each.layer} by {percent(each.error)} (more than {percent(LIMIT)})."
+        for each in unused
+        if each.fault is Fault.MISSED
+    ]
+    for fault, what in ((Fault.DIVERGED, "diverged"), (Fault.NO_NUMBER, "gave no finite number")):
+        seeds: dict[str, list[int]] = {}
+        for each in unused:
+            if each.fault is fault:
+                seeds.setdefault(each.arm, []).append(each.seed)
+        if seeds:
+            named = "; ".join(f"{arm} ({_seeds(each)})" for arm, each in seeds.items())
+            sentences.append(f"Not used, since they {what}: {named}.")
+    return sentences
+
+
+def outcome(metric: str, value: float) -> str:
+    """What came of an arm, in a line of progress."""
     return (
-        f"{which} it missed the {unused.path} of {unused.layer} by"
-        f" {percent(unused.error)} (more than {percent(LIMIT)})."
+        f"{metric} {100 * value:.4g} %" if in_points(metric, [value]) else f"{metric} {value:.4g}"
     )
 
 
-def doubt_sentence(doubt: Doubt, seeds: int | None = None) -> str:
+def doubt_sentence(doubt: Doubt, metric: str, seeds: int | None = None) -> str:
     """Why shares have no value or no interval; `seeds`: how many would tell."""
     enough = "many more seeds" if seeds is None else f"about {seeds} seeds, at this spread"
     return {
-        Doubt.NO_SEED: "No seed has all its arms, so there are no shares.",
+        Doubt.NO_SEED: f"No seed has a number for {metric} in every arm, so there are no shares.",
         Doubt.ONE_SEED: "One seed has no intervals: give more seeds.",
         Doubt.TOTAL_UNCLEAR: "The total effect cannot be told from zero, so there are no shares of"
         f" it: give {enough}, or a stronger decay.",
@@ -74,6 +89,8 @@ def doubt_sentence(doubt: Doubt, seeds: int | None = None) -> str:
 
 def sentence(shares: Shares) -> str:
     """The answer for one metric."""
+    if not shares.total.seeds:
+        return f"What decay does to {shares.metric} is unknown: no seed has it with and without."
     total = f"Decay changes {shares.metric} by {amount(shares.total, shares.in_points)}"
     if not shares.alone_shares:
         return f"{total}."
@@ -96,7 +113,9 @@ def share_rows(shares: Shares) -> list[list[str]]:
     def told(share: Estimate | None) -> str:
         return "" if share is None or unclear else fraction(share)
 
-    rows = [["total", "", "", margin(shares.total, shares.in_points)]]
+    rows = [
+        ["total", "", "", margin(shares.total, shares.in_points) if shares.total.seeds else "?"]
+    ]
     for name, effect in shares.effects.items():
         share = None if name == "interaction" else shares.shares[name]
         alone = told(shares.alone_shares.get(name))
@@ -118,7 +137,8 @@ def arm_rows(results: Sequence["ArmResult"], shares: Shares) -> list[list[str]]:
         by_arm.setdefault(result.arm, []).append(result)
     rows = []
     for arm, seeds in by_arm.items():
-        values = [r.metrics[metric] for r in seeds if r.finite and metric in r.metrics]
+        finite = [result for result in seeds if result.finite]
+        values = [v for r in finite if math.isfinite(v := r.metrics.get(metric, math.nan))]
         misses = [
             (error, path)
             for result in seeds
@@ -127,7 +147,11 @@ def arm_rows(results: Sequence["ArmResult"], shares: Shares) -> list[list[str]]:
         ]
         worst, path = max(misses, default=(0.0, ""))
         rows.append(
-            [arm, spread(values, shares.in_points), f"{percent(worst)}, {path}" if path else ""]
+            [
+                arm,
+                spread(values, shares.in_points) or ("no number" if finite else "diverged"),
+                f"{percent(worst)}, {path}" if path else "",
+            ]
         )
     return rows
 
@@ -162,6 +186,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def counted(number: int, noun: str) -> str:
     """`1 seed`, `3 seeds`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _seeds(numbers: Sequence[int]) -> str:
+    """`seed 4`, `seeds 0, 1 and 4`."""
+    *others, last = map(str, numbers)
+    return f"seeds {', '.join(others)} and {last}" if others else f"seed {last}"
 
 
 def folded(text: str) -> str:
@@ -199,9 +229,9 @@ def _bounds(low: str, high: str, value: Estimate) -> str:
 
 
 def spread(values: Sequence[float], points: bool) -> str:
-    """Mean and standard deviation over seeds."""
+    """Mean and standard deviation over seeds; empty if there is no seed."""
     if not values:
-        return "diverged"
+        return ""
     factor = 100 if points else 1
     mean = sum(values) / len(values)
     text = f"{factor * mean:.4g}"

@@ -9,8 +9,7 @@ import typer
 
 from decaylab.cli import options
 from decaylab.cli.diagnose import found_records
-from decaylab.cli.output import print_json
-from decaylab.cli.terminal import say, show, warn
+from decaylab.cli.terminal import print_json, say, show, warn
 from decaylab.diagnosis import (
     Stepping,
     Suggestion,
@@ -88,7 +87,9 @@ def suggest_command(
 
 @app.command("scale")
 def scale_command(
-    weight_decay: Annotated[float, typer.Argument(help="AdamW's weight decay now.")],
+    weight_decay: Annotated[
+        float, typer.Argument(metavar="DECAY", help="AdamW's weight decay now.")
+    ],
     lr: Annotated[float, typer.Option("--lr", help="Its learning rate now.")],
     batch: Annotated[
         str, typer.Option("--batch", metavar="FROM:TO", help="Batch size, as in 64:256.")
@@ -134,7 +135,9 @@ def _factor(pair: str) -> float:
 
 @app.command("convert")
 def convert_command(
-    weight_decay: Annotated[float, typer.Argument(help="The weight decay to convert.")],
+    weight_decay: Annotated[
+        float, typer.Argument(metavar="DECAY", help="The weight decay to convert.")
+    ],
     source: Annotated[str, typer.Option("--from", help=OPTIMIZER_HELP)],
     source_lr: Annotated[float, typer.Option("--from-lr", help="Learning rate of --from.")],
     target: Annotated[str, typer.Option("--to", help=OPTIMIZER_HELP)],

@@ -1,7 +1,7 @@
 """`decaylab attribute`: which path carries decay's effect, by experiment."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 import typer
 
 from decaylab import __version__
-from decaylab.attribution import Arm, ArmResult, Attribution, attribute
+from decaylab.attribution import Arm, Attribution, attribute
 from decaylab.attribution.arms import norms_alone as norms_alone_arm
 from decaylab.attribution.branches import branch_from, train_to
 from decaylab.attribution.recorded_arms import (
@@ -23,16 +23,15 @@ from decaylab.attribution.recorded_arms import (
     planned_arms,
 )
 from decaylab.cli import options
-from decaylab.cli.output import in_words, print_json
 from decaylab.cli.sweep import EngineOptions, Work, submit
-from decaylab.cli.terminal import say
+from decaylab.cli.terminal import print_json, say
 from decaylab.data import DataSet, load
-from decaylab.errors import BadValue, DecaylabError, Lacks, Misplaced, check_name
+from decaylab.errors import AT_LEAST_ONE, BadValue, DecaylabError, Lacks, Misplaced, check_name
 from decaylab.paper.tiers import sized, tier_of
 from decaylab.report.attributions import write_attribution
 from decaylab.report.drawing import check_extra
 from decaylab.report.names import named
-from decaylab.training import Progress, RunSpec
+from decaylab.training import RunSpec
 from decaylab.training.build import build_batches, chosen_split
 from decaylab.training.journal import code_commit
 from decaylab.training.loop import device_name
@@ -41,7 +40,7 @@ Spec = Annotated[
     str | None,
     typer.Argument(metavar="SPEC", help="A spec in TOML, or a run with decay: its id or folder."),
 ]
-Seeds = Annotated[int, typer.Option("--seeds", min=1, help="How many seeds, from 0.")]
+Seeds = Annotated[int, options.number("--seeds", AT_LEAST_ONE, "How many seeds, from 0.")]
 Only = Annotated[
     str,
     typer.Option(
@@ -111,7 +110,6 @@ def attribute_command(
     base = spec_from(start or spec or "", runs, tier)
     data = load(base.data, training.data_dir)
     extra = _norms_alone(norms_alone, base, data)
-    tell = None if json_output else _tell_arm
     if start is not None:
         if training.at_once > 1 or training.max_minutes is not None or training.compiled:
             settings = ["--at-once", "--max-minutes", "--compiled"]
@@ -120,7 +118,7 @@ def attribute_command(
             raise Misplaced(["--engine", "--jobs"], "arms that do not branch")
         branch = runs / "attribution" / f"{base.id}-at-{at}"
         result = _branched(
-            base, at, steps, seeds, _layers(only), extra, metric, data, where, branch, tell
+            base, at, steps, seeds, _layers(only), extra, metric, data, where, branch
         )
     else:
         if at is not None or steps is not None:
@@ -143,7 +141,6 @@ def attribute_command(
             metric=metric,
             options=training.worker_options(where),
             tier=tier or "custom",
-            tell=None if json_output else tell_finished,
         )
     _show(result, base, where, report, json_output)
 
@@ -178,7 +175,6 @@ def _branched(
     data: DataSet,
     device: torch.device,
     folder: Path,
-    tell: Callable[[ArmResult], None] | None,
 ) -> Attribution:
     if epoch is None or steps is None:
         raise Lacks("--from RUN", "--at EPOCH or no --for STEPS", "give both")
@@ -192,7 +188,6 @@ def _branched(
         extra=extra,
         metric=metric,
         folder=folder / f"{steps}-steps-{only.replace(',', '+')}",
-        report=tell,
     )
 
 
@@ -221,14 +216,6 @@ def _layers(only: str) -> str:
     return value
 
 
-def tell_finished(seed: int, arm: str, progress: Progress) -> None:
-    """A line for each run that is made."""
-    if progress.kind == "finished":
-        accuracy = 100 * progress.values.get("test/accuracy", float("nan"))
-        time = "made before" if progress.made_before else in_words(progress.seconds)
-        say(f"seed {seed}, {arm}: test accuracy {accuracy:.2f} % ({time})")
-
-
 def _norms_alone(when: str | None, spec: RunSpec, data: DataSet) -> list[Arm]:
     """The arm that Fig. 4 has, where it is asked for."""
     if when is None:
@@ -236,10 +223,6 @@ def _norms_alone(when: str | None, spec: RunSpec, data: DataSet) -> list[Arm]:
     check_name("--norms-alone", when, ("step", "epoch"))
     split = chosen_split(spec, data)
     return [norms_alone_arm(1 if when == "step" else build_batches(spec, split).steps_per_epoch)]
-
-
-def _tell_arm(result: ArmResult) -> None:
-    say(f"seed {result.seed}, {result.arm}: {in_words(result.seconds)}")
 
 
 def _show(

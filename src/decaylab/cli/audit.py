@@ -11,9 +11,8 @@ import typer
 from decaylab.audits import Audit, audit
 from decaylab.audits.words import summary
 from decaylab.cli import options
-from decaylab.cli.output import print_json
-from decaylab.cli.terminal import say, show
-from decaylab.errors import BadValue, Failed, Lacks
+from decaylab.cli.terminal import print_json, say, show
+from decaylab.errors import BadValue, Failed, Lacks, did_you_mean
 from decaylab.text_table import Column, Styled, TextTable
 
 Optimizer = Annotated[
@@ -86,11 +85,13 @@ def imported(name: str) -> Any:
     try:
         namespace = importlib.import_module(module)
     except Exception as error:
-        remedy = "run the command where `import` finds it"
+        missing = isinstance(error, ModuleNotFoundError) and module.startswith(error.name or " ")
+        remedy = "run the command where `import` finds it" if missing else f"mend {module} first"
         raise Failed(f"importing {module}", error, remedy) from error
     factory = getattr(namespace, attribute, None)
     if not callable(factory):
-        remedy = "give the name of one that builds an optimizer"
+        near = did_you_mean(attribute, vars(namespace))
+        remedy = f"give the name of one that builds an optimizer{near}"
         raise Lacks(module, f"function {attribute!r}", remedy)
     return factory
 

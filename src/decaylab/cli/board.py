@@ -6,11 +6,10 @@ from typing import TextIO
 from rich.console import Console
 from rich.live import Live
 
-from decaylab.cli.output import in_words
 from decaylab.cli.terminal import say
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.worker import RunEvent, Worker
-from decaylab.text_table import Column, TextTable
+from decaylab.text_table import Column, TextTable, in_words
 
 
 def follow(worker: Worker, stream: TextIO) -> None:

@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from decaylab.cli import options
-from decaylab.cli.output import print_json
 from decaylab.cli.progress import stages
-from decaylab.cli.terminal import say, warn
+from decaylab.cli.terminal import print_json, say, warn
 from decaylab.paper import FinishedRuns
 from decaylab.paper.claims import Claim
 from decaylab.records import RunStore
@@ -35,6 +34,7 @@ def claims_command(
     Each claim is supported, contradicted, or open: too few runs, or too short a schedule. No claim
     is supported without its runs.
     """
+    options.check_folder(runs)
     store = RunStore(runs)
     finished_runs = FinishedRuns(store)
     claims = []

@@ -12,11 +12,9 @@ from decaylab.cli.attribute import (
     TierOption,
     spec_from,
     submit_arms,
-    tell_finished,
 )
-from decaylab.cli.output import print_json
 from decaylab.cli.sweep import EngineOptions
-from decaylab.cli.terminal import say
+from decaylab.cli.terminal import print_json, say
 from decaylab.errors import Mismatch
 
 First = Annotated[str, typer.Argument(metavar="A", help="A spec in TOML, or a run.")]
@@ -64,7 +62,6 @@ def compare_command(
         options=training.worker_options(options.chosen_device(training.device or "auto")),
         seeds=range(seeds),
         tier=tier or "custom",
-        tell=None if json_output else tell_finished,
     )
     if json_output:
         print_json(result.as_dict())

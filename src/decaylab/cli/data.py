@@ -15,11 +15,10 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 
 from decaylab.cli import options
-from decaylab.cli.output import print_json
 from decaylab.cli.progress import Left, stages
-from decaylab.cli.terminal import say, show
+from decaylab.cli.terminal import print_json, say, show
 from decaylab.data import DATA_SETS, Facts, fetch, find, load
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, NoFolder
 from decaylab.text_table import Column, TextTable
 
 data_app = typer.Typer(help="List and download data sets.", no_args_is_help=True)
@@ -64,6 +63,8 @@ def _entry(facts: Facts, data_dir: Path | None) -> dict[str, Any]:
     else:
         try:
             source = find(facts.name, data_dir)
+        except NoFolder:
+            raise
         except DecaylabError as error:
             problem = str(error)
         else:
@@ -91,7 +92,7 @@ def _where(entry: dict[str, Any]) -> str:
 
 @data_app.command("fetch")
 def fetch_data(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(DATA_SETS)}.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(DATA_SETS)}.")],
 ) -> None:
     """Download a data set into the user's cache, check it and decode it."""
     if name == "digits":

@@ -8,8 +8,7 @@ import typer
 from decaylab.audits import audit_decay
 from decaylab.cli import options
 from decaylab.cli.audit import imported
-from decaylab.cli.output import print_json
-from decaylab.cli.terminal import say
+from decaylab.cli.terminal import print_json, say
 from decaylab.errors import Lacks
 from decaylab.networks import build
 from decaylab.optim.table import DecayTable, decay_table
@@ -18,8 +17,9 @@ from decaylab.training import RunSpec, build_optimizer
 Network = Annotated[
     str,
     typer.Argument(
+        metavar="NETWORK",
         help="MODULE:FUNCTION that returns your model and its optimizers; or one of ours, mlp,"
-        " vgg11/13/16/19 or resnet20/32/44/56, to which the options apply."
+        " vgg11/13/16/19 or resnet20/32/44/56, to which the options apply.",
     ),
 ]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, adam, adamw, kfac-f or kfac-g.")]

@@ -15,10 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from decaylab.cli import options
-from decaylab.cli.output import print_json
 from decaylab.cli.progress import Left, stages
 from decaylab.cli.report import Out
-from decaylab.cli.terminal import say, warn
+from decaylab.cli.terminal import print_json, say, warn
 from decaylab.errors import AT_LEAST_ONE, DecaylabError
 from decaylab.paper import FinishedRuns
 from decaylab.records import RunStore

@@ -7,17 +7,17 @@ import typer
 from typer.core import TyperCommand
 
 from decaylab.cli import options
-from decaylab.cli.output import console, print_json
+from decaylab.cli.terminal import console, print_json
 from decaylab.diagnosis import diagnose
 from decaylab.diagnosis.card import card
 from decaylab.diagnosis.runs import read_run
-from decaylab.errors import NotFinished
+from decaylab.errors import Conflict, NotFinished
 from decaylab.records import RunFolder, RunStore
 from decaylab.report.diagnoses import same_but_decay, same_but_seed, write_diagnosis
 from decaylab.sweeps.run_index import indexed_runs
 
 Runs = Annotated[
-    list[str], typer.Argument(metavar="RUN...", help="Runs with decay: one, or several seeds.")
+    list[str], typer.Argument(metavar="RUN", help="Runs with decay: one, or several seeds.")
 ]
 Against = Annotated[
     list[str] | None,
@@ -80,6 +80,8 @@ def diagnose_command(
     several runs without --against, those without decay serve as baselines. The verdict is based on
     the records alone. If something was not recorded, it says what, and which command records it.
     """
+    if json_output and markdown:
+        raise Conflict(["--json", "--markdown"], "a result is printed once")
     if all_seeds:
         run, against = seeds_beside(run[0], runs)
     mine: list[Any] = [found_records(name, runs) for name in run]

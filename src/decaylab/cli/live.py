@@ -14,10 +14,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from decaylab.cli.output import console
+from decaylab.cli import options
+from decaylab.cli.terminal import console
 from decaylab.diagnosis.card import COLOURS
 from decaylab.diagnosis.layout import mechanisms, warnings
-from decaylab.errors import NoFolder
+from decaylab.errors import NoFolder, Range
 from decaylab.report.live import Follower, Server, Standing, mean_curve
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -37,7 +38,9 @@ Against = Annotated[
     typer.Option("--against", metavar="BASE", help="The same run without decay, for the verdict."),
 ]
 Web = Annotated[bool, typer.Option("--web", help="Serve a page on this machine (127.0.0.1).")]
-Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="For --web; 0: any free one.")]
+Port = Annotated[
+    int, options.number("--port", Range(at_least=0, at_most=65535), "For --web; 0: any free one.")
+]
 Once = Annotated[bool, typer.Option("--once", help="Print the current state and exit.")]
 
 

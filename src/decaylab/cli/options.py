@@ -4,15 +4,24 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import torch
 import typer
 
-from decaylab.errors import NOT_NEGATIVE, POSITIVE, DecaylabError, NoFolder, UnknownName
+from decaylab.errors import (
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    DecaylabError,
+    NoFolder,
+    Range,
+    UnknownName,
+)
 from decaylab.records import RunFolder, RunStore
 from decaylab.records.packing import has_rows
 from decaylab.sweeps.worker import WorkerOptions
@@ -37,30 +46,37 @@ Compiled = Annotated[
 ]
 
 
-def _not_negative(seconds: float) -> float:
-    NOT_NEGATIVE.check("--checkpoint-every", seconds, "0 is after every step")
-    return seconds
+def number(flag: str, allowed: Range, text: str, why: str = "") -> Any:
+    """An option whose number must be in a range."""
+
+    def check(value: float | None) -> float | None:
+        if value is not None:
+            allowed.check(flag, value, why)
+        return value
+
+    return typer.Option(flag, callback=check, help=text)
 
 
 CheckpointEvery = Annotated[
     float,
-    typer.Option(
+    number(
         "--checkpoint-every",
-        callback=_not_negative,
-        help="Seconds between two checkpoints, at least.",
+        NOT_NEGATIVE,
+        "Seconds between two checkpoints, at least.",
+        "0 is after every step",
     ),
 ]
 Processes = Annotated[
     int,
-    typer.Option(
+    number(
         "--processes",
-        min=1,
-        help="How many copies of this command you run side by side on the device.",
+        AT_LEAST_ONE,
+        "How many copies of this command you run side by side on the device.",
     ),
 ]
 AtOnce = Annotated[
     int,
-    typer.Option("--at-once", min=1, help="Runs that take turns on the device; 2 to 4 suit a GPU."),
+    number("--at-once", AT_LEAST_ONE, "Runs that take turns on the device; 2 to 4 suit a GPU."),
 ]
 WholeRuns = Annotated[
     bool,
@@ -70,25 +86,20 @@ WholeRuns = Annotated[
 ]
 
 
-def _positive(minutes: float | None) -> float | None:
-    if minutes is not None:
-        POSITIVE.check("--max-minutes", minutes)
-    return minutes
-
-
 MaxMinutes = Annotated[
-    float | None,
-    typer.Option("--max-minutes", callback=_positive, help="Stop cleanly after this many minutes."),
+    float | None, number("--max-minutes", POSITIVE, "Stop cleanly after this many minutes.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 RUNS = Path("runs")
+NO_RUNS = "make runs with `decaylab demo`, or give their folder with --runs"
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
     """Where, on what and how long a command trains: the same for all that make runs."""
 
+    panel: ClassVar[str] = "Training"
     runs: Runs = RUNS
     data_dir: DataDir = None
     device: Annotated[
@@ -145,7 +156,7 @@ def on_gpus(training: TrainingOptions, *, digits: bool) -> bool:
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the fields of the dataclasses among its parameters as options of its own."""
+    """Give a command the fields of the dataclasses among its parameters as options, in panels."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     parameters = []
@@ -161,7 +172,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
                 item.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=item.default,
-                annotation=types[item.name],
+                annotation=_in_panel(types[item.name], group.panel),
             )
             for item in fields(group)
         ]
@@ -178,6 +189,14 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     spread_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     spread_command.__annotations__ = {item.name: item.annotation for item in parameters}
     return spread_command
+
+
+def _in_panel(annotation: Any, panel: str) -> Any:
+    """An option, which other commands may have too, as one of a panel of this command's help."""
+    kind, option = get_args(annotation)
+    option = copy(option)
+    option.rich_help_panel = panel
+    return Annotated[kind, option]
 
 
 DEVICES = ("auto", "cpu", "cuda", "cuda:1")
@@ -239,6 +258,12 @@ def found_run(name: str, runs: Path) -> RunFolder:
             f"{name} holds records of `watch`, not a run of `decaylab train` with its network:"
             " `decaylab diagnose` and `decaylab advise` read them"
         )
-    if not path.exists() and "/" in name:
-        raise NoFolder(path, "give a run's folder, or its id")
+    if not path.exists() and (len(path.parts) > 1 or not runs.exists()):
+        raise NoFolder(path, "give a run's folder, or its id and the folder of the runs (--runs)")
     return RunStore(runs).find(name)
+
+
+def check_folder(runs: Path) -> None:
+    """Refuse a folder of runs that is not there: it may be misspelt."""
+    if not runs.is_dir():
+        raise NoFolder(runs, NO_RUNS)

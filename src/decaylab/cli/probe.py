@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from decaylab import probes
 from decaylab.cli import options
-from decaylab.cli.output import print_json
-from decaylab.cli.terminal import say, show, warn
+from decaylab.cli.terminal import print_json, say, show, warn
 from decaylab.data import DataSet, Split, evaluation_batches
-from decaylab.errors import NotFinished
+from decaylab.errors import NotFinished, Range
 from decaylab.optim.kfac import KFAC
 from decaylab.probes import Reading, Watch
 from decaylab.records import RunFolder
@@ -22,7 +21,8 @@ from decaylab.training import RunSpec, checkpoint
 from decaylab.training.build import build_optimizer, load_run
 
 Example = Annotated[
-    int, typer.Option("--examples", min=2, help="Number of images to use from each split.")
+    int,
+    options.number("--examples", Range(at_least=2), "Number of images to use from each split."),
 ]
 Record = Annotated[
     bool, typer.Option("--record", help="Add what the run's records lack at that step.")

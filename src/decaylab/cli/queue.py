@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from decaylab.cli.board import follow
-from decaylab.cli.output import in_words, print_json
 from decaylab.cli.search import make_search
-from decaylab.cli.terminal import say, show
+from decaylab.cli.terminal import print_json, say, show
 from decaylab.data import find
 from decaylab.errors import DecaylabError
 from decaylab.paper import Cell
@@ -30,10 +29,11 @@ from decaylab.records.ownership import Ownership
 from decaylab.sweeps.engines.local import ending_with_parent
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, has_ended
-from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, Entry, SearchEntry
+from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, Entry, QueueFile, SearchEntry
 from decaylab.sweeps.search import SearchPlan, first_specs, read_winner
 from decaylab.sweeps.worker import Worker, WorkerOptions
-from decaylab.text_table import Column, TextTable
+from decaylab.text_table import Column, TextTable, in_words
+from decaylab.training import RunSpec
 from decaylab.training.signals import requests
 
 State = Literal["done", "to do", "held"]
@@ -74,14 +74,43 @@ class Work:
         return [run for run in self.planned if run.spec.id not in self.done]
 
 
+class Allowance:
+    """Shares of a call's time, by estimate: no run is cut short for them.
+
+    An artefact has one run at least, or a call shorter than that would never begin it.
+    `refused`: names of the entries that would have had more runs.
+    """
+
+    def __init__(self, shares: Mapping[str, float], seconds: float, estimator: Estimator) -> None:
+        self._most = {artefact: share * seconds for artefact, share in shares.items()}
+        self._given: dict[str, float] = {}
+        self._estimator = estimator
+        self._refused_runs: set[str] = set()
+        self.refused: set[str] = set()
+
+    def grants(self, entry: ArtefactEntry, spec: RunSpec) -> bool:
+        """Whether a run is within the share, and the one whose norms it takes over was."""
+        artefact = entry.reproduce
+        if artefact not in self._most:
+            return True
+        given = self._given.get(artefact, 0.0) + self._estimator.of(spec).seconds
+        too_much = artefact in self._given and given > self._most[artefact]
+        if too_much or spec.norm_source in self._refused_runs:
+            self._refused_runs.add(spec.id)
+            self.refused.add(entry.name)
+            return False
+        self._given[artefact] = given
+        return True
+
+
 class Queue:
     """The entries of a queue against the records in a folder of runs."""
 
-    def __init__(self, entries: list[Entry], runs: Path) -> None:
-        self.entries, self.runs = entries, runs
+    def __init__(self, file: QueueFile, runs: Path) -> None:
+        self.entries, self.shares, self.runs = file.entries, file.shares, runs
         self.store, self.searches = RunStore(runs), RunStore(runs / "searched" / "runs")
         self.remade, self.repeats = RunStore(runs / "remade"), RunStore(runs / REPEATS)
-        for entry in entries:  # what is wrong in any of them is said before the first begins
+        for entry in self.entries:  # what is wrong in any of them is said before the first begins
             if isinstance(entry, ArtefactEntry):
                 self._cells(entry)
             elif isinstance(entry, SearchEntry):
@@ -122,19 +151,25 @@ class Queue:
             return Path(entry.writes).exists()
         return self.is_searched(_search_plan(entry))
 
-    def stages(self) -> Iterator[list[Entry]]:
-        """What is worked on together: runs of neighbouring entries share the device."""
-        ready = [entry for entry in self.entries if not entry.hold]
-        for together, entries in groupby(ready, key=_shares):
-            group = list(entries)
-            yield from [group] if together else [[entry] for entry in group]
+    def allowance(self, seconds: float | None) -> Allowance | None:
+        """The shares of so much time, where there are any."""
+        if seconds is None or not self.shares:
+            return None
+        return Allowance(self.shares, seconds, Estimator(self.store))
 
-    def planned(self, entries: Sequence[Entry]) -> list[PlannedRun]:
+    def planned(
+        self, entries: Sequence[ArtefactEntry], allowance: Allowance | None = None
+    ) -> list[PlannedRun]:
         """The runs of neighbouring entries that share the device, each once."""
         runs: dict[str, PlannedRun] = {}
         for entry in entries:
-            for run in self._work(entry).planned:
-                runs.setdefault(run.spec.id, run)
+            work = self._work(entry)
+            for run in work.left if entry.again else work.planned:
+                name = run.spec.id
+                if name not in runs and (
+                    allowance is None or name in work.done or allowance.grants(entry, run.spec)
+                ):
+                    runs[name] = run
         return list(runs.values())
 
     def _work(self, entry: Entry) -> Work:
@@ -223,20 +258,37 @@ def work_off(queue: Queue, limits: WorkerOptions, stream: Any) -> dict[str, str]
     """
     failed: dict[str, str] = {}
     until = math.inf if limits.seconds is None else time.monotonic() + limits.seconds
-    for entries in queue.stages():
-        left = until - time.monotonic()
-        if left <= 0:
-            break
-        limited = replace(limits, seconds=None if math.isinf(left) else left)
-        try:
-            failed |= _work_on(queue, entries, limited, stream)
-        except DecaylabError as error:
-            failed[entries[0].name] = str(error)
+    allowance = queue.allowance(limits.seconds)
+    entries = [entry for entry in queue.entries if not entry.hold]
+    while entries:
+        for stage in stages(entries):
+            left = until - time.monotonic()
+            if left <= 0:
+                return failed
+            limited = replace(limits, seconds=None if math.isinf(left) else left)
+            try:
+                failed |= _work_on(queue, stage, limited, allowance, stream)
+            except DecaylabError as error:
+                failed[stage[0].name] = str(error)
+        # time is left and no other work: a share is no longer in anybody's way
+        entries = [e for e in entries if allowance is not None and e.name in allowance.refused]
+        allowance = None
     return failed
 
 
+def stages(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """What is worked on together: runs of neighbouring entries share the device."""
+    for company, group in groupby(entries, key=_company):
+        stage = list(group)
+        yield from [[entry] for entry in stage] if company is None else [stage]
+
+
 def _work_on(
-    queue: Queue, entries: Sequence[Entry], limits: WorkerOptions, stream: Any
+    queue: Queue,
+    entries: Sequence[Entry],
+    limits: WorkerOptions,
+    allowance: Allowance | None,
+    stream: Any,
 ) -> dict[str, str]:
     """Make what is left of a stage; what failed, with the reason."""
     first = entries[0]
@@ -245,15 +297,15 @@ def _work_on(
         if not queue.is_searched(search):
             make_search(search, queue.runs / "searched", limits, stream)
         return {}
-    if _shares(first):
-        return _make_runs(queue, entries, limits, stream)
+    if _company(first) is not None:
+        return _make_runs(queue, entries, limits, allowance, stream)
     with _alone(first, queue.runs) as mine:
         if not mine:
             return {}
         if isinstance(first, CommandEntry):
             reason = _run_command(first, limits, stream)
             return {first.name: reason} if reason else {}
-        return _make_runs(queue, entries, limits, stream)
+        return _make_runs(queue, entries, limits, allowance, stream)
 
 
 @contextmanager
@@ -272,15 +324,21 @@ def _alone(entry: Entry, runs: Path) -> Iterator[bool]:
 
 
 def _make_runs(
-    queue: Queue, entries: Sequence[Entry], limits: WorkerOptions, stream: Any
+    queue: Queue,
+    entries: Sequence[Entry],
+    limits: WorkerOptions,
+    allowance: Allowance | None,
+    stream: Any,
 ) -> dict[str, str]:
     """Make the runs of some entries that share the device, or of one that has its own rules."""
-    first = entries[0]
-    assert isinstance(first, ArtefactEntry)
+    artefacts = [entry for entry in entries if isinstance(entry, ArtefactEntry)]
+    first = artefacts[0]
     if first.alone:
         limits = replace(limits, at_once=1, processes=1, compiled=False)
+    elif first.at_once:
+        limits = replace(limits, at_once=min(limits.at_once, first.at_once))
     work = queue.remaking(first) if first.again else None
-    planned = queue.planned(entries) if work is None else work.left
+    planned = queue.planned(artefacts, allowance)
     store = queue.store if work is None else work.store
     missing = _missing_data(planned, store, limits.data_dir)
     worker = Worker([run for run in planned if run.spec.data not in missing], store, limits)
@@ -302,9 +360,11 @@ def _missing_data(
     return {name: f"{name} {remedy}" for name in sorted(needed) if find(name, data_dir) is None}
 
 
-def _shares(entry: Entry) -> bool:
-    """Whether the runs of an entry may share the device with those of its neighbours."""
-    return isinstance(entry, ArtefactEntry) and not entry.alone and not entry.again
+def _company(entry: Entry) -> int | None:
+    """With how many others a run may share the device (0: as many as may be); None with none."""
+    if not isinstance(entry, ArtefactEntry) or entry.alone or entry.again:
+        return None
+    return entry.at_once
 
 
 def _ended(planned: Sequence[PlannedRun], store: RunStore) -> frozenset[str]:

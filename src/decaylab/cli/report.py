@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from decaylab.cli import options
-from decaylab.cli.output import print_json
 from decaylab.cli.progress import stages
-from decaylab.cli.terminal import say, warn
+from decaylab.cli.terminal import print_json, say, warn
 from decaylab.errors import Lacks, NoFolder
 from decaylab.records import RunStore
 from decaylab.report.write import Written, write_report
@@ -18,7 +17,6 @@ Out = Annotated[
     Path | None,
     typer.Option("--out", metavar="DIR", help="Folder of the report; without it, RUNS/report."),
 ]
-REMEDY = "make runs with `decaylab demo`, or give their folder with --runs"
 WATCHED = "there are records of `watch`: `decaylab diagnose FOLDER --report FILE.html` shows them"
 
 
@@ -33,8 +31,7 @@ def report_command(
     difference, the claims, the theory, and where every number comes from. Numbers without a run
     are shown as missing.
     """
-    if not runs.is_dir():  # misspelt, it would be made
-        raise NoFolder(runs, REMEDY)
+    options.check_folder(runs)
     out = out or runs / "report"
     if out.exists() and not out.is_dir():
         raise NoFolder(out, "give one for the report's files with --out")
@@ -59,7 +56,7 @@ def _check_runs(runs: Path) -> None:
         return
     rows = runs.glob("*/rows.json*")
     watched = any(not path.with_name("spec.toml").exists() for path in rows)
-    raise Lacks(runs, "runs", WATCHED if watched else REMEDY)
+    raise Lacks(runs, "runs", WATCHED if watched else options.NO_RUNS)
 
 
 def _plain(written: Written) -> dict[str, object]:

@@ -11,11 +11,10 @@ import typer
 
 from decaylab.cli import options
 from decaylab.cli.board import follow
-from decaylab.cli.output import in_words, print_json
 from decaylab.cli.queue import Queue, print_queue, work_off
 from decaylab.cli.search import make_search
 from decaylab.cli.sweep import EngineOptions, Work, submit
-from decaylab.cli.terminal import say, show, warn
+from decaylab.cli.terminal import print_json, say, show, warn
 from decaylab.errors import RUNS_LEFT, DecaylabError, Misplaced, UnknownName
 from decaylab.paper import Cell, FinishedRuns, tier_of
 from decaylab.paper.plan import chosen_cells, plan
@@ -25,7 +24,7 @@ from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, state_of
 from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, read_queue
 from decaylab.sweeps.worker import Worker, WorkerOptions
-from decaylab.text_table import Column, TextTable
+from decaylab.text_table import Column, TextTable, in_words
 from decaylab.training.world import launched
 
 Name = Annotated[
@@ -96,9 +95,9 @@ def reproduce_command(
     if queue is not None:
         if launched():
             raise DecaylabError("torchrun trains one run after another of an artefact: name that")
-        entries = read_queue(queue)
+        work = Queue(read_queue(queue), runs)
+        entries = work.entries
         tiers = [entry.tier for entry in entries if not isinstance(entry, CommandEntry)]
-        work = Queue(entries, runs)
         if engine.dry_run and engine.engine == "local":
             print_queue(work.standing(), json_output)
         elif engine.in_this_process(training):

@@ -7,9 +7,8 @@ from typing import Any
 import typer
 
 from decaylab.cli import options
-from decaylab.cli.output import print_json
-from decaylab.cli.terminal import say, show, warn
-from decaylab.errors import path_did_you_mean, printable
+from decaylab.cli.terminal import print_json, say, show, warn
+from decaylab.errors import printable
 from decaylab.records import RunFolder, RunStore
 from decaylab.records.index import RunSummary, summaries, summarise
 from decaylab.records.packing import pack
@@ -55,6 +54,7 @@ def _plain(run: RunSummary) -> dict[str, Any]:
 @app.command("list")
 def list_runs(runs: options.Runs = options.RUNS, json_output: options.Json = False) -> None:
     """List the runs in a folder, with their status and latest accuracy."""
+    options.check_folder(runs)
     known, unreadable = summaries(RunStore(runs))
     if json_output:
         damaged = [
@@ -67,8 +67,7 @@ def list_runs(runs: options.Runs = options.RUNS, json_output: options.Json = Fal
     for message in (*unreadable.values(), *damaged_lines):
         warn(f"left out: {printable(message)}")
     if not known:
-        near = "" if runs.exists() else f": there is no such folder{path_did_you_mean(runs)}"
-        say(f"no runs in {runs}{near}")
+        say(f"no runs in {runs}")
         return
     show(TextTable(COLUMNS, map(_line, known)))
 
@@ -152,6 +151,7 @@ def pack_runs(runs: options.Runs = options.RUNS) -> None:
     Everything reads them as before, and nothing is rounded or left out. Runs that are not finished
     are left as they are. Runs in folders below (the trials of searches) are packed as well.
     """
+    options.check_folder(runs)
     packed = saved = 0
     for folder in [RunFolder(path.parent) for path in sorted(runs.rglob("spec.toml"))]:
         if not folder.is_finished() or not folder.rows_writer.path.exists():

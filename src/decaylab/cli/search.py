@@ -13,7 +13,7 @@ from decaylab.cli import options
 from decaylab.cli.board import follow
 from decaylab.cli.sweep import EngineOptions, Work, submit
 from decaylab.cli.terminal import say
-from decaylab.errors import RUNS_LEFT, BadValue, DecaylabError
+from decaylab.errors import AT_LEAST_ONE, RUNS_LEFT, BadValue, DecaylabError
 from decaylab.paper import artefacts, cells
 from decaylab.paper.searches import cell_plan, default_space, search_probe
 from decaylab.records import RunStore
@@ -47,7 +47,7 @@ def search_command(
         str, typer.Option("--method", help="grid, lines (decays, then the rest) or tpe (Optuna).")
     ] = "grid",
     trials: Annotated[
-        int, typer.Option("--trials", min=1, help="For tpe: how many, recorded ones included.")
+        int, options.number("--trials", AT_LEAST_ONE, "For tpe: how many, recorded ones included.")
     ] = 30,
     lr: Values = None,
     weight_decay: Values = None,

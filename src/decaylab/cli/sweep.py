@@ -5,15 +5,24 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, ClassVar, TextIO
 
 import torch
 import typer
 
 from decaylab.cli import options
-from decaylab.cli.output import in_words, print_json
-from decaylab.cli.terminal import say, show, warn
-from decaylab.errors import RUNS_LEFT, BadValue, DecaylabError, Lacks, Misplaced, check_name
+from decaylab.cli.terminal import print_json, say, show, warn
+from decaylab.errors import (
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    RUNS_LEFT,
+    BadValue,
+    DecaylabError,
+    Lacks,
+    Misplaced,
+    check_name,
+)
 from decaylab.records import RunStore
 from decaylab.sweeps.engines import Engine, JobStatus
 from decaylab.sweeps.engines.local import LocalEngine
@@ -36,13 +45,15 @@ from decaylab.sweeps.sweep import (
     under_way,
     write_sweep,
 )
-from decaylab.text_table import Column, TextTable
+from decaylab.text_table import Column, TextTable, in_words
 from decaylab.training.world import launched
 
 ENGINES = ("local", "slurm", "ray")
 SUBMISSIONS = 3  # by one command that stays: the first, and two of what was left
 
-Name = Annotated[str | None, typer.Argument(help="A sweep's name; without it, all.")]
+Name = Annotated[
+    str | None, typer.Argument(metavar="NAME", help="A sweep's name; without it, all.")
+]
 
 app = typer.Typer(help="Sweeps that an engine works on.", no_args_is_help=True)
 
@@ -51,21 +62,22 @@ app = typer.Typer(help="Sweeps that an engine works on.", no_args_is_help=True)
 class EngineOptions:
     """Which engine makes the runs, and how they are shared out."""
 
+    panel: ClassVar[str] = "Engine"
     engine: Annotated[
         str, typer.Option("--engine", help="Who makes the runs: local, slurm or ray.")
     ] = "local"
     jobs: Annotated[
         int | None,
-        typer.Option(
-            "--jobs", min=1, help="Processes at a time (local: one per GPU), or jobs at least."
+        options.number(
+            "--jobs", AT_LEAST_ONE, "Processes at a time (local: one per GPU), or jobs at least."
         ),
     ] = None
     job_minutes: Annotated[
-        float, typer.Option("--job-minutes", min=0.01, help="How long a job may be, estimated.")
+        float, options.number("--job-minutes", POSITIVE, "How long a job may be, estimated.")
     ] = 60.0
     gpus: Annotated[
         float | None,
-        typer.Option("--gpus", min=0.0, help="GPUs of a job; for Ray also a part, such as 0.5."),
+        options.number("--gpus", NOT_NEGATIVE, "GPUs of a job; for Ray also a part, such as 0.5."),
     ] = None
     sbatch: Annotated[
         list[str] | None,
@@ -259,7 +271,7 @@ def status_command(
 
 @app.command("cancel")
 def cancel_command(
-    name: Annotated[str, typer.Argument(help="The sweep's name.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The sweep's name.")],
     runs: options.Runs = options.RUNS,
 ) -> None:
     """Stop a sweep's jobs; runs under way save a checkpoint, and can be continued."""
@@ -276,9 +288,10 @@ def cancel_command(
 
 
 def _sweeps(name: str | None, runs: Path) -> list[Sweep]:
+    options.check_folder(runs)
     names = sweeps_in(runs)
     if name is not None:
-        check_name(f"sweep in {runs}", name, names)
+        check_name("sweep", name, names)
     chosen = [read_sweep(known, runs) for known in names if name in (None, known)]
     return [sweep for sweep in chosen if sweep is not None]
 

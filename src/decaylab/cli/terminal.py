@@ -1,14 +1,16 @@
-"""Stdout and stderr for people: sentences wrap at words, tables fit the width.
+"""Stdout and stderr: sentences wrap at words, tables fit the width, results can be JSON.
 
 Piped output is not wrapped, unless $COLUMNS says how wide it should be.
 """
 
+import json
 import os
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 
+from decaylab.records.files import without_nan
 from decaylab.text_table import TextTable, wrapped
 
 UNLIMITED = 10_000
@@ -43,3 +45,14 @@ def show(table: TextTable) -> None:
         Console(highlight=False, markup=False).print(table)
     else:
         print(table.text(width_of(sys.stdout)), flush=True)
+
+
+def console(piped_width: int, *, markup: bool = True) -> Console:
+    """Stdout as wide as the terminal; piped, as wide as $COLUMNS says, else as given."""
+    width = None if sys.stdout.isatty() else min(piped_width, width_of(sys.stdout))
+    return Console(width=width, highlight=False, markup=markup)
+
+
+def print_json(result: Any) -> None:
+    """Print a result as JSON, which has no nan and no inf: they are null."""
+    print(json.dumps(without_nan(result), indent=2, allow_nan=False))

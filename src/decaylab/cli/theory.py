@@ -5,8 +5,7 @@ from dataclasses import asdict
 import typer
 
 from decaylab.cli import options
-from decaylab.cli.output import print_json
-from decaylab.cli.terminal import say, show
+from decaylab.cli.terminal import print_json, say, show
 from decaylab.report.sections import theory_checks
 from decaylab.text_table import Column, Styled, TextTable
 from decaylab.theory import Check

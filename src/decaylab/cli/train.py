@@ -10,10 +10,9 @@ from typing import Annotated, Any, get_origin
 import typer
 
 from decaylab.cli import options
-from decaylab.cli.output import print_json
 from decaylab.cli.progress import follow
 from decaylab.cli.runs import summary
-from decaylab.cli.terminal import say
+from decaylab.cli.terminal import print_json, say
 from decaylab.data import load
 from decaylab.errors import Diverged, Lacks
 from decaylab.records import RunFolder, RunStore

@@ -24,8 +24,8 @@ _usable = True
 def fold_(average: Tensor, total: Tensor, keep: Tensor, count: Tensor) -> None:
     """average[i] <- keep[i] average[i] + (1 - keep[i]) total[i] / count[i], in place.
 
-    average and total are [n, ...], keep and count [n]. Where keep[i] is 1 nothing is read of
-    total[i]: one that is not finite does not spread. On CUDA one pass over the memory.
+    average and total are [n, ...], keep and count [n], all contiguous. Where keep[i] is 1 nothing
+    is read of total[i]: one that is not finite does not spread. On CUDA one pass over the memory.
     """
     if average.is_cuda and _folded(average, total, keep, count):
         return
@@ -77,8 +77,7 @@ def _folded(average: Tensor, total: Tensor, keep: Tensor, count: Tensor) -> bool
     """`fold_` by the kernel."""
     size = average[0].numel()
     grid = -(-size // BLOCK), len(average)  # the second axis is the short one on a GPU
-    arguments = (average, total, keep, count, average.stride(0), size)
-    return _launched("fold", grid, arguments, {"BLOCK": BLOCK})
+    return _launched("fold", grid, (average, total, keep, count, size), {"BLOCK": BLOCK})
 
 
 def _launched(
@@ -110,20 +109,19 @@ def _kernels() -> Any:
     except ImportError:
         return None
 
-    @triton.jit
-    def fold(  # type: ignore[no-untyped-def]
-        average, total, keep, count, stride, size, BLOCK: tl.constexpr
-    ):
+    # one compilation for all entries, wherever their numbers begin
+    @triton.jit(do_not_specialize_on_alignment=["keep", "count"])
+    def fold(average, total, keep, count, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         entry = tl.program_id(1).to(tl.int64)
         kept = tl.load(keep + entry)
         if kept != 1:
             at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
             inside = at < size
-            here = average + entry * stride + at
-            old = tl.load(here, mask=inside)
-            new = tl.load(total + entry * size + at, mask=inside)
+            here = entry * size + at
+            old = tl.load(average + here, mask=inside)
+            new = tl.load(total + here, mask=inside)
             share = (1 - kept) / tl.load(count + entry)
-            tl.store(here, kept * old + share * new, mask=inside)
+            tl.store(average + here, kept * old + share * new, mask=inside)
 
     # one compilation for all sizes; `wide`, a multiple of 32, may widen the stores
     sizes = ["count", "per_group", "width", "bias", "height", "length", "out_length", "positions"]

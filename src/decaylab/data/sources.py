@@ -167,8 +167,8 @@ def _folders(name: str, data_dir: str | Path | None) -> list[Path]:
 def _not_found(name: str, data_dir: str | Path | None) -> str:
     tried = ", ".join(str(root) for root in _roots(data_dir))
     return (
-        f"The data set {name} is not in {tried}: run `decaylab data fetch {name}`, or give the "
-        f"folder that holds it by --data-dir or DECAYLAB_DATA."
+        f"the data set {name} is not in {tried}: run `decaylab data fetch {name}`, or give the "
+        f"folder that holds it with --data-dir or DECAYLAB_DATA"
     )
 
 

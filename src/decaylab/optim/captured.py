@@ -166,7 +166,7 @@ class CapturedStep(Generic[Result]):
             self._stop(failure)
             return
         for optimizer in optimizers:
-            optimizer.register_load_state_dict_post_hook(lambda _: self._variants.clear())
+            optimizer.register_load_state_dict_post_hook(lambda _: self._forget())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         """Take a step: as it is, or by a replay."""
@@ -287,10 +287,16 @@ class CapturedStep(Generic[Result]):
                     raise NotCapturable(Obstacle.NOT_CAPTURABLE, name, "fused=True")
             _check_hooks(optimizer)
 
+    def _forget(self) -> None:
+        """Drop every variant, and its graph."""
+        self._variants.clear()
+        if self.graphs is not None:
+            self.graphs.forget()
+
     def _stop(self, failure: NotCapturable) -> None:
         """Run as it is from now on; or raise."""
         self.obstacle = failure.obstacle
-        self._variants.clear()
+        self._forget()
         self._inputs.clear()
         for (number, index), rate in self._rates.items():  # eager steps would read them each time
             group = self._optimizers[number].param_groups[index]

@@ -26,6 +26,9 @@ class Graphs(Protocol):
     def capture(self, work: Callable[[], Result]) -> Callable[[], Result]:
         """Record the work without running it; what is returned runs it, with the same result."""
 
+    def forget(self) -> None:
+        """Let go of all captures at once; what `capture` returned is not to be called any more."""
+
     def host_waits(self) -> AbstractContextManager[list[str]]:
         """Note where, in here, the host waits for the device: `file:line`."""
 
@@ -44,7 +47,11 @@ def _no_collection() -> Iterator[None]:
 
 
 class CudaGraphs:
-    """CUDA graphs of one device.
+    """CUDA graphs of one device, which go all at once.
+
+    When torch frees a graph it also frees the memory that cuBLAS has for the stream of the capture,
+    and the other graphs from that stream still write there (pytorch/pytorch issue 193402). So a
+    graph that is not used any more stays as long as the others; its memory serves later ones.
 
     Args:
         device: a CUDA device.
@@ -62,6 +69,7 @@ class CudaGraphs:
         self._device, self._generators = device, tuple(generators)
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self._stream: torch.cuda.Stream | None = None
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def _capturing_stream(self) -> torch.cuda.Stream:
         """The current stream; one of our own if that is the default, which cannot be captured."""
@@ -106,12 +114,17 @@ class CudaGraphs:
         # a capture begins by resetting the generators' counters, on its stream: not after a replay
         # has set them on this one
         torch.cuda.current_stream(self._device).wait_stream(self._capturing_stream())
+        self._graphs.append(graph)
 
         def replay() -> Result:
             graph.replay()
             return result
 
         return replay
+
+    def forget(self) -> None:
+        """Let go of all graphs, and so of their memory."""
+        self._graphs.clear()
 
     def _restore_generators(self) -> None:
         """Take generators out of a capture that failed, which torch leaves them in."""

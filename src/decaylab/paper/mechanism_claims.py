@@ -16,6 +16,8 @@ FITTED = 0.99  # E10: below, a short schedule has not come to the point
 LEAST_NETS = 10  # E7, E17: a correlation of fewer says nothing
 SMALL_LOSS, KFAC_EPOCHS = 1e-4, 10  # E12
 PASS_LOSS, RUNNING_LOSS = "train/pass_loss", "train/running_loss"
+RUNNING_ACCURACY = "train/running_accuracy"
+PRINTED = 0.995  # E14: below, it does not round to the paper's 100 %
 NOT_ZERO, ZERO = 1e-2, 1e-3  # E15
 EVAL_TRACES = "gn_trace_normalised"  # of runs before traces were taken in train mode
 FISHER_TRACE, NEWTON_TRACE = "fisher_trace_normalised_train", "gn_trace_normalised_train"
@@ -418,21 +420,27 @@ def e16(bench: Bench) -> Evidence:
 
 
 def e14(bench: Bench) -> Evidence:
-    """All nets of Table 1 end at 100 % training accuracy (Fig. 8)."""
+    """All nets of Table 1 end at 100 % training accuracy (Fig. 8).
+
+    As the authors log it, in train mode on the images as they are trained on; ours is the mean over
+    the last epoch, theirs a pass after it. What rounds to 100 % and is not within a thousandth of
+    it is neither for the claim nor against it.
+    """
     evidence = Evidence(every=True)
     for key, pair in bench.groups("table1"):
         for decay, cell in pair.items():
-            sample = bench.sample(cell, "train/accuracy")
+            sample = bench.sample(cell, RUNNING_ACCURACY)
             if sample is None:
                 evidence.lack()
                 continue
-            reached = sample.mean >= TRAINED
-            text = f"{named(key)} decay={decay}: {100 * sample.mean:.2f} %"
-            enough = reached or bench.tier.whole
-            rule: Leaning = "for" if reached else "against"
-            evidence.add(Comparison(text, enough, sample.runs, 100 * sample.mean, rule=rule))
+            accuracy = sample.mean
+            rule: Leaning = "for" if accuracy >= TRAINED else "unclear"
+            rule = "against" if accuracy < PRINTED else rule
+            text = f"{named(key)} decay={decay}: {100 * accuracy:.2f} %"
+            enough = rule == "for" or bench.tier.whole
+            evidence.add(Comparison(text, enough, sample.runs, 100 * accuracy, rule=rule))
     comparisons = evidence.comparisons
-    below = [c for c in comparisons if c.rule == "against"]
+    below = [c for c in comparisons if c.rule != "for"]
     if comparisons:
         evidence.value = min(c.value for c in comparisons)
         evidence.effect = (
@@ -445,12 +453,15 @@ def e14(bench: Bench) -> Evidence:
 
 
 def e15(bench: Bench) -> Evidence:
-    """Large batch, no decay: the training loss does not reach zero (App. G.1)."""
+    """Large batch, no decay: the training loss does not reach zero (App. G.1).
+
+    In train mode on the images as they are trained on, over the last epoch, as for E14.
+    """
     evidence = Evidence()
     for key, pair in bench.groups("table3"):
         if key["batch_size"] != 2000:
             continue
-        without, decayed = (bench.sample(pair[d], "train/loss") for d in (0, 1))
+        without, decayed = (bench.sample(pair[d], RUNNING_LOSS) for d in (0, 1))
         if without is None:
             evidence.lack()
             continue

@@ -105,5 +105,6 @@ def _key(conditions: Iterable[str]) -> dict[str, Any]:
     if key.get("constant_lr", 0) not in (0, 1):
         raise BadValue("constant_lr", key["constant_lr"], "0 or 1")
     if missing := [name for name in ROW if name not in key]:
-        raise Lacks("the cell", " or ".join(missing), f"give {missing[0]}=...")
+        remedy = f"give {' '.join(f'{name}=...' for name in missing)}"
+        raise Lacks("the cell", " or ".join(missing), remedy)
     return key

@@ -1,12 +1,14 @@
 """Writing files so that a kill, a crash or a full disk leaves the previous content whole."""
 
 import errno
+import math
 import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from decaylab.errors import NotWritten
 
@@ -66,3 +68,16 @@ def _sync_folder(path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
             raise
+
+
+def without_nan(value: Any) -> Any:
+    """A value for JSON, which has no nan and no inf: they are None.
+
+    >>> without_nan({"loss": math.nan, "steps": (1, 2)})
+    {'loss': None, 'steps': [1, 2]}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    return [without_nan(inner) for inner in value] if isinstance(value, list | tuple) else value

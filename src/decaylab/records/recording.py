@@ -97,9 +97,10 @@ def read_recording(source: str | Path | RunFolder) -> Recording:
     rows = path if path.is_file() else path / "rows.jsonl"
     by_trainer = (folder / "spec.toml").exists()
     if not (by_trainer or rows.exists() or has_rows(folder)):
-        remedy = "give a run folder, or a folder that watch(folder=...) wrote"
-        raise Lacks(path, "records", remedy)
+        raise _no_records(path)
     contents = read_contents(rows)
+    if path.is_file() and not contents.rows.rows:  # a folder's file may be one just begun
+        raise _no_records(path)
     if not by_trainer:
         return recording_of(str(path), contents, folder=folder)
     run = RunFolder(folder)
@@ -114,6 +115,16 @@ def read_recording(source: str | Path | RunFolder) -> Recording:
         status=manifest.status if manifest else "not started",
         message=manifest.message if manifest else "",
         **({"version": manifest.version} if manifest else {}),
+    )
+
+
+def _no_records(path: Path) -> Lacks:
+    folders = (
+        [inner for inner in sorted(path.iterdir()) if has_rows(inner)] if path.is_dir() else []
+    )
+    remedy = "give a run folder, or a folder that watch(folder=...) wrote"
+    return Lacks(
+        path, "records", f"give one of its folders, such as {folders[0]}" if folders else remedy
     )
 
 

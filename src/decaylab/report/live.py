@@ -21,7 +21,7 @@ from decaylab.optim.laws.dynamics import Series
 from decaylab.records.packing import has_rows
 from decaylab.report.curves import asset, curves, script
 from decaylab.report.drawing import Panel, line
-from decaylab.report.names import in_words
+from decaylab.text_table import in_words
 
 ADDRESS = "127.0.0.1"
 QUANTITIES = ("effective learning rate", "angle per step", "norm |W|")

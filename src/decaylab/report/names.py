@@ -61,14 +61,3 @@ def key_words(key: Mapping[str, object], columns: Sequence[str]) -> list[str]:
 def key_title(key: Mapping[str, object], columns: Sequence[str] | None = None) -> str:
     """The same in one text, of all columns unless told: `CIFAR-10, VGG16, BN + Aug`."""
     return ", ".join(key_words(key, list(key) if columns is None else columns))
-
-
-def in_words(seconds: float) -> str:
-    """A duration for people.
-
-    >>> in_words(42.4), in_words(200), in_words(9000)
-    ('42 s', '3.3 min', '2.5 h')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,16 +1,16 @@
 """How long runs will take, from step times that were measured."""
 
-import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from decaylab.data.facts import DATA_SETS
 from decaylab.optim.decay import OPTIMIZERS
 from decaylab.records import RunStore
-from decaylab.sweeps.run_index import IndexedRun, indexed_runs
+from decaylab.sweeps.run_index import IndexedRun, indexed_runs, stores_beside
 from decaylab.training import RunSpec
 
 # ms per step, by the optimizer's law (of K-FACs the slower one). The paper's nets at batch 128:
@@ -24,7 +24,12 @@ MEASURED: dict[str, dict[str, float]] = {
     "digits resnet20": {"sgd": 10.0, "adam": 10.0, "kfac": 18.0},
 }
 OVERHEAD = 1.2
-STARTUP = 0.3  # seconds a run needs before its first step
+# Seconds of a run that do not grow with its steps. GPU: compiling, capturing, K-FAC's first pass;
+# with it, runs at a fifth of a schedule foretell whole ones within a few percent (results/).
+STARTUP = {"cpu": 0.3, "cuda": 3.0}
+# Where like runs differ, it is mostly by company on the device that the records do not know of,
+# which slows a run and never speeds it up: their lower third, not their mean.
+TYPICAL = 1 / 3
 # Depth against VGG16's and ResNet32's, for those that were not measured.
 DEPTH = {
     **{"vgg11": 8 / 13, "vgg13": 10 / 13, "vgg19": 16 / 13},
@@ -41,25 +46,28 @@ class TimeEstimate:
 
 
 class Estimator:
-    """The mean of like finished runs of a store where there are some, else from `MEASURED`.
+    """From like finished runs where there are some, else from `MEASURED`.
 
+    Runs of the store itself come first, then those of the others of its folder: a search evaluates
+    less than the runs of a table, but has nothing else to go by where it is the first of its kind.
     For a CPU or a GPU; without a device digits are estimated for a CPU, everything else for a GPU.
     Estimates from runs that took turns are for as many at once.
     """
 
     def __init__(self, store: RunStore, device: torch.device | None = None) -> None:
-        by_kind = defaultdict[tuple[object, ...], list[float]](list)
-        for run in _timed(store, device):
-            by_kind[_kind(run.spec)].append(run.device_seconds / run.steps)
-        self._per_step = {kind: statistics.fmean(times) for kind, times in by_kind.items()}
+        self._device = device
+        self._like: dict[tuple[object, ...], list[IndexedRun]] = {}
+        for each in (store, *stores_beside(store)):
+            self._like = _by_kind(_timed(each, device)) | self._like
 
     def of(self, spec: RunSpec) -> TimeEstimate:
         """What one run should take from its start to its end."""
         steps = (spec.resolved().epochs or 0) * steps_per_epoch(spec)
-        recorded = self._per_step.get(_kind(spec))
-        if recorded is not None:
-            return TimeEstimate(steps * recorded, recorded=True)
-        return TimeEstimate(_from_table(spec, steps), recorded=False)
+        startup = _startup(spec, self._device)
+        like = self._like.get(_kind(spec))
+        if like:
+            return TimeEstimate(_from_like(like, steps, startup), recorded=True)
+        return TimeEstimate(_from_table(spec, steps, startup), recorded=False)
 
     def total(self, specs: Iterable[RunSpec]) -> float:
         """Seconds for all of them, one after the other."""
@@ -82,17 +90,23 @@ class CheckedEstimate:
 def checked_estimates(store: RunStore, device: torch.device | None = None) -> list[CheckedEstimate]:
     """Every timed run of a store against the estimates that know nothing of it."""
     runs = _timed(store, device)
-    by_kind = defaultdict[tuple[object, ...], list[IndexedRun]](list)
-    for run in runs:
-        by_kind[_kind(run.spec)].append(run)
+    by_kind = _by_kind(runs)
     checked = []
     for run in runs:
         others = [r for r in by_kind[_kind(run.spec)] if r is not run]
-        times = [other.device_seconds / other.steps for other in others]
-        like = run.steps * statistics.fmean(times) if times else None
-        table = _from_table(run.spec, run.steps)
+        startup = _startup(run.spec, device)
+        like = _from_like(others, run.steps, startup) if others else None
+        table = _from_table(run.spec, run.steps, startup)
         checked.append(CheckedEstimate(run.spec, run.device_seconds, table, like))
     return checked
+
+
+def _on_cpu(spec: RunSpec, device: torch.device | None) -> bool:
+    return spec.data == "digits" if device is None else device.type == "cpu"
+
+
+def _startup(spec: RunSpec, device: torch.device | None) -> float:
+    return STARTUP["cpu" if _on_cpu(spec, device) else "cuda"]
 
 
 def _timed(store: RunStore, device: torch.device | None) -> list[IndexedRun]:
@@ -100,7 +114,7 @@ def _timed(store: RunStore, device: torch.device | None) -> list[IndexedRun]:
     timed = []
     for run in indexed_runs(store)[0]:
         manifest = run.manifest
-        on_cpu = run.spec.data == "digits" if device is None else device.type == "cpu"
+        on_cpu = _on_cpu(run.spec, device)
         stopped = manifest.at_once > 1 and manifest.resumes  # its seconds say nothing
         like = manifest.status == "finished" and on_cpu == (manifest.device == "cpu")
         if like and run.steps and not stopped:
@@ -108,8 +122,20 @@ def _timed(store: RunStore, device: torch.device | None) -> list[IndexedRun]:
     return timed
 
 
-def _from_table(spec: RunSpec, steps: int) -> float:
-    return STARTUP + steps * OVERHEAD * _measured(spec) / 1000
+def _by_kind(runs: Iterable[IndexedRun]) -> dict[tuple[object, ...], list[IndexedRun]]:
+    like = defaultdict[tuple[object, ...], list[IndexedRun]](list)
+    for run in runs:
+        like[_kind(run.spec)].append(run)
+    return dict(like)
+
+
+def _from_like(runs: Sequence[IndexedRun], steps: int, startup: float) -> float:
+    per_step = [max(0.0, run.device_seconds - startup) / run.steps for run in runs]
+    return startup + steps * float(np.quantile(per_step, TYPICAL))
+
+
+def _from_table(spec: RunSpec, steps: int, startup: float) -> float:
+    return startup + steps * OVERHEAD * _measured(spec) / 1000
 
 
 def steps_per_epoch(spec: RunSpec) -> int:
@@ -119,9 +145,15 @@ def steps_per_epoch(spec: RunSpec) -> int:
 
 
 def _kind(spec: RunSpec) -> tuple[object, ...]:
-    """What decides the time of a step."""
-    shape = (spec.data, spec.network, spec.width, spec.resolved().hidden, spec.batch_norm)
-    return (*shape, spec.optimizer, spec.batch_size, spec.precision)
+    """What decides the time of a step: sizes, and whether there is curvature beside the gradient.
+
+    (SGD's and Adam's steps take as long as each other, and K-FAC-F's and -G's. A hundred classes
+    instead of ten do not show.)
+    """
+    image = DATA_SETS[spec.data].shape
+    network = (spec.network, spec.width, spec.resolved().hidden, spec.batch_norm)
+    kfac = OPTIMIZERS[spec.optimizer] == "kfac"
+    return (image, *network, kfac, spec.batch_size, spec.precision)
 
 
 def _measured(spec: RunSpec) -> float:

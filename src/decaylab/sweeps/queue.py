@@ -5,6 +5,7 @@
     reproduce = "table1"                  # an artefact; or `search`, or `command`
     only = ["dataset=cifar10", "network=resnet32", "batch_norm=0"]
     tier = "full"
+    at_once = 2                           # at most so many runs beside each other
     alone = true                          # one run at a time, not compiled: its seconds count
     again = "superseded"                  # only runs whose numerics were fixed since
 
@@ -20,6 +21,9 @@
     minutes = 4
     hold = "waits for the new kernels"    # any entry: listed, not run, until the line is gone
 
+    [shares]
+    table1 = 0.66                         # of the time of one call, at most so much for Table 1
+
 Nothing in the file says what is done: that is read from the records.
 """
 
@@ -28,7 +32,17 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from decaylab.errors import BadValue, DecaylabError, Lacks, NotRead, check_name, naming
+from decaylab.errors import (
+    NOT_NEGATIVE,
+    BadValue,
+    DecaylabError,
+    Lacks,
+    NameTaken,
+    NotRead,
+    Range,
+    check_name,
+    naming,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +50,8 @@ class ArtefactEntry:
     """The runs of some cells of a table or figure.
 
     Attributes:
+        at_once: the most runs beside each other, however many the command line allows; 0 is as it
+            says.
         alone: each run has the device to itself and is not compiled, whatever the command line
             says: for runs whose seconds count.
         again: which finished runs to make again, and no others: "superseded", those whose numerics
@@ -49,6 +65,7 @@ class ArtefactEntry:
     only: list[str] = field(default_factory=list)
     tier: str = "full"
     seeds: int = 1
+    at_once: int = 0
     alone: bool = False
     again: str = ""
     hold: str = ""
@@ -89,24 +106,46 @@ class CommandEntry:
     hold: str = ""
 
 
+SHARE = Range(above=0, at_most=1)
 Entry = ArtefactEntry | SearchEntry | CommandEntry
 KINDS = {"reproduce": ArtefactEntry, "search": SearchEntry, "command": CommandEntry}
 
 
-def read_queue(path: Path) -> list[Entry]:
-    """The entries of a queue, in order; an error that names the entry that is wrong."""
+@dataclass(frozen=True)
+class QueueFile:
+    """What a queue's file says.
+
+    Attributes:
+        entries: in order, each with a name of its own.
+        shares: by artefact, the most of a call's time that its runs are given while there is other
+            work.
+    """
+
+    entries: list[Entry]
+    shares: dict[str, float]
+
+
+def read_queue(path: Path) -> QueueFile:
+    """A queue; an error that names the entry that is wrong."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise NotRead(path, error, "give a queue in TOML") from error
-    entries = values.pop("entry", None)
-    if values or not isinstance(entries, list) or not entries:
-        raise DecaylabError(f"{path} must hold [[entry]] tables and nothing else")
-    read = []
+    entries, shares = values.pop("entry", None), values.pop("shares", {})
+    if values or not isinstance(entries, list) or not entries or not isinstance(shares, dict):
+        raise DecaylabError(f"{path} must hold [[entry]] tables, [shares], and nothing else")
+    read: list[Entry] = []
     for number, entry in enumerate(entries, start=1):
         with naming(f"{path}, entry {number}"):
             read.append(_entry(entry))
-    return read
+            if read[-1].name in [other.name for other in read[:-1]]:
+                raise NameTaken("queue entry", read[-1].name)
+    artefacts = {entry.reproduce for entry in read if isinstance(entry, ArtefactEntry)}
+    for artefact, share in shares.items():
+        with naming(f"{path}, shares"):
+            check_name("artefact of this queue", artefact, sorted(artefacts))
+            SHARE.check(artefact, share)
+    return QueueFile(read, shares)
 
 
 def _entry(values: dict[str, Any]) -> Entry:
@@ -126,6 +165,7 @@ def _entry(values: dict[str, Any]) -> Entry:
             raise BadValue(key, value, _in_words(types[key]))
     if again := values.get("again"):
         check_name("again", again, ("superseded", "lacking"))
+    NOT_NEGATIVE.check("at_once", values.get("at_once", 0))
     return entry_type(**values)
 
 

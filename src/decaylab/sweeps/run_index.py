@@ -51,7 +51,8 @@ def indexed_runs(store: RunStore) -> tuple[list[IndexedRun], list[str]]:
         reached = summary.epoch, summary.step, summary.seconds
         indexed.append(IndexedRun(summary.folder, spec, summary.manifest, *reached))
     times = [(run.manifest, run.device_seconds) for run in indexed]
-    others = [(manifest, 0.0) for manifest in _manifests_beside(store)]
+    beside = [summary.manifest for other in stores_beside(store) for summary in summaries(other)[0]]
+    others = [(manifest, 0.0) for manifest in beside if manifest is not None]
     shares = device_seconds(times + others)[: len(indexed)]
     pairs = zip(indexed, shares, strict=True)
     return [replace(run, device_seconds=share) for run, share in pairs], left_out
@@ -98,13 +99,11 @@ class _Shares:
         return float(last - first)
 
 
-def _manifests_beside(store: RunStore) -> list[Manifest]:
-    """Those that can be read, of the other stores of a store's folder."""
+def stores_beside(store: RunStore) -> list[RunStore]:
+    """The other stores of a store's folder, whether it is the folder itself or one in it."""
     this_store = top = store.root.resolve()
     for nested in NESTED:
         if top.match(f"*/{nested}"):
             top = top.parents[nested.count("/")]
-    manifests: list[Manifest | None] = []
-    for root in {top, *(top / nested for nested in NESTED)} - {this_store}:
-        manifests += [summary.manifest for summary in summaries(RunStore(root))[0]]
-    return [manifest for manifest in manifests if manifest is not None]
+    roots = [top, *(top / nested for nested in NESTED)]
+    return [RunStore(root) for root in roots if root != this_store]

@@ -21,6 +21,8 @@ from decaylab.training import Execution, Interrupted, Progress, Pruned, interlea
 from decaylab.training.signals import is_stopping, requests
 from decaylab.training.world import World
 
+MARGIN = 1.1  # times its estimate that a run may take (how good estimates are: docs/scale.md)
+
 
 @dataclass(frozen=True)
 class RunEvent:
@@ -185,7 +187,7 @@ class Worker:
 
     def _fits(self, planned: PlannedRun) -> bool:
         """Whether a run should end in time, with those under way, on its share of the device."""
-        needed = self._estimated(planned) + sum(self._left.values())
+        needed = MARGIN * (self._estimated(planned) + sum(self._left.values()))
         return needed * self.options.processes <= self._ends - time.monotonic()
 
     def _estimated(self, planned: PlannedRun) -> float:

@@ -144,6 +144,8 @@ class Evaluator:
         places = [tensor.data_ptr() for tensor in tensors]
         if places != self._places:
             self._captured.clear()
+            if self._graphs is not None:
+                self._graphs.forget()
             self._places = places
 
 

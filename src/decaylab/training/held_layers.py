@@ -12,10 +12,10 @@ from decaylab.curvature.preserve import bare
 from decaylab.errors import DecaylabError, Lacks, WrongType, check_name
 from decaylab.networks import roles
 from decaylab.optim.decay import decay_of
-from decaylab.optim.kfac import KFAC
 from decaylab.optim.laws import law_of
 from decaylab.optim.optimizer_behaviour import unwrapped
 from decaylab.probes.layers import layers_of
+from decaylab.training.interventions import has_damping_path
 
 SCOPES = ("all", "conv", "fc")
 
@@ -127,7 +127,7 @@ def select(
         weights=weights,
         notes=notes,
         others=others,
-        damping=any(isinstance(o, KFAC) and o.damping_scaling == "fixed" for o in holders),
+        damping=any(map(has_damping_path, holders)),
         direction=any(_turns(*groups[i]) for i in held),
     )
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -41,6 +41,13 @@ from decaylab.training.paths import LayerPaths, Targets
 
 Weights = Mapping[str, Sequence[Tensor]]
 """Layer name -> the tensors of its weight."""
+ROUNDING = 1e-13
+"""|v|^2 below this part of |d|^2 is what is left of rounding in a step along the weight."""
+
+
+def has_damping_path(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has a damping whose size beside the curvature decay changes."""
+    return isinstance(optimizer, KFAC) and optimizer.damping_scaling == "fixed"
 
 
 class Intervention:
@@ -121,6 +128,7 @@ class _Stepper:
         undecayed: set[int],
     ) -> None:
         self.optimizer, self.layers, self._undecayed = optimizer, tuple(weights), undecayed
+        self._damped = has_damping_path(optimizer)
         self._steps = steps
         self._parts = [part for parts in weights.values() for part in parts]
         devices = {part.device for part in self._parts}
@@ -240,50 +248,46 @@ class _Stepper:
         torch._foreach_copy_(self._before, self._parts)
         self._old = self._norms(self._before)
         self._write(self._sizes, self._old)
-        if isinstance(self.optimizer, KFAC):
+        if self._damped:
             self._write(self._dampings, self._effective_dampings(self._old))
 
     def _close(self) -> None:
-        if self.layers:
-            if "size" in self._targets or "rotation" in self._targets:
-                self._impose()
-            self._write(self._angles, self._turn()[0])
-            self._position += 1
+        if not self.layers:
+            return
+        turn = self._turn()
+        if "size" in self._targets or "rotation" in self._targets:
+            self._impose(turn)
+            turn = self._turn()
+        self._write(self._angles, turn.angles)
+        self._position += 1
 
-    def _turn(self) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Angle, radial length (1 + a) |W| and tangential length |v| by layer, and v by tensor."""
-        old = self._old
+    def _turn(self) -> "_Turn":
+        """What the step did, from three norms: 2 W.d = |W + d|^2 - |W|^2 - |d|^2."""
         moves = torch._foreach_sub(_wide(self._parts), _wide(self._before))
-        products = torch._foreach_mul(moves, _wide(self._before))
-        dots = self._by_layer(torch.stack([p.sum(dtype=torch.float64) for p in products]))
-        along = dots / old.square()
-        tangential = [
-            move - along[i].to(move.dtype) * before
-            for move, before, i in zip(moves, _wide(self._before), self._owners, strict=True)
-        ]
-        across = self._norms(tangential)
-        radial = old * (1 + along)
-        return torch.atan2(across, radial), radial, across, tangential
+        old, new, moved = self._old, self._norms(self._parts), self._norms(moves)
+        along = (new.square() - old.square() - moved.square()) / (2 * old)  # a |W|
+        squares = moved.square() - along.square()
+        across = torch.where(squares > ROUNDING * moved.square(), squares, 0.0).sqrt()
+        return _Turn(torch.atan2(across, old + along), along, across, moves)
 
-    def _impose(self) -> None:
-        angles, radial, across, tangential = self._turn()
-        turned = angles
+    def _impose(self, turn: "_Turn") -> None:
+        angles, radial = turn.angles, self._old + turn.along
+        turns = turn.across > 0  # what does not cannot be turned: that shows in what is recorded
         if "rotation" in self._targets:
-            # a step without a tangential part cannot be turned: that shows in what is recorded
-            turned = torch.where(across > 0, self._target("rotation"), 0.0)
-            free = radial / turned.cos()
-        else:
-            free = torch.hypot(radial, across)
-        sizes = free
+            angles = torch.where(turns, self._target("rotation"), 0.0)
+        sizes = radial / angles.cos()
         if "size" in self._targets:
             due = (self._position + 1) % self._size_every == 0
-            sizes = torch.where(due, self._target("size", ahead=1), free)
-        keep = sizes * turned.cos() / self._old
-        turn = torch.where(across > 0, sizes * turned.sin() / across, 0.0)
-        for part, before, v, i in zip(
-            self._parts, self._before, tangential, self._owners, strict=True
-        ):
-            part.copy_(keep[i].to(v.dtype) * before + turn[i].to(v.dtype) * v)
+            sizes = torch.where(due, self._target("size", ahead=1), sizes)
+        # v = d - a W, so the new weight is stretch * d + keep * W
+        stretch = torch.where(turns, sizes * angles.sin() / turn.across, 0.0)
+        keep = (sizes * angles.cos() - stretch * turn.along) / self._old
+        factors = torch.stack([stretch, keep])
+        by_type = {dtype: factors.to(dtype) for dtype in {move.dtype for move in turn.moves}}
+        for move, before, i in zip(turn.moves, _wide(self._before), self._owners, strict=True):
+            stretched, kept = by_type[move.dtype][:, i]
+            move.mul_(stretched).addcmul_(before, kept)
+        torch._foreach_copy_(self._parts, turn.moves)
 
     def damping_ratios(self) -> dict[str, Tensor]:
         """What K-FAC's damping is to be multiplied by for each layer, now."""
@@ -323,12 +327,12 @@ class _Stepper:
         taken = int(self._position)
         if taken != self._steps:
             counts = {type(self.optimizer).__name__: taken, "the loop": self._steps}
-            remedy = "call step() once in every step of the loop"
+            remedy = "let step() call optimizer.step() exactly once, after any accumulation"
             raise Mismatch("number of steps", counts, remedy)
         with torch.no_grad():
             sizes = self._norms(self._parts)
             self._write(self._sizes, sizes)
-            if isinstance(self.optimizer, KFAC):
+            if self._damped:
                 self._write(self._dampings, self._effective_dampings(sizes))
         tables = (self._sizes, self._angles[: self._steps], self._dampings)
         sizes, angles, dampings = (table.cpu().clone() for table in tables)
@@ -343,6 +347,22 @@ class _Stepper:
         self._angles.copy_(state["angles"])
         self._dampings.copy_(state["dampings"])
         self._position.copy_(state["position"])
+
+
+class _Turn(NamedTuple):
+    """What a step did to each layer: d = a W + v, with v orthogonal to W.
+
+    Attributes:
+        angles: by layer, how far it turned.
+        along: by layer, a |W|.
+        across: by layer, |v|.
+        moves: by tensor, d.
+    """
+
+    angles: Tensor
+    along: Tensor
+    across: Tensor
+    moves: tuple[Tensor, ...]
 
 
 class _FollowedDamping(ScaleFree):
