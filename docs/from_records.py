@@ -2,7 +2,7 @@
 
 A page asks for a block with the lines `<!-- records: NAME -->` and `<!-- end -->`; `BLOCKS` has the
 names. So nothing is typed by hand, and where there are no records a block says so and which command
-makes them. `mkdocs build` loads this file as a hook and fills the blocks in anew, with figures;
+makes them. `mkdocs build` loads this file as a hook and fills in the blocks again, with figures;
 `python docs/from_records.py` (part of `make results-pages`) writes their text between the lines,
 for readers of the files themselves.
 """
@@ -152,7 +152,7 @@ def _gains_at(
                 OverSeeds(tuple(100 * v for v in base.values.values())).short(),
                 *map(_gain, gained),
                 _strengths(decayed.values()),
-                " and ".join(map(seeds_words, counts)),
+                seeds_words(*counts),
             ]
         )
     if not rows:  # each needs a run without decay and one with it
@@ -163,7 +163,7 @@ def _gains_at(
     on = f" on {', '.join(data)}" if "dataset" not in columns else ""
     caption = f"Test accuracy in %{on} and what decay adds, in points; {_tier_words(tier, used)};"
     caption += f" {complete} of {len(groups)} rows have been run{', some in part' * in_part}"
-    caption += ", of which the others are above." if complete > len(rows) else "."
+    caption += "; those missing here are above." if complete > len(rows) else "."
     if "†" in table:
         caption += " †: too short a schedule for this decay to take full effect (exposure below 1)."
     return f"{table}\n<small>{caption}</small>\n"
@@ -422,9 +422,8 @@ def _advice(printed: dict[str, Any]) -> str:
         " {device}, {date}, torch {torch}, decaylab {version}".format(**about)
         + f". Suggested from the run without decay of seed 0; layer by layer the values go from"
         f" {min(by_layer):.2g} to {max(by_layer):.2g}, and the one value is {how}."
-        " Followed, the"
-        f" layers' norms ended at {min(reached):.2f} to {max(reached):.2f} of the ones that were"
-        f" foretold (median {median(reached):.2f})."
+        f" With it, the layers' norms ended at {min(reached):.2f} to {max(reached):.2f} times the"
+        f" predicted ones (median {median(reached):.2f})."
     )
     return f"{text_grid(header, rows)}\n<small>{caption}</small>\n"
 

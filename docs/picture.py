@@ -1,6 +1,6 @@
 """The picture of Fig. 5 in docs/reproduction.md, drawn from the records in results/.
 
-`make results-pages` draws it anew. It carries a fingerprint of the numbers it shows, so that a test
+`make results-pages` draws it. It carries a fingerprint of the numbers it shows, so that a test
 can tell when it is out of date, whatever version of matplotlib drew it.
 """
 

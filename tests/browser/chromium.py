@@ -114,6 +114,18 @@ class Tab:
         """Move the mouse to a place in the window."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
+    def read_off(self, chart: str, across: float) -> str:
+        """What a chart says of its curve, wherever that is, with the mouse so far to the right."""
+        end = time.monotonic() + PATIENCE
+        plot = f"{chart}.querySelector('.u-over').getBoundingClientRect()"
+        text = ""
+        while not text and time.monotonic() < end:  # charts above it may still push it down
+            x, y, width, height = self.value(f"(r => [r.x, r.y, r.width, r.height])({plot})")
+            for place in range(20):
+                self.move_mouse(x + across * width, y + height * (place + 0.5) / 20)
+            text = str(self.value(f"{chart}.querySelector('.readout').textContent"))
+        return text
+
     def screenshot(self, path: Path, height: int | None = None) -> None:
         """What the window shows, or the page down to `height`, as a PNG."""
         clip = {}

@@ -145,11 +145,15 @@ def test_curves_are_drawn_when_they_come_into_view_and_answer(opened):
     tab.until(f"{chart}.querySelector('canvas') !== null")
     keys = f"[...{chart}.querySelectorAll('.key')].map(k => k.textContent)"
     assert "wd-all" in tab.value(keys)
-    plot = f"{chart}.querySelector('.u-over').getBoundingClientRect()"
-    x, y, width, height = tab.value(f"(r => [r.x, r.y, r.width, r.height])({plot})")
-    for part in range(20):
-        tab.move_mouse(x + 0.9 * width, y + height * (part + 0.5) / 20)
-    assert "test accuracy" in tab.value(f"{chart}.querySelector('.readout').textContent")
+    assert "test accuracy" in tab.read_off(chart, 0.9)
+
+
+def test_what_is_printed_has_all_curves(tab, page):
+    tab.open(page)
+    drawn = "document.querySelectorAll('.chart canvas').length"
+    assert tab.value(drawn) < tab.value(CHARTS)
+    tab.call("Page.printToPDF")
+    assert tab.value(drawn) == tab.value(CHARTS)
 
 
 def test_a_verdict_leads_to_its_evidence(opened):

@@ -107,7 +107,7 @@ def test_gains_are_differences_of_recorded_accuracies(tmp_path):
     assert found[4].startswith("+0.50 ± ")
     assert found[4].endswith("†")  # too little decay to tell
     assert found[5] == "not run yet"
-    assert found[-1] == "one seed and 2"
+    assert found[-1] == "1 and 2"
     assert everywhere.key["scheme"] == "wd-all"
     assert "test device" in text
     assert "1 of 4 rows have been run, some in part." in text
@@ -324,4 +324,5 @@ def test_advice_followed_is_shown_best_first(tmp_path):
     assert cells[1][0] == "0.7, on the 1 layers it is suggested for"
     assert cells[1][2:] == ["0.0071", "2"]
     assert "the one value is their mean." in text
-    assert "1.00 to 1.50 of the ones that were foretold (median 1.25)" in text
+    assert "1.00 to 1.50 times" in text
+    assert "(median 1.25)" in text

@@ -130,12 +130,18 @@ def test_the_loop_that_is_captured(here):
     model, images = small_net(), torch.randn(64, 4)
     loader = list(zip(images.split(16), torch.arange(64).remainder(3).split(16), strict=True))
     known = {"model": model, "loader": loader, "torch": torch}
-    exec(snippet("quickstart.md", "captured"), known)
+    exec(snippet("kfac-in-practice.md", "captured"), known)
     assert known["loss"].isfinite()
     assert known["optimizer"].param_groups[0]["lr"] < 1e-8  # the schedule's end
 
 
-def test_the_diagnosis_page_from_top_to_bottom(here, monkeypatch, capsys):
+def test_the_audit_of_ones_own_k_fac(here, monkeypatch):
+    (here / "my_optimizers.py").write_text(snippet_text("audit.md", "my_optimizers.py"))
+    monkeypatch.syspath_prepend(here)
+    ran(commands(ROOT / "docs" / "audit.md")[0])
+
+
+def test_the_diagnosis_page_from_top_to_bottom(here, capsys):
     batch, model = torch.randn(8, 4), small_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
     exec(
@@ -144,8 +150,6 @@ def test_the_diagnosis_page_from_top_to_bottom(here, monkeypatch, capsys):
     assert "Next: " in capsys.readouterr().out
     with watch(model, optimizer, every=10, folder="records/with-decay"):
         train(model, optimizer)
-    (here / "my_optimizers.py").write_text(snippet_text("diagnosis.md", "my_optimizers.py"))
-    monkeypatch.syspath_prepend(here)
     for line in commands(ROOT / "docs" / "diagnosis.md"):
         ran([*line, *(["--epochs", "3"] if line[0] == "train" else [])])
     net = networks.build(

@@ -1,4 +1,4 @@
-"""The quick start's script for several GPUs, with torchrun, on two processes of a CPU."""
+"""The script for several GPUs, with torchrun, on two processes of a CPU."""
 
 import os
 import re
@@ -11,12 +11,12 @@ from documented import ROOT, commands, snippet_text
 
 @pytest.mark.torchrun
 def test_several_ranks(tmp_path):
-    text = snippet_text("quickstart.md", "several ranks")
+    text = snippet_text("kfac-in-practice.md", "several ranks")
     assert "dist.destroy_process_group()\n" in text
     # torch may wait for itself there, if rarely, and all is said and done
     text = text.replace("dist.destroy_process_group()\n", "os._exit(0)\n")
     (tmp_path / "train.py").write_text(text)
-    (words,) = commands(ROOT / "docs" / "quickstart.md", "torchrun")
+    (words,) = commands(ROOT / "docs" / "kfac-in-practice.md", "torchrun")
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
         cwd=tmp_path,

@@ -106,7 +106,7 @@ def test_a_bad_run_is_left_out_by_name_and_the_others_are_listed(store, how, com
         read = index.RunFolder.rows
 
         def rows(folder):
-            with folder._reading("rows.jsonl"):
+            with folder.reading("rows.jsonl"):
                 if folder.id == bad.id:
                     raise PermissionError(13, "Permission denied")
                 return read(folder)

@@ -1,5 +1,7 @@
 """The compact form reads as the file of rows did."""
 
+import gzip
+import json
 import math
 import shutil
 from pathlib import Path
@@ -73,6 +75,29 @@ def test_a_damaged_file_is_an_error(tmp_path):
     pack(tmp_path)
     packed = tmp_path / "rows.json.gz"
     packed.write_bytes(packed.read_bytes()[:-40])
+    with refuses(Damaged, what=packed):
+        read_recording(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("series", [1]),
+        ("meta", ["version"]),
+        ("places", [[-1]]),
+        ("places", [[2**70]]),
+        ("moments", [[2**70, 0, 0.0]]),
+        ("moments", [[math.inf, 0, 0.0]]),
+        ("settings", [[1, "x", 3]]),
+        ("events", {"a": 1}),
+    ],
+)
+def test_values_that_nobody_wrote_are_damage_too(tmp_path, key, value):
+    filled(tmp_path)
+    pack(tmp_path)
+    packed = tmp_path / "rows.json.gz"
+    entry = json.loads(gzip.decompress(packed.read_bytes()))
+    packed.write_bytes(gzip.compress(json.dumps({**entry, key: value}).encode()))
     with refuses(Damaged, what=packed):
         read_recording(tmp_path)
 

@@ -4,14 +4,16 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refuses
+from report.synthetic import write_run
 
 from decaylab import networks
 from decaylab.data import DATA_SETS
-from decaylab.errors import Lacks
+from decaylab.errors import Damaged, Lacks, NotRead
 from decaylab.optim import schedules
 from decaylab.records import (
     Event,
@@ -109,6 +111,24 @@ def test_settings_that_were_rows():
 def test_no_records():
     with refuses(Lacks, what="records"):
         read_recording("/nowhere")
+
+
+def test_a_folder_in_the_place_of_the_rows_is_one_sentence(tmp_path):
+    (tmp_path / "rows.jsonl").mkdir()
+    with refuses(NotRead, what=tmp_path / "rows.jsonl"):
+        read_recording(tmp_path)
+
+
+@pytest.mark.parametrize("cut", ["epochs", "lr_drop_every", "decay", "lr"])
+def test_a_spec_that_lacks_a_line_is_damaged(tmp_path, cut):
+    spec = RunSpec(data="digits", network="mlp", optimizer="sgd", decay="l2", weight_decay=0.1)
+    values = {"weight_norm/features.0": 2.0, "weight_norm/head": 1.0}
+    folder = write_run(RunStore(tmp_path), spec, values, tier="smoke")
+    path = folder.path / "spec.toml"
+    lines = [line for line in path.read_text().splitlines() if not line.startswith(f"{cut} =")]
+    path.write_text("\n".join(lines) + "\n")
+    with refuses(Damaged, what=f"the spec of {folder.id}"):
+        read_recording(folder)
 
 
 def timeline(spec, per_epoch, decayed, invariant):

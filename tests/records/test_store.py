@@ -1,5 +1,6 @@
 import errno
 import json
+import math
 import os
 import stat
 import subprocess
@@ -127,6 +128,19 @@ def test_another_format_and_a_damaged_manifest_are_named(tmp_path):
             (folder.path / "manifest.json").write_text(text)
             with pytest.raises(Damaged):
                 folder.manifest()
+
+
+@pytest.mark.parametrize(
+    "field", [{"commit": 7}, {"at_once": 10**30}, {"started": math.nan}, {"device": None}]
+)
+def test_a_manifest_holds_texts_and_numbers_that_can_be_counted_with(tmp_path, field):
+    folder = RunStore(tmp_path).folder("r")
+    with folder.writing(SPEC):
+        folder.write_manifest(manifest())
+    path = folder.path / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **field}))
+    with refuses(Damaged, what=path):
+        folder.manifest()
 
 
 def test_a_manifest_with_more_fields_is_read(tmp_path):

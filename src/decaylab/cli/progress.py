@@ -48,7 +48,7 @@ def follow(training: Iterator[Progress], stream: TextIO) -> None:
 
 @contextmanager
 def stages(stream: TextIO) -> Iterator[Callable[[str], None]]:
-    """What is told the stage that a command is at: shown on a terminal, nowhere else."""
+    """A function to call with each stage of a command: shown on a terminal, nowhere else."""
     if not stream.isatty():
         yield lambda stage: None
         return

@@ -394,7 +394,7 @@ def _run_command(entry: CommandEntry, limits: WorkerOptions, stream: Any) -> str
             return f"there is no program {program[0]} that can be started"
         code = _exit_code([*program, *entry.command[1:]], limits.seconds, output)
     if code is None:
-        return ""  # out of time: the next call begins it anew
+        return ""  # out of time: the next call starts it again
     if code:
         return f"it ended with exit code {code}"
     if entry.prints:

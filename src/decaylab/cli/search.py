@@ -123,7 +123,7 @@ def search_command(
 def make_search(
     plan: SearchPlan, folder: Path, worker_options: WorkerOptions, stream: TextIO
 ) -> RunSpec | None:
-    """A search's runs, then its winner. None where runs are left: the same command goes on."""
+    """A search's runs, then its winner; None if runs are left, for the same command to go on."""
     seconds = worker_options.seconds
     until = None if seconds is None else time.monotonic() + seconds
     search = Search(plan, folder, worker_options, search_probe(plan))
@@ -163,7 +163,7 @@ def _use(plan: SearchPlan, scheme: str, folder: Path, best: RunSpec) -> str:
     used = []
     for name in artefacts():
         cells_of_artefact = cells(name, plan.tier, searched_folder=folder)
-        specs = [spec for cell in cells_of_artefact for spec in (*cell.runs, *cell.own)]
+        specs = [spec for cell in cells_of_artefact for spec in (*cell.runs, *cell.searched_runs)]
         if plan.cell and plan.cell.get("constant_lr"):  # searched in its first epochs alone
             epochs = best.epochs
             constant = [spec for spec in specs if spec.lr_drop_every == spec.epochs]

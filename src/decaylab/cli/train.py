@@ -110,7 +110,7 @@ def _ended_before(folder: RunFolder, spec: RunSpec) -> bool:
 
 
 def _numbers(text: str) -> tuple[float, ...] | tuple[int, ...]:
-    """`128,64` or `0.9,0.999` as a tuple; the spec checks how many, and of which type."""
+    """`128,64` or `0.9,0.999` as a tuple; the spec checks how many there are, and their type."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     try:
         return tuple(int(part) for part in parts)

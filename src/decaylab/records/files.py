@@ -1,9 +1,13 @@
-"""Writing files so that a kill, a crash or a full disk leaves the previous content whole."""
+"""Writing files so that a kill, a crash or a full disk leaves the previous content whole.
+
+And what reading one that is not whole can raise, with what to do about it.
+"""
 
 import errno
 import math
 import os
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from decaylab.errors import NotWritten
+
+MALFORMED: tuple[type[Exception], ...] = (ValueError, TypeError, KeyError, IndexError)
+MALFORMED += (AttributeError, OverflowError, RecursionError)
+"""What comes of a text that is no JSON or TOML, or holds other values than were written."""
+UNREADABLE: tuple[type[Exception], ...] = (*MALFORMED, OSError, EOFError, zlib.error)
+"""The same of a file, which may not even be one."""
+READABLE = "see to its owner and mode, or move the folder away"
+TRAIN_AGAIN = "move the folder away and train again"
 
 
 @contextmanager

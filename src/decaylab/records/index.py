@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import decaylab
-from decaylab.errors import DecaylabError, printable
-from decaylab.records.files import replace_text
+from decaylab.errors import DecaylabError, NotRead
+from decaylab.records.files import READABLE, UNREADABLE, replace_text
 from decaylab.records.store import Manifest, RunFolder, RunStore, manifest_from
 
 FORMAT = 1
@@ -67,12 +67,10 @@ def _summaries(store: RunStore) -> tuple[list[RunSummary], dict[str, str]]:
                 entry = _entry(summary, signature)
             else:
                 summary = _summary(folder, entry)
-        except DecaylabError as error:
+        except (DecaylabError, OSError) as error:
+            if isinstance(error, OSError):
+                error = NotRead(folder.path, error, READABLE)
             unreadable[folder.id] = str(error)
-            continue
-        except OSError as error:
-            reason = f"{folder.path} cannot be read ({error.strerror})"
-            unreadable[folder.id] = printable(reason)
             continue
         readable.append(summary)
         if summary.manifest is not None and summary.manifest.status in ENDED:
@@ -109,7 +107,7 @@ def _read(path: Path) -> dict[str, Any]:
         entry = json.loads(path.read_bytes())
         if entry["format"] == FORMAT and entry["version"] == decaylab.__version__:
             return dict(entry["runs"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except UNREADABLE:
         pass
     return {}
 

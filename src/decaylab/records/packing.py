@@ -13,7 +13,6 @@ rounded. What is recorded later goes to `rows.jsonl` beside it, and both are rea
 import gzip
 import json
 import math
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,9 @@ import numpy as np
 
 from decaylab.errors import Damaged, DecaylabError
 from decaylab.records.columns import RowColumns
-from decaylab.records.files import replace_file
+from decaylab.records.files import UNREADABLE, replace_file
 from decaylab.records.rows import PACKED, Contents, Event, Rows, SettingsChange, read_lines
 from decaylab.records.settings import LayerSettings
-
-FAULTS: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, RecursionError)
-FAULTS += (ValueError, TypeError, KeyError, IndexError, OverflowError)
 
 
 def read_rows(path: Path) -> Rows:
@@ -117,18 +113,9 @@ def read_packed(path: Path) -> Contents:
                 for step, layer, settings in entry["settings"]
             ),
             tuple(Event(step, kind, data) for step, kind, data in entry["events"]),
-            entry["meta"],
+            dict(entry["meta"].items()),
         )
-    except (
-        OSError,
-        EOFError,
-        zlib.error,
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        RecursionError,
-    ) as error:
+    except UNREADABLE as error:
         raise Damaged(path, error, "put the whole file back") from error
 
 

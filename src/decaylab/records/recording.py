@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decaylab.errors import Lacks
+from decaylab.errors import Damaged, Lacks
 from decaylab.records import migration
+from decaylab.records.files import MALFORMED, TRAIN_AGAIN
 from decaylab.records.packing import has_rows, read_contents
 from decaylab.records.rows import Contents, Event, Rows, SettingsChange
 from decaylab.records.settings import LayerSettings
@@ -98,7 +99,8 @@ def read_recording(source: str | Path | RunFolder) -> Recording:
     by_trainer = (folder / "spec.toml").exists()
     if not (by_trainer or rows.exists() or has_rows(folder)):
         raise _no_records(path)
-    contents = read_contents(rows)
+    with RunFolder(folder).reading(rows.name):
+        contents = read_contents(rows)
     if path.is_file() and not contents.rows.rows:  # a folder's file may be one just begun
         raise _no_records(path)
     if not by_trainer:
@@ -134,7 +136,10 @@ def recording_of(name: str, contents: Contents, **facts: Any) -> Recording:
     known = {key: value for key, value in contents.meta.items() if key in Meta.__annotations__}
     meta = Meta(**{**known, **facts})
     if not changes and meta.spec is not None:
-        changes = migration.settings_from_spec(meta.spec, rows)
+        try:
+            changes = migration.settings_from_spec(meta.spec, rows)
+        except MALFORMED as error:  # a spec that was cut off, say
+            raise Damaged(f"the spec of {name}", error, TRAIN_AGAIN) from error
     elif not changes:
         rows, changes = migration.settings_from_rows(rows)
     if meta.steps_per_epoch is None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from decaylab.errors import needed, printable
 from decaylab.records.columns import ColumnBuilder, ColumnSeries, Row, RowColumns
-from decaylab.records.files import disk_errors
+from decaylab.records.files import MALFORMED, disk_errors
 from decaylab.records.settings import LayerSettings
 
 PACKED = "rows.json.gz"
@@ -30,7 +30,6 @@ PACKED = "rows.json.gz"
 # What older versions called a quantity -> its name.
 RENAMED = {"norm": "weight_norm", "invariance_defect": "invariance"}
 LONGEST_LINE = 1 << 26
-LINE_FAULTS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -266,7 +265,7 @@ class _Parser:
                 self.events.append(event)
             else:
                 self.meta |= entry["meta"]
-        except LINE_FAULTS:
+        except MALFORMED:
             self.damaged.append(f"line {number} of {self.name} is damaged")
 
     def _add(self, entry: dict[str, Any], values: dict[str, Any]) -> None:

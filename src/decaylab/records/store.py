@@ -32,7 +32,14 @@ from decaylab.errors import (
     UnknownName,
     printable,
 )
-from decaylab.records.files import disk_errors, replace_text
+from decaylab.records.files import (
+    MALFORMED,
+    READABLE,
+    TRAIN_AGAIN,
+    UNREADABLE,
+    disk_errors,
+    replace_text,
+)
 from decaylab.records.hits import TestHits
 from decaylab.records.ownership import Ownership, is_owned
 from decaylab.records.packing import read_rows
@@ -140,23 +147,21 @@ class RunFolder:
                 if not (isinstance(value, list) and all(isinstance(x, PLAIN) for x in value)):
                     raise ValueError(f"{key} is {value!r}")
             return values
-        except (ValueError, RecursionError) as error:  # no TOML, or not what a spec holds
-            remedy = "move the folder away and train again"
-            raise Damaged(self.path / "spec.toml", error, remedy) from error
+        except MALFORMED as error:  # no TOML, or not what a spec holds
+            raise Damaged(self.path / "spec.toml", error, TRAIN_AGAIN) from error
 
     def rows(self) -> Rows:
         """The rows that count, and what was left out; an error where nothing can be read."""
-        with self._reading("rows.jsonl"):
+        with self.reading("rows.jsonl"):
             return read_rows(self.path / "rows.jsonl")
 
     @contextmanager
-    def _reading(self, name: str) -> Iterator[None]:
+    def reading(self, name: str) -> Iterator[None]:
         """One sentence for whatever is wrong with a file, so that a list of runs goes on."""
         try:
             yield
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            remedy = "see to its owner and mode, or move the folder away"
-            raise NotRead(self.path / name, error, remedy) from error
+        except UNREADABLE as error:
+            raise NotRead(self.path / name, error, READABLE) from error
 
     def manifest(self) -> Manifest | None:
         """The manifest, None if the run has not got that far, an error if it is unreadable.
@@ -164,7 +169,7 @@ class RunFolder:
         A status `running` whose process is gone reads as `interrupted`.
         """
         path = self.path / "manifest.json"
-        with self._reading("manifest.json"):
+        with self.reading("manifest.json"):
             if not path.exists():
                 return None
         manifest = _parse_manifest(path)
@@ -317,7 +322,7 @@ def _parse_manifest(path: Path) -> Manifest:
         manifest = manifest_from(entry)
         if manifest.status not in get_args(Status):
             raise ValueError(f"status {manifest.status!r}")
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except UNREADABLE as error:
         raise Damaged(path, error, advice) from error
     return manifest
 
@@ -341,7 +346,12 @@ def _check_types(manifest: Manifest) -> None:
     """Refuse values that no version has written: what reads them expects numbers and text."""
     texts = (manifest.id, manifest.version, manifest.torch, manifest.device, manifest.tier)
     numbers = (manifest.started, manifest.updated, manifest.seed, manifest.resumes)
-    if not all(isinstance(text, str) for text in (*texts, manifest.message)):
+    if not all(isinstance(text, str) for text in (*texts, manifest.message, manifest.commit or "")):
         raise TypeError("a text is missing")
-    if not all(isinstance(number, (int, float)) for number in (*numbers, manifest.at_once)):
+    if not all(_is_number(number) for number in (*numbers, manifest.at_once)):
         raise TypeError("a number is missing")
+
+
+def _is_number(value: object) -> bool:
+    """Whether a float can hold it (and it is not nan)."""
+    return isinstance(value, (int, float)) and abs(value) < 2**53

@@ -1,4 +1,4 @@
-"""Another process that works while this one goes on."""
+"""Another process that works beside this one."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A training run while it goes on: how it stands, for a terminal or a page that refreshes.
+"""A training run under way: where it stands, for a terminal or a page that refreshes.
 
 Only files are read, so that it works beside any process that writes records.
 """
@@ -86,7 +86,7 @@ def _written(folder: Path) -> float:
 
 
 class Follower:
-    """Reads the records of a folder anew whenever something was written.
+    """Reads the records of a folder again whenever something was written.
 
     `baseline`: the same training without decay, for the verdict.
     """

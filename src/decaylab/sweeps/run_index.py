@@ -41,7 +41,9 @@ def indexed_runs(store: RunStore) -> tuple[list[IndexedRun], list[str]]:
         name = printable(summary.folder.id)
         left_out += [f"{name}: {note}" for note in summary.damaged]
         if summary.manifest is None:
-            left_out.append(f"{name}: it has no manifest, so it was never begun")
+            left_out.append(
+                f"{name}: it has no manifest, so it was never begun: delete it, or begin it"
+            )
             continue
         try:
             spec = RunSpec.of_summary(summary).resolved()

@@ -109,11 +109,14 @@ function drawChart(host, panel) {
 }
 
 function drawWhenSeen(hosts) {
-  // Thousands of points cost time: a chart is drawn when it comes into view.
+  // Thousands of points cost time: a chart is drawn when it comes into view, or is to be printed.
+  const waiting = new Set(hosts);
+  const draw = host => {
+    if (waiting.delete(host)) drawChart(host, JSON.parse(host.querySelector("script").textContent));
+  };
   const seen = new IntersectionObserver(entries => entries.forEach(entry => {
-    if (!entry.isIntersecting) return;
-    seen.unobserve(entry.target);
-    drawChart(entry.target, JSON.parse(entry.target.querySelector("script").textContent));
+    if (entry.isIntersecting) draw(entry.target);
   }), {rootMargin: "300px"});
   hosts.forEach(host => seen.observe(host));
+  addEventListener("beforeprint", () => waiting.forEach(draw));
 }
