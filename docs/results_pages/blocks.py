@@ -99,7 +99,9 @@ def misses(results: Results) -> str:
     assert filled.table is not None
     entries = [entry for entry in filled.table.entries if entry.ours.n]
     near = [entry for entry in entries if _distance(entry) <= WITHIN]
-    marked = [e for e in entries if e not in near and e.own.n and _distance(e, own=True) <= WITHIN]
+    marked = [
+        e for e in entries if e not in near and e.tuned.n and _distance(e, tuned=True) <= WITHIN
+    ]
     text = f"{len(near)} of the {len(entries)} cells that were run at tier full are within"
     text += f" {WITHIN:g} point of the paper at the published settings"
     text += f", {len(marked)} more at those of our own search (‡)." if marked else "."
@@ -117,7 +119,7 @@ def misses(results: Results) -> str:
             *(key_title(by_column(entry.key)), "yes" if entry.decayed else "no"),
             number(entry.paper),
             *(entry.ours.short(), _signed(entry.paper, entry.ours.mean)),
-            *(entry.own.short(), _signed(entry.paper, entry.own.mean), str(entry.ours.n)),
+            *(entry.tuned.short(), _signed(entry.paper, entry.tuned.mean), str(entry.ours.n)),
         ]
         for entry in entries
         if entry not in near
@@ -125,8 +127,8 @@ def misses(results: Results) -> str:
     return f"{text}\n{text_grid(header, rows)}" if rows else text
 
 
-def _distance(entry: Entry, *, own: bool = False) -> float:
-    difference = change(entry.paper, (entry.own if own else entry.ours).mean, "difference")
+def _distance(entry: Entry, *, tuned: bool = False) -> float:
+    difference = change(entry.paper, (entry.tuned if tuned else entry.ours).mean, "difference")
     return abs(difference) if difference is not None else 0.0
 
 
@@ -148,7 +150,7 @@ def first_order(results: Results) -> str:
             first = cell.key["optimizer"] in ("sgd", "adam")
             if first and cell.key["batch_norm"] and cell.key["weight_decay"]:
                 rows += _last_and_best(results, cell, cell.runs, (tier, "published"))
-                rows += _last_and_best(results, cell, cell.own, (tier, "our search"))
+                rows += _last_and_best(results, cell, cell.tuned_runs, (tier, "our search"))
     header = ["cell", "tier", "settings", "seed", "lr", "decay", "paper", "last epoch"]
     header += ["best epoch", "at epoch", "training accuracy"]
     return text_grid(header, rows) if rows else "*No such cell has been run yet.*\n"
@@ -242,7 +244,7 @@ def rules(results: Results) -> str:
 def superseded(results: Results) -> str:
     """Runs made before a fix of the numerics: no verdict uses them."""
     by_reason: dict[str, list[str]] = {}
-    for run in results.found:
+    for run in results.indexed:
         if why := superseded_why(run.manifest):
             by_reason.setdefault(why, []).append(f"`{run.manifest.id}` ({run.manifest.tier})")
     rows = [[f"{why[:1].upper()}{why[1:]}", ", ".join(runs)] for why, runs in by_reason.items()]

@@ -108,10 +108,10 @@ class Cell:
         missing: why there is no run: a search that has not been made.
         note: where the settings come from, if not from the published ones.
         searched: the fields that a search tried several values of, for these settings.
-        own: tables of accuracies: one spec per seed at the settings that our own search on held-out
-            images found, where there is one and it differs from those of `runs`. A second
+        tuned_runs: tables of accuracies: one spec per seed at the settings that our own search on
+            held-out images found, where there is one and it differs from those of `runs`. A second
             value, shown beside that of `runs` and marked; no claim is judged by it.
-        own_edges: of `own`, the fields that lie on the edge of what the search tried.
+        tuned_edges: of `tuned_runs`, the fields that lie on the edge of what the search tried.
     """
 
     artefact: str
@@ -124,8 +124,8 @@ class Cell:
     missing: str = ""
     note: str = ""
     searched: tuple[str, ...] = ()
-    own: tuple[RunSpec, ...] = ()
-    own_edges: tuple[str, ...] = ()
+    tuned_runs: tuple[RunSpec, ...] = ()
+    tuned_edges: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -328,7 +328,7 @@ def _own(
         return {}
     ours = _specs(key, scheme, tier, search, seeds)
     same = ours == _specs(key, scheme, tier, None, seeds)
-    return {} if same else {"own": ours, "own_edges": search.edges}
+    return {} if same else {"tuned_runs": ours, "tuned_edges": search.edges}
 
 
 def spec_for(key: Mapping[str, Any], scheme: str, tier: str) -> RunSpec:
