@@ -4,6 +4,8 @@ import importlib
 import math
 import os
 import re
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,8 @@ RUNS_LEFT = 75
 
 MOST_CHOICES = 40
 """So many names are listed where an unknown one was given."""
+
+_NOT_THE_USERS = {"decaylab", "torch", "contextlib"}
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -386,6 +390,14 @@ def _closest(name: str, known: list[str]) -> str:
     letters = Counter(name)
     near = get_close_matches(name[:100], known, n=3, cutoff=0.6)
     return max(near, key=lambda other: (letters & Counter(other)).total(), default="")
+
+
+def warn_user(text: str) -> None:
+    """Warn at the user's own line, however much of decaylab and torch lies above it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 @contextmanager

@@ -230,6 +230,97 @@ def test_huggingface_conv1d_is_a_linear_layer_turned(kind):
     assert_same_training((ours, linear), pairs, batches)
 
 
+class Folded(nn.Module):
+    """A transposed convolution of an image: a Linear at each position, whose patches are added."""
+
+    def __init__(self, layer: nn.ConvTranspose2d, size: tuple[int, int]) -> None:
+        super().__init__()
+        weight = layer.weight.detach().flatten(1)
+        self.linear = nn.Linear(*weight.shape, bias=False, dtype=weight.dtype)
+        self.linear.weight.data = weight.T.clone()
+        self.bias = nn.Parameter(layer.bias.detach().clone())
+        self.fold = nn.Fold(size, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+
+    def forward(self, x):
+        return self.fold(self.linear(x.flatten(2).mT).mT) + self.bias[:, None, None]
+
+
+TRANSPOSED = {
+    "apart": {"kernel_size": 2, "stride": 2},
+    "overlapping": {"kernel_size": 3, "stride": 2, "padding": 1, "output_padding": 1},
+    "dilated": {"kernel_size": (2, 3), "stride": (1, 2), "dilation": 2, "padding": (1, 0)},
+}
+
+
+def transposed_nets(case: str) -> tuple[nn.Module, nn.Module]:
+    layer = seeded(lambda: nn.ConvTranspose2d(3, 2, **TRANSPOSED[case]))
+    size = layer(random(1, 3, 3, 4)).shape
+    head = seeded(lambda: nn.Linear(size.numel(), CLASSES))
+    nets = (
+        nn.Sequential(first, nn.Tanh(), nn.Flatten(), copy.deepcopy(head))
+        for first in (layer, Folded(layer, tuple(size[2:])))
+    )
+    return tuple(nets)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", TRANSPOSED)
+def test_a_transposed_convolution_is_a_linear_layer_whose_patches_add_up(case, kind):
+    ours, linear = transposed_nets(case)
+    x = random(5, 3, 3, 4)
+    torch.testing.assert_close(ours(x), linear(x))
+    found, expected = measured(ours, x, kind), naive(linear, x, kind)
+    assert_close(found["0"], expected["0.linear"])
+    assert_close(found["3"], expected["3"])
+
+
+@pytest.mark.parametrize("case", TRANSPOSED)
+def test_steps_of_a_transposed_convolution_are_those_of_the_linear_layer(case):
+    ours, linear = transposed_nets(case)
+
+    def turned_back(weight):
+        return weight.T.view_as(ours[0].weight)
+
+    pairs = [("0.weight", "0.linear.weight", turned_back), ("0.bias", "0.bias", plain)]
+    batches = [(random(5, 3, 3, 4, seed=s), labels_for(5, classes=CLASSES)) for s in range(4)]
+    assert_same_training((ours, linear), pairs, batches)
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_groups_of_a_transposed_convolution_are_layers_of_their_own(axes, sharing):
+    """Of any number of axes; and the matrix that probes read is the weight's."""
+    layer_of = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[axes - 1]
+    both = seeded(lambda: layer_of(4, 6, 3, 2, 1, groups=2, bias=False))
+    x = random(5, 4, *(3,) * axes)
+    length = both(x)[0, :3].numel()
+    heads = seeded(lambda: nn.ModuleList(nn.Linear(length, CLASSES) for _ in range(2)))
+
+    class Halves(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.layers, self.heads = layers, heads
+
+        def forward(self, x):
+            if isinstance(self.layers, nn.ModuleList):
+                outputs = [f(part) for f, part in zip(self.layers, x.chunk(2, 1), strict=True)]
+            else:
+                outputs = self.layers(x).chunk(2, 1)
+            return sum(f(o.flatten(1)) for f, o in zip(self.heads, outputs, strict=True))
+
+    apart = nn.ModuleList(layer_of(2, 3, 3, 2, 1, bias=False).double() for _ in range(2))
+    for part, weight in zip(apart, both.weight.chunk(2), strict=True):
+        part.weight.data = weight.detach().clone()
+    found = measured(Halves(both), x, KINDS[0], sharing=sharing)["layers"]
+    expected = measured(Halves(apart), x, KINDS[0], sharing=sharing)
+    for group in range(2):
+        alone = expected[f"layers.{group}"]
+        torch.testing.assert_close(found.A[group], alone.A)
+        torch.testing.assert_close(found.T * found.S[group], alone.T * alone.S)
+        matrix = found.site.as_matrix(both.weight)[group]
+        torch.testing.assert_close(matrix, apart[group].weight.flatten(1).T)
+
+
 CASES = [
     {"same": True},
     {"same": True, "first": False},

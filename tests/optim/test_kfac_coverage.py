@@ -48,7 +48,7 @@ REASONS = {
     "noisy.bias": "Noisy is a Conv1d with code of its own",
     "extra.weight": "Linear",
     "extra.bias": "Linear",
-    "extra.gain": "'gain' is not a weight or bias of a Linear",
+    "extra.gain": "'gain' is no part of the block of a Linear",
     "frozen.weight": "frozen when the optimizer was built",
     "norm.weight": "LayerNorm has no Kronecker-factored block",
     "norm.bias": "LayerNorm has no Kronecker-factored block",

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import nullcontext
 from fractions import Fraction
 
 import numpy
@@ -175,6 +176,23 @@ def test_observing_the_wrong_logits():
     strange = random(6, CLASSES).requires_grad_() * 2
     with pytest.raises(DecaylabError, match="do not depend on"):
         opt.observe(strange)
+
+
+@pytest.mark.parametrize(
+    ("link", "likelihood", "curvature", "refused"),
+    [
+        (nn.Softmax(-1), "categorical", "fisher", True),
+        (nn.Sigmoid(), "bernoulli", "fisher", True),
+        (nn.LogSoftmax(-1), "categorical", "fisher", False),  # logits that are shifted
+        (nn.Sigmoid(), "gaussian", "fisher", False),
+        (nn.Softmax(-1), "categorical", "gauss-newton", False),  # of whatever the model returns
+    ],
+)
+def test_probabilities_in_the_place_of_logits(link, likelihood, curvature, refused):
+    model = nn.Sequential(nn.Linear(4, 3), link)
+    opt = KFAC(model, 0.1, likelihood=likelihood, curvature=curvature)
+    with pytest.raises(DecaylabError, match="probabilities") if refused else nullcontext():
+        train_step(opt, model, random(6, 4).float(), labels_for(6, classes=3))
 
 
 def test_a_step_without_any_forward_pass():
@@ -431,6 +449,7 @@ def test_a_singular_factor_is_no_crash(dtype):
 def test_a_loop_that_goes_nowhere_is_told_so_once():
     model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
     opt = KFAC(model, lr=0.1, refresh_every=5)
+    torch.optim.lr_scheduler.StepLR(opt, 1000)  # a wrapper more around step()
     x, y = random(6, 3), labels_for(6, classes=2)
     for good in (True, False, True):  # fewer than ten in a row are an accident
         for _ in range(9):

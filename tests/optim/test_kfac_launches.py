@@ -95,6 +95,32 @@ def test_how_many_there_are(monkeypatch):
     assert replayed["invert"] - replayed["refresh"] <= 15
 
 
+def measuring_launches(depth, **how):
+    """What a pass launches beyond a plain one where a refresh is due: backward again, and sums."""
+    hidden = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth)]
+    model = nn.Sequential(*hidden, nn.Linear(WIDTH, CLASSES))
+    opt = KFAC(model, 1e-3, step_scaling="rms", refresh_every=2, invert_every=100, **how)
+    counts = {}
+    for _ in range(4):
+        due = opt.refresh_due
+        with Counted() as counted:
+            loss = nn.functional.cross_entropy(
+                model(torch.randn(4, WIDTH)), labels_for(4, classes=CLASSES)
+            )
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        counts[due] = counted.launches
+    return counts[True] - counts[False]
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "gauss-newton"])
+def test_what_a_layer_adds_to_a_measurement(curvature):
+    """Its backward pass (tanh, a product), input rows with a 1 behind them, a product per side."""
+    few, many = (measuring_launches(depth, curvature=curvature) for depth in (2, 7))
+    assert many - few <= 5 * 7
+
+
 def test_the_diagonal_blocks_of_a_triangle_are_copied_together(monkeypatch):
     """However many there are: those of one size at once, and what is left of the last."""
     monkeypatch.setattr(inverses, "BLOCK", 4)

@@ -53,6 +53,20 @@ def test_a_compiled_model(in_place):
     assert set(opt.factors()) == {"0", "3"}
 
 
+def test_a_step_in_a_compiled_function_is_the_plain_one():
+    model, plain = seeded(net), seeded(net)
+    options = {"outputs": "exact", "refresh_every": 2, "invert_every": 2}
+    opt, expected = KFAC(model, 0.1, **options), KFAC(plain, 0.1, **options)
+    step = torch.compile(lambda: opt.step(), backend="eager")
+    for number in range(4):
+        images, labels = data(number)
+        cross_entropy(model(images), labels).backward()
+        step()
+        opt.zero_grad()
+        train_step(expected, plain, images, labels)
+    assert torch.equal(flat(model), flat(plain))
+
+
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant: bool | None, norm: bool = False) -> None:
         super().__init__()

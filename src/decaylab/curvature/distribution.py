@@ -30,7 +30,6 @@ Another way to distribute is another class with the methods of `Distribution`.
 """
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -44,6 +43,7 @@ from decaylab.curvature.capture import wrappings
 from decaylab.curvature.factors import Sums
 from decaylab.curvature.kinds.kind import Site
 from decaylab.curvature.preconditioner import Inversion
+from decaylab.errors import warn_user
 
 # Bytes that are sent in one go: small tensors travel together, and large ones need no second room.
 SENT_AT_ONCE = 2**27
@@ -302,13 +302,12 @@ def distribution_of(model: nn.Module, group: Any, *, equal_shares: bool = False)
         ranks = EqualShares if equal_shares else Ranks
         return ranks(group, dist.get_rank(group), size, wrapper) if size > 1 else Alone()
     if guards.several():
-        warnings.warn(
+        warn_user(
             "there are several processes, and KFAC was given a model that is not in a "
             "DistributedDataParallel: its factors are those of this process's rows. For a model of "
             "its own that is right; where the processes train one together, build "
             "KFAC(DistributedDataParallel(model), ...), or "
-            "options=KFACOptions(process_group=torch.distributed.group.WORLD)",
-            stacklevel=3,
+            "options=KFACOptions(process_group=torch.distributed.group.WORLD)"
         )
     return Alone()
 

@@ -171,14 +171,28 @@ def check_classes(heads: Sequence[Tensor], before: tuple[int, ...] | None) -> tu
     return classes
 
 
+# By likelihood: what makes probabilities of logits, and the loss that does it by itself.
+LINKS = {
+    "categorical": ("softmax", "cross_entropy"),
+    "bernoulli": ("sigmoid", "binary_cross_entropy_with_logits"),
+}
+
+
 def check_graph(heads: Sequence[Tensor], outputs: Mapping[Node, Any], measurement: Any) -> None:
-    """Refuse logits with the classes in axis 1, and heads of an earlier pass.
+    """Refuse probabilities, logits with the classes in axis 1, and heads of an earlier pass.
 
     `outputs` has the sites whose outputs the nodes make.
     """
     categorical = (measurement.curvature, measurement.likelihood) == ("fisher", "categorical")
+    link, loss = LINKS.get(measurement.likelihood, ("", ""))
     for head in heads:
         node: Any = get_gradient_edge(head).node
+        if link and measurement.curvature == "fisher" and node.name() == f"{link.title()}Backward0":
+            raise DecaylabError(
+                f"the model returns probabilities, and a {measurement.likelihood} likelihood is "
+                f"one of logits: leave its last {link} out and use {loss}, which contains it, or "
+                "hand over what lies before it with opt.observe(logits) and logits='observed'"
+            )
         while node.name().startswith("Upsample"):  # segmentation nets enlarge their logits
             node = node.next_functions[0][0]
         last = outputs.get(node)

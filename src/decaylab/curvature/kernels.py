@@ -4,7 +4,6 @@ Each has a version in plain torch, which is what runs on a CPU or without Triton
 kernel is tested against. Those that return False have done nothing.
 """
 
-import warnings
 from collections.abc import Sequence
 from functools import cache
 from subprocess import SubprocessError
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from decaylab.errors import warn_user
 
 BLOCK = 4096
 # The most columns of a tile of BLOCK numbers.
@@ -92,10 +93,9 @@ def _launched(
             getattr(_kernels(), name)[grid](*arguments, **constants)
     except (RuntimeError, OSError, SubprocessError) as error:  # what compiling it runs into
         _usable = False
-        message = (
+        warn_user(
             f"Triton cannot compile here ({error}): K-FAC measures its factors by torch, slower"
         )
-        warnings.warn(message, stacklevel=2)
         return False
     return True
 

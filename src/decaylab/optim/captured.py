@@ -28,7 +28,6 @@ each replay: keep them outside, or give what they depend on as an argument. Grad
 read between captured steps.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from enum import Enum
@@ -38,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, warn_user
 from decaylab.optim.graphs import Captured, CudaGraphs, Graphs
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.update import settings_of
@@ -221,7 +220,7 @@ class CapturedStep(Generic[Result]):
             if len(self._inputs) >= self._shapes:
                 if not self._told_of_shapes:
                     self._told_of_shapes = True
-                    warnings.warn(str(NotCapturable(Obstacle.SHAPES, self._shapes)), stacklevel=3)
+                    warn_user(str(NotCapturable(Obstacle.SHAPES, self._shapes)))
                 return None
             inputs = self._inputs[key] = _Inputs(key, leaves, structure, self._device)
         inputs.fill(leaves)
@@ -305,7 +304,7 @@ class CapturedStep(Generic[Result]):
         self._rates.clear()
         if self._on_failure == "raise":
             raise failure
-        warnings.warn(f"{failure}; it runs as it is", stacklevel=4)
+        warn_user(f"{failure}; it runs as it is")
 
 
 class _Inputs:

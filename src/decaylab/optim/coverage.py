@@ -1,6 +1,5 @@
 """Which parameters K-FAC preconditions, layer by layer, and who steps the others."""
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from decaylab.curvature.blocks import Placement
 from decaylab.curvature.kinds.kind import Reason
-from decaylab.errors import DecaylabError, Lacks, Misplaced
+from decaylab.errors import DecaylabError, Lacks, Misplaced, warn_user
 
 # Arguments of KFAC that a param group cannot have for itself.
 OF_ALL_GROUPS = {
@@ -28,7 +27,7 @@ WORDS = {
     Reason.EXCLUDED: "excluded by name",
     Reason.OWN_CODE: "{0} is a {1} with code of its own",
     Reason.NO_BLOCK: "{0} has no Kronecker-factored block",
-    Reason.NO_PART: "{0!r} is not a weight or bias of a {1}",
+    Reason.NO_PART: "{0!r} is no part of the block of a {1}",
     Reason.COMPUTED: "its weight is computed (parametrized)",
     Reason.RECURRENT: "{0} multiplies in one kernel with its gates, where no product can be seen",
     Reason.SPARSE: "{0} has sparse gradients",
@@ -85,10 +84,9 @@ def coverage_of(
     if 2 * inside < total:
         largest = max((c for c in wanted if c.block is None), key=lambda c: c.size)
         name = next(name for name, c in coverage.items() if c is largest)
-        warnings.warn(
+        warn_user(
             f"K-FAC covers {inside / total:.0%} of the parameters, and {others} steps the others: "
-            f"the largest is {name!r} ({largest.explanation}); coverage() lists them all",
-            stacklevel=3,
+            f"the largest is {name!r} ({largest.explanation}); coverage() lists them all"
         )
     return coverage
 

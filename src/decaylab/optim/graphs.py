@@ -10,6 +10,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from decaylab.errors import warn_user
+
 Result = TypeVar("Result")
 
 # Runs before the capture: they make lazily created state (momentum buffers, cuDNN plans) and are
@@ -220,7 +222,7 @@ class Captured(Generic[Result]):
                     raise
                 self._eager_runs = math.inf
                 reason = str(error).splitlines()[0]
-                warnings.warn(f"{self._name} cannot be captured ({reason}): slower", stacklevel=2)
+                warn_user(f"{self._name} cannot be captured ({reason}): slower")
         if self._replay is not None:
             return self._replay()
         self._runs += 1

@@ -1,6 +1,5 @@
 """What K-FAC refuses: arguments, param groups, refreshes and state dicts that make no sense."""
 
-import warnings
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.factors import RunningFactors, Sums
-from decaylab.errors import FRACTION, NOT_NEGATIVE, DecaylabError, WrongType
+from decaylab.errors import FRACTION, NOT_NEGATIVE, DecaylabError, WrongType, warn_user
 from decaylab.optim.decay import check_decay
 from decaylab.optim.update import skipped_when_fused
 
@@ -57,12 +56,12 @@ def check_measured(factors: RunningFactors, sums: Mapping[str, Sums]) -> None:
             raise DecaylabError(
                 "no forward pass was observed before the first step: run the model that KFAC "
                 "was built with, in train mode and with grad enabled (a compiled model: build "
-                "KFAC with what torch.compile returned, or after model.compile())"
+                "KFAC with what torch.compile returned, or after model.compile(); a compiled "
+                "function that calls the model: compile the model instead)"
             )
-        warnings.warn(
+        warn_user(
             "a refresh was due, but no forward pass in train mode was observed: "
-            "the factors stay as they are",
-            stacklevel=5,
+            "the factors stay as they are"
         )
     unseen = [
         name

@@ -1,12 +1,11 @@
 """Steps that K-FAC leaves out, counted on the device."""
 
-import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, warn_user
 
 # So many steps in a row without a finite gradient are no accident.
 TOLERATED = 10
@@ -60,7 +59,7 @@ class Skips:
             return
         if int(self._host_counts[1]) >= TOLERATED:
             self._warned = True
-            warnings.warn(_message(int(self._host_counts[1])), stacklevel=7)  # who called step
+            warn_user(_message(int(self._host_counts[1])))
             return
         self._host_counts.copy_(self.counts, non_blocking=True)
         if self._copied is not None:

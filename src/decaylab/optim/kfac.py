@@ -246,6 +246,7 @@ class KFAC(torch.optim.Optimizer):
             self.estimator.seed, self.scale_free.norms, self.generator
         )
 
+    @torch._disable_dynamo  # in a function that is compiled it runs as it is
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Refresh if due, invert if due, then update every parameter that has a gradient."""

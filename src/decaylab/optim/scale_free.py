@@ -1,6 +1,5 @@
 """Scale-free damping: the effective damping of Eq. 14 stays where it was asked to be."""
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.blocks import Block
-from decaylab.errors import check_name
+from decaylab.errors import check_name, warn_user
 from decaylab.networks import roles
 from decaylab.networks.roles import normalised_layers
 
@@ -78,12 +77,11 @@ def invariant_layers(
         name for name, block in blocks.items() if name in set(named) and block.site.trains_weight
     ]
     if by_order and (guessed := _guessed(model, invariant)):
-        warnings.warn(
+        warn_user(
             f"scale-free damping takes layer {guessed[0]!r} (of {len(guessed)} such) for "
             "scale-invariant by the order of modules alone, and a residual sum may stand before "
             "its normalisation: name the layers that are, as roles(model, inputs) measures them, "
-            "with options=KFACOptions(invariant=...)",
-            stacklevel=3,
+            "with options=KFACOptions(invariant=...)"
         )
     return invariant
 

@@ -7,8 +7,17 @@ from decaylab.curvature.kinds.embedding import Embedding
 from decaylab.curvature.kinds.grouped import Attention, Experts
 from decaylab.curvature.kinds.kind import Kind
 from decaylab.curvature.kinds.linear import Linear, TransposedLinear
+from decaylab.curvature.kinds.transposed_conv import TransposedConv
 
-KINDS: list[Kind] = [Linear(), Conv(), Embedding(), TransposedLinear(), Attention(), Experts()]
+KINDS: list[Kind] = [
+    Linear(),
+    Conv(),
+    TransposedConv(),
+    Embedding(),
+    TransposedLinear(),
+    Attention(),
+    Experts(),
+]
 
 
 def kind_of(module: nn.Module) -> Kind | None:

@@ -65,7 +65,7 @@ class Conv(Kind):
         """Sum of patch patch' over examples and output positions, and how many there are."""
         columns = site.columns(uses[0].inputs.device)
         inputs = [product_ready(use.inputs.to_dense(), site.shape.dtype) for use in uses]
-        calls = [_patch_rows(site, x, columns) for x in inputs]
+        calls = [patch_rows(site, x, columns) for x in inputs]
         rows, count = counted_rows(calls, None, sharing)
         return second_moment(rows, site.shape.dtype, diagonal=site.shape.input_diagonal), count
 
@@ -73,16 +73,11 @@ class Conv(Kind):
         self, site: Site, uses: list[Use], gradients: list[Tensor], sharing: Sharing
     ) -> Tensor:
         """Sum of g g' over them."""
-        module: Any = site.module
-        axes = len(module.kernel_size)
-        ready = [product_ready(g, site.shape.dtype) for g in gradients]
-        batched = [g[None] if g.dim() == axes + 1 else g for g in ready]
-        split = [
-            g.reshape(len(g), module.groups, site.shape.output_dim, g.shape[2:].numel())
-            for g in batched
-        ]
-        rows = shared(joined([g.permute(1, 0, 3, 2) for g in split], sharing), sharing, torch.sum)
-        return second_moment(rows, site.shape.dtype, diagonal=site.shape.output_diagonal)
+        shape = site.shape
+        ready = [product_ready(g, shape.dtype) for g in gradients]
+        vectors = joined([channel_rows(site, g, shape.output_dim) for g in ready], sharing)
+        rows = shared(vectors, sharing, torch.sum)
+        return second_moment(rows, shape.dtype, diagonal=shape.output_diagonal)
 
     def same_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a functional call (behind input, weight and bias) is the module's own."""
@@ -132,7 +127,16 @@ def patches(layer: Convolution, inputs: Tensor, *, channels_last: bool) -> Tenso
     return view.movedim(2 + axes, -1) if channels_last else view
 
 
-def _patch_rows(site: Site, inputs: Tensor, columns: Columns) -> Tensor:
+def channel_rows(site: Site, images: Tensor, width: int) -> Tensor:
+    """A view [groups, examples, positions, width] of images [examples, groups * width, *axes]."""
+    layer: Any = site.module
+    if images.dim() == len(layer.kernel_size) + 1:
+        images = images[None]
+    split = images.reshape(len(images), site.groups, width, images.shape[2:].numel())
+    return split.permute(1, 0, 3, 2)
+
+
+def patch_rows(site: Site, inputs: Tensor, columns: Columns) -> Tensor:
     """[groups, examples, positions, wide] of a convolution's inputs: its patches, copied once."""
     layer: Any = site.module
     axes = len(layer.kernel_size)
@@ -154,7 +158,7 @@ def _patch_rows(site: Site, inputs: Tensor, columns: Columns) -> Tensor:
 
 
 def _gathered(layer: Convolution, inputs: Tensor, columns: Columns) -> Tensor | None:
-    """`_patch_rows` in plain order by one kernel; None if there is none for this layer."""
+    """`patch_rows` in plain order by one kernel; None if there is none for this layer."""
     axes = len(layer.kernel_size)
     if axes > 2 or layer.padding_mode != "zeros" or inputs.dim() != axes + 2:
         return None

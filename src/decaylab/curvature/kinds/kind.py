@@ -153,7 +153,7 @@ class Site:
     def as_matrix(self, weight: Tensor) -> Tensor:
         """A tensor in the shape of the weight as [groups, out, in], in the order of `weight`."""
         if self.shape.transposed:
-            return weight.mT[None]
+            return weight.reshape(self.groups, self.shape.width, -1).mT
         return weight.reshape(self.groups, self.shape.output_dim, -1)
 
     def in_weight_order(self, side: Tensor) -> Tensor:
