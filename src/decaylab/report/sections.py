@@ -81,9 +81,9 @@ def _table(
     several = sides.count(True) > 1 or sides.count(False) > 1
     entries = []
     for cell, scheme in zip(artefact_cells, schemes, strict=True):
-        ours, tuned = (
+        ours, searched = (
             OverSeeds(tuple(factor * value for value in finished_runs.values(specs, metric)))
-            for specs in (cell.runs, cell.tuned_runs)
+            for specs in (cell.runs, cell.searched_runs)
         )
         entries.append(
             Entry(
@@ -93,9 +93,7 @@ def _table(
                 ours=ours,
                 tier=tier,
                 comparable=not TIERS[tier].on_digits,
-                searched=OverSeeds(
-                    tuple(factor * v for v in finished_runs.values(cell.searched_runs, metric))
-                ),
+                searched=searched,
                 setting=_setting(cell),
                 scheme=scheme if several else "",
             )
