@@ -18,13 +18,13 @@ NAMES = {
     "rotation": "rotation",
     "size": "size",
     "damping": "damping",
-    "interaction": "interaction",
+    "interaction": "interaction (in the above)",
     "others": "other parameters",
     "direction": "step direction",
 }
 
 
-SHORT_NAMES = {"others": "others", "direction": "direction", "interaction": "together"}
+SHORT_NAMES = {"others": "others", "direction": "direction", "interaction": "(together)"}
 PATHS_TEXT = (
     "What a layer went through in each arm. An arm takes each path either from the run with decay"
     " or from the run without it: lines that lie on one another show that it held."
