@@ -185,3 +185,12 @@ def test_intervals_hold_the_truth_as_often_as_they_say(paths):
     deviation = (0.95 * 0.05 / experiments) ** 0.5
     assert len(held) == 1 + 3 * len(paths)
     assert all(abs(count / experiments - 0.95) < 4 * deviation for count in held.values()), held
+
+
+def test_a_total_without_spread_is_doubted():
+    """Two seeds of a coarse metric agree to the last digit by chance."""
+    plan = Plan(TWO)
+    values = results(plan, lambda on, _, seed: seed + len(on) + 0.1 * seed * (on == {"size"}))
+    shares = decompose("y", plan, values)
+    assert shares.total.low == pytest.approx(shares.total.high)
+    assert shares.doubt is Doubt.NO_SPREAD

@@ -165,6 +165,8 @@ def decompose(metric: str, plan: Plan, results: Sequence[ArmResult]) -> Shares:
         doubt = Doubt.ONE_SEED
     elif 0.0 in estimate(totals):
         doubt = Doubt.TOTAL_UNCLEAR
+    elif math.isclose(min(totals), max(totals), rel_tol=1e-9):
+        doubt = Doubt.NO_SPREAD
     return Shares(
         metric=metric,
         total=total,
