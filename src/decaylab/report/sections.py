@@ -81,16 +81,19 @@ def _table(
     several = sides.count(True) > 1 or sides.count(False) > 1
     entries = []
     for cell, scheme in zip(artefact_cells, schemes, strict=True):
-        values = tuple(factor * value for value in finished_runs.values(cell.runs, metric))
+        ours, searched = (
+            OverSeeds(tuple(factor * value for value in finished_runs.values(specs, metric)))
+            for specs in (cell.runs, cell.searched_runs)
+        )
         entries.append(
             Entry(
                 key=tuple(str(cell.key.get(name, "")) for name in columns),
                 decayed=scheme not in UNDECAYED,
                 paper=cell.paper,
-                ours=OverSeeds(values),
+                ours=ours,
                 tier=tier,
                 comparable=not TIERS[tier].on_digits,
-                own=OverSeeds(tuple(factor * v for v in finished_runs.values(cell.own, metric))),
+                searched=searched,
                 setting=_setting(cell),
                 scheme=scheme if several else "",
             )
@@ -101,16 +104,16 @@ def _table(
 
 def _setting(cell: Cell) -> str:
     """What our own search found for a cell, beside what is published."""
-    if not cell.own:
+    if not cell.searched_runs:
         return ""
-    ours, theirs = cell.own[0], cell.runs[0]
+    ours, theirs = cell.searched_runs[0], cell.runs[0]
     words = {"lr": "lr", "weight_decay": "decay", "damping": "damping"}
     values = [
         f"{word} {getattr(ours, name):g} instead of {getattr(theirs, name):g}"
         for name, word in words.items()
         if getattr(ours, name) != getattr(theirs, name)
     ]
-    edges = " and ".join(words[name] for name in cell.own_edges)
+    edges = " and ".join(words[name] for name in cell.searched_edges)
     return ", ".join(values) + (f", on the edge of what was tried: {edges}" if edges else "")
 
 
