@@ -68,7 +68,9 @@ class Results:
 
     def runs_of(self, cells: Sequence[Cell]) -> dict[str, FinishedRun]:
         """The finished runs of some cells, each once, those at our own settings too."""
-        specs = [spec for cell in cells for spec in (*cell.runs, *cell.own, *cell.sources)]
+        specs = [
+            spec for cell in cells for spec in (*cell.runs, *cell.searched_runs, *cell.sources)
+        ]
         runs_by_id = {spec.id: self.finished_runs.of(spec) for spec in specs}
         return {name: run for name, run in runs_by_id.items() if run is not None}
 

@@ -108,7 +108,7 @@ def test_misses_are_what_is_over_a_point_off_and_own_settings_count_when_marked(
     adam = select(cells("table1", "full"), [*VGG, "optimizer=adam"])[0]
     write(store, plain.runs[0], 0.8650)  # the paper: 86.99
     write(store, decayed.runs[0], 0.8566)  # 88.85
-    write(store, decayed.own[0], 0.8840)
+    write(store, decayed.searched_runs[0], 0.8840)
     write(store, adam.runs[0], 0.8845)
     text = block("misses", store)
     assert text.startswith("2 of the 3 cells that were run at tier full are within 1 point")

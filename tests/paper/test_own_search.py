@@ -21,23 +21,23 @@ def test_the_published_runs_stay_and_ours_are_added(tmp_path):
     plain, decayed = of("table1", write_searched(tmp_path), seeds=2)
     before = of("table1", None, seeds=2)
     assert [cell.runs for cell in (plain, decayed)] == [cell.runs for cell in before]
-    assert plain.own == ()
-    assert [(run.lr, run.weight_decay, run.seed) for run in decayed.own] == [
+    assert plain.searched_runs == ()
+    assert [(run.lr, run.weight_decay, run.seed) for run in decayed.searched_runs] == [
         (0.03, 3e-4, 0),
         (0.03, 3e-4, 1),
     ]
-    assert {run.held_out for run in decayed.own} == {False}
-    assert decayed.own[0].epochs == decayed.runs[0].epochs
+    assert {run.held_out for run in decayed.searched_runs} == {False}
+    assert decayed.searched_runs[0].epochs == decayed.runs[0].epochs
 
 
 def test_a_search_at_tier_short_serves_tier_full(tmp_path):
     _, decayed = of("table1", write_searched(tmp_path), tier="full")
-    assert [run.epochs for run in decayed.own] == [200]
+    assert [run.epochs for run in decayed.searched_runs] == [200]
 
 
 def test_a_winner_that_is_the_published_one_needs_no_second_value(tmp_path):
     _, decayed = of("table1", write_searched(tmp_path, lr=0.1, weight_decay=1e-3))
-    assert decayed.own == ()
+    assert decayed.searched_runs == ()
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,10 @@ def test_a_winner_that_is_the_published_one_needs_no_second_value(tmp_path):
 def test_only_tables_of_accuracies_have_it(tmp_path, tier, dataset, having):
     folder = write_searched(tmp_path, tier=tier, dataset=dataset)
     found = {
-        name for name in artefacts() for c in cells(name, tier, searched_folder=folder) if c.own
+        name
+        for name in artefacts()
+        for c in cells(name, tier, searched_folder=folder)
+        if c.searched_runs
     }
     assert found == having
 
@@ -59,11 +62,11 @@ def test_only_tables_of_accuracies_have_it(tmp_path, tier, dataset, having):
 def test_on_digits_all_that_are_one_run_have_it_and_the_legend_says_whose_settings(tmp_path):
     folder = write_searched(tmp_path, tier="quick", dataset="digits")
     store, found = RunStore(tmp_path), cells("table1", "quick", searched_folder=folder)
-    having = [cell for cell in found if cell.own]
+    having = [cell for cell in found if cell.searched_runs]
     assert {cell.key["dataset"] for cell in having} == {"cifar10", "cifar100"}
     assert {cell.key["augment"] for cell in having} == {0, 1}
-    assert len({cell.own[0].id for cell in having}) == 1
-    for spec, accuracy in ((having[0].runs[0], 0.86), (having[0].own[0], 0.89)):
+    assert len({cell.searched_runs[0].id for cell in having}) == 1
+    for spec, accuracy in ((having[0].runs[0], 0.86), (having[0].searched_runs[0], 0.89)):
         write_run(store, spec, {"test/accuracy": accuracy}, tier="quick")
     table = fill(artefact_of("table1"), "quick", FinishedRuns(store), 1).table
     texts = [cell.text for row in to_grid(table).rows for cell in row]
@@ -76,7 +79,7 @@ def test_on_digits_all_that_are_one_run_have_it_and_the_legend_says_whose_settin
 def test_the_legend_says_where_a_search_ended_on_the_edge(tmp_path, tried, on_edge):
     _, decayed = of("table1", write_searched(tmp_path, tried=tried))
     store = RunStore(tmp_path)
-    for spec in (*decayed.runs, *decayed.own):
+    for spec in (*decayed.runs, *decayed.searched_runs):
         write_run(store, spec, {"test/accuracy": 0.9}, tier="short")
     said = legend(fill(artefact_of("table1"), "short", FinishedRuns(store), 1).table)
     assert "decay 0.0003 instead of 0.001" in said
@@ -87,7 +90,7 @@ def test_the_legend_says_where_a_search_ended_on_the_edge(tmp_path, tried, on_ed
 def test_reproduce_makes_both(tmp_path):
     chosen = of("table1", write_searched(tmp_path))
     assert len(plan(chosen)) == 3
-    assert plan(chosen)[-1].spec == chosen[1].own[0]
+    assert plan(chosen)[-1].spec == chosen[1].searched_runs[0]
     assert len(plan(of("table1", None))) == 2
 
 
@@ -95,7 +98,11 @@ def test_the_table_shows_both_and_claims_go_by_the_published_settings(tmp_path):
     folder = write_searched(tmp_path)
     plain, decayed = of("table1", folder)
     store = RunStore(tmp_path)
-    for spec, accuracy in ((plain.runs[0], 0.87), (decayed.runs[0], 0.86), (decayed.own[0], 0.89)):
+    for spec, accuracy in (
+        (plain.runs[0], 0.87),
+        (decayed.runs[0], 0.86),
+        (decayed.searched_runs[0], 0.89),
+    ):
         write_run(store, spec, {"test/accuracy": accuracy, "exposure/stage": 2.0}, tier="short")
     finished_runs = FinishedRuns(store)
     filled = fill(artefact_of("table1"), "short", finished_runs, 1)

@@ -124,7 +124,9 @@ def test_csv_has_the_key_columns_then_paper_ours_spread_n_tier():
 
 
 def test_a_number_at_our_own_searchs_settings_stands_beside_and_is_marked():
-    searched = replace(entry(92.0, 88.0, decayed=True), own=OverSeeds((91.5,)), setting="lr 0.03")
+    searched = replace(
+        entry(92.0, 88.0, decayed=True), searched=OverSeeds((91.5,)), setting="lr 0.03"
+    )
     both = table(entry(90.0, 90.0), searched)
     (row,) = [[cell.text for cell in row] for row in to_grid(both).rows]
     assert row[5:8] == ["92.00", "88.00, ‡ 91.50", "-4.00, ‡ -0.50"]

@@ -163,7 +163,7 @@ def _use(plan: SearchPlan, scheme: str, folder: Path, best: RunSpec) -> str:
     used = []
     for name in artefacts():
         cells_of_artefact = cells(name, plan.tier, searched_folder=folder)
-        specs = [spec for cell in cells_of_artefact for spec in (*cell.runs, *cell.own)]
+        specs = [spec for cell in cells_of_artefact for spec in (*cell.runs, *cell.searched_runs)]
         if plan.cell and plan.cell.get("constant_lr"):  # searched in its first epochs alone
             epochs = best.epochs
             constant = [spec for spec in specs if spec.lr_drop_every == spec.epochs]

@@ -155,12 +155,13 @@ def e8(bench: Bench) -> Evidence:
         if {"kfac-g", "sgd"} <= factors.keys():
             order = factors["kfac-g"] / factors["sgd"]
             rule = "for" if order >= 1.5 else "against" if order <= 1 else "unclear"
-            text = f"{network}: K-FAC-G's {order:.1f}x SGD's"
+            text = f"{network}: K-FAC-G's factor is {order:.1f}x SGD's"
             enough = bench.enough(runs)
             evidence.add(Comparison(text, enough, tuple(runs), order, rule=rule, part=part))
     evidence.notes.append(
         f"a factor agrees with the paper's within {NEAR:g}x of it on either side, and contradicts"
-        f" it beyond {FAR:g}x; K-FAC-G's has to be 1.5x SGD's, and contradicts below it"
+        f" it beyond {FAR:g}x; K-FAC-G's factor must be 1.5x SGD's, and contradicts where it is no"
+        " larger than SGD's"
     )
     evidence.notes += _nothing_but_decay(bench)
     return evidence.summarised()

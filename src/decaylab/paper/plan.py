@@ -42,14 +42,18 @@ def plan(
     ordered: dict[str, RunSpec] = {}
     for seed in range(max((len(cell.runs) for cell in cells), default=0)):
         for cell in cells:
-            wanted = ((cell.sources, ()), (cell.runs, cell.probes), (cell.own, cell.probes))
+            wanted = (
+                (cell.sources, ()),
+                (cell.runs, cell.probes),
+                (cell.searched_runs, cell.probes),
+            )
             for runs, names in wanted:
                 for spec in runs[seed : seed + 1]:
                     ordered.setdefault(spec.id, spec)
                     serves.setdefault(spec.id, {})[cell.artefact] = None
                     probes.setdefault(spec.id, {}).update(dict.fromkeys(names))
     for cell in others:
-        for spec in (*cell.runs, *cell.own):
+        for spec in (*cell.runs, *cell.searched_runs):
             if spec.id in ordered:
                 serves[spec.id][cell.artefact] = None
                 probes[spec.id].update(dict.fromkeys(cell.probes))

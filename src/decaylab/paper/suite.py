@@ -108,10 +108,10 @@ class Cell:
         missing: why there is no run: a search that has not been made.
         note: where the settings come from, if not from the published ones.
         searched: the fields that a search tried several values of, for these settings.
-        own: tables of accuracies: one spec per seed at the settings that our own search on held-out
-            images found, where there is one and it differs from those of `runs`. A second
-            value, shown beside that of `runs` and marked; no claim is judged by it.
-        own_edges: of `own`, the fields that lie on the edge of what the search tried.
+        searched_runs: tables of accuracies: one spec per seed at the settings that our own search
+            on held-out images found, where there is one and it differs from those of `runs`. A
+            second value, shown beside that of `runs` and marked; no claim is judged by it.
+        searched_edges: of these, the fields that lie on the edge of what the search tried.
     """
 
     artefact: str
@@ -124,8 +124,8 @@ class Cell:
     missing: str = ""
     note: str = ""
     searched: tuple[str, ...] = ()
-    own: tuple[RunSpec, ...] = ()
-    own_edges: tuple[str, ...] = ()
+    searched_runs: tuple[RunSpec, ...] = ()
+    searched_edges: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -214,7 +214,7 @@ def _cells(artefact: Artefact, tier: Tier, seeds: int, folder: Path | None) -> I
                 paper=_paper_number(artefact, key),
                 probes=artefact.probes,
                 **_runs(full_key, tier, seeds, folder),
-                **_own(artefact, full_key, tier, seeds, folder),
+                **_searched_runs(artefact, full_key, tier, seeds, folder),
             )
 
 
@@ -315,7 +315,7 @@ def _runs(key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None) -
     return {"runs": tuple(taken), "sources": sources, "note": note}
 
 
-def _own(
+def _searched_runs(
     artefact: Artefact, key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None
 ) -> dict[str, Any]:
     """The runs at our own search's settings, for a cell whose `runs` are not of a search."""
@@ -328,7 +328,7 @@ def _own(
         return {}
     ours = _specs(key, scheme, tier, search, seeds)
     same = ours == _specs(key, scheme, tier, None, seeds)
-    return {} if same else {"own": ours, "own_edges": search.edges}
+    return {} if same else {"searched_runs": ours, "searched_edges": search.edges}
 
 
 def spec_for(key: Mapping[str, Any], scheme: str, tier: str) -> RunSpec:

@@ -90,7 +90,9 @@ def _table(
                 ours=OverSeeds(values),
                 tier=tier,
                 comparable=not TIERS[tier].on_digits,
-                own=OverSeeds(tuple(factor * v for v in finished_runs.values(cell.own, metric))),
+                searched=OverSeeds(
+                    tuple(factor * v for v in finished_runs.values(cell.searched_runs, metric))
+                ),
                 setting=_setting(cell),
                 scheme=scheme if several else "",
             )
@@ -101,16 +103,16 @@ def _table(
 
 def _setting(cell: Cell) -> str:
     """What our own search found for a cell, beside what is published."""
-    if not cell.own:
+    if not cell.searched_runs:
         return ""
-    ours, theirs = cell.own[0], cell.runs[0]
+    ours, theirs = cell.searched_runs[0], cell.runs[0]
     words = {"lr": "lr", "weight_decay": "decay", "damping": "damping"}
     values = [
         f"{word} {getattr(ours, name):g} instead of {getattr(theirs, name):g}"
         for name, word in words.items()
         if getattr(ours, name) != getattr(theirs, name)
     ]
-    edges = " and ".join(words[name] for name in cell.own_edges)
+    edges = " and ".join(words[name] for name in cell.searched_edges)
     return ", ".join(values) + (f", on the edge of what was tried: {edges}" if edges else "")
 
 

@@ -68,8 +68,9 @@ class OverSeeds:
 class Entry:
     """One cell: its key without the decay, the paper's number, ours, and where ours comes from.
 
-    `comparable`: data and network are the paper's; else the difference says nothing. `own` is the
-    number at the settings of our own search, `setting`, where they differ from those of `ours`.
+    `comparable`: data and network are the paper's; else the difference says nothing. `searched`
+    is the number at the settings of our own search, `setting`, where they differ from those of
+    `ours`.
     `scheme`: what is done about decay, in a table that has more than one kind of it.
     """
 
@@ -79,7 +80,7 @@ class Entry:
     ours: OverSeeds
     tier: str
     comparable: bool = False
-    own: OverSeeds = OverSeeds()
+    searched: OverSeeds = OverSeeds()
     setting: str = ""
     scheme: str = ""
 
@@ -270,7 +271,7 @@ def to_csv(tables: Sequence[Table]) -> str:
     rows = (
         [
             *(*entry.key, entry.scheme or str(int(entry.decayed)), plain(entry.paper)),
-            *(*_numbers(entry.ours), entry.tier, *_numbers(entry.own), entry.setting),
+            *(*_numbers(entry.ours), entry.tier, *_numbers(entry.searched), entry.setting),
         ]
         for table in tables
         for entry in table.entries
@@ -312,9 +313,9 @@ def _pair_row(pair: Pair, effect: Effect) -> list[GridCell]:
             continue
         distance = change_words(change(entry.paper, entry.ours.mean, effect), effect)
         ours = entry.ours.short()
-        if entry.own.n:
-            ours = f"{ours}, {OWN} {entry.own.short()}"
-            searched = change_words(change(entry.paper, entry.own.mean, effect), effect)
+        if entry.searched.n:
+            ours = f"{ours}, {OWN} {entry.searched.short()}"
+            searched = change_words(change(entry.paper, entry.searched.mean, effect), effect)
             distance = f"{distance}, {OWN} {searched}"
         row += [GridCell(number(entry.paper), "number"), GridCell(ours, "number")]
         row.append(GridCell(distance, "number", agreement(entry, effect)))
@@ -339,7 +340,7 @@ def _numbers(ours: OverSeeds) -> list[str]:
 
 def legend(table: Table) -> str:
     """What the marked numbers of a table are, with their settings; empty if there are none."""
-    searched = [entry for entry in table.entries if entry.own.n]
+    searched = [entry for entry in table.entries if entry.searched.n]
     if not searched:
         return ""
     settings = []
@@ -347,7 +348,7 @@ def legend(table: Table) -> str:
         key = table.by_column(entry.key)
         cell = " ".join(key_words(key, [column for column in key if column != "dataset"]))
         decay = "with" if entry.decayed else "without"
-        settings.append(f"{cell} {decay} decay: {entry.setting} ({entry.own.words()})")
+        settings.append(f"{cell} {decay} decay: {entry.setting} ({entry.searched.words()})")
     others = "the published ones" if searched[0].comparable else "those chosen for digits"
     return (
         f"{OWN}: at the settings that our own search on held-out training images found, where they"
