@@ -119,3 +119,39 @@ def test_seeds_that_disagree_are_not_averaged():
     found = diagnose([strong, weak], same)  # of another decay: no seed of the first
     assert [item.reason.name for item in found.troubles] == ["SEED_LEFT_OUT"]
     assert found.findings[0].verdict == verdicts[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "larger"),
+    [
+        ("episode_return", True),
+        ("valid_r2", True),
+        ("val/mAP", True),
+        ("val_mse", False),
+        ("dev.ppl", False),
+        ("valid-rmse", False),
+        ("score_matching_loss", False),
+    ],
+)
+def test_which_way_is_better_goes_by_the_name(name, larger):
+    better, worse = (2.0, 1.0) if larger else (1.0, 2.0)
+    ended = judged([run(0.02, **{name: better})], [run(0, **{name: worse})])
+    assert (ended.verdict, ended.larger_is_better) == (Helped.BETTER, larger)
+
+
+def test_an_outcome_that_does_not_say_which_way_is_better_is_not_judged():
+    ended = judged([run(0.02, gap=2.0)], [run(0, gap=1.0)])
+    assert (ended.verdict, ended.name) == (Helped.UNKNOWN, "gap")
+    beside = judged([run(0.02, gap=2.0, loss=1.0)], [run(0, gap=1.0, loss=2.0)])
+    assert (beside.verdict, beside.name) == (Helped.BETTER, "loss")
+
+
+def test_held_out_data_decides_whatever_its_measure_is_called():
+    mine = run(0.02, loss=[1.0], valid_rmse=2.0, train_accuracy=0.9)
+    its = run(0, loss=[2.0], valid_rmse=1.0, train_accuracy=0.8)
+    assert judged([mine], [its]).name == "valid_rmse"
+
+
+def test_any_measure_in_training_is_the_mean_of_the_last_tenth():
+    values = [5.0] * 18 + [2.0, 4.0]
+    assert end_values(read_run(run(0.02, g_loss=values)))["g_loss"] == 3.0

@@ -35,6 +35,7 @@ DATA = {
     "budget": 400,
     "clip": 0.5,
     "burst": False,
+    "by_lr": False,
     "count": 3,
     "counts": {Verdict.ACTS: 2, Verdict.CANNOT_TELL: 1},
     "damped": True,
@@ -57,6 +58,7 @@ DATA = {
     "layer": "a",
     "layers": ["a", "b", "c", "d", "e"],
     "least": 1.0,
+    "lengths": (200, 100),
     "less": True,
     "lost": False,
     "longer": 2.1,
@@ -94,6 +96,7 @@ DATA = {
 }
 OTHER_DATA = {
     Reason.BURST: {"burst": Burst("a", 40, 0.5, 2.0)},
+    Reason.CHOOSE_BY_OUTCOME: {"counts": Because(Reason.SIZE_COUNTS, {"response": 0.98})},
     Reason.DAMAGED: {"first": "rows.jsonl, line 3: no JSON"},
     Reason.SEED_LEFT_OUT: {"why": Because(Reason.OTHER_LAYERS)},
     Reason.FUNCTION: {"verdict": Verdict.ACTS},
@@ -117,7 +120,8 @@ def outcome(verdict):
     interval = (-0.1, -0.03) if verdict is Helped.NO else interval
     seeds = (3, 3) if verdict in (Helped.YES, Helped.NO, Helped.UNDECIDED) else (1, 1)
     known = {"run": 2.1, "baseline": 2.2, "seeds": seeds, "gain": 0.1}
-    return Outcome(verdict, "test_loss", **known, interval=interval if seeds[0] > 1 else None)
+    name = "gap" if verdict is Helped.UNKNOWN else "test_loss"
+    return Outcome(verdict, name, **known, interval=interval if seeds[0] > 1 else None)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +135,7 @@ def motions():
         effect = replace(EFFECT, value=turned)
         foretold = replace(EFFECT, value=1.1 * turned)
         numbers = (rotation, 0.02, timescale, 400, 5.0, effect, foretold, response, 0.7, 0.6)
-        return Motion(layer, role, members, *numbers)
+        return Motion(layer, role, members, True, *numbers)
 
     return (
         moved("blocks.0.qkv", 1.5, 0.019, 0.1),

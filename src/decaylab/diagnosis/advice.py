@@ -21,7 +21,7 @@ from decaylab.diagnosis.growth import (
 from decaylab.diagnosis.reasons import Because, Reason, because
 from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.runs import RecordedLayer, Run, read_run, shrink_under
-from decaylab.diagnosis.verdict import has_collapsed
+from decaylab.diagnosis.verdict import has_collapsed, why_size_counts
 from decaylab.errors import AT_LEAST_ONE, POSITIVE, Conflict, Lacks, Range
 from decaylab.optim.decay import check_decay
 from decaylab.optim.laws import Law, Sgd, balance, law_for, law_named, shrink_for_norm
@@ -431,7 +431,7 @@ def _why_none(layer: RecordedLayer) -> Because | None:
     if layer.size_counts is None:
         return because(Reason.INVARIANCE_UNKNOWN, layers=[layer.name])
     if layer.size_counts:
-        return because(Reason.CHOOSE_BY_OUTCOME, response=layer.size_response)
+        return because(Reason.CHOOSE_BY_OUTCOME, counts=why_size_counts(layer))
     if layer.law.norm_power is None or (layer.natural and layer.clipped):
         return because(Reason.LAW_UNKNOWN)
     if layer.lost:

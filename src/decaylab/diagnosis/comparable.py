@@ -41,6 +41,8 @@ def same_training(run: Run, other: Run, *, free: set[str]) -> tuple[Because | No
         return None, notes
     decay = [name for name in ("decay", "weight_decay") if name not in free]
     why_not = _same_layers(run, other, decay) or grown_otherwise(run, other)
+    if why_not is not None and why_not.reason is Reason.OTHER_LR:  # schedules of another length?
+        why_not = because(Reason.OTHER_LR, **why_not.data, lengths=(run.steps, other.steps))
     shorter, longer = sorted((run.steps, other.steps))
     differs = because(Reason.STEPS_DIFFER, pair=(run.steps, other.steps))
     return why_not, [differs] if not why_not and shorter < RULES.same_length * longer else []
@@ -133,7 +135,7 @@ def _starts_otherwise(
     if sizes[0] != sizes[1] and all(sizes):
         return because(Reason.OTHER_SIZE, layer=layer.name, pair=sizes)
     step, apart = first
-    late = dict(layer.exposure).get(step, 0.0) >= RULES.too_little_exposure
+    late = layer.unknown or dict(layer.exposure).get(step, 0.0) >= RULES.too_little_exposure
     if late or not layer.invariant or 1 / RULES.same_start < apart < RULES.same_start:
         return None
     pair = tuple(dict(x.norms)[step] for x in (layer, other))

@@ -91,7 +91,7 @@ def pooled(effects: Iterable[Effect | None], spread: Spread = Spread.LAYERS) -> 
         geometric_mean(values),
         min(values) if several else known[0].low,
         max(values) if several else known[0].high,
-        known[0].probes,
+        tuple(dict.fromkeys(probe for effect in known for probe in effect.probes)),
         (min(e.steps[0] for e in known), max(e.steps[1] for e in known)),
         min(e.records for e in known),
         known[0].source,
@@ -314,6 +314,7 @@ class Motion:
 
     Attributes:
         members: the layers, where it is several that are scale-invariant together.
+        decayed: whether decay acts on it at all.
         rotation: recorded angle per step in radians, over the judged part of the run.
         expected: the law's at equilibrium, for the settings at these steps (root mean square).
         timescale: steps in which decay alone takes the weights to 1/e, at the run's mean lr: 1/(lr
@@ -329,6 +330,7 @@ class Motion:
     layer: str
     role: str
     members: tuple[str, ...]
+    decayed: bool
     rotation: float | None
     expected: float | None
     timescale: float | None
@@ -365,6 +367,7 @@ def motion(
         layer.name,
         layer.role if layer.role == "gain" or not layer.members else "",
         layer.members,
+        layer.decayed,
         math.sqrt(fmean(angle**2 for angle in turned)) if turned else None,
         math.sqrt(fmean(angle**2 for angle in expected_angles))
         if expected_angles and layer.decayed

@@ -77,8 +77,10 @@ def _layers(finding: Finding) -> Grid:
 def _motions(diagnosis: Diagnosis) -> list[Grid]:
     """A table, if anything is known of how layers turn."""
     headings, table = words.motion_table(diagnosis)
+    if len(headings) < 2:
+        return []
     header, *rows = (_numbers(cells) for cells in (headings, *table))
-    return [Grid(header, rows, legend=words.motion_legend(diagnosis))] if len(headings) > 1 else []
+    return [Grid(header, rows, legend=words.motion_legend(diagnosis))]
 
 
 def _numbers(cells: Sequence[str]) -> list[GridCell]:

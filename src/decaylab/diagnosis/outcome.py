@@ -11,13 +11,17 @@ from statistics import fmean
 from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.runs import Run
 
-# Which outcome decides, the first that all runs have: on data that was not trained on, if any.
-PREFERRED = (
-    *("test_accuracy", "val_accuracy", "eval_accuracy", "test_acc", "val_acc", "eval_acc"),
-    *("test_loss", "val_loss", "eval_loss", "accuracy", "train_accuracy", "loss", "train_loss"),
+# By their names, as words between underscores: on data that was not trained on, the first kind that
+# all runs have decides; which way is better of an outcome that says neither is not known.
+HELD_OUT = ("test", "val", "eval", "valid", "validation", "dev", "heldout", "holdout")
+SMALLER_IS_BETTER = re.compile(
+    r"loss|error|perplexity|entropy|regret|distance|brier|[mr]?ms[ed]|mae"
+    r"|(^|_)(err|ppl|nll|bpb|bpc|bpd|wer|cer|fid|kl|ce|ece|cost)(_|$)"
 )
-LARGER_IS_BETTER = re.compile(r"acc|score|f1|auc|bleu|rouge|precision|recall|iou|reward")
-TRAINING = re.compile(r"^(train_|train/)?(loss|accuracy|acc)$")
+LARGER_IS_BETTER = re.compile(
+    r"acc|score|auc|auroc|bleu|rouge|meteor|precision|recall|iou|reward|return|psnr|ssim|dice|ndcg"
+    r"|success|pearson|spearman|kappa|(^|_)(f1|r2|map|mcc|elo|win|em|top\d+)(_|$)"
+)
 
 
 class Helped(StrEnum):
@@ -37,7 +41,8 @@ class Outcome:
     """One outcome with decay and without.
 
     Attributes:
-        name: of the outcome. larger_is_better: whether it is an accuracy or the like.
+        name: of the outcome; of an unknown verdict, what was logged without saying which way is
+            better. larger_is_better: whether it is an accuracy or the like.
         run, baseline: mean over seeds at the end. seeds: how many with decay, without.
         gain: by how much better with decay. interval: its 95 % interval (Welch), from two seeds
             each on.
@@ -59,9 +64,9 @@ class Outcome:
 def outcome_of(runs: Sequence[Run], baselines: Sequence[Run]) -> Outcome:
     """Whether the runs ended better than the baselines.
 
-    The last value of what is measured on other data; of what is logged in training, the mean over
-    the last tenth. A run that diverged has ended worse, whatever it logged before: where runs did,
-    that is the outcome.
+    The last value of what is measured on other data, by its name; of anything else, logged in
+    training, the mean over the last tenth. A run that diverged has ended worse, whatever it logged
+    before: where runs did, that is the outcome.
     """
     diverged = (sum(run.diverged for run in runs), sum(run.diverged for run in baselines))
     if baselines and any(diverged):
@@ -76,10 +81,11 @@ def outcome_of(runs: Sequence[Run], baselines: Sequence[Run]) -> Outcome:
         return Outcome(Helped.NOT_COMPARED if names else Helped.UNKNOWN)
     baseline_ends = [end_values(run) for run in baselines]
     names = [name for name in names if all(name in end for end in baseline_ends)]
-    name = min(names, key=_preference, default=None)
-    if name is None:
-        return Outcome(Helped.UNKNOWN)
-    larger = bool(LARGER_IS_BETTER.search(name))
+    directed = [name for name in names if _larger_is_better(name) is not None]
+    if not directed:
+        return Outcome(Helped.UNKNOWN, min(names, default=""))
+    name = min(directed, key=_preference)
+    larger = bool(_larger_is_better(name))
     mine, theirs = [end[name] for end in ends], [end[name] for end in baseline_ends]
     sign = 1.0 if larger else -1.0
     gain = sign * (fmean(mine) - fmean(theirs))
@@ -91,7 +97,7 @@ def outcome_of(runs: Sequence[Run], baselines: Sequence[Run]) -> Outcome:
     else:
         verdict = Helped.NO if interval[1] < 0 else Helped.UNDECIDED
     seeds = (len(mine), len(theirs))
-    training = bool(TRAINING.match(name))
+    training = _held_out(name) is None
     return Outcome(
         verdict, name, larger, fmean(mine), fmean(theirs), seeds, gain, interval, training
     )
@@ -119,11 +125,28 @@ def end_values(run: Run) -> dict[str, float]:
     for name, series in run.recording.outcomes.items():
         values = [value for _, value in series if math.isfinite(value)]
         if values:
-            tail = max(1, round(RULES.outcome_tail * len(values))) if TRAINING.match(name) else 1
+            tail = max(1, round(RULES.outcome_tail * len(values))) if _held_out(name) is None else 1
             ends[name] = fmean(values[-tail:])
     return ends
 
 
-def _preference(name: str) -> tuple[int, str]:
-    key = name.lower().replace("/", "_")
-    return PREFERRED.index(key) if key in PREFERRED else len(PREFERRED), name
+def _words(name: str) -> str:
+    return re.sub("[^a-z0-9]+", "_", name.lower())
+
+
+def _held_out(name: str) -> int | None:
+    """Which of `HELD_OUT` it is measured on; None: on what is trained on."""
+    words = _words(name).split("_")
+    return next((place for place, word in enumerate(HELD_OUT) if word in words), None)
+
+
+def _larger_is_better(name: str) -> bool | None:
+    """Whether it is an accuracy or the like, or a loss; None if its name does not say."""
+    if SMALLER_IS_BETTER.search(_words(name)):
+        return False
+    return True if LARGER_IS_BETTER.search(_words(name)) else None
+
+
+def _preference(name: str) -> tuple[bool, bool, int, str]:
+    place = _held_out(name)
+    return place is None, not _larger_is_better(name), place or 0, name

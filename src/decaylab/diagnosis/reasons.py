@@ -75,6 +75,7 @@ class Reason(Enum):
     # a layer's part in a mechanism
     SIZE_COUNTS = auto()
     GAIN = auto()
+    ADAPTER = auto()
     INVARIANCE_UNKNOWN = auto()
     SIZE_IN_DOUBT = auto()
     INVARIANT = auto()
@@ -141,6 +142,7 @@ class Reason(Enum):
     NO_EFFECT = auto()
     SCHEDULE = auto()
     FUNCTION = auto()
+    ADAPTERS = auto()
     NOTHING_YET = auto()
     NOTHING_TO_DROP = auto()
     BURST = auto()

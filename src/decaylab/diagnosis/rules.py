@@ -21,6 +21,8 @@ class Rules:
     too_little_exposure: float = 0.05
     # Where so little is left of a norm, decay has won over the gradients.
     collapsed: float = 1e-3
+    # Weights this many times as large as they began, and as one each: the run has diverged.
+    exploded: float = 100.0
     # Per cent of the outputs per per cent of a layer's size, below which that hardly matters: a
     # head has 1, a scale-invariant layer 0.
     size_little: float = 0.25

@@ -104,13 +104,13 @@ class RecordedLayer:
 
     @property
     def preconditioned(self) -> bool:
-        """Whether K-FAC, or what steps by its law, steps it."""
-        return isinstance(self.law, Kfac)
+        """Whether K-FAC steps it, which has a damping; others may step by its law without one."""
+        return isinstance(self.law, Kfac) and self.first.damping is not None
 
     @property
     def natural(self) -> bool:
-        """Whether K-FAC's steps keep their natural length, which goes with the norm (Eq. 13)."""
-        return self.preconditioned and self.law.norm_power == 0
+        """Whether steps go with the norm: K-FAC's of natural length (Eq. 13), torch's Adafactor."""
+        return isinstance(self.law, Kfac) and self.law.norm_power == 0
 
     @property
     def decayed(self) -> bool:
@@ -193,9 +193,10 @@ class RecordedLayer:
         """Whether its size is part of what the network computes; None if that is not known.
 
         Gains count as such, also those before a ReLU, a layer and a normalisation, which are
-        scale-invariant together with their shifts: the mechanisms are those of weights.
+        scale-invariant together with their shifts: the mechanisms are those of weights. Adapters
+        count however little they change the outputs: it is all that they do.
         """
-        if self.role == "gain":
+        if self.role in ("gain", "adapter"):
             return True
         if self.invariant:
             return False
@@ -330,6 +331,7 @@ def _finite(recording: Recording) -> tuple[dict[str, Series], list[Because], boo
     losses, weights = ("train/", "test/loss", "outcome/"), ("weight_norm", "update_norm")
     ended = [row.step for row in to_the_end if row.name.startswith(losses)]
     ended += [row.step for row in bad if row.name.startswith(weights)]
+    ended += _exploded(recording)
     fatal = min(ended, default=None)
     diverged = fatal is not None or status == "diverged"
     if fatal is not None:
@@ -358,6 +360,19 @@ def _finite(recording: Recording) -> tuple[dict[str, Series], list[Because], boo
         if points:
             series[name] = points
     return series, troubles, diverged
+
+
+def _exploded(recording: Recording) -> list[int]:
+    """By layer whose size counts, the first step at which it is out of all proportion, if any."""
+    steps = []
+    for name, timeline in recording.settings.items():
+        norms = [x for x in recording.rows.points(f"weight_norm/{name}") if math.isfinite(x[1])]
+        latest = timeline[-1][1]
+        if latest.invariant or not latest.size or not norms:
+            continue
+        usual = max(norms[0][1], math.sqrt(latest.size))
+        steps += [step for step, norm in norms if norm > RULES.exploded * usual][:1]
+    return steps
 
 
 def _said_of_optimizers(recording: Recording) -> list[Because]:

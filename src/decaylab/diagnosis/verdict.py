@@ -442,13 +442,18 @@ def _layer_rows(
 
 
 def _why_apart(layer: RecordedLayer) -> Because | None:
-    if layer.role == "gain":
-        return because(Reason.GAIN)
     if layer.size_counts is None:
         return because(Reason.INVARIANCE_UNKNOWN, layers=[layer.name])
     if layer.size_counts:
-        return because(Reason.SIZE_COUNTS, response=layer.size_response)
+        return why_size_counts(layer)
     return None if layer.decayed else _why_not_decayed(layer)
+
+
+def why_size_counts(layer: RecordedLayer) -> Because:
+    """Why the size of a layer is part of the function."""
+    kinds = {"gain": Reason.GAIN, "adapter": Reason.ADAPTER}
+    kind = kinds.get(layer.role, Reason.SIZE_COUNTS)
+    return because(kind, response=layer.size_response)
 
 
 def _why_not_decayed(layer: RecordedLayer) -> Because:
@@ -765,13 +770,16 @@ def _follows(run: Run, findings: tuple[Finding, ...], shares: SecondOrderShares)
     lr, jacobian, damping = findings
     turned = run.turned_layers
     counting = [x for x in run.decayed_layers if x.size_counts is not False]
-    rest = [layer.name for layer in counting if layer.role != "gain"]  # said as one
+    adapters = [layer.name for layer in counting if layer.role == "adapter"]
+    rest = [x.name for x in counting if x.role not in ("gain", "adapter")]  # gains are said as one
     gains = bool(run.gains) and bool(run.decayed_layers)
     consequences: list[Because] = []
     if turned:
         names = [name for layer in turned for name in layer.members or (layer.name,)]
         exact = all(layer.invariant for layer in turned)
-        consequences.append(because(Reason.DIRECTION_ONLY, layers=names, exact=exact))
+        by_lr = all(layer.natural and not layer.preconditioned for layer in turned)
+        data = {"layers": names, "exact": exact, "by_lr": by_lr}
+        consequences.append(because(Reason.DIRECTION_ONLY, **data))
         ways = [f.mechanism for f in (lr, damping) if f.verdict is ACTS]
         if lr.verdict is not ACTS and damping.verdict is ACTS and shares.same:
             consequences.append(because(Reason.NO_MORE_SECOND_ORDER))
@@ -779,19 +787,22 @@ def _follows(run: Run, findings: tuple[Finding, ...], shares: SecondOrderShares)
             consequences.append(because(Reason.MATTERS, mechanisms=ways))
         if lr.verdict is damping.verdict is DOES_NOT_ACT:
             if not (opposite(lr) or opposite(damping) or run.diverged):
-                consequences.append(because(Reason.NO_EFFECT))
+                taken = max((layer.total_exposure or 0.0 for layer in turned), default=0.0)
+                consequences.append(because(Reason.NO_EFFECT, taken=taken))
         else:
             consequences += _schedule([layer for layer in turned if layer.invariant])
     if rest or gains:
         data = {"layers": rest, "gains": gains, "verdict": jacobian.verdict}
         consequences.append(because(Reason.FUNCTION, **data, opposite=opposite(jacobian)))
+    if adapters:
+        consequences.append(because(Reason.ADAPTERS, layers=adapters))
     undecided = any(finding.verdict is CANNOT_TELL for finding in findings)
     if (consequences and undecided) or jacobian.because_of(Reason.THROUGH_OTHERS) is not None:
         consequences.append(because(Reason.ATTRIBUTE))
     if not consequences:
         unsure = run.decays or not run.settled or run.unwatched
         consequences.append(because(Reason.NOTHING_YET if unsure else Reason.NOTHING_TO_DROP))
-    burst_list: list[Burst] = [burst for layer in turned for burst in bursts(layer)]
+    burst_list: list[Burst] = [b for layer in turned if layer.invariant for b in bursts(layer)]
     if burst_list:
         worst = min(burst_list, key=lambda burst: burst.before / burst.after)
         settings = run.layers[worst.layer].first

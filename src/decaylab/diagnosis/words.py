@@ -205,7 +205,8 @@ def _burst(why: Because) -> str:
         remedy = f"{free}, {remedy}"
     repeats = f" There {'is' if others == 1 else 'are'} {others} more like it." if others else ""
     return (
-        f"A burst: after step {burst.step} the norm of {burst.layer} grew from {burst.before:.3g}"
+        f"A burst: after step {burst.step} the norm of {_layer(burst.layer)} grew from"
+        f" {burst.before:.3g}"
         f" to {burst.after:.3g} by the next record.{repeats} Decay had shrunk these weights, so"
         " each step turned them further, until one went too far. What helps at that stage:"
         f" {remedy}."
@@ -247,6 +248,13 @@ def _setting(why: Because) -> str:
     )
 
 
+def _other_lr(why: Because) -> str:
+    mine, theirs = map(three_digits, why["pair"])
+    steps = why["lengths"]
+    lengths = f"of {steps[0]} and {steps[1]} steps: " if steps[0] != steps[1] else ""
+    return f"the runs are not comparable ({lengths}lr {mine} and {theirs} at step {why['step']})"
+
+
 def _growth(why: Because) -> str:
     measured, least, largest = (three_digits(why[key]) for key in ("seen", "least", "largest"))
     return (
@@ -268,10 +276,8 @@ def _matters(why: Because) -> str:
 def _direction(why: Because) -> str:
     kind = "scale-invariant layers" if why["exact"] else "layers whose size hardly matters"
     does = "does not change" if why["exact"] else "hardly changes"
-    return (
-        f"Decay of the {kind} ({names(why['layers'])}) {does} the function by itself. It sets how"
-        " far each step turns their weights."
-    )
+    text = f"Decay of the {kind} ({names(why['layers'])}) {does} the function by itself."
+    return text if why["by_lr"] else f"{text} It sets how far each step turns their weights."
 
 
 def _response(why: Because) -> str:
@@ -343,10 +349,7 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
         f" {why['pair'][1]:.3g} at step {why['step']}, before decay can act)"
     ),
     Reason.OTHER_SETTING: _setting,
-    Reason.OTHER_LR: lambda why: (
-        f"the runs are not comparable (lr {why['pair'][0]:g} and {why['pair'][1]:g} at step"
-        f" {why['step']})"
-    ),
+    Reason.OTHER_LR: _other_lr,
     Reason.OTHER_GROWTH: _growth,
     Reason.SEED_LEFT_OUT: lambda why: f"left out: {sentence(why['why'])}",
     Reason.DIFFERS: lambda why: f"{why['name']} differs: {why['pair'][0]} and {why['pair'][1]}",
@@ -365,6 +368,7 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.TAKES_ALL: "decay is strong enough to remove all of the weights in one step",
     Reason.SIZE_COUNTS: _response,
     Reason.GAIN: "a normalisation's gain: part of the function",
+    Reason.ADAPTER: "an adapter: what it adds to the frozen network goes with its size",
     Reason.INVARIANCE_UNKNOWN: lambda why: (
         f"How much the size of {names(why['layers'])} counts is not known: it was not measured, or"
         " a gain of zero hides it"
@@ -461,13 +465,23 @@ TEXTS: dict[Reason, str | Callable[[Because], str]] = {
     Reason.MATTERS: _matters,
     Reason.NO_MORE_SECOND_ORDER: "In this run decay keeps the effective damping low, but K-FAC's"
     " steps are no more second-order than without it.",
-    Reason.NO_EFFECT: "In this run decay of these layers has no effect: it could be left out.",
+    Reason.NO_EFFECT: lambda why: (
+        "So far, decay of these layers has no effect."
+        if why["taken"] < 1
+        else "In this run decay of these layers has no effect: it could be left out."
+    ),
     Reason.FUNCTION: _function,
+    Reason.ADAPTERS: lambda why: (
+        f"Decay of the adapters ({names(why['layers'])}) pulls the network back towards the frozen"
+        " one."
+    ),
     Reason.NOTHING_YET: "Nothing yet: no layer with decay could be judged.",
     Reason.NOTHING_TO_DROP: "This run has no weight decay to keep or to drop.",
     Reason.BURST: _burst,
     Reason.DAMPING_DOMINATES: _dominates,
-    Reason.CHOOSE_BY_OUTCOME: lambda why: f"{_response(why)}: choose its decay by the outcome",
+    Reason.CHOOSE_BY_OUTCOME: lambda why: (
+        f"{sentence(why['counts'])}; choose its decay by the outcome"
+    ),
     Reason.DAMPENED_OUT: "its dampening of 1 keeps gradients and L2 out of the momentum",
     Reason.NO_LR: "its learning rate is 0",
     Reason.TAKEN: "decay has removed nearly all of it: suggest from a run with less decay",
@@ -607,7 +621,9 @@ def headline(diagnosis: Diagnosis) -> str:
         what = what if _lost(diagnosis) else "This run has no weight decay"
         return f"{what}. {_next(diagnosis)}."
     if outcome.verdict in (Helped.UNKNOWN, Helped.NOT_COMPARED):
-        missing = "no loss was logged"
+        missing = "no loss or score was logged"
+        if outcome.name:
+            missing = f"the name {outcome.name!r} does not say whether larger is better"
         if outcome.verdict is Helped.NOT_COMPARED:
             missing = "there is no comparable run without decay"
         mechanisms = f"Decay {acts}" if acts else _no_way(diagnosis)
@@ -703,7 +719,7 @@ def _no_way(diagnosis: Diagnosis) -> str:
     turned = [m for m in moved if _turned(m) >= RULES.acts]
     if not turned:
         return text
-    who = _layer(turned[0].layer) if len(turned) == 1 else f"{len(turned)} of {len(moved)} layers"
+    who = _layer(turned[0].layer) if len(turned) == 1 else f"{_count(turned, moved)} layers"
     text += f", but it makes {who} turn {times(geometric_mean(map(_turned, turned)))} as far"
     norms = [m.by_decay for m in turned if m.by_decay is not None]
     return text + (f", at {times(geometric_mean(norms))} the norm" if norms else "")
@@ -722,6 +738,8 @@ def next_reason(diagnosis: Diagnosis) -> Reason | None:
     outcome = diagnosis.outcome
     if not diagnosis.decays or outcome.diverged[0]:
         return None
+    if (first := diagnosis.findings[0]).because_of(Reason.NONE_JUDGEABLE) is not None:
+        return first.remedies[0].reason
     if outcome.verdict is Helped.NOT_COMPARED:
         return Reason.GIVE_BASELINE
     unsure = (Helped.BETTER, Helped.WORSE, Helped.UNDECIDED)
@@ -735,7 +753,9 @@ def _next(diagnosis: Diagnosis) -> str:
         precise = " and float32 weights" if _lost(diagnosis) else ""
         return f"Next: train the same with decay{precise}, and compare"
     if outcome.verdict is Helped.UNKNOWN:
-        return "Next: log the outcome (`watched.log(test_loss=...)`) in runs with and without decay"
+        named = "under a name with loss or score in it " if outcome.name else ""
+        log = f"log the outcome {named}(`watched.log(test_loss=...)`)"
+        return f"Next: {log} in runs with and without decay"
     if (reason := next_reason(diagnosis)) is not None:
         return f"Next: {advice(Because(reason), places)}"
     if outcome.diverged[0]:
@@ -847,8 +867,11 @@ def left_out(diagnosis: Diagnosis) -> dict[str, str]:
 
 
 def motion_table(diagnosis: Diagnosis) -> tuple[list[str], list[list[str]]]:
-    """Headings and a row per layer; a column only if something is known, or layers differ in it."""
-    motions = diagnosis.motions
+    """Headings and a row per layer with decay; of a run without any, of every layer.
+
+    A column only if something is known, or layers differ in it.
+    """
+    motions = [m for m in diagnosis.motions if m.decayed or not diagnosis.decays]
     scales = [m.timescale for m in motions if m.timescale is not None]
     differ = bool(scales) and max(scales) > RULES.alike * min(scales)
 
@@ -868,7 +891,7 @@ def motion_table(diagnosis: Diagnosis) -> tuple[list[str], list[list[str]]]:
         "norm": column((m.by_decay for m in motions), times),
         "size": column((m.size_response for m in motions), _responded),
     }
-    known = {heading: cells for heading, cells in columns.items() if {*cells} != {"-"}}
+    known = {heading: cells for heading, cells in columns.items() if {*cells} - {"-"}}
     return list(known), [list(row) for row in zip(*known.values(), strict=True)]
 
 
@@ -890,12 +913,11 @@ def motion_legend(diagnosis: Diagnosis) -> str:
         for columns, meaning in meanings.items()
         if (shown := [heading for heading in columns if heading in headings])
     ]
-    sentences += [
-        f"{m.layer}: scale-invariant together"
-        + (f" ({', '.join(m.members)})." if len(m.members) > 2 else ".")
-        for m in diagnosis.motions
-        if m.members
-    ]
+    joint = [m for m in diagnosis.motions if m.members]
+    if joint:
+        more = [f"{m.layer} is {', '.join(m.members)}" for m in joint if len(m.members) > 2]
+        text = "Layers joined by + are scale-invariant only together"
+        sentences.append(f"{'; '.join([text, *more])}.")
     return " ".join(sentences)
 
 
@@ -927,18 +949,18 @@ def insight(diagnosis: Diagnosis) -> list[str]:
         text = f"Decay makes {_layer(most.layer)} turn {times(_turned(most))} as far per step"
         if most.by_decay is not None:
             text += f", at {times(most.by_decay)} the norm"
-        if most.size_response is not None:
+        if most.role == "adapter":
+            text += "; what it adds to the frozen network goes with its size"
+        elif most.size_response is not None:
             little = most.size_response <= RULES.size_little
             matters = "hardly matters" if little else "matters too"
             text += f"; its size itself {matters} ({_responded(most.size_response)} % per percent)"
         sentences.append(f"{text}.")
     if len(turned) > 1:
         all_turned = geometric_mean(_turned(m) for m in turned)
-        every = "Both" if len(moved) == 2 else f"All {len(moved)}"
-        count = f"{len(turned)} of {len(moved)}" if len(turned) < len(moved) else every
         sentences.append(
-            f"{count} layers with decay turn at least {times(RULES.acts)} as far,"
-            f" {times(all_turned)} on average."
+            f"{_count(turned, moved).capitalize()} layers with decay turn at least"
+            f" {times(RULES.acts)} as far, {times(all_turned)} on average."
         )
     foretold = [m.foretold.value / _turned(m) for m in known_turns if m.foretold is not None]
     if foretold:
@@ -953,6 +975,13 @@ def insight(diagnosis: Diagnosis) -> list[str]:
     return sentences
 
 
+def _count(some: Sequence[Motion], every: Sequence[Motion]) -> str:
+    """How many of all: "3 of 7", "both", "all 7"."""
+    if len(some) < len(every):
+        return f"{len(some)} of {len(every)}"
+    return "both" if len(every) == 2 else f"all {len(every)}"
+
+
 def _turned(m: Motion) -> float:
     return m.turned.value if m.turned is not None else 1.0
 
@@ -962,8 +991,8 @@ def _decay_time(moved: Sequence[Motion]) -> str:
     epochs = [m.epochs for m in moved if m.epochs]
     in_epochs = f" ({three_digits(max(epochs))} epochs)" if epochs else ""
     return (
-        f"Decay needs about {needs} steps{in_epochs} to take full effect, 1/(lr x decay) at the"
-        f" mean lr; the run has {moved[0].steps}."
+        f"Decay needs about {needs} steps{in_epochs} to take full effect at the mean lr; the run"
+        f" has {moved[0].steps}."
     )
 
 

@@ -91,12 +91,18 @@ def _layer(module: nn.Module) -> Layer | None:
     if isinstance(module, nn.MultiheadAttention):
         others = [p for p in (module.bias_k, module.bias_v) if p is not None]
     weights_and_biases = [p for p in parameters if all(p is not other for other in others)]
-    weights = [p for p in weights_and_biases if p.ndim >= 2]
+    weights = [p for p in weights_and_biases if _is_weight(p, kind)]
     if not weights:
         return None
-    biases = [p for p in weights_and_biases if p.ndim < 2]
+    biases = [p for p in weights_and_biases if not _is_weight(p, kind)]
     parametrised = parametrize.is_parametrized(module) or bool(_older(module))
     return Layer(kind, weights, biases, gains, others, parametrised)
+
+
+def _is_weight(parameter: Tensor, kind: Kind) -> bool:
+    """Of modules that are not known, vectors are none, however many axes of one they have."""
+    axes = [length for length in parameter.shape if length > 1 or kind != "other"]
+    return len(axes) >= 2
 
 
 def find_layers(model: nn.Module) -> dict[str, Layer]:

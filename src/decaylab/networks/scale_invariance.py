@@ -101,6 +101,7 @@ class Invariance:
         groups: of the other layers, those that are rescaled together: one for each dimension of the
             space of rescalings that the logits do not see, or see as a factor.
         gram, along: <J_k, J_l> / |z|^2 and <J_l, z> / |z|^2.
+        adapters: the layers that only add to a frozen network (`_adapters`).
     """
 
     layers: tuple[str, ...]
@@ -109,6 +110,7 @@ class Invariance:
     groups: tuple[ScaleGroup, ...]
     gram: Tensor
     along: Tensor
+    adapters: frozenset[str] = frozenset()
 
     def invariant(self, layer: str) -> bool | None:
         """Whether the layer is invariant by itself; None if it cannot be known now.
@@ -166,6 +168,7 @@ class Invariance:
                 layer: {
                     "invariant": self.invariant(layer),
                     "defect": None if math.isnan(self.defects[layer]) else self.defects[layer],
+                    "adapter": layer in self.adapters,
                     "together": list(self.together(layer)),
                     "size": responses[layer].size,
                     "direction": responses[layer].direction,
@@ -198,7 +201,7 @@ def measure_invariance(
     are one layer: where only one of them decays, a group holds as far as the bias is small. Groups
     are sought among weights first, then with gains. Derivatives are forward-mode ones, or
     differences where an operation has none. Cost: per layer one forward pass with a derivative and
-    one to four without; one more per group.
+    one to four without; one more per group and, where most weights are frozen, per trained layer.
     """
     units = _units(model, inputs)
     if not units:
@@ -219,6 +222,7 @@ def measure_invariance(
         order = [name for name in reversed(dependent) if name in layers]
         order += [name for name in reversed(dependent) if name not in layers]
         groups = _groups(columns, trials, order)
+        adapters = _adapters(model, trials)
     square = float(columns.logits @ columns.logits)
     return Invariance(
         layers=tuple(units),
@@ -227,6 +231,7 @@ def measure_invariance(
         groups=tuple(groups),
         gram=columns.matrix.T @ columns.matrix / square,
         along=columns.logits @ columns.matrix / square,
+        adapters=adapters,
     )
 
 
@@ -315,11 +320,37 @@ class _Trials:
         """|z' - 2^d z| / |2^d z| where each layer is times 2^exponent."""
         return self._change({name: 2.0**e for name, e in exponents.items()}, 2.0**degree)
 
+    def without(self, parameters: Iterable[Tensor]) -> float:
+        """|z' - z| / |z| where these are zero."""
+        return self._changed([(parameter, 0.0) for parameter in parameters])
+
     def _change(self, factors: Mapping[str, float], expected: float = 1.0) -> float:
         scaled = [(p, factor) for name, factor in factors.items() for p in self.units[name]]
+        return self._changed(scaled, expected)
+
+    def _changed(self, scaled: Sequence[tuple[Tensor, float]], expected: float = 1.0) -> float:
         outputs = [tensor / expected for tensor in self.evaluate.rescaled(scaled)]
         change = distance(outputs, self.reference) / self.size
         return math.inf if math.isnan(change) else change
+
+
+def _adapters(model: nn.Module, trials: _Trials) -> frozenset[str]:
+    """The trained layers without which a network, most of it frozen, answers much as it does.
+
+    LoRA's, say: without all of them its logits are nearer to z than 0 is. Not the layers that leave
+    nothing when they are removed (a new head), nor those that are scale-invariant.
+    """
+    trained = {k: [p for p in ps if p.requires_grad] for k, ps in trials.units.items()}
+    count = sum(p.numel() for parameters in trained.values() for p in parameters)
+    if 2 * count >= sum(parameter.numel() for parameter in model.parameters()):
+        return frozenset()
+    added = {
+        name: parameters
+        for name, parameters in trained.items()
+        if parameters and not trials.each[name].invariant and trials.without(parameters) < 1
+    }
+    together = [parameter for parameters in added.values() for parameter in parameters]
+    return frozenset(added) if trials.without(together) < 1 else frozenset()
 
 
 @dataclass(frozen=True)

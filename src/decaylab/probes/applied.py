@@ -19,7 +19,8 @@ def applied(
     The tensor is the first of the inputs (the others stay as they are), or, where the inputs are a
     function of the model, a placeholder that is not read. Of an output that is not a tensor, the
     logits are what `logits` says, what it calls `logits`, or the first floating-point tensor of two
-    or more axes: nanoGPT's (logits, loss), a recurrent layer's (output, state).
+    or more axes: nanoGPT's (logits, loss), a recurrent layer's (output, state). One number for each
+    example, [N], is taken as [N, 1].
     """
     model = bare(model)
     if isinstance(inputs, Tensor):
@@ -87,7 +88,8 @@ def _view(model: nn.Module, arguments: Any, logits: LogitsRule) -> nn.Module:
             tensors = find_logits(call(model, arguments(tensor)), logits)
         finally:
             model.training = mode
-        return next((t for t in tensors if t.ndim > 1), tensors[0])
+        outputs = next((t for t in tensors if t.ndim > 1), tensors[0])
+        return outputs.unsqueeze(-1) if outputs.ndim == 1 else outputs
 
     view.forward = forward
     return view

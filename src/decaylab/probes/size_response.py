@@ -17,6 +17,7 @@ from decaylab.networks.scale_invariance import Invariance, measure_invariance
 from decaylab.probes.layers import Layers
 from decaylab.probes.reading import Reading
 from decaylab.probes.registry import Moment, Probe, register
+from decaylab.records.settings import LayerRole
 
 PERCENT = 0.01
 BATCH = 32  # training images that it is measured on in runs of ours
@@ -34,7 +35,9 @@ def with_invariance(layers: Layers, measured: Invariance) -> Layers:
         layer: measured.invariant(layer) for layer in layers.weights if layer in measured.defects
     }
     defects = {layer: measured.defects[layer] for layer, yes in known.items() if yes}
-    return replace(layers, defects=defects, scaled={}, measured=measured)
+    roles: dict[str, LayerRole] = {**layers.roles}
+    roles |= {layer: "adapter" for layer in layers.weights if layer in measured.adapters}
+    return replace(layers, defects=defects, scaled={}, measured=measured, roles=roles)
 
 
 def size_responses(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-LayerRole = Literal["weight", "gain", "bias", "embedding", "head"]
+LayerRole = Literal["weight", "gain", "bias", "embedding", "head", "adapter"]
 
 
 @dataclass(frozen=True)

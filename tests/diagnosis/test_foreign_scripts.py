@@ -1,0 +1,226 @@
+"""Loops as other people write them, each with a truth that is known from how it was made."""
+
+import math
+
+import pytest
+import torch
+from diagnosis.recorded import ScriptedLayer, only, reasons, records
+from torch import nn
+from torch.nn import functional as F
+
+from decaylab import diagnose, watch
+from decaylab.diagnosis import Reason, Verdict, suggest
+from decaylab.diagnosis.words import motion_table, next_reason
+from decaylab.networks.scale_invariance import measure_invariance
+from decaylab.records import Row, Rows
+
+
+def trained(model, optimizer, *, steps=60, every=5, seed=0, labels=None, **watching):
+    """A model watched while it learns to tell random vectors apart."""
+    generator = torch.Generator().manual_seed(seed)
+    with watch(model, optimizer, every=every, **watching) as watched:
+        for _ in range(steps):
+            x = torch.randn(32, 6, generator=generator)
+            y = x[:, :3].argmax(1) if labels is None else labels(x)
+            output = model(x)
+            loss = F.cross_entropy(output, y) if labels is None else F.mse_loss(output, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            watched.log(loss=loss)
+    return watched
+
+
+def normalised_net():
+    return nn.Sequential(
+        nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.BatchNorm1d(32),
+        nn.ReLU(), nn.Linear(32, 3),
+    )  # fmt: skip
+
+
+INPUTS = torch.randn(32, 6, generator=torch.Generator().manual_seed(9))
+
+
+class LowRank(nn.Module):
+    """A frozen layer and what is added to it, as in LoRA."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 2, False), nn.Linear(2, base.out_features)
+        nn.init.zeros_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+
+    def forward(self, x):
+        return self.base(x) + 0.1 * self.up(self.down(x))
+
+
+def adapted(*, new_head):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 64), nn.LayerNorm(64),
+        nn.ReLU(), nn.Linear(64, 3),
+    )  # fmt: skip
+    model.requires_grad_(False)
+    model[0], model[3] = LowRank(model[0]), LowRank(model[3])
+    if new_head:
+        model[6].requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize("new_head", [False, True])
+def test_the_size_of_an_adapter_is_the_point_of_it(new_head):
+    model = adapted(new_head=new_head)
+    stepped = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(stepped, lr=1e-3, weight_decay=20.0)
+    watched = trained(model, optimizer, inputs=INPUTS)
+    adapters = {"0.down", "0.up", "3.down", "3.up"}
+    measured = measure_invariance(model, INPUTS)
+    assert measured.adapters == adapters
+    # they change the outputs little, in proportion to their size
+    assert max(measured.size_response(layer).total for layer in adapters) < 0.25
+    found = diagnose(watched)
+    assert found["effective l"].verdict is Verdict.DOES_NOT_ACT
+    assert {row.layer for row in found["effective l"].layers if row.why.reason is Reason.ADAPTER}
+    follows = {why.reason: why for why in found.follows}
+    assert set(follows[Reason.ADAPTERS]["layers"]) == adapters
+    assert Reason.DIRECTION_ONLY not in follows
+    roles = {motion.layer: motion.role for motion in found.motions}
+    assert {layer for layer, role in roles.items() if role == "adapter"} == adapters
+    advice = {row.layer: row for row in suggest(watched).layers}
+    assert advice["0.down"].suggested is None
+    assert advice["0.down"].notes[0]["counts"].reason is Reason.ADAPTER
+
+
+def test_a_network_that_is_trained_whole_has_no_adapters():
+    torch.manual_seed(0)
+    assert measure_invariance(normalised_net(), INPUTS).adapters == frozenset()
+    half = normalised_net()
+    half[0].requires_grad_(False)  # less than half of it, and nothing is left without the others
+    assert measure_invariance(half, INPUTS).adapters == frozenset()
+
+
+def test_an_optimizer_that_steps_in_proportion_to_the_norm_has_no_damping():
+    torch.manual_seed(0)
+    model = normalised_net()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2, weight_decay=0.5)
+    found = diagnose(trained(model, optimizer, inputs=INPUTS))
+    assert found["effective l"].because_of(Reason.BY_LR)
+    assert found["effective d"].because_of(Reason.ONLY_KFAC_DAMPS)
+    (direction,) = [why for why in found.follows if why.reason is Reason.DIRECTION_ONLY]
+    assert direction["by_lr"]
+
+
+def test_l2_that_acts_at_the_first_step_is_no_other_start():
+    """Behind a gain of zero, RMSprop divides what is L2 alone by its own size."""
+
+    def run(weight_decay):
+        torch.manual_seed(0)
+        model = normalised_net()
+        nn.init.zeros_(model[4].weight)
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=4e-2, weight_decay=weight_decay)
+        return trained(model, optimizer, inputs=INPUTS)
+
+    decayed, plain = run(1e-2), run(0.0)
+    norms = [x.records.series("weight_norm/3")[0].value for x in (decayed, plain)]
+    assert not 0.8 < norms[0] / norms[1] < 1.25  # at step 1
+    found = diagnose(decayed, plain)
+    assert found.baselines
+    assert Reason.OTHER_START not in {why.reason for why in found.troubles}
+
+
+def test_one_number_for_each_example_has_a_jacobian():
+    class Regression(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 1)
+
+        def forward(self, x):
+            return self.last(self.first(x).tanh()).squeeze(-1)
+
+    torch.manual_seed(0)
+    model = Regression().double()
+    inputs = INPUTS.double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with watch(model, optimizer, probes=["jacobian_norm"], inputs=inputs) as watched:
+        model(inputs).sum().backward()
+        optimizer.step()
+    variable = inputs.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(variable).sum(), variable)
+    (row,) = watched.records.series("jacobian_norm")
+    assert row.value == pytest.approx(float(gradient.square().sum(1).mean()), rel=1e-10)
+
+
+def test_a_run_with_one_record_shows_no_empty_table_and_asks_for_more_records():
+    torch.manual_seed(0)
+    model = normalised_net()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    found = diagnose(trained(model, optimizer, steps=3, every=100, inputs=INPUTS))
+    assert motion_table(found)[0] == []
+    assert "angle/step" not in str(found)
+    assert next_reason(found) is Reason.RECORD_MORE
+
+
+def scripted(weight_decay, *norms, start=1.0, invariant=False):
+    """A layer of 100 numbers with these norms at the last records."""
+    layer = ScriptedLayer(invariant=invariant, weight_decay=weight_decay, start=start, growth=1e-3)
+    layer.settings = {"setting_size": 100.0}
+    steps = range(1050, 1050 + 50 * len(norms), 50)
+    later = [Row(s, 0, 0.0, "weight_norm/a", norm) for s, norm in zip(steps, norms, strict=True)]
+    return Rows((*records({"a": layer}).rows, *later))
+
+
+def test_weights_that_explode_are_a_divergence():
+    found = diagnose(scripted(0.02, 5e6, 5e6), scripted(0.0))
+    assert found.outcome.diverged == (1, 0)
+    assert only(found.troubles, Reason.DIVERGED)["step"] == 1050
+    # neither do layers that grow from next to nothing, nor scale-invariant ones at a high lr
+    for grown in (scripted(0.02, 9.0, start=1e-3), scripted(0.02, 5e6, 5e6, invariant=True)):
+        assert Reason.DIVERGED not in reasons(diagnose(grown).troubles)
+
+
+def test_a_vector_with_axes_of_one_is_no_layer():
+    class Policy(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+            self.log_std = nn.Parameter(torch.zeros(1, 3))
+
+        def forward(self, x):
+            for layer in list(self)[:3]:
+                x = layer(x)
+            return x * self.log_std.exp()
+
+    torch.manual_seed(0)
+    model = Policy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    watched = trained(model, optimizer, inputs=INPUTS)
+    assert [motion.layer for motion in diagnose(watched).motions] == ["0", "2"]
+
+
+def test_the_table_is_of_layers_with_decay():
+    torch.manual_seed(0)
+    model = normalised_net()
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    found = diagnose(trained(model, optimizer, inputs=INPUTS))
+    assert [row[0] for row in motion_table(found)[1]] == ["0", "3", "6 (head)"]
+    assert {motion.layer for motion in found.motions} == {"0", "1", "3", "4", "6"}
+
+
+def test_schedules_of_other_lengths_are_said_to_be():
+    def run(steps, weight_decay):
+        torch.manual_seed(0)
+        model = normalised_net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=weight_decay)
+        cosine = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / steps))
+        )
+        optimizer.register_step_post_hook(lambda *_: cosine.step())
+        return trained(model, optimizer, steps=steps, inputs=INPUTS)
+
+    found = diagnose(run(60, 0.5), run(120, 0.0))
+    (why,) = [why for why in found.troubles if why.reason is Reason.OTHER_LR]
+    assert why["lengths"] == (60, 120)
