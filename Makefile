@@ -9,7 +9,7 @@ INSTALLED := .venv/installed
 # An independent library that the tests compare with; its own requirements would pull in torchvision.
 ORACLES := curvlinops-for-pytorch einconv linear-operator backpack-for-pytorch
 
-.PHONY: demo test unit test-browser test-engines check docs results-pages release fix clean
+.PHONY: demo test unit test-kernels test-browser test-engines check docs results-pages release fix clean
 
 demo: $(DEMO)
 	$(BIN)/decaylab demo
@@ -19,6 +19,10 @@ test: $(INSTALLED)
 
 unit: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+
+# CUDA kernels in Triton's interpreter, on the CPU. Beside the environment: nothing else is to find Triton.
+test-kernels: .venv/triton
+	OMP_NUM_THREADS=1 PYTHONPATH=.venv/triton $(BIN)/python -m pytest -q tests/curvature/test_kernels.py
 
 # Needs Chromium (Debian: apt-get install chromium).
 test-browser: $(INSTALLED)
@@ -67,6 +71,10 @@ $(INSTALLED): $(DEMO)
 	$(PIP) -e '.[all]' --group dev
 	$(PIP) --no-deps $(ORACLES)
 	touch $(INSTALLED)
+
+.venv/triton: $(INSTALLED)
+	$(PIP) --no-deps --target .venv/triton triton
+	touch .venv/triton
 
 clean:
 	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache
