@@ -180,6 +180,15 @@ def test_weights_that_explode_are_a_divergence():
         assert Reason.DIVERGED not in reasons(diagnose(grown).troubles)
 
 
+@pytest.mark.parametrize("invariant", [True, False])
+def test_only_scale_invariant_layers_burst(invariant):
+    rows = scripted(0.02, *(0.1 * 0.9**i for i in range(6)), 0.5, invariant=invariant).rows
+    hardly = Row(1, 0, 0.0, "size_response/a", 1e-4)  # 0.01 % per per cent
+    follows = reasons(diagnose(Rows((*rows, hardly))).follows)
+    assert Reason.DIRECTION_ONLY in follows
+    assert (Reason.BURST in follows) == invariant
+
+
 def test_a_vector_with_axes_of_one_is_no_layer():
     class Policy(nn.Sequential):
         def __init__(self):
