@@ -11,9 +11,9 @@ DOCTEST = re.compile(r"(?:^[ \t]*>>> .*\n?(?:^[ \t]*\S.*\n?)*)", re.MULTILINE)
 def as_markdown(text: str) -> str:
     """Doctests become blocks of code; brackets are shapes, not links."""
     parts, end = [], 0
-    for found in DOCTEST.finditer(text):
-        parts += [_plain(text[end : found.start()]), f"```pycon\n{found[0].rstrip()}\n```\n"]
-        end = found.end()
+    for example in DOCTEST.finditer(text):
+        parts += [_plain(text[end : example.start()]), f"```pycon\n{example[0].rstrip()}\n```\n"]
+        end = example.end()
     return "".join([*parts, _plain(text[end:])]).rstrip()
 
 

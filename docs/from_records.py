@@ -99,8 +99,8 @@ class Records(Results):
     def demo(self) -> Demo:
         """The demo's runs."""
         finished_runs = FinishedRuns(RunStore(self.root / "demo"))
-        found, _ = indexed_runs(finished_runs.store)
-        return demo_runs(found, finished_runs)
+        indexed, _ = indexed_runs(finished_runs.store)
+        return demo_runs(indexed, finished_runs)
 
 
 def _commands(artefact: str) -> str:
@@ -241,7 +241,7 @@ def _decayed(records: Records) -> Iterator[tuple[str, list[str], list[RunFolder]
         for key, cells in records.bench(tier).groups("table1"):
             for run in records.finished_runs.of_cell(cells[1])[:1]:
                 net = key_title(key, NET)
-                baseline = baseline_of(run.spec.resolved(), records.found)
+                baseline = baseline_of(run.spec.resolved(), records.indexed)
                 folders = [records.finished_runs.store.folder(run.spec.id)]
                 folders += [baseline.folder] if baseline is not None else []
                 yield tier, [net, named(key["optimizer"])], folders
@@ -523,19 +523,19 @@ def figures(records: Records) -> list[Figure]:
 
 def large_folders(records: Records) -> str:
     """What benchmarks/folders.py measured: seconds and memory of commands."""
-    found = _printed(records, "folders")
-    if found is None:
+    measured = _printed(records, "folders")
+    if measured is None:
         return _not_run("folders")
     rows = [
         [f"`{command}`", f"{m['seconds']:.1f}", f"{m['cpu_seconds']:.1f}", f"{m['megabytes']:.0f}"]
-        for command, m in found["commands"].items()
+        for command, m in measured["commands"].items()
     ]
     about = (
         "{runs:,} runs of {epochs} epochs, on {cores} cores with a load of {load:g}; {date},"
         " decaylab {version}"
     )
     table = text_grid(["command", "seconds", "CPU seconds", "memory (MB)"], rows)
-    return f"{table}\n<small>{about.format(**found['about'])}: `benchmarks/folders.py`</small>\n"
+    return f"{table}\n<small>{about.format(**measured['about'])}: `benchmarks/folders.py`</small>\n"
 
 
 def paper_cost(records: Records) -> str:

@@ -10,7 +10,11 @@ def refuses(kind, /, **fields):
 
 
 def refused(*words):
-    """The error that ends a command line."""
+    """The error that ends a command line, with exit code 2 and one line on stderr."""
     from decaylab.cli import app
 
-    return CliRunner().invoke(app, [*map(str, words), "--debug"]).exception
+    words = list(map(str, words))
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 2, ended.output
+    assert ended.stderr.count("\n") == 1, ended.stderr
+    return CliRunner().invoke(app, [*words, "--debug"]).exception

@@ -248,7 +248,7 @@ def rules(results: Results) -> str:
 def superseded(results: Results) -> str:
     """Runs made before a fix of the numerics: no verdict uses them."""
     by_reason: dict[str, list[str]] = {}
-    for run in results.found:
+    for run in results.indexed:
         if why := superseded_why(run.manifest):
             by_reason.setdefault(why, []).append(f"`{run.manifest.id}` ({run.manifest.tier})")
     rows = [[f"{why[:1].upper()}{why[1:]}", ", ".join(runs)] for why, runs in by_reason.items()]

@@ -33,15 +33,15 @@ class Results:
         self.finished_runs = FinishedRuns(RunStore(root))
         self.searched_runs = FinishedRuns(RunStore(root / "searched" / "runs"))
         stores = self.finished_runs.store, self.searched_runs.store, RunStore(root / "repeats")
-        self.found, self.searched, self.again = (indexed_runs(store)[0] for store in stores)
-        self.seeds = seeds_of(self.found)
+        self.indexed, self.searched, self.again = (indexed_runs(store)[0] for store in stores)
+        self.seeds = seeds_of(self.indexed)
         files = sorted((root / "independent").glob("*.json"))
         self.independent = [run for path in files for run in _runs_in(path)]
 
     @cached_property
     def tiers(self) -> list[str]:
         """The paper's own tiers there are runs of, the full one first."""
-        return [tier for tier in tiers_of(self.found) if tier in PAPERS_OWN]
+        return [tier for tier in tiers_of(self.indexed) if tier in PAPERS_OWN]
 
     @cache  # noqa: B019 - one object a command
     def filled(self, name: str, tier: str) -> Filled:
@@ -64,7 +64,7 @@ class Results:
     @cached_property
     def unused(self) -> list[IndexedRun]:
         """The runs in no artefact."""
-        return [run for run in self.found if run.manifest.id not in self.used]
+        return [run for run in self.indexed if run.manifest.id not in self.used]
 
     def runs_of(self, cells: Sequence[Cell]) -> dict[str, FinishedRun]:
         """The finished runs of some cells, each once, those at our own settings too."""
@@ -87,7 +87,7 @@ def _runs_in(path: Path) -> list[dict[str, Any]]:
 
 def all_times(results: Results) -> list[tuple[str, float]]:
     """The device of every run there is, and for how many minutes it had it."""
-    recorded = [*map(_time, (*results.found, *results.again, *results.searched))]
+    recorded = [*map(_time, (*results.indexed, *results.again, *results.searched))]
     return recorded + [(run.get("device", ""), run["seconds"] / 60) for run in results.independent]
 
 
@@ -98,7 +98,7 @@ def runs(results: Results) -> str:
     and its minutes in `all its runs` of each.
     """
     rows, counted = [], set[str]()
-    times = {run.manifest.id: _time(run) for run in results.found}
+    times = {run.manifest.id: _time(run) for run in results.indexed}
     for tier in results.tiers:
         for artefact in artefacts().values():
             filled = results.filled(artefact.name, tier)

@@ -23,7 +23,7 @@ OPTIONS = (
 PATIENCE = 120.0  # seconds that an answer may take on a busy machine
 
 
-def found() -> str | None:
+def program() -> str | None:
     """The browser's program, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
@@ -82,7 +82,7 @@ class Tab:
     def call(self, method: str, **parameters: object) -> dict:
         """Send a command and wait for its answer."""
         number = self.browser.call(method, self._session, **parameters)
-        answer = self._until(lambda said: said.get("id") == number)
+        answer = self._until(lambda message: message.get("id") == number)
         if "error" in answer:
             raise RuntimeError(f"{method}: {answer['error']}")
         return answer["result"]
@@ -91,8 +91,8 @@ class Tab:
         """Open a file or an address and wait until everything in it is loaded."""
         self.events.clear()
         self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
-        if not self.said("Page.loadEventFired"):
-            self._until(lambda said: said.get("method") == "Page.loadEventFired")
+        if not self.reported("Page.loadEventFired"):
+            self._until(lambda message: message.get("method") == "Page.loadEventFired")
 
     def value(self, expression: str) -> object:
         """What a JavaScript expression gives in the page."""
@@ -135,7 +135,7 @@ class Tab:
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=height is not None, **clip)
         path.write_bytes(base64.b64decode(shot["data"]))
 
-    def said(self, method: str) -> list[dict]:
+    def reported(self, method: str) -> list[dict]:
         """The events of one kind."""
         return [event["params"] for event in self.events if event["method"] == method]
 

@@ -4,10 +4,10 @@ from browser import chromium
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
-    program = chromium.found()
-    if program is None:
+    chromium_program = chromium.program()
+    if chromium_program is None:
         pytest.fail("no Chromium here: apt-get install chromium")
-    with chromium.running(program, tmp_path_factory.mktemp("browser")) as browser:
+    with chromium.running(chromium_program, tmp_path_factory.mktemp("browser")) as browser:
         yield browser
 
 

@@ -23,7 +23,7 @@ def test_equations_are_typeset(tab, site):
     tab.until("document.querySelectorAll('.katex').length >= 2")
     assert tab.value("document.querySelectorAll('.katex-error').length") == 0
     tab.until("document.fonts.check('16px KaTeX_Main')")
-    asked = {said["request"]["url"] for said in tab.said("Network.requestWillBeSent")}
+    asked = {event["request"]["url"] for event in tab.reported("Network.requestWillBeSent")}
     assert all(url.startswith(("file:", "data:", "about:")) for url in asked)
 
 

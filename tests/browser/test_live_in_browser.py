@@ -61,9 +61,9 @@ def test_the_page_follows_the_training(shown, served):
     assert tab.value("!!document.querySelector('#headline code')")  # the next command
     content, window = tab.value("[document.documentElement.scrollWidth, window.innerWidth]")
     assert content <= window
-    assert tab.said("Runtime.exceptionThrown") == []
-    assert [entry["entry"]["text"] for entry in tab.said("Log.entryAdded")] == []
-    asked = {said["request"]["url"] for said in tab.said("Network.requestWillBeSent")}
+    assert tab.reported("Runtime.exceptionThrown") == []
+    assert [entry["entry"]["text"] for entry in tab.reported("Log.entryAdded")] == []
+    asked = {event["request"]["url"] for event in tab.reported("Network.requestWillBeSent")}
     assert asked - {"data:,"} == {url, f"{url}state.json"}
 
 

@@ -69,10 +69,12 @@ def test_it_loads_whole_and_alone(opened, page):
     tables = tab.value(TABLES)
     assert len(tables) >= 10
     assert all(tables)
-    assert tab.said("Runtime.exceptionThrown") == []
-    assert tab.said("Runtime.consoleAPICalled") == []
-    assert [entry["entry"]["text"] for entry in tab.said("Log.entryAdded")] == []
-    asked = {said["request"]["url"].split(",")[0] for said in tab.said("Network.requestWillBeSent")}
+    assert tab.reported("Runtime.exceptionThrown") == []
+    assert tab.reported("Runtime.consoleAPICalled") == []
+    assert [entry["entry"]["text"] for entry in tab.reported("Log.entryAdded")] == []
+    asked = {
+        event["request"]["url"].split(",")[0] for event in tab.reported("Network.requestWillBeSent")
+    }
     assert asked <= {page.as_uri(), "data:image/png;base64", "data:"}
 
 
@@ -111,8 +113,8 @@ def test_a_diagnosis_is_whole_and_fits(shown, diagnosis):
     assert tab.value(CHARTS) == 3  # effective learning rate, norm, angle
     content, window = tab.value(WIDTHS)
     assert content <= window
-    assert tab.said("Runtime.exceptionThrown") == []
-    assert [entry["entry"]["text"] for entry in tab.said("Log.entryAdded")] == []
+    assert tab.reported("Runtime.exceptionThrown") == []
+    assert [entry["entry"]["text"] for entry in tab.reported("Log.entryAdded")] == []
     assert tab.value("logTicks(63, 250)") == [70, 80, 90, 100, 200]
     assert tab.value("logTicks(0.0004, 0.0021)")[-2:] == [0.001, 0.002]
     scrolled = "[...document.querySelectorAll('.scroll:has(.stacked)')]"
@@ -173,7 +175,7 @@ def test_the_check_sees_a_request(tab, tmp_path):
     path = tmp_path / "bad.html"
     path.write_text('<img src="missing.png"><script>console.error("no")</script>')
     tab.open(path)
-    asked = {said["request"]["url"] for said in tab.said("Network.requestWillBeSent")}
+    asked = {event["request"]["url"] for event in tab.reported("Network.requestWillBeSent")}
     assert (tmp_path / "missing.png").as_uri() in asked
-    assert tab.said("Runtime.consoleAPICalled")
+    assert tab.reported("Runtime.consoleAPICalled")
     assert tab.value(IMAGES)[0][1] == 0

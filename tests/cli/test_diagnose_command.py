@@ -1,14 +1,18 @@
 import json
 import shutil
+from pathlib import Path
 
 import pytest
+from refusals import refused
 from typer.testing import CliRunner
 
 from decaylab.cli import app
+from decaylab.errors import BadValue, Lacks, NotFinished, OutOfRange, Range, UnknownName
 
 runner = CliRunner()
 TINY = ["--hidden", "32,32", "--batch-norm", "--batch-size", "64", "--epochs", "12"]
 LEARNING_RATES = ["--from-lr", "1", "--to", "sgd", "--to-lr", "1"]
+PART = Range(above=0, below=1)
 DECAY = ["--decay", "l2", "--weight-decay", "0.005"]
 
 
@@ -94,40 +98,35 @@ def test_what_is_wrong_is_said_first(runs, tmp_path):
         assert said in run(*words).stderr
         advice = run("advise", "suggest", of["l2", 0.1], "--runs", short).stdout
         assert said in advice.splitlines()[0]
-    refused = run("probe", of["l2", 0.1], "--runs", short, "--device", "cpu", "--record")
-    assert refused.exit_code == 2
-    assert "is not finished" in refused.stderr
+    error = refused("probe", of["l2", 0.1], "--runs", short, "--device", "cpu", "--record")
+    assert isinstance(error, NotFinished)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("line", "kind", "fields"),
     [
-        (["diagnose", "nothing"], "unknown run 'nothing'"),
-        (["diagnose", "."], "has no records"),
-        (["advise", "suggest", "nothing"], "unknown run 'nothing'"),
-        (["advise", "schedule", "PLAIN", "--out", "schedule.csv"], "has no scale-invariant layer"),
-        (["advise", "schedule", "DECAYED", "--out", "schedule.txt"], ".csv or .toml"),
-        (["advise", "suggest", "DECAYED", "--rotation", "3"], "rotation"),
-        (["advise", "suggest", "DECAYED", "--norm-at", "-1"], "not -1"),
-        (["advise", "convert", "0.1", "--from", "lio", *LEARNING_RATES], "unknown optimizer"),
-        (["advise", "convert", "1e3", "--from", "sgd", *LEARNING_RATES], "decay 1000"),
-        (["advise", "convert", "1e3", "--from", "adam", *LEARNING_RATES], "decay 1000"),
-        (
-            ["advise", "convert", "0.1", "--from", "adam", "--from-decay", "l2", *LEARNING_RATES],
-            "L2",
-        ),
+        ("diagnose nothing", UnknownName, {"kind": "run", "name": "nothing"}),
+        ("diagnose .", Lacks, {"owner": Path("."), "what": "records"}),
+        ("advise suggest nothing", UnknownName, {"kind": "run", "name": "nothing"}),
+        ("advise schedule PLAIN --out schedule.csv", Lacks, {"owner": "PLAIN"}),
+        ("advise schedule DECAYED --out schedule.txt", BadValue, {"value": "schedule.txt"}),
+        ("advise suggest DECAYED --rotation 3", OutOfRange, {"name": "rotation", "value": 3}),
+        ("advise suggest DECAYED --norm-at -1", OutOfRange, {"name": "norm_at", "value": -1}),
+        ("advise convert 0.1 --from lio", UnknownName, {"kind": "optimizer", "name": "lio"}),
+        ("advise convert 1e3 --from sgd", OutOfRange, {"wanted": PART}),
+        ("advise convert 1e3 --from adam", OutOfRange, {"wanted": PART}),
+        ("advise convert 0.1 --from adam --from-decay l2", Lacks, {}),
     ],
 )
-def test_bad_input_is_one_sentence(runs, tmp_path, monkeypatch, arguments, said):
+def test_bad_input_is_one_sentence(runs, tmp_path, monkeypatch, line, kind, fields):
     monkeypatch.chdir(tmp_path)
     of = names(runs)
     known = {"PLAIN": of["none", 0.1], "DECAYED": of["l2", 0.1]}
-    arguments = [known.get(word, word) for word in arguments]
-    place = [] if arguments[1] == "convert" else ["--runs", str(runs)]
-    result = run(*arguments, *place)
-    assert result.exit_code == 2
-    assert said in result.stderr
-    assert result.stderr.count("\n") == 1
+    words = [known.get(word, word) for word in line.split()]
+    error = refused(*words, *(LEARNING_RATES if words[1] == "convert" else ["--runs", runs]))
+    assert isinstance(error, kind)
+    expected = {name: known.get(value, value) for name, value in fields.items()}
+    assert expected.items() <= vars(error).items()
 
 
 @pytest.mark.usefixtures("without_theory")
@@ -135,9 +134,7 @@ def test_folders_of_watch_where_a_run_is_needed(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "rows.jsonl").touch()
     for words in (["probe"], ["runs", "show"]):
-        refused = run(*words, tmp_path / "mine")
-        assert refused.exit_code == 2
-        assert "mine holds records of `watch`" in refused.stderr
+        assert "mine holds records of `watch`" in str(refused(*words, tmp_path / "mine"))
     page = run("report", "--runs", tmp_path)
     assert "decaylab diagnose FOLDER --report" in page.stderr
     (tmp_path / "mine" / "spec.toml").write_text("damaged")  # a run, though it cannot be read

@@ -1,7 +1,11 @@
 """What a newcomer types first: runs by their path, a folder misspelt, options out of range."""
 
+import errno
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,7 @@ from typer.testing import CliRunner
 
 from decaylab.cli import app
 from decaylab.errors import Conflict, Lacks, NoFolder, OutOfRange
-from decaylab.records import RunStore
+from decaylab.records import Row, RunFolder, RunStore
 
 TINY = ["--hidden", "8", "--batch-size", "256", "--epochs", "1", "--device", "cpu"]
 CELL = ["dataset=cifar10", "network=vgg16", "batch_norm=0", "augment=0", "optimizer=adam"]
@@ -119,6 +123,30 @@ def test_what_cannot_be_imported_is_told_apart(tmp_path, monkeypatch, name, reme
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     assert remedy in refused("audit-decay", name).remedy
+
+
+def in_a_process(*arguments, **options):
+    words = [sys.executable, "-m", "decaylab", *map(str, arguments)]
+    return subprocess.run(words, stderr=subprocess.PIPE, check=False, **options)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = in_a_process("data", "list", "--json", stdout=full)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert os.strerror(errno.ENOSPC) in done.stderr.decode()
+
+
+def test_a_locale_without_the_letters_of_a_curve_does_no_harm(tmp_path):
+    with RunFolder(tmp_path / "run").writing("seed = 0\n") as folder:
+        folder.rows_writer.append([Row(step, 0, 0.0, "outcome/loss", 1 / step) for step in (1, 2)])
+    plain = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = in_a_process("live", tmp_path / "run", "--once", stdout=subprocess.PIPE, env=plain)
+    assert done.returncode == 0, done.stderr
+    assert b"0.5" in done.stdout
+    assert b"?" in done.stdout  # the curve
 
 
 @pytest.mark.parametrize("port", ["-1", "65536"])

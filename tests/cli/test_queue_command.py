@@ -294,16 +294,16 @@ def test_an_entry_says_how_many_of_its_runs_go_beside_each_other_at_most(queue):
     assert {at_once for name, at_once in made.items() if "kfac" in name} == {3}
 
 
-def shared_out(share, runs, minutes):
+def shared_out(share, *arguments):
     """The order of runs: two of Table 2 with a share of the time, then one of Table 1."""
     text = f"{TABLE2}at_once = 1\n[shares]\ntable2 = {share}\n[[entry]]\n"
     text += 'name = "other"\nreproduce = "table1"\ntier = "smoke"\nat_once = 1\n'
     text += 'only = ["dataset=cifar10", "network=vgg16", "batch_norm=0", "optimizer=adam"]\n'
     Path("queue.toml").write_text(text)
-    words = ["reproduce", "--queue", "queue.toml", "--runs", runs, "--device", "cpu"]
-    result = runner.invoke(app, [*words, "--max-minutes", str(minutes)])
+    words = ["reproduce", "--queue", "queue.toml", "--runs", "runs", "--device", "cpu"]
+    result = runner.invoke(app, [*words, "--max-minutes", "20", *arguments])
     assert result.exit_code == 0, result.output
-    made = sorted(RunStore(runs).runs(), key=lambda run: run.manifest().started)
+    made = sorted(RunStore("runs").runs(), key=lambda run: run.manifest().started)
     return [run.id.split("-")[2] for run in made]
 
 
@@ -320,7 +320,12 @@ def test_an_artefact_has_its_share_and_what_is_left_when_nothing_else_is(
 ):
     """Of 20 minutes, each run is said to take eight: one fits in 12; in two, one is begun."""
     monkeypatch.setattr(Estimator, "of", lambda self, spec: TimeEstimate(8 * 60.0, recorded=True))
-    assert shared_out(share, "runs", 20) == order
+    assert shared_out(share) == order
+
+
+def test_two_processes_on_a_device_have_half_of_a_share_each(queue, monkeypatch):
+    monkeypatch.setattr(Estimator, "of", lambda self, spec: TimeEstimate(8 * 60.0, recorded=True))
+    assert shared_out(1.0, "--processes", "2") == ["sgd", "adam", "adam", "sgd"]
 
 
 def test_a_share_is_of_an_artefact_of_the_queue_and_a_part_of_the_whole(queue):

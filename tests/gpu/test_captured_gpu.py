@@ -265,7 +265,7 @@ def test_what_the_graph_of_an_inversion_keeps_in_memory():
         return torch.cuda.memory_reserved()
 
     def run(replay):
-        """An optimizer after some steps; what its graphs keep on each stream; all workspaces."""
+        """After some steps: what graphs keep by stream, all workspaces, and what is counted."""
         opt = new_kfac(model, kl_clip=None, refresh_every=1, invert_every=1)
         if not replay:
             opt._inversion = None
@@ -281,7 +281,7 @@ def test_what_the_graph_of_an_inversion_keeps_in_memory():
             if tuple(segment["segment_pool_id"]) == tuple(opt._updater._graphs.pool):
                 segments.setdefault(segment["stream"], []).append(segment["total_size"])
         torch._C._cuda_clearCublasWorkspaces()  # one for each stream; no graph is replayed again
-        return opt, segments, everything - reserved()
+        return segments, everything - reserved(), opt._preconditioner.inversion_room
 
     def kept(segments):
         return sum(map(sum, segments.values()))
@@ -291,14 +291,12 @@ def test_what_the_graph_of_an_inversion_keeps_in_memory():
     run(replay=True)
     gc.collect()
     before = reserved()
-    _, launched, workspaces = run(replay=False)
+    launched, workspaces, room = run(replay=False)
     gc.collect()
-    opt, replayed, their_workspaces = run(replay=True)
+    replayed, their_workspaces, _ = run(replay=True)
     parts = f"by stream: {launched}, with the inversion {replayed}; cuBLAS: {their_workspaces}"
     assert workspaces == their_workspaces, f"{workspaces} launched; {parts}"
-    room = opt._preconditioner.inversion_room
     assert 0 < kept(replayed) - kept(launched) <= room, f"more than {room}; {parts}"
-    del opt
     gc.collect()
     assert reserved() <= before + 2**22
 

@@ -195,6 +195,25 @@ def test_probabilities_in_the_place_of_logits(link, likelihood, curvature, refus
         train_step(opt, model, random(6, 4).float(), labels_for(6, classes=3))
 
 
+def test_a_misspelt_setting_of_a_param_group_is_named():
+    model = seeded(net)
+    for misspelt in ("weigth_decay", "weightdecay", "Momentum"):
+        with refuses(UnknownName, kind="setting of a param group", name=misspelt):
+            KFAC(model, 0.1, params=[{"params": model.parameters(), misspelt: 0.1}])
+    own = {"params": model.parameters(), "name": "all", "no_decay": True, "lr_scale": 0.5}
+    assert KFAC(model, 0.1, params=[own]).param_groups[0]["lr_scale"] == 0.5
+
+
+def test_a_kind_of_decay_set_later_is_checked():
+    """An unknown one would be none, in silence."""
+    model = seeded(net)
+    opt = KFAC(model, 0.1, weight_decay=0.1)
+    train_step(opt, model, *data())
+    opt.param_groups[0]["decay"] = "L2"
+    with refuses(UnknownName, kind="decay", name="L2"):
+        train_step(opt, model, *data())
+
+
 def test_a_step_without_any_forward_pass():
     model = seeded(net)
     opt = KFAC(model, 0.1)

@@ -6,10 +6,12 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from refusals import refused
 from report.synthetic import everything, fill_artefacts, write_run
 from typer.testing import CliRunner
 
 from decaylab.cli import app
+from decaylab.errors import NoFolder
 from decaylab.paper import cells, settings
 from decaylab.records import RunStore
 from decaylab.report import write
@@ -171,10 +173,9 @@ def test_files(filled):
 
 
 def test_a_folder_that_is_not_there_is_not_made(tmp_path):
-    result = runner.invoke(app, ["report", "--runs", str(tmp_path / "rusn")])
-    assert result.exit_code == 2
-    assert "there is no folder" in result.stderr
-    assert result.stderr.count("\n") == 1
+    error = refused("report", "--runs", tmp_path / "rusn")
+    assert isinstance(error, NoFolder)
+    assert error.path == tmp_path / "rusn"
     assert not (tmp_path / "rusn").exists()
 
 

@@ -1,6 +1,8 @@
 """The command `decaylab`."""
 
 import errno
+import io
+import sys
 import traceback
 from typing import Annotated, Any
 
@@ -24,7 +26,7 @@ from decaylab.cli.search import search_command
 from decaylab.cli.terminal import warn
 from decaylab.cli.theory import theory_command
 from decaylab.cli.train import train_command
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, printable
 from decaylab.training import Interrupted, world
 
 
@@ -50,10 +52,16 @@ class _Commands(TyperGroup):
                 warn(f"error: {error}")
             raise typer.Exit(error.exit_code) from None
         except OSError as error:
-            if self.debug or error.errno != errno.ENAMETOOLONG:
+            if self.debug or error.errno in (None, errno.EPIPE):  # `| head` may close the pipe
                 raise
-            warn("error: a name is too long for a file: give a shorter one")
+            warn(f"error: {error.strerror}{_short_name(error.filename)}: --debug shows where")
             raise typer.Exit(DecaylabError.exit_code) from None
+
+
+def _short_name(path: object) -> str:
+    """A file for a sentence, if there is one: the end of its name, if that is long."""
+    text = "" if path is None else printable(str(path))
+    return f", {text if len(text) <= 80 else f'...{text[-60:]}'}" if text else ""
 
 
 def _flags_without_type(command: Any, ctx: Any) -> None:
@@ -123,6 +131,9 @@ app.command("report", rich_help_panel=PAPER)(report_command)
 
 def main() -> None:
     """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an old locale may have no letter for a curve
+            stream.reconfigure(errors="replace")
     if not world.launched():
         app(prog_name="decaylab")
         return

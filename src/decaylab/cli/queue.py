@@ -151,11 +151,11 @@ class Queue:
             return Path(entry.writes).exists()
         return self.is_searched(_search_plan(entry))
 
-    def allowance(self, seconds: float | None) -> Allowance | None:
-        """The shares of so much time, where there are any."""
-        if seconds is None or not self.shares:
+    def allowance(self, limits: WorkerOptions) -> Allowance | None:
+        """The shares of this process's part of the device, where there are any."""
+        if limits.seconds is None or not self.shares:
             return None
-        return Allowance(self.shares, seconds, Estimator(self.store))
+        return Allowance(self.shares, limits.seconds / limits.processes, Estimator(self.store))
 
     def planned(
         self, entries: Sequence[ArtefactEntry], allowance: Allowance | None = None
@@ -258,7 +258,7 @@ def work_off(queue: Queue, limits: WorkerOptions, stream: Any) -> dict[str, str]
     """
     failed: dict[str, str] = {}
     until = math.inf if limits.seconds is None else time.monotonic() + limits.seconds
-    allowance = queue.allowance(limits.seconds)
+    allowance = queue.allowance(limits)
     entries = [entry for entry in queue.entries if not entry.hold]
     while entries:
         for stage in stages(entries):

@@ -72,7 +72,7 @@ class Sums:
         """The sums of no rows, to which others can be added."""
         A, G = (
             torch.zeros(site.groups, *size, dtype=site.shape.dtype, device=device)
-            for size in site.shape.stored(device)
+            for size in site.stored
         )
         return Sums(A, G)
 
@@ -97,11 +97,10 @@ class Sums:
     def add_inputs(self, site: Site, uses: list[Use], sharing: Sharing) -> None:
         """Add the sum of a a' over the rows of the site's uses in one pass."""
         total, count = site.kind.input_moment(site, uses, sharing)
-        size = site.shape.stored(total.device)[0]
         if self.A is None:
-            self.A = _stored(total, size, self.room and partial(self.room, 0))
+            self.A = _stored(total, site.stored[0], self.room and partial(self.room, 0))
         else:
-            self.A.add_(_stored(total, size))
+            self.A.add_(_stored(total, site.stored[0]))
         self.positions = self.positions + count
 
     def add_gradients(
@@ -116,11 +115,10 @@ class Sums:
         total = site.kind.gradient_moment(site, uses, gradients, sharing)
         if isinstance(scale, Tensor) or scale != 1:
             total.mul_(scale)
-        size = site.shape.stored(total.device)[1]
         if self.G is None:
-            self.G = _stored(total, size, self.room and partial(self.room, 1))
+            self.G = _stored(total, site.stored[1], self.room and partial(self.room, 1))
         else:
-            self.G.add_(_stored(total, size))
+            self.G.add_(_stored(total, site.stored[1]))
 
     def add_rows(self, rows: Tensor | float) -> None:
         """Count the rows of logits that the gradients came from."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from decaylab.curvature.blocks import Placement
 from decaylab.curvature.kinds.kind import Reason
-from decaylab.errors import DecaylabError, Lacks, Misplaced, warn_user
+from decaylab.errors import DecaylabError, Lacks, Misplaced, UnknownName, warn_user
 
 # Arguments of KFAC that a param group cannot have for itself.
 OF_ALL_GROUPS = {
@@ -18,6 +19,8 @@ OF_ALL_GROUPS = {
     *("others", "outputs", "reduction", "refresh_every", "sharing", "step_rms", "step_scaling"),
 }
 
+# Settings that it can have.
+OF_A_GROUP = ("betas", "decay", "eps", "lr", "momentum", "others_lr", "weight_decay")
 
 # The sentence of each reason; {0}, {1} and {all} are what the reason is about.
 WORDS = {
@@ -161,6 +164,9 @@ def _refuse_without_effect(groups: list[dict[str, Any]]) -> None:
         for name in ("dampening", "maximize", "nesterov"):
             if group.get(name):
                 raise Misplaced([name], "torch's SGD, not for param groups of KFAC")
+        for name in group.keys() - {*OF_A_GROUP}:
+            if get_close_matches(name.lower(), OF_A_GROUP, cutoff=0.85):  # else the user's own
+                raise UnknownName("setting of a param group", name, OF_A_GROUP)
 
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from decaylab.curvature.preconditioner import Preconditioner
 from decaylab.errors import DecaylabError
-from decaylab.optim.decay import add_decay
+from decaylab.optim.decay import add_decay, check_decay
 from decaylab.optim.graphs import Captured, Graphs
 from decaylab.optim.health import Skips
 from decaylab.optim.scale_free import ScaleFree
@@ -91,6 +91,7 @@ class _Pattern:
         self.others: list[tuple[int, list[Tensor]]] = []
         every = sum(map(len, places.values()))
         for index, group in enumerate(groups):
+            check_decay(group["decay"], group["weight_decay"])  # they may have been set since
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue

@@ -81,18 +81,19 @@ def _table(
     several = sides.count(True) > 1 or sides.count(False) > 1
     entries = []
     for cell, scheme in zip(artefact_cells, schemes, strict=True):
-        values = tuple(factor * value for value in finished_runs.values(cell.runs, metric))
+        ours, searched = (
+            OverSeeds(tuple(factor * value for value in finished_runs.values(specs, metric)))
+            for specs in (cell.runs, cell.searched_runs)
+        )
         entries.append(
             Entry(
                 key=tuple(str(cell.key.get(name, "")) for name in columns),
                 decayed=scheme not in UNDECAYED,
                 paper=cell.paper,
-                ours=OverSeeds(values),
+                ours=ours,
                 tier=tier,
                 comparable=not TIERS[tier].on_digits,
-                searched=OverSeeds(
-                    tuple(factor * v for v in finished_runs.values(cell.searched_runs, metric))
-                ),
+                searched=searched,
                 setting=_setting(cell),
                 scheme=scheme if several else "",
             )

@@ -63,9 +63,8 @@ class Conv(Kind):
         self, site: Site, uses: list[Use], sharing: Sharing
     ) -> tuple[Tensor, Tensor | float]:
         """Sum of patch patch' over examples and output positions, and how many there are."""
-        columns = site.columns(uses[0].inputs.device)
         inputs = [product_ready(use.inputs.to_dense(), site.shape.dtype) for use in uses]
-        calls = [patch_rows(site, x, columns) for x in inputs]
+        calls = [patch_rows(site, x, site.columns) for x in inputs]
         rows, count = counted_rows(calls, None, sharing)
         return second_moment(rows, site.shape.dtype, diagonal=site.shape.input_diagonal), count
 

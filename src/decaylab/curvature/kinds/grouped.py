@@ -40,7 +40,7 @@ class Stacked(Kind):
         total = torch.zeros(size, dtype=shape.dtype, device=device)
         counts = torch.zeros(site.groups, dtype=torch.float64, device=device)
         for use in uses:
-            rows = vector_rows(product_ready(use.inputs, shape.dtype), site.columns(device))
+            rows = vector_rows(product_ready(use.inputs, shape.dtype), site.columns)
             counted = None if use.counted is None else [use.counted]
             vectors, count = counted_rows([rows], counted, "expand")
             here = _groups(site, use)

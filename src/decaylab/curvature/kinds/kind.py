@@ -6,6 +6,7 @@ A new kind of layer is a subclass of `Kind` in a file of its own, and an entry i
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -142,9 +143,15 @@ class Site:
         """Whether it looks rows of its weight up, by numbers."""
         return self.kind.input_diagonal and self.kind.transposed
 
-    def columns(self, device: torch.device) -> Columns:
+    @cached_property
+    def columns(self) -> Columns:
         """What a row of inputs holds."""
-        return Columns(self.trains_weight, self.trains_bias, self.shape.wide(device))
+        return Columns(self.trains_weight, self.trains_bias, self.shape.wide(self.weight.device))
+
+    @cached_property
+    def stored(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How both sides of an entry are kept; see `Shape`."""
+        return self.shape.stored(self.weight.device)
 
     def as_weight(self, rows: Tensor) -> Tensor:
         """A view of rows [groups, out, in] in the shape of the weight."""
@@ -243,7 +250,7 @@ class Kind:
 
         [groups, in (+ 1), in (+ 1)], or its diagonal; the count is a number, or one per group.
         """
-        columns, shape = site.columns(uses[0].inputs.device), site.shape
+        columns, shape = site.columns, site.shape
         inputs = [product_ready(use.inputs.to_dense(), shape.dtype) for use in uses]
         masks = [use.counted for use in uses if use.counted is not None]
         counted = masks if self.masked and len(masks) == len(uses) else None

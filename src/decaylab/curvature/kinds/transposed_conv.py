@@ -54,7 +54,7 @@ class TransposedConv(Kind):
         self, site: Site, uses: list[Use], sharing: Sharing
     ) -> tuple[Tensor, Tensor | float]:
         """Sum of a a' over examples and input positions, and how many there are."""
-        shape, columns = site.shape, site.columns(uses[0].inputs.device)
+        shape, columns = site.shape, site.columns
         inputs = [product_ready(use.inputs.to_dense(), shape.dtype) for use in uses]
         vectors = joined([channel_rows(site, x, shape.width) for x in inputs], sharing)
         if columns.wide > shape.width:
