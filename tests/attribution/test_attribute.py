@@ -11,7 +11,14 @@ from torch import nn
 import decaylab
 from decaylab.attribution import attribute
 from decaylab.attribution.reasons import Doubt, Fault
-from decaylab.errors import BadValue, Lacks, Mismatch, OutOfRange, UnknownName
+from decaylab.errors import (
+    BadValue,
+    DecaylabError,
+    Lacks,
+    Mismatch,
+    OutOfRange,
+    UnknownName,
+)
 
 
 def adamw(model, **settings):
@@ -75,7 +82,7 @@ def test_killed_in_the_middle_it_goes_on(tmp_path):
         model, optimizer, step, evaluate = trainer(seed)
 
         def last_step():
-            if len(trainer.directions) == 6 and len(trainer.directions[-1]) == 5:
+            if len(trainer.directions) == 7 and len(trainer.directions[-1]) == 5:
                 raise KeyboardInterrupt
             return step()
 
@@ -85,12 +92,12 @@ def test_killed_in_the_middle_it_goes_on(tmp_path):
         attribute(killed, seeds=2, steps=10, folder=tmp_path)
     trainer.directions.clear()
     resumed = attribute(trainer, seeds=2, steps=10, folder=tmp_path)
-    # two rehearsals, and 5 of 8 arms: three were there
-    assert [len(steps) for steps in trainer.directions] == [3, 3] + 5 * [10]
+    # three rehearsals, and 5 of 8 arms: three were there
+    assert [len(steps) for steps in trainer.directions] == 3 * [3] + 5 * [10]
     assert [r.metrics for r in resumed.results] == [r.metrics for r in whole.results]
     trainer.directions.clear()
     assert attribute(trainer, seeds=2, steps=10, folder=tmp_path).total == whole.total
-    assert [len(steps) for steps in trainer.directions] == [3, 3]
+    assert [len(steps) for steps in trainer.directions] == 3 * [3]
 
 
 def test_a_folder_of_another_attribution_is_refused(tmp_path):
@@ -146,7 +153,7 @@ def refused_early(make, error, **settings):
     make = counted(make)
     with pytest.raises(error) as caught:
         attribute(make, **{"seeds": 1, "steps": 50, **settings})
-    assert make.steps <= 6
+    assert make.steps <= 9
     return caught.value
 
 
@@ -212,14 +219,38 @@ def test_a_loader_that_runs_out_is_told_in_a_sentence():
         attribute(make, seeds=1, steps=50)
 
 
+def test_a_make_that_ignores_its_seed_is_refused():
+    """Else every seed is the same run, and every interval a point."""
+    trainer = Trainer(plain_net, adamw)
+    error = refused_early(lambda seed: trainer(0), DecaylabError, seeds=2)
+    assert "make(0) and make(1) are the same run" in str(error)
+
+
+def test_seeds_may_differ_in_their_batches_alone():
+    """As where make loads a checkpoint."""
+
+    def make(seed):
+        model, optimizer, _, evaluate = Trainer(plain_net, adamw)(0)
+        order = torch.Generator().manual_seed(seed)
+
+        def step():
+            model(torch.rand(8, 1, 8, 8, generator=order).double()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step, evaluate
+
+    assert attribute(make, seeds=2, steps=2).total.seeds == 2
+
+
 def test_seeds_given_twice_are_refused():
     with refuses(BadValue, name="seeds"):
         attribute(Trainer(plain_net, adamw), seeds=[0, 1, 0], steps=2)
 
 
-def with_metric(values):
+def with_metric(values, rehearsals=3):
     """A make whose evaluate has one more number: that of the arm, in the order they are made."""
-    calls = iter([0.0, 0.0, *values])  # two rehearsals
+    calls = iter([*[0.0] * rehearsals, *values])
 
     def make(seed):
         model, optimizer, step, evaluate = Trainer(plain_net, adamw)(seed)
@@ -246,7 +277,7 @@ def test_a_metric_without_a_number_costs_its_own_shares_alone():
 
 
 def test_a_metric_that_no_arm_has_a_number_for():
-    result = attribute(with_metric([math.nan] * 4), seeds=1, steps=5, metric="extra")
+    result = attribute(with_metric([math.nan] * 4, rehearsals=2), seeds=1, steps=5, metric="extra")
     assert result.shares_of("extra").doubt is Doubt.NO_SEED
     assert "nan" not in str(result)
     assert json.loads(json.dumps(result.as_dict(), allow_nan=False))["metric"] == "extra"

@@ -7,7 +7,8 @@ import torch
 from refusals import refuses
 from typer.testing import CliRunner
 
-from decaylab.attribution import SIZE_FREE_ROTATION
+from decaylab import probes
+from decaylab.attribution import SIZE_FREE_ROTATION, recorded_arms
 from decaylab.attribution.arms import WITH, WITHOUT, Plan, norms_alone
 from decaylab.attribution.branches import branch_from, train_to
 from decaylab.attribution.reasons import Fault
@@ -19,7 +20,7 @@ from decaylab.attribution.recorded_arms import (
     attribute_spec,
 )
 from decaylab.cli import app
-from decaylab.data import load
+from decaylab.data import evaluation_batches, load
 from decaylab.errors import (
     DecaylabError,
     Lacks,
@@ -387,3 +388,16 @@ def test_the_arm_with_free_rotation_is_fig_4s_cell(digits, tmp_path, scope):
     arm, aim = result.paths[0]["norms alone"], result.reference(0)
     ratio = arm.sizes[:, 0] / aim.sizes[:, aim.layers.index("features.0")]
     assert float((ratio - 1).abs().max()) < 1e-5
+
+
+def test_the_jacobian_norm_at_the_end_is_that_of_as_many_images_as_gradients_allow(
+    digits, monkeypatch
+):
+    monkeypatch.setattr(recorded_arms, "GRADIENTS", 1000)
+    run = TrainingRun(SPEC.resolved(), digits)
+    assert recorded_arms._jacobian_at_end(run) == {}
+    run.epoch = run.epochs
+    batches = evaluation_batches(digits.test, batch_size=100, mean=digits.mean, std=digits.std)
+    expected = float(probes.jacobian_norms(run.model, next(iter(batches))[0]).mean())
+    value = recorded_arms._jacobian_at_end(run)["jacobian_norm"]
+    assert value == pytest.approx(expected, rel=1e-5)

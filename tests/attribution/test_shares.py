@@ -1,5 +1,6 @@
 import itertools
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -153,3 +154,43 @@ def test_arms_that_missed_or_diverged_are_not_used():
     assert shares.total.value == 2.0
     assert lost[0].unused_for("y").fault is Fault.DIVERGED
     assert ArmResult("size", 0, {"y": 1.0}, {"size": {"a": math.nan}}).unused_for("y") is not None
+
+
+@pytest.mark.parametrize("paths", [TWO, THREE], ids=len)
+def test_intervals_hold_the_truth_as_often_as_they_say(paths):
+    """Known effects, noise by seed and by arm, three seeds, 400 experiments each."""
+    plan, random = Plan(paths), np.random.default_rng(0)
+    effects = dict(zip(paths, (1.0, 0.5, -0.3), strict=False))
+    together, experiments = 0.3, 400
+    total = sum(effects.values()) + together
+    held = Counter()
+    for _ in range(experiments):
+        shifts = random.normal(0, 1, 3)
+        made = results(
+            plan,
+            lambda on, _, seed: (
+                shifts[seed]  # noqa: B023 - used in here alone
+                + sum(effects[path] for path in on)
+                + together * (len(on) == len(paths))
+                + random.normal(0, 0.2)
+            ),
+        )
+        shares = decompose("y", plan, made)
+        held["total"] += total in shares.total
+        for path, effect in effects.items():
+            truth = effect + together / len(paths)
+            held[f"effect of {path}"] += truth in shares.effects[path]
+            held[f"share of {path}"] += truth / total in shares.shares[path]
+            held[f"{path} alone"] += effect / total in shares.alone_shares[path]
+    deviation = (0.95 * 0.05 / experiments) ** 0.5
+    assert len(held) == 1 + 3 * len(paths)
+    assert all(abs(count / experiments - 0.95) < 4 * deviation for count in held.values()), held
+
+
+def test_a_total_without_spread_is_doubted():
+    """Two seeds of a coarse metric agree to the last digit by chance."""
+    plan = Plan(TWO)
+    values = results(plan, lambda on, _, seed: seed + len(on) + 0.1 * seed * (on == {"size"}))
+    shares = decompose("y", plan, values)
+    assert shares.total.low == pytest.approx(shares.total.high)
+    assert shares.doubt is Doubt.NO_SPREAD

@@ -23,7 +23,8 @@ def sgd_on_convs(momentum, weight_decay=0.05, lr=0.5):
 def arms(result, trainer):
     """Arm -> trajectory of directions, of the first seed."""
     names = [each.arm for each in result.results if each.seed == result.seeds[0]]
-    return dict(zip(names, trainer.directions[2:], strict=False))  # after two rehearsals
+    rehearsals = min(len(result.seeds), 2) + 1
+    return dict(zip(names, trainer.directions[rehearsals:], strict=False))
 
 
 def test_under_batch_norm_the_rotation_is_all_there_is():

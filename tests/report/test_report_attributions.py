@@ -4,7 +4,7 @@ from refusals import refuses
 
 from decaylab.attribution.arms import ArmResult, Plan
 from decaylab.attribution.result import Attribution
-from decaylab.errors import BadValue
+from decaylab.errors import BadValue, Lacks
 from decaylab.report.attributions import (
     attribution_report,
     effects_panel,
@@ -53,7 +53,7 @@ def test_bars_are_the_effects_in_points():
     panel = effects_panel(attribution().shares_of("test/accuracy"))
     (bars,) = panel.marks
     assert isinstance(bars, Bars)
-    assert panel.groups == ["total", "size", "rotation", "together"]
+    assert panel.groups == ["total", "size", "rotation", "(together)"]
     assert list(bars.values) == pytest.approx([10, 1, 9, 0], abs=1e-9)
     assert panel.y_label == "effect, points"
 
@@ -86,3 +86,11 @@ def test_a_page_without_shares_is_a_page(tmp_path):
 def test_another_kind_of_file_is_refused(tmp_path):
     with refuses(BadValue, name="the report"):
         write_attribution(tmp_path / "page.pdf", attribution())
+
+
+def test_a_figure_has_the_effects_on_every_metric():
+    figure = attribution().plot()
+    titles = [axes.get_title() for axes in figure.axes if axes.get_visible()]
+    assert titles[:2] == ["test/accuracy", "loss"]
+    with refuses(Lacks, what="effects to draw"):
+        attribution(finite=False).plot()

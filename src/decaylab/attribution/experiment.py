@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from decaylab.attribution.arms import (
 )
 from decaylab.attribution.progress import ArmProgress
 from decaylab.attribution.result import Attribution
-from decaylab.errors import AT_LEAST_ONE, BadValue, Mismatch, check_name
+from decaylab.errors import AT_LEAST_ONE, BadValue, DecaylabError, Mismatch, check_name
 from decaylab.records.files import disk_errors, replace_text
 from decaylab.training.held_layers import Selection
 from decaylab.training.paths import LayerPaths
@@ -72,7 +72,7 @@ def attribute(
     AT_LEAST_ONE.check("steps", steps)
     if len(set(numbers)) < len(numbers):
         raise BadValue("seeds", list(numbers), "seeds that all differ")
-    rehearsal, selection = rehearse(make, numbers[0], min(steps, REHEARSED), only)
+    rehearsal, selection = rehearse(make, numbers, min(steps, REHEARSED), only)
     if metric is not None:
         check_name("metric", metric, list(rehearsal.metrics))
     plan = plan_for(selection, extra)
@@ -121,12 +121,22 @@ def attribute(
 
 
 def rehearse(
-    make: Make, seed: int, steps: int, only: str | Sequence[str] = "all"
+    make: Make, seeds: Sequence[int], steps: int, only: str | Sequence[str] = "all"
 ) -> tuple[ArmResult, Selection]:
-    """The first steps of the run with decay, taken twice, and what is held in it."""
-    first, _, selection = run_arm(make, WITH, seed, steps, only=only)
-    again, *_ = run_arm(make, WITH, seed, steps, only=only)
+    """The first steps of the run with decay, taken twice, and what is held in it.
+
+    A second seed must give another run.
+    """
+    first, _, selection = run_arm(make, WITH, seeds[0], steps, only=only)
+    again, *_ = run_arm(make, WITH, seeds[0], steps, only=only)
     check_same_start(first, again)
+    for seed in seeds[1:2]:
+        other, *_ = run_arm(make, WITH, seed, steps, only=only)
+        if replace(other, seed=first.seed, seconds=first.seconds) == first:
+            raise DecaylabError(
+                f"make({first.seed}) and make({seed}) are the same run: let make seed its weights"
+                " or its batches with the number it is given"
+            )
     return first, selection
 
 

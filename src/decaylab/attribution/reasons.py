@@ -40,4 +40,5 @@ class Doubt(Enum):
 
     NO_SEED = "no seed has all arms"
     ONE_SEED = "one seed"
+    NO_SPREAD = "all seeds have the same total"
     TOTAL_UNCLEAR = "the total is not told from zero"

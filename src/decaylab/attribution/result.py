@@ -113,13 +113,19 @@ class Attribution:
         numbers: dict[str, Any] = without_nan(plain)
         return numbers
 
+    def plot(self) -> Any:
+        """The effects on every metric as bars with intervals, as a matplotlib figure.
+
+        A notebook shows it; `figure.savefig("decay.png")` writes it. Needs the extra `report`.
+        """
+        return _pages().attribution_figure(self)
+
     def report(self, path: str | Path = "attribution.html", title: str = "") -> Path:
         """Write everything with its figures as one offline HTML page; returns its path.
 
         Needs the extra `report`.
         """
-        pages = importlib.import_module("decaylab.report.attributions")  # it stands above this
-        pages.write_attribution(Path(path), self, title)
+        _pages().write_attribution(Path(path), self, title)
         return Path(path)
 
     def worst_errors(self) -> dict[str, float]:
@@ -133,6 +139,10 @@ class Attribution:
     def reference(self, seed: int) -> LayerPaths:
         """The paths of the run with decay."""
         return self.paths[seed][WITH.name]
+
+
+def _pages() -> Any:
+    return importlib.import_module("decaylab.report.attributions")  # it stands above this
 
 
 def _plain(shares: Shares) -> dict[str, Any]:

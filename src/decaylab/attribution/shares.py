@@ -165,6 +165,8 @@ def decompose(metric: str, plan: Plan, results: Sequence[ArmResult]) -> Shares:
         doubt = Doubt.ONE_SEED
     elif 0.0 in estimate(totals):
         doubt = Doubt.TOTAL_UNCLEAR
+    elif math.isclose(min(totals), max(totals), rel_tol=1e-9):
+        doubt = Doubt.NO_SPREAD
     return Shares(
         metric=metric,
         total=total,
@@ -194,15 +196,15 @@ def _effects(
         for path in plan.paths:
             alone.setdefault(path, []).append(by_arm[plan.crossed([path]).name] - none)
             effects.setdefault(path, []).append(_shapley(plan, by_arm, path))
-        together = by_arm[plan.all_paths.name] - none
-        singles = sum(alone[path][-1] for path in plan.paths)
-        effects.setdefault("interaction", []).append(together - singles)
         if plan.others:
             effects.setdefault("others", []).append(none - by_arm[WITHOUT.name])
         if plan.direction:
             effects.setdefault("direction", []).append(
                 by_arm[WITH.name] - by_arm[plan.all_paths.name]
             )
+        together = by_arm[plan.all_paths.name] - none
+        singles = sum(alone[path][-1] for path in plan.paths)
+        effects.setdefault("interaction", []).append(together - singles)
     return effects, alone
 
 

@@ -18,13 +18,13 @@ NAMES = {
     "rotation": "rotation",
     "size": "size",
     "damping": "damping",
-    "interaction": "interaction",
+    "interaction": "(interaction)",
     "others": "other parameters",
     "direction": "step direction",
 }
 
 
-SHORT_NAMES = {"others": "others", "direction": "direction", "interaction": "together"}
+SHORT_NAMES = {"others": "others", "direction": "direction", "interaction": "(together)"}
 PATHS_TEXT = (
     "What a layer went through in each arm. An arm takes each path either from the run with decay"
     " or from the run without it: lines that lie on one another show that it held."
@@ -33,7 +33,8 @@ METHOD = (
     "Arms of a seed share weights and batches. Size, rotation and damping of every held layer are"
     " as in the run with decay or as without, independently. Alone: what comes back of the total"
     " with one path as with decay. Share: Shapley's, the mean over the orders in which paths are"
-    " switched. Intervals are 95 %: Student's t over paired seeds, Fieller's for fractions."
+    " switched, so that the interaction is part of the shares. Intervals are 95 %: Student's t over"
+    " paired seeds, Fieller's for fractions."
 )
 
 
@@ -82,6 +83,8 @@ def doubt_sentence(doubt: Doubt, metric: str, seeds: int | None = None) -> str:
     return {
         Doubt.NO_SEED: f"No seed has a number for {metric} in every arm, so there are no shares.",
         Doubt.ONE_SEED: "One seed has no intervals: give more seeds.",
+        Doubt.NO_SPREAD: f"All seeds give the same total of {metric}, so intervals are too narrow:"
+        " give more seeds, or a metric that is less coarse.",
         Doubt.TOTAL_UNCLEAR: "The total effect cannot be told from zero, so there are no shares of"
         f" it: give {enough}, or a stronger decay.",
     }[doubt]

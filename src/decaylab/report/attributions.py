@@ -3,14 +3,16 @@
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 import decaylab
 from decaylab.attribution import Attribution, Shares, words
 from decaylab.document import Grid, GridCell, Image, Report, Section, Subsection
+from decaylab.errors import Lacks
 from decaylab.records.files import disk_errors, replace_text
-from decaylab.report.drawing import Bars, Line, Panel, check_page, draw
+from decaylab.report.drawing import Bars, Line, Panel, check_page, draw, figure_of
 from decaylab.report.page import to_html
 from decaylab.training.paths import LayerPaths
 
@@ -23,6 +25,14 @@ def write_attribution(path: Path, result: Attribution, title: str = "") -> None:
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, to_html(attribution_report(result, title)))
+
+
+def attribution_figure(result: Attribution) -> Any:
+    """The effects on every metric, beside each other."""
+    panels = [effects_panel(result.shares_of(metric)) for metric in result.metrics]
+    if shown := [panel for panel in panels if not panel.empty]:
+        return figure_of(shown)
+    raise Lacks("this attribution", "effects to draw", "give seeds whose arms do not diverge")
 
 
 def attribution_report(result: Attribution, title: str = "") -> Report:

@@ -200,7 +200,7 @@ def _paint(axes: "Axes", panel: Panel, *, outside: bool = True) -> None:
     _marks(axes, panel)
     if outside:
         _legend(axes, panel)
-    else:
+    elif any(mark.label for mark in panel.marks):
         axes.legend(loc="best", fontsize=8)
 
 
