@@ -148,7 +148,7 @@ def test_a_command_ends_with_the_queue_that_began_it(tmp_path, stop):
         pytest.skip("only Linux ends a process with its parent")
     os.mkfifo(tmp_path / "alive")
     alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
-    script = "import time; f = open('alive', 'w', 1); print('begun', file=f); time.sleep(60)"
+    script = "import time; f = open('alive', 'w', 1); print('begun', file=f); time.sleep(600)"
     (tmp_path / "queue.toml").write_text(command(f"{script}; print('went on', file=f)"))
     words = [sys.executable, "-m", "decaylab", "reproduce", "--queue", "queue.toml", "--device"]
     words += ["cpu"] if stop else ["cpu", "--max-minutes", "0.02"]
@@ -157,7 +157,7 @@ def test_a_command_ends_with_the_queue_that_began_it(tmp_path, stop):
         while not readable([alive], [], [], 0.1)[0]:
             assert process.poll() is None
         process.send_signal(stop)
-    assert process.wait(60) in ((128 + stop, -stop) if stop else (RUNS_LEFT,))
+    assert process.wait(600) in ((128 + stop, -stop) if stop else (RUNS_LEFT,))
     os.set_blocking(alive, True)
     with open(alive) as until_the_command_has_ended:
         assert "went on" not in until_the_command_has_ended.read()
@@ -199,7 +199,7 @@ def test_when_the_time_is_up_the_exit_code_says_that_something_is_left(queue):
     whole = queue(TABLE2 + command("pass", 9), "--whole-runs", "--max-minutes", 0.001)
     assert whole.exit_code == RUNS_LEFT
     assert not list(Path("runs").glob("*/spec.toml"))
-    slow = queue(command("import time; time.sleep(60)"), "--max-minutes", 0.01)
+    slow = queue(command("import time; time.sleep(600)"), "--max-minutes", 0.01)
     assert slow.exit_code == RUNS_LEFT
 
 

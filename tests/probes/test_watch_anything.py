@@ -15,6 +15,7 @@ from decaylab.diagnosis import Reason
 from decaylab.errors import Lacks, NameTaken, WrongType
 from decaylab.probes import PROBES, Probe, Reading, head_ranks, register, spectra
 from decaylab.probes.registry import load_all
+from decaylab.probes.size_response import measured_invariance
 from decaylab.records import read_recording
 
 
@@ -403,3 +404,26 @@ def test_a_replayed_step_is_counted():
         train(model, [optimizer], inputs, labels)
     assert [row.step for row in watched.records.series("weight_norm")] == [1, 4]
     assert watched.records.last("decay_exposure/0") == pytest.approx(4 * 0.05)
+
+
+def test_frozen_layers_are_measured_once_they_are_thawed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(16, 4)
+
+    def step():
+        model(inputs).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with watch(model, optimizer, every=2, inputs=inputs) as watched:
+        step()
+        assert watched.layers.measured.layers == ("1", "3")
+        model[0].requires_grad_(True)
+        step()
+        assert watched.layers.measured.layers == ("0", "1", "3")
+        assert watched.layers.invariant("0")
+    model.requires_grad_(False)  # where nothing is trained, all are measured
+    assert measured_invariance(model, inputs).layers == ("0", "1", "3")

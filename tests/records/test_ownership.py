@@ -20,7 +20,7 @@ from pathlib import Path
 from decaylab.records.ownership import Ownership
 assert Ownership(Path(sys.argv[1])).take() is None
 print("mine", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 COMPETE = """
 import sys, time

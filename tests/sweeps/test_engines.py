@@ -91,7 +91,7 @@ def test_a_signal_is_passed_on_to_the_processes(tmp_path, monkeypatch):
     script = (
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(143)))\n"
-        "print('ready', flush=True); time.sleep(60)"
+        "print('ready', flush=True); time.sleep(600)"
     )
     engine = LocalEngine(tmp_path, slots=2)
     engine.start([python(script)] * 2)

@@ -33,7 +33,7 @@ def disk(monkeypatch):
                 self.moves.clear()
             if not self.moves.is_set():
                 self.reached.set()
-            assert self.moves.wait(timeout=60)
+            assert self.moves.wait(timeout=600)
             if self.full:
                 filename.write_bytes(b"half")
                 raise OSError(errno.ENOSPC, "No space left on device")
@@ -93,7 +93,7 @@ def test_one_at_a_time(tmp_path, disk):
     writer = checkpoint.Writer(tmp_path / "c")
     disk.moves.clear()
     writer.save({"n": 1})
-    assert disk.reached.wait(timeout=60)
+    assert disk.reached.wait(timeout=600)
     waited = disk.moves_when_waited_for()
     writer.save({"n": 2})
     assert waited == [1]
@@ -129,7 +129,7 @@ def test_training_goes_on_beside_it_and_leaving_waits_for_it(tmp_path, disk, mon
     disk.moves.clear()
     steps = [next(run).step for _ in range(3)]
     assert steps == [1, 2, 3]  # the first of them began a checkpoint that is not written yet
-    assert disk.reached.wait(timeout=60)
+    assert disk.reached.wait(timeout=600)
     assert disk.asked == 1
     assert not store.folder(SPEC.id).checkpoint.exists()
     disk.moves_when_waited_for()
@@ -168,7 +168,7 @@ def test_nothing_is_written_once_the_lock_is_free(tmp_path, disk):
 
     def fail(run):
         if run.position == run.steps_per_epoch:
-            assert disk.reached.wait(timeout=60)
+            assert disk.reached.wait(timeout=600)
             waited.append(disk.moves_when_waited_for())
             raise RuntimeError("out of luck")
         return {}

@@ -91,7 +91,8 @@ class Invariance:
     """What rescaling layers does to the logits of a network, as measured at one moment.
 
     Attributes:
-        layers: every module with parameters, in the order in which they run first. A layer is its
+        layers: every module with trained parameters (of a model that is frozen whole, with any), in
+            the order in which they run first. A layer is its
             weight and bias, a normalisation its gain and shift; the learnt gain of weight
             normalisation goes by its parameter's name. Of tied weights, the module that `roles`
             names.
@@ -240,7 +241,10 @@ Units = Mapping[str, Sequence[Tensor]]
 
 
 def _units(model: nn.Module, inputs: Inputs) -> dict[str, list[Tensor]]:
-    """Every floating-point parameter in one unit, in the order in which they run first."""
+    """Every floating-point parameter in one unit, in the order in which they run first.
+
+    Units of which nothing is trained are left out, unless that is all of them.
+    """
     layers, known = find_layers(model), roles(model)
     units: dict[str, list[Tensor]] = {}
     modules: dict[str, str] = {}
@@ -254,6 +258,8 @@ def _units(model: nn.Module, inputs: Inputs) -> dict[str, list[Tensor]]:
         units.setdefault(unit, []).append(parameter)
     if not units:
         return {}
+    trained = {k: ps for k, ps in units.items() if any(p.requires_grad for p in ps)}
+    units = trained or units
     place = {name: at for at, name in reversed(list(enumerate(run_order(model, inputs))))}
     return {
         name: units[name] for name in sorted(units, key=lambda u: place.get(modules[u], math.inf))

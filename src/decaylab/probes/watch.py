@@ -352,6 +352,8 @@ class Watch:
         self._scaled, self._gradients, self._closure = {}, {}, False
         self._continues = not self.steps and any(map(has_stepped, self.optimizers))
         if self._trained != [p.requires_grad for p in self.model.parameters()]:
+            if self.inputs is not None:
+                self._measure_invariance_again()
             self._find_layers()  # some were frozen or thawed
         self._before = snapshot(with_gains(self._layers))
 
