@@ -5,6 +5,7 @@ effective learning rates.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from diagnosis.recorded import ScriptedLayer, reasons, records
 from oracle.formulas import Formula
 
 from decaylab import diagnose
-from decaylab.diagnosis import Reason, suggest
+from decaylab.diagnosis import Reason, equivalent_schedule, suggest
+from decaylab.errors import DecaylabError
 from decaylab.records import Row, Rows
 
 
@@ -46,6 +48,12 @@ def amsgrad(groups, **settings):
     return torch.optim.AdamW(groups, amsgrad=True, **settings)
 
 
+def schedule_free(groups, **settings):
+    optimizer = pytest.importorskip("schedulefree").AdamWScheduleFree(groups, **settings)
+    optimizer.train()
+    return optimizer
+
+
 def both(build, steps, start, lr, weight_decay, clip=None):
     """Runs with decay and without, and the factor in the turns over their second half."""
     runs = [
@@ -72,6 +80,16 @@ def test_second_moments_of_other_names(build, lr, weight_decay):
     assert found.effect.value == pytest.approx(truth, rel=0.03)
     if build is AdaBelief:  # the others' decay is L2, rescaled: one run does not tell
         assert diagnose(decayed)["effective l"].effect.value == pytest.approx(truth, rel=0.03)
+
+
+@pytest.mark.parametrize("beta2", [0.999, 0.95])
+def test_schedule_free_weights_lose_half_of_what_decay_takes(beta2):
+    decayed, plain, truth = both(partial(schedule_free, betas=(0.9, beta2)), 600, 3.0, 0.002, 0.5)
+    assert truth > 1.25
+    for verdict in (diagnose(decayed, plain), diagnose(decayed)):
+        assert verdict["effective l"].effect.value == pytest.approx(truth, rel=0.03)
+    with pytest.raises(DecaylabError, match="schedule-free"):
+        equivalent_schedule(decayed)
 
 
 def test_adamax_remembers_a_maximum_which_is_soon_another():

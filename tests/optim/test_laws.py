@@ -9,7 +9,18 @@ from refusals import refuses
 from torch import nn
 
 from decaylab.errors import OutOfRange, UnknownName
-from decaylab.optim.laws import Kfac, Lion, Muon, ScheduleFree, Sgd, Unknown, law_named, law_of
+from decaylab.optim.laws import (
+    Adam,
+    Kfac,
+    Lion,
+    Muon,
+    ScheduleFree,
+    Sgd,
+    Unknown,
+    exposure_rate,
+    law_named,
+    law_of,
+)
 from decaylab.optim.laws.law import balance, momentum_correlation
 
 SHAPE = (16, 48)
@@ -158,13 +169,30 @@ def test_what_l2_takes_under_each():
     ]
 
 
+@pytest.mark.parametrize("beta", [0.5, 0.9, 0.98])
+def test_what_schedule_free_weights_lose_by_decay_alone(beta):
+    """Without gradients, to first order in what decay has taken from z."""
+    library = pytest.importorskip("schedulefree")
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = library.AdamWScheduleFree([weight], lr=1e-5, weight_decay=0.1, betas=(beta, 0.99))
+    optimizer.train()
+    (group,), steps = optimizer.param_groups, 1000
+    rate = exposure_rate(optimizer, group)
+    assert rate == law_of(optimizer, group).shrink(0.1, "decoupled", 1e-5)
+    for _ in range(steps):
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    assert 1 - float(weight.detach()[0]) == pytest.approx(rate * steps, rel=5e-3)
+
+
 def test_what_is_not_known_is_none():
     assert Unknown().rotation(1e-3) is None
     assert Unknown().elasticity() is None
     assert Unknown().equilibrium(0.1, 1.0, 1e-3) is None
     assert Unknown().effective_per_lr(((1, 1.0),)) == ()
     assert ScheduleFree().rotation(1e-3) is None
-    assert (ScheduleFree().norm_power, ScheduleFree(0.999).norm_power) == (2, 1)
+    assert (ScheduleFree().norm_power, ScheduleFree(0.9, Adam(0.0)).norm_power) == (2, 1)
+    assert ScheduleFree().clipped().norm_power is None
     assert balance(0.0, 1.0, 1e-3, e=0.0) is None
     with refuses(OutOfRange, name="rotation", value=2.0):
         Sgd().shrink_for_rotation(2.0)

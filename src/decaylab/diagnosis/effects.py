@@ -9,7 +9,7 @@ from statistics import fmean, geometric_mean
 
 from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.runs import RecordedLayer
-from decaylab.optim.laws import Adam, Law, Sgd
+from decaylab.optim.laws import Law, Sgd
 from decaylab.optim.laws.dynamics import Series, norms_without_decay
 from decaylab.optim.laws.memory import interpolated, moments_at
 
@@ -199,7 +199,7 @@ def norms_reconstructed(layer: RecordedLayer) -> Series:
     exposures = [value for _, value in layer.exposure]
     elasticities = _elasticities(layer)
     without_decay = norms_without_decay(layer.norms, exposures, elasticities)
-    if layer.invariant and isinstance(layer.law, Adam) and layer.law.beta2 is not None:
+    if layer.invariant and layer.law.adam_betas is not None:
         for _ in range(RULES.remembered_rounds):
             factors = _push_factors(layer, without_decay)
             without_decay = norms_without_decay(layer.norms, exposures, elasticities, factors)
@@ -285,8 +285,8 @@ def _effective_both(layer: RecordedLayer, others: Series) -> tuple[Series, Serie
     """The effective learning rate, over lr, at the layer's norms and had they been `others`."""
     law = layer.law
     changed: Series = ()
-    if isinstance(law, Adam) and law.beta2 is not None:
-        changed = moments_at(layer.norms, others, law.beta2, layer.moments)
+    if law.adam_betas is not None:
+        changed = moments_at(layer.norms, others, law.adam_betas[1], layer.moments)
     return layer.effective_per_lr, law.effective_per_lr(others, changed)
 
 

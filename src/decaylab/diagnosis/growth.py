@@ -62,7 +62,7 @@ def _pushed(layer: RecordedLayer, steps: Sequence[int], e: float) -> list[float]
 
 def _longer(layer: RecordedLayer) -> dict[int, float]:
     """By step, N_v / N_m (`memory`): how much longer Adam's steps are than at norms at rest."""
-    if not isinstance(layer.law, Adam) or not layer.invariant:
+    if layer.law.adam_betas is None or not layer.invariant:
         return {}
     norms = dict(layer.norms)
     effective = layer.law.effective_per_lr(layer.norms, layer.moments)

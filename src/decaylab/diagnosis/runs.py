@@ -15,7 +15,7 @@ from decaylab.diagnosis.limits import clipped, cut_entries, eps_counts
 from decaylab.diagnosis.reasons import Because, Reason, because
 from decaylab.diagnosis.rules import RULES
 from decaylab.optim.decay import DECAYS
-from decaylab.optim.laws import Adam, Kfac, Law, Sgd, Unknown, law_for
+from decaylab.optim.laws import Kfac, Law, Sgd, Unknown, law_for
 from decaylab.optim.laws.dynamics import Series
 from decaylab.optim.laws.memory import by_step
 from decaylab.records.recording import Recording
@@ -70,17 +70,13 @@ class RecordedLayer:
 
     @cached_property
     def law(self) -> Law:
-        """How its steps depend on its norm; of clipped SGD between lr/|W|^2 and lr/|W|: unknown."""
+        """How its steps depend on its norm."""
         if not self.settings or self.off_law:
             return Unknown()
         law = law_for(self.settings[0][1])
         if self.changed_law:
             return Unknown()
-        if not self.clipped:
-            return law
-        if isinstance(law, Adam):  # its second moment does not follow the norm
-            return replace(law, beta2=None)
-        return Unknown() if isinstance(law, Sgd) else law
+        return law.clipped() if self.clipped else law
 
     @property
     def changed_law(self) -> bool:
@@ -159,7 +155,7 @@ class RecordedLayer:
     def moments(self) -> Series:
         """Adam's |v| (`second_moment`), if it counts and is recorded wherever the norm is."""
         recorded = self.series.get("second_moment", ())
-        counts = isinstance(self.law, Adam) and self.law.beta2 is not None
+        counts = self.law.adam_betas is not None
         return recorded if counts and by_step(self.norms, recorded) else ()
 
     @cached_property

@@ -16,7 +16,7 @@ from decaylab.diagnosis.reasons import Reason
 from decaylab.diagnosis.runs import RecordedLayer, read_run
 from decaylab.errors import BadValue, Damaged, DecaylabError, Lacks, check_name
 from decaylab.networks import roles
-from decaylab.optim.laws import Adam, Kfac, Sgd
+from decaylab.optim.laws import Adam, Kfac, ScheduleFree, Sgd
 from decaylab.optim.laws.memory import gradient_squares, interpolated
 from decaylab.records.files import replace_text
 from decaylab.records.settings import LayerSettings
@@ -170,6 +170,11 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
         raise DecaylabError(
             "the law of this optimizer is not known; those of SGD, K-FAC and Adam without amsgrad"
             " are"
+        )
+    if isinstance(first.law, ScheduleFree):
+        raise DecaylabError(
+            "schedule-free decay acts on an iterate that the weights are an average of, and reaches"
+            " them over all later steps: no schedule can replace it"
         )
     if any(layer.stepping != first.stepping for layer in layers):
         raise DecaylabError(

@@ -106,7 +106,9 @@ def _made(kind: str, memory: float, beta2: float | None, *, nesterov: bool) -> L
         return Shampoo(memory, beta2, nesterov)
     if kind == "kfac":
         return Kfac(memory)
-    return ScheduleFree(beta2) if kind == "schedule-free" else Unknown()
+    if kind == "schedule-free":
+        return ScheduleFree(memory, Sgd() if beta2 is None else Adam(0.0, beta2))
+    return Unknown()
 
 
 def law_for(settings: LayerSettings) -> Law:
@@ -188,7 +190,8 @@ def exposure_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     The sum over steps is the decay exposure (recipe): 1 means that the weights of the start count
     for 1/e by decay alone. Decoupled: lr * wd; independent: wd; L2 under SGD: lr * wd / (1 -
     momentum), times 1 - dampening. For L2 under Adam it is the rate before the preconditioner,
-    under K-FAC that before the preconditioner and behind the momentum.
+    under K-FAC that before the preconditioner and behind the momentum. Schedule-free: the part of
+    lr * wd that reaches the weights (`ScheduleFree`).
     """
     decay, strength = decay_of(dict(group), optimizer)
     if decay == "none":
@@ -197,4 +200,6 @@ def exposure_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     if decay == "l2" and sums_up(optimizer, group):
         momentum, dampening = (float(group.get(k) or 0.0) for k in ("momentum", "dampening"))
         return Sgd(momentum, dampening).shrink(strength, decay, lr)
-    return Unknown().shrink(strength, decay, lr)
+    # torch's others all take what the kind says, and betas on the device are not waited for
+    law = Unknown() if is_torchs(unwrapped(optimizer)) else law_of(optimizer, group)
+    return law.shrink(strength, decay, lr)

@@ -1,11 +1,9 @@
 """Adam's law, also that of RMSprop, Adagrad, NAdam and others that divide by gradient sizes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from decaylab.optim.laws.dynamics import Series
 from decaylab.optim.laws.law import Law, momentum_correlation
-from decaylab.optim.laws.memory import effective_adam
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,11 @@ class Adam(Law):
         """(1 + beta1) / (1 - beta1); NAdam's less (`momentum_correlation`)."""
         return momentum_correlation(self.beta1, nesterov=self.nesterov)
 
-    def effective_per_lr(self, norms: Series, moments: Series = ()) -> Series:
-        """N_v / (|W| N_m), with the norms that its averages remember (`memory`)."""
-        if self.beta2 is None or not norms:
-            return super().effective_per_lr(norms)
-        return effective_adam(norms, (self.beta1, self.beta2), moments)
+    @property
+    def adam_betas(self) -> tuple[float, float] | None:
+        """None if nothing like v is remembered."""
+        return None if self.beta2 is None else (self.beta1, self.beta2)
+
+    def clipped(self) -> Law:
+        """Its second moment does not follow the norm."""
+        return replace(self, beta2=None)

@@ -21,6 +21,7 @@ from typing import ClassVar
 from decaylab.errors import Range
 from decaylab.optim.decay import check_decay
 from decaylab.optim.laws.dynamics import FARTHEST, Series
+from decaylab.optim.laws.memory import effective_adam
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,28 @@ class Law(ABC):
     def correlation(self) -> float | None:
         """C above, for independent gradients; None if it is not known."""
 
+    @property
+    def adam_betas(self) -> tuple[float, float] | None:
+        """beta1 and beta2 of the averages that Adam's steps are made of (`memory`); else None."""
+        return None
+
     def elasticity(self, share: float | None = None) -> float | None:
         """The e of G = c N^e: 1 - p. `share`: K-FAC's second-order share."""
         return None if self.norm_power is None else 1.0 - self.norm_power
 
     def effective_per_lr(self, norms: Series, moments: Series = ()) -> Series:
-        """At these norms, what lr is to be multiplied by; `moments`: the recorded |v| of Adam."""
+        """At these norms, what lr is to be multiplied by; `moments`: the recorded |v| of Adam.
+
+        |W|^-p; of Adam, N_v / (|W| N_m), with the norms that its averages remember (`memory`).
+        """
+        if self.adam_betas is not None and norms:
+            return effective_adam(norms, self.adam_betas, moments)
         power = self.norm_power
         return () if power is None else tuple((step, norm**-power) for step, norm in norms)
+
+    def clipped(self) -> "Law":
+        """The law where gradients are cut to a length: the same, where their size cancels."""
+        return self
 
     def shrink(self, weight_decay: float, decay: str, lr: float) -> float:
         """The fraction of W that decay removes per step, in the long run, to first order.

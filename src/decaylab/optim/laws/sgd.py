@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from decaylab.optim.laws.law import Law, momentum_correlation
+from decaylab.optim.laws.unknown import Unknown
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,10 @@ class Sgd(Law):
     def correlation(self) -> float:
         """(1 + m) / (1 - m), Nesterov's less (`momentum_correlation`)."""
         return momentum_correlation(self.momentum, nesterov=self.nesterov)
+
+    def clipped(self) -> Law:
+        """Between lr/|W|^2 and lr/|W|, where gradients are always cut: unknown."""
+        return Unknown()
 
     def shrink(self, weight_decay: float, decay: str, lr: float) -> float:
         """L2 is summed up by the momentum; the other kinds stand beside it."""
