@@ -206,6 +206,21 @@ def test_a_gradient_that_is_not_finite_leaves_the_momentum_alone(scaling):
         assert torch.equal(opt.state[p]["momentum_buffer"], velocity)
 
 
+def test_held_norms_leave_a_momentum_of_gradients_alone():
+    """With scale-free damping, norms are put back after each step."""
+    model = seeded(lambda: net(norm=True))
+    opt = KFAC(model, 0.1, step_scaling="spectral", damping_scaling="scale-free", **EXACT)
+    weight = model[0].weight
+    norm, momentum = weight.detach().norm(), torch.zeros_like(weight)
+    for i in range(3):
+        cross_entropy(model(data(i)[0]), data(i)[1]).backward()
+        momentum = 0.9 * momentum + weight.grad
+        opt.step()
+        opt.zero_grad()
+        assert torch.allclose(weight.detach().norm(), norm)
+        assert torch.allclose(opt.state[weight]["momentum_buffer"], momentum, rtol=1e-12)
+
+
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 def test_a_frozen_part_stays_and_the_other_has_the_set_size(frozen):
     model = seeded(lambda: nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, CLASSES)))
