@@ -110,6 +110,25 @@ def test_a_step_equals_that_of_symmetric_roots(build, channels_last):
         assert torch.allclose(moved, step, atol=1e-9)
 
 
+def test_transposed_weights_take_the_same_steps():
+    """As in Hugging Face's GPT-2, whose layers keep [in, out]."""
+    from transformers.pytorch_utils import Conv1D
+
+    linear = seeded(lambda: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, CLASSES)))
+    turned = nn.Sequential(Conv1D(9, 6), nn.Tanh(), Conv1D(CLASSES, 9)).double()
+    with torch.no_grad():
+        for i in (0, 2):
+            turned[i].weight.copy_(linear[i].weight.T)
+            turned[i].bias.copy_(linear[i].bias)
+    for model in (linear, turned):
+        opt = KFAC(model, 0.1, step_scaling="spectral", **EXACT)
+        for i in range(3):
+            train_step(opt, model, random(16, 6, seed=i), labels_for(16, classes=CLASSES, seed=i))
+    for i in (0, 2):
+        assert torch.allclose(turned[i].weight.T, linear[i].weight, atol=1e-10)
+        assert torch.allclose(turned[i].bias, linear[i].bias, atol=1e-10)
+
+
 def regression_step(opt, model, seed, inputs):
     """With targets that make gradients of full rank: noise in what has none would be blown up."""
     x, y = random(64, inputs, seed=seed).float(), random(64, 16, seed=seed + 100).float()
@@ -185,6 +204,21 @@ def test_a_gradient_that_is_not_finite_leaves_the_momentum_alone(scaling):
     assert opt.check().skipped == 1
     for p, velocity in zip(model.parameters(), velocities, strict=True):
         assert torch.equal(opt.state[p]["momentum_buffer"], velocity)
+
+
+def test_held_norms_leave_a_momentum_of_gradients_alone():
+    """With scale-free damping, norms are put back after each step."""
+    model = seeded(lambda: net(norm=True))
+    opt = KFAC(model, 0.1, step_scaling="spectral", damping_scaling="scale-free", **EXACT)
+    weight = model[0].weight
+    norm, momentum = weight.detach().norm(), torch.zeros_like(weight)
+    for i in range(3):
+        cross_entropy(model(data(i)[0]), data(i)[1]).backward()
+        momentum = 0.9 * momentum + weight.grad
+        opt.step()
+        opt.zero_grad()
+        assert torch.allclose(weight.detach().norm(), norm)
+        assert torch.allclose(opt.state[weight]["momentum_buffer"], momentum, rtol=1e-12)
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])

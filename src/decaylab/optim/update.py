@@ -275,7 +275,8 @@ class Updater:
         loss_scale: LossScale,
     ) -> None:
         """All that follows the gather, by numbers that are on the device."""
-        with scale_free.held(self.first_order.state):
+        # a momentum of gradients is one at the norms that are held: it stays as it is
+        with scale_free.held({} if rule.momentum_first else self.first_order.state):
             finite = self._move(pattern, groups, rates, rule, loss_scale)
         if loss_scale.skip is None:  # a GradScaler looks for its scale by steps that overflow
             self._skips.count(finite)
