@@ -31,6 +31,18 @@ def test_polar_factors_have_the_singular_vectors_and_singular_values_near_one(sh
     assert torch.allclose(inside, torch.diag_embed(values), atol=1e-10)
 
 
+def test_how_far_small_singular_values_are_lifted():
+    """Those of over a hundredth of the norm to about one; no other beyond 1.21, and zero not."""
+    small = torch.cat([torch.zeros(1), torch.logspace(-6, 0, 3001)]).double()
+    pairs = torch.stack([torch.ones_like(small), small], 1)
+    lifted = polar_factors(torch.diag_embed(pairs)).diagonal(dim1=1, dim2=2)
+    shares = pairs / pairs.norm(dim=1, keepdim=True)
+    assert lifted[shares >= 0.01].min() >= 0.68
+    assert lifted[shares >= 0.01].max() <= 1.14
+    assert lifted.max() <= 1.21
+    assert lifted[0, 1] == 0
+
+
 def test_polar_factors_commute_with_rotations_and_know_no_scale():
     matrices, left, right = random(1, 4, 6), rotation(4, 1), rotation(6, 2)
     polar = polar_factors(matrices)
