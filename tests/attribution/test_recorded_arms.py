@@ -1,5 +1,6 @@
 import json
 import math
+import signal
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from decaylab import probes
 from decaylab.attribution import SIZE_FREE_ROTATION, recorded_arms
 from decaylab.attribution.arms import WITH, WITHOUT, Plan, norms_alone
 from decaylab.attribution.branches import branch_from, train_to
+from decaylab.attribution.progress import ArmProgress
 from decaylab.attribution.reasons import Fault
 from decaylab.attribution.recorded_arms import (
     METRICS,
@@ -186,12 +188,19 @@ def test_runs_that_take_turns_are_the_same(attributed, digits, tmp_path):
     assert not list(tmp_path.glob("*/checkpoint.safetensors"))
 
 
-def test_when_the_time_is_up_the_same_call_goes_on(attributed, digits, tmp_path):
+def test_when_the_time_is_up_the_same_call_goes_on(attributed, digits, tmp_path, monkeypatch):
+    """An hour is asked for; its alarm goes off when the first arm has ended."""
     store, (_, result) = RunStore(tmp_path), attributed
-    with pytest.raises(OutOfTime):
-        attribute_spec(
-            SPEC, data=digits, store=store, options=replace(CPU, seconds=0.3), seeds=(0, 1)
-        )
+    ended, hour = ArmProgress.ended, replace(CPU, seconds=3600)
+
+    def ended_at_the_alarm(progress, *outcome):
+        ended(progress, *outcome)
+        signal.raise_signal(signal.SIGALRM)
+
+    with monkeypatch.context() as patch, pytest.raises(OutOfTime):
+        patch.setattr(ArmProgress, "ended", ended_at_the_alarm)
+        attribute_spec(SPEC, data=digits, store=store, options=hour, seeds=(0, 1))
+    assert sum(run.is_finished() for run in store.runs()) == 1
     again = attribute_spec(SPEC, data=digits, store=store, options=CPU, seeds=(0, 1))
     assert again.shares == result.shares
 
