@@ -558,7 +558,6 @@ class Left(nn.Module):
         self.sparse = nn.Embedding(5, 4, sparse=True)
         self.normed = nn.Embedding(5, 4, max_norm=1.0)
         self.scaled = nn.Embedding(5, 4, scale_grad_by_freq=True)
-        self.recurrent, self.cell = nn.LSTM(4, 4), nn.GRUCell(4, 4)
         self.attention = nn.MultiheadAttention(4, 2, kdim=5, vdim=5)
         self.head = nn.Linear(40, 40)
 
@@ -568,8 +567,6 @@ def test_reasons_of_what_is_left_out():
     assert found["sparse.weight"].reason is Reason.SPARSE
     assert found["normed.weight"].reason is Reason.RENORMALISED
     assert found["scaled.weight"].reason is Reason.BY_FREQUENCY
-    assert {found[name].reason for name in found if "recurrent" in name} == {Reason.RECURRENT}
-    assert {found[name].reason for name in found if "cell" in name} == {Reason.RECURRENT}
     assert found["attention.in_proj_bias"].reason is Reason.SHARED_BIAS
     assert found["attention.out_proj.weight"].block == "attention.out_proj"
     assert all(entry.explanation for entry in found.values())
@@ -582,6 +579,6 @@ def test_an_excluded_attention_is_left_out_whole():
 
 
 def test_less_than_half_covered_warns():
-    model = nn.Sequential(nn.LSTM(9, 9), nn.Linear(9, 2))
-    with pytest.warns(UserWarning, match=r"covers 3% .* '0\.weight_ih_l0' \(LSTM"):
+    model = nn.Sequential(nn.Bilinear(9, 9, 7), nn.Linear(7, 2))
+    with pytest.warns(UserWarning, match=r"covers 3% .* '0\.weight' \(Bilinear"):
         KFAC(model, 0.1)

@@ -167,8 +167,6 @@ def _placement(
         classes = tuple(type(tied_part.module).__name__ for tied_part in tied_parts)
         return Placement(name, Reason.COVERED, classes), tied_parts
     if part is None:
-        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
-            return refused(Reason.RECURRENT, class_name)
         if kind_of(module) is not None:
             if attribute == "in_proj_bias":
                 return refused(Reason.SHARED_BIAS)
@@ -225,7 +223,8 @@ def _parts(layers: dict[str, nn.Module]) -> dict[Place, Part]:
         kind = kind_of(module)
         for part in kind.parts(name, module) if kind is not None else ():
             home = names[part.module]
+            part = part._replace(name=part.name.removeprefix("."), home=home)
             for attribute in (part.weight, part.bias):
                 if attribute is not None:
-                    parts.setdefault((home, attribute), part._replace(home=home))
+                    parts.setdefault((home, attribute), part)
     return parts

@@ -7,23 +7,25 @@ extra backward per vector. Parameter gradients are not computed in it.
 
 Products that no module's hook sees (attention's projections, a layer's weight given to `F.linear`)
 are met where they are made: while the model runs in an observed pass, and only then, the functions
-`F.linear` and `F.conv1d` to `F.conv3d` report the calls whose weight is a covered one.
+`F.linear` and `F.conv1d` to `F.conv3d` report the calls whose weight is a covered one. Recurrent
+layers, whose kernels show no product at all, are then computed step by step from such calls.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import _VF, Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from decaylab.curvature import guards
 from decaylab.curvature.kinds.kind import Site
+from decaylab.curvature.kinds.recurrent import UNROLLED
 from decaylab.networks.preserve import preserved
 
 # Functions that are called with (input, weight, bias, ...) for a layer's product.
@@ -108,7 +110,7 @@ class _Hook:
         if owner is None:
             return
         replica = getattr(module, "_is_replica", False)
-        if replica and self._method != "_leave" and owner.acts():
+        if replica and self._method not in ("_leave", "_roll_up") and owner.acts():
             guards.refuse_replicas()
         getattr(owner, self._method)(self._name, *event)
 
@@ -149,6 +151,11 @@ class Capture:
         self._sites = sites
         self._hooked = {name: s.module for name, s in sites.items() if s.kind.hooked}
         self._by_weight = {s.weight: s for s in sites.values() if s.kind.functional}
+        self._unrolled: dict[nn.Module, list[Site]] = {}
+        for site in sites.values():
+            if site.kind.unrolled:
+                self._unrolled.setdefault(site.module, []).append(site)
+        self._reports_part = False  # whether a part of the model reports that was called by itself
         self._met_last: tuple[Call, weakref.ref[Tensor]] | None = None
         self.without_grad: set[str] = set()
         self._due, self._on_output, self._on_gradient = due, on_output, on_gradient
@@ -156,6 +163,7 @@ class Capture:
         self._pauses = 0
         self._inside, self._detached = False, False
         self._on_layers: list[Any] = []
+        self._on_unrolled: list[Any] = []
         self._on_model = [
             self.model.register_forward_pre_hook(_Hook(self, "_begin")),
             self.model.register_forward_hook(_Hook(self, "_end"), with_kwargs=True),
@@ -169,7 +177,8 @@ class Capture:
 
         A pass of the model arms by itself; this is for passes of its parts too.
         """
-        if due and not self._on_layers and not self._detached:
+        armed = self._on_layers or self._on_unrolled
+        if due and not armed and not self._detached:
             self._on_layers = [
                 # before hooks of others, which may replace the output
                 layer.register_forward_hook(
@@ -177,10 +186,16 @@ class Capture:
                 )
                 for name, layer in self._hooked.items()
             ]
+            for layer, (site, *_) in self._unrolled.items():
+                before, after = (
+                    _Hook(self, method, site.name) for method in ("_unroll", "_roll_up")
+                )
+                self._on_unrolled.append(layer.register_forward_pre_hook(before))
+                self._on_unrolled.append(layer.register_forward_hook(after, always_call=True))
         elif not due:
-            for handle in self._on_layers:
+            for handle in [*self._on_layers, *self._on_unrolled]:
                 handle.remove()
-            self._on_layers = []
+            self._on_layers, self._on_unrolled = [], []
 
     def acts(self) -> bool:
         """Whether a forward pass is observed now.
@@ -228,11 +243,12 @@ class Capture:
         if self._detached:
             return
         self._detached = True
-        for handle in [*self._on_model, *self._on_layers]:
+        for handle in [*self._on_model, *self._on_layers, *self._on_unrolled]:
             handle.remove()
         for undo in self._undo_dispatch:
             undo()
         _reports.leave(self)
+        _unrolled.leave(self)
         self.calls.clear()
 
     def _begin(self, _: str, *event: Any) -> None:
@@ -277,6 +293,21 @@ class Capture:
         if call is not None and site.kind.hooked:
             self._met_last = call, weakref.ref(output)
 
+    def _unroll(self, name: str, *event: Any) -> None:
+        """Let a recurrent layer be computed step by step, also where checkpointing repeats it."""
+        sites = self._unrolled[self._sites[name].module]
+        if self._inside and not torch.is_grad_enabled() and self._pauses == 0:
+            self.without_grad.update(site.name for site in sites)
+        if self._runs_eagerly() and any(site.trained for site in sites):
+            _unrolled.join(self)
+            self._reports_part = self.acts() and _reports.join(self)
+
+    def _roll_up(self, _: str, *event: Any) -> None:
+        _unrolled.leave(self)
+        if self._reports_part:
+            _reports.leave(self)
+            self._reports_part = False
+
     def _add(self, site: Site, inputs: Tensor, output: Tensor, offset: int) -> Call | None:
         """Take down a use of a site, if the pass is observed and the site is trained."""
         if self._inside and not torch.is_grad_enabled() and self._pauses == 0:
@@ -301,41 +332,52 @@ class Capture:
         _reports.leave(self)
 
 
-class _Reports:
-    """Lets FUNCTIONS report their calls to captures that listen; without any, they are torch's."""
+class _Replaced:
+    """Functions of a namespace that are others while captures want it; otherwise they are torch's.
 
-    def __init__(self) -> None:
-        self._listeners: list[Capture] = []
+    `substitute` makes the other one, from the name and torch's own.
+    """
+
+    def __init__(
+        self, namespace: Any, names: Iterable[str], substitute: Callable[[str, Any], Any]
+    ) -> None:
+        self._namespace, self._names, self._substitute = namespace, tuple(names), substitute
+        self.captures: list[Capture] = []
         self._before: dict[str, Any] = {}
         self._ours: dict[str, Any] = {}
 
-    def join(self, capture: Capture) -> None:
-        if not self._listeners:
-            for name in FUNCTIONS:
-                self._before[name] = getattr(F, name)
-                self._ours[name] = partial(self._called, self._before[name])
-                setattr(F, name, self._ours[name])
-        if capture not in self._listeners:
-            self._listeners.append(capture)
+    def join(self, capture: Capture) -> bool:
+        """Whether it had not joined before."""
+        if not self.captures:
+            for name in self._names:
+                self._before[name] = getattr(self._namespace, name)
+                self._ours[name] = self._substitute(name, self._before[name])
+                setattr(self._namespace, name, self._ours[name])
+        new = capture not in self.captures
+        if new:
+            self.captures.append(capture)
+        return new
 
     def leave(self, capture: Capture) -> None:
-        if capture not in self._listeners:
+        if capture not in self.captures:
             return
-        self._listeners.remove(capture)
-        if not self._listeners:
-            for name in FUNCTIONS:
-                if getattr(F, name) is self._ours[name]:
-                    setattr(F, name, self._before[name])
-
-    def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        output = function(*args, **kwargs)
-        if isinstance(output, Tensor) and not torch.compiler.is_compiling():
-            for capture in self._listeners:
-                capture.met(args, kwargs, output)
-        return output
+        self.captures.remove(capture)
+        if not self.captures:
+            for name in self._names:
+                if getattr(self._namespace, name) is self._ours[name]:
+                    setattr(self._namespace, name, self._before[name])
 
 
-_reports = _Reports()
+def _reported(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    output = function(*args, **kwargs)
+    if isinstance(output, Tensor) and not torch.compiler.is_compiling():
+        for capture in _reports.captures:
+            capture.met(args, kwargs, output)
+    return output
+
+
+_reports = _Replaced(F, FUNCTIONS, lambda _, function: partial(_reported, function))
+_unrolled = _Replaced(_VF, UNROLLED, lambda name, _: UNROLLED[name])
 
 
 def _move(module: nn.Module, hook: Any, *, to_end: bool) -> None:

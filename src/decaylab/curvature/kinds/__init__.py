@@ -7,6 +7,7 @@ from decaylab.curvature.kinds.embedding import Embedding
 from decaylab.curvature.kinds.grouped import Attention, Experts
 from decaylab.curvature.kinds.kind import Kind
 from decaylab.curvature.kinds.linear import Linear, TransposedLinear
+from decaylab.curvature.kinds.recurrent import Recurrent
 from decaylab.curvature.kinds.transposed_conv import TransposedConv
 
 KINDS: list[Kind] = [
@@ -16,6 +17,7 @@ KINDS: list[Kind] = [
     Embedding(),
     TransposedLinear(),
     Attention(),
+    Recurrent(),
     Experts(),
 ]
 
