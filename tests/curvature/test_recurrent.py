@@ -413,6 +413,17 @@ def test_coverage_of_a_language_model():
     assert found["rnn.bias_hh_l1"].explanation == "LSTM"
 
 
+def test_one_map_of_a_layer_can_be_left_to_adam():
+    options = KFACOptions(exclude=("rnn.weight_hh_l0",))
+    model = LanguageModel()
+    opt = KFAC(model, 0.1, options=options)
+    outside = {name for name, entry in opt.coverage().items() if entry.block is None}
+    assert outside == {"rnn.weight_hh_l0", "rnn.bias_hh_l0"}
+    before = model.rnn.weight_hh_l0.detach().clone()
+    train_step(opt, model, *counting(), next_token)
+    assert not torch.equal(model.rnn.weight_hh_l0, before)
+
+
 def test_plain_steps_and_passes_without_grad_keep_torchs_kernel(monkeypatch):
     """The step-by-step functions are called in refreshes alone."""
     calls = []
