@@ -7,7 +7,7 @@ extra backward per vector. Parameter gradients are not computed in it.
 
 Products that no module's hook sees (attention's projections, a layer's weight given to `F.linear`)
 are met where they are made: while the model runs in an observed pass, and only then, the functions
-`F.linear` and `F.conv1d` to `F.conv3d` report the calls whose weight is a covered one. Recurrent
+`F.linear` and others (FUNCTIONS) report the calls whose weight is a covered one. Recurrent
 layers, whose kernels show no product at all, are then computed step by step from such calls.
 """
 
@@ -28,8 +28,9 @@ from decaylab.curvature.kinds.kind import Site
 from decaylab.curvature.kinds.recurrent import UNROLLED
 from decaylab.networks.preserve import preserved
 
-# Functions that are called with (input, weight, bias, ...) for a layer's product.
-FUNCTIONS = ("linear", "conv1d", "conv2d", "conv3d")
+# Functions that are called with (input, weight, bias, ...) for a layer's product, and one that is
+# called with (inputs, weights, offs=...), for rows that each belong to one of many matrices.
+FUNCTIONS = ("linear", "conv1d", "conv2d", "conv3d", "grouped_mm")
 
 
 @dataclass(eq=False)
@@ -45,7 +46,8 @@ class Call:
     """One use of a site's matrix: its input, its output's shape and edge, and its pass.
 
     `counted` [output's axes but the last]: its positions that take part, of a masked pass. `offset`
-    is where the used part of the parameter begins. There is no edge where the loss's own gradients
+    is where the used part of the parameter begins; `ends`, in a product with all matrices of a
+    parameter, where the rows of each end. There is no edge where the loss's own gradients
     are listened to: the hook that does so would hold the graph, which holds the hook, and neither
     would ever be freed.
     """
@@ -57,6 +59,7 @@ class Call:
     offset: int = 0
     observed: Pass | None = None
     counted: Tensor | None = None
+    ends: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._version = _version(self.inputs)
@@ -272,8 +275,20 @@ class Capture:
             return
         self._add(self._sites[name], inputs, output, 0)
 
+    def met_grouped(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        """A product was made by `F.grouped_mm`."""
+        inputs, weights = (args + tuple(kwargs[n] for n in ("mat_a", "mat_b")[len(args) :]))[:2]
+        ends = kwargs.get("offs")
+        parameter = weights if weights._base is None else weights._base
+        site = self._by_weight.get(parameter)
+        if site is None or not site.kind.counts_groups or ends is None or inputs.dim() != 2:
+            return
+        matrices = parameter if site.shape.transposed else parameter.mT
+        if weights.shape == matrices.shape and weights.stride() == matrices.stride():
+            self._add(site, inputs, output, 0, ends)
+
     def met(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        """A product was made by one of FUNCTIONS."""
+        """A product was made by another one of FUNCTIONS."""
         weight = args[1] if len(args) > 1 else kwargs["weight"]
         base = weight if weight._base is None or weight in self._by_weight else weight._base
         site = self._by_weight.get(base)
@@ -308,7 +323,9 @@ class Capture:
             _reports.leave(self)
             self._reports_part = False
 
-    def _add(self, site: Site, inputs: Tensor, output: Tensor, offset: int) -> Call | None:
+    def _add(
+        self, site: Site, inputs: Tensor, output: Tensor, offset: int, ends: Tensor | None = None
+    ) -> Call | None:
         """Take down a use of a site, if the pass is observed and the site is trained."""
         if self._inside and not torch.is_grad_enabled() and self._pauses == 0:
             self.without_grad.add(site.name)
@@ -316,7 +333,7 @@ class Capture:
             return None
         graph_output = _in_the_graph(output)
         edge = get_gradient_edge(graph_output) if self._on_gradient is None else None
-        call = Call(site, inputs.detach(), output.shape, edge, offset)
+        call = Call(site, inputs.detach(), output.shape, edge, offset, ends=ends)
         self.calls.append(call)
         if self._on_gradient is not None:
             graph_output.register_hook(partial(self._on_gradient, call))
@@ -368,15 +385,16 @@ class _Replaced:
                     setattr(self._namespace, name, self._before[name])
 
 
-def _reported(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _reported(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     output = function(*args, **kwargs)
     if isinstance(output, Tensor) and not torch.compiler.is_compiling():
         for capture in _reports.captures:
-            capture.met(args, kwargs, output)
+            report = capture.met_grouped if name == "grouped_mm" else capture.met
+            report(args, kwargs, output)
     return output
 
 
-_reports = _Replaced(F, FUNCTIONS, lambda _, function: partial(_reported, function))
+_reports = _Replaced(F, FUNCTIONS, lambda name, function: partial(_reported, name, function))
 _unrolled = _Replaced(_VF, UNROLLED, lambda name, _: UNROLLED[name])
 
 

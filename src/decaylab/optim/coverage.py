@@ -36,8 +36,8 @@ WORDS = {
     Reason.RENORMALISED: "{0} renormalises its weight in every pass (max_norm)",
     Reason.BY_FREQUENCY: "{0} scales its gradient by the frequency of tokens",
     Reason.SHARED_BIAS: "its weight shares a block with others, where it has no place",
-    Reason.OTHER_PRODUCT: "{0} does not multiply its experts one by one: "
-    'model.set_experts_implementation("eager") covers them',
+    Reason.OTHER_PRODUCT: "{0} multiplies its experts by a function that shows no product: "
+    'model.set_experts_implementation("grouped_mm") covers them',
 }
 
 

@@ -15,7 +15,8 @@ class KFACOptions:
     """K-FAC options that are rarely changed.
 
     Attributes:
-        exclude: layers, as `named_modules` names them, to leave to the first-order method.
+        exclude: layers as `named_modules` names them, or blocks as `coverage` does, to leave to the
+            first-order method.
         invariant: the scale-invariant layers for `damping_scaling="scale-free"`; None finds those
             followed by a normalisation, in module order. That can be wrong for a layer before a
             residual sum (you are warned): then name them, as `roles(model, inputs)` measures

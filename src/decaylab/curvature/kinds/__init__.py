@@ -4,7 +4,7 @@ from torch import nn
 
 from decaylab.curvature.kinds.conv import Conv
 from decaylab.curvature.kinds.embedding import Embedding
-from decaylab.curvature.kinds.grouped import Attention, Experts
+from decaylab.curvature.kinds.grouped import Attention, Experts, TransposedExperts
 from decaylab.curvature.kinds.kind import Kind
 from decaylab.curvature.kinds.linear import Linear, TransposedLinear
 from decaylab.curvature.kinds.recurrent import Recurrent
@@ -19,6 +19,7 @@ KINDS: list[Kind] = [
     Attention(),
     Recurrent(),
     Experts(),
+    TransposedExperts(),
 ]
 
 

@@ -89,12 +89,14 @@ class Use(Protocol):
         counted: [output's axes but the last] the positions that take part, in a masked pass.
         offset: where the matrix used begins in the parameter, in numbers: of a part of it.
         shape: of the output.
+        ends: where the rows of each group end, of a product of all groups; None: of one product.
     """
 
     inputs: Tensor
     counted: Tensor | None
     offset: int
     shape: torch.Size
+    ends: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
