@@ -190,11 +190,11 @@ class Capture:
                 for name, layer in self._hooked.items()
             ]
             for layer, (site, *_) in self._unrolled.items():
-                before, after = (
-                    _Hook(self, method, site.name) for method in ("_unroll", "_roll_up")
-                )
-                self._on_unrolled.append(layer.register_forward_pre_hook(before))
-                self._on_unrolled.append(layer.register_forward_hook(after, always_call=True))
+                before, after = _Hook(self, "_unroll", site.name), _Hook(self, "_roll_up")
+                self._on_unrolled += [
+                    layer.register_forward_pre_hook(before),
+                    layer.register_forward_hook(after, always_call=True),  # also after an error
+                ]
         elif not due:
             for handle in [*self._on_layers, *self._on_unrolled]:
                 handle.remove()

@@ -58,11 +58,9 @@ class Stacked(Kind):
         total = torch.zeros(size, dtype=shape.dtype, device=gradients[0].device)
         for use, gradient in zip(uses, gradients, strict=True):
             for here, part in _pieces(site, use):
-                ready = product_ready(gradient[part], shape.dtype)
-                by_group = ready.reshape(-1, gradient.shape[-1]).unflatten(
-                    1, (-1, shape.output_dim)
-                )
-                rows = by_group.movedim(1, 0)
+                vectors = product_ready(gradient[part], shape.dtype)
+                rows = vectors.reshape(-1, gradient.shape[-1] // shape.output_dim, shape.output_dim)
+                rows = rows.movedim(1, 0)
                 total[here] += second_moment(rows, shape.dtype, diagonal=shape.output_diagonal)
         return total
 
@@ -147,7 +145,9 @@ class Experts(Stacked):
     def refusal(self, module: Any) -> Reason | None:
         """Other implementations are other products."""
         config = getattr(module, "config", None)
-        chosen = getattr(config, "_experts_implementation", self.observed[0])
+        chosen = getattr(config, "_experts_implementation", None)
+        if chosen is None:
+            chosen = self.observed[0] if config is None else "eager"
         return None if chosen in self.observed else Reason.OTHER_PRODUCT
 
     def parts(self, name: str, module: nn.Module) -> Iterator[Part]:
