@@ -8,9 +8,10 @@ With s = W_ih x + b_ih and h~ = W_hh h + b_hh at each time step, and sigma the s
     GRU     n = tanh(s_n + sigma(s_r + h~_r) h~_n),    h <- n + sigma(s_z + h~_z) (h - n)
 
 Each matrix is a block, whose rows are the examples at all time steps, as of any layer that is
-shared over positions: the products of different time steps are left out (Martens, Ba & Johnson
-2018, Sec. 3.1). Torch computes all of this in one kernel, which shows no product; in an observed
-pass, and only there, UNROLLED computes it step by step from `F.linear`, where products are met.
+shared over positions: the products of different time steps are left out, as in the simplest of the
+approximations of Martens, Ba & Johnson (2018). Torch computes all of this in one kernel, which
+shows no product; in an observed pass, and only there, UNROLLED computes it step by step from
+`F.linear`, where products are met.
 """
 
 from collections.abc import Callable, Iterator, Sequence
