@@ -50,7 +50,7 @@ from decaylab.optim.update import LossScale, StepRule, Updater
 class KFAC(torch.optim.Optimizer):
     """Preconditioned descent with a Kronecker-factored Fisher or Gauss-Newton matrix.
 
-    For each Linear and convolution layer with gradient g, weight W and curvature block T A (x) S:
+    For each layer that it covers, with gradient g, weight W and curvature block T A (x) S:
 
         h  = g + [l2] beta W
         v  = (S + sqrt(lambda / T) / pi)^-1 h (A + pi sqrt(lambda / T))^-1 / T
