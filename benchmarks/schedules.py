@@ -40,7 +40,8 @@ from torch import Tensor, nn
 from decaylab import KFAC, watch
 from decaylab.data import load
 from decaylab.diagnosis import EquivalentSchedule, effects, equivalent_schedule
-from decaylab.diagnosis.runs import RecordedLayer, Run, read_run
+from decaylab.diagnosis.layers import RecordedLayer, known_rate
+from decaylab.diagnosis.runs import Run, read_run
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam, sgd
 from decaylab.optim.laws.dynamics import Series
@@ -228,7 +229,7 @@ def compared(case: Case, seeds: int, steps: int, quantities: Iterable[str]) -> l
             )
             for quantity in quantities
         }
-        taken = {layer.rate(layer.first) for layer in runs[0][""].turned_layers}
+        taken = {known_rate(layer.first) for layer in runs[0][""].turned_layers}
         rows.append(
             {
                 "run": case.name,

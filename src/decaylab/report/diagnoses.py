@@ -11,8 +11,9 @@ from typing import Any
 import decaylab
 from decaylab.diagnosis import Diagnosis, Finding, Mechanism, diagnose, words
 from decaylab.diagnosis.comparable import FREE_TO_DIFFER
+from decaylab.diagnosis.layers import RecordedLayer
 from decaylab.diagnosis.layout import TONES, mechanism, sections, warnings
-from decaylab.diagnosis.runs import RecordedLayer, Run
+from decaylab.diagnosis.runs import Run
 from decaylab.document import Grid, GridCell, Report, Section, Subsection
 from decaylab.errors import DecaylabError, Lacks
 from decaylab.optim.laws.dynamics import Series
