@@ -147,16 +147,8 @@ def rotation_effect(layer: RecordedLayer, baseline: RecordedLayer | None) -> Eff
 
 def _turned_more(layer: RecordedLayer) -> Effect | None:
     """The factor on how far a step turns a layer, against the reconstruction without decay."""
-    probes: tuple[str, ...] = ("weight_norm", "decay_exposure")
-    without = layer.without_decay
-    if not without:
-        return None
-    ratios = ratio(without, layer.norms)
-    if layer.invariant:
-        ratios = ratio(layer.effective_per_lr, layer.effective_at(without))
-        probes = (*_lr_probes(layer), "decay_exposure")
-    stepped = tuple(item for item in ratios if layer.settings_at(item[0]).lr)  # at 0 nothing turns
-    return effect_of(stepped, probes, ComparedWith.RECONSTRUCTION)
+    probes = _lr_probes(layer) if layer.invariant else ("weight_norm",)
+    return effect_of(layer.turned_further, (*probes, "decay_exposure"), ComparedWith.RECONSTRUCTION)
 
 
 def _without_moments(layer: RecordedLayer) -> RecordedLayer:

@@ -251,6 +251,14 @@ class RecordedLayer:
                 others = norms_without_decay(self.norms, exposures, elasticities, factors)
         return others
 
+    @cached_property
+    def turned_further(self) -> Series:
+        """By which factor a step turns it further than `without_decay`; at lr 0 nothing turns."""
+        ratios = ratio(self.without_decay, self.norms)
+        if self.invariant and ratios:
+            ratios = ratio(self.effective_per_lr, self.effective_at(self.without_decay))
+        return tuple(item for item in ratios if self.settings_at(item[0]).lr)
+
     def _elasticities(self) -> list[float]:
         """The e of G = c N^e at each record; of a layer that is not invariant, 0."""
         if not self.invariant and isinstance(self.law, Sgd):
