@@ -244,8 +244,10 @@ def _turned(compared: Comparison, damping: Finding) -> Finding:
         return _cannot_tell(mechanism, because(Reason.LAW_UNKNOWN), *remedies)
     if all(layer.natural for layer in both):
         return _turned_by_kfac(compared, layers, damping)
-    rows = _layer_rows(compared, effective_lr_effect)
-    quantity = "rotation" if unknown or not invariant else "effective_lr"
+    # of two runs the angles, where the law does not say it of every layer: one quantity for all
+    by_angle = recorded and (bool(unknown) or not all(layer.invariant for layer in layers))
+    rows = _layer_rows(compared, rotation_effect if by_angle else effective_lr_effect)
+    quantity = "rotation" if by_angle or not invariant else "effective_lr"
     return _judged_factor(mechanism, quantity, pooled(row.effect for row in rows), rows, run)
 
 

@@ -53,6 +53,11 @@ def three_digits(value: float) -> str:
     return f"{rounded:.0f}" if 1000 <= rounded < 1e6 else f"{rounded:.3g}"
 
 
+def _steps(value: float) -> str:
+    """So many steps, about: whole, and at least one."""
+    return three_digits(max(round(value), 1))
+
+
 def factor(value: float) -> str:
     """A factor without its x; near one with two digits behind the point, which count there.
 
@@ -313,10 +318,12 @@ def _outcome(outcome: Outcome) -> str:
         Helped.YES: "Decay helped",
         Helped.NO: "Decay hurt",
         Helped.UNDECIDED: "Decay made no clear difference",
-        Helped.BETTER: "The run with decay ended better",
-        Helped.WORSE: "The run with decay ended worse",
+        Helped.BETTER: "The run with decay ended{} better",
+        Helped.WORSE: "The run with decay ended{} worse",
     }
-    return f"{words[outcome.verdict]} ({numbers}; {seeds})"
+    slight = abs(outcome.gain) < RULES.slight * abs(outcome.baseline)
+    slightly = " slightly" if slight and outcome.interval is None else ""
+    return f"{words[outcome.verdict].format(slightly)} ({numbers}; {seeds})"
 
 
 def _diverged(outcome: Outcome) -> str:
@@ -459,6 +466,8 @@ def verdict_title(finding: Finding) -> str:
     if finding.because_of(Reason.ONLY_KFAC_DAMPS) is not None:
         return "No effective damping"
     if finding.verdict is Verdict.DOES_NOT_ACT:
+        if finding.opposite and finding.quantity == "rotation":
+            return "Each step turns the weights less far with decay"
         if finding.opposite:
             return f"The {name} changes the other way"
         verb = "does not act on" if finding.effect is None else "hardly changes"
@@ -547,7 +556,7 @@ def motion_table(diagnosis: Diagnosis) -> tuple[list[str], list[list[str]]]:
         "balance": column(
             (None if m.role == "gain" else m.expected for m in motions), "{:.2g}".format
         ),
-        "decay time": column((m.timescale if differ else None for m in motions), three_digits),
+        "decay time": column((m.timescale if differ else None for m in motions), _steps),
         "turns": column((m.turned.value if m.turned else None for m in motions), times),
         "norm": column((m.by_decay for m in motions), times),
         "size": column((m.size_response for m in motions), _responded),
@@ -648,7 +657,7 @@ def _turned(m: Motion) -> float:
 
 
 def _decay_time(moved: Sequence[Motion]) -> str:
-    needs = _range([m.timescale for m in moved if m.timescale], three_digits)
+    needs = _range([m.timescale for m in moved if m.timescale], _steps)
     epochs = [m.epochs for m in moved if m.epochs]
     in_epochs = f" ({three_digits(max(epochs))} epochs)" if epochs else ""
     return (
