@@ -145,6 +145,30 @@ def test_jacobian_that_grows_is_said_to():
     assert finding.quantity == "gn_norm"
 
 
+def test_layers_that_are_scale_invariant_and_nearly_so_are_compared_by_one_quantity():
+    """By their angles, if both runs have them: a mean of angles and laws would be neither."""
+
+    def run(weight_decay, angle=None):
+        kinds = {"conv": True, "fc": False}
+        layers = {k: sgd(weight_decay=weight_decay, invariant=x) for k, x in kinds.items()}
+        rows = [*records(layers).rows, Row(1, 0, 0.0, "size_response/fc", 1e-4)]
+        steps = range(50, 1001, 50) if angle else ()
+        rows += [Row(s, 0, 0.0, f"rotation/{k}", x) for s in steps for k, x in angle.items()]
+        return Rows(tuple(rows))
+
+    measured = diagnose(
+        run(STRONG, {"conv": 0.01, "fc": 0.03}), run(0.0, {"conv": 0.02, "fc": 0.04})
+    )
+    finding = measured["effective l"]
+    assert finding.quantity == "rotation"
+    assert [row.effect.value for row in finding.layers] == pytest.approx([0.5, 0.75])
+    assert finding.effect.value == pytest.approx(math.sqrt(0.5 * 0.75))
+    assert Reason.OPPOSITE in reasons(finding)
+    by_law = diagnose(run(STRONG), run(0.0))["effective l"]
+    assert by_law.quantity == "effective_lr"
+    assert [row.effect is not None for row in by_law.layers] == [True, False]
+
+
 def test_jacobian_needs_records_and_a_baseline():
     net = {"fc": sgd(weight_decay=STRONG, invariant=False)}
     alone = diagnose(records(net, {"jacobian_norm": 1.0}))["Jacobian"]

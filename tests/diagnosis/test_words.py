@@ -152,6 +152,8 @@ def everything(result: Diagnosis):
             f"headline, {diverged} of {seeds} diverged",
             words.headline(replace(result, outcome=ended)),
         )
+    near = replace(outcome(Helped.WORSE), run=2.201, baseline=2.2, gain=-0.001)
+    yield "headline, slightly worse", words.headline(replace(result, outcome=near))
     yield "headline, no decay", words.headline(replace(result, decays=False))
     for finding in result.findings:
         for verdict in Verdict:
@@ -159,6 +161,11 @@ def everything(result: Diagnosis):
                 f"title, {finding.mechanism}, {verdict}",
                 words.verdict_title(replace(finding, verdict=verdict)),
             )
+    less = replace(EFFECT, value=0.5)
+    turned_less = replace(result.findings[0], verdict=Verdict.DOES_NOT_ACT, effect=less)
+    for quantity in ("effective_lr", "rotation"):
+        other_way = replace(turned_less, quantity=quantity)
+        yield f"title, the other way, {quantity}", words.verdict_title(other_way)
     moving = replace(result, motions=motions())
     for number, line in enumerate(words.insight(moving)):
         yield f"insight {number}", line
