@@ -136,6 +136,13 @@ def motions():
     )
 
 
+def with_motions(result: Diagnosis, moved):
+    """The same diagnosis as if its layers had moved so."""
+    changed = replace(result)
+    vars(changed)["motions"] = tuple(moved)  # as functools.cached_property keeps them
+    return changed
+
+
 def everything(result: Diagnosis):
     for reason in Reason:
         several = PLACES if "{places" in reason.value else {"": Places()}
@@ -166,26 +173,29 @@ def everything(result: Diagnosis):
     for quantity in ("effective_lr", "rotation"):
         other_way = replace(turned_less, quantity=quantity)
         yield f"title, the other way, {quantity}", words.verdict_title(other_way)
-    moving = replace(result, motions=motions())
+    moving = with_motions(result, motions())
     for number, line in enumerate(words.insight(moving)):
         yield f"insight {number}", line
-    settled = replace(moving, motions=motions()[:1])
+    settled = with_motions(result, motions()[:1])
     yield "insight, settled", words.insight(settled)[-1]
-    yield "insight, none settled", words.insight(replace(moving, motions=motions()[1:2]))[-1]
-    hardly = replace(moving, motions=motions()[2:3])
+    yield "insight, none settled", words.insight(with_motions(result, motions()[1:2]))[-1]
+    hardly = with_motions(result, motions()[2:3])
     yield "insight, no layer turns further", words.insight(hardly)[0]
     yield "legend", words.motion_legend(moving)
     none = tuple(replace(f, verdict=Verdict.DOES_NOT_ACT) for f in moving.findings)
     worse = {"outcome": outcome(Helped.WORSE), "findings": none}
-    yield "headline, layers turn, no mechanism", words.headline(replace(moving, **worse))
+    yield (
+        "headline, layers turn, no mechanism",
+        words.headline(with_motions(replace(result, **worse), motions())),
+    )
     by_angle = replace(moving.findings[0], quantity="rotation")
     rows = tuple(replace(by_angle.layers[0], layer=m.layer) for m in motions()[:2])
     by_angle = replace(by_angle, layers=rows)
-    some = replace(moving, findings=(by_angle, *none[1:]))
+    some = with_motions(replace(result, findings=(by_angle, *none[1:])), motions())
     yield "headline, some layers turn", words.headline(some)
     group = replace(motions()[0], layer="a + 2 more", role="", members=("a", "b", "c"))
-    yield "legend, layers together", words.motion_legend(replace(moving, motions=(group,)))
-    yield "title of several seeds", words.motion_title(replace(moving, seeds=(moving, moving)))
+    yield "legend, layers together", words.motion_legend(with_motions(result, (group,)))
+    yield "title of several seeds", words.motion_title(replace(result, seeds=(result, result)))
     for steps in (200.0, 900.0):
         group = GroupAdvice(("a", "b"), "AdamW", "decoupled", 1e-3, 0.5, (0.3, 0.8), steps)
         yield f"suggested, {steps:g} steps", words.group_text(group, 400)

@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ class Diagnosis:
         outcome: whether decay helped.
         first: what must be known before anything else, each with the run it is said of ("": both).
         findings: the three mechanisms, in the paper's order.
-        motions: how every layer turns (of the first seed).
         follows: what follows from all together.
         skipped: layers that could not be judged, with the reason.
         seeds: the diagnoses of single seeds, where there are several.
@@ -41,7 +41,6 @@ class Diagnosis:
     outcome: Outcome
     first: tuple[tuple[str, Because], ...]
     findings: tuple[Finding, ...]
-    motions: tuple[Motion, ...]
     follows: tuple[Because, ...]
     skipped: dict[str, Because]
     seeds: tuple["Diagnosis", ...] = ()
@@ -54,6 +53,14 @@ class Diagnosis:
             if finding.mechanism.startswith(mechanism):
                 return finding
         raise KeyError(mechanism)
+
+    @cached_property
+    def motions(self) -> tuple[Motion, ...]:
+        """How every layer turns (of the first seed)."""
+        compared = Comparison(*self.compared[0])
+        run, per_epoch = compared.run, compared.run.recording.meta.steps_per_epoch
+        judged = [layer for layer in run.layers.values() if not layer.skipped and layer.norms]
+        return tuple(motion(x, compared.other(x), run.steps, per_epoch) for x in judged)
 
     @property
     def troubles(self) -> tuple[Because, ...]:
@@ -179,15 +186,12 @@ def _one(run: Run, candidate: Run | None) -> Diagnosis:
         first.append((run.name, because(Reason.SWAPPED if swapped else Reason.NO_DECAY)))
     compared = Comparison(run, baseline)
     found = findings(compared)
-    per_epoch = run.recording.meta.steps_per_epoch
-    judged = [x for x in run.layers.values() if not x.skipped and x.norms]
     baselines = [baseline] if baseline is not None else []
     return Diagnosis(
         *_named([run], baselines),
         outcome_of([run], baselines),
         tuple(first),
         found,
-        tuple(motion(x, compared.other(x), run.steps, per_epoch) for x in judged),
         consequences(compared, found),
         {name: layer.skipped for name, layer in run.layers.items() if layer.skipped},
         decays=run.decays,
