@@ -173,6 +173,9 @@ def everything(result: Diagnosis):
     for quantity in ("effective_lr", "rotation"):
         other_way = replace(turned_less, quantity=quantity)
         yield f"title, the other way, {quantity}", words.verdict_title(other_way)
+    none_acts = (other_way, *(replace(f, effect=None) for f in result.findings[1:]))
+    ended = replace(result, outcome=outcome(Helped.WORSE), findings=none_acts)
+    yield "headline, the other way", words.headline(ended)
     moving = with_motions(result, motions())
     for number, line in enumerate(words.insight(moving)):
         yield f"insight {number}", line

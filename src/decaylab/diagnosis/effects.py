@@ -113,7 +113,8 @@ def effective_lr_effect(layer: RecordedLayer, baseline: RecordedLayer | None) ->
     """The factor on how far a step turns a layer: against the baseline's, else reconstructed.
 
     Of scale-invariant layers by their law, lr/|W|^p (Eq. 9). Of others, and where the law is not
-    known, two runs are compared by their recorded rotations; one run by its norms (`turned_further`).
+    known, two runs are compared by their recorded rotations; one run by its norms
+    (`turned_further`).
     """
     if not layer.invariant or layer.law.norm_power is None:
         return rotation_effect(layer, baseline)

@@ -124,7 +124,7 @@ def _ended(text: str) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
-def _change(change: Change) -> str:
+def _change(change: Change, *, spread: bool = True) -> str:
     """What a quantity is with decay: "The angle per step is 1.54x larger with decay"."""
     effect, grows = change.effect, change.quantity in LARGER
     if effect.value < 1:
@@ -133,7 +133,8 @@ def _change(change: Change) -> str:
     alone = effect.source is not ComparedWith.BASELINE
     than = " than a reconstruction without it" if alone else ""
     quantity = QUANTITIES[change.quantity]
-    return f"The {quantity} is {times(effect.value)} {kind} with decay{than}{_spread(effect)}"
+    text = f"The {quantity} is {times(effect.value)} {kind} with decay{than}"
+    return f"{text}{_spread(effect)}" if spread else text
 
 
 # ---------------------------------------------------------------- reasons and their data
@@ -383,6 +384,8 @@ def _no_way(diagnosis: Diagnosis) -> str:
     text = "Decay acts through none of the three mechanisms"
     if undecided:
         text = f"What decay does is still open ({', '.join(undecided)})"
+    if other_way := [f for f in diagnosis.findings if f.opposite]:
+        return "; ".join([text, *map(_other_way, other_way)])
     moved = _moved(diagnosis)
     turned = [m for m in moved if _turned(m) >= RULES.acts]
     if not turned:
@@ -391,6 +394,12 @@ def _no_way(diagnosis: Diagnosis) -> str:
     text += f", but it makes {who} turn {times(geometric_mean(map(_turned, turned)))} as far"
     norms = [m.by_decay for m in turned if m.by_decay is not None]
     return text + (f", at {times(geometric_mean(norms))} the norm" if norms else "")
+
+
+def _other_way(finding: Finding) -> str:
+    """What changed, without its range: "the angle per step is 2.9x smaller with decay"."""
+    text = effect_words(finding, spread=False)
+    return text[0].lower() + text[1:]
 
 
 def _lost(diagnosis: Diagnosis) -> bool:
@@ -484,11 +493,12 @@ def layer_heading(finding: Finding) -> str:
     return f"{QUANTITIES[key]}: how much {'larger' if key in LARGER else 'smaller'}"
 
 
-def effect_words(finding: Finding) -> str:
+def effect_words(finding: Finding, *, spread: bool = True) -> str:
     """What changed, which way and by which factor; "" if nothing was compared."""
     if finding.effect is None:
         return ""
-    return _change(Change(finding.quantity or USUAL[finding.mechanism], finding.effect))
+    quantity = finding.quantity or USUAL[finding.mechanism]
+    return _change(Change(quantity, finding.effect), spread=spread)
 
 
 def records_words(finding: Finding) -> str:
