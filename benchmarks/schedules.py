@@ -40,7 +40,9 @@ from torch import Tensor, nn
 from decaylab import KFAC, watch
 from decaylab.data import load
 from decaylab.diagnosis import EquivalentSchedule, effects, equivalent_schedule
-from decaylab.diagnosis.runs import RecordedLayer, Run, read_run
+from decaylab.diagnosis import layers as recorded_layers
+from decaylab.diagnosis.layers import RecordedLayer, known_rate
+from decaylab.diagnosis.runs import Run, read_run
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam, sgd
 from decaylab.optim.laws.dynamics import Series
@@ -228,7 +230,7 @@ def compared(case: Case, seeds: int, steps: int, quantities: Iterable[str]) -> l
             )
             for quantity in quantities
         }
-        taken = {layer.rate(layer.first) for layer in runs[0][""].turned_layers}
+        taken = {known_rate(layer.first) for layer in runs[0][""].turned_layers}
         rows.append(
             {
                 "run": case.name,
@@ -272,9 +274,9 @@ def reconstructions(settings: Row, seed: int, steps: int) -> list[tuple[bool, fl
     factors = []
     for layer in runs[0].turned_layers:
         both = effects.damping_effect(layer, runs[1].layers[layer.name])
-        refused = effects.old_factors(layer)
-        lenient = replace(effects.RULES, remembered_too_much=math.inf)
-        with mock.patch.object(effects, "RULES", lenient):
+        refused = layer.old_factors
+        lenient = replace(recorded_layers.RULES, remembered_too_much=math.inf)
+        with mock.patch.object(recorded_layers, "RULES", lenient):
             alone = effects.damping_effect(layer, None)
         assert both is not None
         assert alone is not None

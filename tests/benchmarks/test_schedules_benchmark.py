@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from decaylab.diagnosis import EquivalentSchedule, equivalent_schedule
-from decaylab.diagnosis.runs import RecordedLayer, Run
+from decaylab.diagnosis.layers import RecordedLayer
+from decaylab.diagnosis.runs import Run
 from decaylab.records import LayerSettings, Rows
 from decaylab.records.recording import Recording
 

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from decaylab import watch
+from decaylab.diagnosis.layers import RecordedLayer
 from decaylab.diagnosis.limits import clipped, cut_entries, eps_counts
-from decaylab.diagnosis.runs import RecordedLayer, read_run
+from decaylab.diagnosis.runs import read_run
 from decaylab.records import LayerSettings
 
 

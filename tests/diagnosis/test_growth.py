@@ -13,7 +13,7 @@ from decaylab.diagnosis.growth import (
     seen_correlation,
     seen_elasticity,
 )
-from decaylab.diagnosis.runs import RecordedLayer
+from decaylab.diagnosis.layers import RecordedLayer
 from decaylab.optim.laws.law import momentum_correlation
 from decaylab.records import LayerSettings
 

@@ -132,7 +132,7 @@ def test_a_decay_that_does_nothing(digits, seed):
     assert verdicts(run, baseline) == ["does not act"] * 3
     assert verdicts(run) == ["does not act"] * 3
     found = reasons(diagnose(run, baseline))
-    assert Reason.NO_EFFECT in found
+    assert Reason.NO_EFFECT_YET in found
     assert Reason.SCHEDULE not in found
 
 

@@ -141,8 +141,32 @@ def test_jacobian_that_grows_is_said_to():
     baseline = records({"fc": sgd(invariant=False)}, {"gn_norm": 1.0})
     finding = diagnose(run, baseline)["Jacobian"]
     assert finding.verdict == "does not act"
-    assert only(finding.reasons, Reason.OPPOSITE)["effect"].value == pytest.approx(1 / 4)
+    assert only(finding.reasons, Reason.OPPOSITE)["change"].effect.value == pytest.approx(1 / 4)
     assert finding.quantity == "gn_norm"
+
+
+def test_layers_that_are_scale_invariant_and_nearly_so_are_compared_by_one_quantity():
+    """By their angles, if both runs have them: a mean of angles and laws would be neither."""
+
+    def run(weight_decay, angle=None):
+        kinds = {"conv": True, "fc": False}
+        layers = {k: sgd(weight_decay=weight_decay, invariant=x) for k, x in kinds.items()}
+        rows = [*records(layers).rows, Row(1, 0, 0.0, "size_response/fc", 1e-4)]
+        steps = range(50, 1001, 50) if angle else ()
+        rows += [Row(s, 0, 0.0, f"rotation/{k}", x) for s in steps for k, x in angle.items()]
+        return Rows(tuple(rows))
+
+    measured = diagnose(
+        run(STRONG, {"conv": 0.01, "fc": 0.03}), run(0.0, {"conv": 0.02, "fc": 0.04})
+    )
+    finding = measured["effective l"]
+    assert finding.quantity == "rotation"
+    assert [row.effect.value for row in finding.layers] == pytest.approx([0.5, 0.75])
+    assert finding.effect.value == pytest.approx(math.sqrt(0.5 * 0.75))
+    assert Reason.OPPOSITE in reasons(finding)
+    by_law = diagnose(run(STRONG), run(0.0))["effective l"]
+    assert by_law.quantity == "effective_lr"
+    assert [row.effect is not None for row in by_law.layers] == [True, False]
 
 
 def test_jacobian_needs_records_and_a_baseline():
@@ -182,9 +206,9 @@ def test_a_damping_whose_share_stays_is_not_said_to_matter():
     assert result["effective d"].verdict == "acts"
     assert Reason.SAME_SHARES in reasons(result["effective d"])
     assert Reason.NO_MORE_SECOND_ORDER in reasons(result.follows)
-    assert Reason.MATTERS not in reasons(result.follows)
+    assert Reason.LOWERS_DAMPING not in reasons(result.follows)
     raised = diagnose(*(records({"conv": kfac(weight_decay=wd)}) for wd in (STRONG, 0.0)))
-    assert Reason.MATTERS in reasons(raised.follows)
+    assert Reason.LOWERS_DAMPING in reasons(raised.follows)
 
 
 def test_the_damping_is_compared_where_it_is_recorded_most():
@@ -357,7 +381,7 @@ def test_a_jacobian_that_is_not_finite_to_the_end_is_said(last, diverged):
     values = [(100, 2.0), (300, math.inf), (900, last)]
     jacobians = [Row(step, 0, 0.0, "jacobian_norm", value) for step, value in values]
     said = diagnose(Rows((*rows, *jacobians))).troubles[0]
-    assert (said["count"], said["names"]) == (2 if diverged else 1, ["jacobian_norm"])
+    assert said["bad"] == ["jacobian_norm"] * (2 if diverged else 1)
     assert said.reason is (Reason.PROBABLY_DIVERGED if diverged else Reason.NOT_FINITE)
 
 

@@ -13,7 +13,6 @@ from report.synthetic import everything, write_run
 
 from decaylab.cli.demo import demo_specs
 from decaylab.diagnosis import diagnose
-from decaylab.diagnosis.effects import norms_reconstructed
 from decaylab.diagnosis.runs import read_run
 from decaylab.paper import cells, select
 from decaylab.records import RunStore
@@ -282,7 +281,7 @@ def test_while_two_runs_are_alike_one_tells_the_norms_of_the_other():
         errors = {1: [], 2: []}
         for name, layer in decayed.layers.items():
             baseline = dict(plain.layers[name].norms)
-            for epoch, (step, norm) in enumerate(norms_reconstructed(layer)[1:3], 1):
+            for epoch, (step, norm) in enumerate(layer.without_decay[1:3], 1):
                 errors[epoch].append(math.log(norm / baseline[step]))
         for found in errors.values():
             assert math.hypot(*found) / math.sqrt(len(found)) < 0.05

@@ -7,9 +7,10 @@ from decaylab.diagnosis.advice import (
     scale_decay,
     suggest,
 )
+from decaylab.diagnosis.mechanisms import Finding
 from decaylab.diagnosis.reasons import Because, Mechanism, Reason, Verdict
 from decaylab.diagnosis.schedule import EquivalentSchedule, equivalent_schedule
-from decaylab.diagnosis.verdict import Diagnosis, Finding, diagnose
+from decaylab.diagnosis.verdict import Diagnosis, diagnose
 
 __all__ = [
     "Because",

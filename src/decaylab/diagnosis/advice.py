@@ -18,10 +18,10 @@ from decaylab.diagnosis.growth import (
     seen_correlation,
     seen_elasticity,
 )
+from decaylab.diagnosis.layers import RecordedLayer, decay_rate, known_rate, shrink_under
 from decaylab.diagnosis.reasons import Because, Reason, because
 from decaylab.diagnosis.rules import RULES
-from decaylab.diagnosis.runs import RecordedLayer, Run, read_run, shrink_under
-from decaylab.diagnosis.verdict import has_collapsed, why_size_counts
+from decaylab.diagnosis.runs import Run, read_run
 from decaylab.errors import AT_LEAST_ONE, POSITIVE, Conflict, Lacks, Range
 from decaylab.optim.decay import check_decay
 from decaylab.optim.laws import Law, Sgd, balance, law_for, law_named, shrink_for_norm
@@ -265,7 +265,7 @@ def suggest(
         notes.append(because(Reason.NO_ONE_VALUE))
     elif not groups:
         notes.append(because(Reason.NO_SUGGESTION if candidates else Reason.NO_CANDIDATE))
-    first = next((_in_kind(layer, layer.first) for layer in candidates if layer.settings), None)
+    first = next((_in_kind(layer.first) for layer in candidates if layer.settings), None)
     only_group = groups[0] if len(groups) == 1 else None
     return Suggestion(
         watched.name,
@@ -318,9 +318,9 @@ def _one_value(values: Sequence[float], least: Sequence[float]) -> float:
     return min(max(geometric_mean(least), min(values)), max(values))
 
 
-def _in_kind(layer: RecordedLayer, settings: LayerSettings) -> LayerSettings:
+def _in_kind(settings: LayerSettings) -> LayerSettings:
     """With the run's own kind of decay; without decay the usual one: torch's SGD has L2."""
-    if settings.decays and not layer.why_unknown(settings):
+    if settings.decays and not isinstance(decay_rate(settings), Because):
         return settings
     return replace(settings, decay="l2" if isinstance(law_for(settings), Sgd) else "decoupled")
 
@@ -370,7 +370,7 @@ def _advice(
         return LayerAdvice(
             layer.name, weight_decay, norm=norm, notes=(because(Reason.ROUNDED_AWAY),)
         )
-    present = balance(growth, norm, layer.rate(settings), e)
+    present = balance(growth, norm, known_rate(settings), e)
     last = dict(layer.norms)[stretch[-1]]
     doubts += [] if rested else [because(Reason.TURNS_BY_LR)]
     doubts += _rough(norm, target, e, law) if rotation is None else []
@@ -403,7 +403,8 @@ def _travelling(norm: float, present: tuple[float, float] | None) -> list[Becaus
     if present is None or 1 / RULES.travelling < norm / present[0] < RULES.travelling:
         return []
     if _far(norm, present[0]):
-        return [because(Reason.FAR_BALANCE, norm=norm, less=present[0] < norm)]
+        far = Reason.FAR_SMALLER if present[0] < norm else Reason.FAR_LARGER
+        return [because(far, norm=norm)]
     return [because(Reason.ON_ITS_WAY, norm=norm, balance=present[0], steps=present[1])]
 
 
@@ -429,9 +430,9 @@ def _why_none(layer: RecordedLayer) -> Because | None:
     if layer.skipped is not None:
         return layer.skipped
     if layer.size_counts is None:
-        return because(Reason.INVARIANCE_UNKNOWN, layers=[layer.name])
+        return layer.why_size_counts
     if layer.size_counts:
-        return because(Reason.CHOOSE_BY_OUTCOME, counts=why_size_counts(layer))
+        return because(Reason.CHOOSE_BY_OUTCOME, counts=layer.why_size_counts)
     if layer.law.norm_power is None or (layer.natural and layer.clipped):
         return because(Reason.LAW_UNKNOWN)
     if layer.lost:
@@ -443,7 +444,7 @@ def _why_none(layer: RecordedLayer) -> Because | None:
         return because(Reason.NO_LR)
     if not shrink_under(settings, 1.0):
         return because(Reason.DAMPENED_OUT)
-    return because(Reason.TAKEN) if has_collapsed(layer) else None
+    return because(Reason.TAKEN) if layer.collapsed else None
 
 
 def _norm_at(layer: RecordedLayer, step: int | None) -> float:
@@ -458,4 +459,4 @@ def _at_longest_stretch(layer: RecordedLayer) -> LayerSettings:
     """The settings in its second half, with the mean learning rate there."""
     steps = late(longest_stretch(layer))
     lr = fmean(layer.settings_at(step).lr or 0.0 for step in steps[1:])
-    return _in_kind(layer, replace(layer.settings_at(steps[-1]), lr=lr))
+    return _in_kind(replace(layer.settings_at(steps[-1]), lr=lr))

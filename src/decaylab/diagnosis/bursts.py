@@ -9,8 +9,8 @@ arXiv:2106.15739). Here it is seen by the norms alone; benchmarks/bursts.py coun
 from dataclasses import dataclass
 from itertools import pairwise
 
+from decaylab.diagnosis.layers import RecordedLayer
 from decaylab.diagnosis.rules import RULES
-from decaylab.diagnosis.runs import RecordedLayer
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,10 @@ def bursts(layer: RecordedLayer) -> list[Burst]:
     burst_list, norms, falling = [], layer.norms, RULES.burst_falling
     for i in range(falling, len(norms) - 1):
         (step, before), (later, after) = norms[i], norms[i + 1]
+        if after < RULES.burst_growth * before or after <= norms[i - falling][1]:
+            continue  # it did not undo the fall
         fell = all(b < a for (_, a), (_, b) in pairwise(norms[i - falling : i + 1]))
-        undone = after >= RULES.burst_growth * before and after > norms[i - falling][1]
         rates = [layer.settings_at(at).lr or 0.0 for at in (later, step)]
-        if fell and undone and rates[0] <= rates[1]:
+        if fell and rates[0] <= rates[1]:
             burst_list.append(Burst(layer.name, step, before, after))
     return burst_list

@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from decaylab.diagnosis.effects import ratio
+from decaylab.diagnosis.layers import RecordedLayer, ratio
 from decaylab.diagnosis.reasons import Because, Reason, because
 from decaylab.diagnosis.rules import RULES
-from decaylab.diagnosis.runs import RecordedLayer, Run
+from decaylab.diagnosis.runs import Run
 from decaylab.optim.laws import Adam, Lion, Muon, Sgd
 
 # What may differ between a run and its baseline: the decay, and what leaves the same training.
@@ -20,7 +20,7 @@ SAME_SETTINGS = ("momentum", "beta1", "dampening", "beta2", "damping")
 def comparable(run: Run, baseline: Run) -> tuple[Because | None, list[Because]]:
     """Why a run and a baseline cannot be compared (None: they can), and what differs so."""
     if baseline.decays:
-        return because(Reason.BASELINE_DECAYS, too=run.decays), []
+        return because(Reason.BASELINE_DECAYS), []
     return same_training(run, baseline, free=FREE_TO_DIFFER)
 
 

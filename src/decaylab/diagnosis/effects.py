@@ -1,17 +1,16 @@
 """By which factor decay changed a quantity, from records, and how sure that is."""
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import fmean, geometric_mean
+from typing import NamedTuple
 
+from decaylab.diagnosis.layers import RecordedLayer, ratio
 from decaylab.diagnosis.rules import RULES
-from decaylab.diagnosis.runs import RecordedLayer
-from decaylab.optim.laws import Law, Sgd
-from decaylab.optim.laws.dynamics import Series, norms_without_decay
-from decaylab.optim.laws.memory import interpolated, moments_at
+from decaylab.optim.laws.dynamics import Series
+from decaylab.optim.laws.memory import interpolated
 
 LR_PROBES = ("weight_norm", "lr")
 
@@ -57,6 +56,13 @@ class Effect:
         return replace(self, value=1 / self.value, low=low, high=high)
 
 
+class Change(NamedTuple):
+    """An effect, and the quantity that it is on."""
+
+    quantity: str
+    effect: Effect
+
+
 def judged_part(series: Series) -> Series:
     """The last part of a series, which is judged."""
     return series[int(len(series) * RULES.judged_share) :]
@@ -99,12 +105,6 @@ def pooled(effects: Iterable[Effect | None], spread: Spread = Spread.LAYERS) -> 
     )
 
 
-def ratio(numerator: Series, denominator: Series) -> Series:
-    """At the steps that both have."""
-    below = dict(denominator)
-    return tuple((step, value / below[step]) for step, value in numerator if below.get(step))
-
-
 def _squared(series: Series) -> Series:
     return tuple((step, value**2) for step, value in series)
 
@@ -113,7 +113,8 @@ def effective_lr_effect(layer: RecordedLayer, baseline: RecordedLayer | None) ->
     """The factor on how far a step turns a layer: against the baseline's, else reconstructed.
 
     Of scale-invariant layers by their law, lr/|W|^p (Eq. 9). Of others, and where the law is not
-    known, two runs are compared by their recorded rotations; one run by its norms (`turn_ratios`).
+    known, two runs are compared by their recorded rotations; one run by its norms
+    (`turned_further`).
     """
     if not layer.invariant or layer.law.norm_power is None:
         return rotation_effect(layer, baseline)
@@ -147,16 +148,8 @@ def rotation_effect(layer: RecordedLayer, baseline: RecordedLayer | None) -> Eff
 
 def _turned_more(layer: RecordedLayer) -> Effect | None:
     """The factor on how far a step turns a layer, against the reconstruction without decay."""
-    probes: tuple[str, ...] = ("weight_norm", "decay_exposure")
-    without = norms_reconstructed(layer)
-    if not without:
-        return None
-    ratios = ratio(without, layer.norms)
-    if layer.invariant:
-        ratios = ratio(*_effective_both(layer, without))
-        probes = (*_lr_probes(layer), "decay_exposure")
-    stepped = tuple(item for item in ratios if layer.settings_at(item[0]).lr)  # at 0 nothing turns
-    return effect_of(stepped, probes, ComparedWith.RECONSTRUCTION)
+    probes = _lr_probes(layer) if layer.invariant else ("weight_norm",)
+    return effect_of(layer.turned_further, (*probes, "decay_exposure"), ComparedWith.RECONSTRUCTION)
 
 
 def _without_moments(layer: RecordedLayer) -> RecordedLayer:
@@ -177,63 +170,12 @@ def damping_effect(layer: RecordedLayer, baseline: RecordedLayer | None) -> Effe
         by_norm = effect_of(norms, ("weight_norm",), ComparedWith.BASELINE)
         known = [effect for effect in (measured, by_norm) if effect is not None]
         return max(known, key=lambda effect: effect.records, default=None)
-    ratios = _squared(ratio(norms_reconstructed(layer), layer.norms))
+    ratios = _squared(ratio(layer.without_decay, layer.norms))
     probes = ("weight_norm", "decay_exposure", "second_order_share")
     return effect_of(ratios, probes, ComparedWith.RECONSTRUCTION)
 
 
 # ---------------------------------------------------------------- one run
-
-
-def norms_reconstructed(layer: RecordedLayer) -> Series:
-    """The norms that the same motion of the direction would have given without decay.
-
-    Nothing where the decay per step, or how pushes depend on the norm, is not known: the latter of
-    layers whose size counts, which the loss itself holds at some size (a GPT's head grew 0.8x as
-    fast without decay).
-    """
-    if layer.law.norm_power is None or layer.unknown or not layer.settings or layer.size_counts:
-        return ()
-    if layer.natural and (layer.clipped or too_few_shares(layer) or old_factors(layer)):
-        return ()
-    exposures = [value for _, value in layer.exposure]
-    elasticities = _elasticities(layer)
-    without_decay = norms_without_decay(layer.norms, exposures, elasticities)
-    if layer.invariant and layer.law.adam_betas is not None:
-        for _ in range(RULES.remembered_rounds):
-            factors = _push_factors(layer, without_decay)
-            without_decay = norms_without_decay(layer.norms, exposures, elasticities, factors)
-    return without_decay
-
-
-def _elasticities(layer: RecordedLayer) -> list[float]:
-    """The e of G = c N^e at each record; a layer that is not invariant is pushed whatever |W|."""
-    if not layer.invariant and isinstance(layer.law, Sgd):
-        return [0.0] * len(layer.norms)
-    shares = dict(layer.series.get("second_order_share", ()))
-    share, elasticities = next(iter(shares.values()), None), []
-    for step, _ in layer.norms:
-        share = shares.get(step, share)
-        elasticities.append(layer.law.elasticity(share) or 0.0)
-    return elasticities
-
-
-def too_few_shares(layer: RecordedLayer) -> bool:
-    """Whether the second-order share is not recorded, or too seldom to go by."""
-    if not layer.natural:
-        return False
-    steps = {step for step, _ in layer.norms}
-    steps_with_share = steps & {step for step, _ in layer.series.get("second_order_share", ())}
-    return len(steps_with_share) < max(1.0, RULES.shares_needed * len(steps))
-
-
-def old_factors(layer: RecordedLayer) -> bool:
-    """Whether K-FAC divides by the curvature at norms that decay has changed much since."""
-    shares = [share for _, share in layer.series.get("second_order_share", ())]
-    if not layer.natural or not shares:
-        return False
-    shrink = max(layer.rate(settings) for _, settings in layer.settings)  # at the highest lr
-    return shrink * _memory_steps(layer) * fmean(shares) > RULES.remembered_too_much
 
 
 def longer_by_memory(
@@ -258,36 +200,9 @@ def _longer(layer: RecordedLayer) -> float:
         return 1.0
     recorded = layer.series.get("second_order_share", ())
     shares = [share for step, share in recorded if step >= late[0][0]] or [1.0]
-    age = round(_memory_steps(layer))
+    age = round(layer.curvature_age)
     grown = [interpolated(layer.norms, step - age) / norm for step, norm in late]
     return geometric_mean(grown) ** (2 * fmean(shares))
-
-
-def _memory_steps(layer: RecordedLayer) -> float:
-    """How old the curvature is that K-FAC divides by."""
-    first = layer.first
-    return (first.refresh_every or 1) / (1 - (first.factor_decay or 0.0)) + (
-        first.invert_every or 1
-    ) / 2
-
-
-def _push_factors(layer: RecordedLayer, others: Series) -> list[float]:
-    """How much more Adam's steps add to |W|^2 at other norms, for what it remembers of them.
-
-    A step's length is |W| times the effective learning rate, lr N_v / N_m (`laws.memory`).
-    """
-    here, elsewhere = _effective_both(layer, others)
-    turns, lengths = dict(ratio(elsewhere, here)), dict(ratio(others, layer.norms))
-    return [(turns[step] * lengths[step]) ** 2 for step, _ in layer.norms]
-
-
-def _effective_both(layer: RecordedLayer, others: Series) -> tuple[Series, Series]:
-    """The effective learning rate, over lr, at the layer's norms and had they been `others`."""
-    law = layer.law
-    changed: Series = ()
-    if law.adam_betas is not None:
-        changed = moments_at(layer.norms, others, law.adam_betas[1], layer.moments)
-    return layer.effective_per_lr, law.effective_per_lr(others, changed)
 
 
 def share_without_decay(layer: RecordedLayer) -> float | None:
@@ -296,7 +211,7 @@ def share_without_decay(layer: RecordedLayer) -> float | None:
     With one eigenvalue for all, share / (1 - share) = eig / (lambda |W|^2): the odds go with
     1/|W|^2. An estimate, for a spread spectrum a rough one.
     """
-    shares, without = layer.series.get("second_order_share", ()), dict(norms_reconstructed(layer))
+    shares, without = layer.series.get("second_order_share", ()), dict(layer.without_decay)
     common = [(step, share) for step, share in shares if step in without]
     if not common:
         return None
@@ -354,24 +269,15 @@ def motion(
     layer: RecordedLayer, baseline: RecordedLayer | None, steps: int, per_epoch: int | None
 ) -> Motion:
     """How this layer moves (`Motion`)."""
-    recorded = judged_part(layer.series.get("rotation", ()))
-    turned = [angle for _, angle in recorded if angle > 0]
-    judged_steps = [step for step, _ in recorded] or [step for step, _ in judged_part(layer.norms)]
-    rates = [layer.rate(layer.settings_at(step)) for step in judged_steps]
-    expected = [law_rotation(layer.law, rate) for rate in rates]
-    expected_angles = [angle for angle in expected if angle is not None]
     rate = _mean_rate(layer)
-    without = baseline.norms if baseline is not None else norms_reconstructed(layer)
-    apart = judged_part(ratio(layer.norms, without)) if layer.decayed else ()
+    without = baseline.norms if baseline is not None else layer.without_decay
     return Motion(
         layer.name,
         layer.role if layer.role == "gain" or not layer.members else "",
         layer.members,
         layer.decayed,
-        math.sqrt(fmean(angle**2 for angle in turned)) if turned else None,
-        math.sqrt(fmean(angle**2 for angle in expected_angles))
-        if expected_angles and layer.decayed
-        else None,
+        _root_mean_square([angle for _, angle in _judged_angles(layer) if angle > 0]),
+        _expected_rotation(layer) if layer.decayed else None,
         1 / rate if rate else None,
         steps,
         1 / rate / per_epoch if rate and per_epoch else None,
@@ -379,8 +285,30 @@ def motion(
         rotation_effect(layer, None) if layer.decayed and baseline is not None else None,
         layer.size_response,
         layer.norms[-1][1] / layer.norms[0][1],
-        statistics.geometric_mean([value for _, value in apart]) if apart else None,
+        _mean(judged_part(ratio(layer.norms, without))) if layer.decayed else None,
     )
+
+
+def _judged_angles(layer: RecordedLayer) -> Series:
+    return judged_part(layer.series.get("rotation", ()))
+
+
+def _expected_rotation(layer: RecordedLayer) -> float | None:
+    """The law's angle per step at equilibrium, over the judged records; None if there is none."""
+    if (layer.law.elasticity() or 0.0) >= 1:
+        return None
+    steps = [step for step, _ in _judged_angles(layer) or judged_part(layer.norms)]
+    rates = [rate for step in steps if (rate := layer.rate_at(step))]
+    angles = [layer.law.rotation(rate) for rate in rates]
+    return _root_mean_square([angle for angle in angles if angle is not None])
+
+
+def _root_mean_square(values: Sequence[float]) -> float | None:
+    return math.sqrt(fmean(value**2 for value in values)) if values else None
+
+
+def _mean(series: Series) -> float | None:
+    return geometric_mean([value for _, value in series]) if series else None
 
 
 def _mean_rate(layer: RecordedLayer) -> float:
@@ -389,10 +317,3 @@ def _mean_rate(layer: RecordedLayer) -> float:
         return 0.0
     (begin, before), (end, total) = layer.exposure[0], layer.exposure[-1]
     return (total - before) / (end - begin)
-
-
-def law_rotation(law: Law, shrink: float) -> float | None:
-    """The law's angle per step at equilibrium; None if there is none."""
-    if not shrink or (law.elasticity() or 0.0) >= 1:
-        return None
-    return law.rotation(shrink)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, geometric_mean
 
+from decaylab.diagnosis.layers import RecordedLayer
 from decaylab.diagnosis.rules import RULES
-from decaylab.diagnosis.runs import RecordedLayer
 from decaylab.optim.laws import Adam
 from decaylab.optim.laws.dynamics import pushes
 

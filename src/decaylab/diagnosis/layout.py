@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from decaylab.diagnosis import words
 from decaylab.diagnosis.commands import Places
+from decaylab.diagnosis.mechanisms import Finding
 from decaylab.diagnosis.reasons import Reason, Verdict
-from decaylab.diagnosis.verdict import Diagnosis, Finding
+from decaylab.diagnosis.verdict import Diagnosis
 from decaylab.document import Grid, GridCell, Subsection, Tone, joined, listed, subsection_markdown
 
 TONES: dict[str, Tone] = {

@@ -1,8 +1,8 @@
-"""Why: every reason that a diagnosis or an advice can give, with its data. Words: `words`."""
+"""Why: every reason that a diagnosis or an advice can give, with its words and its data."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum, auto
+from enum import Enum, StrEnum, unique
 from typing import Any
 
 
@@ -22,150 +22,322 @@ class Mechanism(StrEnum):
     DAMPING = "effective damping"
 
 
+@unique
 class Reason(Enum):
-    """Grouped by what they are said of."""
+    """A reason is told apart by its name; its value is how it is said, grouped by what it is of.
+
+    `{layers:names}` is the data `layers`, written as `words.KINDS` has it under `names`; `{places:
+    ...}` is where the runs lie. Nothing reads these words.
+    """
 
     # the records as a whole, said first
-    DAMAGED = auto()
-    DIVERGED = auto()
-    RUN_DIVERGED = auto()
-    NOT_FINITE = auto()
-    PROBABLY_DIVERGED = auto()
-    UNFINISHED = auto()
-    NOTHING_RECORDED = auto()
-    BEGINS_LATE = auto()
-    OPTIMIZER_CHANGED = auto()
-    OPTIMIZER_JOINED = auto()
-    SHARED_PARAMETERS = auto()
-    UNSTEPPED_PARAMETERS = auto()
-    NO_SETTINGS = auto()
-    TOO_FEW_NORMS = auto()
-    GRADIENTS_ALONG = auto()
-    EPS_COUNTS = auto()
-    COLLAPSED = auto()
-    NO_DECAY = auto()
-    LOST_TO_ROUNDING = auto()
-    SWAPPED = auto()
-    UNWATCHED = auto()
+    DAMAGED = "{damaged:damaged}"
+    DIVERGED = "it diverged at step {step}: only the steps before are judged"
+    RUN_DIVERGED = "it diverged ({message})"
+    NOT_FINITE = "{bad:not finite}"
+    PROBABLY_DIVERGED = "{bad:not finite}, {lasting} to the end: it has probably diverged"
+    UNFINISHED = "it is not finished ({status}): {epochs} of {of} epochs are judged"
+    NOTHING_RECORDED = "nothing was recorded: train inside `with watch(model, optimizer):`"
+    BEGINS_LATE = (
+        "its records begin at step {step}, so what decay did before that is not judged (with"
+        " watch(folder=...), a run that is resumed keeps its records)"
+    )
+    OPTIMIZER_CHANGED = (
+        "its optimizer changed at step {step}: the run is judged as one all the same"
+    )
+    OPTIMIZER_JOINED = (
+        "{optimizer} was not given to watch, so it is watched only from its first step, after step"
+        " {step}: give watch all optimizers"
+    )
+    SHARED_PARAMETERS = (
+        "two optimizers step {parameters:names}: only the first one's settings are used"
+    )
+    UNSTEPPED_PARAMETERS = (
+        "no watched optimizer steps {parameters:names}: if another one does, give watch both"
+    )
+    NO_SETTINGS = "the optimizer's settings are not in these records: record them again"
+    TOO_FEW_NORMS = (
+        "it has fewer than two records of the norms, so no layer can be judged: keep `weight_norm`"
+        " among the probes, and lower `every`"
+    )
+    GRADIENTS_ALONG = (
+        "{layers:names}: a normalisation comes next in the model, but the gradients point along the"
+        " weights, so they do not count as scale-invariant. To measure it, give watch(...,"
+        " inputs=batch)"
+    )
+    EPS_COUNTS = (
+        "{layers:names}: the optimizer's eps is more than a tenth of what it is added to, so its"
+        " steps are neither Adam's nor SGD's. Lower it"
+    )
+    COLLAPSED = (
+        "decay has removed nearly all of {layers:names}: it is too strong. Weights that small are"
+        " no longer scale-invariant, and the factors below mean little"
+    )
+    NO_DECAY = "no layer has weight decay"
+    LOST_TO_ROUNDING = (
+        "rounding undoes all weight decay of {layers:names}: W (1 - lr x decay) is W in the number"
+        " format of these weights. Keep them in float32, with autocast if need be"
+    )
+    SWAPPED = "no layer has weight decay, but the baseline has it: did you swap the two?"
+    UNWATCHED = (
+        "{layers:names}: stepped by an optimizer that is not watched, so their decay is unknown"
+    )
     # runs that do not belong together
-    BASELINE_DECAYS = auto()
-    OTHER_SPEC = auto()
-    OTHER_LAYERS = auto()
-    OTHER_OPTIMIZER = auto()
-    OTHER_SIZE = auto()
-    OTHER_START = auto()
-    OTHER_SETTING = auto()
-    OTHER_LR = auto()
-    OTHER_GROWTH = auto()
-    SEED_LEFT_OUT = auto()
-    DIFFERS = auto()
-    STEPS_DIFFER = auto()
+    BASELINE_DECAYS = "the baseline has weight decay: judged without the baseline"
+    OTHER_SPEC = "the runs are not comparable ({fields:settings})"
+    OTHER_LAYERS = "the runs are not comparable (they have different layers)"
+    OTHER_OPTIMIZER = "the runs are not comparable (layer {layer} has another optimizer)"
+    OTHER_SIZE = "the runs are not comparable (layer {layer}: {pair[0]} and {pair[1]} weights)"
+    OTHER_START = (
+        "the runs are not comparable (layer {layer}: norms {pair[0]:.3g} and {pair[1]:.3g} at step"
+        " {step}, before decay can act)"
+    )
+    OTHER_SETTING = (
+        "the runs are not comparable (layer {layer}: {name} {pair[0]} and {pair[1]}{step:at})"
+    )
+    OTHER_LR = (
+        "the runs are not comparable ({lengths:lengths}lr {pair[0]:digits} and {pair[1]:digits} at"
+        " step {step})"
+    )
+    OTHER_GROWTH = (
+        "the runs are not comparable (at step {step} the baseline's scale-invariant layers have"
+        " {seen:digits} times this run's |W|^2, where start and decay explain {least:digits} to"
+        " {largest:digits}: use the same data, batch size and seed)"
+    )
+    SEED_LEFT_OUT = "left out: {why:sentence}"
+    DIFFERS = "{name} differs: {pair[0]} and {pair[1]}"
+    STEPS_DIFFER = "steps differ: {pair[0]} and {pair[1]}; only those in both are compared"
     # a layer that cannot be judged
-    FROZEN = auto()
-    NOT_STEPPED = auto()
-    NO_LAYER_SETTINGS = auto()
-    RECORDED_ONCE = auto()
-    ZEROS = auto()
-    NEVER_MOVED = auto()
+    FROZEN = "frozen: it is not trained"
+    NOT_STEPPED = "no watched optimizer steps it"
+    NO_LAYER_SETTINGS = "its optimizer's settings are not in the records"
+    RECORDED_ONCE = "its norm has fewer than two records: record weight_norm more often"
+    ZEROS = "its weights are zero: it has no direction"
+    NEVER_MOVED = "no step has moved it: it has no gradient, or a learning rate of 0"
     # what decay takes of a layer is not known
-    L2_RESCALED = auto()
-    KIND_UNKNOWN = auto()
-    ROUNDED_AWAY = auto()
-    TAKES_ALL = auto()
+    L2_RESCALED = "the optimizer rescales L2"
+    KIND_UNKNOWN = "its decay is {kind!r}, which removes no fixed fraction of the weights"
+    ROUNDED_AWAY = "its weights have 16 bits, and rounding may undo the decay"
+    TAKES_ALL = "decay is strong enough to remove all of the weights in one step"
     # a layer's part in a mechanism
-    SIZE_COUNTS = auto()
-    GAIN = auto()
-    ADAPTER = auto()
-    INVARIANCE_UNKNOWN = auto()
-    SIZE_IN_DOUBT = auto()
-    INVARIANT = auto()
-    NOT_DECAYED = auto()
-    NOT_KFAC = auto()
-    NO_COMMON_STEP = auto()
-    NEEDS_BASELINE = auto()
-    GRADIENTS_CLIPPED = auto()
-    NO_SHARES = auto()
-    FEW_SHARES = auto()
-    OLD_FACTORS = auto()
-    LAW_UNKNOWN = auto()
+    SIZE_COUNTS = "its size is part of the function{response:per percent}"
+    GAIN = "a normalisation's gain: part of the function"
+    ADAPTER = "an adapter: what it adds to the frozen network goes with its size"
+    INVARIANCE_UNKNOWN = (
+        "How much the size of {layers:names} counts is not known: it was not measured, or a gain of"
+        " zero hides it"
+    )
+    SIZE_IN_DOUBT = (
+        "The verdict depends on whether the size of {responses:names} counts, which is a close"
+        " call: the outputs change by {responses:responses} % per percent, and {limit:g} % is the"
+        " limit."
+    )
+    INVARIANT = "scale-invariant: its norm does not change the function"
+    NOT_DECAYED = "not decayed"
+    NOT_KFAC = "not preconditioned by K-FAC"
+    NO_COMMON_STEP = "no records at a common step"
+    NEEDS_BASELINE = "needs a baseline"
+    GRADIENTS_CLIPPED = "its gradients are clipped"
+    NO_SHARES = "its second-order share is not recorded"
+    FEW_SHARES = "its second-order share is recorded too rarely"
+    OLD_FACTORS = "K-FAC's factors are of norms that decay has since changed a lot"
+    LAW_UNKNOWN = "how its step depends on its norm is not known"
     # a mechanism
-    ALL_FROZEN = auto()
-    NONE_JUDGEABLE = auto()
-    NO_LAYER_DECAYS = auto()
-    TOO_LITTLE = auto()
-    NO_INVARIANT_DECAYS = auto()
-    NO_INVARIANT = auto()
-    CLIPPED = auto()
-    OLD_CURVATURE = auto()
-    UNDAMPED_BY_LR = auto()
-    BY_LR = auto()
-    ONLY_KFAC_DAMPS = auto()
-    NO_KFAC_LAYER = auto()
-    SCALE_FREE = auto()
-    SHARE_UNKNOWN = auto()
-    DAMPING_NEGLIGIBLE = auto()
-    SHARES = auto()
-    SAME_SHARES = auto()
-    ALL_INVARIANT = auto()
-    JACOBIAN_ALONE = auto()
-    NO_SENSITIVITY = auto()
-    THROUGH_OTHERS = auto()
-    NOTHING_TO_COMPARE = auto()
-    CHANGED = auto()
-    OPPOSITE = auto()
-    SOME_LAYERS_MORE = auto()
-    BETWEEN = auto()
-    TOO_EARLY = auto()
-    MORE_THAN_DECAY = auto()
-    SEEDS_DISAGREE = auto()
+    ALL_FROZEN = "Every layer is frozen, so decay changes nothing."
+    NONE_JUDGEABLE = "No layer is recorded well enough to be judged."
+    NO_LAYER_DECAYS = "No layer has weight decay."
+    ALL_LOST = "Rounding undoes all weight decay."
+    TOO_LITTLE = (
+        "Over {steps:steps}, decay removed {taken:taken} of the weights: too little to act."
+    )
+    NO_INVARIANT_DECAYS = (
+        "No scale-invariant layer has decay. This mechanism acts on layers whose size does not"
+        " count."
+    )
+    NO_INVARIANT = (
+        "The size of every trained layer is part of the function. This mechanism acts on layers"
+        " whose size does not count."
+    )
+    CLIPPED = (
+        "The gradients are clipped at {share:percent} of the records. How far such steps would turn"
+        " weights of another norm is not known."
+    )
+    OLD_CURVATURE = (
+        "Without damping, K-FAC's step turns the weights by lr, whatever their norm (Eq. 13). But"
+        " here it divides by the curvature of earlier weights, and decay has shrunk these since:"
+        " steps are {longer:times} longer{clip:clip}."
+    )
+    OLD_CURVATURE_TURNS = (
+        "Without damping, K-FAC's step turns the weights by lr, whatever their norm (Eq. 13). But"
+        " here it divides by the curvature of earlier weights, and decay has shrunk these since:"
+        " steps turn them {turned:effect} as far, as recorded."
+    )
+    UNDAMPED_BY_LR = (
+        "Without damping, K-FAC's step turns the weights by lr, whatever their norm (Eq. 13). The"
+        " norm acts through the damping, see below."
+    )
+    BY_LR = "This optimizer turns the weights equally far, whatever their norm."
+    ONLY_KFAC_DAMPS = "Only K-FAC has a damping, and this optimizer is not K-FAC."
+    NO_KFAC_LAYER = "K-FAC preconditions no scale-invariant layer that has decay."
+    SCALE_FREE = (
+        "The damping is scaled along with each layer's curvature, so decay does not change its"
+        " effect."
+    )
+    SHARE_UNKNOWN = (
+        "The second-order share is not recorded, so it is not known whether damping matters."
+    )
+    DAMPING_NEGLIGIBLE = "Damping hardly matters: the second-order share is {shares:shares}."
+    SHARES = "The second-order share is {shares:shares}."
+    SAME_SHARES = "That is no change: the curvature of the normalised weights is lower too."
+    ALL_INVARIANT = (
+        "Every decayed layer is scale-invariant, so decay does not change the function by itself. A"
+        " change of the Jacobian comes through the other two mechanisms."
+    )
+    JACOBIAN_ALONE = "A single run does not show what the Jacobian would be without decay."
+    NO_SENSITIVITY = (
+        "Neither a Jacobian nor a Gauss-Newton norm is recorded in both runs at a common step."
+    )
+    THROUGH_OTHERS = "Part of it may come through the {mechanisms:and the} of the other layers."
+    NOTHING_TO_COMPARE = "There is nothing to compare with: {why:sentences}."
+    CHANGED = "{change:change}."
+    HARDLY_CHANGED = "{change:change}, too little to matter."
+    MAY_SHOW_MORE = (
+        "Decay has removed {taken:removed} of the initial weights, and a longer run may show more."
+    )
+    OPPOSITE = "{change:change}. The mechanism predicts the opposite."
+    SOME_LAYERS_MORE = "But in some layers it changes more: {layers:names}."
+    BETWEEN = (
+        "Up to {nothing:g}x counts as no effect, and {acts:g}x or more as one; this is in between."
+    )
+    TOO_EARLY = (
+        "Both runs are recorded only up to step {step}, when decay had removed {taken:taken} of the"
+        " weights: too early to tell."
+    )
+    MORE_THAN_DECAY = (
+        "{change:change}. Decay has removed {taken:removed} of the initial weights, which explains"
+        " {most:times} at most: the runs must differ in something else too."
+    )
+    SEEDS_DISAGREE = "The seeds disagree: {counts:counts}."
     # what would decide it
-    GIVE_BASELINE = auto()
-    RECORD_IN_BOTH = auto()
-    RECORD_SAME_WAY = auto()
-    RECORD_SHARE = auto()
-    SAME_STEPS = auto()
-    RECORD_FURTHER = auto()
-    SAME_DATA = auto()
-    MORE_SEEDS = auto()
-    ATTRIBUTE = auto()
-    NAME_THE_LAW = auto()
-    NO_CLIPPING = auto()
-    RENEW_CURVATURE = auto()
-    RECORD_MORE = auto()
-    TRAIN_LONGER = auto()
-    GIVE_INPUTS = auto()
-    WATCH_ALL = auto()
+    GIVE_BASELINE = "{places:give baseline}"
+    RECORD_IN_BOTH = "record the Jacobian norm{places:record}"
+    RECORD_SAME_WAY = "{places:record the same}"
+    RECORD_SHARE = "record it{places:record}"
+    SAME_STEPS = "record both runs at the same steps (the same every=)"
+    RECORD_FURTHER = "record both runs further into training"
+    SAME_DATA = "give a baseline with the same data, batch size and seed"
+    MORE_SEEDS = "{places:more seeds}"
+    ATTRIBUTE = "{places:attribute}"
+    NAME_THE_LAW = (
+        'name its law in its param groups, as group["law"] (docs/extend.md), or train with SGD,'
+        " K-FAC or Adam without amsgrad"
+    )
+    NO_CLIPPING = "train without clipping, or with Adam"
+    RENEW_CURVATURE = "renew the curvature more often (KFAC's refresh_every, invert_every)"
+    RECORD_MORE = "train inside `with watch(model, optimizer, every=...)`, for several records"
+    TRAIN_LONGER = "train it for a few epochs, at a learning rate where it does not diverge"
+    GIVE_INPUTS = (
+        'give watch(..., probes="diagnosis", inputs=batch), which measures how the outputs respond'
+        " to each layer's size"
+    )
+    WATCH_ALL = "watch all optimizers: watch(model, [first, second])"
     # what follows
-    DIRECTION_ONLY = auto()
-    MATTERS = auto()
-    NO_MORE_SECOND_ORDER = auto()
-    NO_EFFECT = auto()
-    SCHEDULE = auto()
-    FUNCTION = auto()
-    ADAPTERS = auto()
-    NOTHING_YET = auto()
-    NOTHING_TO_DROP = auto()
-    BURST = auto()
-    DAMPING_DOMINATES = auto()
+    DIRECTION_ONLY = (
+        "Decay of the scale-invariant layers ({layers:names}) does not change the function by"
+        " itself.{by_lr:turned by decay}"
+    )
+    NEARLY_DIRECTION_ONLY = (
+        "Decay of the layers whose size hardly matters ({layers:names}) hardly changes the function"
+        " by itself.{by_lr:turned by decay}"
+    )
+    RAISES_LR = (
+        "In this run decay keeps the effective learning rate high: each step turns these layers"
+        " further."
+    )
+    LOWERS_DAMPING = "In this run decay keeps K-FAC's effective damping low."
+    NO_MORE_SECOND_ORDER = (
+        "In this run decay keeps the effective damping low, but K-FAC's steps are no more"
+        " second-order than without it."
+    )
+    NO_EFFECT = "In this run decay of these layers has no effect: it could be left out."
+    NO_EFFECT_YET = "So far, decay of these layers has no effect."
+    SCHEDULE = (
+        "To move these layers as far without decay, raise their learning rate over the run, to"
+        " {power:at least}{factor:times} at the end: `{places:schedule}` writes the schedule."
+    )
+    REACTS_LESS = (
+        "Decay of the layers whose size counts ({counting:counting}) changes the function: the"
+        " outputs react less to the inputs."
+    )
+    REACTS_ALIKE = (
+        "Decay of the layers whose size counts ({counting:counting}) hardly changes how the outputs"
+        " react to the inputs."
+    )
+    REACTS_MORE = (
+        "Decay of the layers whose size counts ({counting:counting}) goes with outputs that react"
+        " more."
+    )
+    REACTS_OPEN = (
+        "Decay of the layers whose size counts ({counting:counting}) changes the function; whether"
+        " that matters is still open."
+    )
+    ADAPTERS = (
+        "Decay of the adapters ({layers:names}) pulls the network back towards the frozen one."
+    )
+    NOTHING_YET = "Nothing yet: no layer with decay could be judged."
+    NOTHING_TO_DROP = "This run has no weight decay to keep or to drop."
+    BURST = (
+        "A burst: after step {burst.step} the norm of {burst.layer:layer} grew from"
+        " {burst.before:.3g} to {burst.after:.3g} by the next record.{others:more like it} Decay"
+        " had shrunk these weights, so each step turned them further, until one went too far. What"
+        " helps at that stage: {remedy:sentence}."
+    )
+    SHORTER_STEPS = "a smaller lr or less decay"
+    LARGER_DAMPING = "a larger damping, a smaller lr or less decay"
+    SCALE_FREE_DAMPING = 'damping_scaling="scale-free", a smaller lr or less decay'
+    DAMPING_DOMINATES = (
+        "Damping has come to dominate K-FAC: the second-order share of the scale-invariant layers"
+        " is {share:percent} at the end. In the remaining directions K-FAC steps like"
+        " SGD.{remedies:and then}"
+    )
+    LOWER_DAMPING = (
+        "Lower the damping{grown:or scale-free}, unless this is K-FAC-F and has fitted its data,"
+        " where the Fisher matrix vanishes."
+    )
     # advice on a layer
-    CHOOSE_BY_OUTCOME = auto()
-    DAMPENED_OUT = auto()
-    NO_LR = auto()
-    TAKEN = auto()
-    DOES_NOT_GROW = auto()
-    NO_ROTATION = auto()
-    ASK_FOR_LESS = auto()
-    NOTHING_HOLDS = auto()
-    TURNS_BY_LR = auto()
-    ROUGH = auto()
-    MIXED = auto()
-    ON_ITS_WAY = auto()
-    FAR_BALANCE = auto()
-    FOR_THE_BUDGET = auto()
+    CHOOSE_BY_OUTCOME = "{counts:sentence}; choose its decay by the outcome"
+    DAMPENED_OUT = "its dampening of 1 keeps gradients and L2 out of the momentum"
+    NO_LR = "its learning rate is 0"
+    TAKEN = "decay has removed nearly all of it: suggest from a run with less decay"
+    DOES_NOT_GROW = "its norm does not grow, so no decay is needed to hold it"
+    NO_ROTATION = "how far its steps turn it is not recorded: keep `movement` among watch's probes"
+    ASK_FOR_LESS = (
+        "to turn it that far, decay would have to remove half of it or more in a step: ask for less"
+    )
+    NOTHING_HOLDS = (
+        "at the target norm a step adds {growth:digits} times |W|^2, which no decay can hold: lower"
+        " the learning rate"
+    )
+    TURNS_BY_LR = "the weights turn by lr, whatever their norm"
+    ROUGH = "rough: up to {factor:times} too {way}; suggest from a run nearer to the target"
+    MIXED = "rough: decay removes much of the weights while steps still agree"
+    ON_ITS_WAY = (
+        "still on its way from {norm:.3g} to {balance:.3g}; a third of the way is left after"
+        " {steps:digits} more steps"
+    )
+    FAR_SMALLER = "the present decay would take it from {norm:.3g} to less than a tenth of that"
+    FAR_LARGER = "the present decay would take it from {norm:.3g} to more than ten times that"
+    FOR_THE_BUDGET = (
+        "chosen to act within {budget} steps; {holding:times} as much would hold the initial norm,"
+        " but too slowly"
+    )
     # advice on all of them
-    NO_ONE_VALUE = auto()
-    NO_SUGGESTION = auto()
-    NO_CANDIDATE = auto()
+    NO_ONE_VALUE = (
+        "no single value fits all of these layers: they differ in optimizer, learning rate,"
+        " momentum or kind of decay, so give each group its own"
+    )
+    NO_SUGGESTION = "no suggestion for any layer whose size does not count; the notes say why"
+    NO_CANDIDATE = "no suggestion: the size of every layer counts"
 
 
 @dataclass(frozen=True)
@@ -184,6 +356,6 @@ def because(reason: Reason, **data: Any) -> Because:
     return Because(reason, data)
 
 
-def has(reasons: tuple[Because, ...], reason: Reason) -> bool:
+def has(reasons: Iterable[Because], reason: Reason) -> bool:
     """Whether one of them is this."""
     return any(item.reason is reason for item in reasons)

@@ -38,6 +38,8 @@ class Rules:
     same_share: float = 0.02
     # Of what is logged in training, the last part is the outcome; intervals are of this confidence.
     outcome_tail: float = 0.1
+    # What differs by less, in one seed, ended slightly better or worse.
+    slight: float = 0.01
     confidence: float = 0.95
 
     # -- reconstruction from one run

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from decaylab.diagnosis.layers import RecordedLayer, known_rate
 from decaylab.diagnosis.reasons import Reason
-from decaylab.diagnosis.runs import RecordedLayer, read_run
+from decaylab.diagnosis.runs import read_run
 from decaylab.errors import BadValue, Damaged, DecaylabError, Lacks, check_name
 from decaylab.networks import roles
 from decaylab.optim.laws import Adam, Kfac, ScheduleFree, Sgd
@@ -219,7 +220,7 @@ def _remaining(layer: RecordedLayer, timeline: list[LayerSettings]) -> list[floa
             velocity = _memory(settings) * velocity + intake * settings.weight_decay * r[-1]
             after = r[-1] - (settings.lr or 0.0) * velocity
         else:
-            after = r[-1] * (1 - layer.rate(settings))
+            after = r[-1] * (1 - known_rate(settings))
         if after <= 0:
             raise DecaylabError("decay takes the whole weight in a few steps: no schedule does it")
         r.append(after)

@@ -1,21 +1,23 @@
-"""The words of diagnosis and advice: the only place where reasons become English.
+"""The words of diagnosis and advice: reasons with their data, and what is said of a whole result.
 
 Nothing is decided here, and nothing reads what is written here.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 from decaylab.diagnosis import commands
 from decaylab.diagnosis.commands import Places
-from decaylab.diagnosis.effects import ComparedWith, Effect, Motion
+from decaylab.diagnosis.effects import Change, ComparedWith, Effect, Motion
+from decaylab.diagnosis.mechanisms import Finding, LayerRow, SecondOrderShares
 from decaylab.diagnosis.outcome import Helped, Outcome
 from decaylab.diagnosis.reasons import Because, Mechanism, Reason, Verdict
 from decaylab.diagnosis.rules import RULES
-from decaylab.diagnosis.verdict import Diagnosis, Finding, LayerRow, opposite
+from decaylab.diagnosis.verdict import Diagnosis
 
 if TYPE_CHECKING:
     from decaylab.diagnosis.advice import GroupAdvice
@@ -51,6 +53,11 @@ def three_digits(value: float) -> str:
     return f"{rounded:.0f}" if 1000 <= rounded < 1e6 else f"{rounded:.3g}"
 
 
+def _steps(value: float) -> str:
+    """So many steps, about: whole, and at least one."""
+    return three_digits(max(round(value), 1))
+
+
 def factor(value: float) -> str:
     """A factor without its x; near one with two digits behind the point, which count there.
 
@@ -69,10 +76,11 @@ def times(value: float) -> str:
     return f"{factor(value)}x"
 
 
-def names(layers: Sequence[str], most: int = MOST_NAMES) -> str:
+def names(layers: Iterable[str]) -> str:
     """Some of them, and how many more."""
-    rest = f" and {len(layers) - most} more" if len(layers) > most else ""
-    return ", ".join(layers[:most]) + rest
+    shown = list(layers)
+    rest = f" and {len(shown) - MOST_NAMES} more" if len(shown) > MOST_NAMES else ""
+    return ", ".join(shown[:MOST_NAMES]) + rest
 
 
 def _layer(name: str) -> str:
@@ -116,424 +124,56 @@ def _ended(text: str) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
-def _compared(quantity: str, effect: Effect) -> str:
+def _change(change: Change, *, spread: bool = True) -> str:
     """What a quantity is with decay: "The angle per step is 1.54x larger with decay"."""
-    grows = quantity in LARGER
+    effect, grows = change.effect, change.quantity in LARGER
     if effect.value < 1:
         effect, grows = effect.inverse(), not grows
     kind = "larger" if grows else "smaller"
     alone = effect.source is not ComparedWith.BASELINE
-    with_decay = "with decay than a reconstruction without it" if alone else "with decay"
-    return (
-        f"The {QUANTITIES[quantity]} is {times(effect.value)} {kind} {with_decay}{_spread(effect)}"
-    )
+    than = " than a reconstruction without it" if alone else ""
+    quantity = QUANTITIES[change.quantity]
+    text = f"The {quantity} is {times(effect.value)} {kind} with decay{than}"
+    return f"{text}{_spread(effect)}" if spread else text
 
 
-# ---------------------------------------------------------------- one sentence per reason
+# ---------------------------------------------------------------- reasons and their data
 
 
-def _differing(why: Because) -> str:
-    pairs = ", ".join(f"{key} {mine} and {theirs}" for key, (mine, theirs) in why["fields"].items())
-    return f"the runs are not comparable ({pairs})"
+def _not_finite(rows: Sequence[str]) -> str:
+    were, are = ("values were", "are") if len(rows) > 1 else ("value was", "is")
+    return f"{len(rows)} {were} not finite ({', '.join(sorted({*rows})[:3])}) and {are} left out"
 
 
-def _changed(why: Because) -> str:
-    text = _compared(why["quantity"], why["effect"])
-    if why["verdict"] is not Verdict.DOES_NOT_ACT:
-        return f"{text}."
-    text += ", too little to matter."
-    taken = why["taken"]
-    if taken is not None and taken < 1:
-        text += f" Decay has removed {_removed(taken)} of the initial weights, and a longer run may"
-        text += " show more."
-    return text
+def _damaged(lines: Sequence[str]) -> str:
+    several = f"{len(lines)} lines are damaged and left out, the first: " * (len(lines) > 1)
+    return f"{several}{lines[0]}"
 
 
-def _shares(why: Because) -> str:
-    other = "without (a rough estimate)" if why["estimated"] else "without"
-    return f"{_percent(why['run'])} with decay, {_percent(why['baseline'])} {other}"
+def _shares(shares: SecondOrderShares) -> str:
+    estimated = " (a rough estimate)" if shares.estimated else ""
+    with_decay, without = (_percent(share or 0.0) for share in (shares.run, shares.baseline))
+    return f"{with_decay} with decay, {without} without{estimated}"
 
 
-def _too_little(why: Because) -> str:
-    over = f"the {why['last']} steps of the run"
-    if why["first"] > 1:
-        over = f"steps {why['first']} to {why['last']}"
-    return (
-        f"Over {over}, decay removed {100 * why['taken']:.2g} % of the weights: too little to act."
-    )
+def _responses(responses: Mapping[str, float]) -> str:
+    return _range(list(responses.values()), _responded)
 
 
-def _old_curvature(why: Because) -> str:
-    text = (
-        "Without damping, K-FAC's step turns the weights by lr, whatever their norm (Eq. 13). But"
-        " here it divides by the curvature of earlier weights, and decay has shrunk these since:"
-    )
-    turned = why["turned"]
-    if turned is not None:
-        return f"{text} steps turn them {effect_range(turned)} as far, as recorded."
-    clip = why["clip"]
-    cut = "" if clip is None else f", under a KL clip that cuts them to {times(clip)} in the mean"
-    return f"{text} steps are {times(why['longer'])} longer{cut}."
+def _counting(counting: tuple[list[str], bool]) -> str:
+    layers, gains = counting
+    return names([*layers, *(["the gains of normalisations"] if gains else [])])
 
 
-def _function(why: Because) -> str:
-    what = [*why["layers"], *(["the gains of normalisations"] if why["gains"] else [])]
-    verbs = {
-        Verdict.ACTS: "changes the function: the outputs react less to the inputs",
-        Verdict.DOES_NOT_ACT: "hardly changes how the outputs react to the inputs",
-        Verdict.CANNOT_TELL: "changes the function; whether that matters is still open",
-    }
-    verb = "goes with outputs that react more" if why["opposite"] else verbs[why["verdict"]]
-    return f"Decay of the layers whose size counts ({names(what)}) {verb}."
-
-
-def _doubtful_size(why: Because) -> str:
-    values = [_responded(response) for response in why["responses"].values()]
-    numbers = " to ".join(sorted({min(values, key=float), max(values, key=float)}, key=float))
-    return (
-        f"The verdict depends on whether the size of {names(list(why['responses']))} counts, which"
-        f" is a close call: the outputs change by {numbers} % per percent, and {why['limit']:g} %"
-        " is the limit."
-    )
-
-
-def _burst(why: Because) -> str:
-    burst, others = why["burst"], why["others"]
-    remedy = "a smaller lr or less decay"
-    if why["damped"]:
-        free = "a larger damping" if why["scale_free"] else 'damping_scaling="scale-free"'
-        remedy = f"{free}, {remedy}"
-    repeats = f" There {'is' if others == 1 else 'are'} {others} more like it." if others else ""
-    return (
-        f"A burst: after step {burst.step} the norm of {_layer(burst.layer)} grew from"
-        f" {burst.before:.3g}"
-        f" to {burst.after:.3g} by the next record.{repeats} Decay had shrunk these weights, so"
-        " each step turned them further, until one went too far. What helps at that stage:"
-        f" {remedy}."
-    )
-
-
-def _dominates(why: Because) -> str:
-    text = (
-        "Damping has come to dominate K-FAC: the second-order share of the scale-invariant layers"
-        f" is {_percent(why['share'])} at the end. In the remaining directions K-FAC steps like"
-        " SGD."
-    )
-    if why["burst"]:
-        return text
-    remedy = "Lower the damping" + (', or use damping_scaling="scale-free"' if why["grown"] else "")
-    unless = "unless this is K-FAC-F and has fitted its data, where the Fisher matrix vanishes"
-    return f"{text} {remedy}, {unless}."
-
-
-def _not_finite(why: Because) -> str:
-    were, are = ("values were", "are") if why["count"] > 1 else ("value was", "is")
-    text = f"{why['count']} {were} not finite ({', '.join(why['names'])}) and {are} left out"
-    lasting = why["lasting"]
-    return f"{text}, {lasting[0]} to the end: it has probably diverged" if lasting else text
-
-
-def _damaged(why: Because) -> str:
-    if why["count"] == 1:
-        return str(why["first"])
-    return f"{why['count']} lines are damaged and left out, the first: {why['first']}"
-
-
-def _setting(why: Because) -> str:
-    when = f" at step {why['step']}" if why["step"] is not None else ""
-    mine, theirs = why["pair"]
-    return (
-        f"the runs are not comparable (layer {why['layer']}:"
-        f" {why['name']} {mine} and {theirs}{when})"
-    )
-
-
-def _other_lr(why: Because) -> str:
-    mine, theirs = map(three_digits, why["pair"])
-    steps = why["lengths"]
-    lengths = f"of {steps[0]} and {steps[1]} steps: " if steps[0] != steps[1] else ""
-    return f"the runs are not comparable ({lengths}lr {mine} and {theirs} at step {why['step']})"
-
-
-def _growth(why: Because) -> str:
-    measured, least, largest = (three_digits(why[key]) for key in ("seen", "least", "largest"))
-    return (
-        f"the runs are not comparable (at step {why['step']} the baseline's scale-invariant layers"
-        f" have {measured} times this run's |W|^2, where start and decay explain {least} to"
-        f" {largest}: use the same data, batch size and seed)"
-    )
-
-
-def _matters(why: Because) -> str:
-    ways = {
-        Mechanism.EFFECTIVE_LR: "keeps the effective learning rate high: each step turns these"
-        " layers further",
-        Mechanism.DAMPING: "keeps K-FAC's effective damping low",
-    }
-    return "In this run decay " + " and ".join(ways[way] for way in why["mechanisms"]) + "."
-
-
-def _direction(why: Because) -> str:
-    kind = "scale-invariant layers" if why["exact"] else "layers whose size hardly matters"
-    does = "does not change" if why["exact"] else "hardly changes"
-    text = f"Decay of the {kind} ({names(why['layers'])}) {does} the function by itself."
-    return text if why["by_lr"] else f"{text} It sets how far each step turns their weights."
-
-
-def _response(why: Because) -> str:
-    response = why["response"]
-    if response is None:
-        return "its size is part of the function"
-    return f"its size is part of the function ({_responded(response)} % per percent)"
-
-
-TEXTS: dict[Reason, str | Callable[[Because], str]] = {
-    Reason.DAMAGED: _damaged,
-    Reason.DIVERGED: "it diverged at step {step}: only the steps before are judged",
-    Reason.RUN_DIVERGED: "it diverged ({message})",
-    Reason.NOT_FINITE: _not_finite,
-    Reason.PROBABLY_DIVERGED: _not_finite,
-    Reason.UNFINISHED: "it is not finished ({status}): {epochs} of {of} epochs are judged",
-    Reason.NOTHING_RECORDED: "nothing was recorded: train inside `with watch(model, optimizer):`",
-    Reason.BEGINS_LATE: "its records begin at step {step}, so what decay did before that is not"
-    " judged (with watch(folder=...), a run that is resumed keeps its records)",
-    Reason.OPTIMIZER_CHANGED: "its optimizer changed at step {step}: the run is judged as one all"
-    " the same",
-    Reason.OPTIMIZER_JOINED: "{optimizer} was not given to watch, so it is watched only from its"
-    " first step, after step {step}: give watch all optimizers",
-    Reason.SHARED_PARAMETERS: lambda why: (
-        f"two optimizers step {names(why['parameters'])}: only the first one's settings are used"
-    ),
-    Reason.UNSTEPPED_PARAMETERS: lambda why: (
-        f"no watched optimizer steps {names(why['parameters'])}: if another one does, give watch"
-        " both"
-    ),
-    Reason.NO_SETTINGS: "the optimizer's settings are not in these records: record them again",
-    Reason.TOO_FEW_NORMS: "it has fewer than two records of the norms, so no layer can be judged:"
-    " keep `weight_norm` among the probes, and lower `every`",
-    Reason.GRADIENTS_ALONG: lambda why: (
-        f"{names(why['layers'])}: a normalisation comes next in the model, but the gradients point"
-        " along the weights, so they do not count as scale-invariant. To measure it, give"
-        " watch(..., inputs=batch)"
-    ),
-    Reason.EPS_COUNTS: lambda why: (
-        f"{names(why['layers'])}: the optimizer's eps is more than a tenth of what it is added to,"
-        " so its steps are neither Adam's nor SGD's. Lower it"
-    ),
-    Reason.COLLAPSED: lambda why: (
-        f"decay has removed nearly all of {names(why['layers'])}: it is too strong. Weights that"
-        " small are no longer scale-invariant, and the factors below mean little"
-    ),
-    Reason.NO_DECAY: "no layer has weight decay",
-    Reason.LOST_TO_ROUNDING: lambda why: (
-        f"rounding undoes all weight decay of {names(why['layers'])}: W (1 - lr x decay) is W in"
-        " the number format of these weights. Keep them in float32, with autocast if need be"
-    ),
-    Reason.SWAPPED: "no layer has weight decay, but the baseline has it: did you swap the two?",
-    Reason.UNWATCHED: lambda why: (
-        f"{names(why['layers'])}: stepped by an optimizer that is not watched, so their decay is"
-        " unknown"
-    ),
-    Reason.BASELINE_DECAYS: lambda why: (
-        f"the baseline has weight decay{' too' if why['too'] else ''}: judged without the baseline"
-    ),
-    Reason.OTHER_SPEC: _differing,
-    Reason.OTHER_LAYERS: "the runs are not comparable (they have different layers)",
-    Reason.OTHER_OPTIMIZER: "the runs are not comparable (layer {layer} has another optimizer)",
-    Reason.OTHER_SIZE: lambda why: (
-        f"the runs are not comparable (layer {why['layer']}: {why['pair'][0]} and"
-        f" {why['pair'][1]} weights)"
-    ),
-    Reason.OTHER_START: lambda why: (
-        f"the runs are not comparable (layer {why['layer']}: norms {why['pair'][0]:.3g} and"
-        f" {why['pair'][1]:.3g} at step {why['step']}, before decay can act)"
-    ),
-    Reason.OTHER_SETTING: _setting,
-    Reason.OTHER_LR: _other_lr,
-    Reason.OTHER_GROWTH: _growth,
-    Reason.SEED_LEFT_OUT: lambda why: f"left out: {sentence(why['why'])}",
-    Reason.DIFFERS: lambda why: f"{why['name']} differs: {why['pair'][0]} and {why['pair'][1]}",
-    Reason.STEPS_DIFFER: lambda why: (
-        f"steps differ: {why['pair'][0]} and {why['pair'][1]}; only those in both are compared"
-    ),
-    Reason.FROZEN: "frozen: it is not trained",
-    Reason.NOT_STEPPED: "no watched optimizer steps it",
-    Reason.NO_LAYER_SETTINGS: "its optimizer's settings are not in the records",
-    Reason.RECORDED_ONCE: "its norm has fewer than two records: record weight_norm more often",
-    Reason.ZEROS: "its weights are zero: it has no direction",
-    Reason.NEVER_MOVED: "no step has moved it: it has no gradient, or a learning rate of 0",
-    Reason.L2_RESCALED: "the optimizer rescales L2",
-    Reason.KIND_UNKNOWN: "its decay is {kind!r}, which removes no fixed fraction of the weights",
-    Reason.ROUNDED_AWAY: "its weights have 16 bits, and rounding may undo the decay",
-    Reason.TAKES_ALL: "decay is strong enough to remove all of the weights in one step",
-    Reason.SIZE_COUNTS: _response,
-    Reason.GAIN: "a normalisation's gain: part of the function",
-    Reason.ADAPTER: "an adapter: what it adds to the frozen network goes with its size",
-    Reason.INVARIANCE_UNKNOWN: lambda why: (
-        f"How much the size of {names(why['layers'])} counts is not known: it was not measured, or"
-        " a gain of zero hides it"
-    ),
-    Reason.INVARIANT: "scale-invariant: its norm does not change the function",
-    Reason.NOT_DECAYED: "not decayed",
-    Reason.NOT_KFAC: "not preconditioned by K-FAC",
-    Reason.NO_COMMON_STEP: "no records at a common step",
-    Reason.NEEDS_BASELINE: "needs a baseline",
-    Reason.GRADIENTS_CLIPPED: "its gradients are clipped",
-    Reason.NO_SHARES: "its second-order share is not recorded",
-    Reason.FEW_SHARES: "its second-order share is recorded too rarely",
-    Reason.OLD_FACTORS: "K-FAC's factors are of norms that decay has since changed a lot",
-    Reason.LAW_UNKNOWN: "how its step depends on its norm is not known",
-    Reason.ALL_FROZEN: "Every layer is frozen, so decay changes nothing.",
-    Reason.NONE_JUDGEABLE: "No layer is recorded well enough to be judged.",
-    Reason.NO_LAYER_DECAYS: lambda why: (
-        "Rounding undoes all weight decay." if why["lost"] else "No layer has weight decay."
-    ),
-    Reason.TOO_LITTLE: _too_little,
-    Reason.NO_INVARIANT_DECAYS: "No scale-invariant layer has decay. This mechanism acts on layers"
-    " whose size does not count.",
-    Reason.NO_INVARIANT: "The size of every trained layer is part of the function. This mechanism"
-    " acts on layers whose size does not count.",
-    Reason.CLIPPED: lambda why: (
-        f"The gradients are clipped at {_percent(why['share'])} of the records. How far such steps"
-        " would turn weights of another norm is not known."
-    ),
-    Reason.OLD_CURVATURE: _old_curvature,
-    Reason.UNDAMPED_BY_LR: "Without damping, K-FAC's step turns the weights by lr, whatever their"
-    " norm (Eq. 13). The norm acts through the damping, see below.",
-    Reason.BY_LR: "This optimizer turns the weights equally far, whatever their norm.",
-    Reason.ONLY_KFAC_DAMPS: "Only K-FAC has a damping, and this optimizer is not K-FAC.",
-    Reason.NO_KFAC_LAYER: "K-FAC preconditions no scale-invariant layer that has decay.",
-    Reason.SCALE_FREE: "The damping is scaled along with each layer's curvature, so decay does not"
-    " change its effect.",
-    Reason.SHARE_UNKNOWN: "The second-order share is not recorded, so it is not known whether"
-    " damping matters.",
-    Reason.DAMPING_NEGLIGIBLE: lambda why: (
-        f"Damping hardly matters: the second-order share is {_shares(why)}."
-    ),
-    Reason.SHARES: lambda why: f"The second-order share is {_shares(why)}.",
-    Reason.SAME_SHARES: "That is no change: the curvature of the normalised weights is lower too.",
-    Reason.ALL_INVARIANT: "Every decayed layer is scale-invariant, so decay does not change the"
-    " function by itself. A change of the Jacobian comes through the other two mechanisms.",
-    Reason.JACOBIAN_ALONE: "A single run does not show what the Jacobian would be without decay.",
-    Reason.NO_SENSITIVITY: "Neither a Jacobian nor a Gauss-Newton norm is recorded in both runs at"
-    " a common step.",
-    Reason.THROUGH_OTHERS: lambda why: (
-        f"Part of it may come through the {' and the '.join(why['mechanisms'])} of the other"
-        " layers."
-    ),
-    Reason.NOTHING_TO_COMPARE: lambda why: (
-        f"There is nothing to compare with: {'; '.join(sentence(x) for x in why['why'])}."
-    ),
-    Reason.CHANGED: _changed,
-    Reason.OPPOSITE: lambda why: (
-        f"{_compared(why['quantity'], why['effect'])}. The mechanism predicts the opposite."
-    ),
-    Reason.SOME_LAYERS_MORE: lambda why: (
-        f"But in some layers it changes more: {names(why['layers'])}."
-    ),
-    Reason.BETWEEN: "Up to {nothing:g}x counts as no effect, and {acts:g}x or more as one; this is"
-    " in between.",
-    Reason.TOO_EARLY: lambda why: (
-        f"Both runs are recorded only up to step {why['step']}, when decay had removed"
-        f" {100 * why['taken']:.2g} % of the weights: too early to tell."
-    ),
-    Reason.MORE_THAN_DECAY: lambda why: (
-        f"{_compared(why['quantity'], why['effect'])}. Decay has removed {_removed(why['taken'])}"
-        f" of the initial weights, which explains {times(why['most'])} at most: the runs must"
-        " differ in something else too."
-    ),
-    Reason.SIZE_IN_DOUBT: _doubtful_size,
-    Reason.SEEDS_DISAGREE: lambda why: (
-        "The seeds disagree: "
-        + ", ".join(f"{verdict} in {count}" for verdict, count in why["counts"].items())
-        + "."
-    ),
-    Reason.SAME_STEPS: "record both runs at the same steps (the same every=)",
-    Reason.RECORD_FURTHER: "record both runs further into training",
-    Reason.SAME_DATA: "give a baseline with the same data, batch size and seed",
-    Reason.NAME_THE_LAW: 'name its law in its param groups, as group["law"] (docs/extend.md), or'
-    " train with SGD, K-FAC or Adam without amsgrad",
-    Reason.NO_CLIPPING: "train without clipping, or with Adam",
-    Reason.RENEW_CURVATURE: "renew the curvature more often (KFAC's refresh_every, invert_every)",
-    Reason.RECORD_MORE: "train inside `with watch(model, optimizer, every=...)`, for several"
-    " records",
-    Reason.TRAIN_LONGER: "train it for a few epochs, at a learning rate where it does not diverge",
-    Reason.GIVE_INPUTS: 'give watch(..., probes="diagnosis", inputs=batch), which measures how the'
-    " outputs respond to each layer's size",
-    Reason.WATCH_ALL: "watch all optimizers: watch(model, [first, second])",
-    Reason.DIRECTION_ONLY: _direction,
-    Reason.MATTERS: _matters,
-    Reason.NO_MORE_SECOND_ORDER: "In this run decay keeps the effective damping low, but K-FAC's"
-    " steps are no more second-order than without it.",
-    Reason.NO_EFFECT: lambda why: (
-        "So far, decay of these layers has no effect."
-        if why["taken"] < 1
-        else "In this run decay of these layers has no effect: it could be left out."
-    ),
-    Reason.FUNCTION: _function,
-    Reason.ADAPTERS: lambda why: (
-        f"Decay of the adapters ({names(why['layers'])}) pulls the network back towards the frozen"
-        " one."
-    ),
-    Reason.NOTHING_YET: "Nothing yet: no layer with decay could be judged.",
-    Reason.NOTHING_TO_DROP: "This run has no weight decay to keep or to drop.",
-    Reason.BURST: _burst,
-    Reason.DAMPING_DOMINATES: _dominates,
-    Reason.CHOOSE_BY_OUTCOME: lambda why: (
-        f"{sentence(why['counts'])}; choose its decay by the outcome"
-    ),
-    Reason.DAMPENED_OUT: "its dampening of 1 keeps gradients and L2 out of the momentum",
-    Reason.NO_LR: "its learning rate is 0",
-    Reason.TAKEN: "decay has removed nearly all of it: suggest from a run with less decay",
-    Reason.DOES_NOT_GROW: "its norm does not grow, so no decay is needed to hold it",
-    Reason.NO_ROTATION: "how far its steps turn it is not recorded: keep `movement` among watch's"
-    " probes",
-    Reason.ASK_FOR_LESS: "to turn it that far, decay would have to remove half of it or more in a"
-    " step: ask for less",
-    Reason.NOTHING_HOLDS: lambda why: (
-        f"at the target norm a step adds {three_digits(why['growth'])} times |W|^2, which no decay"
-        " can hold: lower the learning rate"
-    ),
-    Reason.TURNS_BY_LR: "the weights turn by lr, whatever their norm",
-    Reason.ROUGH: lambda why: (
-        f"rough: up to {times(why['factor'])} too {why['way']}; suggest from a run nearer to the"
-        " target"
-    ),
-    Reason.MIXED: "rough: decay removes much of the weights while steps still agree",
-    Reason.ON_ITS_WAY: lambda why: (
-        f"still on its way from {why['norm']:.3g} to {why['balance']:.3g}; a third of the way is"
-        f" left after {three_digits(why['steps'])} more steps"
-    ),
-    Reason.FAR_BALANCE: lambda why: (
-        f"the present decay would take it from {why['norm']:.3g} to "
-        + ("less than a tenth of that" if why["less"] else "more than ten times that")
-    ),
-    Reason.FOR_THE_BUDGET: lambda why: (
-        f"chosen to act within {why['budget']} steps; {times(why['holding'])} as much would hold"
-        " the initial norm, but too slowly"
-    ),
-    Reason.NO_ONE_VALUE: "no single value fits all of these layers: they differ in optimizer,"
-    " learning rate, momentum or kind of decay, so give each group its own",
-    Reason.NO_SUGGESTION: "no suggestion for any layer whose size does not count; the notes"
-    " say why",
-    Reason.NO_CANDIDATE: "no suggestion: the size of every layer counts",
-}
-
-
-def sentence(why: Because) -> str:
-    """A reason in words; a sentence or, of layers and remedies, a part of one."""
-    text = TEXTS[why.reason]
-    return text.format(**why.data) if isinstance(text, str) else text(why)
-
-
-# ---------------------------------------------------------------- what to do, with real folders
+def _more_like_it(others: int) -> str:
+    return f" There {'is' if others == 1 else 'are'} {others} more like it." if others else ""
 
 
 def _watched_in(*addresses: commands.Address) -> str:
     return "recorded by " + " and ".join(f'watch(..., folder="{x.folder}")' for x in addresses)
 
 
-def _give_baseline(why: Because, places: Places) -> str:
+def _give_baseline(places: Places) -> str:
     run = places.run
     if places.all_ours:
         again = commands.train_again(run, decay=False)
@@ -545,69 +185,96 @@ def _give_baseline(why: Because, places: Places) -> str:
     return f"train the same without decay, {_watched_in(other)}, then `{command}`"
 
 
-def _more_seeds(why: Because, places: Places) -> str:
+def _more_seeds(places: Places) -> str:
     run, baselines = places.run, places.baselines
-    each = " of each" if baselines else ""
+    again = f"train another seed{' of each' if baselines else ''}"
     if places.all_ours:
         seed = 1 + max(address.seed or 0 for address in (*places.runs, *baselines))
-        again = [commands.train_again(each, seed=seed) for each in (run, *baselines[:1])]
-        trained = " and ".join(f"`{command}`" for command in again)
-        return f"train another seed{each} ({trained}), then `{commands.diagnose_all_seeds(run)}`"
+        commands_ = [commands.train_again(each, seed=seed) for each in (run, *baselines[:1])]
+        trained = " and ".join(f"`{command}`" for command in commands_)
+        return f"{again} ({trained}), then `{commands.diagnose_all_seeds(run)}`"
     if not all(address.folder for address in (*places.runs, *baselines)):
-        both = [run, run]
-        return f"train another seed{each}, then `{commands.diagnose(both, both)}`"
-    number = 1 + len(places.runs)
-    new = [address.beside(f"seed-{number}") for address in (run, *baselines[:1])]
+        return f"{again}, then `{commands.diagnose([run, run], [run, run])}`"
+    new = [address.beside(f"seed-{1 + len(places.runs)}") for address in (run, *baselines[:1])]
     command = commands.diagnose([*places.runs, new[0]], [*baselines, *new[1:]])
-    return f"train another seed{each}, {_watched_in(*new)}, then `{command}`"
+    return f"{again}, {_watched_in(*new)}, then `{command}`"
 
 
-def _record(why: Because, places: Places) -> str:
-    what = "the Jacobian norm" if why.reason is Reason.RECORD_IN_BOTH else "it"
-    if places.all_ours:
-        probes = [commands.probe(run) for run in (*places.runs, *places.baselines)]
-        return f"record {what}: " + " and ".join(f"`{probe}`" for probe in probes)
-    return f'record {what} in all runs, with watch(..., probes="diagnosis", inputs=batch)'
+def _record(places: Places) -> str:
+    if not places.all_ours:
+        return ' in all runs, with watch(..., probes="diagnosis", inputs=batch)'
+    probes = [commands.probe(run) for run in (*places.runs, *places.baselines)]
+    return ": " + " and ".join(f"`{probe}`" for probe in probes)
 
 
-def _attribute(why: Because, places: Places) -> str:
+def _attribute(places: Places) -> str:
+    command, where = "decaylab.attribute", ", in your own loop (docs/attribution.md)"
     if places.run.ours and places.run.folder:
-        return f"`{commands.attribute(places.run)}` separates the mechanisms by experiment"
-    return (
-        "`decaylab.attribute` separates the mechanisms by experiment, in your own loop"
-        " (docs/attribution.md)"
-    )
+        command, where = commands.attribute(places.run), ""
+    return f"`{command}` separates the mechanisms by experiment{where}"
 
 
-def _schedule(why: Because, places: Places) -> str:
+KINDS: dict[str, Callable[[Any], str]] = {
+    # numbers
+    "times": times,
+    "digits": three_digits,
+    "percent": _percent,
+    "taken": lambda exposure: f"{100 * exposure:.2g} %",
+    "removed": _removed,
+    "effect": effect_range,
+    "change": _change,
+    "shares": _shares,
+    "responses": _responses,
+    "per percent": lambda x: "" if x is None else f" ({_responded(x)} % per percent)",
+    # names and counts
+    "names": names,
+    "layer": _layer,
+    "counting": _counting,
+    "and the": " and the ".join,
+    "counts": lambda counts: ", ".join(f"{kind} in {count}" for kind, count in counts.items()),
+    "settings": lambda pairs: ", ".join(f"{key} {a} and {b}" for key, (a, b) in pairs.items()),
+    "steps": lambda x: f"steps {x[0]} to {x[1]}" if x[0] > 1 else f"the {x[1]} steps of the run",
+    "lengths": lambda x: f"of {x[0]} and {x[1]} steps: " if x[0] != x[1] else "",
+    "damaged": _damaged,
+    "not finite": _not_finite,
+    "more like it": _more_like_it,
+    # what is added to a sentence under a condition
+    "at": lambda step: "" if step is None else f" at step {step}",
+    "clip": lambda x: f", under a KL clip that cuts them to {times(x)} in the mean" if x else "",
     # Adam's law is SGD's as long as it remembers the norms of the start (`laws.memory`)
-    least = "at least " if why["power"] == 1 else "about "
-    return (
-        "To move these layers as far without decay, raise their learning rate over the run, to"
-        f" {least}{times(why['factor'])} at the end: `{commands.schedule(places.run)}` writes the"
-        " schedule."
-    )
-
-
-def _record_same(why: Because, places: Places) -> str:
-    return "" if places.all_ours else "record the same probes there"  # our trainer does
-
-
-ADVICE: dict[Reason, Callable[[Because, Places], str]] = {
-    Reason.RECORD_SAME_WAY: _record_same,
-    Reason.GIVE_BASELINE: _give_baseline,
-    Reason.RECORD_IN_BOTH: _record,
-    Reason.RECORD_SHARE: _record,
-    Reason.MORE_SEEDS: _more_seeds,
-    Reason.ATTRIBUTE: _attribute,
-    Reason.SCHEDULE: _schedule,
+    "at least": lambda power: "at least " if power == 1 else "about ",
+    "or scale-free": lambda x: ', or use damping_scaling="scale-free"' if x else "",
+    "turned by decay": lambda by_lr: (
+        "" if by_lr else " It sets how far each step turns their weights."
+    ),
+    # other reasons
+    "sentence": lambda why: sentence(why),
+    "sentences": lambda reasons: "; ".join(map(sentence, reasons)),
+    "and then": lambda reasons: "".join(f" {sentence(why)}" for why in reasons),
+    # where the runs lie
+    "give baseline": _give_baseline,
+    "more seeds": _more_seeds,
+    "record": _record,
+    "record the same": lambda places: "" if places.all_ours else "record the same probes there",
+    "attribute": _attribute,
+    "schedule": lambda places: commands.schedule(places.run),
 }
 
 
-def advice(why: Because, places: Places) -> str:
-    """A reason in words, where it tells what to do with the folders to do it with."""
-    write = ADVICE.get(why.reason)
-    return sentence(why) if write is None else write(why, places)
+class _Formatter(string.Formatter):
+    """`{data:kind}` as `KINDS` has it, else as Python does."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        kind = KINDS.get(format_spec)
+        return format(value, format_spec) if kind is None else kind(value)
+
+
+def sentence(why: Because, places: Places | None = None) -> str:
+    """A reason in words: a sentence or, of layers and remedies, a part of one.
+
+    `places`: where the runs lie, for what is to be done with them.
+    """
+    return _Formatter().format(why.reason.value, places=places or Places(), **why.data)
 
 
 # ---------------------------------------------------------------- the one sentence
@@ -652,10 +319,12 @@ def _outcome(outcome: Outcome) -> str:
         Helped.YES: "Decay helped",
         Helped.NO: "Decay hurt",
         Helped.UNDECIDED: "Decay made no clear difference",
-        Helped.BETTER: "The run with decay ended better",
-        Helped.WORSE: "The run with decay ended worse",
+        Helped.BETTER: "The run with decay ended{} better",
+        Helped.WORSE: "The run with decay ended{} worse",
     }
-    return f"{words[outcome.verdict]} ({numbers}; {seeds})"
+    slight = abs(outcome.gain) < RULES.slight * abs(outcome.baseline)
+    slightly = " slightly" if slight and outcome.interval is None else ""
+    return f"{words[outcome.verdict].format(slightly)} ({numbers}; {seeds})"
 
 
 def _diverged(outcome: Outcome) -> str:
@@ -715,6 +384,8 @@ def _no_way(diagnosis: Diagnosis) -> str:
     text = "Decay acts through none of the three mechanisms"
     if undecided:
         text = f"What decay does is still open ({', '.join(undecided)})"
+    if other_way := [f for f in diagnosis.findings if f.opposite]:
+        return "; ".join([text, *map(_other_way, other_way)])
     moved = _moved(diagnosis)
     turned = [m for m in moved if _turned(m) >= RULES.acts]
     if not turned:
@@ -723,6 +394,12 @@ def _no_way(diagnosis: Diagnosis) -> str:
     text += f", but it makes {who} turn {times(geometric_mean(map(_turned, turned)))} as far"
     norms = [m.by_decay for m in turned if m.by_decay is not None]
     return text + (f", at {times(geometric_mean(norms))} the norm" if norms else "")
+
+
+def _other_way(finding: Finding) -> str:
+    """What changed, without its range: "the angle per step is 2.9x smaller with decay"."""
+    text = effect_words(finding, spread=False)
+    return text[0].lower() + text[1:]
 
 
 def _lost(diagnosis: Diagnosis) -> bool:
@@ -757,7 +434,7 @@ def _next(diagnosis: Diagnosis) -> str:
         log = f"log the outcome {named}(`watched.log(test_loss=...)`)"
         return f"Next: {log} in runs with and without decay"
     if (reason := next_reason(diagnosis)) is not None:
-        return f"Next: {advice(Because(reason), places)}"
+        return f"Next: {sentence(Because(reason), places)}"
     if outcome.diverged[0]:
         lower = "a lower learning rate"
         return f"Next: {lower}, in both" if outcome.diverged[1] else f"Next: less decay, or {lower}"
@@ -779,7 +456,7 @@ def finding_text(finding: Finding) -> str:
 def remedy_text(finding: Finding, places: Places, above: Reason | None = None) -> str:
     """What would decide it; "" if it is decided. What was said `above` is not said again."""
     texts = [
-        'see "Next" above' if why.reason is above else advice(why, places)
+        'see "Next" above' if why.reason is above else sentence(why, places)
         for why in finding.remedies
     ]
     return "; ".join(dict.fromkeys(text for text in texts if text))
@@ -798,7 +475,9 @@ def verdict_title(finding: Finding) -> str:
     if finding.because_of(Reason.ONLY_KFAC_DAMPS) is not None:
         return "No effective damping"
     if finding.verdict is Verdict.DOES_NOT_ACT:
-        if opposite(finding):
+        if finding.opposite and finding.quantity == "rotation":
+            return "Each step turns the weights less far with decay"
+        if finding.opposite:
             return f"The {name} changes the other way"
         verb = "does not act on" if finding.effect is None else "hardly changes"
         return f"Decay {verb} the {name}"
@@ -814,11 +493,12 @@ def layer_heading(finding: Finding) -> str:
     return f"{QUANTITIES[key]}: how much {'larger' if key in LARGER else 'smaller'}"
 
 
-def effect_words(finding: Finding) -> str:
+def effect_words(finding: Finding, *, spread: bool = True) -> str:
     """What changed, which way and by which factor; "" if nothing was compared."""
     if finding.effect is None:
         return ""
-    return _compared(finding.quantity or USUAL[finding.mechanism], finding.effect)
+    quantity = finding.quantity or USUAL[finding.mechanism]
+    return _change(Change(quantity, finding.effect), spread=spread)
 
 
 def records_words(finding: Finding) -> str:
@@ -886,7 +566,7 @@ def motion_table(diagnosis: Diagnosis) -> tuple[list[str], list[list[str]]]:
         "balance": column(
             (None if m.role == "gain" else m.expected for m in motions), "{:.2g}".format
         ),
-        "decay time": column((m.timescale if differ else None for m in motions), three_digits),
+        "decay time": column((m.timescale if differ else None for m in motions), _steps),
         "turns": column((m.turned.value if m.turned else None for m in motions), times),
         "norm": column((m.by_decay for m in motions), times),
         "size": column((m.size_response for m in motions), _responded),
@@ -987,7 +667,7 @@ def _turned(m: Motion) -> float:
 
 
 def _decay_time(moved: Sequence[Motion]) -> str:
-    needs = _range([m.timescale for m in moved if m.timescale], three_digits)
+    needs = _range([m.timescale for m in moved if m.timescale], _steps)
     epochs = [m.epochs for m in moved if m.epochs]
     in_epochs = f" ({three_digits(max(epochs))} epochs)" if epochs else ""
     return (
@@ -1027,51 +707,43 @@ def compared(diagnosis: Diagnosis) -> str:
 
 def follow_texts(diagnosis: Diagnosis) -> list[str]:
     """What follows, a sentence or more each."""
-    return [_ended(advice(why, diagnosis.places)) for why in diagnosis.follows]
+    return [_ended(sentence(why, diagnosis.places)) for why in diagnosis.follows]
 
 
 def plain(diagnosis: Diagnosis) -> dict[str, Any]:
     """Plain values, for JSON: the data, and the words beside them."""
 
-    def told(why: Because) -> dict[str, str]:
-        return {"reason": _code(why.reason), "text": advice(why, diagnosis.places)}
+    def written(reasons: Iterable[Because]) -> list[dict[str, str]]:
+        codes = [why.reason.name.lower().replace("_", "-") for why in reasons]
+        texts = [sentence(why, diagnosis.places) for why in reasons]
+        return [{"reason": a, "text": b} for a, b in zip(codes, texts, strict=True)]
 
+    findings = [
+        asdict(replace(f, layers=(), reasons=(), remedies=()))
+        | {
+            "title": verdict_title(f),
+            "text": finding_text(f),
+            "reasons": written(f.reasons),
+            "remedies": written(f.remedies),
+            "layers": [
+                asdict(replace(row, why=None)) | {"why": sentence(row.why) if row.why else ""}
+                for row in f.layers
+            ],
+        }
+        for f in diagnosis.findings
+    ]
     return {
         "headline": headline(diagnosis),
         "runs": list(diagnosis.runs),
         "baselines": list(diagnosis.baselines),
         "outcome": asdict(diagnosis.outcome),
         "first": [first_text(*item) for item in diagnosis.first],
-        "findings": [
-            {
-                "mechanism": f.mechanism,
-                "verdict": f.verdict,
-                "title": verdict_title(f),
-                "reasons": [told(why) for why in f.reasons],
-                "remedies": [told(why) for why in f.remedies],
-                "text": finding_text(f),
-                "effect": asdict(f.effect) if f.effect else None,
-                "layers": [
-                    {
-                        "layer": row.layer,
-                        "verdict": row.verdict,
-                        "effect": asdict(row.effect) if row.effect else None,
-                        "why": sentence(row.why) if row.why else "",
-                    }
-                    for row in f.layers
-                ],
-            }
-            for f in diagnosis.findings
-        ],
+        "findings": findings,
         "motions": [asdict(m) for m in diagnosis.motions],
         "insights": insight(diagnosis),
         "follows": follow_texts(diagnosis),
         "skipped": {layer: sentence(why) for layer, why in diagnosis.skipped.items()},
     }
-
-
-def _code(reason: Reason) -> str:
-    return reason.name.lower().replace("_", "-")
 
 
 def group_text(group: "GroupAdvice", budget: int) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 import decaylab
 from decaylab.diagnosis import Diagnosis, Finding, Mechanism, diagnose, words
 from decaylab.diagnosis.comparable import FREE_TO_DIFFER
+from decaylab.diagnosis.layers import RecordedLayer
 from decaylab.diagnosis.layout import TONES, mechanism, sections, warnings
-from decaylab.diagnosis.runs import RecordedLayer, Run
+from decaylab.diagnosis.runs import Run, read_run
 from decaylab.document import Grid, GridCell, Report, Section, Subsection
 from decaylab.errors import DecaylabError, Lacks
 from decaylab.optim.laws.dynamics import Series
@@ -52,12 +53,16 @@ def diagnosed(indexed: Sequence[IndexedRun]) -> tuple[list[DiagnosedSetting], li
     """Every run with decay against its baseline, by setting; and what could not be, in words."""
     cases: dict[tuple[object, ...], dict[int, tuple[RunSpec, Diagnosis]]] = {}
     left_out, baselines = [], _baselines(indexed)
+    read: dict[str, Run] = {}  # a baseline serves several runs
     for run in indexed:
         if run.spec.decay == "none":
             continue
-        baseline = _nearest(run.spec, baselines[_setting(run.spec, FREE)])
+        nearest = _nearest(run.spec, baselines[_setting(run.spec, FREE)])
         try:
-            result = diagnose(run.folder, baseline.folder if baseline is not None else None)
+            if nearest is not None and nearest.folder.id not in read:
+                read[nearest.folder.id] = read_run(nearest.folder)
+            baseline = read[nearest.folder.id] if nearest is not None else None
+            result = diagnose(run.folder, baseline)
         except DecaylabError as error:
             left_out.append(str(error))
             continue
