@@ -141,6 +141,14 @@ def decay_rate(
     return lr * weight_decay
 
 
+def learning_rate(group: Mapping[str, Any]) -> Any:
+    """The lr of a group; None if its optimizer finds it itself (the `d` of Prodigy, D-Adaptation).
+
+    >>> learning_rate({"lr": 1.0, "d": 1e-6})
+    """
+    return None if "d" in group else group.get("lr")
+
+
 OUTSIDE = "outside_weight_decay"
 """Key of a group whose decay a hook applies; torch's own `weight_decay` is then 0."""
 

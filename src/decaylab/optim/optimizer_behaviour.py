@@ -41,6 +41,7 @@ from decaylab.optim.decay_operator import (
     DecayOperator,
     Place,
     decay_operator,
+    set_rate,
     times_among,
 )
 
@@ -252,7 +253,7 @@ class Replica:
         stepped = self.new([weight], weight_decay or nearly)
         points = [start]
         for gradient, lr in zip(gradients, HALVED, strict=True):
-            stepped.param_groups[0]["lr"] = lr
+            set_rate(stepped, lr)
             weight.grad = gradient.clone()
             stepped.step()
             points.append(weight.detach().clone())
