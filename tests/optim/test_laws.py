@@ -222,6 +222,17 @@ def test_laws_of_optimizers_from_elsewhere():
         assert law_of(optimizer, optimizer.param_groups[0]).name == law, name
 
 
+def test_adafactor_has_no_balance_by_name():
+    """torch's turns by lr whatever the decay: its steps go with the norm."""
+    for weight_decay in (0.01, 0.1):
+        settings = {"lr": 0.01, "weight_decay": weight_decay}
+        _, _, angles = walk(lambda p, s=settings: torch.optim.Adafactor(p, **s), 1200, 3.0)
+        assert sum(angles[-200:]) / 200 == pytest.approx(0.01, rel=0.05)
+    law = law_named("Adafactor")
+    assert law.rotation(1e-4) is None
+    assert law.shrink(0.1, "decoupled", 0.01) == pytest.approx(1e-3)
+
+
 def test_groups_that_a_muon_steps_with_adam_follow_adams_law():
     library = pytest.importorskip("pytorch_optimizer")
     groups = [

@@ -141,12 +141,12 @@ def decay_rate(
     return lr * weight_decay
 
 
-def learning_rate(group: Mapping[str, Any]) -> Any:
+def learning_rate(group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
     """The lr of a group; None if its optimizer finds it itself (the `d` of Prodigy, D-Adaptation).
 
-    >>> learning_rate({"lr": 1.0, "d": 1e-6})
+    The `d` of torch's Adafactor is another thing.
     """
-    return None if "d" in group else group.get("lr")
+    return None if "d" in group and not is_torchs(unwrapped(optimizer)) else group.get("lr")
 
 
 OUTSIDE = "outside_weight_decay"

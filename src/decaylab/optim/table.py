@@ -215,7 +215,7 @@ def _factors(
     if operator.kind in ("none", "ignored"):
         return 1 - lr * operator.unasked, 1 - lr * operator.unasked
     k = operator.factor
-    own_lr = learning_rate(group) is None and operator.kind != "independent"
+    own_lr = learning_rate(group, optimizer) is None and operator.kind != "independent"
     if k is None or own_lr:
         return None, None
     k = 1.0 if abs(k - 1) < TOLERANCE else k

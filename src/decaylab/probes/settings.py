@@ -54,7 +54,7 @@ def _of_group(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], layer: str, weight: Tensor
 ) -> LayerSettings:
     decay, weight_decay = decay_of(dict(group), optimizer)
-    law, lr = _law(optimizer, group, weight), learning_rate(group)
+    law, lr = _law(optimizer, group, weight), learning_rate(group, optimizer)
     settings = LayerSettings(
         optimizer=type(optimizer).__name__,
         law=law,

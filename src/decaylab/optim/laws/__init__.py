@@ -60,12 +60,14 @@ CLASS_WORDS: dict[str, LawName] = {
 # Names that people give, where they are not laws' own.
 ALIASES: dict[str, LawName] = {
     **dict.fromkeys(("adamw", "nadam", "radam", "adamax", "rmsprop", "adagrad"), "adam"),
-    **dict.fromkeys(("adadelta", "adafactor", "ademamix", "adopt"), "adam"),
+    **dict.fromkeys(("adadelta", "adopt"), "adam"),
+    "adafactor": "unknown",  # its steps go with the norm, or not: an option says so
+    "ademamix": "unknown",  # of two momenta
     "soap": "shampoo",
     "kfac-f": "kfac",
     "kfac-g": "kfac",
 }
-MEMORYLESS = {"rmsprop", "adagrad", "adadelta", "adafactor"}  # no momentum, unless one is given
+MEMORYLESS = {"rmsprop", "adagrad", "adadelta"}  # no momentum, unless one is given
 POWER_LAWS: dict[int, LawName] = {2: "sgd", 1: "adam", 0: "kfac"}
 # Adagrad forgets nothing. Beside any number of steps, this is as good as 1, and has a mean.
 NEVER_FORGETS = 1 - 1e-9
@@ -198,7 +200,7 @@ def exposure_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     decay, strength = decay_of(dict(group), optimizer)
     if decay == "none":
         return 0.0
-    lr = learning_rate(group)
+    lr = learning_rate(group, optimizer)
     lr = math.nan if lr is None else lr
     if decay == "l2" and sums_up(optimizer, group):
         momentum, dampening = (float(group.get(k) or 0.0) for k in ("momentum", "dampening"))
