@@ -393,3 +393,20 @@ def test_an_optimizer_that_finds_its_own_learning_rate_is_watched():
     assert layer_settings([optimizer], layers_of(model))["0"].lr is None
     row, *_ = decay_table(model, optimizer)
     assert (row.decay, row.factor, row.long_run) == ("decoupled", None, None)
+
+
+def test_nothing_is_compiled_for_a_trial():
+    """An optimizer that compiles its step would be compiled anew for every trial."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    class Compiled(Lion):
+        def move(self, group, state, p, grad):
+            double = torch.compile(lambda tensor: 2 * tensor, backend=backend)
+            return super().move(group, state, p, double(grad))
+
+    assert tried(Compiled) == Behaviour("decoupled", 1)
+    assert not compiled

@@ -175,6 +175,7 @@ def undisturbed() -> Iterator[None]:
             torch.random.fork_rng(devices=gpus),
             torch.inference_mode(False),
             torch.enable_grad(),
+            torch.compiler.set_stance("force_eager"),  # compiling would take longer than the steps
             mock.patch.dict(_global_optimizer_pre_hooks, clear=True),
             mock.patch.dict(_global_optimizer_post_hooks, clear=True),
             contextlib.redirect_stdout(io.StringIO()),
