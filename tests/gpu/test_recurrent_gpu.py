@@ -9,7 +9,10 @@ from torch.nn import functional as F
 import decaylab
 from decaylab.curvature.estimator import KroneckerEstimator
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
+]
 LAYERS = {
     "lstm": lambda: nn.LSTM(16, 12, 2, bidirectional=True),
     "projected": lambda: nn.LSTM(16, 12, proj_size=8),
@@ -38,7 +41,6 @@ def language(layer: str, dtype: torch.dtype, device: str) -> nn.Module:
     return model.to(device, dtype)
 
 
-@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("layer", LAYERS)
 def test_the_same_factors_as_on_a_cpu(layer):
     factors = []

@@ -15,6 +15,7 @@ shows no product; in an observed pass, and only there, UNROLLED computes it step
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -89,15 +90,17 @@ def _cell(step: Step, x: Tensor, hx: Tensor | States, *weights: Tensor | None) -
 
 
 def _sequences(step: Step, *args: Any) -> States:
-    """As `torch.lstm` and its like: of a padded batch, or with `batch_sizes` of a packed one."""
-    if not isinstance(args[2], list):
-        x, batch_sizes, *rest = args
-        return _layers(step, x, batch_sizes.tolist(), *rest)
-    x, *rest, batch_first = args
-    x = x.transpose(0, 1) if batch_first else x
-    rows, *last = _layers(step, x.flatten(0, 1), [x.shape[1]] * x.shape[0], *rest)
-    outputs = rows.unflatten(0, x.shape[:2])
-    return (outputs.transpose(0, 1) if batch_first else outputs), *last
+    """As `torch.lstm` and its like; where autocast is on, in float16 as cuDNN, whatever it asks."""
+    like_cudnn = torch.is_autocast_enabled("cuda") and torch.backends.cudnn.is_acceptable(args[0])
+    with torch.autocast("cuda", torch.float16) if like_cudnn else nullcontext():
+        if not isinstance(args[2], list):  # packed
+            x, batch_sizes, *rest = args
+            return _layers(step, x, batch_sizes.tolist(), *rest)
+        x, *rest, batch_first = args
+        x = x.transpose(0, 1) if batch_first else x
+        rows, *last = _layers(step, x.flatten(0, 1), [x.shape[1]] * x.shape[0], *rest)
+        outputs = rows.unflatten(0, x.shape[:2])
+        return (outputs.transpose(0, 1) if batch_first else outputs), *last
 
 
 def _layers(
