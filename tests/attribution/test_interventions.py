@@ -282,6 +282,25 @@ def test_lbfgs_is_refused_and_the_others_go_on():
     assert chosen.notes == {"1": LayerNote.SEVERAL_STEPS}
 
 
+def test_schedule_free_is_refused_and_the_others_go_on():
+    """The weights that it steps are its own: the model's, which are set, are made of them."""
+    library = pytest.importorskip("pytorch_optimizer")
+    model = plain_net()
+    averaging = library.ScheduleFreeAdamW([model[1].weight], weight_decay=0.1)
+    assert "schedule-free" in refused(model, averaging)
+    chosen = select(model, [averaging, torch.optim.AdamW([model[3].weight], weight_decay=0.1)])
+    assert list(chosen.weights) == ["3"]
+    assert chosen.notes == {"1": LayerNote.OWN_WEIGHTS}
+
+
+def test_a_wrapper_is_refused_in_a_sentence():
+    library = pytest.importorskip("pytorch_optimizer")
+    model = plain_net()
+    inside = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    with refuses(WrongType, name="the optimizer"):
+        select(model, library.Lookahead(inside))
+
+
 def test_layers_that_cannot_be_held_are_noted_and_the_others_go_on():
     model = nn.ModuleDict(
         {

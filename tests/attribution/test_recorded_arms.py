@@ -328,6 +328,7 @@ def test_bad_input(arguments, said, spec_file, tmp_path):
     done = run(*given, "--runs", tmp_path / "runs", "--device", "cpu", "--seeds", 1)
     assert done.exit_code == 2
     assert said in done.output
+    assert "seed 0," not in done.output  # nothing was trained first
 
 
 # ---------------------------------------------------------------- Fig. 4

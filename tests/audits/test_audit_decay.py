@@ -114,6 +114,20 @@ def test_torchs_asgd_decays_by_lambd_without_being_asked():
     table = decay_table(model, torch.optim.ASGD(model.parameters(), lr=0.1, lambd=0.5))
     assert [problem.problem for problem in table.problems] == [Problem.UNASKED]
     assert table[0].factor == pytest.approx(1 - 0.1 * 0.5)
+    assert "not decayed" not in table[0].how
+
+
+@pytest.mark.parametrize("lambd", [0.0, 0.5])
+def test_asgds_factor_is_what_its_first_step_does(lambd):
+    model = nn.Linear(3, 2, bias=False).double()
+    optimizer = torch.optim.ASGD(model.parameters(), lr=0.1, lambd=lambd, weight_decay=0.2)
+    (row,) = decay_table(model, optimizer)
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.zeros_like(before)
+    optimizer.step()
+    assert row.factor is not None
+    torch.testing.assert_close(model.weight.detach(), row.factor * before)
+    assert (row.long_run is None) == (lambd > 0)  # with lambd, its lr falls
 
 
 def test_a_model_whose_decay_is_lost_to_rounding_fails():

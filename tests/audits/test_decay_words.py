@@ -15,14 +15,14 @@ OPERATORS = {
     DecayOperator("decoupled", (2.0, 2.0)): "beside the step, times lr, 2 times",
     DecayOperator(
         "decoupled", (0.1, 1.0)
-    ): "beside the step, times lr, 0.1 to 1 times, depending on the gradients",
+    ): "beside the step, times lr, 0.1 to 1 times, depending on gradients and shape",
     DecayOperator(
         "masked", ONCE, share=0.5
     ): "beside the step, at some entries at a time (50% of them)",
     DecayOperator(
         "unknown", along=0.5, across=2.0
     ): "of no known kind (0.5 lr wd |W| along the weight, 2 across)",
-    DecayOperator("none", unasked=1e-4): "not decayed; decays by 0.0001 lr without weight decay",
+    DecayOperator("none", unasked=1e-4): "decays by 0.0001 lr without weight decay",
 }
 TWICE = DecayOperator("decoupled", (2.0, 2.0))
 NAMES = ("a", "b", "c", "d", "e")

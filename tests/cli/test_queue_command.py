@@ -15,6 +15,7 @@ from report.synthetic import write_run
 from typer.testing import CliRunner
 
 from decaylab.cli import app
+from decaylab.cli.queue import Queue
 from decaylab.errors import RUNS_LEFT
 from decaylab.paper import select
 from decaylab.paper import superseded as supersession
@@ -161,6 +162,21 @@ def test_a_command_ends_with_the_queue_that_began_it(tmp_path, stop):
     os.set_blocking(alive, True)
     with open(alive) as until_the_command_has_ended:
         assert "went on" not in until_the_command_has_ended.read()
+
+
+def test_a_signal_while_the_queue_plans_is_a_stop_like_any_other(queue, monkeypatch):
+    planned = Queue.planned
+
+    def planned_at_the_signal(*given):
+        signal.raise_signal(signal.SIGTERM)
+        return planned(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, "planned", planned_at_the_signal)
+        stopped = queue(TABLE2)
+    assert stopped.exit_code == 128 + signal.SIGTERM
+    assert "run the same command again" in stopped.stderr
+    assert standing(queue, TABLE2) == [("to do", 0, 2)]
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ from oracle.kfac_runs import cross_entropy, seeded
 from oracle.plain_kfac import KFAC
 from oracle.recorded_graphs import Recorded
 from oracle.small_conv import data, flat, net
+from refusals import refuses
 from torch import nn
 
 import decaylab
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, OutOfRange, UnknownName, WrongType
 from decaylab.optim.captured import CapturedStep, NotCapturable, Obstacle, captured
 from decaylab.optim.first_order import sgd
 from decaylab.optim.graphs import EAGER_RUNS
@@ -70,6 +71,30 @@ def test_on_a_cpu_it_is_the_plain_step():
     assert torch.equal(flat(model), flat(other))
     assert step.replayed == 0
     assert opt.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"step": 3}, WrongType),
+        ({"step": nn.Linear(2, 2)}, WrongType),
+        ({"model": nn.Linear(2, 2).parameters()}, WrongType),
+        ({"optimizers": {}}, WrongType),
+        ({"optimizers": None}, WrongType),
+        ({"on_failure": "ignore"}, UnknownName),
+        ({"shapes": 0}, OutOfRange),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_on_a_cpu_too(wrong, error):
+    model = nn.Linear(2, 2)
+    right = {
+        "step": lambda: None,
+        "model": model,
+        "optimizers": torch.optim.SGD(model.parameters()),
+    }
+    captured(**right)
+    with refuses(error):
+        captured(**{**right, **wrong})
 
 
 @pytest.mark.parametrize("lag", [0, 2])

@@ -220,3 +220,43 @@ def test_laws_of_optimizers_from_elsewhere():
         own |= {"use_muon": True} if name == "muon" else {}
         optimizer = library.load_optimizer(name)([own])
         assert law_of(optimizer, optimizer.param_groups[0]).name == law, name
+
+
+def test_adafactor_has_no_balance_by_name():
+    """torch's turns by lr whatever the decay: its steps go with the norm."""
+    for weight_decay in (0.01, 0.1):
+        settings = {"lr": 0.01, "weight_decay": weight_decay}
+        _, _, angles = walk(lambda p, s=settings: torch.optim.Adafactor(p, **s), 1200, 3.0)
+        assert sum(angles[-200:]) / 200 == pytest.approx(0.01, rel=0.05)
+    law = law_named("Adafactor")
+    assert law.rotation(1e-4) is None
+    assert law.shrink(0.1, "decoupled", 0.01) == pytest.approx(1e-3)
+
+
+def test_groups_that_a_muon_steps_with_adam_follow_adams_law():
+    library = pytest.importorskip("pytorch_optimizer")
+    groups = [
+        {"params": [nn.Parameter(torch.randn(4, 3))], "use_muon": True},
+        {"params": [nn.Parameter(torch.randn(4, 3))], "use_muon": False},
+    ]
+    optimizer = library.Muon(groups, weight_decay=0.1)
+    laws = [law_of(optimizer, group) for group in optimizer.param_groups]
+    assert [law.name for law in laws] == ["muon", "adam"]
+
+
+def test_a_muon_that_does_not_say_otherwise_is_nesterovs():
+    """As its authors define it; torch's says so in its groups."""
+
+    class Muon(LionOptimizer):
+        own = {"momentum": 0.95}
+
+        def move(self, group, state, p, grad):
+            m = state.setdefault("momentum_buffer", torch.zeros_like(p))
+            m.lerp_(grad, 1 - group["momentum"])
+            u, _, v = torch.linalg.svd(grad.lerp(m, group["momentum"]), full_matrices=False)
+            return -group["lr"] * (u @ v + group["weight_decay"] * p)
+
+    optimizer = Muon([nn.Parameter(torch.randn(4, 3))], weight_decay=0.1)
+    assert law_of(optimizer, optimizer.param_groups[0]).nesterov
+    plain = Muon([nn.Parameter(torch.randn(4, 3))], weight_decay=0.1, nesterov=False)
+    assert not law_of(plain, plain.param_groups[0]).nesterov

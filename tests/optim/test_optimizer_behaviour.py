@@ -12,6 +12,7 @@ import pytest
 import torch
 from oracle.formulas import (
     Algorithm1,
+    ByShape,
     Cautious,
     Clipped,
     Corrected,
@@ -24,6 +25,7 @@ from oracle.formulas import (
     Proximal,
     RunningMean,
     Stable,
+    TensorRate,
     TrustIfDecayed,
     Warming,
 )
@@ -63,6 +65,8 @@ def tried(kind, **settings):
         (TrustIfDecayed, Behaviour("decoupled", 0)),
         (Noisy, Behaviour(None, 1)),
         (MatricesOnly, Behaviour("decoupled", 1)),
+        (ByShape, Behaviour(None, 1)),
+        (TensorRate, Behaviour("decoupled", 1)),
     ],
 )
 def test_formulas(kind, expected):
@@ -361,6 +365,26 @@ def test_a_number_called_decay_is_no_kind_of_decay():
     assert decay_of(optimizer.param_groups[0], optimizer) == ("decoupled", 0.2)
 
 
+def test_decay_that_depends_on_the_shape_has_no_one_factor():
+    model = torch.nn.Linear(16, 12, bias=False)
+    (row,) = decay_table(model, ByShape(model.parameters(), lr=0.1, weight_decay=0.2))
+    assert (row.decay, row.factor) == ("decoupled", None)
+    assert row.operator.times == (pytest.approx(2 / 16), pytest.approx(2 / 14))
+
+
+@pytest.mark.parametrize("name", ["Prodigy", "DAdaptAdan"])
+def test_the_learning_rate_of_d_adaptation_is_not_lr(name):
+    """Its lr is d lr, and d grows from 1e-6: neither factor is that of a run."""
+    library = pytest.importorskip("pytorch_optimizer")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
+    settings = {"weight_decay": 0.2, "weight_decouple": True}
+    optimizer = getattr(library, name)(model.parameters(), lr=1.0, **settings)
+    row, *_ = decay_table(model, optimizer)
+    assert (row.decay, row.factor, row.long_run) == ("decoupled", None, None)
+    assert math.isnan(exposure_rate(optimizer, optimizer.param_groups[0]))
+    assert layer_settings([optimizer], layers_of(model))["0"].lr is None
+
+
 def test_an_optimizer_that_finds_its_own_learning_rate_is_watched():
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
     optimizer = Lion(model.parameters(), lr=0.1, weight_decay=0.2)
@@ -369,3 +393,20 @@ def test_an_optimizer_that_finds_its_own_learning_rate_is_watched():
     assert layer_settings([optimizer], layers_of(model))["0"].lr is None
     row, *_ = decay_table(model, optimizer)
     assert (row.decay, row.factor, row.long_run) == ("decoupled", None, None)
+
+
+def test_nothing_is_compiled_for_a_trial():
+    """An optimizer that compiles its step would be compiled anew for every trial."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    class Compiled(Lion):
+        def move(self, group, state, p, grad):
+            double = torch.compile(lambda tensor: 2 * tensor, backend=backend)
+            return super().move(group, state, p, double(grad))
+
+    assert tried(Compiled) == Behaviour("decoupled", 1)
+    assert not compiled

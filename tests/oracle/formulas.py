@@ -124,6 +124,28 @@ class MatricesOnly(Formula):
         return -group["lr"] * (grad.sign() + (p.ndim > 1) * group["weight_decay"] * p)
 
 
+class ByShape(Formula):
+    """Step and decay are over the mean of the weight's sides, as in SPlus."""
+
+    def move(self, group, state, p, grad):
+        lr = group["lr"] * 2 / sum(p.shape)
+        return -lr * (grad.sign() + group["weight_decay"] * p)
+
+
+class TensorRate(Lion):
+    """Its lr is a tensor, which must not be replaced (torchao)."""
+
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        for group in self.param_groups:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float64)
+
+    def move(self, group, state, p, grad):
+        if not isinstance(group["lr"], torch.Tensor):
+            raise TypeError("lr was replaced")
+        return super().move(group, state, p, grad)
+
+
 class RunningMean(Formula):
     """Its momentum is a mean: it does not add up the decay as torch's SGD does."""
 

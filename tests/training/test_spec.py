@@ -3,9 +3,11 @@ import tomllib
 from dataclasses import fields, replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refuses
+from torch import nn
 
 from decaylab.errors import (
     BadValue,
@@ -16,7 +18,10 @@ from decaylab.errors import (
     OutOfRange,
     UnknownName,
 )
+from decaylab.optim.decay import parameter_groups
+from decaylab.optim.kfac import KFAC
 from decaylab.paper.suite import spec_for
+from decaylab.training.build import build_network, build_optimizer
 from decaylab.training.spec import CHOICES, PUBLISHED, RunSpec
 
 numbers = st.floats(1e-12, 1e12)
@@ -30,6 +35,7 @@ ranges = {
     "batch_size": st.integers(1, 2**24),
     "epochs": st.integers(1, 10**7),
     "step_rms": st.just(0.0),  # which few combinations take
+    "step_scaling": st.just("rms"),
     **dict.fromkeys(
         ("norm_source", "size_source", "rotation_source", "damping_source"),
         st.sampled_from(["", "digits-mlp-bn-sgd-l2-0f08e4a1"]),
@@ -206,6 +212,47 @@ def test_steps_of_a_set_size_are_k_facs_own_and_exclude_the_kl_clip():
     replace(scaled, batch_norm=False, kl_clip=0.0)
     with refuses(Misplaced, settings=["step_rms"]):
         RunSpec(optimizer="sgd", step_rms=0.2)
+
+
+def test_spectral_steps_have_a_set_size_and_leave_other_ids_alone():
+    scaled = RunSpec(network="vgg11", batch_norm=True, optimizer="kfac-g", step_rms=0.2)
+    assert scaled.id == "digits-vgg11-bn-kfac-g-none-d9e2a009"  # before there was a choice
+    spectral = replace(scaled, step_scaling="spectral")
+    assert spectral.id != scaled.id
+    assert RunSpec.from_toml(spectral.to_toml()) == spectral.resolved()
+    with refuses(Misplaced, settings=["step_scaling = spectral"]):
+        replace(spectral, step_rms=0.0)
+
+
+def test_spectral_steps_are_those_of_k_fac():
+    spec = RunSpec(
+        **{"network": "mlp", "hidden": (6,), "batch_norm": True, "optimizer": "kfac-g"},
+        **{"step_rms": 0.2, "initialize_batches": 0},
+    )
+    weights = {}
+    for scaling in ("rms", "spectral"):
+        for by_hand in (False, True):
+            torch.manual_seed(0)
+            model = build_network(spec, 10, 1, 8)
+            if by_hand:
+                settings = replace(spec, step_scaling=scaling).resolved().optimizer_settings()
+                settings |= {"kl_clip": None, "step_scaling": scaling, "step_rms": 0.2}
+                settings.pop("inversion_lag")
+                groups = parameter_groups(model, weight_decay=0.0, decay="none")
+                optimizer = KFAC(model, params=groups, curvature="gauss-newton", **settings)
+            else:
+                optimizer = build_optimizer(replace(spec, step_scaling=scaling), model)
+            for _ in range(3):
+                images, labels = torch.randn(32, 1, 8, 8), torch.randint(10, (32,))
+                nn.functional.cross_entropy(model(images), labels).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            weights[scaling, by_hand] = torch.cat(
+                [p.detach().flatten() for p in model.parameters()]
+            )
+    assert torch.equal(weights["spectral", True], weights["spectral", False])
+    assert torch.equal(weights["rms", True], weights["rms", False])
+    assert not torch.allclose(weights["rms", True], weights["spectral", True])
 
 
 def test_a_damping_relative_to_the_trace_follows_no_other_run():

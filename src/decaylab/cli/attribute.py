@@ -103,6 +103,7 @@ def attribute_command(
         raise DecaylabError(
             "give a spec or a run, or branch with --from RUN --at EPOCH --for STEPS"
         )
+    check_name("metric", metric, METRICS)
     if report is not None:
         check_extra()
     runs = training.runs

@@ -254,14 +254,21 @@ def print_queue(standing: Sequence[Standing], json_output: bool) -> None:
 def work_off(queue: Queue, limits: WorkerOptions, stream: Any) -> dict[str, str]:
     """Make what is left, in order; what failed, by run or entry, with the reason.
 
-    Ends early when the time is up; a stage that fails does not keep the next from its turn.
+    Ends early when the time is up; a stage that fails does not keep the next from its turn. A
+    signal is heeded between runs, too, while the next ones are planned.
     """
+    with requests.listening():
+        return _in_stages(queue, limits, stream)
+
+
+def _in_stages(queue: Queue, limits: WorkerOptions, stream: Any) -> dict[str, str]:
     failed: dict[str, str] = {}
     until = math.inf if limits.seconds is None else time.monotonic() + limits.seconds
     allowance = queue.allowance(limits)
     entries = [entry for entry in queue.entries if not entry.hold]
     while entries:
         for stage in stages(entries):
+            requests.check()
             left = until - time.monotonic()
             if left <= 0:
                 return failed
@@ -339,6 +346,7 @@ def _make_runs(
         limits = replace(limits, at_once=min(limits.at_once, first.at_once))
     work = queue.remaking(first) if first.again else None
     planned = queue.planned(artefacts, allowance)
+    requests.check()
     store = queue.store if work is None else work.store
     missing = _missing_data(planned, store, limits.data_dir)
     worker = Worker([run for run in planned if run.spec.data not in missing], store, limits)

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from decaylab.errors import DecaylabError, warn_user
+from decaylab.errors import AT_LEAST_ONE, DecaylabError, WrongType, check_name, warn_user
 from decaylab.optim.graphs import Captured, CudaGraphs, Graphs
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.update import settings_of
@@ -113,8 +113,13 @@ def captured(
         shapes: how many input shapes get graphs; the step runs uncaptured for others.
         generators: random generators the step draws from, besides torch's own and K-FAC's.
     """
-    models = [model] if isinstance(model, nn.Module) else list(model)
-    steppers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    if not callable(step) or isinstance(step, nn.Module):
+        remedy = "captured(step, model, optimizers)"
+        raise WrongType("step", step, "a function that takes one training step", remedy)
+    models = _several("model", model, nn.Module, "a module")
+    steppers = _several("optimizers", optimizers, torch.optim.Optimizer, "a torch optimizer")
+    check_name("on_failure", on_failure, ("raise", "eager"))
+    AT_LEAST_ONE.check("shapes", shapes)
     device = next((p.device for m in models for p in m.parameters()), torch.device("cpu"))
     graphs = None
     if device.type == "cuda":
@@ -123,6 +128,15 @@ def captured(
     return CapturedStep(
         step, models, steppers, device, graphs, on_failure=on_failure, shapes=shapes
     )
+
+
+def _several(name: str, given: Any, kind: type[Any], wanted: str) -> list[Any]:
+    """One of a kind, or a list of them, as a list."""
+    values = list(given) if isinstance(given, list | tuple) else [given]
+    for value in values:
+        if not isinstance(value, kind):
+            raise WrongType(name, value, f"{wanted}, or a list of them")
+    return values
 
 
 class CapturedStep(Generic[Result]):

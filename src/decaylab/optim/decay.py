@@ -141,6 +141,14 @@ def decay_rate(
     return lr * weight_decay
 
 
+def learning_rate(group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
+    """The lr of a group; None if its optimizer finds it itself (the `d` of Prodigy, D-Adaptation).
+
+    The `d` of torch's Adafactor is another thing.
+    """
+    return None if "d" in group and not is_torchs(unwrapped(optimizer)) else group.get("lr")
+
+
 OUTSIDE = "outside_weight_decay"
 """Key of a group whose decay a hook applies; torch's own `weight_decay` is then 0."""
 

@@ -22,9 +22,10 @@ two is the decay term D:
 | `unknown`        | anything else; the numbers are given                                      |
 
 k is 1 unless it is applied k times, or is scaled by something else: it is measured with gradients
-of several sizes and directions, and is a range where they disagree (AdamP). lr is halved for the
-last steps, which tells the first three apart. Where the weights cannot be put back, since an
-optimizer has its own copy of them, the paths run on, and W is that of the one with decay.
+of several sizes and directions and weights of two shapes, and is a range where they disagree
+(AdamP, SPlus). lr is halved for the last steps, which tells the first three apart. Where the
+weights cannot be put back, since an optimizer has its own copy of them, the paths run on, and W is
+that of the one with decay.
 """
 
 from __future__ import annotations
@@ -177,17 +178,21 @@ def times_among(make: Make, places: Sequence[Place]) -> float | None:
 
 
 def _regimes(place: Place) -> Iterator[_Regime]:
-    """Small and large gradients, and some across W (an invariant loss)."""
+    """Small gradients, some across W (an invariant loss), and large ones in another shape."""
     generator = torch.Generator("cpu").manual_seed(0)
+    rows, *columns = place.shape
+    flatter = (rows // 2, *(2 * length for length in columns))
+    shape = place.shape
 
     def drawn() -> Tensor:
-        return torch.randn(place.shape, generator=generator, dtype=torch.float64, device="cpu")
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
     def weights() -> Tensor:
         values = drawn()
         return values.sign() * (0.5 + values.abs() % 1)
 
     for size, spread, orthogonal in ((0.3, 2.0, False), (0.1, 0.0, True), (3.0, 0.0, False)):
+        shape = flatter if size > 1 else place.shape
         start, weight = weights(), weights()
         gradients = []
         for _ in range(STEPS):
@@ -219,9 +224,7 @@ def _walk(
     optimizer = make([parameter], weight_decay)
     path = _Path([], [], [])
     for gradient, lr in zip(regime.gradients, rates, strict=True):
-        for group in optimizer.param_groups:
-            if group.get("lr") is not None:
-                group["lr"] = lr
+        set_rate(optimizer, lr)
         before = parameter.detach().clone()
         take_step(optimizer, [parameter], [gradient + in_gradient * before])
         path.steps.append(before - parameter.detach())
@@ -238,6 +241,15 @@ def _walk(
         if put_back:
             restore([parameter], [regime.weight])
     return path
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate, in place where it is a tensor: some (torchao) insist on theirs."""
+    for group in optimizer.param_groups:
+        if isinstance(group.get("lr"), Tensor):
+            group["lr"].fill_(lr)
+        elif group.get("lr") is not None:
+            group["lr"] = lr
 
 
 @torch.no_grad()

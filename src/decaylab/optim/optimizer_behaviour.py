@@ -41,6 +41,7 @@ from decaylab.optim.decay_operator import (
     DecayOperator,
     Place,
     decay_operator,
+    set_rate,
     times_among,
 )
 
@@ -174,6 +175,7 @@ def undisturbed() -> Iterator[None]:
             torch.random.fork_rng(devices=gpus),
             torch.inference_mode(False),
             torch.enable_grad(),
+            torch.compiler.set_stance("force_eager"),  # compiling would take longer than the steps
             mock.patch.dict(_global_optimizer_pre_hooks, clear=True),
             mock.patch.dict(_global_optimizer_post_hooks, clear=True),
             contextlib.redirect_stdout(io.StringIO()),
@@ -252,7 +254,7 @@ class Replica:
         stepped = self.new([weight], weight_decay or nearly)
         points = [start]
         for gradient, lr in zip(gradients, HALVED, strict=True):
-            stepped.param_groups[0]["lr"] = lr
+            set_rate(stepped, lr)
             weight.grad = gradient.clone()
             stepped.step()
             points.append(weight.detach().clone())

@@ -11,7 +11,13 @@ from torch import nn
 
 from decaylab.errors import WrongType, needed
 from decaylab.networks import ParameterRole, roles
-from decaylab.optim.decay import OUTSIDE, first_lr, lost_to_rounding, operator_of
+from decaylab.optim.decay import (
+    OUTSIDE,
+    first_lr,
+    learning_rate,
+    lost_to_rounding,
+    operator_of,
+)
 from decaylab.optim.decay_operator import NONE, TOLERANCE, DecayOperator
 from decaylab.optim.laws import sums_up
 from decaylab.optim.optimizer_behaviour import unwrapped
@@ -203,11 +209,14 @@ def _factors(
 ) -> tuple[float | None, float | None]:
     """What the first step and a late one multiply the weight by."""
     lr, momentum = float(group.get("lr") or 0.0), float(group.get("momentum") or 0.0)
+    if isinstance(optimizer, torch.optim.ASGD):  # its lr falls, the faster the larger lambd is
+        first = 1 - lr * (weight_decay + operator.unasked)
+        return first, None if operator.unasked else first
     if operator.kind in ("none", "ignored"):
         return 1 - lr * operator.unasked, 1 - lr * operator.unasked
     k = operator.factor
-    own_lr = group.get("lr") is None and operator.kind != "independent"
-    if k is None or own_lr:  # some find their learning rate themselves
+    own_lr = learning_rate(group, optimizer) is None and operator.kind != "independent"
+    if k is None or own_lr:
         return None, None
     k = 1.0 if abs(k - 1) < TOLERANCE else k
     amount = k * weight_decay * lr

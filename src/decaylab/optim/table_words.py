@@ -46,13 +46,14 @@ def explain_operator(
     if operator.times is not None:
         least, most = operator.times
         if operator.factor is None:
-            words += f", {least:.2g} to {most:.2g} times, depending on the gradients"
+            words += f", {least:.2g} to {most:.2g} times, depending on gradients and shape"
         elif abs(operator.factor - 1) > TOLERANCE:
             words += f", {operator.factor:.3g} times"
     if operator.kind == "unknown" and not math.isnan(operator.along):
         words += f" ({operator.along:.2g} lr wd |W| along the weight, {operator.across:.2g} across)"
     if operator.unasked:
-        words += f"; decays by {operator.unasked:.2g} lr without weight decay"
+        unasked = f"decays by {operator.unasked:.2g} lr without weight decay"
+        words = unasked if operator.kind == "none" else f"{words}; {unasked}"
     return words
 
 

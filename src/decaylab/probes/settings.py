@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decaylab.optim.decay import decay_of, lost_to_rounding
+from decaylab.optim.decay import decay_of, learning_rate, lost_to_rounding
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.laws import law_of
 from decaylab.optim.optimizer_behaviour import behaviour, is_torchs
@@ -54,11 +54,11 @@ def _of_group(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], layer: str, weight: Tensor
 ) -> LayerSettings:
     decay, weight_decay = decay_of(dict(group), optimizer)
-    law = _law(optimizer, group, weight)
+    law, lr = _law(optimizer, group, weight), learning_rate(group, optimizer)
     settings = LayerSettings(
         optimizer=type(optimizer).__name__,
         law=law,
-        lr=None if group.get("lr") is None else float(group["lr"]),  # some find theirs themselves
+        lr=None if lr is None else float(lr),
         decay=decay,
         weight_decay=float(weight_decay),
         lost=lost_to_rounding(weight, group, optimizer),

@@ -100,7 +100,7 @@ def _kfac(
 ) -> torch.optim.Optimizer:
     settings = spec.optimizer_settings()
     settings["kl_clip"] = settings["kl_clip"] or None
-    settings["step_scaling"] = "rms" if spec.step_rms else "none"
+    settings["step_scaling"] = spec.step_scaling if spec.step_rms else "none"
     if spec.step_rms:
         settings["step_rms"] = spec.step_rms
     if spec.late_refresh:  # `Steps` refreshes and inverts

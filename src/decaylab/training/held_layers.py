@@ -28,6 +28,7 @@ class LayerNote(Enum):
     SPARSE = "sparse"
     ZERO = "zero"
     SEVERAL_STEPS = "several steps in one"
+    OWN_WEIGHTS = "stepped as an average of other weights"
     SPLIT = "split between optimizers"
     SHARDED = "sharded between processes"
     NOT_STEPPED = "not stepped"
@@ -44,6 +45,8 @@ WHY_NOT_HELD = {
     LayerNote.ZERO: "its weight is zero and has no direction; start from a checkpoint of later",
     LayerNote.SEVERAL_STEPS: "its optimizer takes several steps in one (LBFGS), which cannot be"
     " scaled afterwards; use another one",
+    LayerNote.OWN_WEIGHTS: "its optimizer steps weights of its own, of which the layer's are an"
+    " average (schedule-free), so that paths do not hold; use another one",
     LayerNote.SHARDED: "its weight is sharded between processes; train the arms with DDP or alone",
     LayerNote.SPLIT: "several optimizers step its tensors; give them to one",
     LayerNote.NOT_STEPPED: "no optimizer steps it; return all of them from make(seed)",
@@ -110,7 +113,7 @@ def select(
             continue
         if decayed and not any(decay_of(group, optimizer)[1] for optimizer, group in stepped):
             continue
-        if note := _note(model, name, parts, [optimizer for optimizer, _ in stepped], tied):
+        if note := _note(model, name, parts, stepped, tied):
             notes[name] = note
         if note is None or note.held:
             weights[name] = parts
@@ -139,6 +142,13 @@ def _listed(optimizers: Any) -> list[torch.optim.Optimizer]:
         if not isinstance(optimizer, torch.optim.Optimizer):
             remedy = "let make(seed) return (model, optimizer or list of them, step, evaluate)"
             raise WrongType("the optimizer", optimizer, "a torch optimizer", remedy)
+        if isinstance(getattr(type(optimizer), "param_groups", None), property):
+            raise WrongType(
+                "the optimizer",
+                optimizer,
+                "one with param groups of its own",
+                "use the optimizer that it wraps, without the wrapper",
+            )
     return listed
 
 
@@ -167,15 +177,18 @@ def _note(
     model: nn.Module,
     name: str,
     parts: list[Tensor],
-    optimizers: list[torch.optim.Optimizer],
+    owners: list[tuple[torch.optim.Optimizer, dict[str, Any]]],
     tied: set[int],
 ) -> LayerNote | None:
+    optimizers = [optimizer for optimizer, _ in owners]
     if len(optimizers) < len(parts) or len({id(o) for o in optimizers}) > 1:
         return LayerNote.SPLIT
     if any(hasattr(part, "placements") for part in parts):  # a DTensor
         return LayerNote.SHARDED
     if isinstance(optimizers[0], SEVERAL_STEPS):
         return LayerNote.SEVERAL_STEPS
+    if law_of(*owners[0]).name == "schedule-free":
+        return LayerNote.OWN_WEIGHTS
     if getattr(model.get_submodule(name), "sparse", False):
         return LayerNote.SPARSE
     if not all(bool(part.detach().any()) for part in parts):

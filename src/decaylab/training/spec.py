@@ -45,6 +45,7 @@ CHOICES: dict[str, Collection[str]] = {
     "decay": DECAYS,
     "decay_scope": SCOPES,
     "damping_scaling": ("fixed", "scale-free", "trace"),
+    "step_scaling": ("rms", "spectral"),
     "precision": ("fp32", "tf32", "bf16"),
 }
 
@@ -153,6 +154,9 @@ class RunSpec:
     step_rms: float = _option(
         0.0, "Root mean square of each layer's step before momentum; 0: as it comes.", "K-FAC"
     )
+    step_scaling: str = _option(
+        "rms", "Steps of a set size: rms, or spectral (Muon's in K-FAC's geometry).", "K-FAC"
+    )
     curvature_scale: float | None = _option(None, "Factor on the curvature.", "K-FAC")
     refresh_every: int | None = _option(None, "Steps between factor refreshes.", "K-FAC")
     invert_every: int | None = _option(None, "Steps between inversions.", "K-FAC")
@@ -198,6 +202,9 @@ class RunSpec:
         if self.step_rms and self.resolved().kl_clip:
             remedy = "set kl_clip (--kl-clip) to 0"
             raise Conflict(["step_rms", "kl_clip"], "both set how long steps are", remedy)
+        if self.step_scaling != "rms" and not self.step_rms:
+            remedy = "set step_rms (--step-rms), as to 0.2"
+            raise Misplaced([f"step_scaling = {self.step_scaling}"], "a step of a set size", remedy)
         if self.late_refresh and "refresh_every" not in published:
             raise Misplaced(["late_refresh"], "K-FAC")
         if self.norm_source and not self.batch_norm:

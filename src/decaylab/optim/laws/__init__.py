@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decaylab.errors import FRACTION, check_name
-from decaylab.optim.decay import LawName, decay_of
+from decaylab.optim.decay import LawName, decay_of, learning_rate
 from decaylab.optim.laws.adam import Adam
 from decaylab.optim.laws.kfac import Kfac
 from decaylab.optim.laws.law import Equilibrium, Law, balance, shrink_for_norm
@@ -60,12 +60,14 @@ CLASS_WORDS: dict[str, LawName] = {
 # Names that people give, where they are not laws' own.
 ALIASES: dict[str, LawName] = {
     **dict.fromkeys(("adamw", "nadam", "radam", "adamax", "rmsprop", "adagrad"), "adam"),
-    **dict.fromkeys(("adadelta", "adafactor", "ademamix", "adopt"), "adam"),
+    **dict.fromkeys(("adadelta", "adopt"), "adam"),
+    "adafactor": "unknown",  # its steps go with the norm, or not: an option says so
+    "ademamix": "unknown",  # of two momenta
     "soap": "shampoo",
     "kfac-f": "kfac",
     "kfac-g": "kfac",
 }
-MEMORYLESS = {"rmsprop", "adagrad", "adadelta", "adafactor"}  # no momentum, unless one is given
+MEMORYLESS = {"rmsprop", "adagrad", "adadelta"}  # no momentum, unless one is given
 POWER_LAWS: dict[int, LawName] = {2: "sgd", 1: "adam", 0: "kfac"}
 # Adagrad forgets nothing. Beside any number of steps, this is as good as 1, and has a mean.
 NEVER_FORGETS = 1 - 1e-9
@@ -140,7 +142,7 @@ def law_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Law:
     momentum = float(group.get("momentum") or 0.0)
     memory = float(betas[0]) if betas and kind not in ("sgd", "kfac") else momentum
     beta2 = float(betas[1]) if betas else group.get("alpha")
-    nesterov = bool(group.get("nesterov")) or isinstance(base, torch.optim.NAdam)
+    nesterov = bool(group.get("nesterov", kind == "muon")) or isinstance(base, torch.optim.NAdam)
     if kind == "sgd":
         return Sgd(memory, float(group.get("dampening") or 0.0), nesterov)
     if kind == "kfac":
@@ -161,9 +163,11 @@ def _kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
         if isinstance(optimizer, GRADIENT_SCALE_FREE):
             return "adam"
     class_name = type(optimizer).__name__.lower()
-    power = behaviour(optimizer, group).power
+    seen = behaviour(optimizer, group)
+    power = seen.power
     for word, law in CLASS_WORDS.items():
-        if word in class_name and (power == 1 or law == "schedule-free"):
+        divides = law in ("lion", "muon") and seen.second_moment  # Adam, on groups of the rest
+        if word in class_name and not divides and (power == 1 or law == "schedule-free"):
             return law
     law = POWER_LAWS.get(power, "unknown") if power is not None else "unknown"
     inside = law == "sgd" and decay_of(dict(group), optimizer)[0] == "l2"
@@ -196,7 +200,8 @@ def exposure_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
     decay, strength = decay_of(dict(group), optimizer)
     if decay == "none":
         return 0.0
-    lr = math.nan if group.get("lr") is None else group["lr"]  # some find theirs themselves
+    lr = learning_rate(group, optimizer)
+    lr = math.nan if lr is None else lr
     if decay == "l2" and sums_up(optimizer, group):
         momentum, dampening = (float(group.get(k) or 0.0) for k in ("momentum", "dampening"))
         return Sgd(momentum, dampening).shrink(strength, decay, lr)
