@@ -46,28 +46,38 @@ def eager(rows: list[Row]) -> str:
 
 
 def gpt(rows: list[Row]) -> str:
-    """Every setting that was tried, the best of each optimizer with its seeds."""
-    lines = []
+    """Every setting that was tried, the best of each optimizer with its seeds and its course."""
+    lines, courses = [], []
     for name in dict.fromkeys(row["optimizer"] for row in rows):
-        finished = [row for row in rows if row["optimizer"] == name and "held_out" in row]
-        settings = {json.dumps(row["setting"]): row["setting"] for row in finished}
-        groups = {key: [r for r in finished if json.dumps(r["setting"]) == key] for key in settings}
-
-        def loss(key: str, groups: dict[str, list[Row]] = groups) -> float:
-            mean = statistics.mean(row["held_out"] for row in groups[key])
-            return mean if math.isfinite(mean) else math.inf
-
-        for key in sorted(groups, key=loss):
-            losses = [row["held_out"] for row in groups[key]]
-            spread = f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
-            setting_words = ", ".join(f"{k} {_plain(v)}" for k, v in settings[key].items())
+        groups: dict[str, list[Row]] = {}
+        for row in rows:
+            if row["optimizer"] == name and "held_out" in row:
+                setting = ", ".join(f"{k} {_plain(v)}" for k, v in row["setting"].items())
+                groups.setdefault(setting, []).append(row)
+        losses = {key: [row["held_out"] for row in runs] for key, runs in groups.items()}
+        ranks = {key: (-len(runs), _finite_mean(losses[key])) for key, runs in groups.items()}
+        chosen, *_ = ordered = sorted(groups, key=ranks.__getitem__)  # what has all seeds first
+        for key in ordered:
             per_step = [1e3 * row["seconds"] / row["curve"][-1]["step"] for row in groups[key]]
-            mean = f"{statistics.mean(losses):.3f}{spread}"
-            lines.append(
-                [name, setting_words, mean, str(len(losses)), _number(statistics.median(per_step))]
-            )
+            median = _number(statistics.median(per_step))
+            lines.append([name, key, _with_spread(losses[key]), str(len(losses[key])), median])
+        for points in zip(*(row["curve"] for row in groups[chosen]), strict=True):
+            reached = _with_spread([point["held_out"] for point in points])
+            seconds = statistics.median(point["seconds"] for point in points)
+            courses.append([name, str(points[0]["step"]), _number(seconds), reached])
     columns = ["optimizer", "setting", "held-out loss", "seeds", "ms a step"]
-    return markdown(columns, lines, right=3)
+    course = markdown(["optimizer", "steps", "seconds", "held-out loss"], courses, right=3)
+    return f"{markdown(columns, lines, right=3)}\n\nThe best setting of each:\n\n{course}"
+
+
+def _finite_mean(losses: list[float]) -> float:
+    mean = statistics.mean(losses)
+    return mean if math.isfinite(mean) else math.inf
+
+
+def _with_spread(losses: list[float]) -> str:
+    spread = f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
+    return f"{statistics.mean(losses):.3f}{spread}"
 
 
 def memory(rows: list[Row]) -> str:

@@ -8,8 +8,8 @@ invert. On top of it comes what the graph of a replayed update keeps: as much as
 What the graph of an inversion keeps stands by itself: without one, the allocator keeps as much
 after the first inversion, but gives it to others who need it.
 Not counted: workspaces of cuBLAS and cuDNN, the allocator's rounding, and kernels that fuse
-otherwise on a GPU. On the two networks whose peaks were measured in results/loops/eager-large.json
-it is within 3 % of them (tested).
+otherwise on a GPU. It is within 3 % of the peaks measured in results/loops/eager-models.json
+(tested).
 """
 
 import argparse

@@ -197,10 +197,10 @@ def test_when_the_time_is_up_the_same_call_goes_on(attributed, digits, tmp_path,
         ended(progress, *outcome)
         signal.raise_signal(signal.SIGALRM)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(ArmProgress, "ended", ended_at_the_alarm)
-        with pytest.raises(OutOfTime):
-            attribute_spec(SPEC, data=digits, store=store, options=hour, seeds=(0, 1))
+    monkeypatch.setattr(ArmProgress, "ended", ended_at_the_alarm)
+    with pytest.raises(OutOfTime):
+        attribute_spec(SPEC, data=digits, store=store, options=hour, seeds=(0, 1))
+    monkeypatch.undo()
     assert sum(run.is_finished() for run in store.runs()) == 1
     again = attribute_spec(SPEC, data=digits, store=store, options=CPU, seeds=(0, 1))
     assert again.shares == result.shares

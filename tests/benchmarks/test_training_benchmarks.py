@@ -133,11 +133,12 @@ def test_computed_memory_is_near_what_was_measured(benchmark):
             (row["network"], row["step"]): row["gigabytes"]
             for row in json.loads((folder / f"{name}.json").read_text())["rows"]
         }
-        for name in ("memory-computed", "eager-large")
+        for name in ("memory-computed", "eager-models")
     )
-    assert len(measured) == 9
-    for loop, gigabytes in measured.items():
-        assert computed[loop] == pytest.approx(gigabytes, rel=0.03)
+    both = measured.keys() & computed.keys()
+    assert len(both) == 12
+    for loop in both:
+        assert computed[loop] == pytest.approx(measured[loop], rel=0.03)
     assert computed["gpt350", "kfac-g-half"] < 1.6 * computed["gpt350", "first"]
     again = memory.predicted("gpt10", "kfac-g")
     assert again["gigabytes"] == pytest.approx(computed["gpt10", "kfac-g"], rel=0.01)

@@ -56,6 +56,18 @@ def conv_net():
     )
 
 
+class Recurrent(nn.Module):
+    """Both ways through the inputs as a sequence of two, and a row of logits for the whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru, self.last = nn.GRU(2, 3, bidirectional=True), nn.Linear(6, CLASSES)
+
+    def forward(self, x):
+        outputs, _ = self.gru(x.unflatten(1, (2, 2)).transpose(0, 1))
+        return self.last(outputs.mean(0))
+
+
 class TwoPaths(nn.Module):
     """The second layer is used for batches whose first column is positive."""
 
@@ -179,6 +191,7 @@ for name, given in {
     },
     "diagonal_sides": {"max_factor_dim": 4},
     "convolutions": {"build": conv_net, "kl_clip": 1e-3},
+    "recurrent_layers": {"build": Recurrent, "kl_clip": 1e-3},
     "accumulated_gradients": {"passes": 2},
     "accumulated_empirical_fisher": {"passes": 2, **EMPIRICAL},
     "unused_parameters_looked_for": {"wrapper": {"find_unused_parameters": True}},

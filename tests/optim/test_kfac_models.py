@@ -1,5 +1,6 @@
 """Models that people have, built from their configurations: what is covered, and that all learn."""
 
+import re
 import warnings
 
 import pytest
@@ -10,6 +11,8 @@ from torch.nn import functional as F
 
 from decaylab.curvature.blocks import plan_blocks
 from decaylab.curvature.kinds.kind import Reason
+from decaylab.errors import DecaylabError
+from decaylab.optim.options import KFACOptions
 
 TOKENS = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -90,17 +93,58 @@ def test_vit():
     assert_learns(model, lambda m: m(pixel_values=images, labels=labels).loss, 0.95)
 
 
-def test_mixtral():
-    """Its experts are one parameter, multiplied expert by expert where it is told to."""
-    sizes = SMALL | {"intermediate_size": 48, "num_local_experts": 4, "num_key_value_heads": 2}
-    model = huggingface("MixtralForCausalLM", **sizes, **IDS)
+EXPERTS = SMALL | IDS | {"intermediate_size": 48, "num_key_value_heads": 2}
+MIXTURES = {
+    "MixtralForCausalLM": {"num_local_experts": 4},
+    "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "GptOssForCausalLM": {
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+        **{"layer_types": ["full_attention"] * 2, "rope_parameters": {"rope_theta": 1e4}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_of_experts(name):
+    """Their experts are one parameter, multiplied by one function, each with rows of its own."""
+    model = huggingface(name, **EXPERTS, **MIXTURES[name])
+    opt = assert_learns(model, language, 0.98)
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    assert opt.factors()[experts].A.shape == (4, *(33 if "Oss" in name else 32,) * 2)
+
+
+def test_experts_that_show_no_product_are_said_with_the_remedy():
+    model = huggingface("MixtralForCausalLM", **EXPERTS, num_local_experts=4)
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    model.set_experts_implementation("batched_mm")
     with pytest.warns(UserWarning, match=r"covers .*set_experts_implementation"):
         found = KFAC(model, 0.01).coverage()
-    experts = "model.layers.0.mlp.experts.gate_up_proj"
     assert found[experts].reason is Reason.OTHER_PRODUCT
-    model.set_experts_implementation("eager")
-    opt = assert_learns(model, language, 0.98)
-    assert opt.factors()[experts].A.shape == (4, 32, 32)
+    factors = []
+    for implementation in ("eager", "grouped_mm"):
+        model.set_experts_implementation(implementation)
+        opt = KFAC(model, 0.0, others_lr=0.0, curvature="empirical-fisher")
+        language(model).backward()
+        opt.step()
+        opt.zero_grad()
+        opt.detach()
+        factors.append(opt.factors()[experts])
+    for side in ("A", "S", "T"):
+        torch.testing.assert_close(getattr(factors[0], side), getattr(factors[1], side))
+
+
+def test_experts_of_llama_4_can_be_excluded_by_the_names_that_the_error_has():
+    config = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
+    model = huggingface("Llama4ForCausalLM", **EXPERTS, **config, head_dim=8)
+    with pytest.raises(DecaylabError, match=r"exclude=\(") as refused:
+        assert_learns(model, language, 0.9)
+    names = re.findall(r"'([^']*experts\.[^']*)'", str(refused.value).split("exclude=")[1])
+    assert len(names) == 4
+    model = huggingface("Llama4ForCausalLM", **EXPERTS, **config, head_dim=8)
+    opt = KFAC(model, 0.01, kl_clip=1e-4, options=KFACOptions(exclude=tuple(names)))
+    assert {n for n, entry in opt.coverage().items() if entry.reason is Reason.EXCLUDED} == {*names}
+    language(model).backward()
+    opt.step()
 
 
 class WordLanguageModel(nn.Module):
@@ -140,15 +184,14 @@ class Recurrent(nn.Module):
         return self.decoder(self.rnn(self.encoder(x))[0])
 
 
-def test_a_recurrent_language_model_is_covered_but_for_its_gates():
+def test_a_recurrent_language_model_is_covered_whole():
     torch.manual_seed(0)
 
     def loss(net):
         return F.cross_entropy(net(TOKENS).flatten(0, 1), TOKENS.flatten())
 
-    found = assert_learns(Recurrent(), loss, 0.6).coverage()
-    outside = {entry.reason for entry in found.values() if entry.block is None}
-    assert outside == {Reason.RECURRENT}
+    found = assert_learns(Recurrent(), loss, 0.99).coverage()
+    assert all(entry.reason is Reason.COVERED for entry in found.values())
 
 
 class LowRank(nn.Module):

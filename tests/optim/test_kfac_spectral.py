@@ -299,7 +299,7 @@ def test_a_resumed_training_goes_on_bit_for_bit_and_other_states_are_refused():
 
 @pytest.mark.parametrize(
     ("given", "chosen"),
-    [({}, (0.2, 1.0, "trace")), ({"damping": 0.03}, (0.2, 0.03, "fixed"))],
+    [({}, (0.2, 0.1, "trace")), ({"damping": 0.03}, (0.2, 0.03, "fixed"))],
 )
 def test_what_is_left_out(given, chosen):
     opt = KFAC(seeded(net), step_scaling="spectral", **given)

@@ -70,9 +70,10 @@ def plan_blocks(
 ) -> Blocks:
     """Find the block of each parameter. A side longer than `max_factor_dim` is diagonal."""
     layers: dict[str, Any] = dict(model.named_modules())
-    guards.check_excluded(layers, exclude, lambda module: kind_of(module) is not None)
     places = _places(model)
     parts = _parts(layers)
+    named = {part.name: part.module for part in parts.values()} | layers
+    guards.check_excluded(named, exclude, lambda module: kind_of(module) is not None)
     placements: dict[Tensor, Placement] = {}
     members: dict[str, dict[str, Tensor]] = {}  # of each block: its weight, bias or both
     homes: dict[str, tuple[Part, Part | None]] = {}
@@ -158,7 +159,8 @@ def _placement(
 
     if not parameter.requires_grad:
         return refused(Reason.FROZEN)
-    if any(_excluded(home, exclude) for home, _ in places[parameter]):
+    homes = [home for home, _ in places[parameter]]
+    if any(_excluded(name, exclude) for name in (*homes, *(() if part is None else (part.name,)))):
         return refused(Reason.EXCLUDED)
     if len(places[parameter]) > 1:
         tied_parts = _head_and_embedding(places[parameter], parts, exclude)
@@ -167,8 +169,6 @@ def _placement(
         classes = tuple(type(tied_part.module).__name__ for tied_part in tied_parts)
         return Placement(name, Reason.COVERED, classes), tied_parts
     if part is None:
-        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
-            return refused(Reason.RECURRENT, class_name)
         if kind_of(module) is not None:
             if attribute == "in_proj_bias":
                 return refused(Reason.SHARED_BIAS)
@@ -225,7 +225,8 @@ def _parts(layers: dict[str, nn.Module]) -> dict[Place, Part]:
         kind = kind_of(module)
         for part in kind.parts(name, module) if kind is not None else ():
             home = names[part.module]
+            part = part._replace(name=part.name.removeprefix("."), home=home)
             for attribute in (part.weight, part.bias):
                 if attribute is not None:
-                    parts.setdefault((home, attribute), part._replace(home=home))
+                    parts.setdefault((home, attribute), part)
     return parts

@@ -7,27 +7,30 @@ extra backward per vector. Parameter gradients are not computed in it.
 
 Products that no module's hook sees (attention's projections, a layer's weight given to `F.linear`)
 are met where they are made: while the model runs in an observed pass, and only then, the functions
-`F.linear` and `F.conv1d` to `F.conv3d` report the calls whose weight is a covered one.
+`F.linear` and others (FUNCTIONS) report the calls whose weight is a covered one. Recurrent
+layers, whose kernels show no product at all, are then computed step by step from such calls.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import _VF, Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from decaylab.curvature import guards
 from decaylab.curvature.kinds.kind import Site
+from decaylab.curvature.kinds.recurrent import UNROLLED
 from decaylab.networks.preserve import preserved
 
-# Functions that are called with (input, weight, bias, ...) for a layer's product.
-FUNCTIONS = ("linear", "conv1d", "conv2d", "conv3d")
+# Functions that are called with (input, weight, bias, ...) for a layer's product, and one that is
+# called with (inputs, weights, offs=...), for rows that each belong to one of many matrices.
+FUNCTIONS = ("linear", "conv1d", "conv2d", "conv3d", "grouped_mm")
 
 
 @dataclass(eq=False)
@@ -43,7 +46,8 @@ class Call:
     """One use of a site's matrix: its input, its output's shape and edge, and its pass.
 
     `counted` [output's axes but the last]: its positions that take part, of a masked pass. `offset`
-    is where the used part of the parameter begins. There is no edge where the loss's own gradients
+    is where the used part of the parameter begins; `ends`, in a product with all matrices of a
+    parameter, where the rows of each end. There is no edge where the loss's own gradients
     are listened to: the hook that does so would hold the graph, which holds the hook, and neither
     would ever be freed.
     """
@@ -55,6 +59,7 @@ class Call:
     offset: int = 0
     observed: Pass | None = None
     counted: Tensor | None = None
+    ends: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._version = _version(self.inputs)
@@ -108,7 +113,7 @@ class _Hook:
         if owner is None:
             return
         replica = getattr(module, "_is_replica", False)
-        if replica and self._method != "_leave" and owner.acts():
+        if replica and self._method not in ("_leave", "_roll_up") and owner.acts():
             guards.refuse_replicas()
         getattr(owner, self._method)(self._name, *event)
 
@@ -149,6 +154,11 @@ class Capture:
         self._sites = sites
         self._hooked = {name: s.module for name, s in sites.items() if s.kind.hooked}
         self._by_weight = {s.weight: s for s in sites.values() if s.kind.functional}
+        self._unrolled: dict[nn.Module, list[Site]] = {}
+        for site in sites.values():
+            if site.kind.unrolled:
+                self._unrolled.setdefault(site.module, []).append(site)
+        self._reports_part = False  # whether a part of the model reports that was called by itself
         self._met_last: tuple[Call, weakref.ref[Tensor]] | None = None
         self.without_grad: set[str] = set()
         self._due, self._on_output, self._on_gradient = due, on_output, on_gradient
@@ -156,6 +166,7 @@ class Capture:
         self._pauses = 0
         self._inside, self._detached = False, False
         self._on_layers: list[Any] = []
+        self._on_unrolled: list[Any] = []
         self._on_model = [
             self.model.register_forward_pre_hook(_Hook(self, "_begin")),
             self.model.register_forward_hook(_Hook(self, "_end"), with_kwargs=True),
@@ -169,7 +180,8 @@ class Capture:
 
         A pass of the model arms by itself; this is for passes of its parts too.
         """
-        if due and not self._on_layers and not self._detached:
+        armed = self._on_layers or self._on_unrolled
+        if due and not armed and not self._detached:
             self._on_layers = [
                 # before hooks of others, which may replace the output
                 layer.register_forward_hook(
@@ -177,10 +189,16 @@ class Capture:
                 )
                 for name, layer in self._hooked.items()
             ]
+            for layer, (site, *_) in self._unrolled.items():
+                before, after = _Hook(self, "_unroll", site.name), _Hook(self, "_roll_up")
+                self._on_unrolled += [
+                    layer.register_forward_pre_hook(before),
+                    layer.register_forward_hook(after, always_call=True),  # also after an error
+                ]
         elif not due:
-            for handle in self._on_layers:
+            for handle in [*self._on_layers, *self._on_unrolled]:
                 handle.remove()
-            self._on_layers = []
+            self._on_layers, self._on_unrolled = [], []
 
     def acts(self) -> bool:
         """Whether a forward pass is observed now.
@@ -228,11 +246,12 @@ class Capture:
         if self._detached:
             return
         self._detached = True
-        for handle in [*self._on_model, *self._on_layers]:
+        for handle in [*self._on_model, *self._on_layers, *self._on_unrolled]:
             handle.remove()
         for undo in self._undo_dispatch:
             undo()
         _reports.leave(self)
+        _unrolled.leave(self)
         self.calls.clear()
 
     def _begin(self, _: str, *event: Any) -> None:
@@ -256,8 +275,20 @@ class Capture:
             return
         self._add(self._sites[name], inputs, output, 0)
 
+    def met_grouped(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        """A product was made by `F.grouped_mm`."""
+        inputs, weights = (args + tuple(kwargs[n] for n in ("mat_a", "mat_b")[len(args) :]))[:2]
+        ends = kwargs.get("offs")
+        parameter = weights if weights._base is None else weights._base
+        site = self._by_weight.get(parameter)
+        if site is None or not site.kind.counts_groups or ends is None or inputs.dim() != 2:
+            return
+        matrices = parameter if site.shape.transposed else parameter.mT
+        if weights.shape == matrices.shape and weights.stride() == matrices.stride():
+            self._add(site, inputs, output, 0, ends)
+
     def met(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        """A product was made by one of FUNCTIONS."""
+        """A product was made by another one of FUNCTIONS."""
         weight = args[1] if len(args) > 1 else kwargs["weight"]
         base = weight if weight._base is None or weight in self._by_weight else weight._base
         site = self._by_weight.get(base)
@@ -277,7 +308,24 @@ class Capture:
         if call is not None and site.kind.hooked:
             self._met_last = call, weakref.ref(output)
 
-    def _add(self, site: Site, inputs: Tensor, output: Tensor, offset: int) -> Call | None:
+    def _unroll(self, name: str, *event: Any) -> None:
+        """Let a recurrent layer be computed step by step, also where checkpointing repeats it."""
+        sites = self._unrolled[self._sites[name].module]
+        if self._inside and not torch.is_grad_enabled() and self._pauses == 0:
+            self.without_grad.update(site.name for site in sites)
+        if self._runs_eagerly() and any(site.trained for site in sites):
+            _unrolled.join(self)
+            self._reports_part = self.acts() and _reports.join(self)
+
+    def _roll_up(self, _: str, *event: Any) -> None:
+        _unrolled.leave(self)
+        if self._reports_part:
+            _reports.leave(self)
+            self._reports_part = False
+
+    def _add(
+        self, site: Site, inputs: Tensor, output: Tensor, offset: int, ends: Tensor | None = None
+    ) -> Call | None:
         """Take down a use of a site, if the pass is observed and the site is trained."""
         if self._inside and not torch.is_grad_enabled() and self._pauses == 0:
             self.without_grad.add(site.name)
@@ -285,7 +333,7 @@ class Capture:
             return None
         graph_output = _in_the_graph(output)
         edge = get_gradient_edge(graph_output) if self._on_gradient is None else None
-        call = Call(site, inputs.detach(), output.shape, edge, offset)
+        call = Call(site, inputs.detach(), output.shape, edge, offset, ends=ends)
         self.calls.append(call)
         if self._on_gradient is not None:
             graph_output.register_hook(partial(self._on_gradient, call))
@@ -301,41 +349,53 @@ class Capture:
         _reports.leave(self)
 
 
-class _Reports:
-    """Lets FUNCTIONS report their calls to captures that listen; without any, they are torch's."""
+class _Replaced:
+    """Functions of a namespace that are others while captures want it; otherwise they are torch's.
 
-    def __init__(self) -> None:
-        self._listeners: list[Capture] = []
+    `substitute` makes the other one, from the name and torch's own.
+    """
+
+    def __init__(
+        self, namespace: Any, names: Iterable[str], substitute: Callable[[str, Any], Any]
+    ) -> None:
+        self._namespace, self._names, self._substitute = namespace, tuple(names), substitute
+        self.captures: list[Capture] = []
         self._before: dict[str, Any] = {}
         self._ours: dict[str, Any] = {}
 
-    def join(self, capture: Capture) -> None:
-        if not self._listeners:
-            for name in FUNCTIONS:
-                self._before[name] = getattr(F, name)
-                self._ours[name] = partial(self._called, self._before[name])
-                setattr(F, name, self._ours[name])
-        if capture not in self._listeners:
-            self._listeners.append(capture)
+    def join(self, capture: Capture) -> bool:
+        """Whether it had not joined before."""
+        if not self.captures:
+            for name in self._names:
+                self._before[name] = getattr(self._namespace, name)
+                self._ours[name] = self._substitute(name, self._before[name])
+                setattr(self._namespace, name, self._ours[name])
+        new = capture not in self.captures
+        if new:
+            self.captures.append(capture)
+        return new
 
     def leave(self, capture: Capture) -> None:
-        if capture not in self._listeners:
+        if capture not in self.captures:
             return
-        self._listeners.remove(capture)
-        if not self._listeners:
-            for name in FUNCTIONS:
-                if getattr(F, name) is self._ours[name]:
-                    setattr(F, name, self._before[name])
-
-    def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        output = function(*args, **kwargs)
-        if isinstance(output, Tensor) and not torch.compiler.is_compiling():
-            for capture in self._listeners:
-                capture.met(args, kwargs, output)
-        return output
+        self.captures.remove(capture)
+        if not self.captures:
+            for name in self._names:
+                if getattr(self._namespace, name) is self._ours[name]:
+                    setattr(self._namespace, name, self._before[name])
 
 
-_reports = _Reports()
+def _reported(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    output = function(*args, **kwargs)
+    if isinstance(output, Tensor) and not torch.compiler.is_compiling():
+        for capture in _reports.captures:
+            report = capture.met_grouped if name == "grouped_mm" else capture.met
+            report(args, kwargs, output)
+    return output
+
+
+_reports = _Replaced(F, FUNCTIONS, lambda name, function: partial(_reported, name, function))
+_unrolled = _Replaced(_VF, UNROLLED, lambda name, _: UNROLLED[name])
 
 
 def _move(module: nn.Module, hook: Any, *, to_end: bool) -> None:

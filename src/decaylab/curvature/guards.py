@@ -36,7 +36,7 @@ def check_excluded(
 def refuse_without_blocks(blocks: Collection[str]) -> None:
     """Refuse a model without a layer that has a block."""
     if not blocks:
-        remedy = "use torch.optim for a model without a trainable Linear or Conv1d/2d/3d layer"
+        remedy = "use torch.optim for a model without such a layer to train"
         raise Lacks("the model", "layer that K-FAC covers", remedy)
 
 

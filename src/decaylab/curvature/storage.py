@@ -101,7 +101,8 @@ def halved(matrices: Tensor) -> tuple[Tensor, Tensor]:
     rounded_up = mantissa.half() == 1
     power = (exponent + rounded_up - LARGEST_EXPONENT).clamp(-LARGEST_POWER, LARGEST_POWER)
     scale = torch.ldexp(torch.ones_like(largest), power)
-    return (matrices / scale[:, None, None]).half(), scale
+    halves = torch.empty_like(matrices, dtype=torch.float16)
+    return torch.div(matrices, scale[:, None, None], out=halves), scale  # in one pass
 
 
 class InverseStack:

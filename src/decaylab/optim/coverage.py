@@ -32,13 +32,12 @@ WORDS = {
     Reason.NO_BLOCK: "{0} has no Kronecker-factored block",
     Reason.NO_PART: "{0!r} is no part of the block of a {1}",
     Reason.COMPUTED: "its weight is computed (parametrized)",
-    Reason.RECURRENT: "{0} multiplies in one kernel with its gates, where no product can be seen",
     Reason.SPARSE: "{0} has sparse gradients",
     Reason.RENORMALISED: "{0} renormalises its weight in every pass (max_norm)",
     Reason.BY_FREQUENCY: "{0} scales its gradient by the frequency of tokens",
     Reason.SHARED_BIAS: "its weight shares a block with others, where it has no place",
-    Reason.OTHER_PRODUCT: "{0} does not multiply its experts one by one: "
-    'model.set_experts_implementation("eager") covers them',
+    Reason.OTHER_PRODUCT: "{0} multiplies its experts by a function that shows no product: "
+    'model.set_experts_implementation("grouped_mm") covers them',
 }
 
 

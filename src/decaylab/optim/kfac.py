@@ -24,7 +24,6 @@ from decaylab.errors import (
     Conflict,
     DecaylabError,
     Range,
-    check_name,
 )
 from decaylab.optim.coverage import Coverage, checked_groups, coverage_of, split_groups
 from decaylab.optim.decay import Decay
@@ -40,8 +39,6 @@ from decaylab.optim.guards import (
 from decaylab.optim.health import Health, Skips
 from decaylab.optim.kfac_state import add_curvature, curvature_state, without_curvature
 from decaylab.optim.options import (
-    DAMPING_SCALINGS,
-    STEP_SCALINGS,
     KFACOptions,
     chosen_steps,
     first_order,
@@ -103,7 +100,8 @@ class KFAC(torch.optim.Optimizer):
         weight_decay: the coefficient beta.
         decay: where it enters: "l2", "decoupled", "independent" or "none".
         momentum: mu.
-        damping: lambda; by default 1 with `damping_scaling="trace"`, and 1e-3 otherwise.
+        damping: lambda; by default 1e-3, and with `damping_scaling="trace"` 1 (0.1 for spectral
+            steps).
         damping_scaling: "fixed", or "scale-free": lambda |W_l(0)|^2 / |W_l|^2 for scale-invariant
             layers, W_l(0) being the weight when the optimizer was built, which keeps the effective
             damping (Eq. 14) constant. Steps then leave |W_l| unchanged. "trace":
@@ -174,8 +172,6 @@ class KFAC(torch.optim.Optimizer):
         scaling, damping, scaled_damping = chosen_steps(
             kl_clip, step_scaling, damping, damping_scaling
         )
-        check_name("damping_scaling", scaled_damping, DAMPING_SCALINGS)
-        check_name("step_scaling", scaling, STEP_SCALINGS)
         POSITIVE.check("damping", damping)
         POSITIVE.check("step_rms", step_rms)
         if kl_clip is not None:

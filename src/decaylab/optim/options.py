@@ -15,7 +15,8 @@ class KFACOptions:
     """K-FAC options that are rarely changed.
 
     Attributes:
-        exclude: layers, as `named_modules` names them, to leave to the first-order method.
+        exclude: layers as `named_modules` names them, or blocks as `coverage` does, to leave to the
+            first-order method.
         invariant: the scale-invariant layers for `damping_scaling="scale-free"`; None finds those
             followed by a normalisation, in module order. That can be wrong for a layer before a
             residual sum (you are warned): then name them, as `roles(model, inputs)` measures
@@ -70,8 +71,9 @@ def first_order(
 
 STEP_SCALINGS = ("none", "rms", "spectral")
 DAMPING_SCALINGS = ("fixed", "scale-free", "trace")
-# Where nothing is given: of lambda, and of lambda relative to a block's mean eigenvalue.
-DAMPING, RELATIVE_DAMPING = 1e-3, 1.0
+# Where nothing is given: lambda; relative to a block's mean eigenvalue, by kind of steps.
+DAMPING = 1e-3
+RELATIVE_DAMPINGS = {"none": 1.0, "rms": 1.0, "spectral": 0.1}
 
 
 def chosen_steps(
@@ -86,9 +88,11 @@ def chosen_steps(
     with them damping is relative to the trace, unless one is given (docs/kfac.md).
     """
     step_scaling = step_scaling or ("rms" if kl_clip is None else "none")
+    check_name("step_scaling", step_scaling, STEP_SCALINGS)
     if damping_scaling is None:
         relative = step_scaling != "none" and damping is None
         damping_scaling = "trace" if relative else "fixed"
+    check_name("damping_scaling", damping_scaling, DAMPING_SCALINGS)
     if damping is None:
-        damping = RELATIVE_DAMPING if damping_scaling == "trace" else DAMPING
+        damping = RELATIVE_DAMPINGS[step_scaling] if damping_scaling == "trace" else DAMPING
     return step_scaling, damping, damping_scaling

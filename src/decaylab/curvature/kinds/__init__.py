@@ -4,9 +4,10 @@ from torch import nn
 
 from decaylab.curvature.kinds.conv import Conv
 from decaylab.curvature.kinds.embedding import Embedding
-from decaylab.curvature.kinds.grouped import Attention, Experts
+from decaylab.curvature.kinds.grouped import Attention, Experts, TransposedExperts
 from decaylab.curvature.kinds.kind import Kind
 from decaylab.curvature.kinds.linear import Linear, TransposedLinear
+from decaylab.curvature.kinds.recurrent import Recurrent
 from decaylab.curvature.kinds.transposed_conv import TransposedConv
 
 KINDS: list[Kind] = [
@@ -16,7 +17,9 @@ KINDS: list[Kind] = [
     Embedding(),
     TransposedLinear(),
     Attention(),
+    Recurrent(),
     Experts(),
+    TransposedExperts(),
 ]
 
 

@@ -1,7 +1,8 @@
 """Several matrices in one parameter, each with rows of its own: attention, experts.
 
-Their products are functional calls, `F.linear` with a part of the parameter, which no module's hook
-sees; they are met where that function is called. Every position is a row, whatever `sharing` says.
+Their products are functional calls, `F.linear` with a part of the parameter or `F.grouped_mm` with
+all of it, which no module's hook sees; they are met where those functions are called. Every
+position is a row, whatever `sharing` says.
 """
 
 from collections.abc import Iterator
@@ -40,12 +41,12 @@ class Stacked(Kind):
         total = torch.zeros(size, dtype=shape.dtype, device=device)
         counts = torch.zeros(site.groups, dtype=torch.float64, device=device)
         for use in uses:
-            rows = vector_rows(product_ready(use.inputs, shape.dtype), site.columns)
-            counted = None if use.counted is None else [use.counted]
-            vectors, count = counted_rows([rows], counted, "expand")
-            here = _groups(site, use)
-            total[here] += second_moment(vectors, shape.dtype, diagonal=shape.input_diagonal)
-            counts[here] += count
+            for here, part in _pieces(site, use):
+                rows = vector_rows(product_ready(use.inputs[part], shape.dtype), site.columns)
+                counted = None if use.counted is None else [use.counted[part]]
+                vectors, count = counted_rows([rows], counted, "expand")
+                total[here] += second_moment(vectors, shape.dtype, diagonal=shape.input_diagonal)
+                counts[here] += count
         return total, counts
 
     def gradient_moment(
@@ -56,17 +57,25 @@ class Stacked(Kind):
         size = (site.groups, *(shape.output_dim,) * (2 - shape.output_diagonal))
         total = torch.zeros(size, dtype=shape.dtype, device=gradients[0].device)
         for use, gradient in zip(uses, gradients, strict=True):
-            ready = product_ready(gradient, shape.dtype).reshape(-1, gradient.shape[-1])
-            rows = ready.unflatten(1, (-1, shape.output_dim)).movedim(1, 0)
-            here = _groups(site, use)
-            total[here] += second_moment(rows, shape.dtype, diagonal=shape.output_diagonal)
+            for here, part in _pieces(site, use):
+                vectors = product_ready(gradient[part], shape.dtype)
+                rows = vectors.reshape(-1, gradient.shape[-1] // shape.output_dim, shape.output_dim)
+                rows = rows.movedim(1, 0)
+                total[here] += second_moment(rows, shape.dtype, diagonal=shape.output_diagonal)
         return total
 
 
-def _groups(site: Site, use: Use) -> slice:
-    """Which matrices of the parameter a call used."""
-    first = use.offset // (site.shape.output_dim * site.weight.shape[-1])
-    return slice(first, first + use.shape[-1] // site.shape.output_dim)
+def _pieces(site: Site, use: Use) -> Iterator[tuple[slice, slice]]:
+    """Which matrices of the parameter a call used, with which of its rows."""
+    if use.ends is None:
+        first = use.offset // (site.weight.numel() // site.groups)
+        yield slice(first, first + use.shape[-1] // site.shape.output_dim), slice(None)
+        return
+    begin = 0
+    for group, end in enumerate(use.ends.tolist()):
+        if end > begin:
+            yield slice(group, group + 1), slice(begin, end)
+        begin = end
 
 
 class Attention(Stacked):
@@ -116,27 +125,52 @@ PROJECTION = Projection()
 class Experts(Stacked):
     """Experts in one parameter [experts, out, in], as Hugging Face's Mixtral and its like have.
 
-    Where they are multiplied one by one by `F.linear`, which is `experts_implementation="eager"`.
+    Multiplied one by one by `F.linear` (`experts_implementation="eager"`), or all of them by
+    `F.grouped_mm`, which is the default.
     """
 
+    observed: tuple[str, ...] = ("eager", "grouped_mm")
+
     def matches(self, module: nn.Module) -> bool:
-        """By its parameters: all of three axes, and as many experts as it says."""
+        """By its parameters: as many experts as it says, with matrices and perhaps biases."""
         experts = getattr(module, "num_experts", None)
-        parameters = [p for p in module._parameters.values() if p is not None]
-        return bool(parameters) and all(p.dim() == 3 and p.shape[0] == experts for p in parameters)
+        parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        weights = {name for name, p in parameters.items() if p.dim() == 3}
+        biases = {f"{name}_bias" for name in weights}
+        of_experts = all(p.dim() > 1 and p.shape[0] == experts for p in parameters.values())
+        turned = bool(getattr(module, "is_transposed", False))
+        known = bool(weights) and parameters.keys() <= weights | biases
+        return of_experts and known and turned == self.transposed
 
     def refusal(self, module: Any) -> Reason | None:
         """Other implementations are other products."""
-        chosen = getattr(getattr(module, "config", None), "_experts_implementation", "eager")
-        transposed = getattr(module, "is_transposed", False)
-        return Reason.OTHER_PRODUCT if chosen != "eager" or transposed else None
+        config = getattr(module, "config", None)
+        chosen = getattr(config, "_experts_implementation", None)
+        if chosen is None:
+            chosen = self.observed[0] if config is None else "eager"
+        return None if chosen in self.observed else Reason.OTHER_PRODUCT
 
     def parts(self, name: str, module: nn.Module) -> Iterator[Part]:
-        """Each parameter under its own name."""
+        """Each matrix under its own name."""
         for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                yield Part(f"{name}.{attribute}", module, self, attribute, None)
+            if parameter is not None and parameter.dim() == 3:
+                yield Part(f"{name}.{attribute}", module, self, attribute, f"{attribute}_bias")
 
     def sides(self, module: Any, weight: Tensor) -> tuple[int, int, int]:
         """The weight is [experts, out, in]."""
         return weight.shape[0], weight.shape[2], weight.shape[1]
+
+
+class TransposedExperts(Experts):
+    """Experts in one parameter [experts, in, out], as gpt-oss has them: by `F.grouped_mm` alone."""
+
+    transposed = True
+    observed = ("grouped_mm",)
+
+    def sides(self, module: Any, weight: Tensor) -> tuple[int, int, int]:
+        """The weight is [experts, in, out]."""
+        return weight.shape[0], weight.shape[1], weight.shape[2]
+
+    def as_weight(self, site: Site, rows: Tensor) -> Tensor:
+        """A transposed view."""
+        return rows.mT

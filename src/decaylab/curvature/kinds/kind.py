@@ -37,7 +37,6 @@ class Reason(Enum):
     NO_BLOCK = "no block"
     NO_PART = "no part"
     COMPUTED = "computed"
-    RECURRENT = "recurrent"
     SPARSE = "sparse"
     RENORMALISED = "renormalised"
     BY_FREQUENCY = "by frequency"
@@ -90,12 +89,14 @@ class Use(Protocol):
         counted: [output's axes but the last] the positions that take part, in a masked pass.
         offset: where the matrix used begins in the parameter, in numbers: of a part of it.
         shape: of the output.
+        ends: where the rows of each group end, of a product of all groups; None: of one product.
     """
 
     inputs: Tensor
     counted: Tensor | None
     offset: int
     shape: torch.Size
+    ends: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,6 +197,7 @@ class Kind:
         known: subclasses with a `forward` of their own that is known to be the same map.
         hooked: whether calls of the module are observed.
         functional: whether calls of `F.linear` and the like with its weight are observed.
+        unrolled: whether torch multiplies in a fused kernel, to be made from such calls.
         masked: whether positions of a masked pass can be told apart in its inputs.
         classes_last: whether the output's last axis is that of its channels.
         input_diagonal: whether its input side is diagonal by itself.
@@ -207,6 +209,7 @@ class Kind:
     known: tuple[type[nn.Module], ...] = ()
     hooked = True
     functional = True
+    unrolled = False
     masked = True
     classes_last = True
     input_diagonal = False
