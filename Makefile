@@ -1,7 +1,9 @@
 # Two commands: `make demo` and `make test`. Both set up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
-# Compiling all 24,000 files would take a minute; Python compiles the fifth that it imports.
+# Compiling all 24,000 files would take a minute; Python compiles the fifth that it imports, and is to
+# keep that: images of containers often forbid it, and then each process compiles torch again.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # What the demo needs, and all there is.
 DEMO := .venv/demo

@@ -20,7 +20,7 @@ OPTIONS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--disable-dev-shm-usage", "--remote-debugging-pipe"),
 )
-PATIENCE = 120.0  # seconds that an answer may take on a busy machine
+PATIENCE = 600.0  # seconds that an answer may take on a busy machine
 
 
 def program() -> str | None:

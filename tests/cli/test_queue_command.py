@@ -3,7 +3,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -56,6 +55,25 @@ reproduce = "fig1"
 only = ["dataset=cifar10", "network=vgg16", "batch_norm=0", "optimizer=adam", "scheme=l2"]
 tier = "smoke"
 """
+
+
+KILLED = """
+import os, signal, sys
+from decaylab.cli import main
+from decaylab.records.rows import RowWriter
+
+count, append, paths = int(sys.argv.pop()), RowWriter.append, set()
+
+def append_and_die(writer, *entries, **how):
+    append(writer, *entries, **how)
+    paths.add(writer.path)
+    if len(paths) == count:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+RowWriter.append = append_and_die
+main()
+"""
+"""The command line, killed as soon as so many runs (its last word) have records."""
 
 
 @pytest.fixture(autouse=True)
@@ -219,20 +237,13 @@ def test_when_the_time_is_up_the_exit_code_says_that_something_is_left(queue):
     assert slow.exit_code == RUNS_LEFT
 
 
-def test_killed_at_any_moment_the_next_call_goes_on(queue, tmp_path):
+def test_killed_in_any_run_the_next_call_goes_on(queue, tmp_path):
     (tmp_path / "queue.toml").write_text(TABLE2 + FIGURE)
-    words = [sys.executable, "-m", "decaylab", "reproduce", "--queue", "queue.toml", "--device"]
-    begun, codes = 0, []
-    for _ in range(2):
-        process = subprocess.Popen([*words, "cpu"], cwd=tmp_path, stdout=subprocess.DEVNULL)
-        while process.poll() is None:  # it ends only where this test has slept for long
-            if len(list(tmp_path.glob("runs/*/rows.jsonl"))) > begun:
-                process.kill()
-                break
-            time.sleep(0.01)
-        codes.append(process.wait())
-        begun = len(list(tmp_path.glob("runs/*/rows.jsonl")))
-    assert codes[0] == -signal.SIGKILL
+    words = ["reproduce", "--queue", "queue.toml", "--device", "cpu"]
+    for run in ("1", "2"):
+        ended = subprocess.run([sys.executable, "-c", KILLED, *words, run], cwd=tmp_path)
+        assert ended.returncode == -signal.SIGKILL
+        assert len(list(tmp_path.glob("runs/*/rows.jsonl"))) == int(run)
     assert queue(TABLE2 + FIGURE).exit_code == 0
     assert standing(queue, TABLE2 + FIGURE) == [("done", 2, 2), ("done", 4, 4)]
     assert len(RunStore("runs").runs()) == 4

@@ -281,7 +281,7 @@ def test_a_signal_leaves_a_checkpoint_and_the_same_command_continues(tmp_path, n
     while not process.stdout.readline().startswith("epoch 2/"):
         assert process.poll() is None
     process.send_signal(number)
-    _, said = process.communicate("go on\n", timeout=300)
+    _, said = process.communicate("go on\n", timeout=600)
     assert process.returncode == code
     assert said == f"stopped by {number.name}: run the same command again to continue\n"
     (folder,) = RunStore(tmp_path / "runs").runs()

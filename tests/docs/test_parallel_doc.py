@@ -26,7 +26,7 @@ def test_several_ranks(tmp_path):
         },
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ PATH = Path(__file__).parents[2] / "examples" / "watch_to_verdict.ipynb"
 @pytest.fixture(scope="module")
 def executed():
     notebook = nbformat.read(PATH, as_version=4)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": PATH.parent}}).execute()
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": PATH.parent}}).execute()
     return notebook
 
 

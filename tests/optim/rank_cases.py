@@ -933,7 +933,7 @@ def main(folder, rank, size, device, *chosen):
         rank=int(rank),
         world_size=SIZE,
         init_method=f"file://{folder}/meeting",
-        timeout=timedelta(seconds=200),
+        timeout=timedelta(minutes=10),
     )
     for name in chosen or CASES:
         try:

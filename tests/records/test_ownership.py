@@ -11,7 +11,7 @@ import pytest
 
 from decaylab.errors import DecaylabError
 from decaylab.records import Row, RunStore, ownership
-from decaylab.records.ownership import STALE, Ownership, is_owned, read_owner
+from decaylab.records.ownership import Ownership, is_owned, read_owner
 
 SPEC = 'data = "digits"\nlr = 0.1\n'
 HOLD = """
@@ -23,15 +23,24 @@ print("mine", flush=True)
 time.sleep(600)
 """
 COMPETE = """
-import sys, time
+import os, sys
 from pathlib import Path
 from decaylab.records.ownership import Ownership
-while time.time() < float(sys.argv[2]):
-    pass
+print("ready", flush=True)
+os.read(int(sys.argv[2]), 1)
 own = Ownership(Path(sys.argv[1]))
 print("mine" if own.take() is None else "taken", flush=True)
 sys.stdin.read()
 """
+
+
+STALE = 3600.0  # in these tests: however slow the machine, they end before it
+
+
+@pytest.fixture(autouse=True)
+def stale_after_an_hour(monkeypatch):
+    assert ownership.BEAT < ownership.STALE < STALE
+    monkeypatch.setattr(ownership, "STALE", STALE)
 
 
 @pytest.fixture
@@ -78,7 +87,7 @@ def test_an_id_that_a_new_process_has_got_is_not_the_owner(path):
     assert Ownership(path).take() is None
 
 
-@pytest.mark.parametrize(("age", "lives"), [(0, True), (STALE - 30, True), (STALE + 30, False)])
+@pytest.mark.parametrize(("age", "lives"), [(0, True), (STALE / 2, True), (STALE + 1, False)])
 def test_an_owner_on_another_host_is_stale_after_a_stated_time(path, age, lives):
     Ownership(path).take()
     from_elsewhere(path, age)
@@ -101,14 +110,17 @@ def test_clocks_that_differ_do_no_harm(path, monkeypatch, shift):
 def test_of_many_that_find_a_stale_owner_one_takes_over(path, attempt):
     Ownership(path).take()
     from_elsewhere(path, STALE + 30)
-    begin = str(time.time() + 4)
+    gate, opens = os.pipe()
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", COMPETE, str(path), begin],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", COMPETE, str(path), str(gate)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[gate],
         )
         for _ in range(6)
     ]  # fmt: skip
+    assert {process.stdout.readline() for process in processes} == {"ready\n"}
+    os.close(opens)  # for all at once
+    os.close(gate)
     answers = [process.stdout.readline().strip() for process in processes]
     for process in processes:
         process.communicate()
@@ -161,6 +173,7 @@ def test_a_beat_keeps_the_file_and_makes_it_new(path):
 
 def test_the_heart_beats_while_something_is_owned(path, monkeypatch):
     monkeypatch.setattr(ownership, "BEAT", 0.01)
+    monkeypatch.setattr(ownership, "_heart", ownership._Heart())  # the other may wait for its beat
     own = Ownership(path)
     own.take()
     os.utime(path, (1.0, 1.0))

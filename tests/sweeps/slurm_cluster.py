@@ -76,7 +76,7 @@ def _started(folder):
             daemons.append(
                 subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
             )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and all(daemon.poll() is None for daemon in daemons):
         words = ["sinfo", "-h", "-o", "%T"]
         sinfo = subprocess.run(words, env=environment, capture_output=True, text=True)

@@ -160,7 +160,7 @@ def test_signals_of_a_cluster_save_a_checkpoint(tmp_path, number):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(number)
-    assert process.wait(300) == 128 + number
+    assert process.wait(600) == 128 + number
     assert list(tmp_path.glob("*/checkpoint.safetensors"))
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slurm
 EIGHT = ["reproduce", "table1", "--tier", "quick"]
 EIGHT += ["--only", "dataset=cifar10", "--only", "network=vgg16", "--only", "batch_norm=0"]
 EIGHT += ["--checkpoint-every", "0.2"]
-PATIENCE = 300.0  # seconds, on a busy machine
+PATIENCE = 600.0  # seconds, on a busy machine
 
 
 @pytest.fixture(scope="module")

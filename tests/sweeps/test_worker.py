@@ -190,9 +190,9 @@ def test_when_the_time_is_up_the_running_run_is_saved_and_goes_on_later(tmp_path
 
 
 def test_of_a_limited_time_only_runs_that_should_end_in_it_are_begun(tmp_path):
-    long = replace(TINY, batch_norm=True, epochs=20_000)
+    long = replace(TINY, batch_norm=True, epochs=10_000_000)  # more than an hour anywhere
     behind_it = replace(TINY, batch_norm=True, norm_source=long.id)
-    made = reproduction([long, behind_it, TINY], tmp_path, seconds=300, whole_runs=True)
+    made = reproduction([long, behind_it, TINY], tmp_path, seconds=3600, whole_runs=True)
     list(made.run())
     assert made.outcome.finished == [TINY.id]
     assert made.outcome.left == [long.id, behind_it.id]
