@@ -455,7 +455,7 @@ def expert_nets(kind: type[Experts] = Experts) -> tuple[nn.Module, nn.Module]:
 
 
 # With the tolerances that the dtypes of `expert_nets` allow.
-EXPERTS = [(Experts, 1e-8, 1e-10), (Grouped, 1e-3, 1e-5), (Turned, 1e-3, 1e-5)]
+EXPERTS = [(Experts, 1e-8, 1e-10), (Grouped, 1e-4, 1e-5), (Turned, 1e-4, 1e-5)]
 
 
 @pytest.mark.parametrize(("experts", "rtol", "atol"), EXPERTS)
@@ -484,7 +484,8 @@ def test_steps_of_experts_are_those_of_linear_layers(experts, rtol, atol):
         x[0, 0, 0] = 60.0
     before = nets[0].experts.proj.detach().clone()
     assert_same_training(nets, [], batches, damping=0.1)
-    assert float((nets[0].experts.proj - before).abs().amax((1, 2)).min()) > 100 * atol
+    moved = (nets[0].experts.proj.detach() - before).abs().amax((1, 2))
+    assert float(moved.min()) > 10 * (rtol * float(before.abs().max()) + atol)
     for number, layer in enumerate(nets[1].experts.layers):
         found = nets[0].experts.proj[number]
         weight = layer.weight.T if experts is Turned else layer.weight
