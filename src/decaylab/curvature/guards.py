@@ -114,10 +114,9 @@ def refuse_without_logits(model: nn.Module) -> NoReturn:
     """Refuse a refresh whose passes had no end."""
     raise Lacks(
         "the refresh that is due",
-        "logits",
-        f"{type(model).__name__} was not called itself, or did not return them as one tensor"
-        " [..., C]; build KFAC with the module that does, or call opt.observe(logits) after the"
-        " forward pass",
+        f"logits of {type(model).__name__}",
+        "it was not called itself, or did not return them as one tensor [..., C]; build KFAC with "
+        "the module that does, or call opt.observe(logits) after the forward pass",
     )
 
 
