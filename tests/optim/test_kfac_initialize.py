@@ -203,7 +203,7 @@ def test_buffers_are_left_alone_whatever_the_batches_hold(spoiled):
     before = {name: buffer.clone() for name, buffer in buffers.items()}
     if spoiled:
         batches[1][0, 0] = torch.inf
-        with refuses(Lacks, owner="layer '0'", what="finite values in the initial pass"):
+        with refuses(Lacks, what="finite factors of layer '0'"):
             opt.initialize(batches)
         assert_same(opt.factors(), factors)
     else:

@@ -38,7 +38,7 @@ def check_excluded(
             if child and is_layer(module)
         ]
         if inside and not is_layer(layers[name]):
-            remedy = f"it is not a layer, it has some in it: name these, as {inside[0]!r}"
+            remedy = f"it is not a layer, it has some in it; name these, as {inside[0]!r}"
             raise UnknownName("layer to exclude", name, inside, remedy)
 
 
@@ -69,7 +69,7 @@ def refuse_replicas() -> NoReturn:
     """Refuse nn.DataParallel."""
     raise Conflict(
         ["K-FAC", "nn.DataParallel"],
-        "that runs copies of the model side by side, whose passes cannot be told apart",
+        "the latter runs copies of the model side by side, whose passes cannot be told apart",
         "use DistributedDataParallel",
     )
 
@@ -104,7 +104,7 @@ def check_initial(sums: Mapping[str, Any]) -> None:
     for name, measured in sums.items():
         if not all(bool(side.isfinite().all()) for side in measured.sides):
             remedy = "look for nan or inf in the batches and in the weights"
-            raise Lacks(f"layer {name!r}", "finite values in the initial pass", remedy)
+            raise Lacks("the initial pass", f"finite factors of layer {name!r}", remedy)
 
 
 # -- logits --
@@ -134,7 +134,7 @@ def refuse_unreached(reached: Collection[Any]) -> None:
     """Refuse logits that no observed layer leads to."""
     if not reached:
         remedy = "call opt.observe(logits) right after the forward pass that made them"
-        raise Lacks("the graph of the logits", "last forward pass of a covered layer", remedy)
+        raise Lacks("the graph of the logits", "covered layer of the last forward pass", remedy)
 
 
 def check_heads(
@@ -211,7 +211,7 @@ def check_graph(heads: Sequence[Tensor], outputs: Mapping[Node, Any], measuremen
         if outputs and len(heads) > 1 and outputs.keys().isdisjoint(nodes_behind(head)):
             remedy = "call opt.observe after each forward pass, with its logits"
             owner = "the graph of some of the logits"
-            raise Lacks(owner, "last forward pass of a covered layer", remedy)
+            raise Lacks(owner, "covered layer of the last forward pass", remedy)
 
 
 def refuse_reentrant_checkpoints(logits: Tensor, hidden: Collection[str]) -> None:
@@ -219,7 +219,7 @@ def refuse_reentrant_checkpoints(logits: Tensor, hidden: Collection[str]) -> Non
     if hidden and any("CheckpointFunction" in node.name() for node in nodes_behind(logits)):
         raise Conflict(
             ["K-FAC", f"reentrant activation checkpointing of layer {min(hidden)!r}"],
-            "that hides the layer",
+            "the latter hides the layer",
             "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
         )
 
@@ -266,9 +266,10 @@ class Held:
         gone += [f"layer {n!r}" for n, layer in self._layers.items() if layer not in modules]
         if gone:
             remedy = (
-                "KFAC would step what nobody uses after fully_shard, load_state_dict(assign=True) "
-                "or with another module in its place; build KFAC after such a change and load the "
-                "state_dict() of this one (of a model in shards: use DistributedDataParallel)"
+                "it was replaced (fully_shard, load_state_dict(assign=True), another module in its "
+                "place), and KFAC would step what nobody uses; build KFAC after such a change and "
+                "load the state_dict() of this one (of a model in shards: use "
+                "DistributedDataParallel)"
             )
             raise Lacks("the model", f"{gone[0]} that KFAC was built with", remedy)
 
@@ -319,7 +320,7 @@ def refuse_static_graph(heads: Sequence[Tensor]) -> None:
         if wrapper is not None and wrapper().static_graph:
             raise Conflict(
                 ["K-FAC's backward pass", "DistributedDataParallel's static_graph=True"],
-                "that takes it for the loss's",
+                "the latter takes it for the loss's",
                 "build it without static_graph, or let the model return its logits (and call "
                 "model.module in initialize)",
             )
@@ -342,7 +343,7 @@ def refuse_shards(model: nn.Module) -> None:
     ):
         raise Conflict(
             ["K-FAC", "parameters in shards (FSDP or tensor parallelism)"],
-            "it needs whole layers",
+            "K-FAC needs whole layers",
             "use DistributedDataParallel, or another optimizer",
         )
 
@@ -359,7 +360,7 @@ def check_ranks(*, early: bool, wrapper: Any) -> None:
     if wrapper is not None and wrapper._join_config.enable:
         raise Conflict(
             ["K-FAC", "model.join()"],
-            "that lets a rank leave before the others, who would wait for its part of the factors",
+            "a rank may leave before the others, who would wait for its part of the factors",
             "give all ranks equally many batches, as DistributedSampler does (behind a join(), "
             "which torch leaves on, wrap the network anew)",
         )

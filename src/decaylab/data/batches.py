@@ -96,7 +96,7 @@ class Batches:
         batch is to be asked for by its number.
         """
         if not self._draws:
-            remedy = "call begin_epoch() before batch(): it draws what a batch holds"
+            remedy = "call begin_epoch(), which draws it, before batch()"
             raise Lacks("this epoch", "order of the images", remedy)
         part: slice | Tensor
         rank, size = self._share

@@ -547,7 +547,7 @@ class KFAC(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after construction: blocks are laid out once."""
         if self._laid_out:
-            remedy = "KFAC lays its blocks out once: build a new one with all param groups"
+            remedy = "KFAC lays its blocks out once; build a new one with all param groups"
             raise Misplaced(["add_param_group"], "other optimizers", remedy)
         super().add_param_group(param_group)
 
@@ -606,7 +606,7 @@ class KFAC(torch.optim.Optimizer):
         if skip is not None and self.estimator.measurement.curvature == "empirical-fisher":
             raise Conflict(
                 ["the empirical Fisher", "a GradScaler"],
-                "it is measured on the loss's gradients, which that scales",
+                "the first is measured on the loss's gradients, which the second scales",
                 "use bfloat16 autocast without one, or curvature='fisher'",
             )
         scale = LossScale(getattr(self, "grad_scale", None), skip)

@@ -425,7 +425,7 @@ class TrainingRun:
             )
         if state.get("labels", self._labels) != self._labels:
             raise Mismatch(
-                f"the order of {self.spec.data}'s training images, as archive and parquet files do",
+                f"the order of {self.spec.data} images, as archive and parquet files do",
                 {
                     f"run {self.spec.id} so far": f"checksum {state['labels']:08x}",
                     "now": f"checksum {self._labels:08x}",
