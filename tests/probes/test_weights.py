@@ -6,11 +6,10 @@ import pytest
 import torch
 from oracle.plain_kfac import KFAC
 from oracle.tiny_nets import tiny_net
-from refusals import refuses
 from torch import nn
 
 from decaylab import probes
-from decaylab.errors import Lacks
+from decaylab.errors import DecaylabError
 from decaylab.networks import build
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam, sgd
@@ -131,7 +130,7 @@ class TestEffectiveLearningRate:
     def test_an_unknown_optimizer_asks_for_its_law(self):
         model = self.model()
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.3)
-        with refuses(Lacks, owner="LBFGS", what="known effective learning rate"):
+        with pytest.raises(DecaylabError, match="LBFGS is not known: say which law"):
             probes.effective_learning_rate(model, optimizer)
         got = probes.effective_learning_rate(model, optimizer, law="kfac")
         assert set(got.layers.values()) == {0.3}

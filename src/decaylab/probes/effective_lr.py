@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from decaylab.errors import DecaylabError, Lacks
+from decaylab.errors import DecaylabError
 from decaylab.optim.decay import LawName
 from decaylab.optim.laws import law_named, law_of
 from decaylab.probes.layers import Layers, groups_of, joined_norms, layers_of
@@ -70,11 +70,10 @@ def effective_learning_rate(
         kind = law_named(law) if law else law_of(optimizer, groups[layer])
         power = kind.norm_power
         if power is None:
-            remedy = (
-                "say which law it follows with law='sgd', 'adam' or 'kfac', or as 'law' in its"
-                " param groups"
+            raise DecaylabError(
+                f"the effective learning rate of {type(optimizer).__name__} is not known: say which"
+                " law it follows with law='sgd', 'adam' or 'kfac', or as 'law' in its param groups"
             )
-            raise Lacks(type(optimizer).__name__, "known effective learning rate", remedy)
         used.add((power, kind.name))
         values[layer] = _effective(power, float(groups[layer]["lr"]), norm)
     units = {2: "lr / weight^2", 1: "lr / weight", 0: "lr"}

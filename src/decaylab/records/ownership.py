@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from decaylab.errors import DecaylabError, NotWritten
+from decaylab.errors import DecaylabError
 from decaylab.records.files import disk_errors
 
 BEAT, STALE = 15.0, 120.0
@@ -75,10 +75,9 @@ class Ownership:
         holder = read_owner(self.path)
         if self._owner is not None and (holder is None or holder.token != self._owner.token):
             who = "somebody removed its owner file" if holder is None else f"{holder} has it now"
-            raise NotWritten(
-                f"the rest of run {self.path.parent.name}",
-                f"it was taken over while this process stood still: {who}",
-                "that process goes on from the last checkpoint",
+            raise DecaylabError(
+                f"{self.path.parent.name} was taken over while this process stood still ({who}):"
+                " nothing more is written here; that process goes on from the last checkpoint"
             )
 
     def beat(self) -> None:

@@ -24,11 +24,11 @@ from typing import Any, Literal, get_args
 from decaylab.errors import (
     BadValue,
     Damaged,
+    DecaylabError,
     Lacks,
     Mismatch,
     NoFolder,
     NotRead,
-    NotWritten,
     UnknownName,
     printable,
 )
@@ -205,8 +205,10 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         ownership = Ownership(self.path / "owner.json")
         if (owner := ownership.take()) is not None:
-            remedy = "wait for it to end, or use another --runs folder"
-            raise NotWritten(f"run {self.id}", f"another process writes it, {owner}", remedy)
+            raise DecaylabError(
+                f"run {self.id} is being written by another process ({owner}): wait for it to end,"
+                " or use another --runs folder"
+            )
         self._ownership = ownership
         try:
             spec = self.path / "spec.toml"
@@ -282,8 +284,9 @@ class RunStore:
             remedy = f"`decaylab runs list --runs {self.root}` shows the {len(runs)} there are"
             raise UnknownName("run", name, [run.id for run in runs], remedy)
         examples = ", ".join(run.id for run in matches[:4])
-        remedy = f"{len(matches)} have it ({examples} ...); give more of the id"
-        raise BadValue("the start or end of an id", name, "that of one run", remedy)
+        raise DecaylabError(
+            f"{len(matches)} runs match {name!r} ({examples} ...): give more of the id"
+        )
 
 
 def _plain_toml(text: str) -> dict[str, Any] | None:
