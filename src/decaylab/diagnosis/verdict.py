@@ -276,5 +276,5 @@ def _over_seeds(seeds: Sequence[Finding]) -> Finding:
         pooled_finding,
         verdict=Verdict.CANNOT_TELL,
         reasons=(because(Reason.SEEDS_DISAGREE, counts=counts),),
-        remedies=(because(Reason.MORE_SEEDS, baseline=True),),
+        remedies=(because(Reason.MORE_SEEDS),),
     )
