@@ -5,6 +5,9 @@ steps and gates.
 """
 
 import copy
+import threading
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils.checkpoint import checkpoint
 
 import decaylab
+from decaylab.curvature.capture import _Replaced
 from decaylab.curvature.estimator import KroneckerEstimator
 from decaylab.curvature.kinds.kind import Reason
 from decaylab.curvature.kinds.recurrent import UNROLLED
@@ -578,3 +582,29 @@ def test_a_recurrent_layer_is_a_model_too():
     cross_entropy(logits, labels_for(TIMES, EXAMPLES, classes=WIDTH)).backward()
     opt.step()
     assert opt.factors().keys() == {"weight_ih_l0", "weight_hh_l0"}
+
+
+def test_two_threads_that_begin_at_once_leave_torchs_functions_behind():
+    """The second one comes when the first one has replaced one of two functions."""
+    namespace, halfway, together = SimpleNamespace(a=len, b=max), threading.Event(), []
+    came = threading.Event()
+
+    def substitute(name, function):
+        if name == "a" and halfway.is_set():
+            came.set()
+        if name == "b" and not halfway.is_set():
+            halfway.set()
+            together.append(came.wait(0.2))
+        return partial(function)
+
+    functions, captures = _Replaced(namespace, ["a", "b"], substitute), [object(), object()]
+    threads = [threading.Thread(target=functions.join, args=(capture,)) for capture in captures]
+    threads[0].start()
+    halfway.wait()
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert together == [False]
+    for capture in captures:
+        functions.leave(capture)
+    assert (namespace.a, namespace.b) == (len, max)

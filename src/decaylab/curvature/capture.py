@@ -11,6 +11,7 @@ are met where they are made: while the model runs in an observed pass, and only 
 layers, whose kernels show no product at all, are then computed step by step from such calls.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -359,30 +360,33 @@ class _Replaced:
         self, namespace: Any, names: Iterable[str], substitute: Callable[[str, Any], Any]
     ) -> None:
         self._namespace, self._names, self._substitute = namespace, tuple(names), substitute
-        self.captures: list[Capture] = []
+        self.captures: tuple[Capture, ...] = ()  # a new one for each change: others go through it
         self._before: dict[str, Any] = {}
         self._ours: dict[str, Any] = {}
+        self._lock = threading.RLock()  # models of several threads; a model may be freed in here
 
     def join(self, capture: Capture) -> bool:
         """Whether it had not joined before."""
-        if not self.captures:
-            for name in self._names:
-                self._before[name] = getattr(self._namespace, name)
-                self._ours[name] = self._substitute(name, self._before[name])
-                setattr(self._namespace, name, self._ours[name])
-        new = capture not in self.captures
-        if new:
-            self.captures.append(capture)
-        return new
+        with self._lock:
+            if capture in self.captures:
+                return False
+            if not self.captures:
+                for name in self._names:
+                    self._before[name] = getattr(self._namespace, name)
+                    self._ours[name] = self._substitute(name, self._before[name])
+                    setattr(self._namespace, name, self._ours[name])
+            self.captures = (*self.captures, capture)
+            return True
 
     def leave(self, capture: Capture) -> None:
-        if capture not in self.captures:
-            return
-        self.captures.remove(capture)
-        if not self.captures:
-            for name in self._names:
-                if getattr(self._namespace, name) is self._ours[name]:
-                    setattr(self._namespace, name, self._before[name])
+        with self._lock:
+            if capture not in self.captures:
+                return
+            self.captures = tuple(other for other in self.captures if other is not capture)
+            if not self.captures:
+                for name in self._names:
+                    if getattr(self._namespace, name) is self._ours[name]:
+                        setattr(self._namespace, name, self._before[name])
 
 
 def _reported(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -92,7 +92,10 @@ class Reason(Enum):
         "the runs are not comparable (layer {layer}: norms {pair[0]:.3g} and {pair[1]:.3g} at step"
         " {step}, before decay can act)"
     )
-    OTHER_SETTING = "the runs are not comparable (layer {layer}: {name} {pair[0]:value} and {pair[1]:value}{step:at})"
+    OTHER_SETTING = (
+        "the runs are not comparable (layer {layer}: {name} {pair[0]:value} and"
+        " {pair[1]:value}{step:at})"
+    )
     OTHER_LR = (
         "the runs are not comparable ({lengths:lengths}lr {pair[0]:digits} and {pair[1]:digits} at"
         " step {step})"
