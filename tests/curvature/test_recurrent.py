@@ -5,7 +5,9 @@ steps and gates.
 """
 
 import copy
+import gc
 import threading
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -30,6 +32,7 @@ from decaylab.optim.options import KFACOptions
 
 INPUTS, WIDTH, CLASSES, TIMES, EXAMPLES = 3, 4, 3, 5, 4
 TORCHS = {name: getattr(_VF, name) for name in UNROLLED}
+LINEAR = F.linear
 
 LAYERS = {
     "rnn": lambda **o: nn.RNN(INPUTS, WIDTH, **o),
@@ -584,27 +587,72 @@ def test_a_recurrent_layer_is_a_model_too():
     assert opt.factors().keys() == {"weight_ih_l0", "weight_hh_l0"}
 
 
-def test_two_threads_that_begin_at_once_leave_torchs_functions_behind():
-    """The second one comes when the first one has replaced one of two functions."""
-    namespace, halfway, together = SimpleNamespace(a=len, b=max), threading.Event(), []
-    came = threading.Event()
+def test_a_thread_that_comes_while_another_replaces_functions_has_all_of_them():
+    namespace, halfway, came = SimpleNamespace(a=len, b=max), threading.Event(), threading.Event()
+    captures, whole = [nn.Identity(), nn.Identity()], []
 
     def substitute(name, function):
-        if name == "a" and halfway.is_set():
-            came.set()
-        if name == "b" and not halfway.is_set():
+        if name == "b":
             halfway.set()
-            together.append(came.wait(0.2))
+            came.wait(0.2)
         return partial(function)
 
-    functions, captures = _Replaced(namespace, ["a", "b"], substitute), [object(), object()]
-    threads = [threading.Thread(target=functions.join, args=(capture,)) for capture in captures]
-    threads[0].start()
-    halfway.wait()
-    threads[1].start()
+    functions = _Replaced(namespace, ["a", "b"], substitute)
+
+    def join_second():
+        halfway.wait()
+        functions.join(captures[1])
+        whole.append(namespace.a is not len and namespace.b is not max)
+        came.set()
+
+    threads = [threading.Thread(target=functions.join, args=captures[:1])]
+    threads.append(threading.Thread(target=join_second))
+    for thread in threads:
+        thread.start()
     for thread in threads:
         thread.join()
-    assert together == [False]
+    assert whole == [True]
     for capture in captures:
         functions.leave(capture)
     assert (namespace.a, namespace.b) == (len, max)
+
+
+def interrupted_net():
+    """A net, its K-FAC and a pass that Ctrl-C ended inside the recurrent layer."""
+    model = nn.Sequential(nn.LSTMCell(INPUTS, WIDTH), TakesFirst(), nn.Linear(WIDTH, CLASSES))
+    optimizer = decaylab.KFAC(model)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    chunk, torch.Tensor.chunk = torch.Tensor.chunk, interrupt
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.zeros(EXAMPLES, INPUTS))
+    finally:
+        torch.Tensor.chunk = chunk
+    return model, optimizer
+
+
+class TakesFirst(nn.Module):
+    def forward(self, pair):
+        return pair[0]
+
+
+def test_an_interrupted_pass_leaves_torchs_functions_after_the_next_one():
+    model, optimizer = interrupted_net()
+    model(torch.zeros(EXAMPLES, INPUTS))
+    assert {name: getattr(_VF, name) for name in UNROLLED} == TORCHS
+    assert F.linear is LINEAR
+    optimizer.detach()
+
+
+def test_an_interrupted_pass_keeps_neither_the_model_nor_its_functions():
+    """As in a notebook, where the next model is a new one."""
+    pair = interrupted_net()
+    alive = weakref.ref(pair[0])
+    del pair
+    gc.collect()
+    assert alive() is None
+    assert {name: getattr(_VF, name) for name in UNROLLED} == TORCHS
+    assert F.linear is LINEAR

@@ -353,39 +353,50 @@ class Capture:
 class _Replaced:
     """Functions of a namespace that are others while captures want it; otherwise they are torch's.
 
-    `substitute` makes the other one, from the name and torch's own.
+    `substitute` makes the other one, from the name and torch's own. Captures join for a pass and
+    leave after it; one that an interrupt (Ctrl-C) keeps from leaving does so when it is freed.
     """
 
     def __init__(
         self, namespace: Any, names: Iterable[str], substitute: Callable[[str, Any], Any]
     ) -> None:
         self._namespace, self._names, self._substitute = namespace, tuple(names), substitute
-        self.captures: tuple[Capture, ...] = ()  # a new one for each change: others go through it
+        self._members: tuple[weakref.ref[Capture], ...] = ()
         self._before: dict[str, Any] = {}
         self._ours: dict[str, Any] = {}
-        self._lock = threading.RLock()  # models of several threads; a model may be freed in here
+        self._lock = threading.RLock()  # a capture may be freed in here, by the same thread
+
+    @property
+    def captures(self) -> list[Capture]:
+        """Those that have joined."""
+        return [capture for member in self._members if (capture := member()) is not None]
 
     def join(self, capture: Capture) -> bool:
         """Whether it had not joined before."""
         with self._lock:
             if capture in self.captures:
                 return False
-            if not self.captures:
-                for name in self._names:
-                    self._before[name] = getattr(self._namespace, name)
-                    self._ours[name] = self._substitute(name, self._before[name])
-                    setattr(self._namespace, name, self._ours[name])
-            self.captures = (*self.captures, capture)
+            self._members = (*self._members, weakref.ref(capture, self._update))
+            self._update()
             return True
 
     def leave(self, capture: Capture) -> None:
         with self._lock:
-            if capture not in self.captures:
-                return
-            self.captures = tuple(other for other in self.captures if other is not capture)
-            if not self.captures:
+            self._members = tuple(m for m in self._members if m() is not capture)
+            self._update()
+
+    def _update(self, _: Any = None) -> None:
+        with self._lock:
+            self._members = tuple(m for m in self._members if m() is not None)
+            if self._members and not self._ours:
                 for name in self._names:
-                    if getattr(self._namespace, name) is self._ours[name]:
+                    self._before[name] = getattr(self._namespace, name)
+                    self._ours[name] = self._substitute(name, self._before[name])
+                    setattr(self._namespace, name, self._ours[name])
+            elif not self._members:
+                ours, self._ours = self._ours, {}
+                for name, function in ours.items():
+                    if getattr(self._namespace, name) is function:
                         setattr(self._namespace, name, self._before[name])
 
 
