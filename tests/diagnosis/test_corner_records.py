@@ -538,3 +538,8 @@ def test_optimizers_of_one_power_and_another_law_are_not_compared():
     lion = watched_with(lambda p: torch.optim.Adam([{"params": list(p), "law": "lion"}], lr=0.01))
     assert diagnose(run, adam).baselines
     assert reasons(diagnose(run, lion).troubles) == {Reason.OTHER_OPTIMIZER}
+
+
+def test_no_run_at_all_is_refused():
+    with pytest.raises(DecaylabError, match="the list of runs has no run: give one or more"):
+        diagnose([])
