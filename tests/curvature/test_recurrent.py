@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils.checkpoint import checkpoint
 
 import decaylab
-from decaylab.curvature.capture import _Replaced
+from decaylab.curvature.capture import GRAPHS_REMEMBERED, _Replaced
 from decaylab.curvature.estimator import KroneckerEstimator
 from decaylab.curvature.kinds.kind import Reason
 from decaylab.curvature.kinds.recurrent import UNROLLED
@@ -656,3 +656,22 @@ def test_an_interrupted_pass_keeps_neither_the_model_nor_its_functions():
     assert alive() is None
     assert {name: getattr(_VF, name) for name in UNROLLED} == TORCHS
     assert F.linear is LINEAR
+
+
+def test_sequences_of_any_number_of_lengths_are_remembered_in_bounded_memory():
+    model = LastStep(nn.GRU(INPUTS, WIDTH))
+    optimizer = decaylab.KFAC(model, refresh_every=1)
+    for times in range(1, 2 * GRAPHS_REMEMBERED + 1):
+        F.cross_entropy(model(torch.zeros(times, EXAMPLES, INPUTS)), torch.arange(4) % 3).backward()
+        optimizer.step()
+    graphs = optimizer.estimator._through_the_graph
+    assert len(graphs._ends) == GRAPHS_REMEMBERED
+
+
+class LastStep(nn.Module):
+    def __init__(self, recurrent):
+        super().__init__()
+        self.recurrent, self.head = recurrent, nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.recurrent(x)[0][-1])

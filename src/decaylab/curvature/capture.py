@@ -32,6 +32,8 @@ from decaylab.networks.preserve import preserved
 # Functions that are called with (input, weight, bias, ...) for a layer's product, and one that is
 # called with (inputs, weights, offs=...), for rows that each belong to one of many matrices.
 FUNCTIONS = ("linear", "conv1d", "conv2d", "conv3d", "grouped_mm")
+# So many kinds of passes are remembered: sequences of every length, experts that are met or not.
+GRAPHS_REMEMBERED = 32
 
 
 @dataclass(eq=False)
@@ -473,6 +475,8 @@ class BackPropagation:
             self._through(logits, vectors, missed_calls, frozenset(range(len(missed_calls))), use)
             return
         self._ends[names] = ends
+        if len(self._ends) > GRAPHS_REMEMBERED:
+            del self._ends[next(iter(self._ends))]  # the oldest
 
     def _through(
         self,
