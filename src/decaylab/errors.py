@@ -57,6 +57,10 @@ class Diverged(DecaylabError):
     exit_code = 3
 
 
+class MadeElsewhere(DecaylabError):
+    """A run that another process writes, or has taken over from this one."""
+
+
 @dataclass(eq=False)
 class TypedError(DecaylabError):
     """An error that many places can meet: type and fields say what is wrong; words are here."""

@@ -5,6 +5,11 @@ steps and gates.
 """
 
 import copy
+import gc
+import threading
+import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +23,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils.checkpoint import checkpoint
 
 import decaylab
+from decaylab.curvature.capture import GRAPHS_REMEMBERED, _Replaced
 from decaylab.curvature.estimator import KroneckerEstimator
 from decaylab.curvature.kinds.kind import Reason
 from decaylab.curvature.kinds.recurrent import UNROLLED
@@ -26,6 +32,7 @@ from decaylab.optim.options import KFACOptions
 
 INPUTS, WIDTH, CLASSES, TIMES, EXAMPLES = 3, 4, 3, 5, 4
 TORCHS = {name: getattr(_VF, name) for name in UNROLLED}
+LINEAR = F.linear
 
 LAYERS = {
     "rnn": lambda **o: nn.RNN(INPUTS, WIDTH, **o),
@@ -578,3 +585,93 @@ def test_a_recurrent_layer_is_a_model_too():
     cross_entropy(logits, labels_for(TIMES, EXAMPLES, classes=WIDTH)).backward()
     opt.step()
     assert opt.factors().keys() == {"weight_ih_l0", "weight_hh_l0"}
+
+
+def test_a_thread_that_comes_while_another_replaces_functions_has_all_of_them():
+    namespace, halfway, came = SimpleNamespace(a=len, b=max), threading.Event(), threading.Event()
+    captures, whole = [nn.Identity(), nn.Identity()], []
+
+    def substitute(name, function):
+        if name == "b":
+            halfway.set()
+            came.wait(0.2)
+        return partial(function)
+
+    functions = _Replaced(namespace, ["a", "b"], substitute)
+
+    def join_second():
+        halfway.wait()
+        functions.join(captures[1])
+        whole.append(namespace.a is not len and namespace.b is not max)
+        came.set()
+
+    threads = [threading.Thread(target=functions.join, args=captures[:1])]
+    threads.append(threading.Thread(target=join_second))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert whole == [True]
+    for capture in captures:
+        functions.leave(capture)
+    assert (namespace.a, namespace.b) == (len, max)
+
+
+def interrupted_net():
+    """A net, its K-FAC and a pass that Ctrl-C ended inside the recurrent layer."""
+    model = nn.Sequential(nn.LSTMCell(INPUTS, WIDTH), TakesFirst(), nn.Linear(WIDTH, CLASSES))
+    optimizer = decaylab.KFAC(model)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    chunk, torch.Tensor.chunk = torch.Tensor.chunk, interrupt
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.zeros(EXAMPLES, INPUTS))
+    finally:
+        torch.Tensor.chunk = chunk
+    return model, optimizer
+
+
+class TakesFirst(nn.Module):
+    def forward(self, pair):
+        return pair[0]
+
+
+def test_an_interrupted_pass_leaves_torchs_functions_after_the_next_one():
+    model, optimizer = interrupted_net()
+    model(torch.zeros(EXAMPLES, INPUTS))
+    assert {name: getattr(_VF, name) for name in UNROLLED} == TORCHS
+    assert F.linear is LINEAR
+    optimizer.detach()
+
+
+def test_an_interrupted_pass_keeps_neither_the_model_nor_its_functions():
+    """As in a notebook, where the next model is a new one."""
+    pair = interrupted_net()
+    alive = weakref.ref(pair[0])
+    del pair
+    gc.collect()
+    assert alive() is None
+    assert {name: getattr(_VF, name) for name in UNROLLED} == TORCHS
+    assert F.linear is LINEAR
+
+
+def test_sequences_of_any_number_of_lengths_are_remembered_in_bounded_memory():
+    model = LastStep(nn.GRU(INPUTS, WIDTH))
+    optimizer = decaylab.KFAC(model, refresh_every=1)
+    for times in range(1, 2 * GRAPHS_REMEMBERED + 1):
+        F.cross_entropy(model(torch.zeros(times, EXAMPLES, INPUTS)), torch.arange(4) % 3).backward()
+        optimizer.step()
+    graphs = optimizer.estimator._through_the_graph
+    assert len(graphs._ends) == GRAPHS_REMEMBERED
+
+
+class LastStep(nn.Module):
+    def __init__(self, recurrent):
+        super().__init__()
+        self.recurrent, self.head = recurrent, nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.recurrent(x)[0][-1])

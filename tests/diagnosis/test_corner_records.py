@@ -468,3 +468,78 @@ def test_a_run_is_no_baseline_or_seed_of_itself(tmp_path):
         diagnose([watched, tmp_path])
     with pytest.raises(DecaylabError, match="is given twice"):
         diagnose(tmp_path, [tmp_path / "." / ""])
+
+
+BATCH = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+class FindsItsRate(torch.optim.Optimizer):
+    """SGD with d lr for its learning rate, as D-Adaptation and Prodigy have: d grows to its own."""
+
+    def __init__(self, params, weight_decay):
+        defaults = {"lr": 1.0, "weight_decay": weight_decay, "d": 1e-3, "law": "sgd"}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["d"] = min(1.2 * group["d"], 0.1)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.mul_(1 - group["d"] * group["lr"] * group["weight_decay"])
+                    parameter.sub_(parameter.grad, alpha=group["d"] * group["lr"])
+
+
+def watched_with(make):
+    model = small_net()
+    optimizer = make(model.parameters())
+    with watch(model, optimizer, every=10, probes="diagnosis", inputs=BATCH) as watched:
+        train(model, optimizer, 100)
+    return watched
+
+
+@pytest.mark.filterwarnings("ignore:watch. effective_lr.*it finds its learning rate itself")
+def test_decay_at_a_learning_rate_that_the_optimizer_finds_is_decay():
+    """What it takes per step is not known; that there is some is, and how far the weights turn."""
+    run = watched_with(lambda p: FindsItsRate(p, 0.5))
+    plain = watched_with(lambda p: FindsItsRate(p, 0.0))
+    alone, paired = diagnose(run), diagnose(run, plain)
+    assert alone.decays
+    assert not alone.troubles
+    assert reasons(alone["effective l"]) == {Reason.LAW_UNKNOWN, Reason.GIVE_BASELINE}
+    assert paired.baselines
+    assert paired["effective l"].quantity == "rotation"
+    assert read_run(run).layers["0"].unknown.reason is Reason.OWN_LR
+
+
+@pytest.mark.filterwarnings("ignore:watch. effective_lr.*it finds its learning rate itself")
+def test_decay_at_a_learning_rate_that_one_of_two_optimizers_finds_is_recorded_as_finite():
+    model = small_net()
+    found = FindsItsRate(model[0].parameters(), 0.5)
+    given = torch.optim.SGD(model[3].parameters(), lr=0.1, weight_decay=0.1)
+    with watch(model, [given, found], every=5, probes="diagnosis", inputs=BATCH) as run:
+        train(model, given, 10, after=found.step)
+    names = [name for name in run.records.names() if name.startswith("decay_exposure")]
+    assert names == ["decay_exposure/3"]
+    assert not run.records.not_finite()
+
+
+@pytest.mark.filterwarnings("ignore:watch. effective_lr.*it finds its learning rate itself")
+def test_a_learning_rate_that_is_found_is_not_compared_with_one_that_is_given():
+    run = watched_with(lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5))
+    assert reasons(diagnose(run, watched_with(lambda p: FindsItsRate(p, 0.0))).troubles) == {
+        Reason.OTHER_OPTIMIZER
+    }
+
+
+def test_optimizers_of_one_power_and_another_law_are_not_compared():
+    run = watched_with(lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.5))
+    adam = watched_with(lambda p: torch.optim.Adam(p, lr=0.01))
+    lion = watched_with(lambda p: torch.optim.Adam([{"params": list(p), "law": "lion"}], lr=0.01))
+    assert diagnose(run, adam).baselines
+    assert reasons(diagnose(run, lion).troubles) == {Reason.OTHER_OPTIMIZER}
+
+
+def test_no_run_at_all_is_refused():
+    with pytest.raises(DecaylabError, match="the list of runs has no run: give one or more"):
+        diagnose([])

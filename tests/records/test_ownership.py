@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -132,15 +134,84 @@ def test_who_only_sees_a_stale_owner_vanish_does_not_own_the_folder(path, monkey
     from_elsewhere(path, STALE + 30)
     tries = []
 
-    def removed_by_another(own, mine, stale):
-        tries.append(stale)
+    def removed_by_another(file, mine):
+        tries.append(file)
         if len(tries) == 3:
-            path.unlink()
+            file.unlink()
 
-    monkeypatch.setattr(Ownership, "_remove_stale", removed_by_another)
+    monkeypatch.setattr(ownership, "_remove_stale", removed_by_another)
     assert Ownership(path).take() is not None
     assert len(tries) == 3
     assert not path.exists()
+
+
+def test_a_killed_takeover_is_cleared_away_by_one_of_two_that_find_it(path, monkeypatch):
+    """One of them stands still after its look at it, the other before it removes the stale file."""
+    takeover = path.with_name(path.name + ".takeover")
+    for left_by_a_killed_process in (path, takeover):
+        Ownership(left_by_a_killed_process).take()
+        from_elsewhere(left_by_a_killed_process, STALE + 30)
+    is_alive, unlink = ownership.is_alive, Path.unlink
+    stands = {"late": threading.Event(), "first": threading.Event()}
+    goes_on = {name: threading.Event() for name in stands}
+    own = {name: Ownership(path) for name in stands}
+    taken = {}
+
+    def stand_still(name):
+        if threading.current_thread().name == name and not stands[name].is_set():
+            stands[name].set()
+            goes_on[name].wait()
+
+    def look(owner, file):
+        alive = is_alive(owner, file)
+        if file == takeover:
+            stand_still("late")
+        return alive
+
+    def remove(file, missing_ok=False):
+        if file == path:
+            stand_still("first")
+        unlink(file, missing_ok=missing_ok)
+
+    def take():
+        name = threading.current_thread().name
+        taken[name] = own[name].take() is None
+
+    monkeypatch.setattr(ownership, "is_alive", look)
+    monkeypatch.setattr(Path, "unlink", remove)
+    late, first = (threading.Thread(target=take, name=name) for name in stands)
+    late.start()
+    stands["late"].wait()
+    first.start()
+    stands["first"].wait()
+    goes_on["late"].set()
+    late.join()
+    goes_on["first"].set()
+    first.join()
+    assert sorted(taken.values()) == [False, True]
+    for name in stands:
+        own[name].check()
+
+
+def test_a_file_that_said_nothing_and_is_gone_is_not_removed_again(path, monkeypatch):
+    """It might be a new owner's by then."""
+    path.write_text("")
+    os.utime(path, (1.0, 1.0))
+    create, unlink, removed = ownership._create, Path.unlink, []
+
+    def after_another(file, owner):
+        if file != path:
+            unlink(path, missing_ok=True)
+        return create(file, owner)
+
+    def remove(file, missing_ok=False):
+        removed.append(file)
+        unlink(file, missing_ok=missing_ok)
+
+    monkeypatch.setattr(ownership, "_create", after_another)
+    monkeypatch.setattr(Path, "unlink", remove)
+    assert Ownership(path).take() is None
+    assert path not in removed
 
 
 def test_who_was_suspended_and_taken_over_writes_nothing_more(tmp_path):

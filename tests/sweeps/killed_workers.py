@@ -46,11 +46,9 @@ def reproduce(runs, checkpoint_every=0.0):
 
 
 def in_a_process(work):
-    sys.stdout.flush()
     process = os.fork()
     if process == 0:
         work()
-        sys.stdout.flush()
         os._exit(0)
     return process
 
@@ -77,7 +75,9 @@ def main():
     kills, processes = map(int, sys.argv[3:])
 
     def make():
-        print("made", *reproduce(runs).finished)
+        line = " ".join(["made", *reproduce(runs).finished])
+        # whole: `print` may write word by word (PYTHONUNBUFFERED), into the line of another process
+        os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
     def make_until_killed():
         countdown = Countdown(moments, sys.stdout.fileno())

@@ -1,5 +1,6 @@
 import errno
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from sweeps.records import numbers
 from decaylab.data import load
 from decaylab.errors import NotWritten
 from decaylab.records import RunFolder, RunStore
+from decaylab.records.ownership import Ownership
 from decaylab.sweeps import worker as module
 from decaylab.sweeps.plan import PlannedRun
 from decaylab.sweeps.worker import Worker, WorkerOptions
@@ -273,6 +275,21 @@ def test_a_run_that_another_process_makes_before_its_turn_is_not_made_here(
     assert made.outcome.before == [TINY.id]
     assert not made.outcome.finished
     assert RunStore(tmp_path).folder(TINY.id).checkpoint.exists() == keep_checkpoints
+
+
+def test_a_run_that_another_process_takes_over_this_moment_is_made_elsewhere(tmp_path):
+    folder = RunStore(tmp_path).folder(TINY.id)
+    folder.path.mkdir()
+    owner = folder.path / "owner.json"
+    Ownership(owner).take()
+    owner.write_text(json.dumps({**json.loads(owner.read_text()), "started": 0}))  # it was killed
+    taking_over = Ownership(owner.with_name(owner.name + ".takeover"))
+    assert taking_over.take() is None
+    made = reproduction([TINY], tmp_path)
+    assert [event.kind for event in made.run()] == ["begun"]
+    assert made.outcome.elsewhere == [TINY.id]
+    assert not made.outcome.failed
+    taking_over.release()
 
 
 @pytest.mark.parametrize("ends", [True, False])

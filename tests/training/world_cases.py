@@ -3,6 +3,7 @@
 In double precision. Prints "CASE ok", or what differs, for each.
 """
 
+import os
 import sys
 import traceback
 import warnings
@@ -75,6 +76,11 @@ def everything(progress):
     }
 
 
+def tell(line):
+    """In one write: `print` may take several, and the other process writes between them."""
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
+
+
 def main(*chosen):
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -85,9 +91,9 @@ def main(*chosen):
                 off = compared(CASES[name], data, world)
                 limits = {key: IN_SINGLE_PRECISION.get(key, TOLERANCE) for key in off}
                 wrong = {key: value for key, value in off.items() if not value <= limits[key]}
-                print(name, wrong if wrong else "ok", flush=True)
+                tell(f"{name} {wrong or 'ok'}")
             except BaseException:
-                print(name, "failed", traceback.format_exc(), flush=True)
+                tell(f"{name} failed {traceback.format_exc()}")
                 leave(1)
     leave(0)
 

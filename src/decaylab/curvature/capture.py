@@ -11,6 +11,7 @@ are met where they are made: while the model runs in an observed pass, and only 
 layers, whose kernels show no product at all, are then computed step by step from such calls.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ from decaylab.networks.preserve import preserved
 # Functions that are called with (input, weight, bias, ...) for a layer's product, and one that is
 # called with (inputs, weights, offs=...), for rows that each belong to one of many matrices.
 FUNCTIONS = ("linear", "conv1d", "conv2d", "conv3d", "grouped_mm")
+# So many kinds of passes are remembered: sequences of every length, experts that are met or not.
+GRAPHS_REMEMBERED = 32
 
 
 @dataclass(eq=False)
@@ -352,37 +355,51 @@ class Capture:
 class _Replaced:
     """Functions of a namespace that are others while captures want it; otherwise they are torch's.
 
-    `substitute` makes the other one, from the name and torch's own.
+    `substitute` makes the other one, from the name and torch's own. Captures join for a pass and
+    leave after it; one that an interrupt (Ctrl-C) keeps from leaving does so when it is freed.
     """
 
     def __init__(
         self, namespace: Any, names: Iterable[str], substitute: Callable[[str, Any], Any]
     ) -> None:
         self._namespace, self._names, self._substitute = namespace, tuple(names), substitute
-        self.captures: list[Capture] = []
+        self._members: tuple[weakref.ref[Capture], ...] = ()
         self._before: dict[str, Any] = {}
         self._ours: dict[str, Any] = {}
+        self._lock = threading.RLock()  # a capture may be freed in here, by the same thread
+
+    @property
+    def captures(self) -> list[Capture]:
+        """Those that have joined."""
+        return [capture for member in self._members if (capture := member()) is not None]
 
     def join(self, capture: Capture) -> bool:
         """Whether it had not joined before."""
-        if not self.captures:
-            for name in self._names:
-                self._before[name] = getattr(self._namespace, name)
-                self._ours[name] = self._substitute(name, self._before[name])
-                setattr(self._namespace, name, self._ours[name])
-        new = capture not in self.captures
-        if new:
-            self.captures.append(capture)
-        return new
+        with self._lock:
+            if capture in self.captures:
+                return False
+            self._members = (*self._members, weakref.ref(capture, self._update))
+            self._update()
+            return True
 
     def leave(self, capture: Capture) -> None:
-        if capture not in self.captures:
-            return
-        self.captures.remove(capture)
-        if not self.captures:
-            for name in self._names:
-                if getattr(self._namespace, name) is self._ours[name]:
-                    setattr(self._namespace, name, self._before[name])
+        with self._lock:
+            self._members = tuple(m for m in self._members if m() is not capture)
+            self._update()
+
+    def _update(self, _: Any = None) -> None:
+        with self._lock:
+            self._members = tuple(m for m in self._members if m() is not None)
+            if self._members and not self._ours:
+                for name in self._names:
+                    self._before[name] = getattr(self._namespace, name)
+                    self._ours[name] = self._substitute(name, self._before[name])
+                    setattr(self._namespace, name, self._ours[name])
+            elif not self._members:
+                ours, self._ours = self._ours, {}
+                for name, function in ours.items():
+                    if getattr(self._namespace, name) is function:
+                        setattr(self._namespace, name, self._before[name])
 
 
 def _reported(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -458,6 +475,8 @@ class BackPropagation:
             self._through(logits, vectors, missed_calls, frozenset(range(len(missed_calls))), use)
             return
         self._ends[names] = ends
+        if len(self._ends) > GRAPHS_REMEMBERED:
+            del self._ends[next(iter(self._ends))]  # the oldest
 
     def _through(
         self,

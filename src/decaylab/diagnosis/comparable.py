@@ -56,7 +56,9 @@ def _same_layers(run: Run, other: Run, decay: Sequence[str]) -> Because | None:
         if counterpart is None or not layer.settings or not counterpart.settings:
             continue
         powers = (layer.law.norm_power, counterpart.law.norm_power)
-        if None not in powers and powers[0] != powers[1]:
+        known = None not in powers
+        other_law = (type(layer.law), powers[0]) != (type(counterpart.law), powers[1])
+        if (known and other_law) or layer.own_lr != counterpart.own_lr:
             return because(Reason.OTHER_OPTIMIZER, layer=name)
         norms = ratio(layer.norms, counterpart.norms)
         why_not = (norms and _starts_otherwise(layer, counterpart, norms[0])) or _stepped_otherwise(
@@ -123,7 +125,7 @@ def _stepped_otherwise(
                     Reason.OTHER_SETTING, layer=layer.name, name=name, pair=pair, step=later
                 )
         if step and abs((mine.lr or 0.0) - (theirs.lr or 0.0)) > margin:
-            return because(Reason.OTHER_LR, pair=(mine.lr, theirs.lr), step=step)
+            return because(Reason.OTHER_LR, pair=(mine.lr or 0.0, theirs.lr or 0.0), step=step)
     return None
 
 

@@ -32,6 +32,8 @@ def decay_rate(settings: LayerSettings) -> float | Because:
         return because(Reason.KIND_UNKNOWN, kind=settings.decay)
     if settings.decay == "l2" and not isinstance(law_for(settings), Sgd):
         return because(Reason.L2_RESCALED)
+    if settings.lr is None and settings.decay != "independent":
+        return because(Reason.OWN_LR)
     rate = shrink_under(settings, settings.weight_decay)
     if 0 < rate < settings.rounding:
         return because(Reason.ROUNDED_AWAY)
@@ -84,7 +86,7 @@ class RecordedLayer:
     @cached_property
     def law(self) -> Law:
         """How its steps depend on its norm."""
-        if not self.settings or self.off_law or self.changed_law:
+        if not self.settings or self.off_law or self.changed_law or self.own_lr:
             return Unknown()
         law = law_for(self.first)
         return law.clipped() if self.clipped else law
@@ -93,6 +95,11 @@ class RecordedLayer:
     def changed_law(self) -> bool:
         """Whether it was stepped by another kind of optimizer for a time."""
         return len({type(law_for(settings)) for _, settings in self.settings}) > 1
+
+    @cached_property
+    def own_lr(self) -> bool:
+        """Whether its optimizer finds its learning rate itself, at least for a time."""
+        return any(settings.lr is None for _, settings in self.settings)
 
     @cached_property
     def stepping(self) -> Timeline:
@@ -127,7 +134,9 @@ class RecordedLayer:
     @cached_property
     def lost(self) -> bool:
         """Whether rounding undoes all of its decay."""
-        decaying = [settings for _, settings in self.settings if settings.decays and settings.lr]
+        decaying = [
+            settings for _, settings in self.settings if settings.decays and settings.lr != 0
+        ]
         return bool(decaying) and all(settings.lost for settings in decaying)
 
     @cached_property

@@ -237,7 +237,7 @@ def _turned(compared: Comparison, damping: Finding) -> Finding:
     if clipped and (unknown or kfac_clipped) and (invariant or not recorded):
         return _cannot_tell(mechanism, because(Reason.CLIPPED, share=clipped), Reason.NO_CLIPPING)
     if unknown and not recorded:
-        changed = any(layer.changed_law for layer in layers)
+        changed = any(layer.changed_law or layer.own_lr for layer in layers)
         angles = baseline is None and all("rotation" in layer.series for layer in layers)
         remedies = [Reason.GIVE_BASELINE] if angles or changed else []
         remedies += [] if changed else [Reason.NAME_THE_LAW]
@@ -443,7 +443,7 @@ def _judged_factor(
         return early
     acting_layers = [row.layer for row in rows if row.effect and row.effect.value >= RULES.acts]
     against_baseline = effect.source is ComparedWith.BASELINE
-    remedies = [because(Reason.MORE_SEEDS, baseline=against_baseline)]
+    remedies = [because(Reason.MORE_SEEDS)]
     reasons = _said_of_change(change, verdict, thresholds[0], taken)
     if verdict is DOES_NOT_ACT and acting_layers and not joint:
         verdict = CANNOT_TELL  # one layer of many is not lost in the mean

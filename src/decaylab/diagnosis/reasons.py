@@ -93,7 +93,8 @@ class Reason(Enum):
         " {step}, before decay can act)"
     )
     OTHER_SETTING = (
-        "the runs are not comparable (layer {layer}: {name} {pair[0]} and {pair[1]}{step:at})"
+        "the runs are not comparable (layer {layer}: {name} {pair[0]:value} and"
+        " {pair[1]:value}{step:at})"
     )
     OTHER_LR = (
         "the runs are not comparable ({lengths:lengths}lr {pair[0]:digits} and {pair[1]:digits} at"
@@ -105,7 +106,7 @@ class Reason(Enum):
         " {largest:digits}: use the same data, batch size and seed)"
     )
     SEED_LEFT_OUT = "left out: {why:sentence}"
-    DIFFERS = "{name} differs: {pair[0]} and {pair[1]}"
+    DIFFERS = "{name} differs: {pair[0]:value} and {pair[1]:value}"
     STEPS_DIFFER = "steps differ: {pair[0]} and {pair[1]}; only those in both are compared"
     # a layer that cannot be judged
     FROZEN = "frozen: it is not trained"
@@ -117,6 +118,7 @@ class Reason(Enum):
     # what decay takes of a layer is not known
     L2_RESCALED = "the optimizer rescales L2"
     KIND_UNKNOWN = "its decay is {kind!r}, which removes no fixed fraction of the weights"
+    OWN_LR = "its optimizer finds its learning rate itself"
     ROUNDED_AWAY = "its weights have 16 bits, and rounding may undo the decay"
     TAKES_ALL = "decay is strong enough to remove all of the weights in one step"
     # a layer's part in a mechanism

@@ -269,7 +269,7 @@ def _layer(
     recording: Recording, series: Mapping[str, Series], name: str, clips: float
 ) -> RecordedLayer:
     timeline, latest = recording.settings.get(name, ()), _latest(recording, name)
-    usable = tuple(item for item in timeline if item[1].lr is not None and not item[1].frozen)
+    usable = tuple(item for item in timeline if item[1].recorded and not item[1].frozen)
     recorded = series.get(f"weight_norm/{name}", ())
     norms = tuple((step, norm) for step, norm in recorded if norm > 0)  # zeros: no direction
     below = latest.floor is not None and any(norm < latest.floor for _, norm in norms)
@@ -368,7 +368,7 @@ def _why_skipped(
     now = trained[-1] if trained else None  # of a layer that was frozen later, what was before
     if now is not None and not now.stepped:
         return because(Reason.NOT_STEPPED)
-    if now is None or now.lr is None:
+    if now is None or not now.recorded:
         return because(Reason.NO_LAYER_SETTINGS)
     if len(recorded) < 2:
         return because(Reason.RECORDED_ONCE)

@@ -16,7 +16,7 @@ from decaylab.diagnosis.mechanisms import Finding, distinct, findings
 from decaylab.diagnosis.outcome import Outcome, outcome_of
 from decaylab.diagnosis.reasons import Because, Reason, Verdict, because, has
 from decaylab.diagnosis.runs import Comparison, Run, read_run
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, Lacks
 from decaylab.records.sources import Source
 
 
@@ -135,7 +135,9 @@ def diagnose(
     decay (`laws.dynamics`); the second cannot be told. Thresholds: `rules.Rules`.
     """
     sources, others = _listed(run), _listed(baseline)
-    several = len(sources) != 1 or len(others) > 1
+    if not sources:
+        raise Lacks("the list of runs", "run", "give one or more (a pattern may match no folder)")
+    several = len(sources) > 1 or len(others) > 1
     mine = [
         read_run(source, f"run {i}" if several else "the watched run")
         for i, source in enumerate(sources, start=1)
@@ -276,5 +278,5 @@ def _over_seeds(seeds: Sequence[Finding]) -> Finding:
         pooled_finding,
         verdict=Verdict.CANNOT_TELL,
         reasons=(because(Reason.SEEDS_DISAGREE, counts=counts),),
-        remedies=(because(Reason.MORE_SEEDS, baseline=True),),
+        remedies=(because(Reason.MORE_SEEDS),),
     )

@@ -169,6 +169,10 @@ def _more_like_it(others: int) -> str:
     return f" There {'is' if others == 1 else 'are'} {others} more like it." if others else ""
 
 
+def _value(setting: Any) -> str:
+    return "not set" if setting is None else str(setting)
+
+
 def _watched_in(*addresses: commands.Address) -> str:
     return "recorded by " + " and ".join(f'watch(..., folder="{x.folder}")' for x in addresses)
 
@@ -232,7 +236,10 @@ KINDS: dict[str, Callable[[Any], str]] = {
     "counting": _counting,
     "and the": " and the ".join,
     "counts": lambda counts: ", ".join(f"{kind} in {count}" for kind, count in counts.items()),
-    "settings": lambda pairs: ", ".join(f"{key} {a} and {b}" for key, (a, b) in pairs.items()),
+    "value": _value,
+    "settings": lambda pairs: ", ".join(
+        f"{key} {_value(a)} and {_value(b)}" for key, (a, b) in pairs.items()
+    ),
     "steps": lambda x: f"steps {x[0]} to {x[1]}" if x[0] > 1 else f"the {x[1]} steps of the run",
     "lengths": lambda x: f"of {x[0]} and {x[1]} steps: " if x[0] != x[1] else "",
     "damaged": _damaged,

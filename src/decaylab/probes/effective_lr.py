@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.errors import DecaylabError
-from decaylab.optim.decay import LawName
+from decaylab.optim.decay import LawName, learning_rate
 from decaylab.optim.laws import law_named, law_of
 from decaylab.probes.layers import Layers, groups_of, joined_norms, layers_of
 from decaylab.probes.reading import Reading, row_name
@@ -74,8 +74,14 @@ def effective_learning_rate(
                 f"the effective learning rate of {type(optimizer).__name__} is not known: say which"
                 " law it follows with law='sgd', 'adam' or 'kfac', or as 'law' in its param groups"
             )
+        lr = learning_rate(groups[layer], optimizer)
+        if lr is None:
+            raise DecaylabError(
+                f"the effective learning rate of {type(optimizer).__name__} is not known: it finds"
+                " its learning rate itself"
+            )
         used.add((power, kind.name))
-        values[layer] = _effective(power, float(groups[layer]["lr"]), norm)
+        values[layer] = _effective(power, float(lr), norm)
     units = {2: "lr / weight^2", 1: "lr / weight", 0: "lr"}
     kinds = sorted(used, reverse=True)
     return EffectiveLearningRate(

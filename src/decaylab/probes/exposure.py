@@ -1,5 +1,6 @@
 """The decay exposure of a run, added up while it trains."""
 
+import math
 from typing import Any
 
 import torch
@@ -47,9 +48,13 @@ class Exposure:
             self._before.setdefault(layer, totals.get(layer, 0.0))
 
     def by_layer(self, layers: Layers) -> dict[str, float]:
-        """The total of the group that each layer's weight is in; the others are left out."""
-        totals = self._by_layer(layers)
-        return {layer: total - self._before.get(layer, 0.0) for layer, total in totals.items()}
+        """The total of the group that each layer's weight is in.
+
+        Layers that are in none are left out, as are those whose optimizer finds its learning rate
+        itself.
+        """
+        known = {k: total for k, total in self._by_layer(layers).items() if not math.isnan(total)}
+        return {layer: total - self._before.get(layer, 0.0) for layer, total in known.items()}
 
     def _by_layer(self, layers: Layers) -> dict[str, float]:
         places = {id(group): i for i, group in enumerate(self._optimizer.param_groups)}

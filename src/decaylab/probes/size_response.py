@@ -6,6 +6,7 @@ cost class is "many": two to five forward passes a layer; but it is due seldom, 
 a run, so that it is on wherever there is a batch to measure it on.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -65,7 +66,7 @@ def size_responses(
         ),
     ]
     fastest = max(rates.values(), default=0.0)
-    if fastest > 0:
+    if fastest > 0 and not any(map(math.isnan, rates.values())):  # not found by the optimizer
         known = {k: rate / fastest for k, rate in rates.items() if k in measured.defects}
         total = PERCENT * measured.response_along(known).total
         readings.append(Reading("decay_response", "1 / %", total=total))

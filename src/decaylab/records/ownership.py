@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, MadeElsewhere
 from decaylab.records.files import disk_errors
 
 BEAT, STALE = 15.0, 120.0
@@ -61,13 +61,9 @@ class Ownership:
                 self._owner = mine
                 _heart.add(self)
                 return None
-            holder = read_owner(self.path)
-            if holder is None:
-                if _age(self.path) < STALE:  # created this moment, or damaged: not for us to judge
-                    return UNKNOWN
-            elif is_alive(holder, self.path):
-                return holder
-            self._remove_stale(mine, holder)
+            if not _is_stale(self.path):
+                break
+            _remove_stale(self.path, mine)
         return read_owner(self.path) or UNKNOWN  # gone this moment: whoever removed it comes first
 
     def check(self) -> None:
@@ -75,7 +71,7 @@ class Ownership:
         holder = read_owner(self.path)
         if self._owner is not None and (holder is None or holder.token != self._owner.token):
             who = "somebody removed its owner file" if holder is None else f"{holder} has it now"
-            raise DecaylabError(
+            raise MadeElsewhere(
                 f"{self.path.parent.name} was taken over while this process stood still ({who}):"
                 " nothing more is written here; that process goes on from the last checkpoint"
             )
@@ -101,20 +97,6 @@ class Ownership:
     def _create(self, owner: Owner) -> bool:
         with disk_errors(self.path):
             return _create(self.path, owner)
-
-    def _remove_stale(self, mine: Owner, stale: Owner | None) -> None:
-        """Remove a stale owner's file, unless another process does so or has done so."""
-        mutex = self.path.with_name(self.path.name + ".takeover")
-        if not _create(mutex, mine):
-            holder = read_owner(mutex)
-            if not (is_alive(holder, mutex) if holder else _age(mutex) < STALE):
-                mutex.unlink(missing_ok=True)  # its process died in the next lines
-            return
-        try:
-            if read_owner(self.path) == stale:
-                self.path.unlink(missing_ok=True)
-        finally:
-            mutex.unlink(missing_ok=True)
 
 
 def _create(path: Path, owner: Owner) -> bool:
@@ -145,6 +127,23 @@ def _create(path: Path, owner: Owner) -> bool:
     with os.fdopen(handle, "wb") as file:
         file.write(text)
     return True
+
+
+def _remove_stale(path: Path, mine: Owner) -> None:
+    """Remove a stale owner's file, unless another process does so or has done so.
+
+    Who may has an owner's file for that, which may be a killed process's and stale itself.
+    """
+    takeover = path.with_name(path.name + ".takeover")
+    if not _create(takeover, mine):
+        if _is_stale(takeover):
+            _remove_stale(takeover, mine)
+        return
+    try:
+        if _is_stale(path):  # still: nobody else removes it now
+            path.unlink(missing_ok=True)
+    finally:
+        takeover.unlink(missing_ok=True)
 
 
 class _Heart:
@@ -209,6 +208,14 @@ def is_owned(path: Path) -> bool:
     if owner is None:
         return path.exists() and _age(path) < STALE
     return is_alive(owner, path)
+
+
+def _is_stale(path: Path) -> bool:
+    """Whether there is an owner's file, of an owner that is gone."""
+    owner = read_owner(path)
+    if owner is None:  # none there, created this moment, or damaged: not for us to judge
+        return _age(path) >= STALE
+    return not is_alive(owner, path)
 
 
 def _age(path: Path) -> float:

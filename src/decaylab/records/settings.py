@@ -69,6 +69,11 @@ class LayerSettings:
         """Whether there is a decay term at all."""
         return self.decay != "none" and self.weight_decay > 0
 
+    @property
+    def recorded(self) -> bool:
+        """Whether it is known how it is stepped; by an lr or, where there is none, an optimizer."""
+        return self.lr is not None or bool(self.optimizer)
+
     def to_json(self) -> dict[str, Any]:
         """What differs from the defaults; numbers that are not finite as the words float() reads.
 

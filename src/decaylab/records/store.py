@@ -26,6 +26,7 @@ from decaylab.errors import (
     Damaged,
     DecaylabError,
     Lacks,
+    MadeElsewhere,
     Mismatch,
     NoFolder,
     NotRead,
@@ -205,7 +206,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         ownership = Ownership(self.path / "owner.json")
         if (owner := ownership.take()) is not None:
-            raise DecaylabError(
+            raise MadeElsewhere(
                 f"run {self.id} is being written by another process ({owner}): wait for it to end,"
                 " or use another --runs folder"
             )

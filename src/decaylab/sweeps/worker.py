@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from decaylab.data import DataSet, load
-from decaylab.errors import DecaylabError, Diverged, Misplaced
+from decaylab.errors import DecaylabError, Diverged, MadeElsewhere, Misplaced
 from decaylab.records import RunStore
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, State, state_of
@@ -296,11 +296,12 @@ class Worker:
                 # else a signal would be forgotten, and the next run begin; or others wait in this
                 if is_stopping(error) or self.options.world.size > 1:
                     raise
-                locked = self.store.folder(run_id).locked()  # looked at first: it may end now
-                if self.store.folder(run_id).is_finished():
+                folder = self.store.folder(run_id)
+                elsewhere = isinstance(error, MadeElsewhere) or folder.locked()
+                if folder.is_finished():  # looked at last: it may end now
                     self.outcome.before.append(run_id)
                     return
-                if locked:
+                if elsewhere:
                     self.outcome.elsewhere.append(run_id)
                     return
                 self.outcome.failed[run_id] = str(error)
