@@ -24,7 +24,7 @@ from decaylab.attribution.shares import in_points
 from decaylab.attribution.words import fraction, margin
 from decaylab.diagnosis import Finding, diagnose, reasons
 from decaylab.document import grid_markdown, text_grid
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, check_name
 from decaylab.paper import TIERS, FinishedRun, FinishedRuns, artefact_of
 from decaylab.paper.claims import CLAIMS
 from decaylab.paper.evidence import Bench, Comparison, Sample
@@ -628,8 +628,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
 
 def block_text(name: str, records: Records) -> str:
     """What a block says."""
-    if name not in BLOCKS:
-        raise DecaylabError(f"no block {name!r}: choose one of {', '.join(BLOCKS)}")
+    check_name("block", name, BLOCKS)
     return BLOCKS[name](records)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from decaylab.document import grid_markdown, text_grid
-from decaylab.errors import DecaylabError
+from decaylab.errors import DecaylabError, check_name
 from decaylab.paper import TIERS, Cell
 from decaylab.paper.claims import CLAIMS, Claim
 from decaylab.paper.superseded import superseded as superseded_why
@@ -405,8 +405,7 @@ def refreshed(text: str, results: Results) -> str:
     """A page with its blocks as the records have them now."""
 
     def block(match: re.Match[str]) -> str:
-        if match[2] not in BLOCKS:
-            raise DecaylabError(f"no block {match[2]!r}: choose one of {', '.join(BLOCKS)}")
+        check_name("block", match[2], BLOCKS)
         return f"{match[1]}\n{BLOCKS[match[2]](results)}\n{match[4]}"
 
     return BLOCK.sub(block, text)

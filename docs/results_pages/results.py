@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from decaylab.document import text_grid
-from decaylab.errors import DecaylabError
+from decaylab.errors import Damaged
 from decaylab.paper import TIERS, Cell, FinishedRun, FinishedRuns, artefact_of, artefacts
 from decaylab.paper.claims import Claim
 from decaylab.records import RunStore
@@ -79,9 +79,7 @@ def _runs_in(path: Path) -> list[dict[str, Any]]:
     try:
         entries: list[dict[str, Any]] = json.loads(path.read_bytes())
     except ValueError as error:
-        raise DecaylabError(
-            f"{path} is damaged ({error}): move it away, or make it again"
-        ) from error
+        raise Damaged(path, error, "move it away, or make it again") from error
     return entries
 
 

@@ -289,7 +289,7 @@ class Failed(_Caused):
 
 
 class Damaged(_Caused):
-    """A file that does not hold what it should: cut off, overwritten, or another one.
+    """A file or tensor that does not hold what it should: cut off, overwritten, or another.
 
     >>> print(Damaged("rows.json", ValueError("not a row"), "put the whole file back"))
     rows.json is damaged (ValueError: not a row): put the whole file back

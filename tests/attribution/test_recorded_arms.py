@@ -24,7 +24,7 @@ from decaylab.attribution.recorded_arms import (
 from decaylab.cli import app
 from decaylab.data import evaluation_batches, load
 from decaylab.errors import (
-    DecaylabError,
+    BadValue,
     Lacks,
     Mismatch,
     Misplaced,
@@ -219,7 +219,7 @@ def test_specs_that_make_no_sense_are_refused(digits, tmp_path):
     with refuses(Lacks, owner="this run", what="weight decay"):
         attribute_spec(none, data=digits, store=store, options=CPU)
     follower = replace(SPEC, size_source=SPEC.id)
-    with pytest.raises(DecaylabError, match="follows another"):
+    with refuses(BadValue, name="the run", value=follower.id):
         arm_spec(follower, WITH, Plan(("size", "rotation")), 0)
     with refuses(NotFinished, run=SPEC.id):
         train_to_end(follower, data=digits, store=store)

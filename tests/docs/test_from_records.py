@@ -9,11 +9,13 @@ from dataclasses import replace
 import pytest
 from documented import ROOT
 from PIL import Image
+from refusals import refuses
 from report.synthetic import everything, write_run
 
 from decaylab.cli.demo import demo_specs
 from decaylab.diagnosis import diagnose
 from decaylab.diagnosis.runs import read_run
+from decaylab.errors import UnknownName
 from decaylab.paper import cells, select
 from decaylab.records import RunStore
 
@@ -46,7 +48,7 @@ def asked_for():
 
 def test_pages_ask_for_all_the_blocks_that_there_are():
     assert asked_for() == set(pages.BLOCKS)
-    with pytest.raises(pages.DecaylabError, match="no block 'nothing'"):
+    with refuses(UnknownName, kind="block", name="nothing"):
         pages.filled_in(asking("nothing"), None)
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from decaylab import diagnose, networks, watch
 from decaylab.cli import app
-from decaylab.errors import Lacks, NameTaken, UnknownName
+from decaylab.errors import Failed, Lacks, NameTaken, NotRead, UnknownName
 from decaylab.optim.decay import OPTIMIZERS
 from decaylab.paper import artefacts
 from decaylab.records import RunFolder
@@ -274,7 +274,6 @@ def test_ones_own_command(here):
 
 
 def test_what_is_registered_twice_or_wrongly_is_refused(here):
-    from decaylab import DecaylabError
     from decaylab.paper import register_artefact
     from decaylab.training import RunSpec, register_optimizer
 
@@ -295,16 +294,21 @@ def test_what_is_registered_twice_or_wrongly_is_refused(here):
         networks.register("mlp", None)
     with refuses(UnknownName, kind="optimizer", name="lion"):
         RunSpec(optimizer="lion")
-    for name, text, said in (
-        ("table1", "title = 'x'", "already"),
-        ("all", "title = 'x'", "already"),
-        ("own", "title = ", "TOML"),
-        ("own", "title = 'x'\n[[cells]]\nnetwork = 'vgg16'", "not an artefact"),
-        ("own", "title = 'x'", "not an artefact"),
+    for name, text, kind, fields in (
+        ("table1", "title = 'x'", NameTaken, {"name": "table1"}),
+        ("all", "title = 'x'", NameTaken, {"name": "all"}),
+        ("own", "title = ", NotRead, {"what": here / "own.toml"}),
+        (
+            "own",
+            "title = 'x'\n[[cells]]\nnetwork = 'vgg16'",
+            Failed,
+            {"what": "reading it as an artefact"},
+        ),
+        ("own", "title = 'x'", Failed, {"what": "reading it as an artefact"}),
     ):
         path = here / f"{name}.toml"
         path.write_text(text)
-        with pytest.raises(DecaylabError, match=said):
+        with refuses(kind, **fields):
             register_artefact(path)
-    with pytest.raises(DecaylabError, match="TOML"):
+    with refuses(NotRead, what=here / "missing.toml"):
         register_artefact(here / "missing.toml")

@@ -4,12 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
+from refusals import refuses
 from report.synthetic import CLOCK, write_run, write_searched
 from results_pages.__main__ import main
 from results_pages.blocks import BLOCKS, decided, refreshed
 from results_pages.results import Results
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import UnknownName
 from decaylab.paper import cells, select
 from decaylab.records import RunStore
 
@@ -336,7 +337,7 @@ def test_the_command_writes_blocks_and_nothing_else(store, tmp_path, capsys):
     assert run(page, "--runs", tmp_path) == "0 changed"
     with pytest.raises(SystemExit, match=r"nothing\.md"):
         run(tmp_path / "nothing.md", "--runs", tmp_path)
-    with pytest.raises(DecaylabError, match="no block 'nothing'"):
+    with refuses(UnknownName, kind="block", name="nothing"):
         refreshed("<!-- results: nothing -->\n<!-- end -->", Results(tmp_path))
 
 

@@ -270,4 +270,4 @@ def test_a_loop_that_goes_nowhere_is_told_so_without_a_synchronisation():
         warnings.simplefilter("always")
         for _ in range(200):
             train_step(opt, model, x, y)
-    assert any("had no finite gradient" in str(warning.message) for warning in told)
+    assert any("has no finite gradient" in str(warning.message) for warning in told)

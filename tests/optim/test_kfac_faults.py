@@ -13,15 +13,7 @@ from oracle.plain_kfac import KFAC
 from refusals import refuses
 from torch import nn
 
-from decaylab.errors import (
-    BadValue,
-    DecaylabError,
-    Lacks,
-    Mismatch,
-    OutOfRange,
-    UnknownName,
-    WrongType,
-)
+from decaylab.errors import BadValue, Lacks, Mismatch, OutOfRange, UnknownName, WrongType
 from decaylab.optim.kfac_state import curvature_state
 from decaylab.optim.options import KFACOptions
 
@@ -101,7 +93,7 @@ def test_a_model_without_any_covered_layer():
 
 
 def test_parameters_that_are_not_the_models():
-    with pytest.raises(DecaylabError, match="do not belong to the model"):
+    with refuses(BadValue, name="the number of given parameters of another model"):
         KFAC(seeded(net), 0.1, params=seeded(net).parameters())
     with refuses(Lacks, owner="params"):
         KFAC(seeded(net), 0.1, params=[])
@@ -114,7 +106,7 @@ def test_a_model_on_two_devices():
 
 
 def test_a_model_without_memory():
-    with pytest.raises(DecaylabError, match=r"on the meta device.*to_empty"):
+    with refuses(BadValue, name="the device of the model", value="meta"):
         KFAC(nn.Linear(2, 2, device="meta"), 0.1)
 
 
@@ -130,7 +122,7 @@ def test_an_output_that_is_not_logits():
 def test_one_class_needs_another_likelihood():
     model = seeded(lambda: nn.Sequential(nn.Linear(4, 1)))
     opt = KFAC(model, 0.1)
-    with pytest.raises(DecaylabError, match="bernoulli"):
+    with refuses(Lacks, owner="a categorical likelihood over one class"):
         model(data()[0])
     opt.detach()
 
@@ -165,7 +157,7 @@ def test_logits_without_a_graph():
     model = seeded(net)
     opt = KFAC(model, 0.1, logits="observed")
     logits = model(data()[0])
-    with pytest.raises(DecaylabError, match="no graph"):
+    with refuses(Lacks, what="graph"):
         opt.observe(logits.detach())
 
 
@@ -174,15 +166,15 @@ def test_observing_the_wrong_logits():
     opt = KFAC(model, 0.1, logits="observed")
     model(data()[0])
     strange = random(6, CLASSES).requires_grad_() * 2
-    with pytest.raises(DecaylabError, match="do not depend on"):
+    with refuses(Lacks, owner="the graph of the logits"):
         opt.observe(strange)
 
 
 @pytest.mark.parametrize(
     ("link", "likelihood", "curvature", "refused"),
     [
-        (nn.Softmax(-1), "categorical", "fisher", True),
-        (nn.Sigmoid(), "bernoulli", "fisher", True),
+        (nn.Softmax(-1), "categorical", "fisher", "softmax"),
+        (nn.Sigmoid(), "bernoulli", "fisher", "sigmoid"),
         (nn.LogSoftmax(-1), "categorical", "fisher", False),  # logits that are shifted
         (nn.Sigmoid(), "gaussian", "fisher", False),
         (nn.Softmax(-1), "categorical", "gauss-newton", False),  # of whatever the model returns
@@ -191,7 +183,9 @@ def test_observing_the_wrong_logits():
 def test_probabilities_in_the_place_of_logits(link, likelihood, curvature, refused):
     model = nn.Sequential(nn.Linear(4, 3), link)
     opt = KFAC(model, 0.1, likelihood=likelihood, curvature=curvature)
-    with pytest.raises(DecaylabError, match="probabilities") if refused else nullcontext():
+    with (
+        refuses(BadValue, name="the end of the model", value=refused) if refused else nullcontext()
+    ):
         train_step(opt, model, random(6, 4).float(), labels_for(6, classes=3))
 
 
@@ -219,7 +213,7 @@ def test_a_step_without_any_forward_pass():
     opt = KFAC(model, 0.1)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    with pytest.raises(DecaylabError, match="no forward pass was observed"):
+    with refuses(Lacks, owner="the first step", what="observed forward pass before it"):
         opt.step()
 
 
@@ -251,7 +245,7 @@ def test_a_weight_used_behind_the_layers_back():
     model = seeded(Direct)
     opt = KFAC(model, 0.1)
     cross_entropy(model(data()[0]), data()[1]).backward()
-    with pytest.raises(DecaylabError, match=r"layers 'first', 'second'.*\('first', 'second',\)"):
+    with refuses(Lacks, what="measured curvature for the gradient of layers 'first', 'second'"):
         opt.step()
 
 
@@ -260,7 +254,7 @@ def test_initialize_without_batches_or_loss():
     with refuses(Lacks, what="batches"):
         opt.initialize([])
     empirical = KFAC(seeded(net), 0.1, curvature="empirical-fisher")
-    with pytest.raises(DecaylabError, match="loss="):
+    with refuses(Lacks, owner="the empirical Fisher", what="loss"):
         empirical.initialize([data()])
 
 
@@ -398,7 +392,7 @@ def test_ten_in_a_row_raise():
         opt.zero_grad()
         if count < 10:
             assert opt.check().skipped_in_a_row == count
-    with pytest.raises(DecaylabError, match=r"10 steps.*learning rate"):
+    with refuses(Lacks, owner="each of the last 10 steps", what="finite gradient"):
         opt.check()
 
 
@@ -478,7 +472,7 @@ def test_a_loop_that_goes_nowhere_is_told_so_once():
         for _ in range(60):
             train_step(opt, model, x * torch.nan, y)
     assert len(told) == 1
-    assert "steps had no finite gradient" in str(told[0].message)
+    assert "steps has no finite gradient" in str(told[0].message)
     assert "set kl_clip" in str(told[0].message)
     assert told[0].filename == train_step.__code__.co_filename  # where the user calls step()
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from refusals import refuses
 
-from decaylab.errors import BadValue, Damaged, DecaylabError, UnknownName
+from decaylab.errors import BadValue, Damaged, Lacks, Misplaced, UnknownName
 from decaylab.networks import NETWORKS
 from decaylab.paper import artefacts, cells, register_artefact, select
 from decaylab.paper.pace import pace_spec
@@ -179,7 +179,7 @@ def test_what_is_not_known_is_refused_with_what_is(tmp_path):
     with refuses(UnknownName, name="vgg99", choices=("resnet32", "vgg16")):
         select(cells("table1", "smoke"), ["network=vgg99"])
     (tmp_path / "odd.toml").write_text("winner = 3\n")
-    with pytest.raises(Damaged, match="odd"):
+    with refuses(Damaged, what=str(tmp_path / "odd.toml")):
         cells("fig1", "short", searched_folder=tmp_path)
 
 
@@ -201,22 +201,24 @@ scheme = ["none", "wd"]
 
 
 @pytest.mark.parametrize(
-    ("given", "instead", "said"),
+    ("given", "instead", "kind", "fields"),
     [
-        ('"table"', '"tables"', "unknown kind 'tables'"),
-        ('"table"', '"scatter"', "kind scatter is for fig5"),
-        ('"jacobian"', '"jacobians"', "unknown probe 'jacobians'"),
-        ("scheme =", "sheme =", "unknown column 'sheme'"),
-        ('"scheme"]', '"sheme"]', "unknown key without a column 'sheme'"),
-        ("augment = 0\n", "", "its cells lack augment"),
-        ('"wd"]', '"weight-decay"]', "unknown scheme 'weight-decay'"),
-        ("augment = 0", "augment = 0\nbatch_size = 256", "unknown batch size .* 256"),
+        ('"table"', '"tables"', UnknownName, {"kind": "kind", "name": "tables"}),
+        ('"table"', '"scatter"', Misplaced, {"settings": ["kind scatter"], "owner": "fig5"}),
+        ('"jacobian"', '"jacobians"', UnknownName, {"kind": "probe", "name": "jacobians"}),
+        ("scheme =", "sheme =", UnknownName, {"kind": "column", "name": "sheme"}),
+        ('"scheme"]', '"sheme"]', UnknownName, {"kind": "key without a column", "name": "sheme"}),
+        ("augment = 0\n", "", Lacks, {"owner": "a block of [[cells]]", "what": "augment"}),
+        ('"wd"]', '"weight-decay"]', UnknownName, {"kind": "scheme", "name": "weight-decay"}),
+        ("augment = 0", "augment = 0\nbatch_size = 256", UnknownName, {"name": 256}),
     ],
 )
-def test_an_artefact_of_ones_own_with_a_slip_in_it_is_refused(tmp_path, given, instead, said):
+def test_an_artefact_of_ones_own_with_a_slip_in_it_is_refused(
+    tmp_path, given, instead, kind, fields
+):
     path = tmp_path / "of-ones-own.toml"
     path.write_text(OWN.replace(given, instead))
-    with pytest.raises(DecaylabError, match=said):
+    with refuses(kind, **fields):
         cells(register_artefact(path).name, "smoke")
     artefacts().pop("of-ones-own", None)
 

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals import refuses
 from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
-from decaylab import DecaylabError, watch
+from decaylab import watch
 from decaylab.cli import app
 from decaylab.cli.live import view
 from decaylab.diagnosis import Verdict
+from decaylab.errors import Failed
 from decaylab.records import Manifest, Row, RunFolder
 from decaylab.report import live
 from decaylab.report.live import Follower, Server, read_standing
@@ -153,8 +155,9 @@ def test_the_state_is_json_that_browsers_read(server):
 
 
 def test_a_port_in_use_is_told(server):
-    with pytest.raises(DecaylabError, match="--port"):
-        Server(Follower(Path("x")), server.server_address[1])
+    port = server.server_address[1]
+    with refuses(Failed, what=f"opening port {port}"):
+        Server(Follower(Path("x")), port)
 
 
 def test_the_command_prints_once_where_there_is_no_terminal(records, tmp_path):

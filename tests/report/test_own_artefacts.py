@@ -4,9 +4,10 @@ import csv
 import io
 
 import pytest
+from refusals import refuses
 from report.synthetic import everything, write_run
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import BadValue
 from decaylab.paper import FinishedRuns, artefacts, cells, register_artefact
 from decaylab.records import RunStore
 from decaylab.report.sections import all_artefacts, fill
@@ -82,7 +83,7 @@ def test_so_has_a_table_without_a_baseline(filled):
 
 
 def test_a_table_compares_decays(filled):
-    with pytest.raises(DecaylabError, match="weight_decay or scheme"):
+    with refuses(BadValue, name="the last key of a table", value="optimizer"):
         filled("table", ["network", "optimizer"], OPTIMIZERS)
 
 

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-import pytest
+from refusals import refuses
 from report.synthetic import everything, write_run
 from results_pages.blocks import BLOCKS
 from results_pages.results import Results
 
 from decaylab.cli.demo import demo_specs
-from decaylab.errors import DecaylabError
+from decaylab.errors import Damaged
 from decaylab.paper import FinishedRuns, cells
 from decaylab.records import RunStore
 from decaylab.report.diagnoses import diagnosed
@@ -44,7 +44,7 @@ def test_a_finished_run_whose_rows_are_lost_has_no_best_epoch(tmp_path):
 def test_a_damaged_file_of_the_independent_script_is_named(tmp_path):
     (tmp_path / "independent").mkdir()
     (tmp_path / "independent" / "sgd.json").write_text('[{"opt')
-    with pytest.raises(DecaylabError, match=r"sgd\.json"):
+    with refuses(Damaged, what=tmp_path / "independent" / "sgd.json"):
         Results(tmp_path)
 
 

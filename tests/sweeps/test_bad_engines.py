@@ -8,11 +8,12 @@ import types
 from dataclasses import replace
 
 import pytest
+from refusals import refused, refuses
 from sweeps import fake_slurm
 from typer.testing import CliRunner
 
 from decaylab.cli import app
-from decaylab.errors import DecaylabError, NotWritten
+from decaylab.errors import BadValue, Failed, Lacks, NotWritten, UnknownName
 from decaylab.records import RunStore
 from decaylab.sweeps import sweep as module
 from decaylab.sweeps.engines import Job, local, slurm
@@ -45,21 +46,22 @@ def reproduce(runs, *words):
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("words", "kind", "fields"),
     [
-        (["--sbatch", "partition=nowhere"], "'nowhere': choose one of cpu, gpu"),
-        (["--sbatch", "gpus=b200:1"], "GPU type in --sbatch gpus=b200:1"),
-        (["--sbatch", "gres=gpu:b200:1"], "'b200': choose one of a100"),
-        (["--sbatch", "partition=cpu", "--sbatch", "gres=gpu:a100:1"], "'a100': there are none"),
-        (["--tier", "full", "--sbatch", "partition=cpu"], "no node of Slurm says that it has one"),
+        ("partition=nowhere", UnknownName, {"name": "nowhere", "choices": ("cpu", "gpu")}),
+        ("gpus=b200:1", UnknownName, {"name": "b200", "choices": ("a100",)}),
+        ("gres=gpu:b200:1", UnknownName, {"name": "b200", "choices": ("a100",)}),
+        ("partition=cpu --sbatch gres=gpu:a100:1", UnknownName, {"name": "a100", "choices": ()}),
+        ("partition=cpu --tier full", Lacks, {"owner": "Slurm's list of nodes"}),
     ],
 )
-def test_what_no_node_has_is_said_before_anything_is_submitted(cluster, tmp_path, words, reason):
+def test_what_no_node_has_is_said_before_anything_is_submitted(
+    cluster, tmp_path, words, kind, fields
+):
     folder = cluster()
-    result = reproduce(tmp_path / "runs", *words)
-    assert result.exit_code == 2
-    assert reason in result.stderr
-    assert result.stderr.count("\n") == 1
+    error = refused(*TABLE2, "--runs", tmp_path / "runs", "--sbatch", *words.split())
+    assert type(error) is kind
+    assert fields.items() <= vars(error).items()
     assert not fake_slurm.calls(folder, "sbatch")
 
 
@@ -73,22 +75,20 @@ def test_what_a_node_has_is_submitted(cluster, tmp_path, gpus):
 
 
 def test_no_slurmctld_is_one_sentence(cluster, tmp_path, monkeypatch):
-    error = "slurm_load_partitions: Unable to contact slurm controller (connect failure)\n"
-    cluster(sinfo=(1, "", error))
-    result = reproduce(tmp_path / "runs")
-    assert result.exit_code == 2
-    assert "no slurmctld answers" in result.stderr
-    assert result.stderr.count("\n") == 1
+    unreachable = "slurm_load_partitions: Unable to contact slurm controller (connect failure)\n"
+    cluster(sinfo=(1, "", unreachable))
+    error = refused(*TABLE2, "--runs", tmp_path / "runs")
+    assert (type(error), error.what) == (Failed, "reaching slurmctld")
     monkeypatch.setattr(slurm, "ANSWERS_WITHIN", 0.2)
     (tmp_path / "bin" / "sinfo").write_text("#!/bin/sh\nexec sleep 30\n")
-    with pytest.raises(DecaylabError, match="does not answer in"):
+    with refuses(Failed, what="Slurm's sinfo", reason="no answer in 0.2 s"):
         SlurmEngine("a", tmp_path, {}).check(ON_CPU)
 
 
 def test_a_folder_in_memory_is_refused_where_other_hosts_need_it(cluster, tmp_path, monkeypatch):
     cluster()
     monkeypatch.setattr(slurm, "_in_memory", lambda folder: True)
-    with pytest.raises(DecaylabError, match="the nodes do not see"):
+    with refuses(BadValue, name="--runs", value=str(tmp_path / "a")):
         SlurmEngine("a", tmp_path / "a", {}).check(ON_CPU)
 
 
@@ -143,7 +143,7 @@ def test_runs_of_another_user_are_named(tmp_path, monkeypatch):
 
 
 def test_gpus_that_are_not_here_are_refused(tmp_path):
-    with pytest.raises(DecaylabError, match="torch sees none here"):
+    with refuses(Lacks, owner="this machine", what="GPU"):
         LocalEngine(tmp_path, 2, gpus=0).check(ON_GPU)
 
 
@@ -159,9 +159,10 @@ def test_a_ray_that_does_not_answer_is_one_sentence_at_once(tmp_path, monkeypatc
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / "ray_current_cluster").write_text(f"{address}\n")  # one that has ended
         monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+        nobody = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         for given in (address, "auto"):
             monkeypatch.setenv("RAY_ADDRESS", given)
-            with pytest.raises(DecaylabError, match=r"Ray cannot be reached .*refused.*RAY_ADDR"):
+            with refuses(Failed, what="reaching Ray", reason=str(nobody)):
                 RayEngine(tmp_path).check(ON_CPU)
 
 
@@ -174,7 +175,7 @@ def test_without_an_address_no_cluster_of_earlier_days_is_looked_for(tmp_path, m
     ray = types.SimpleNamespace(is_initialized=lambda: False, init=init, __version__="2.40.0")
     monkeypatch.setattr("decaylab.sweeps.engines.ray.needed", lambda *words: ray)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(DecaylabError, match=r"\(local\)"):
+    with refuses(Failed, what="reaching Ray", reason="local"):
         RayEngine(tmp_path).check(ON_CPU)
 
 
@@ -186,5 +187,7 @@ def test_a_ray_of_another_version_is_one_sentence(tmp_path, monkeypatch):
 
     ray = types.SimpleNamespace(is_initialized=lambda: False, init=init, __version__="2.40.0")
     monkeypatch.setattr("decaylab.sweeps.engines.ray.needed", lambda *words: ray)
-    with pytest.raises(DecaylabError, match=r"Ray: 2\.9\.0 Python: 3\.10\.1.*the Ray \(2\.40\.0\)"):
+    with refuses(Failed, what="reaching Ray") as caught:
         RayEngine(tmp_path).check(ON_CPU)
+    assert "Ray: 2.9.0 Python: 3.10.1" in caught.value.reason
+    assert "2.40.0" in caught.value.remedy

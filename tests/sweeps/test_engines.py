@@ -9,10 +9,12 @@ import time
 from dataclasses import replace
 
 import pytest
+from refusals import refused
 from sweeps.records import numbers
 from typer.testing import CliRunner
 
 from decaylab.cli import app
+from decaylab.errors import BadValue, Lacks, Misplaced, UnknownName
 from decaylab.sweeps.engines import Job
 from decaylab.sweeps.engines.local import LocalEngine
 from decaylab.sweeps.engines.slurm import SlurmEngine
@@ -129,27 +131,25 @@ def test_the_script_has_what_was_asked_for_and_the_users_options_win(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("arguments", "kind", "fields"),
     [
-        (["--engine", "k8s"], "'k8s'"),
-        (["--sbatch", "time=3"], "--sbatch and --wait"),
-        (["--engine", "slurm", "--sbatch", "--time=3"], "KEY=VALUE"),
-        (["--engine", "slurm"], "there is no sinfo here"),
-        (["--jobs", "2", "--max-minutes", "3"], "--max-minutes"),
-        (["--engine", "slurm", "--gpus", "0.5"], "not 0.5"),
-        (["--jobs", "2", "--gpus", "1"], "--gpus is for"),
-        (["--run", "digits-nothing"], "'digits-nothing'"),
+        ("--engine k8s", UnknownName, {"kind": "engine", "name": "k8s"}),
+        ("--sbatch time=3", Misplaced, {"settings": ["--sbatch", "--wait"]}),
+        ("--engine slurm --sbatch --time=3", BadValue, {"name": "--sbatch", "value": "--time=3"}),
+        ("--engine slurm", Lacks, {"owner": "this machine", "what": "sinfo"}),
+        ("--jobs 2 --max-minutes 3", Misplaced, {"settings": ["--max-minutes", "--whole-runs"]}),
+        ("--engine slurm --gpus 0.5", BadValue, {"name": "--gpus", "value": 0.5}),
+        ("--jobs 2 --gpus 1", Misplaced, {"settings": ["--gpus"]}),
+        ("--run digits-nothing", UnknownName, {"kind": "run", "name": "digits-nothing"}),
     ],
 )
 def test_what_an_engine_cannot_do_is_one_sentence_before_anything_runs(
-    tmp_path, monkeypatch, arguments, reason
+    tmp_path, monkeypatch, arguments, kind, fields
 ):
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    words = ["reproduce", "table2", "--runs", str(tmp_path / "runs"), *arguments]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 2
-    assert reason in result.stderr
-    assert result.stderr.count("\n") == 1
+    error = refused("reproduce", "table2", "--runs", tmp_path / "runs", *arguments.split())
+    assert type(error) is kind
+    assert fields.items() <= vars(error).items()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from refusals import refuses
 from sweeps.processes import state_and_parent, stop_a_run
 from sweeps.records import numbers
 
@@ -54,13 +55,13 @@ def test_a_killed_worker_is_retried_and_the_records_are_those_of_one_process(tmp
 
 def test_a_gpu_that_nobody_has_is_said_before_anything_starts(tmp_path):
     ray = pytest.importorskip("ray")
-    from decaylab.errors import DecaylabError
+    from decaylab.errors import OutOfRange
     from decaylab.sweeps.engines import Job
     from decaylab.sweeps.engines.ray import RayEngine
 
     engine = RayEngine(tmp_path, cpus=1)
     try:
-        with pytest.raises(DecaylabError, match="asks for 1 GPUs and the Ray cluster has 0"):
+        with refuses(OutOfRange, name="the number of GPUs of a job", value=1.0):
             engine.start([Job(("true",), gpus=1.0)])
     finally:
         ray.shutdown()

@@ -154,7 +154,7 @@ def test_what_slurm_refuses_is_one_sentence_and_nothing_is_submitted(slurm, tmp_
         slurm | {"SLURM_CONF": str(dead)}, *EIGHT, "--runs", tmp_path, "--engine", "slurm"
     )
     assert unreachable.exit_code == 2
-    assert "no slurmctld answers" in unreachable.stderr
+    assert "reaching slurmctld failed" in unreachable.stderr
     assert unreachable.stderr.count("\n") == 1
 
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from refusals import refuses
 
 from decaylab.data import load
-from decaylab.errors import DecaylabError
+from decaylab.errors import BadValue
 from decaylab.training import Execution, RunSpec, train_to_end
 from decaylab.training.arithmetic import arithmetic, prepare_deterministic
 
@@ -79,7 +80,7 @@ def test_cublas_workspace(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     prepare_deterministic(torch.device("cpu"))
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ""
-    with pytest.raises(DecaylabError, match="CUBLAS_WORKSPACE_CONFIG=:4096:8"):
+    with refuses(BadValue, name="CUBLAS_WORKSPACE_CONFIG", wanted=":4096:8"):
         prepare_deterministic(CUDA)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     prepare_deterministic(CUDA)

@@ -9,15 +9,7 @@ from hypothesis import strategies as st
 from refusals import refuses
 from torch import nn
 
-from decaylab.errors import (
-    BadValue,
-    Conflict,
-    DecaylabError,
-    Misplaced,
-    NotRead,
-    OutOfRange,
-    UnknownName,
-)
+from decaylab.errors import BadValue, Conflict, Failed, Misplaced, NotRead, OutOfRange, UnknownName
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.kfac import KFAC
 from decaylab.paper.suite import spec_for
@@ -143,6 +135,12 @@ def test_the_published_settings():
     assert adam.momentum is None
 
 
+def named_by(error):
+    """The setting, or settings, that an error is about."""
+    facts = vars(error)
+    return facts.get("settings", [facts.get("name", facts.get("what"))])
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "name"),
     [
@@ -171,17 +169,18 @@ def test_the_published_settings():
         ("network = 3", BadValue, "network"),
         ("learning_rate = 0.1", UnknownName, "learning_rate"),
         ("damping = 0.1", Misplaced, "damping"),
-        ("weight_decay = 0.1", Conflict, "weight_decay"),
+        ("weight_decay = 0.1", Conflict, "weight_decay = 0.1"),
         ('network = "vgg11"\nhidden = [3]', Misplaced, "hidden"),
-        ("lr = ", DecaylabError, "TOML"),
+        ("lr = ", Failed, "reading it as TOML"),
     ],
 )
 def test_bad_toml_is_one_sentence(tmp_path, text, kind, name):
     path = tmp_path / "spec.toml"
     path.write_text(text)
-    with pytest.raises(kind, match=name) as caught:
+    with pytest.raises(kind) as caught:
         RunSpec.from_file(path)
     assert type(caught.value) is kind
+    assert name in named_by(caught.value)
     assert caught.value.place == str(path)
     assert "\n" not in str(caught.value)
 

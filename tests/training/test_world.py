@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from decaylab.cli import app, options
 from decaylab.curvature.outputs import sampled
 from decaylab.data import Batches, load
-from decaylab.errors import BadValue, DecaylabError, Misplaced
+from decaylab.errors import BadValue, Misplaced, OutOfRange
 from decaylab.records import RunStore
 from decaylab.sweeps.worker import WorkerOptions
 from decaylab.training import RunSpec, TrainingRun, checkpoint
@@ -286,7 +286,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with (
-        pytest.raises(DecaylabError, match="--nproc-per-node"),
+        refuses(OutOfRange, name="--nproc-per-node", value=2),
         options.together("auto", torch.device("cuda")),
     ):
         pass

@@ -18,7 +18,7 @@ from decaylab.attribution.arms import WITH, WITHOUT, Arm, ArmResult, Plan, held_
 from decaylab.attribution.progress import ArmProgress
 from decaylab.attribution.result import Attribution
 from decaylab.data import DataSet, Split, evaluation_batches
-from decaylab.errors import RUNS_LEFT, DecaylabError, Lacks, NotFinished
+from decaylab.errors import RUNS_LEFT, BadValue, DecaylabError, Lacks, NotFinished
 from decaylab.records import RunFolder, RunStore
 from decaylab.sweeps.plan import PlannedRun
 from decaylab.sweeps.worker import Worker, WorkerOptions
@@ -47,7 +47,8 @@ def arm_store(runs: Path) -> RunStore:
 def arm_spec(spec: RunSpec, arm: Arm, plan: Plan, seed: int, only: str = "all") -> RunSpec:
     """The run that an arm is; `spec` is the run with decay."""
     if spec.followed or not spec.held_decay or spec.norm_source:
-        raise DecaylabError("this run follows another one already: give an ordinary run with decay")
+        why = "it follows another one already"
+        raise BadValue("the run", spec.id, "an ordinary one with decay", why)
     ordinary = replace(spec.resolved(), seed=seed)
     if arm == WITH:
         return ordinary

@@ -17,7 +17,7 @@ from decaylab.audits.reference import (
     reference_factors,
     reference_step,
 )
-from decaylab.errors import DecaylabError, Failed
+from decaylab.errors import BadValue, DecaylabError, Failed, Lacks
 from decaylab.optim.decay_operator import restore
 
 Factory = Callable[[nn.Module], Any]
@@ -108,9 +108,9 @@ def take_step(options: Options, case: Case, seed: int) -> tuple[Any, Tensor]:
             None,
         )
         if group is None:
-            raise DecaylabError("the optimizer does not hold the model's first layer: give it all")
+            raise Lacks("the optimizer", "first layer of the model", "give it all layers")
         if group.get("lr") is None:
-            raise DecaylabError("the optimizer's param groups name no lr, which its steps go by")
+            raise Lacks("a param group", "lr", "name the one that the optimizer's steps go by")
         initial = [p.detach().clone() for p in model.parameters()]
         moved = joined(model[0], gradient=False)
         for _ in range(options.steps):
@@ -121,11 +121,11 @@ def take_step(options: Options, case: Case, seed: int) -> tuple[Any, Tensor]:
             moved = before - joined(model[0], gradient=False)
             restore(model.parameters(), initial)
     if not torch.isfinite(moved).all() or not moved.any():
-        state = "is not finite on {}: audit it with more damping"
+        what, remedy = "finite values", "audit it with more damping"
         if not moved.any():
-            state = "moves nothing on {}: the audit needs one that steps Linear and Conv2d layers"
-        at = f"{case.kind} at batch {case.batch}"
-        raise DecaylabError(f"the step of {type(optimizer).__name__} {state.format(at)}")
+            what, remedy = "effect", "the audit needs one that steps Linear and Conv2d layers"
+        step = f"the step of {type(optimizer).__name__}"
+        raise Lacks(step, f"{what} on {case.kind} at batch {case.batch}", remedy)
     return optimizer, moved / (float(group["lr"]) * _gain(group, options.steps))
 
 
@@ -152,10 +152,10 @@ def _built(factory: Factory, model: nn.Module) -> Any:
         lambda: factory(model),
         "an audit needs a function of the model alone, so wrap it in one that sets lr and the rest",
     )
-    if any(group.get("weight_decay") for group in optimizer.param_groups):
-        raise DecaylabError("the optimizer decays weights: audit it with weight decay 0")
-    if getattr(optimizer, "kl_clip", None):
-        raise DecaylabError("the optimizer clips its steps: audit it with kl_clip=None")
+    for decay in filter(None, (group.get("weight_decay") for group in optimizer.param_groups)):
+        raise BadValue("the weight_decay of an audited optimizer", decay, 0)
+    if kl_clip := getattr(optimizer, "kl_clip", None):
+        raise BadValue("the kl_clip of an audited optimizer", kl_clip, None)
     return optimizer
 
 

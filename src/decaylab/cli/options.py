@@ -239,11 +239,9 @@ def together(name: str, device: torch.device) -> Iterator[World]:
     """
     shared = device.type == "cuda" and ":" in name
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    if launched() and device.type == "cuda" and not shared and here > torch.cuda.device_count():
-        raise DecaylabError(
-            f"torchrun has started {here} processes here, and torch sees"
-            f" {torch.cuda.device_count()} GPUs: give --nproc-per-node as many, or --device cpu"
-        )
+    if launched() and device.type == "cuda" and not shared:
+        remedy = "torch sees no more GPUs; give torchrun as many, or --device cpu"
+        Range(at_most=torch.cuda.device_count()).check("--nproc-per-node", here, remedy)
     with joined(device, shared=shared) as world:
         yield world
 

@@ -181,7 +181,7 @@ class Ranks:
         *counts, (failures, steps, squares) = self._added_up(table, device)
         if failure is not None:
             raise failure
-        guards.check_ranks_agree(self.size, failures, steps, squares)
+        guards.check_ranks_agree(self.size, failures, step, steps, squares)
         total: dict[str, Sums] = {}
         for (name, site), (measured, rows, *positions) in zip(sites.items(), counts, strict=True):
             if measured:

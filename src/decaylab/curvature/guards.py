@@ -11,7 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from decaylab.errors import BadValue, DecaylabError, Lacks, Mismatch, WrongType, check_name
+from decaylab.errors import (
+    BadValue,
+    Conflict,
+    Damaged,
+    Failed,
+    Lacks,
+    Mismatch,
+    UnknownName,
+    WrongType,
+    check_name,
+)
 
 # -- planning --
 
@@ -28,9 +38,8 @@ def check_excluded(
             if child and is_layer(module)
         ]
         if inside and not is_layer(layers[name]):
-            raise DecaylabError(
-                f"exclude: {name!r} is not a layer, it has some in it: name these, as {inside[0]!r}"
-            )
+            remedy = f"it is not a layer, it has some in it; name these, as {inside[0]!r}"
+            raise UnknownName("layer to exclude", name, inside, remedy)
 
 
 def refuse_without_blocks(blocks: Collection[str]) -> None:
@@ -48,10 +57,8 @@ def one_device(parameters: Iterable[Tensor]) -> torch.device:
         raise BadValue("the devices of the parameters", sorted(map(str, devices)), "one", remedy)
     device = devices.pop()
     if device.type == "meta":
-        raise DecaylabError(
-            "the model is on the meta device, without memory: call model.to_empty(device=...) and "
-            "give it its weights before building KFAC"
-        )
+        remedy = "call model.to_empty(device=...) and give it its weights before building KFAC"
+        raise BadValue("the device of the model", "meta", "one with memory", remedy)
     return device
 
 
@@ -60,26 +67,27 @@ def one_device(parameters: Iterable[Tensor]) -> torch.device:
 
 def refuse_replicas() -> NoReturn:
     """Refuse nn.DataParallel."""
-    raise DecaylabError(
-        "nn.DataParallel runs copies of the model side by side, of which K-FAC cannot tell "
-        "one pass from another: use DistributedDataParallel"
+    raise Conflict(
+        ["K-FAC", "nn.DataParallel"],
+        "the latter runs copies of the model side by side, whose passes cannot be told apart",
+        "use DistributedDataParallel",
     )
 
 
 def refuse_uneven_calls(examples: Sequence[int]) -> None:
     """Refuse calls of one layer that cannot be matched example by example."""
     if len(set(examples)) > 1:
-        raise DecaylabError(
-            "a layer was called with different numbers of examples in one forward pass: "
-            "build KFAC with sharing='expand'"
-        )
+        calls = {"the largest call of a layer": max(examples), "the smallest": min(examples)}
+        remedy = "build KFAC with sharing='expand'"
+        raise Mismatch("number of examples in one forward pass", calls, remedy)
 
 
 def refuse_overwritten(layer: str) -> NoReturn:
     """Refuse an input that is no longer what the layer saw."""
-    raise DecaylabError(
-        f"the input of layer {layer!r} was changed in place after the layer saw "
-        "it: write x = x + y instead of x += y, and give each batch a new tensor"
+    raise Damaged(
+        f"the input of layer {layer!r}",
+        "it was changed in place after the layer saw it",
+        "write x = x + y instead of x += y, and give each batch a new tensor",
     )
 
 
@@ -95,10 +103,8 @@ def check_initial(sums: Mapping[str, Any]) -> None:
         raise Lacks("the initial pass", "batches", "give one to measure the curvature on")
     for name, measured in sums.items():
         if not all(bool(side.isfinite().all()) for side in measured.sides):
-            raise DecaylabError(
-                f"initialize met values that are not finite in layer {name!r}: "
-                "look for nan or inf in the batches and in the weights"
-            )
+            remedy = "look for nan or inf in the batches and in the weights"
+            raise Lacks("the initial pass", f"finite factors of layer {name!r}", remedy)
 
 
 # -- logits --
@@ -106,28 +112,29 @@ def check_initial(sums: Mapping[str, Any]) -> None:
 
 def refuse_without_logits(model: nn.Module) -> NoReturn:
     """Refuse a refresh whose passes had no end."""
-    raise DecaylabError(
-        f"a refresh was due, but {type(model).__name__} was not called itself,"
-        " or did not return logits as one tensor [..., C]: build KFAC with the module that"
-        " does, or call opt.observe(logits) after the forward pass"
+    raise Lacks(
+        "the refresh that is due",
+        f"logits of {type(model).__name__}",
+        "it was not called itself, or did not return them as one tensor [..., C]; build KFAC with "
+        "the module that does, or call opt.observe(logits) after the forward pass",
     )
 
 
 def refuse_logits_without_calls() -> NoReturn:
     """Refuse logits that are handed over twice, or too late."""
-    raise DecaylabError(
-        "opt.observe(logits) found nothing to observe: call it once, right after the "
-        "forward pass, and build KFAC with logits='observed' if the model returns a tensor"
+    raise Lacks(
+        "opt.observe(logits)",
+        "forward pass to observe",
+        "call it once, right after the forward pass, and build KFAC with logits='observed' if "
+        "the model returns a tensor",
     )
 
 
 def refuse_unreached(reached: Collection[Any]) -> None:
     """Refuse logits that no observed layer leads to."""
     if not reached:
-        raise DecaylabError(
-            "the logits do not depend on the last forward pass of any covered layer: "
-            "call opt.observe(logits) right after the forward pass that made them"
-        )
+        remedy = "call opt.observe(logits) right after the forward pass that made them"
+        raise Lacks("the graph of the logits", "covered layer of the last forward pass", remedy)
 
 
 def check_heads(
@@ -143,7 +150,7 @@ def check_heads(
             )
             raise BadValue("the logits", given, "floating-point and of shape [..., C]", remedy)
         if not head.requires_grad:
-            raise DecaylabError("the logits have no graph: call opt.observe before detaching them")
+            raise Lacks("the logits' tensor", "graph", "call opt.observe before detaching it")
         if head.device.type != device.type:
             devices = {"the logits": head.device, "the model KFAC was built with": device}
             raise Mismatch("device", devices, "move the model before building KFAC")
@@ -152,10 +159,8 @@ def check_heads(
             raise Mismatch("shape", shapes, "give one entry per row of the logits")
     categorical = (measurement.curvature, measurement.likelihood) == ("fisher", "categorical")
     if categorical and any(head.shape[-1] == 1 for head in heads):
-        raise DecaylabError(
-            "a categorical likelihood over one class has no curvature: "
-            "use likelihood='bernoulli' or 'gaussian'"
-        )
+        remedy = "use likelihood='bernoulli' or 'gaussian'"
+        raise Lacks("a categorical likelihood over one class", "curvature", remedy)
 
 
 def check_classes(heads: Sequence[Tensor], before: tuple[int, ...] | None) -> tuple[int, ...]:
@@ -188,34 +193,34 @@ def check_graph(heads: Sequence[Tensor], outputs: Mapping[Node, Any], measuremen
     for head in heads:
         node: Any = get_gradient_edge(head).node
         if link and measurement.curvature == "fisher" and node.name() == f"{link.title()}Backward0":
-            raise DecaylabError(
-                f"the model returns probabilities, and a {measurement.likelihood} likelihood is "
-                f"one of logits: leave its last {link} out and use {loss}, which contains it, or "
-                "hand over what lies before it with opt.observe(logits) and logits='observed'"
+            remedy = (
+                f"it makes probabilities, and a {measurement.likelihood} likelihood is one of "
+                f"logits; leave it out and use {loss}, which contains it, or hand over what lies "
+                "before it with opt.observe(logits) and logits='observed'"
             )
+            raise BadValue("the end of the model", link, "its logits", remedy)
         while node.name().startswith("Upsample"):  # segmentation nets enlarge their logits
             node = node.next_functions[0][0]
         last = outputs.get(node)
         if last is not None and not last.kind.classes_last and categorical:
-            raise DecaylabError(
-                "the logits are a convolution's output, whose classes are not the last axis: "
-                "build KFAC with logits='observed' and call "
+            remedy = (
+                "they are a convolution's output; build KFAC with logits='observed' and call "
                 "opt.observe(logits.movedim(1, -1))"
             )
+            raise BadValue("the logits' axis of classes", 1, "the last one", remedy)
         if outputs and len(heads) > 1 and outputs.keys().isdisjoint(nodes_behind(head)):
-            raise DecaylabError(
-                "some of the logits do not depend on the last forward pass of any covered "
-                "layer: call opt.observe after each forward pass, with its logits"
-            )
+            remedy = "call opt.observe after each forward pass, with its logits"
+            owner = "the graph of some of the logits"
+            raise Lacks(owner, "covered layer of the last forward pass", remedy)
 
 
 def refuse_reentrant_checkpoints(logits: Tensor, hidden: Collection[str]) -> None:
     """Refuse checkpoints that hide layers: `hidden` ran without grad."""
     if hidden and any("CheckpointFunction" in node.name() for node in nodes_behind(logits)):
-        raise DecaylabError(
-            f"layer {min(hidden)!r} runs under reentrant activation checkpointing, which hides "
-            "it from K-FAC: "
-            "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        raise Conflict(
+            ["K-FAC", f"reentrant activation checkpointing of layer {min(hidden)!r}"],
+            "the latter hides the layer",
+            "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
         )
 
 
@@ -260,12 +265,13 @@ class Held:
         gone = [f"parameter {n!r}" for n, p in self._parameters.items() if p not in parameters]
         gone += [f"layer {n!r}" for n, layer in self._layers.items() if layer not in modules]
         if gone:
-            raise DecaylabError(
-                f"the model no longer holds the {gone[0]} that KFAC was built with (fully_shard, "
-                "load_state_dict(assign=True), or another module in its place), so KFAC would step "
-                "what nobody uses: build KFAC after such a change and load the state_dict() of "
-                "this one (of a model in shards: use DistributedDataParallel)"
+            remedy = (
+                "it was replaced (fully_shard, load_state_dict(assign=True), another module in its "
+                "place), and KFAC would step what nobody uses; build KFAC after such a change and "
+                "load the state_dict() of this one (of a model in shards: use "
+                "DistributedDataParallel)"
             )
+            raise Lacks("the model", f"{gone[0]} that KFAC was built with", remedy)
 
 
 # -- saved states --
@@ -273,15 +279,18 @@ class Held:
 
 def check_saved_layers(saved: Collection[str], covered: Collection[str]) -> None:
     """Refuse the state of another set of layers."""
-    differ = sorted(set(saved) ^ set(covered))
-    if not differ:
-        return
     remedy = "build KFAC with the options it was saved with"
-    if set(saved) < set(covered):  # of a version that did not cover them yet, or excluded
-        remedy += f", as with KFACOptions(exclude=({', '.join(map(repr, differ))},))"
-    raise DecaylabError(
-        f"this state dict covers other layers than the model ({', '.join(differ[:3])}): {remedy}"
-    )
+    if surplus := sorted(set(saved) - set(covered)):
+        raise Lacks("this KFAC", f"block for {_layers(surplus)} of the state dict", remedy)
+    if missing := sorted(set(covered) - set(saved)):  # not covered yet by a version, or excluded
+        remedy += f", as with KFACOptions(exclude=({', '.join(map(repr, missing))},))"
+        raise Lacks("this state dict", f"state of {_layers(missing)}", remedy)
+
+
+def _layers(names: Sequence[str]) -> str:
+    """The first of them, for a sentence."""
+    more = ", ..." * (len(names) > 3)
+    return f"layer{'s' * (len(names) > 1)} {', '.join(map(repr, names[:3]))}{more}"
 
 
 def check_saved_shape(layer: str, saved: Tensor, buffer: Tensor) -> None:
@@ -309,20 +318,19 @@ def refuse_static_graph(heads: Sequence[Tensor]) -> None:
     for node in (node for head in heads for node in nodes_behind(head)) if several() else ():
         wrapper: Any = getattr(node, "ddp_weakref", None)
         if wrapper is not None and wrapper().static_graph:
-            raise DecaylabError(
-                "K-FAC's backward pass goes through DistributedDataParallel, which with "
-                "static_graph=True takes it for the loss's: build it without static_graph, or "
-                "let the model return its logits (and call model.module in initialize)"
+            raise Conflict(
+                ["K-FAC's backward pass", "DistributedDataParallel's static_graph=True"],
+                "the latter takes it for the loss's",
+                "build it without static_graph, or let the model return its logits (and call "
+                "model.module in initialize)",
             )
 
 
 def refuse_to_stay_away(model: nn.Module) -> None:
     """Refuse a batch without rows under SyncBatchNorm: other ranks wait in their extra passes."""
     if several() and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        raise DecaylabError(
-            "this rank has a batch without rows, and SyncBatchNorm lets the others wait for it: "
-            "give every rank at least one row"
-        )
+        remedy = "SyncBatchNorm lets the others wait for it; give every rank at least one row"
+        raise Lacks("the batch of this rank", "rows", remedy)
 
 
 def refuse_shards(model: nn.Module) -> None:
@@ -333,25 +341,28 @@ def refuse_shards(model: nn.Module) -> None:
     if any(isinstance(p, DTensor) for p in model.parameters()) or any(
         isinstance(module, FullyShardedDataParallel) for module in model.modules()
     ):
-        raise DecaylabError(
-            "the model's parameters are in shards (FSDP or tensor parallelism), and K-FAC needs "
-            "whole layers: use DistributedDataParallel, or another optimizer"
+        raise Conflict(
+            ["K-FAC", "parameters in shards (FSDP or tensor parallelism)"],
+            "K-FAC needs whole layers",
+            "use DistributedDataParallel, or another optimizer",
         )
 
 
 def check_ranks(*, early: bool, wrapper: Any) -> None:
     """Refuse ranks that would step apart, or would wait for one that does not come."""
     if early and several():
-        raise DecaylabError(
-            "this KFAC was built before the processes knew of each other, and has factors of "
-            "its own rows alone: build it after init_process_group (which TrainingArguments or "
+        remedy = (
+            "it was built before the processes knew of each other, and its factors are of its own "
+            "rows alone; build it after init_process_group (which TrainingArguments or "
             "Accelerator() may have called)"
         )
+        raise Lacks("this KFAC", "process group", remedy)
     if wrapper is not None and wrapper._join_config.enable:
-        raise DecaylabError(
-            "model.join() lets a rank leave before the others, who would wait for its part of "
-            "K-FAC's factors: give all ranks equally many batches, as DistributedSampler does "
-            "(behind a join(), which torch leaves on, wrap the network anew)"
+        raise Conflict(
+            ["K-FAC", "model.join()"],
+            "a rank may leave before the others, who would wait for its part of the factors",
+            "give all ranks equally many batches, as DistributedSampler does (behind a join(), "
+            "which torch leaves on, wrap the network anew)",
         )
 
 
@@ -363,19 +374,22 @@ def refuse_own_gradients(wrapper: Any, parameters: Mapping[str, Sequence[Tensor]
     if wrapper is None:
         return
     trained = sum(p.requires_grad for p in wrapper._module_parameters)
-    if trained > wrapper._get_ddp_logging_data()["num_parameter_tensors"]:
-        raise DecaylabError(
-            "DistributedDataParallel adds up the gradients of what was not frozen when it was "
-            "built, and more is trained now: the ranks would step apart. Thaw first, then "
-            "wrap the network anew and build KFAC with that"
+    summed = wrapper._get_ddp_logging_data()["num_parameter_tensors"]
+    if trained > summed:
+        raise Mismatch(
+            "number of trained parameters",
+            {"the model": trained, "DistributedDataParallel": summed},
+            "it adds up the gradients of what was not frozen when it was built, and the ranks "
+            "would step apart. Thaw first, then wrap the network anew and build KFAC with that",
         )
     common = {*wrapper._module_parameters, *wrapper._delay_all_reduce_params}
     for name, layer_parameters in parameters.items():
         if any(p.requires_grad for p in set(layer_parameters) - common):
-            raise DecaylabError(
-                f"DistributedDataParallel was told to ignore layer {name!r}, of which each "
-                "rank has gradients of its own, and the ranks would step apart: let it take "
-                "care of all that KFAC covers, or exclude it (KFACOptions)"
+            raise Lacks(
+                "DistributedDataParallel",
+                f"common gradients of layer {name!r}",
+                "it was told to ignore that layer, and the ranks would step apart; let it take "
+                "care of all that KFAC covers, or exclude it (KFACOptions)",
             )
 
 
@@ -383,30 +397,27 @@ def check_equal_shares(size: int, own: Mapping[str, Any], total: Mapping[str, An
     """Refuse different numbers of rows, by layer, where all ranks should have as many."""
     for name, rows in own.items():
         if float(rows) * size != float(total[name]):
-            raise DecaylabError(
-                f"equal_shares is set, and this rank has {float(rows):g} of {float(total[name]):g} "
-                f"rows, with {size} ranks: give each equally many, or leave it out of KFACOptions"
-            )
+            shares = {"this rank": float(rows), "the mean of all": float(total[name]) / size}
+            remedy = "give each equally many, or leave equal_shares out of KFACOptions"
+            raise Mismatch("number of rows", shares, remedy)
 
 
 def refuse_captured_ranks(device: torch.device) -> None:
     """Refuse a CUDA graph: it would not wait for the other ranks."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise DecaylabError(
-            "a step of several ranks cannot be captured in a CUDA graph, as the host reads "
-            "what they have seen: call KFAC.step() as it is"
+        raise Conflict(
+            ["a step of several ranks", "a CUDA graph"],
+            "the host reads what they have seen",
+            "call KFAC.step() as it is",
         )
 
 
-def check_ranks_agree(size: int, failures: float, steps: float, squares: float) -> None:
+def check_ranks_agree(size: int, failures: float, own: int, steps: float, squares: float) -> None:
     """Refuse to go on where a rank failed, or is at another step than this one."""
     if failures:
-        raise DecaylabError(
-            f"{failures:.0f} of the {size} ranks could not measure the curvature: "
-            "see the error that they raised"
-        )
+        reason = f"on {failures:.0f} of the {size} ranks"
+        raise Failed("measuring the curvature", reason, "see the error that they raised")
     if steps**2 != squares * size:  # their spread
-        raise DecaylabError(
-            "the ranks' KFACs are not at the same step: call load_state_dict on every rank, "
-            "and step() equally often"
-        )
+        numbers = {"this rank's KFAC": own, "the mean of all ranks'": steps / size}
+        remedy = "call load_state_dict on every rank, and step() equally often"
+        raise Mismatch("the step they are at", numbers, remedy)

@@ -31,13 +31,7 @@ from decaylab.curvature.preserve import (
     trainable,
     untouched,
 )
-from decaylab.errors import DecaylabError, Lacks, Mismatch, Range, check_name
-
-NOT_TWICE = (
-    "an operation of the model has no forward-mode rule, and its backward pass cannot be "
-    "differentiated: give its torch.autograd.Function a `setup_context` and a `jvp`, or leave this "
-    "quantity out"
-)
+from decaylab.errors import Lacks, Mismatch, Range, check_name
 
 
 def jacobian_product(
@@ -213,7 +207,7 @@ def _jvp_by_two_backward_passes(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise DecaylabError(NOT_TWICE) from error
+        raise _not_twice() from error
     # terms of random signs add up to about their root sum of squares; half precision, TF32 and a
     # model's own autocast round them by less than a tenth of it. Where J v is zero (a bias in front
     # of BN) there is nothing but rounding: beside the logits it is small.
@@ -222,8 +216,17 @@ def _jvp_by_two_backward_passes(
     floor = torch.finfo(logits.dtype).eps ** 0.5 * (u * logits).detach().double()
     size = math.sqrt(sum(float(part.square().sum()) for part in (*numbers, floor)))
     if gap > (1e-4 if logits.dtype == torch.float64 else 0.1) * size:
-        raise DecaylabError(NOT_TWICE)
+        raise _not_twice()
     return logits, tangent
+
+
+def _not_twice() -> Lacks:
+    return Lacks(
+        "an operation of the model",
+        "derivative in forward mode or of its backward pass",
+        "give its torch.autograd.Function a `setup_context` and a `jvp`, or leave this quantity"
+        " out",
+    )
 
 
 def _pulled_back(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decaylab.data.sets import Split
-from decaylab.errors import AT_LEAST_ONE, DecaylabError, Mismatch, Range
+from decaylab.errors import AT_LEAST_ONE, Lacks, Mismatch, Range
 
 PADDING = 4
 
@@ -96,7 +96,8 @@ class Batches:
         batch is to be asked for by its number.
         """
         if not self._draws:
-            raise DecaylabError("Call begin_epoch() before batch(): it draws what a batch holds.")
+            remedy = "call begin_epoch(), which draws it, before batch()"
+            raise Lacks("this epoch", "order of the images", remedy)
         part: slice | Tensor
         rank, size = self._share
         rows = self.batch_size // size

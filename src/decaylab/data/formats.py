@@ -20,7 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 from decaylab.data.facts import ImageFile
-from decaylab.errors import Damaged, DecaylabError, Mismatch, NotRead, needed
+from decaylab.errors import Damaged, Mismatch, NotRead, needed
 
 IMAGE_COLUMNS = ("img", "image")
 # imported when a parquet file is met
@@ -114,7 +114,7 @@ def read_cifar_archive(path: Path, names: Sequence[str], label_bytes: int) -> li
     missing = [name for name in names if name not in contents]
     if missing:
         if missing[0].removesuffix(".bin") in seen:
-            raise DecaylabError(pickle_refusal(path, label_bytes))
+            raise pickle_refusal(path, label_bytes)
         reason = f"it holds no {missing[0]} but {', '.join(seen[:8]) or 'nothing'}"
         raise Damaged(path, reason, "replace it by the binary archive of this data set")
     return [read_cifar_records(path / name, contents[name], label_bytes) for name in names]
@@ -135,13 +135,14 @@ class _Counted:
         return data
 
 
-def pickle_refusal(path: Path, label_bytes: int) -> str:
-    """The sentence for CIFAR's python archive; the binary one has the same images."""
+def pickle_refusal(path: Path, label_bytes: int) -> NotRead:
+    """The error for CIFAR's python archive; the binary one has the same images."""
     number = "10" if label_bytes == 1 else "100"
-    return (
-        f"{path} is of CIFAR's python archive, a pickle, which can run any code and is never "
-        f"opened here: take cifar-{number}-binary.tar.gz in its place, for instance by "
-        f"`decaylab data fetch cifar{number}`."
+    return NotRead(
+        path,
+        "a pickle, of CIFAR's python archive, can run any code and is never opened here",
+        f"take cifar-{number}-binary.tar.gz in its place, for instance by "
+        f"`decaylab data fetch cifar{number}`",
     )
 
 

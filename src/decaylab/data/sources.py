@@ -27,7 +27,7 @@ from decaylab.data.formats import (
     read_parquet,
 )
 from decaylab.data.sets import DataSet, Split
-from decaylab.errors import DecaylabError, Lacks, NoFolder, NotRead
+from decaylab.errors import Conflict, DecaylabError, Lacks, NoFolder, NotRead
 
 SHARD = re.compile(r"(train|test)-(\d{5})-of-(\d{5})\.parquet")
 LABEL_COLUMN = {"cifar100": "fine_label"}
@@ -131,7 +131,7 @@ def find(name: str, data_dir: str | Path | None = None) -> Source | None:
             return source
         refused = refused or pickled
     if refused is not None:
-        raise DecaylabError(pickle_refusal(refused, CIFAR[name].label_bytes))
+        raise pickle_refusal(refused, CIFAR[name].label_bytes)
     return None
 
 
@@ -234,10 +234,8 @@ def _parquet(facts: Facts, folder: Path) -> Source | None:
         if missing := [name for name in names if name not in present]:
             raise _incomplete(folder, missing[0], facts.name)
         if extra := sorted(present - set(names)):
-            raise DecaylabError(
-                f"{folder} holds {extra[0]} beside {names[0]}, shards of two versions: "
-                f"remove one of them."
-            )
+            both = [str(folder / extra[0]), names[0]]
+            raise Conflict(both, "they are shards of two versions", "remove one of them")
         shards[split] = [folder / name for name in names]
     column = LABEL_COLUMN.get(facts.name, "label")
     return Source(

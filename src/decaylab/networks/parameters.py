@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import Lacks
 
 Kind = Literal["conv", "linear", "norm", "embedding", "other"]
 
@@ -108,7 +108,7 @@ def _is_weight(parameter: Tensor, kind: Kind) -> bool:
 def find_layers(model: nn.Module) -> dict[str, Layer]:
     """Every module that owns a weight, by its name in `named_modules`."""
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
-        raise DecaylabError("the model has lazy layers: run one batch through it first")
+        raise Lacks("a lazy layer", "shape yet", "run one batch through the model first")
     layers = ((name, _layer(module)) for name, module in model.named_modules())
     return {name: layer for name, layer in layers if layer is not None}
 

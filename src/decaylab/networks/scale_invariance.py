@@ -30,7 +30,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from decaylab.errors import DecaylabError, check_name
+from decaylab.errors import POSITIVE, DecaylabError, check_name
 from decaylab.networks.calling import Inputs, LogitsRule, call
 from decaylab.networks.parameters import find_layers
 from decaylab.networks.rescaling import (
@@ -211,10 +211,8 @@ def measure_invariance(
     with torch.inference_mode(False), undisturbed(model):
         evaluate = RepeatedForward(model, inputs, logits)
         reference, coarsest = _reference(evaluate)
-        if not 0 < size(reference) < math.inf:
-            raise DecaylabError(
-                "the logits are zero or not finite: nothing can be compared to them"
-            )
+        why = "nothing can be compared to them"
+        POSITIVE.check("the size of the logits", size(reference), why)
         trials = _Trials(evaluate, units, reference, coarsest)
         columns = _columns(evaluate, units, reference, coarsest)
         layers = find_layers(model)

@@ -10,7 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from decaylab.curvature.blocks import Placement
 from decaylab.curvature.kinds.kind import Reason
-from decaylab.errors import DecaylabError, Lacks, Misplaced, UnknownName, warn_user
+from decaylab.errors import BadValue, Lacks, Misplaced, UnknownName, warn_user
 
 # Arguments of KFAC that a param group cannot have for itself.
 OF_ALL_GROUPS = {
@@ -145,10 +145,8 @@ def _check_parameters(chosen: list[Tensor], names: dict[Tensor, str]) -> None:
     """Refuse parameters that are not the model's, or have no shape yet."""
     strangers = sum(p not in names for p in chosen)
     if strangers:
-        raise DecaylabError(
-            f"{strangers} of the given parameters do not belong to the model: "
-            "give KFAC the model that owns them, or step them with an optimizer of their own"
-        )
+        remedy = "give KFAC the model that owns them, or step them with an optimizer of their own"
+        raise BadValue("the number of given parameters of another model", strangers, 0, remedy)
     for parameter in chosen:
         if isinstance(parameter, UninitializedParameter):
             remedy = "run one batch through the model before building KFAC"

@@ -11,7 +11,9 @@ from decaylab.curvature.factors import RunningFactors, Sums
 from decaylab.errors import (
     FRACTION,
     NOT_NEGATIVE,
-    DecaylabError,
+    BadValue,
+    Conflict,
+    Lacks,
     Mismatch,
     WrongType,
     warn_user,
@@ -39,19 +41,20 @@ def check_groups(groups: list[dict[str, Any]]) -> None:
         FRACTION.check("momentum", group["momentum"])
         for p in group["params"]:
             if p.is_complex():
-                raise DecaylabError(
-                    f"a parameter of shape {list(p.shape)} is complex, which K-FAC's steps are "
-                    "not: step such parameters with an optimizer of their own"
-                )
+                name = f"the numbers of a parameter of shape {list(p.shape)}"
+                remedy = "step such parameters with an optimizer of their own"
+                raise BadValue(name, p.dtype, "real", remedy)
             if group["law"] != "kfac" and p.requires_grad and has_gaps(p):
-                raise DecaylabError(
-                    f"a parameter of shape {list(p.shape)} has gaps in memory, over which torch's "
-                    "fused steps stumble: build it as nn.Parameter(part.clone())"
+                name = f"the strides of a parameter of shape {list(p.shape)}"
+                remedy = (
+                    "torch's fused steps stumble over them; build it as nn.Parameter(part.clone())"
                 )
+                raise BadValue(name, p.stride(), "without gaps in memory", remedy)
         if group["law"] == "sgd" and any(map(skipped_when_fused, group["params"])):
-            raise DecaylabError(
-                "torch's fused SGD leaves half-precision parameters on a CPU where they are: "
-                "use others='adam', or float32 parameters under torch.autocast"
+            raise Conflict(
+                ["others='sgd'", "half-precision parameters on a CPU"],
+                "torch's fused SGD leaves them where they are",
+                "use others='adam', or float32 parameters under torch.autocast",
             )
 
 
@@ -60,11 +63,13 @@ def check_measured(factors: RunningFactors, sums: Mapping[str, Sums]) -> None:
     blocks = factors.blocks
     if not sums and any(block.site.trained for block in blocks.values()):
         if not factors.seen:
-            raise DecaylabError(
-                "no forward pass was observed before the first step: run the model that KFAC "
-                "was built with, in train mode and with grad enabled (a compiled model: build "
-                "KFAC with what torch.compile returned, or after model.compile(); a compiled "
-                "function that calls the model: compile the model instead)"
+            raise Lacks(
+                "the first step",
+                "observed forward pass before it",
+                "run the model that KFAC was built with, in train mode and with grad enabled (a "
+                "compiled model: build KFAC with what torch.compile returned, or after "
+                "model.compile(); a compiled function that calls the model: compile the model "
+                "instead)",
             )
         warn_user(
             "a refresh was due, but no forward pass in train mode was observed: "
@@ -78,12 +83,13 @@ def check_measured(factors: RunningFactors, sums: Mapping[str, Sums]) -> None:
     ]
     if unseen:
         names = ", ".join(map(repr, unseen))
-        subject = f"layer {names} has" if len(unseen) == 1 else f"layers {names} have"
-        raise DecaylabError(
-            f"{subject} a gradient but was never measured: the weight is used "
-            "without the layer being called, a compiled function calls it (compile modules "
-            "instead), or its output does not lead to the logits. Leave it to the "
-            f"first-order method with options=KFACOptions(exclude=({names},))"
+        layers = f"layer {names}" if len(unseen) == 1 else f"layers {names}"
+        raise Lacks(
+            "this step",
+            f"measured curvature for the gradient of {layers}",
+            "the weight is used without the layer being called, a compiled function calls it "
+            "(compile modules instead), or its output does not lead to the logits. Leave it to the "
+            f"first-order method with options=KFACOptions(exclude=({names},))",
         )
 
 
@@ -101,16 +107,15 @@ def check_saved(
     """Refuse what torch, which goes by place alone, would load into the wrong one."""
     saved = curvature.get("parameters", names)
     if saved != names and sorted(saved) == sorted(names):
-        raise DecaylabError(
-            "this state dict lists the parameters in another order: "
-            "build KFAC with the param groups it was saved with"
-        )
+        i = next(i for i, name in enumerate(names) if saved[i] != name)
+        values = {"this state dict": f"{saved[i]!r} at {i}", "KFAC": f"{names[i]!r} at {i}"}
+        remedy = "build KFAC with the param groups it was saved with"
+        raise Mismatch("the order of parameters", values, remedy)
     for group, other in zip(groups, state["param_groups"], strict=False):  # torch counts them
         if group["law"] != other["law"] and "kfac" not in (group["law"], other["law"]):
-            raise DecaylabError(
-                f"this state dict has a state of {other['law']} for parameters outside the "
-                f"blocks: build KFAC with others={other['law']!r}"
-            )
+            values = {"this state dict": other["law"], "KFAC": group["law"]}
+            remedy = f"build KFAC with others={other['law']!r}"
+            raise Mismatch("the method for parameters outside the blocks", values, remedy)
 
 
 def check_saved_steps(saved: Mapping[str, Any], step_scaling: str, *, momentum_first: bool) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decaylab.errors import DecaylabError, warn_user
+from decaylab.errors import Lacks, warn_user
 
 # So many steps in a row without a finite gradient are no accident.
 TOLERATED = 10
@@ -50,7 +50,7 @@ class Skips:
         """In total and in a row (one host sync); an error if the last ten were skipped."""
         total, in_a_row = self.counts.tolist()
         if in_a_row >= TOLERATED:
-            raise DecaylabError(_message(in_a_row))
+            raise _without_gradients(in_a_row)
         return total, in_a_row
 
     def look(self) -> None:
@@ -59,15 +59,13 @@ class Skips:
             return
         if int(self._host_counts[1]) >= TOLERATED:
             self._warned = True
-            warn_user(_message(int(self._host_counts[1])))
+            warn_user(str(_without_gradients(int(self._host_counts[1]))))
             return
         self._host_counts.copy_(self.counts, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
 
-def _message(in_a_row: int) -> str:
-    return (
-        f"the last {in_a_row} steps had no finite gradient and changed nothing: "
-        "lower the learning rate, raise the damping or set kl_clip"
-    )
+def _without_gradients(in_a_row: int) -> Lacks:
+    remedy = "they change nothing; lower the learning rate, raise the damping or set kl_clip"
+    return Lacks(f"each of the last {in_a_row} steps", "finite gradient", remedy)

@@ -21,8 +21,10 @@ from decaylab.errors import (
     AT_LEAST_ONE,
     FRACTION,
     POSITIVE,
+    BadValue,
     Conflict,
-    DecaylabError,
+    Lacks,
+    Misplaced,
     Range,
 )
 from decaylab.optim.coverage import Coverage, checked_groups, coverage_of, split_groups
@@ -271,10 +273,11 @@ class KFAC(torch.optim.Optimizer):
                 self.device_step()
             return None
         if self._capturing:
-            raise DecaylabError(
-                "a captured KFAC.step() would be the same kind of step at each replay: "
+            raise Conflict(
+                ["KFAC.step()", "a CUDA graph"],
+                "each replay would be the same kind of step",
                 "use decaylab.captured(step, model, optimizer), which captures each kind apart, or "
-                "capture device_step() and call before_step() and after_step() around a replay"
+                "capture device_step() and call before_step() and after_step() around a replay",
             )
         loss = None
         if closure is None and self._lays_out_only():
@@ -300,9 +303,7 @@ class KFAC(torch.optim.Optimizer):
         finally:
             self._host_part_outside = False
         if self._device_steps != 1:
-            raise DecaylabError(
-                f"a captured step called KFAC.step() {self._device_steps} times: call it once"
-            )
+            raise BadValue("calls of KFAC.step() in a captured step", self._device_steps, 1)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. The empirical Fisher forgets these gradients too, if no step used them."""
@@ -457,10 +458,8 @@ class KFAC(torch.optim.Optimizer):
     ) -> dict[str, Sums]:
         """What the estimator sums up over some batches, outside of a step."""
         if loss is None and self.estimator.measurement.curvature == "empirical-fisher":
-            raise DecaylabError(
-                "the empirical Fisher is made of the loss's gradients: "
-                f"call {caller}(batches, loss=...)"
-            )
+            remedy = f"it is made of the loss's gradients; call {caller}(batches, loss=...)"
+            raise Lacks("the empirical Fisher", "loss", remedy)
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         with self._initialization():
             passes = partial(self.estimator.measured, batches, forward, loss, trained)
@@ -542,17 +541,14 @@ class KFAC(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused: hooks tie it to its model, and torch would copy or pickle a part of it."""
-        raise DecaylabError(
-            "a KFAC cannot be copied or pickled apart from its model: copy or save its "
-            "state_dict(), and load that into a KFAC built for the other model"
-        )
+        remedy = "copy or save its state_dict(), and load that into a KFAC built for another model"
+        raise Lacks("a KFAC that is copied or pickled by itself", "model", remedy)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after construction: blocks are laid out once."""
         if self._laid_out:
-            raise DecaylabError(
-                "KFAC lays its blocks out once: build a new one with all param groups"
-            )
+            remedy = "KFAC lays its blocks out once; build a new one with all param groups"
+            raise Misplaced(["add_param_group"], "other optimizers", remedy)
         super().add_param_group(param_group)
 
     def _lays_out_only(self) -> bool:
@@ -608,9 +604,10 @@ class KFAC(torch.optim.Optimizer):
     def _update(self) -> None:
         skip = getattr(self, "found_inf", None)  # set by a GradScaler around its step
         if skip is not None and self.estimator.measurement.curvature == "empirical-fisher":
-            raise DecaylabError(
-                "the empirical Fisher is measured on the loss's gradients, which a GradScaler "
-                "scales: use bfloat16 autocast without one, or curvature='fisher'"
+            raise Conflict(
+                ["the empirical Fisher", "a GradScaler"],
+                "the first is measured on the loss's gradients, which the second scales",
+                "use bfloat16 autocast without one, or curvature='fisher'",
             )
         scale = LossScale(getattr(self, "grad_scale", None), skip)
         rule = StepRule(self.kl_clip, self.step_rms, self.momentum_first)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from decaylab.curvature.preconditioner import Preconditioner
-from decaylab.errors import DecaylabError
+from decaylab.errors import BadValue
 from decaylab.optim.decay import add_decay, check_decay
 from decaylab.optim.graphs import Captured, Graphs
 from decaylab.optim.health import Skips
@@ -173,10 +173,8 @@ class Updater:
         replay = replay and self._graphs is not None and loss_scale == LossScale()
         pattern = self._pattern(groups, state, (rule, scale_free), replay)
         if any(g.is_sparse for _, params in pattern.others for g in _gradients_of(params)):
-            raise DecaylabError(
-                "a parameter has a sparse gradient, which the first-order step does not take: "
-                "build its nn.Embedding with sparse=False"
-            )
+            remedy = "the first-order step takes no other; build its nn.Embedding with sparse=False"
+            raise BadValue("the gradient of a parameter", "sparse", "dense", remedy)
         with self.blocks.room():
             for params, places in pattern.gathered:
                 torch._foreach_copy_(places, _gradients_of(params))

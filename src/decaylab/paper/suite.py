@@ -17,7 +17,8 @@ from typing import Any
 from decaylab.errors import (
     AT_LEAST_ONE,
     BadValue,
-    DecaylabError,
+    Failed,
+    Lacks,
     Misplaced,
     NameTaken,
     NotRead,
@@ -166,7 +167,7 @@ def register_artefact(path: str | Path) -> Artefact:
         try:
             artefact = _artefact(path.stem, values)
         except (TypeError, ValueError) as error:
-            raise DecaylabError(f"this is not an artefact: {error}; see docs/extend.md") from error
+            raise Failed("reading it as an artefact", error, "see docs/extend.md") from error
     artefacts()[artefact.name] = artefact
     return artefact
 
@@ -257,9 +258,9 @@ def _artefact(name: str, values: dict[str, Any]) -> Artefact:
         for each in given:
             check_name(what, each, sorted(known))
     if artefact.kind == "table" and artefact.keys[-1] not in ("weight_decay", "scheme"):
-        raise ValueError("the last key of a table is weight_decay or scheme")
+        raise BadValue("the last key of a table", artefact.keys[-1], "weight_decay or scheme")
     if missing := [column for block in blocks for column in ROW if column not in block]:
-        raise ValueError(f"its cells lack {missing[0]}")
+        raise Lacks("a block of [[cells]]", missing[0], "give each block all columns")
     return artefact
 
 

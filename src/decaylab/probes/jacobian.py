@@ -13,7 +13,7 @@ from decaylab.curvature.preserve import (
     tied,
     untouched,
 )
-from decaylab.errors import BadValue, DecaylabError, Mismatch, Range
+from decaylab.errors import BadValue, DecaylabError, Lacks, Mismatch, Range
 from decaylab.probes.applied import applied, whole
 from decaylab.probes.reading import Reading
 from decaylab.probes.registry import Moment, Probe, register
@@ -62,9 +62,11 @@ def jacobian_norms(model: nn.Module, inputs: Tensor, *, chunk: int | None = 128)
     """
     norms = _draws(model, inputs, None, chunk, "eval", 0)[0]
     if len(norms) < len(inputs):
-        raise DecaylabError(
-            "the examples share batch statistics, so none has a Jacobian of its own: "
-            "use jacobian_norm, or build the norms with track_running_stats=True"
+        raise Lacks(
+            "an example",
+            "Jacobian of its own",
+            "it shares batch statistics with the others; use jacobian_norm, or build the norms with"
+            " track_running_stats=True",
         )
     return norms
 

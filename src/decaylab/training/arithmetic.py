@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from decaylab.errors import DecaylabError
+from decaylab.errors import BadValue
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 FIXED_WORKSPACES = (":4096:8", ":16:8")
@@ -54,8 +54,9 @@ def prepare_deterministic(device: torch.device) -> None:
     if device.type != "cuda" or os.environ.get(WORKSPACE) in FIXED_WORKSPACES:
         return
     if torch.cuda.is_initialized():
-        raise DecaylabError(
-            f"deterministic = true needs {WORKSPACE}=:4096:8 before CUDA starts: set it in the"
-            " environment and start again"
+        remedy = (
+            "deterministic = true needs it before CUDA starts; set it in the environment and start"
+            " again"
         )
+        raise BadValue(WORKSPACE, os.environ.get(WORKSPACE, ""), FIXED_WORKSPACES[0], remedy)
     os.environ[WORKSPACE] = FIXED_WORKSPACES[0]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from decaylab.data import DataSet, Split, evaluation_batches
-from decaylab.errors import DecaylabError, Lacks, Mismatch
+from decaylab.errors import Lacks, Mismatch
 from decaylab.optim import schedules
 from decaylab.optim.decay import OPTIMIZERS, decay_rate
 from decaylab.optim.first_order import lay_out_state
@@ -424,10 +424,13 @@ class TrainingRun:
                 f"continue it with --device {state['device']}, or use another --runs folder",
             )
         if state.get("labels", self._labels) != self._labels:
-            raise DecaylabError(
-                f"run {self.spec.id} was begun with the training images of {self.spec.data} in"
-                " another order, as archive and parquet files have them: give it the files it was"
-                " begun with (--data-dir), or use another --runs folder"
+            raise Mismatch(
+                f"the order of {self.spec.data} images, as archive and parquet files do",
+                {
+                    f"run {self.spec.id} so far": f"checksum {state['labels']:08x}",
+                    "now": f"checksum {self._labels:08x}",
+                },
+                "give it the files it was begun with (--data-dir), or use another --runs folder",
             )
         if self.intervention is not None:
             if "paths" not in state:

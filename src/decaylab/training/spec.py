@@ -24,7 +24,7 @@ from decaylab.errors import (
     POSITIVE,
     BadValue,
     Conflict,
-    DecaylabError,
+    Failed,
     Misplaced,
     NotRead,
     Range,
@@ -287,7 +287,7 @@ class RunSpec:
         try:
             values = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise DecaylabError(f"this is not valid TOML: {error}") from error
+            raise Failed("reading it as TOML", error, "correct it there") from error
         return cls.from_mapping({**values, **(overrides or {})})
 
     @classmethod

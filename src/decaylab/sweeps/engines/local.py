@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from decaylab.errors import DecaylabError, printable
+from decaylab.errors import Lacks, printable
 from decaylab.records.files import disk_errors
 from decaylab.sweeps.engines import Job, JobStatus
 from decaylab.training.signals import requests
@@ -49,10 +49,11 @@ class LocalEngine:
         """Refuse GPUs that are not here, and a folder that cannot be written."""
         check_folder(self.folder)
         if any(job.gpus for job in jobs) and not self.gpus:
-            raise DecaylabError(
-                "these runs are for a GPU, and torch sees none here: give --device cpu, or --engine"
-                " slurm or ray where there are some"
+            remedy = (
+                "torch sees none, and these runs are for one; give --device cpu, or --engine slurm"
+                " or ray where there are some"
             )
+            raise Lacks("this machine", "GPU", remedy)
 
     def start(self, jobs: Sequence[Job]) -> str:
         """Start as many as there are slots; the others wait."""

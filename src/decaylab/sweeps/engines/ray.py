@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from decaylab.errors import DecaylabError, needed
+from decaylab.errors import Failed, Lacks, Range, needed
 from decaylab.sweeps.engines import Job, JobStatus
 from decaylab.sweeps.engines.local import check_folder, ending_with_parent, why
 from decaylab.training.signals import requests
@@ -42,11 +42,11 @@ class RayEngine:
                 _check_answers(address)
                 ray.init(log_to_driver=False, include_dashboard=False, **local)
             except (RuntimeError, OSError) as error:
-                raise DecaylabError(
-                    f"Ray cannot be reached ({_why(error)}): check $RAY_ADDRESS, and that the"
-                    f" cluster has the Ray ({ray.__version__}), Python and ~/.ray/auth_token of"
-                    " this machine"
-                ) from error
+                remedy = (
+                    "check $RAY_ADDRESS, and that the cluster has the Ray"
+                    f" ({ray.__version__}), Python and ~/.ray/auth_token of this machine"
+                )
+                raise Failed("reaching Ray", _why(error), remedy) from error
         self._check_gpus(jobs)
         self._check_folder()
 
@@ -112,26 +112,22 @@ class RayEngine:
                 try:
                     seen = self._ray.get(answer, timeout=ANSWERS_WITHIN)
                 except self._ray.exceptions.RayError as error:
-                    raise DecaylabError(
-                        f"node {host} of the Ray cluster does not answer ({_why(error)}): wait"
-                        " until it does, or take it out of the cluster"
-                    ) from error
+                    remedy = "wait until it answers, or take it out of the cluster"
+                    raise Failed(f"reaching node {host} of Ray", _why(error), remedy) from error
                 if not seen:
-                    raise DecaylabError(
-                        f"node {host} does not see {self.folder}: give a --runs folder that all"
-                        " nodes share, or run decaylab on the nodes and copy the run folders"
+                    remedy = (
+                        "give a --runs folder that all nodes share, or run decaylab on the nodes"
+                        " and copy the run folders"
                     )
+                    raise Lacks(f"node {host}", f"folder {self.folder}", remedy)
         finally:
             token.unlink()
 
     def _check_gpus(self, jobs: Sequence[Job]) -> None:
         in_cluster = self._ray.cluster_resources().get("GPU", 0)
         most = max(job.gpus for job in jobs)
-        if most > in_cluster:
-            raise DecaylabError(
-                f"a job asks for {most:g} GPUs and the Ray cluster has {in_cluster:g}: add a node,"
-                " or give --device cpu"
-            )
+        remedy = "the Ray cluster has no more; add a node, or give --device cpu"
+        Range(at_most=in_cluster).check("the number of GPUs of a job", most, remedy)
 
 
 def _check_answers(address: str) -> None:

@@ -13,7 +13,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from decaylab.errors import RUNS_LEFT, DecaylabError, UnknownName, check_name
+from decaylab.errors import (
+    RUNS_LEFT,
+    BadValue,
+    DecaylabError,
+    Failed,
+    Lacks,
+    UnknownName,
+    check_name,
+)
 from decaylab.records.files import replace_text
 from decaylab.sweeps.engines import Job, JobState, JobStatus
 from decaylab.sweeps.engines.local import check_folder, why
@@ -106,10 +114,8 @@ class SlurmEngine:
         check_folder(self.folder)
         hosts = {host for _, _, host in eligible}
         if hosts - {socket.gethostname().split(".")[0]} and _in_memory(self.folder):
-            raise DecaylabError(
-                f"{self.folder} is in this machine's memory, which the nodes do not see: give a"
-                " --runs folder that they share"
-            )
+            remedy = "it is in this machine's memory"
+            raise BadValue("--runs", str(self.folder), "a folder that the nodes share", remedy)
 
     def _check_gpus(self, jobs: Sequence[Job], resources: Sequence[str]) -> None:
         kinds = {
@@ -127,10 +133,11 @@ class SlurmEngine:
                     raise UnknownName(f"GPU type in --sbatch {key}={value}", kind, offered)
         requested = any(key.startswith(("gpus", "gres")) for key in self.sbatch)
         if any(job.gpus for job in jobs) and not requested and not kinds:
-            raise DecaylabError(
-                "these runs are for a GPU, and no node of Slurm says that it has one: give --device"
-                " cpu, or what your cluster calls its GPUs with --sbatch gres=NAME"
+            remedy = (
+                "these runs are for one; give --device cpu, or what your cluster calls its GPUs"
+                " with --sbatch gres=NAME"
             )
+            raise Lacks("Slurm's list of nodes", "GPU", remedy)
 
     def start(self, jobs: Sequence[Job]) -> str:
         """Submit the array; returns its job id. What sbatch refuses is an error before that."""
@@ -195,29 +202,22 @@ def _in_memory(folder: Path) -> bool:
 def _slurm(*words: str) -> str:
     """What a command of Slurm prints; its refusal as one sentence."""
     if shutil.which(words[0]) is None:
-        raise DecaylabError(
-            f"there is no {words[0]} here: use --engine slurm on a machine that submits Slurm jobs,"
-            " or --engine local"
-        )
+        remedy = "use --engine slurm on one that submits Slurm jobs, or --engine local"
+        raise Lacks("this machine", words[0], remedy)
     try:
         done = subprocess.run(
             words, capture_output=True, text=True, check=False, timeout=ANSWERS_WITHIN
         )
     except subprocess.TimeoutExpired:
-        raise DecaylabError(
-            f"Slurm's {words[0]} does not answer in {ANSWERS_WITHIN} s: is slurmctld running? Try"
-            " `scontrol ping`, or use --engine local"
-        ) from None
+        reason = f"no answer in {ANSWERS_WITHIN} s"
+        remedy = "is slurmctld running? Try `scontrol ping`, or use --engine local"
+        raise Failed(f"Slurm's {words[0]}", reason, remedy) from None
     if done.returncode:
         lines = [line for line in done.stderr.strip().splitlines() if line]
         why = lines[-1].removeprefix(f"{words[0]}: ").removeprefix("error: ") if lines else "?"
         if any(words in done.stderr for words in UNREACHABLE):
-            raise DecaylabError(
-                f"no slurmctld answers ({why}): try `scontrol ping`, wait until it is back, or use"
-                " --engine local"
-            )
-        raise DecaylabError(
-            f"Slurm's {words[0]} refuses ({why}): check the options given by --sbatch, and that"
-            " `sinfo` shows the partition"
-        )
+            remedy = "try `scontrol ping`, wait until it is back, or use --engine local"
+            raise Failed("reaching slurmctld", why, remedy)
+        remedy = "check the options given by --sbatch, and that `sinfo` shows the partition"
+        raise Failed(f"Slurm's {words[0]}", why, remedy)
     return done.stdout
