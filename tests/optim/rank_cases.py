@@ -454,7 +454,7 @@ def logits_that_one_rank_does_not_show(rank):
     if rank == 0:
         opt.observe(logits)
     cross_entropy(logits, y).backward()
-    without_logits = refuses(Lacks, owner="the refresh that is due")
+    without_logits = refuses(Lacks, what="logits for the refresh that is due")
     with refuses(Failed, reason="on 1 of the 2 ranks") if rank == 0 else without_logits:
         opt.step()
 

@@ -275,7 +275,7 @@ def test_a_container_without_observe_is_refused():
     opt = KFAC(model, 0.1)
     x, y = data()
     cross_entropy(model(x)["logits"], y).backward()
-    with refuses(Lacks, owner="the refresh that is due"):
+    with refuses(Lacks, what="logits for the refresh that is due"):
         opt.step()
 
 

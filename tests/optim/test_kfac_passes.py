@@ -286,7 +286,7 @@ def test_a_field_named_logits_that_is_no_tensor_is_not_taken_for_them():
     model = seeded(Answer)
     opt = KFAC(model, 0.1)
     cross_entropy(model(X).logits[0], Y).backward()
-    with refuses(Lacks, owner="the refresh that is due"):
+    with refuses(Lacks, what="logits for the refresh that is due"):
         opt.step()
 
 

@@ -113,10 +113,10 @@ def check_initial(sums: Mapping[str, Any]) -> None:
 def refuse_without_logits(model: nn.Module) -> NoReturn:
     """Refuse a refresh whose passes had no end."""
     raise Lacks(
-        "the refresh that is due",
-        f"logits of {type(model).__name__}",
-        "it was not called itself, or did not return them as one tensor [..., C]; build KFAC with "
-        "the module that does, or call opt.observe(logits) after the forward pass",
+        f"the forward pass of {type(model).__name__}",
+        "logits for the refresh that is due",
+        "build KFAC with the module that you call and that returns them as one tensor [..., C], "
+        "or call opt.observe(logits) after the forward pass",
     )
 
 
