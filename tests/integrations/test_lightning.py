@@ -274,7 +274,7 @@ def test_wrong_use_is_one_sentence(tmp_path):
         def configure_optimizers(self):
             return kfac(self)  # though the training step calls self.net
 
-    with refuses(Lacks, what="logits of OfTheWhole"):
+    with refuses(Lacks, owner="the forward pass of OfTheWhole"):
         fit(OfTheWhole(kfac), tmp_path)
     with refuses(Lacks, what="records yet"):
         _ = WatchCallback().watched
