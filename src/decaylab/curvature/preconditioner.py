@@ -503,18 +503,26 @@ class Preconditioner:
             self._vectors[key] = on_host.to(self.device, non_blocking=True)
         return self._vectors[key]
 
-    def scale_steps(self, rms: float, sizes: Tensor) -> None:
+    def norms(self) -> Tensor:
+        """The norm of each entry's step, in float64: of the weights, then of the biases.
+
+        Banks that have biases come first. One kernel takes all of them, without a copy in float64.
+        """
+        banks = self._biased_first
+        weights = [bank.steps[0] for bank in banks]
+        biases = [bank.bias_step for bank in banks if bank.shape.bias]
+        return norms_of([entry for part in weights + biases for entry in part])
+
+    def scale_steps(self, rms: float, sizes: Tensor, norms: Tensor) -> None:
         """Give each block's step, weight and bias together, this root mean square; zero stays.
 
         It is that of as many numbers as `sizes` says: the steps of parameters that stay are to be
-        zero. Numbers of all blocks are computed together: three launches a bank, and a few more.
+        zero. `norms` are those of the steps as they are.
         """
         banks = self._biased_first
-        biases = [_norms(bank.bias_step) for bank in banks if bank.shape.bias]
-        squares = torch.cat([_norms(bank.steps[0]) for bank in banks]).square_()
-        if biases:
-            squares[: sum(map(len, biases))] += torch.cat(biases).square_()
         counts = [bank.bank.count for bank in banks]
+        squares, of_biases = norms.square().split([sum(counts), len(norms) - sum(counts)])
+        squares[: len(of_biases)] += of_biases
         scales = torch.where(squares > 0, rms * (sizes / squares).sqrt(), 0.0)
         by_dtype = {dtype: scales.to(dtype) for dtype in {bank.shape.dtype for bank in banks}}
         for index, bank in enumerate(banks):
@@ -600,6 +608,6 @@ class Preconditioner:
         return {key: torch.cat(stack) for key, stack in zip(PENDING, fields, strict=True)}
 
 
-def _norms(steps: Tensor) -> Tensor:
-    """The norm of each entry of [n, ...], in float64."""
-    return torch.linalg.vector_norm(steps.flatten(1), dim=1, dtype=torch.float64)
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The norm of each tensor, in float64 [n]; on CUDA by one kernel if they have one dtype."""
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64))

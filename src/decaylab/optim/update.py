@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decaylab.curvature.preconditioner import Preconditioner
+from decaylab.curvature.preconditioner import Preconditioner, norms_of
 from decaylab.errors import BadValue
 from decaylab.optim.decay import add_decay, check_decay
 from decaylab.optim.graphs import Captured, Graphs
@@ -298,7 +298,7 @@ class Updater:
         other_gradients = [g for _, params in pattern.others for g in _gradients_of(params)]
         finite: Tensor | None = None
         if rule.momentum_first:  # only finite gradients get into it
-            finite = _all_finite([*blocks.steps, *other_gradients])
+            finite = _all_finite(_norms([*blocks.steps, *other_gradients]))
             move = loss_scale.allows(finite)
             stay = (~move).float()
             for members, alike in zip(pattern.members, pattern.alike, strict=True):
@@ -309,11 +309,12 @@ class Updater:
         blocks.precondition(decreases=clips)
         if pattern.missing:  # no part of how long their layer's step is
             torch._foreach_zero_(pattern.missing)
-        finite_steps = _all_finite([*blocks.steps, *other_gradients])
+        norms = blocks.norms()
+        finite_steps = _all_finite([norms, *_norms(other_gradients)])
         finite = finite_steps if finite is None else finite & finite_steps
         move = loss_scale.allows(finite)
         if rule.rms is not None:
-            blocks.scale_steps(rule.rms, pattern.sizes)
+            blocks.scale_steps(rule.rms, pattern.sizes, norms)
         elif rule.kl_clip is not None and clips:
             self.clip_coefficient.copy_(self._kl_scale(pattern, rates, rule.kl_clip))
             _scale(blocks.steps, self.clip_coefficient)
@@ -430,13 +431,14 @@ def _scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(same_dtype, factor.to(same_dtype[0].dtype))
 
 
-def _all_finite(tensors: list[Tensor]) -> Tensor:
-    """Whether every entry of every tensor is finite: a scalar bool on the device."""
-    largest = [
-        torch.stack(torch._foreach_norm(same_dtype, float("inf"))).double()
-        for same_dtype in _by_dtype([t for t in tensors if t.numel()])
-    ]
-    return torch.cat(largest).isfinite().all()
+def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The norms of tensors, in float64: a vector for each dtype."""
+    return [norms_of(same_dtype) for same_dtype in _by_dtype(tensors)]
+
+
+def _all_finite(norms: list[Tensor]) -> Tensor:
+    """Whether what has these norms is finite throughout: a scalar bool on the device."""
+    return torch.cat(norms).sum() < torch.inf
 
 
 def _accumulate(
