@@ -50,13 +50,19 @@ WORDS = [
         "unknown network 'vgg61' (did you mean vgg16?): choose one of mlp, vgg11, vgg16, resnet32",
     ),
     (UnknownName("sweep", "a", []), "unknown sweep 'a': there are none"),
-    (NameTaken("probe", "gap"), "there is a probe 'gap' already: choose another name"),
-    (Misplaced(["damping"], "K-FAC"), "damping is for K-FAC: leave it out"),
-    (Misplaced(["--a", "--b"], "one process"), "--a and --b are for one process: leave them out"),
-    (Misplaced(["--a"], "one process", "give --jobs 1"), "--a is for one process: give --jobs 1"),
+    (NameTaken("probe", "gap"), "there is already a probe 'gap': choose another name"),
+    (Misplaced(["damping"], "K-FAC"), "damping applies only to K-FAC: leave it out"),
+    (
+        Misplaced(["--a", "--b"], "one process"),
+        "--a and --b apply only to one process: leave them out",
+    ),
+    (
+        Misplaced(["--a"], "one process", "give --jobs 1"),
+        "--a applies only to one process: give --jobs 1",
+    ),
     (
         Conflict(["a", "b"], "both do"),
-        "a and b exclude each other, as both do: leave one out",
+        "a and b cannot be combined, because both do: leave one out",
     ),
     (
         Mismatch("shape", {"the mask": [3], "the rows": [6]}, "give one entry per row"),

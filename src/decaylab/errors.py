@@ -18,7 +18,7 @@ RUNS_LEFT = 75
 """Exit code of a command that stopped in time with work left: sysexits' EX_TEMPFAIL, try again."""
 
 MOST_CHOICES = 40
-"""So many names are listed where an unknown one was given."""
+"""How many known names the sentence about an unknown one lists."""
 
 _NOT_THE_USERS = {"decaylab", "torch", "contextlib"}
 
@@ -26,7 +26,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 def printable(text: str) -> str:
-    r"""Text from a file, for a terminal: what would steer it is shown as an escape.
+    r"""Text from a file, for a terminal: control characters are shown as escapes.
 
     >>> printable("fin\x1b[2Jished")
     'fin\\x1b[2Jished'
@@ -38,7 +38,7 @@ class DecaylabError(Exception):
     """Wrong or missing input. The command line prints the sentence and exits with 2."""
 
     exit_code = 2
-    place = ""  # the file, or the part of one, that it is about, where the sentence does not say
+    place = ""  # the file, or part of one, that it is about, if the sentence does not name it
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence)
@@ -63,7 +63,7 @@ class MadeElsewhere(DecaylabError):
 
 @dataclass(eq=False)
 class TypedError(DecaylabError):
-    """An error that many places can meet: type and fields say what is wrong; words are here."""
+    """An error that many places raise: type and fields say what is wrong, `_sentence` how."""
 
     def __post_init__(self) -> None:
         self.args = tuple(vars(self).values())  # what pickle builds it from again
@@ -71,7 +71,7 @@ class TypedError(DecaylabError):
 
 @dataclass(eq=False)
 class BadValue(TypedError):
-    """A value that is not what is wanted.
+    """A value other than what is wanted.
 
     >>> print(BadValue("--sbatch", "gpu", "KEY=VALUE, such as partition=gpu"))
     --sbatch must be KEY=VALUE, such as partition=gpu, not 'gpu'
@@ -96,7 +96,7 @@ class OutOfRange(BadValue):
 
 
 class WrongType(BadValue):
-    """Something of another type.
+    """A value of the wrong type.
 
     >>> print(WrongType("the optimizer", "sgd", "a torch optimizer"))
     the optimizer must be a torch optimizer, not a str
@@ -147,7 +147,7 @@ FRACTION = Range(at_least=0, below=1)
 
 @dataclass(eq=False)
 class UnknownName(TypedError):
-    """A name that is none of those known; the sentence offers the nearest of them.
+    """A name that is not known; the sentence suggests the nearest known one.
 
     >>> print(UnknownName("network", "vgg61", ["mlp", "vgg16"]))
     unknown network 'vgg61' (did you mean vgg16?): choose one of mlp, vgg16
@@ -171,28 +171,28 @@ class UnknownName(TypedError):
 
 
 def check_name(kind: str, name: object, choices: Collection[object]) -> None:
-    """Refuse a name that is none of those known."""
+    """Refuse a name that is not among the choices."""
     if name not in choices:
         raise UnknownName(kind, name, choices)
 
 
 @dataclass(eq=False)
 class NameTaken(TypedError):
-    """A name that something registered has already."""
+    """A name that is already registered."""
 
     kind: str
     name: str
 
     def _sentence(self) -> str:
-        return f"there is a {self.kind} {self.name!r} already: choose another name"
+        return f"there is already a {self.kind} {self.name!r}: choose another name"
 
 
 @dataclass(eq=False)
 class Misplaced(TypedError):
-    """Settings that only something else has.
+    """Settings that do not apply here.
 
     >>> print(Misplaced(["--sbatch", "--wait"], "--engine slurm"))
-    --sbatch and --wait are for --engine slurm: leave them out
+    --sbatch and --wait apply only to --engine slurm: leave them out
     """
 
     settings: Sequence[str]
@@ -202,16 +202,16 @@ class Misplaced(TypedError):
     def _sentence(self) -> str:
         several = len(self.settings) > 1
         remedy = self.remedy or f"leave {'them' if several else 'it'} out"
-        verb = "are" if several else "is"
-        return f"{_listing(self.settings)} {verb} for {self.owner}: {remedy}"
+        verb = "apply" if several else "applies"
+        return f"{_listing(self.settings)} {verb} only to {self.owner}: {remedy}"
 
 
 @dataclass(eq=False)
 class Conflict(TypedError):
-    """Settings that exclude each other.
+    """Settings that cannot be combined.
 
     >>> print(Conflict(["step_rms", "kl_clip"], "both set how long steps are"))
-    step_rms and kl_clip exclude each other, as both set how long steps are: leave one out
+    step_rms and kl_clip cannot be combined, because both set how long steps are: leave one out
     """
 
     settings: Sequence[str]
@@ -219,12 +219,12 @@ class Conflict(TypedError):
     remedy: str = "leave one out"
 
     def _sentence(self) -> str:
-        return f"{_listing(self.settings)} exclude each other, as {self.why}: {self.remedy}"
+        return f"{_listing(self.settings)} cannot be combined, because {self.why}: {self.remedy}"
 
 
 @dataclass(eq=False)
 class Mismatch(TypedError):
-    """Things that must have the same of something, and have not.
+    """Things that must agree in something and do not.
 
     >>> print(Mismatch("device", {"the inputs": "cpu", "the model": "cuda"}, "move one of them"))
     the inputs (cpu) and the model (cuda) differ in device: move one of them
@@ -241,7 +241,7 @@ class Mismatch(TypedError):
 
 @dataclass(eq=False)
 class Lacks(TypedError):
-    """Something without what is needed of it.
+    """Something that lacks what is needed.
 
     >>> print(Lacks("the batch", "examples", "give at least one"))
     the batch has no examples: give at least one
@@ -257,20 +257,20 @@ class Lacks(TypedError):
 
 @dataclass(eq=False)
 class NoFolder(TypedError):
-    """A folder that is not there, or a file in its place."""
+    """A folder that does not exist, or is a file."""
 
     path: Path
     remedy: str
 
     def _sentence(self) -> str:
-        if os.path.exists(self.path):  # of Path, it raises where a name is too long
+        if os.path.exists(self.path):  # Path's own raises if a name is too long
             return f"{self.path} is not a folder: {self.remedy}"
         return f"there is no folder {self.path}{path_did_you_mean(self.path)}: {self.remedy}"
 
 
 @dataclass(eq=False)
 class _Caused(TypedError):
-    """An error that has a reason, which may be an exception: its words are kept."""
+    """An error with a reason; of an exception, only the words are kept."""
 
     what: object
     reason: str | BaseException
@@ -282,14 +282,14 @@ class _Caused(TypedError):
 
 
 class Failed(_Caused):
-    """Something of the user's that raised an error."""
+    """Something outside decaylab that raised an error."""
 
     def _sentence(self) -> str:
         return f"{self.what} failed ({self.reason}): {self.remedy}"
 
 
 class Damaged(_Caused):
-    """A file or tensor that does not hold what it should: cut off, overwritten, or another.
+    """A file or tensor that does not hold what it should: truncated, overwritten or another one.
 
     >>> print(Damaged("rows.json", ValueError("not a row"), "put the whole file back"))
     rows.json is damaged (ValueError: not a row): put the whole file back
@@ -300,7 +300,7 @@ class Damaged(_Caused):
 
 
 class NotRead(_Caused):
-    """A file or folder that cannot be read; the sentence offers one with a name close to it."""
+    """A file or folder that cannot be read; the sentence suggests one with a similar name."""
 
     def _sentence(self) -> str:
         near = path_did_you_mean(Path(str(self.what)))
@@ -327,7 +327,7 @@ class NotFinished(TypedError):
 
 @dataclass(eq=False)
 class NotInstalled(TypedError):
-    """A package that an extra of decaylab installs, and that is not there."""
+    """A missing package that an extra of decaylab installs."""
 
     package: str
     extra: str
@@ -353,7 +353,7 @@ def _listing(names: Sequence[str]) -> str:
 
 
 def _in_words(reason: str | BaseException) -> str:
-    """A reason, what the system says, or the first line of an exception with its type."""
+    """The reason itself, the system's words, or an exception's type and first line."""
     if isinstance(reason, str):
         return reason
     if isinstance(reason, UnicodeDecodeError):
@@ -365,7 +365,7 @@ def _in_words(reason: str | BaseException) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` (did you mean ...?)` where a known name is close to this one, else nothing."""
+    """` (did you mean ...?)` if a known name is close to this one, else nothing."""
     by_lower = {other.lower(): other for other in known}
     close = _closest(name.lower(), list(by_lower))
     return f" (did you mean {by_lower[close]}?)" if close else ""
@@ -390,7 +390,7 @@ def _nearest_path(path: Path) -> Path | None:
 
 
 def _closest(name: str, known: list[str]) -> str:
-    """The known name nearest to this one, of equally near ones that of the same letters."""
+    """The known name nearest to this one; among equally near ones, the one with most letters."""
     letters = Counter(name)
     near = get_close_matches(name[:100], known, n=3, cutoff=0.6)
     return max(near, key=lambda other: (letters & Counter(other)).total(), default="")

@@ -163,7 +163,7 @@ def test_what_cannot_be_captured_goes_on_eagerly_if_asked(name, wait, obstacle):
     assert failure.value.obstacle is obstacle
     if obstacle is Obstacle.HOST_WAIT:
         assert "test_captured_gpu.py" in str(failure.value)
-    with pytest.warns(UserWarning, match="it runs as it is"):
+    with pytest.warns(UserWarning, match="the step runs uncaptured"):
         stopped = trained(name, capture=True, wait=wait, on_failure="eager")
     assert torch.allclose(stopped[2], eager(name)[2], rtol=1e-5)
     assert stopped[3].replayed == 0

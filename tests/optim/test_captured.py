@@ -266,7 +266,7 @@ def refusal(make):
     """The obstacle of a step that raises, and that of the same step asked to go on."""
     with pytest.raises(NotCapturable) as failure:
         make("raise")
-    with pytest.warns(UserWarning, match="it runs as it is"):
+    with pytest.warns(UserWarning, match="the step runs uncaptured"):
         step = make("eager")
     assert step.obstacle is failure.value.obstacle
     assert ": " in str(failure.value)  # the fault, then the remedy

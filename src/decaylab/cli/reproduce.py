@@ -77,7 +77,7 @@ def reproduce_command(
         raise DecaylabError("give an artefact (table1, fig4, all ...) or --queue FILE")
     if queue is not None and (tier or seeds or only or training.keep_checkpoints):
         settings = ["--tier", "--seeds", "--only", "--keep-checkpoints"]
-        raise Misplaced(settings, "an artefact, not for a queue, whose entries say them")
+        raise Misplaced(settings, "an artefact; the entries of a queue set their own")
     tier, seeds = tier or "smoke", 1 if seeds is None else seeds
 
     runs, stream = training.runs, sys.stderr if json_output else sys.stdout

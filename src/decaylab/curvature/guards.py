@@ -29,7 +29,7 @@ from decaylab.errors import (
 def check_excluded(
     layers: Mapping[str, nn.Module], exclude: Iterable[str], is_layer: Callable[[nn.Module], bool]
 ) -> None:
-    """Refuse names of no module, and of modules that hold layers instead of being one."""
+    """Refuse names that are no module's, and modules that contain layers but are none."""
     for name in exclude:
         check_name("layer to exclude", name, layers)
         inside = [
@@ -38,14 +38,14 @@ def check_excluded(
             if child and is_layer(module)
         ]
         if inside and not is_layer(layers[name]):
-            remedy = f"it is not a layer, it has some in it; name these, as {inside[0]!r}"
+            remedy = f"it is a container; name the layers inside, such as {inside[0]!r}"
             raise UnknownName("layer to exclude", name, inside, remedy)
 
 
 def refuse_without_blocks(blocks: Collection[str]) -> None:
     """Refuse a model without a layer that has a block."""
     if not blocks:
-        remedy = "use torch.optim for a model without such a layer to train"
+        remedy = "use a torch.optim optimizer for this model"
         raise Lacks("the model", "layer that K-FAC covers", remedy)
 
 
@@ -94,13 +94,13 @@ def refuse_overwritten(layer: str) -> NoReturn:
 def refuse_single_batch(batches: Any) -> None:
     """Refuse a tensor where an iterable of batches is meant."""
     if isinstance(batches, Tensor):
-        raise WrongType("batches", batches, "an iterable of batches", "give one as [batch]")
+        raise WrongType("batches", batches, "an iterable of batches", "pass one batch as [batch]")
 
 
 def check_initial(sums: Mapping[str, Any]) -> None:
     """Refuse an initial pass that measured nothing, or nothing that is finite, of a layer."""
     if not sums:
-        raise Lacks("the initial pass", "batches", "give one to measure the curvature on")
+        raise Lacks("the initial pass", "batches", "pass at least one to measure the curvature on")
     for name, measured in sums.items():
         if not all(bool(side.isfinite().all()) for side in measured.sides):
             remedy = "look for nan or inf in the batches and in the weights"
@@ -111,7 +111,7 @@ def check_initial(sums: Mapping[str, Any]) -> None:
 
 
 def refuse_without_logits(model: nn.Module) -> NoReturn:
-    """Refuse a refresh whose passes had no end."""
+    """Refuse a refresh whose passes led to no logits."""
     raise Lacks(
         f"the forward pass of {type(model).__name__}",
         "logits for the refresh that is due",
@@ -140,7 +140,7 @@ def refuse_unreached(reached: Collection[Any]) -> None:
 def check_heads(
     heads: Sequence[Tensor], mask: Tensor | None, device: torch.device, measurement: Any
 ) -> None:
-    """Refuse what are no logits, with their classes last, on the device, with a graph."""
+    """Refuse heads that are not logits with classes last, on the device, with a graph."""
     for head in heads:
         if not isinstance(head, Tensor) or head.dim() < 2 or not head.is_floating_point():
             given = (head.dtype, list(head.shape)) if isinstance(head, Tensor) else type(head)
@@ -194,9 +194,9 @@ def check_graph(heads: Sequence[Tensor], outputs: Mapping[Node, Any], measuremen
         node: Any = get_gradient_edge(head).node
         if link and measurement.curvature == "fisher" and node.name() == f"{link.title()}Backward0":
             remedy = (
-                f"it makes probabilities, and a {measurement.likelihood} likelihood is one of "
-                f"logits; leave it out and use {loss}, which contains it, or hand over what lies "
-                "before it with opt.observe(logits) and logits='observed'"
+                f"the {measurement.likelihood} likelihood takes logits, not probabilities; leave "
+                f"it out and use {loss}, which contains it, or pass what comes before it with "
+                "opt.observe(logits) and logits='observed'"
             )
             raise BadValue("the end of the model", link, "its logits", remedy)
         while node.name().startswith("Upsample"):  # segmentation nets enlarge their logits
@@ -204,7 +204,7 @@ def check_graph(heads: Sequence[Tensor], outputs: Mapping[Node, Any], measuremen
         last = outputs.get(node)
         if last is not None and not last.kind.classes_last and categorical:
             remedy = (
-                "they are a convolution's output; build KFAC with logits='observed' and call "
+                "they come from a convolution; build KFAC with logits='observed' and call "
                 "opt.observe(logits.movedim(1, -1))"
             )
             raise BadValue("the logits' axis of classes", 1, "the last one", remedy)
@@ -237,10 +237,10 @@ def nodes_behind(tensor: Tensor) -> Iterator[Node]:
 
 
 class Held:
-    """The parameters and layers that KFAC was built with, which the model must go on holding.
+    """The parameters and layers that KFAC was built with, which the model must keep.
 
-    What it has replaced nobody uses any more, and training would stand still without a word.
-    `parameters` and `layers` by name.
+    If one is replaced, KFAC would step a tensor that nothing uses, and training would silently
+    stand still. `parameters` and `layers` are by name.
     """
 
     def __init__(
@@ -267,9 +267,8 @@ class Held:
         if gone:
             remedy = (
                 "it was replaced (fully_shard, load_state_dict(assign=True), another module in its "
-                "place), and KFAC would step what nobody uses; build KFAC after such a change and "
-                "load the state_dict() of this one (of a model in shards: use "
-                "DistributedDataParallel)"
+                "place), so KFAC would step what nothing uses; rebuild KFAC after such a change "
+                "and load this one's state_dict() (a sharded model needs DistributedDataParallel)"
             )
             raise Lacks("the model", f"{gone[0]} that KFAC was built with", remedy)
 
@@ -283,7 +282,7 @@ def check_saved_layers(saved: Collection[str], covered: Collection[str]) -> None
     if surplus := sorted(set(saved) - set(covered)):
         raise Lacks("this KFAC", f"block for {_layers(surplus)} of the state dict", remedy)
     if missing := sorted(set(covered) - set(saved)):  # not covered yet by a version, or excluded
-        remedy += f", as with KFACOptions(exclude=({', '.join(map(repr, missing))},))"
+        remedy += f", such as KFACOptions(exclude=({', '.join(map(repr, missing))},))"
         raise Lacks("this state dict", f"state of {_layers(missing)}", remedy)
 
 
@@ -320,7 +319,7 @@ def refuse_static_graph(heads: Sequence[Tensor]) -> None:
         if wrapper is not None and wrapper().static_graph:
             raise Conflict(
                 ["K-FAC's backward pass", "DistributedDataParallel's static_graph=True"],
-                "the latter takes it for the loss's",
+                "the latter takes it for that of the loss",
                 "build it without static_graph, or let the model return its logits (and call "
                 "model.module in initialize)",
             )
@@ -329,7 +328,9 @@ def refuse_static_graph(heads: Sequence[Tensor]) -> None:
 def refuse_to_stay_away(model: nn.Module) -> None:
     """Refuse a batch without rows under SyncBatchNorm: other ranks wait in their extra passes."""
     if several() and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        remedy = "SyncBatchNorm lets the others wait for it; give every rank at least one row"
+        remedy = (
+            "under SyncBatchNorm, others would wait for it; give every rank at least one row"
+        )
         raise Lacks("the batch of this rank", "rows", remedy)
 
 
@@ -349,20 +350,20 @@ def refuse_shards(model: nn.Module) -> None:
 
 
 def check_ranks(*, early: bool, wrapper: Any) -> None:
-    """Refuse ranks that would step apart, or would wait for one that does not come."""
+    """Refuse ranks that would drift apart, or wait for one that never arrives."""
     if early and several():
         remedy = (
-            "it was built before the processes knew of each other, and its factors are of its own "
-            "rows alone; build it after init_process_group (which TrainingArguments or "
-            "Accelerator() may have called)"
+            "it was built before the process group, so its factors would cover only this rank's "
+            "rows; build it after init_process_group (or after TrainingArguments or Accelerator(), "
+            "which may call it)"
         )
         raise Lacks("this KFAC", "process group", remedy)
     if wrapper is not None and wrapper._join_config.enable:
         raise Conflict(
             ["K-FAC", "model.join()"],
-            "a rank may leave before the others, who would wait for its part of the factors",
-            "give all ranks equally many batches, as DistributedSampler does (behind a join(), "
-            "which torch leaves on, wrap the network anew)",
+            "a rank may leave before the others, which would wait for its part of the factors",
+            "give all ranks the same number of batches, as DistributedSampler does (after a "
+            "join(), which torch leaves on, wrap the network again)",
         )
 
 
@@ -379,8 +380,8 @@ def refuse_own_gradients(wrapper: Any, parameters: Mapping[str, Sequence[Tensor]
         raise Mismatch(
             "number of trained parameters",
             {"the model": trained, "DistributedDataParallel": summed},
-            "it adds up the gradients of what was not frozen when it was built, and the ranks "
-            "would step apart. Thaw first, then wrap the network anew and build KFAC with that",
+            "it synchronises only what was not frozen when it was built, so the ranks would drift "
+            "apart; unfreeze first, then wrap the network again and build KFAC with that wrapper",
         )
     common = {*wrapper._module_parameters, *wrapper._delay_all_reduce_params}
     for name, layer_parameters in parameters.items():
@@ -388,8 +389,8 @@ def refuse_own_gradients(wrapper: Any, parameters: Mapping[str, Sequence[Tensor]
             raise Lacks(
                 "DistributedDataParallel",
                 f"common gradients of layer {name!r}",
-                "it was told to ignore that layer, and the ranks would step apart; let it take "
-                "care of all that KFAC covers, or exclude it (KFACOptions)",
+                "it was told to ignore that layer, so the ranks would drift apart; let it handle "
+                "every layer that KFAC covers, or exclude this one (KFACOptions)",
             )
 
 
@@ -398,7 +399,7 @@ def check_equal_shares(size: int, own: Mapping[str, Any], total: Mapping[str, An
     for name, rows in own.items():
         if float(rows) * size != float(total[name]):
             shares = {"this rank": float(rows), "the mean of all": float(total[name]) / size}
-            remedy = "give each equally many, or leave equal_shares out of KFACOptions"
+            remedy = "give each rank the same number, or leave equal_shares out of KFACOptions"
             raise Mismatch("number of rows", shares, remedy)
 
 
@@ -407,8 +408,8 @@ def refuse_captured_ranks(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise Conflict(
             ["a step of several ranks", "a CUDA graph"],
-            "the host reads what they have seen",
-            "call KFAC.step() as it is",
+            "the host has to read what each rank has seen",
+            "call KFAC.step() outside of graphs",
         )
 
 
@@ -419,5 +420,5 @@ def check_ranks_agree(size: int, failures: float, own: int, steps: float, square
         raise Failed("measuring the curvature", reason, "see the error that they raised")
     if steps**2 != squares * size:  # their spread
         numbers = {"this rank's KFAC": own, "the mean of all ranks'": steps / size}
-        remedy = "call load_state_dict on every rank, and step() equally often"
+        remedy = "call load_state_dict on every rank, and step() the same number of times"
         raise Mismatch("the step they are at", numbers, remedy)

@@ -13,19 +13,18 @@
         loss = step(images, labels)
         scheduler.step()
 
-What the device does in a step (forward, backward, optimizers) becomes one CUDA graph for each shape
-of the inputs and, with K-FAC, for each kind of step: plain, refresh, inversion. Each kind runs as
-it is twice before it is captured. A graph knows the addresses it was captured with, so that:
+What the device does in a step (forward, backward, optimizers) becomes one CUDA graph for each input
+shape and, with K-FAC, for each kind of step: plain, refresh, inversion. Each kind runs eagerly
+twice before it is captured. A graph keeps the addresses it was captured with, so:
 
-- inputs are copied to tensors of the captured step's own, on the model's device, from wherever
-  they are (a step that runs as it is gets them there too);
+- inputs are copied, from wherever they are, to fixed tensors on the model's device (eager steps
+  also get them on that device);
 - learning rates become tensors on the device, which schedulers and `group["lr"] = ...` write to;
-- other settings of optimizers (weight decay, momentum, damping), parameters that lie elsewhere and
-  a loaded state make a new capture.
+- changing another setting of an optimizer (weight decay, momentum, damping), moving a parameter or
+  loading a state leads to a new capture.
 
-Decisions that the step takes on the host (a counter, `if step % 10`) are those of the capture at
-each replay: keep them outside, or give what they depend on as an argument. Gradients are not to be
-read between captured steps.
+Decisions made in Python (a counter, `if step % 10`) are frozen at capture: make them outside the
+step, or pass what they depend on as an argument. Do not read gradients between captured steps.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,40 +42,39 @@ from decaylab.optim.kfac import KFAC
 from decaylab.optim.update import settings_of
 
 Result = TypeVar("Result")
-# So many times settings or addresses may change before it is taken for a habit.
+# How often settings or addresses may change before the step is no longer captured.
 RECAPTURES = 16
 
 
 class Obstacle(Enum):
-    """Why a step cannot be a CUDA graph: the sentence and the remedy, to be filled in."""
+    """Why a step cannot be a CUDA graph: a sentence with its remedy; {0} and {1} are details."""
 
     HOST_WAIT = (
-        "the step waits for the device at {0}, which a CUDA graph cannot: return tensors and read "
-        "them (.item(), print, if) outside the step, and hand over as arguments what is on the CPU"
+        "the step waits for the device at {0}, which is impossible in a CUDA graph: return tensors "
+        "and read them (.item(), print, if) outside the step, and pass CPU tensors as arguments"
     )
-    NOT_CAPTURABLE = "{0} cannot be part of a CUDA graph as it is built: build it with {1}"
+    NOT_CAPTURABLE = "{0} cannot run in a CUDA graph with its current settings: build it with {1}"
     FOREIGN_PARAMETERS = (
-        "{0} steps {1} parameters that are not the model's: give captured() every model of the "
-        "step, as a list, or capture one step for each"
+        "{0} steps {1} parameters that are not the model's: pass captured() a list of all models "
+        "in the step, or capture one step for each"
     )
     STEP_HOOK = (
         "{0} has the step hook {1}, which a replayed CUDA graph would not call: remove it, or do "
         "its work outside the step"
     )
     SETTINGS = (
-        "settings of the optimizers change all the time (last: {0}), and a CUDA graph has them "
-        "built in: leave them constant (OneCycleLR: cycle_momentum=False); the learning rate may "
-        "change"
+        "optimizer settings keep changing (last: {0}), but a CUDA graph has them built in: keep "
+        "them constant (OneCycleLR: cycle_momentum=False); only the learning rate may change"
     )
-    INPUT = "the step's input {0}: give it tensors without grad, and numbers that do not change"
-    RESULT = "the step returns a {0}, which a CUDA graph cannot: return tensors, or nothing"
+    INPUT = "the step's input {0}: pass tensors that do not require grad, and constants"
+    RESULT = "the step returns a {0}, which a CUDA graph cannot update: return tensors, or nothing"
     AUTOCAST = (
         "the captured step is called inside torch.autocast, whose cached weights would become part "
         "of the CUDA graph: enter autocast inside the step"
     )
     SHAPES = (
-        "the step has met more than {0} shapes of its inputs, and runs as it is for new ones: use "
-        "drop_last=True or pad, give numbers that change as tensors, or raise shapes"
+        "the step has seen more than {0} input shapes and runs uncaptured for new ones: use "
+        "drop_last=True or pad, pass changing numbers as tensors, or raise shapes"
     )
     CAPTURE = "the step cannot be captured as a CUDA graph: {0}"
 
@@ -98,16 +96,16 @@ def captured(
     shapes: int = 4,
     generators: Sequence[torch.Generator] = (),
 ) -> "CapturedStep[Result]":
-    """Turn a training step into one that replays CUDA graphs; on a CPU it stays as it is.
+    """Turn a training step into one that replays CUDA graphs; on a CPU it just runs.
 
-    Gives the same numbers as without graphs, bit for bit if kernels are deterministic and learning
-    rates are tensors there too. It returns detached copies.
+    Gives the same numbers as without graphs, bit for bit if kernels are deterministic and the plain
+    loop's learning rates are tensors too. Returns detached copies of the step's tensors.
 
     Args:
         step: forward, backward, optimizer steps; called with tensors (nested as you like) and
             constants, returns tensors.
         model: the model it trains, or a list of models.
-        optimizers: what it steps: KFAC, torch's with `capturable=True`, SGD with `fused=True`.
+        optimizers: those it steps: KFAC, torch's with `capturable=True`, SGD with `fused=True`.
         on_failure: what to do with a step that cannot be captured: raise an error with the remedy,
             or "eager": warn with the same sentence and run the step uncaptured.
         shapes: how many input shapes get graphs; the step runs uncaptured for others.
@@ -143,9 +141,9 @@ class CapturedStep(Generic[Result]):
     """What `captured` returns.
 
     Attributes:
-        obstacle: why it runs as it is; None while it replays graphs, or where there are none.
+        obstacle: why it runs uncaptured; None while it replays graphs, and on a CPU.
         replayed: how many steps were replays.
-        graphs: what captures; None on a CPU.
+        graphs: captures the step; None on a CPU.
     """
 
     def __init__(
@@ -182,14 +180,14 @@ class CapturedStep(Generic[Result]):
             optimizer.register_load_state_dict_post_hook(lambda _: self._forget())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
-        """Take a step: as it is, or by a replay."""
+        """Take a step: eagerly, or by a replay."""
         if self.graphs is None:
             return self._step(*args, **kwargs)
         if self.obstacle is not None:
-            return self._as_it_is(args, kwargs)
+            return self._run_eagerly(args, kwargs)
         watchers = list(_watchers(self._optimizers))
         if any(watcher.wants_step() for watcher in watchers):
-            return self._as_it_is(args, kwargs)
+            return self._run_eagerly(args, kwargs)
         try:
             if torch.is_autocast_enabled(self._device.type):
                 raise NotCapturable(Obstacle.AUTOCAST)
@@ -198,7 +196,7 @@ class CapturedStep(Generic[Result]):
             self._stop(failure)
             inputs = None
         if inputs is None:
-            return self._as_it_is(args, kwargs)
+            return self._run_eagerly(args, kwargs)
         self._keep_rates()
         for kfac in self._kfacs:
             kfac.before_step()
@@ -206,7 +204,7 @@ class CapturedStep(Generic[Result]):
             variant = self._variant(inputs)
         except NotCapturable as failure:  # before_step may be made again
             self._stop(failure)
-            return self._as_it_is(args, kwargs)
+            return self._run_eagerly(args, kwargs)
         result, failed = variant.take(self.graphs)
         for kfac in self._kfacs:
             kfac.after_step()
@@ -218,8 +216,8 @@ class CapturedStep(Generic[Result]):
                 watcher.step_replayed()
         return result
 
-    def _as_it_is(self, args: Any, kwargs: Any) -> Result:
-        """The step itself, with its tensors where those of a graph would be."""
+    def _run_eagerly(self, args: Any, kwargs: Any) -> Result:
+        """The step itself, with its inputs on the model's device."""
         args, kwargs = pytree.tree_map_only(
             Tensor, lambda leaf: leaf.to(self._device, non_blocking=True), (args, kwargs)
         )
@@ -258,7 +256,7 @@ class CapturedStep(Generic[Result]):
         return variant
 
     def _known(self) -> dict[str, Any]:
-        """What a graph has built in: addresses, and settings but for the learning rates."""
+        """What a graph has built in: addresses, and all settings but the learning rates."""
         known: dict[str, Any] = {"addresses": [t.data_ptr() for t in self._tensors]}
         known["frozen"] = [t.requires_grad for t in self._tensors]
         for number, optimizer in enumerate(self._optimizers):
@@ -307,7 +305,7 @@ class CapturedStep(Generic[Result]):
             self.graphs.forget()
 
     def _stop(self, failure: NotCapturable) -> None:
-        """Run as it is from now on; or raise."""
+        """Run eagerly from now on, or raise."""
         self.obstacle = failure.obstacle
         self._forget()
         self._inputs.clear()
@@ -318,7 +316,7 @@ class CapturedStep(Generic[Result]):
         self._rates.clear()
         if self._on_failure == "raise":
             raise failure
-        warn_user(f"{failure}; it runs as it is")
+        warn_user(f"{failure}; the step runs uncaptured")
 
 
 class _Inputs:
@@ -340,7 +338,7 @@ class _Inputs:
 
 
 class _Variant(Generic[Result]):
-    """One kind of step for one shape of inputs: run as it is, then captured, then replayed."""
+    """One kind of step for one shape of inputs: run eagerly, then captured, then replayed."""
 
     def __init__(
         self,
@@ -359,7 +357,7 @@ class _Variant(Generic[Result]):
         self.captured: Captured[Result] = Captured(self._work, graphs)
 
     def take(self, graphs: Graphs) -> tuple[Result, NotCapturable | None]:
-        """Take the step; returns, too, why it cannot be captured, if that has come out."""
+        """Take the step; also returns why it cannot be captured, if that turned out."""
         if self.captured.last_run:
             with graphs.host_waits() as waits:
                 result = self.captured()
@@ -374,7 +372,7 @@ class _Variant(Generic[Result]):
                 _check_hooks(optimizer)
             return _copied(self.captured()), None
         except Exception as error:
-            # nothing has run yet: what the capture made is put away, and the step is taken
+            # nothing has run yet: drop what the capture made, and take the step eagerly
             leaves = (t for t in self._tensors if t.is_leaf)
             for tensor, gradient in zip(leaves, gradients, strict=True):
                 tensor.grad = gradient

@@ -145,7 +145,7 @@ def _check_parameters(chosen: list[Tensor], names: dict[Tensor, str]) -> None:
     """Refuse parameters that are not the model's, or have no shape yet."""
     strangers = sum(p not in names for p in chosen)
     if strangers:
-        remedy = "give KFAC the model that owns them, or step them with an optimizer of their own"
+        remedy = "pass KFAC the model that owns them, or step them with a separate optimizer"
         raise BadValue("the number of given parameters of another model", strangers, 0, remedy)
     for parameter in chosen:
         if isinstance(parameter, UninitializedParameter):
@@ -157,10 +157,10 @@ def _refuse_without_effect(groups: list[dict[str, Any]]) -> None:
     """Refuse in a param group what would be passed over in silence."""
     for group in groups:
         for name in sorted(group.keys() & OF_ALL_GROUPS):
-            raise Misplaced([name], "all param groups", "give it to KFAC itself")
+            raise Misplaced([name], "KFAC as a whole", "pass it to KFAC itself")
         for name in ("dampening", "maximize", "nesterov"):
             if group.get(name):
-                raise Misplaced([name], "torch's SGD, not for param groups of KFAC")
+                raise Misplaced([name], "torch's SGD, not KFAC's param groups")
         for name in group.keys() - {*OF_A_GROUP}:
             if get_close_matches(name.lower(), OF_A_GROUP, cutoff=0.85):  # else the user's own
                 raise UnknownName("setting of a param group", name, OF_A_GROUP)

@@ -42,24 +42,24 @@ def check_groups(groups: list[dict[str, Any]]) -> None:
         for p in group["params"]:
             if p.is_complex():
                 name = f"the numbers of a parameter of shape {list(p.shape)}"
-                remedy = "step such parameters with an optimizer of their own"
+                remedy = "step such parameters with a separate optimizer"
                 raise BadValue(name, p.dtype, "real", remedy)
             if group["law"] != "kfac" and p.requires_grad and has_gaps(p):
                 name = f"the strides of a parameter of shape {list(p.shape)}"
                 remedy = (
-                    "torch's fused steps stumble over them; build it as nn.Parameter(part.clone())"
+                    "torch's fused steps do not handle gaps; build it as nn.Parameter(part.clone())"
                 )
                 raise BadValue(name, p.stride(), "without gaps in memory", remedy)
         if group["law"] == "sgd" and any(map(skipped_when_fused, group["params"])):
             raise Conflict(
                 ["others='sgd'", "half-precision parameters on a CPU"],
-                "torch's fused SGD leaves them where they are",
+                "torch's fused SGD does not update them",
                 "use others='adam', or float32 parameters under torch.autocast",
             )
 
 
 def check_measured(factors: RunningFactors, sums: Mapping[str, Sums]) -> None:
-    """Refuse a refresh that saw nothing, and layers that learn but do not show themselves."""
+    """Refuse a refresh that saw nothing, and trained layers that were never observed."""
     blocks = factors.blocks
     if not sums and any(block.site.trained for block in blocks.values()):
         if not factors.seen:
@@ -73,7 +73,7 @@ def check_measured(factors: RunningFactors, sums: Mapping[str, Sums]) -> None:
             )
         warn_user(
             "a refresh was due, but no forward pass in train mode was observed: "
-            "the factors stay as they are"
+            "the factors are unchanged"
         )
     unseen = [
         name
@@ -87,9 +87,9 @@ def check_measured(factors: RunningFactors, sums: Mapping[str, Sums]) -> None:
         raise Lacks(
             "this step",
             f"measured curvature for the gradient of {layers}",
-            "the weight is used without the layer being called, a compiled function calls it "
-            "(compile modules instead), or its output does not lead to the logits. Leave it to the "
-            f"first-order method with options=KFACOptions(exclude=({names},))",
+            "its weight is used without calling it, or a compiled function calls it (compile "
+            "modules instead), or its output does not lead to the logits; to leave it to the "
+            f"first-order method, use options=KFACOptions(exclude=({names},))",
         )
 
 
@@ -104,7 +104,7 @@ def check_saved(
     groups: list[dict[str, Any]],
     names: list[str],
 ) -> None:
-    """Refuse what torch, which goes by place alone, would load into the wrong one."""
+    """Refuse a state that torch, which goes by position alone, would load into wrong places."""
     saved = curvature.get("parameters", names)
     if saved != names and sorted(saved) == sorted(names):
         i = next(i for i, name in enumerate(names) if saved[i] != name)
