@@ -348,9 +348,9 @@ def attributions(records: Records) -> str:
     header = ["run", "metric", "total", *SHARES, "norms alone"]
     caption = (
         "Effect of decay, with minus without, and the shares of it; accuracies in points. —: the"
-        " total cannot be told from zero, or there is no such path or arm. Norms alone: what comes"
-        " back with the norms and without decay (Fig. 4). Each interval is 95 % by"
-        f" itself: of so many, some miss. {'; '.join(about)}."
+        " total cannot be told apart from zero, or there is no such path or arm. Norms alone: what"
+        " the norms recover without decay (Fig. 4). Each interval is 95 % on its own: among so"
+        f" many, some will miss. {'; '.join(about)}."
     )
     left = _queued(records, "attribution")
     return f"{text_grid(header, rows)}\n<small>{caption}</small>\n{left}"

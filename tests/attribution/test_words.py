@@ -23,13 +23,13 @@ def shares(metric="test/accuracy", doubt=None):
 
 def test_the_answer_is_one_sentence():
     assert words.sentence(shares()) == (
-        "Decay changes test/accuracy by +1.9 [+1.2, +2.6] points; 92 % [80, 104] of it comes back"
-        " with the rotation alone, 5 % [-10, 20] with the size alone."
+        "Decay changes test/accuracy by +1.9 [+1.2, +2.6] points; 92 % [80, 104] of it is"
+        " recovered by the rotation alone, 5 % [-10, 20] by the size alone."
     )
     assert words.sentence(shares("loss")).startswith(
         "Decay changes loss by +0.019 [+0.012, +0.026];"
     )
-    assert "cannot be told from zero" in words.sentence(shares(doubt=Doubt.TOTAL_UNCLEAR))
+    assert "cannot be told apart from zero" in words.sentence(shares(doubt=Doubt.TOTAL_UNCLEAR))
     assert words.sentence(Shares("loss", Estimate(1.0, math.nan, math.nan, 1))) == (
         "Decay changes loss by +1."
     )

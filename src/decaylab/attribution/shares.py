@@ -3,7 +3,7 @@ r"""How much of decay's effect each path carries, with intervals over seeds.
 Let y(P) be a metric of the arm in which the paths P are as with decay and the others as without.
 Of the effect y(all) - y(none), per seed:
 
-    alone(p)    = y({p}) - y({})                                what comes back with p alone
+    alone(p)    = y({p}) - y({})                                what p alone recovers
     shapley(p)  = mean over the orders of the paths of what p adds when its turn comes
     interaction = y(all) - y({}) - sum_p alone(p)               what only comes together
 
@@ -97,11 +97,11 @@ class Shares:
         total: with decay minus without, in the metric's unit.
         effects: by name of a share, in the metric's unit: each path's Shapley effect,
             "interaction", and where there are such "others" and "direction".
-        alone: path -> what comes back with it alone, in the metric's unit.
+        alone: path -> what it alone recovers, in the metric's unit.
         shares, alone_shares: the same as fractions of the total.
         factorial: names of paths joined by " x " -> the factorial effect: the difference their
             joint change makes, averaged over the settings of the other paths.
-        extra: arms beside the design -> what comes back with them, as a fraction of the total;
+        extra: arms outside the design -> what they recover, as a fraction of the total;
             counted from the run without decay where nothing decays in the arm either.
         doubt: why shares have no value or no interval; None if they have.
         in_points: whether the metric is a fraction that is spoken of in points (an accuracy).

@@ -1,4 +1,4 @@
-"""What an attribution says: the only English of this package, beside its errors."""
+"""The words of an attribution; besides errors, the only English in this package."""
 
 import math
 import textwrap
@@ -27,32 +27,32 @@ NAMES = {
 SHORT_NAMES = {"others": "others", "direction": "direction", "interaction": "(together)"}
 PATHS_TEXT = (
     "What a layer went through in each arm. An arm takes each path either from the run with decay"
-    " or from the run without it: lines that lie on one another show that it held."
+    " or from the run without it: if lines coincide, it followed its path."
 )
 METHOD = (
-    "Arms of a seed share weights and batches. Size, rotation and damping of every held layer are"
-    " as in the run with decay or as without, independently. Alone: what comes back of the total"
-    " with one path as with decay. Share: Shapley's, the mean over the orders in which paths are"
-    " switched, so that the interaction is part of the shares. Intervals are 95 %: Student's t over"
-    " paired seeds, Fieller's for fractions."
+    "Arms of a seed share weights and batches. Size, rotation and damping of every held layer each"
+    " follow the run with decay or the run without, independently. Alone: how much of the total is"
+    " recovered if only this path is as with decay. Share: Shapley's, the mean over the orders in"
+    " which paths are switched on, so shares include the interaction. Intervals are 95 %: Student's"
+    " t over paired seeds, Fieller's for fractions."
 )
 
 
 def note_sentence(layer: str, note: LayerNote) -> str:
-    """What is to be said about one layer."""
+    """What to say about one layer."""
     if note is LayerNote.TIED:
         return f"{layer} is tied to another layer: both are one weight, held once."
     return f"{layer} is not held: {WHY_NOT_HELD[note]}."
 
 
 def others_sentence(others: Sequence[str]) -> str:
-    """Which parameters decay beside the weights that are held."""
+    """Which parameters decay besides the weights that are held."""
     named = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-    return f"Other parameters: {len(others)} that decay and are not held ({named})."
+    return f"Other parameters that decay and are not held: {len(others)} ({named})."
 
 
 def unused_sentences(unused: Sequence[Unused]) -> list[str]:
-    """Which arms are not used and why; what diverged, or has no number, in one sentence each."""
+    """Which arms are not used and why; one sentence each for divergence and missing numbers."""
     sentences = [
         f"Seed {each.seed}, arm “{each.arm}”, is not used: it missed the {each.path} of"
         f" {each.layer} by {percent(each.error)} (more than {percent(LIMIT)})."
@@ -71,22 +71,22 @@ def unused_sentences(unused: Sequence[Unused]) -> list[str]:
 
 
 def outcome(metric: str, value: float) -> str:
-    """What came of an arm, in a line of progress."""
+    """The result of an arm, for a progress line."""
     return (
         f"{metric} {100 * value:.4g} %" if in_points(metric, [value]) else f"{metric} {value:.4g}"
     )
 
 
 def doubt_sentence(doubt: Doubt, metric: str, seeds: int | None = None) -> str:
-    """Why shares have no value or no interval; `seeds`: how many would tell."""
+    """Why shares have no value or no interval; `seeds`: how many would be enough."""
     enough = "many more seeds" if seeds is None else f"about {seeds} seeds, at this spread"
     return {
         Doubt.NO_SEED: f"No seed has a number for {metric} in every arm, so there are no shares.",
-        Doubt.ONE_SEED: "One seed has no intervals: give more seeds.",
+        Doubt.ONE_SEED: "One seed gives no intervals: use more seeds.",
         Doubt.NO_SPREAD: f"All seeds give the same total of {metric}, so intervals are too narrow:"
-        " give more seeds, or a metric that is less coarse.",
-        Doubt.TOTAL_UNCLEAR: "The total effect cannot be told from zero, so there are no shares of"
-        f" it: give {enough}, or a stronger decay.",
+        " use more seeds, or a less coarse metric.",
+        Doubt.TOTAL_UNCLEAR: "The total effect cannot be told apart from zero, so it has no"
+        f" shares: use {enough}, or a stronger decay.",
     }[doubt]
 
 
@@ -98,11 +98,11 @@ def sentence(shares: Shares) -> str:
     if not shares.alone_shares:
         return f"{total}."
     if shares.doubt is Doubt.TOTAL_UNCLEAR:
-        return f"{total}, which cannot be told from zero."
+        return f"{total}, which cannot be told apart from zero."
     ranked = sorted(shares.alone_shares.items(), key=lambda item: -item[1].value)
     first, share = ranked[0]
-    parts = [f"{fraction(share)} of it comes back with the {first} alone"]
-    parts += [f"{fraction(share)} with the {path} alone" for path, share in ranked[1:]]
+    parts = [f"{fraction(share)} of it is recovered by the {first} alone"]
+    parts += [f"{fraction(share)} by the {path} alone" for path, share in ranked[1:]]
     for name in ("others", "direction"):
         if name in shares.shares:
             parts.append(f"{fraction(shares.shares[name])} is due to the {NAMES[name]}")
@@ -174,9 +174,9 @@ def match_sentence(match: "Match") -> str:
     total, left = match.differences[metric], match.left[metric]
     text = f"A and B differ in {metric} by {amount(total, points)}"
     if total.seeds > 1 and 0.0 in total:
-        return f"{text}, which cannot be told from zero."
+        return f"{text}, which cannot be told apart from zero."
     return (
-        f"{text}; with B's {match.path} as A's, {amount(left, points)} are left:"
+        f"{text}; if B follows A's {match.path}, by {amount(left, points)}:"
         f" {fraction(match.gone[metric])} of the difference is gone."
     )
 

@@ -328,9 +328,7 @@ def refuse_static_graph(heads: Sequence[Tensor]) -> None:
 def refuse_to_stay_away(model: nn.Module) -> None:
     """Refuse a batch without rows under SyncBatchNorm: other ranks wait in their extra passes."""
     if several() and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        remedy = (
-            "under SyncBatchNorm, others would wait for it; give every rank at least one row"
-        )
+        remedy = "under SyncBatchNorm, others would wait for it; give every rank at least one row"
         raise Lacks("the batch of this rank", "rows", remedy)
 
 

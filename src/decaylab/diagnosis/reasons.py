@@ -1,4 +1,4 @@
-"""Why: every reason that a diagnosis or an advice can give, with its words and its data."""
+"""Every reason that a diagnosis or advice can give, with its words and its data."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,13 +24,13 @@ class Mechanism(StrEnum):
 
 @unique
 class Reason(Enum):
-    """A reason is told apart by its name; its value is how it is said, grouped by what it is of.
+    """The name identifies a reason; the value is its words. Grouped by what they are about.
 
-    `{layers:names}` is the data `layers`, written as `words.KINDS` has it under `names`; `{places:
-    ...}` is where the runs lie. Nothing reads these words.
+    `{layers:names}` is the data `layers`, written by `words.KINDS["names"]`; `{places:...}` is
+    where the runs are. No code depends on these words.
     """
 
-    # the records as a whole, said first
+    # the records as a whole, printed first
     DAMAGED = "{damaged:damaged}"
     DIVERGED = "it diverged at step {step}: only the steps before are judged"
     RUN_DIVERGED = "it diverged ({message})"
@@ -42,18 +42,16 @@ class Reason(Enum):
         "its records begin at step {step}, so what decay did before that is not judged (with"
         " watch(folder=...), a run that is resumed keeps its records)"
     )
-    OPTIMIZER_CHANGED = (
-        "its optimizer changed at step {step}: the run is judged as one all the same"
-    )
+    OPTIMIZER_CHANGED = "its optimizer changed at step {step}; the run is still judged as a whole"
     OPTIMIZER_JOINED = (
-        "{optimizer} was not given to watch, so it is watched only from its first step, after step"
-        " {step}: give watch all optimizers"
+        "{optimizer} was not passed to watch, so it is watched only from its first step, after step"
+        " {step}: pass watch all optimizers"
     )
     SHARED_PARAMETERS = (
         "two optimizers step {parameters:names}: only the first one's settings are used"
     )
     UNSTEPPED_PARAMETERS = (
-        "no watched optimizer steps {parameters:names}: if another one does, give watch both"
+        "no watched optimizer steps {parameters:names}: if another one does, pass watch both"
     )
     NO_SETTINGS = "the optimizer's settings are not in these records: record them again"
     TOO_FEW_NORMS = (
@@ -62,8 +60,8 @@ class Reason(Enum):
     )
     GRADIENTS_ALONG = (
         "{layers:names}: a normalisation comes next in the model, but the gradients point along the"
-        " weights, so they do not count as scale-invariant. To measure it, give watch(...,"
-        " inputs=batch)"
+        " weights, so they do not count as scale-invariant. To measure it, pass inputs=batch to"
+        " watch"
     )
     EPS_COUNTS = (
         "{layers:names}: the optimizer's eps is more than a tenth of what it is added to, so its"
@@ -115,7 +113,7 @@ class Reason(Enum):
     RECORDED_ONCE = "its norm has fewer than two records: record weight_norm more often"
     ZEROS = "its weights are zero: it has no direction"
     NEVER_MOVED = "no step has moved it: it has no gradient, or a learning rate of 0"
-    # what decay takes of a layer is not known
+    # how much decay removes from a layer is not known
     L2_RESCALED = "the optimizer rescales L2"
     KIND_UNKNOWN = "its decay is {kind!r}, which removes no fixed fraction of the weights"
     OWN_LR = "its optimizer finds its learning rate itself"
@@ -124,7 +122,7 @@ class Reason(Enum):
     # a layer's part in a mechanism
     SIZE_COUNTS = "its size is part of the function{response:per percent}"
     GAIN = "a normalisation's gain: part of the function"
-    ADAPTER = "an adapter: what it adds to the frozen network goes with its size"
+    ADAPTER = "an adapter: what it adds to the frozen network depends on its size"
     INVARIANCE_UNKNOWN = (
         "How much the size of {layers:names} counts is not known: it was not measured, or a gain of"
         " zero hides it"
@@ -142,7 +140,7 @@ class Reason(Enum):
     GRADIENTS_CLIPPED = "its gradients are clipped"
     NO_SHARES = "its second-order share is not recorded"
     FEW_SHARES = "its second-order share is recorded too rarely"
-    OLD_FACTORS = "K-FAC's factors are of norms that decay has since changed a lot"
+    OLD_FACTORS = "K-FAC measured its factors at norms that decay has since changed a lot"
     LAW_UNKNOWN = "how its step depends on its norm is not known"
     # a mechanism
     ALL_FROZEN = "Every layer is frozen, so decay changes nothing."
@@ -166,13 +164,13 @@ class Reason(Enum):
     )
     OLD_CURVATURE = (
         "Without damping, K-FAC's step turns the weights by lr, whatever their norm (Eq. 13). But"
-        " here it divides by the curvature of earlier weights, and decay has shrunk these since:"
-        " steps are {longer:times} longer{clip:clip}."
+        " here it divides by the curvature of earlier weights, which decay has since shrunk: steps"
+        " are {longer:times} longer{clip:clip}."
     )
     OLD_CURVATURE_TURNS = (
         "Without damping, K-FAC's step turns the weights by lr, whatever their norm (Eq. 13). But"
-        " here it divides by the curvature of earlier weights, and decay has shrunk these since:"
-        " steps turn them {turned:effect} as far, as recorded."
+        " here it divides by the curvature of earlier weights, which decay has since shrunk: steps"
+        " turn them {turned:effect} as far, as recorded."
     )
     UNDAMPED_BY_LR = (
         "Without damping, K-FAC's step turns the weights by lr, whatever their norm (Eq. 13). The"
@@ -192,8 +190,8 @@ class Reason(Enum):
     SHARES = "The second-order share is {shares:shares}."
     SAME_SHARES = "That is no change: the curvature of the normalised weights is lower too."
     ALL_INVARIANT = (
-        "Every decayed layer is scale-invariant, so decay does not change the function by itself. A"
-        " change of the Jacobian comes through the other two mechanisms."
+        "Every decayed layer is scale-invariant, so decay does not change the function by itself."
+        " Any change of the Jacobian comes through the other two mechanisms."
     )
     JACOBIAN_ALONE = "A single run does not show what the Jacobian would be without decay."
     NO_SENSITIVITY = (
@@ -231,16 +229,16 @@ class Reason(Enum):
     MORE_SEEDS = "{places:more seeds}"
     ATTRIBUTE = "{places:attribute}"
     NAME_THE_LAW = (
-        'name its law in its param groups, as group["law"] (docs/extend.md), or train with SGD,'
+        'state its law in its param groups, as group["law"] (docs/extend.md), or train with SGD,'
         " K-FAC or Adam without amsgrad"
     )
     NO_CLIPPING = "train without clipping, or with Adam"
-    RENEW_CURVATURE = "renew the curvature more often (KFAC's refresh_every, invert_every)"
+    RENEW_CURVATURE = "refresh the curvature more often (KFAC's refresh_every, invert_every)"
     RECORD_MORE = "train inside `with watch(model, optimizer, every=...)`, for several records"
     TRAIN_LONGER = "train it for a few epochs, at a learning rate where it does not diverge"
     GIVE_INPUTS = (
-        'give watch(..., probes="diagnosis", inputs=batch), which measures how the outputs respond'
-        " to each layer's size"
+        'pass probes="diagnosis" and inputs=batch to watch, which then measures how the outputs'
+        " respond to each layer's size"
     )
     WATCH_ALL = "watch all optimizers: watch(model, [first, second])"
     # what follows
@@ -303,7 +301,7 @@ class Reason(Enum):
         " SGD.{remedies:and then}"
     )
     LOWER_DAMPING = (
-        "Lower the damping{grown:or scale-free}, unless this is K-FAC-F and has fitted its data,"
+        "Lower the damping{grown:or scale-free}, unless this is K-FAC-F on data that it has fitted,"
         " where the Fisher matrix vanishes."
     )
     # advice on a layer

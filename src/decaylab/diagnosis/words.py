@@ -1,4 +1,4 @@
-"""The words of diagnosis and advice: reasons with their data, and what is said of a whole result.
+"""The words of diagnosis and advice: reasons with their data, and texts about a whole result.
 
 Nothing is decided here, and nothing reads what is written here.
 """
@@ -31,7 +31,7 @@ QUANTITIES = {
     "effective_damping": "effective damping",
     "weight_norm": "layer's own norm",
 }
-LARGER = {"effective_lr", "rotation"}  # these grow by decay, the others shrink
+LARGER = {"effective_lr", "rotation"}  # decay makes these grow and the others shrink
 USUAL = {
     Mechanism.EFFECTIVE_LR: "effective_lr",
     Mechanism.JACOBIAN: "jacobian_norm",
@@ -54,12 +54,12 @@ def three_digits(value: float) -> str:
 
 
 def _steps(value: float) -> str:
-    """So many steps, about: whole, and at least one."""
+    """About how many steps: a whole number, at least one."""
     return three_digits(max(round(value), 1))
 
 
 def factor(value: float) -> str:
-    """A factor without its x; near one with two digits behind the point, which count there.
+    """A factor without its x; near one with two decimals, which count there.
 
     >>> [factor(x) for x in (0.0123, 0.84, 1.0412, 3.97, 12.4, 1574.2)]
     ['0.012', '0.84', '1.04', '4.0', '12', '1570']
@@ -94,7 +94,7 @@ def effect_range(effect: Effect) -> str:
 
 
 def _range(values: Sequence[float], written: Callable[[float], str]) -> str:
-    """From the smallest to the largest; one value where they are written alike."""
+    """From the smallest to the largest; one value if both are written alike."""
     low, high = written(min(values)), written(max(values))
     return low if low == high else f"{low} to {high}"
 
@@ -111,8 +111,12 @@ def _percent(share: float) -> str:
 
 
 def _responded(percent: float) -> str:
-    """Per cent of the outputs; what is left of exact invariance by rounding and eps is 0."""
+    """Percent of the outputs; 0 for what rounding and eps leave of exact invariance."""
     return "0" if percent < 5e-4 else f"{percent:.2g}"
+
+
+def _per_percent(response: float) -> str:
+    return f"outputs change {_responded(response)} % per percent"
 
 
 def _removed(taken: float) -> str:
@@ -229,7 +233,7 @@ KINDS: dict[str, Callable[[Any], str]] = {
     "change": _change,
     "shares": _shares,
     "responses": _responses,
-    "per percent": lambda x: "" if x is None else f" ({_responded(x)} % per percent)",
+    "per percent": lambda x: "" if x is None else f" ({_per_percent(x)})",
     # names and counts
     "names": names,
     "layer": _layer,
@@ -241,13 +245,13 @@ KINDS: dict[str, Callable[[Any], str]] = {
         f"{key} {_value(a)} and {_value(b)}" for key, (a, b) in pairs.items()
     ),
     "steps": lambda x: f"steps {x[0]} to {x[1]}" if x[0] > 1 else f"the {x[1]} steps of the run",
-    "lengths": lambda x: f"of {x[0]} and {x[1]} steps: " if x[0] != x[1] else "",
+    "lengths": lambda x: f"{x[0]} and {x[1]} steps, " if x[0] != x[1] else "",
     "damaged": _damaged,
     "not finite": _not_finite,
     "more like it": _more_like_it,
     # what is added to a sentence under a condition
     "at": lambda step: "" if step is None else f" at step {step}",
-    "clip": lambda x: f", under a KL clip that cuts them to {times(x)} in the mean" if x else "",
+    "clip": lambda x: f", under a KL clip that cuts them to {times(x)} on average" if x else "",
     # Adam's law is SGD's as long as it remembers the norms of the start (`laws.memory`)
     "at least": lambda power: "at least " if power == 1 else "about ",
     "or scale-free": lambda x: ', or use damping_scaling="scale-free"' if x else "",
@@ -258,7 +262,7 @@ KINDS: dict[str, Callable[[Any], str]] = {
     "sentence": lambda why: sentence(why),
     "sentences": lambda reasons: "; ".join(map(sentence, reasons)),
     "and then": lambda reasons: "".join(f" {sentence(why)}" for why in reasons),
-    # where the runs lie
+    # where the runs are
     "give baseline": _give_baseline,
     "more seeds": _more_seeds,
     "record": _record,
@@ -277,9 +281,9 @@ class _Formatter(string.Formatter):
 
 
 def sentence(why: Because, places: Places | None = None) -> str:
-    """A reason in words: a sentence or, of layers and remedies, a part of one.
+    """A reason in words: a sentence or, for layers and remedies, part of one.
 
-    `places`: where the runs lie, for what is to be done with them.
+    `places`: where the runs are, for commands that use them.
     """
     return _Formatter().format(why.reason.value, places=places or Places(), **why.data)
 
@@ -356,7 +360,7 @@ def _better(low: float, high: float) -> str:
 
 
 def _ways(diagnosis: Diagnosis) -> list[str]:
-    """What decay does, of each mechanism through which it acts."""
+    """What decay does, for each mechanism through which it acts."""
     ways = []
     for finding in diagnosis.findings:
         if finding.verdict is not Verdict.ACTS or finding.effect is None:
@@ -376,7 +380,7 @@ def _ways(diagnosis: Diagnosis) -> list[str]:
 
 
 def _turned_layers(finding: Finding, diagnosis: Diagnosis) -> str:
-    """The layers of a finding among those with decay, as short as they can be said."""
+    """The layers of a finding, among those with decay, in few words."""
     turned = [row.layer for row in finding.layers if row.effect]
     decayed = {m.layer for m in _moved(diagnosis)} | set(turned)
     if len(turned) == len(decayed):
@@ -410,7 +414,7 @@ def _other_way(finding: Finding) -> str:
 
 
 def _lost(diagnosis: Diagnosis) -> bool:
-    """Whether a run that could have decay has none for its number format."""
+    """Whether rounding undoes all decay of the run."""
     return any(
         name in diagnosis.runs and why.reason is Reason.LOST_TO_ROUNDING
         for name, why in diagnosis.first
@@ -418,7 +422,7 @@ def _lost(diagnosis: Diagnosis) -> bool:
 
 
 def next_reason(diagnosis: Diagnosis) -> Reason | None:
-    """What is to be tried next, where a finding may ask for the same."""
+    """What to try next, if a finding may ask for the same."""
     outcome = diagnosis.outcome
     if not diagnosis.decays or outcome.diverged[0]:
         return None
@@ -431,7 +435,7 @@ def next_reason(diagnosis: Diagnosis) -> Reason | None:
 
 
 def _next(diagnosis: Diagnosis) -> str:
-    """What to try next, as something that can be typed or done."""
+    """What to try next: something to type or do."""
     places, outcome = diagnosis.places, diagnosis.outcome
     if not diagnosis.decays:
         precise = " and float32 weights" if _lost(diagnosis) else ""
@@ -446,10 +450,10 @@ def _next(diagnosis: Diagnosis) -> str:
         lower = "a lower learning rate"
         return f"Next: {lower}, in both" if outcome.diverged[1] else f"Next: less decay, or {lower}"
     if outcome.verdict is Helped.NO:
-        return "Next: try less decay, about a third of it"
+        return "Next: try less decay, about a third as much"
     if diagnosis.findings[0].verdict is Verdict.ACTS:
-        return f"Next: `{commands.suggest(places.run)}`, for the decay that acts within this budget"
-    return "Next: try twice and half the decay"
+        return f"Next: `{commands.suggest(places.run)}` finds the decay that acts in this budget"
+    return "Next: try half and twice the decay"
 
 
 # ---------------------------------------------------------------- parts of a page
@@ -461,7 +465,7 @@ def finding_text(finding: Finding) -> str:
 
 
 def remedy_text(finding: Finding, places: Places, above: Reason | None = None) -> str:
-    """What would decide it; "" if it is decided. What was said `above` is not said again."""
+    """What would decide it; "" if it is decided. The reason `above` is not repeated."""
     texts = [
         'see "Next" above' if why.reason is above else sentence(why, places)
         for why in finding.remedies
@@ -470,7 +474,7 @@ def remedy_text(finding: Finding, places: Places, above: Reason | None = None) -
 
 
 def first_text(name: str, why: Because) -> str:
-    """What is to be known first, with the run it is said of."""
+    """What to know first, with the run it is about."""
     return f"{name}: {sentence(why)}" if name else sentence(why)
 
 
@@ -495,13 +499,13 @@ def verdict_title(finding: Finding) -> str:
 
 
 def layer_heading(finding: Finding) -> str:
-    """What the factors by layer are of."""
+    """The heading of the factors by layer."""
     key = finding.layer_quantity or finding.quantity or USUAL[finding.mechanism]
     return f"{QUANTITIES[key]}: how much {'larger' if key in LARGER else 'smaller'}"
 
 
 def effect_words(finding: Finding, *, spread: bool = True) -> str:
-    """What changed, which way and by which factor; "" if nothing was compared."""
+    """What changed, in which direction and by what factor; "" if nothing was compared."""
     if finding.effect is None:
         return ""
     quantity = finding.quantity or USUAL[finding.mechanism]
@@ -531,7 +535,7 @@ def layer_text(row: LayerRow) -> str:
 
 
 def layer_table(finding: Finding) -> list[tuple[str, str, str]]:
-    """(layer, verdict, effect or reason); layers without effect, for one reason, share a row."""
+    """(layer, verdict, effect or reason); layers without effect share a row per reason."""
     rows: list[tuple[str, str, str]] = []
     for row in finding.layers:
         verdict, text = str(row.verdict or "-"), layer_text(row)
@@ -543,7 +547,7 @@ def layer_table(finding: Finding) -> list[tuple[str, str, str]]:
 
 
 def left_out(diagnosis: Diagnosis) -> dict[str, str]:
-    """The skipped layers by their reason, as one string each."""
+    """The skipped layers by reason, as one string each."""
     by_reason: dict[str, list[str]] = {}
     for layer, why in diagnosis.skipped.items():
         by_reason.setdefault(sentence(why), []).append(layer)
@@ -554,9 +558,9 @@ def left_out(diagnosis: Diagnosis) -> dict[str, str]:
 
 
 def motion_table(diagnosis: Diagnosis) -> tuple[list[str], list[list[str]]]:
-    """Headings and a row per layer with decay; of a run without any, of every layer.
+    """Headings and a row per layer with decay, or per layer if none has decay.
 
-    A column only if something is known, or layers differ in it.
+    A column is shown only if something in it is known, or layers differ in it.
     """
     motions = [m for m in diagnosis.motions if m.decayed or not diagnosis.decays]
     scales = [m.timescale for m in motions if m.timescale is not None]
@@ -583,14 +587,14 @@ def motion_table(diagnosis: Diagnosis) -> tuple[list[str], list[list[str]]]:
 
 
 def motion_legend(diagnosis: Diagnosis) -> str:
-    """What the columns of `motion_table` are."""
+    """What the columns of `motion_table` mean."""
     headings, _ = motion_table(diagnosis)
     baseline = "the baseline" if diagnosis.baselines else "a reconstruction without decay"
     meanings = {
         ("angle/step",): "how far a step turns the weights, in radians, as recorded",
         ("balance",): "where the angle would settle with this lr and decay, if the layer were"
         " scale-invariant and its gradients independent",
-        ("decay time",): "steps in which decay alone takes the weights to 1/e",
+        ("decay time",): "steps in which decay alone would shrink the weights to 1/e",
         ("turns", "norm"): f"as a multiple of {baseline}",
         ("size",): "percent by which the outputs change per percent of the layer's size; near 0"
         " only its direction counts",
@@ -615,7 +619,7 @@ def motion_title(diagnosis: Diagnosis) -> str:
 
 
 def _moved(diagnosis: Diagnosis) -> list[Motion]:
-    """The layers with decay, but for gains."""
+    """The layers with decay, except gains."""
     return [m for m in diagnosis.motions if m.role != "gain" and m.timescale]
 
 
@@ -637,11 +641,11 @@ def insight(diagnosis: Diagnosis) -> list[str]:
         if most.by_decay is not None:
             text += f", at {times(most.by_decay)} the norm"
         if most.role == "adapter":
-            text += "; what it adds to the frozen network goes with its size"
+            text += "; what it adds to the frozen network depends on its size"
         elif most.size_response is not None:
             little = most.size_response <= RULES.size_little
             matters = "hardly matters" if little else "matters too"
-            text += f"; its size itself {matters} ({_responded(most.size_response)} % per percent)"
+            text += f"; its size itself {matters} ({_per_percent(most.size_response)})"
         sentences.append(f"{text}.")
     if len(turned) > 1:
         all_turned = geometric_mean(_turned(m) for m in turned)
@@ -718,7 +722,7 @@ def follow_texts(diagnosis: Diagnosis) -> list[str]:
 
 
 def plain(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Plain values, for JSON: the data, and the words beside them."""
+    """Plain values, for JSON: the data, and the words for them."""
 
     def written(reasons: Iterable[Because]) -> list[dict[str, str]]:
         codes = [why.reason.name.lower().replace("_", "-") for why in reasons]
@@ -754,7 +758,7 @@ def plain(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def group_text(group: "GroupAdvice", budget: int) -> str:
-    """What is suggested for layers that are stepped alike."""
+    """The suggestion for a group of layers that are stepped alike."""
     low, high = group.spread
     spread = f" ({low:.3g} to {high:.3g} over layers)" if low != high else ""
     who = f"{group.optimizer}: " if group.optimizer else ""
@@ -769,5 +773,5 @@ def group_text(group: "GroupAdvice", budget: int) -> str:
 
 
 def note_texts(notes: Iterable[Because]) -> str:
-    """Notes beside a suggestion, as one string."""
+    """Notes on a suggestion, as one string."""
     return "; ".join(sentence(note) for note in notes)
