@@ -158,9 +158,9 @@ def convert_command(
 ) -> None:
     """Convert a weight decay to another optimizer or kind, keeping the effective learning rate.
 
-    The kinds are l2 (added to the gradient, as in torch's SGD), decoupled (beside the step, times
-    lr, as in AdamW) and independent (beside the step, whatever the lr). The default is l2 for sgd
-    and decoupled for the others.
+    The kinds are l2 (added to the gradient, as in torch's SGD), decoupled (separate from the
+    step, times lr, as in AdamW) and independent (separate, whatever the lr). The default is l2 for
+    sgd and decoupled for the others.
     """
     first = Stepping(source, source_lr, source_decay or _kind(source), source_momentum)
     second = Stepping(target, target_lr, target_decay or _kind(target), target_momentum)

@@ -66,7 +66,7 @@ NormsAlone = Annotated[
     typer.Option(
         "--norms-alone",
         metavar="WHEN",
-        help="One more arm: no decay, but its norms, set each step, or each epoch (Fig. 4).",
+        help="One more arm: no decay, but the norms it gives, set each step or each epoch (Fig. 4).",
     ),
 ]
 ReportFile = Annotated[
@@ -94,10 +94,10 @@ def attribute_command(
 ) -> None:
     """Find out how much of decay's effect goes through size, rotation and damping.
 
-    Trains the run with decay, the one without, and arms in which each path is as with decay or as
-    without: 4 per seed, 8 under K-FAC, and one more if biases and gains decay too. They are
-    recorded in RUNS/attribution. Running the same command again continues. Exit code 75: time ran
-    out with work left.
+    Trains the run with decay, the run without, and arms in which each path follows one or the
+    other: 4 per seed, 8 under K-FAC, and one more if biases and gains decay too. They are recorded
+    in RUNS/attribution. Running the same command again resumes. Exit code 75: time ran out with
+    work left.
     """
     if (spec is None) == (start is None):
         raise DecaylabError(

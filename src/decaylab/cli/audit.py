@@ -24,10 +24,10 @@ Curvature = Annotated[
 ]
 Damping = Annotated[
     float | None,
-    typer.Option("--damping", help="Damping lambda, if the optimizer does not have it."),
+    typer.Option("--damping", help="Damping lambda, if it is not in the optimizer."),
 ]
 Scale = Annotated[
-    float, typer.Option("--curvature-scale", help="A factor that the curvature has on purpose.")
+    float, typer.Option("--curvature-scale", help="Intended factor on the curvature.")
 ]
 Steps = Annotated[
     int, typer.Option("--steps", help="Steps from the same weights; the last one counts.")

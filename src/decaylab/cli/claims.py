@@ -20,7 +20,7 @@ from decaylab.sweeps.run_index import indexed_runs
 
 TierOption = Annotated[
     str | None,
-    typer.Option("--tier", help="smoke, quick, short or full; without it, all with runs."),
+    typer.Option("--tier", help="smoke, quick, short or full; by default all with runs."),
 ]
 
 

@@ -36,11 +36,11 @@ def compare_command(
     training: options.TrainingOptions,
     engine: EngineOptions,
 ) -> None:
-    """Compare two optimizers at the same decay: the difference that is left is not due to it.
+    """Compare two optimizers at the same decay; any remaining difference is not due to it.
 
     Trains A, B, and a B whose layers turn as far per step as A's (rotation), have A's norms (norm),
     or whose decay has A's timescale. They are recorded in RUNS/attribution. Running the same
-    command again continues.
+    command again resumes.
     """
     runs = training.runs
     first, second = spec_from(a, runs, tier), spec_from(b, runs, tier)

@@ -18,8 +18,8 @@ Network = Annotated[
     str,
     typer.Argument(
         metavar="NETWORK",
-        help="MODULE:FUNCTION that returns your model and its optimizers; or one of ours, mlp,"
-        " vgg11/13/16/19 or resnet20/32/44/56, to which the options apply.",
+        help="MODULE:FUNCTION that returns your model and its optimizers; or a built-in"
+        " network (mlp, vgg11/13/16/19, resnet20/32/44/56), to which the options apply.",
     ),
 ]
 Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, adam, adamw, kfac-f or kfac-g.")]
@@ -28,11 +28,11 @@ WeightDecay = Annotated[float, typer.Option("--weight-decay", help="Strength of 
 Scope = Annotated[str, typer.Option("--scope", help="What is decayed: all, conv or fc.")]
 LearningRate = Annotated[
     float | None,
-    typer.Option("--lr", help="Learning rate; without it, the paper's for the optimizer."),
+    typer.Option("--lr", help="Learning rate; by default the paper's."),
 ]
 Momentum = Annotated[
     float | None,
-    typer.Option("--momentum", help="Momentum of SGD and K-FAC; without it, the paper's."),
+    typer.Option("--momentum", help="Momentum of SGD and K-FAC; by default the paper's."),
 ]
 BatchNorm = Annotated[
     bool, typer.Option("--batch-norm/--no-batch-norm", help="Batch normalisation.")
@@ -52,12 +52,12 @@ def decay_table_command(
     width: Width = 1.0,
     json_output: options.Json = False,
 ) -> None:
-    """Show which parameters are decayed, how, and by which factor per step.
+    """Show which parameters are decayed, how, and by what factor per step.
 
-    A network of ours is built for CIFAR-10. "a step" is the factor by which decay alone multiplies
+    Built-in networks take CIFAR-10 images. "a step" is the factor by which decay alone multiplies
     a weight in the first step; "long run" is that factor once the momentum has settled. L2 in Adam
-    and K-FAC passes through the preconditioner, so it has no fixed factor. Parameters that differ
-    by a number alone share a line.
+    and K-FAC passes through the preconditioner, so it has no fixed factor. Parameters whose
+    names differ only in a number share a line.
     """
     if ":" in network:
         table = audit_decay(imported(network)).table
@@ -105,10 +105,10 @@ Expect = Annotated[
 def audit_decay_command(
     factory: Factory, expect: Expect = None, json_output: options.Json = False
 ) -> None:
-    """Find out by trial what an optimizer's weight decay does, and whether all of it arrives.
+    """Test what an optimizer's weight decay does, and whether all of it takes effect.
 
-    MODULE:FACTORY is an optimizer class, a function of `params`, a function of a model, or a
-    function of nothing that returns an optimizer (or several) with or without its model. The module
+    MODULE:FACTORY is an optimizer class, a function of `params` or of a model, or a function
+    without arguments that returns an optimizer (or several) with or without its model. The module
     may be in the current folder. Names the operator: l2, decoupled, independent, lr-squared,
     masked, towards-start, averaged, in-momentum, rescaled or ignored; or unknown, with what was
     measured. Exits with 1 if a check fails.

@@ -42,7 +42,7 @@ from decaylab.sweeps.run_index import indexed_runs
 from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.training import RunSpec, TrainingRun
 
-Seed = Annotated[int, typer.Option("--seed", help="First seed; it sets everything random.")]
+Seed = Annotated[int, typer.Option("--seed", help="First seed, for everything random.")]
 Seeds = Annotated[int, typer.Option("--seeds", help="How many seeds to train per setting.")]
 Epochs = Annotated[int | None, typer.Option("--epochs", help="Passes over the training data.")]
 All = Annotated[

@@ -74,7 +74,7 @@ def diagnose_command(
     markdown: Markdown = False,
     report: ReportFile = None,
 ) -> None:
-    """Did weight decay help, through which of three mechanisms, and what to try next.
+    """Say whether weight decay helped, through which mechanism, and what to try next.
 
     RUN and BASE are runs of `decaylab train` or folders written by watch(folder=...). If you give
     several runs without --against, those without decay serve as baselines. The verdict is based on

@@ -39,7 +39,10 @@ Against = Annotated[
 ]
 Web = Annotated[bool, typer.Option("--web", help="Serve a page on this machine (127.0.0.1).")]
 Port = Annotated[
-    int, options.number("--port", Range(at_least=0, at_most=65535), "For --web; 0: any free one.")
+    int,
+    options.number(
+        "--port", Range(at_least=0, at_most=65535), "Port for --web; 0 picks a free one."
+    ),
 ]
 Once = Annotated[bool, typer.Option("--once", help="Print the current state and exit.")]
 

@@ -62,7 +62,7 @@ CheckpointEvery = Annotated[
     number(
         "--checkpoint-every",
         NOT_NEGATIVE,
-        "Seconds between two checkpoints, at least.",
+        "Least number of seconds between checkpoints.",
         "0 is after every step",
     ),
 ]
@@ -76,7 +76,9 @@ Processes = Annotated[
 ]
 AtOnce = Annotated[
     int,
-    number("--at-once", AT_LEAST_ONE, "Runs that take turns on the device; 2 to 4 suit a GPU."),
+    number(
+        "--at-once", AT_LEAST_ONE, "How many runs to interleave on the device; 2 to 4 suit a GPU."
+    ),
 ]
 WholeRuns = Annotated[
     bool,

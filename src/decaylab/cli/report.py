@@ -15,7 +15,7 @@ from decaylab.report.write import Written, write_report
 
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="DIR", help="Folder of the report; without it, RUNS/report."),
+    typer.Option("--out", metavar="DIR", help="Folder of the report; by default RUNS/report."),
 ]
 WATCHED = "there are records of `watch`: `decaylab diagnose FOLDER --report FILE.html` shows them"
 

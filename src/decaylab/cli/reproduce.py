@@ -60,18 +60,18 @@ def reproduce_command(
     ] = True,
     run: Annotated[
         list[str] | None,
-        typer.Option("--run", metavar="ID", help="Make only these runs; may be repeated."),
+        typer.Option("--run", metavar="ID", help="Train only these runs; may be repeated."),
     ] = None,
     json_output: options.Json = False,
     *,
     training: options.TrainingOptions,
     engine: EngineOptions,
 ) -> None:
-    """Make the runs behind a table or figure of the paper.
+    """Train the runs behind a table or figure of the paper.
 
-    Running the same command again continues: finished runs are skipped, stopped ones continue,
-    failed ones are tried once more and listed. Settings that are not known are searched first. Exit
-    codes: 0 all made, 1 some failed, 75 time ran out with work left.
+    Running the same command again skips finished runs, resumes stopped ones, and tries failed ones
+    once more and lists them. Unknown settings are searched first. Exit codes: 0 all done, 1 some
+    failed, 75 time ran out with work left.
     """
     if (artefact is None) == (queue is None):
         raise DecaylabError("give an artefact (table1, fig4, all ...) or --queue FILE")
@@ -277,7 +277,7 @@ def _summarise(worker: Worker, chosen: list[Cell], tier: str, json_output: bool)
         f" {len(outcome.before)} done before, {len(outcome.left)} left"
     )
     if outcome.out_of_time:
-        say("the time is up: run the same command again to continue")
+        say("the time is up: run the same command again to resume")
     if outcome.late:
         say(
             f"{len(outcome.late)} of those left were not begun, since they should not have ended in"
@@ -296,6 +296,6 @@ def _summarise(worker: Worker, chosen: list[Cell], tier: str, json_output: bool)
         warn(f"left out: {note}")
     _say_missing(missing)
     if filled:
-        say(f"`decaylab report --runs {store.root}` shows them beside the paper's")
+        say(f"`decaylab report --runs {store.root}` shows them next to the paper's")
     if tier == "smoke":
         say("tier smoke only shows that everything runs: --tier quick trains for minutes")

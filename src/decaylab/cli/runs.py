@@ -148,8 +148,8 @@ def _numbers_table(first: str, numbers: list[str]) -> TextTable:
 def pack_runs(runs: options.Runs = options.RUNS) -> None:
     """Put the rows of finished runs into one small compressed file each.
 
-    Everything reads them as before, and nothing is rounded or left out. Runs that are not finished
-    are left as they are. Runs in folders below (the trials of searches) are packed as well.
+    Everything reads them as before, and nothing is rounded or left out. Unfinished runs are
+    left alone. Runs in subfolders (the trials of searches) are packed too.
     """
     options.check_folder(runs)
     packed = saved = 0

@@ -47,7 +47,10 @@ def search_command(
         str, typer.Option("--method", help="grid, lines (decays, then the rest) or tpe (Optuna).")
     ] = "grid",
     trials: Annotated[
-        int, options.number("--trials", AT_LEAST_ONE, "For tpe: how many, recorded ones included.")
+        int,
+        options.number(
+            "--trials", AT_LEAST_ONE, "For tpe: number of trials, including recorded ones."
+        ),
     ] = 30,
     lr: Values = None,
     weight_decay: Values = None,
@@ -67,8 +70,8 @@ def search_command(
 
     Cells with constant_lr=1 (Fig. 9) are searched by their training loss after ten epochs.
 
-    Running the same command again continues a search that was stopped; several may work on one
-    search. The winner is stored in RUNS/searched, where `reproduce` finds it, and as a spec for
+    Running the same command again resumes a stopped search; several processes may share one search.
+    The winner is stored in RUNS/searched, where `reproduce` finds it, and as a spec for
     `train`, unless a better one is there already. Exit code 75: time ran out with runs left.
     """
     if (config is None) == (not cell):
@@ -144,7 +147,7 @@ def make_search(
     words = ", ".join(f"{name} {value:g}" for name, value in standing.values.items())
     say(f"winner: {words}\nas a spec: {folder / plan.name / 'winner.toml'}", stream=stream)
     if standing.values != winner.values:
-        say("it was found by an earlier search, and is better than what was tried now")
+        say("an earlier search found it, and it is better than what was tried now")
     best = on_all_images(plan, standing.values)
     if plan.cell is not None:
         say(_use(plan, plan.cell["scheme"], folder, best), stream=stream)

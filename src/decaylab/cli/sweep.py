@@ -51,40 +51,40 @@ from decaylab.training.world import launched
 ENGINES = ("local", "slurm", "ray")
 SUBMISSIONS = 3  # by one command that stays: the first, and two of what was left
 
-Name = Annotated[
-    str | None, typer.Argument(metavar="NAME", help="A sweep's name; without it, all.")
-]
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="A sweep's name; by default all.")]
 
-app = typer.Typer(help="Sweeps that an engine works on.", no_args_is_help=True)
+app = typer.Typer(help="Show or cancel the sweeps of an engine.", no_args_is_help=True)
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Which engine makes the runs, and how they are shared out."""
+    """Which engine trains the runs, and how they are divided."""
 
     panel: ClassVar[str] = "Engine"
     engine: Annotated[
-        str, typer.Option("--engine", help="Who makes the runs: local, slurm or ray.")
+        str, typer.Option("--engine", help="Where to train: local, slurm or ray.")
     ] = "local"
     jobs: Annotated[
         int | None,
         options.number(
-            "--jobs", AT_LEAST_ONE, "Processes at a time (local: one per GPU), or jobs at least."
+            "--jobs", AT_LEAST_ONE, "Processes at a time (by default one per GPU), or least jobs."
         ),
     ] = None
     job_minutes: Annotated[
-        float, options.number("--job-minutes", POSITIVE, "How long a job may be, estimated.")
+        float, options.number("--job-minutes", POSITIVE, "Longest estimated time of a job.")
     ] = 60.0
     gpus: Annotated[
         float | None,
-        options.number("--gpus", NOT_NEGATIVE, "GPUs of a job; for Ray also a part, such as 0.5."),
+        options.number(
+            "--gpus", NOT_NEGATIVE, "GPUs per job; for Ray also a fraction, such as 0.5."
+        ),
     ] = None
     sbatch: Annotated[
         list[str] | None,
         typer.Option("--sbatch", metavar="KEY=VALUE", help="An option of Slurm's sbatch."),
     ] = None
     wait: Annotated[
-        bool, typer.Option("--wait", help="Slurm: stay, and submit once more what is left.")
+        bool, typer.Option("--wait", help="Slurm: keep running, and submit what is left once more.")
     ] = False
     dry_run: Annotated[
         bool,
@@ -215,7 +215,7 @@ def submit(
             say(f"sweep {name}: nothing to submit, {len(left)} runs are under way", stream=stream)
             return
         if how.engine == "slurm" and not how.wait:
-            say(f"`decaylab sweep status {name} --runs {runs}` shows how it goes", stream=stream)
+            say(f"`decaylab sweep status {name} --runs {runs}` shows its progress", stream=stream)
             return
         while how.engine == "slurm" and under_way(sweep, runs):
             time.sleep(2.0)
@@ -247,7 +247,7 @@ def _engine(
 def status_command(
     name: Name = None, runs: options.Runs = options.RUNS, json_output: options.Json = False
 ) -> None:
-    """Show how far sweeps are, and why runs that no job has were left."""
+    """Show how far sweeps are, and why runs without a job were left."""
     entries = [_status(sweep, runs) for sweep in _sweeps(name, runs)]
     if json_output:
         print_json(entries)
@@ -274,7 +274,7 @@ def cancel_command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The sweep's name.")],
     runs: options.Runs = options.RUNS,
 ) -> None:
-    """Stop a sweep's jobs; runs under way save a checkpoint, and can be continued."""
+    """Stop a sweep's jobs; running ones save a checkpoint and can be resumed."""
     for sweep in _sweeps(name, runs):
         slurm = [part for part in sweep.submissions if part.engine == "slurm"]
         if not slurm:

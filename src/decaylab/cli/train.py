@@ -62,7 +62,7 @@ def _train(
     store = RunStore(runs)
     folder = store.folder(spec.id)
     if _ended_before(folder, spec):
-        say(f"run {spec.id} is finished already: nothing to train", stream=stream)
+        say(f"run {spec.id} is already finished: nothing to train", stream=stream)
     else:
         data = load(spec.data, data_dir)
         with options.together(device, where) as world, world.output(stream) as shown:
@@ -166,8 +166,8 @@ def _command() -> Callable[..., None]:
     train_command.__annotations__ = {p.name: p.annotation for p in parameters}
     train_command.__doc__ = (
         "Train a network and record the run.\n\n"
-        "Options without a default here take the optimizer's settings in the paper. Running the"
-        " same command again continues a run that was stopped, and does nothing for a finished one."
+        "Options without a default take the paper's settings for the optimizer. Running the same"
+        " command again resumes a stopped run, and does nothing if the run is finished."
     )
     return train_command
 

@@ -141,9 +141,9 @@ class RunSpec:
         "", "K-FAC: id of a run whose effective damping this one takes over.", "Paths"
     )
     held_layers: str = _option(
-        "all", "Which layers follow: all, conv, fc (the last), or names: 0,3.", "Paths"
+        "all", "Which layers follow a path: all, conv, fc (the last), or names: 0,3.", "Paths"
     )
-    held_decay: bool = _option(True, "Whether the layers that follow decay too.", "Paths")
+    held_decay: bool = _option(True, "Whether layers that follow a path decay too.", "Paths")
     damping: float | None = _option(None, "Damping lambda.", "K-FAC")
     damping_scaling: str | None = _option(
         None, "fixed, scale-free, or trace: relative to each block's mean eigenvalue.", "K-FAC"
@@ -152,7 +152,7 @@ class RunSpec:
         None, "Limit on the size of a step (KL clip); 0 for none.", "K-FAC"
     )
     step_rms: float = _option(
-        0.0, "Root mean square of each layer's step before momentum; 0: as it comes.", "K-FAC"
+        0.0, "Root mean square of each layer's step before momentum; 0: unscaled.", "K-FAC"
     )
     step_scaling: str = _option(
         "rms", "Steps of a set size: rms, or spectral (Muon's in K-FAC's geometry).", "K-FAC"
