@@ -320,7 +320,7 @@ def test_closures_and_steps_that_fail():
     model = nn.Linear(3, 2)
     table = decay_table(model, Failing(model.parameters(), weight_decay=0.1))
     assert [problem.problem for problem in table.problems] == [Problem.UNKNOWN]
-    assert "could not be tried" in str(table)
+    assert "could not be tested" in str(table)
     embedding = nn.Embedding(5, 3, sparse=True)
     assert decay_table(embedding, torch.optim.SparseAdam(embedding.parameters()))[0].factor == 1.0
     lbfgs = torch.optim.LBFGS(model.parameters())
@@ -355,7 +355,7 @@ def test_the_printed_table_fits_eighty_columns():
     text = str(decay_table(model, optimizers))
     assert max(map(len, text.splitlines())) <= 80
     assert text.splitlines()[0].startswith("! stepped and decayed more than once")
-    assert "Twice applies its weight decay 2 times a step" in text
+    assert "Twice applies its weight decay 2 times per step" in text
 
 
 def nn_sgd(parameters):

@@ -27,13 +27,13 @@ K: fisher block, expand, not sampled
   WRONG       UNKNOWN_DIRECTION: sine of the angle to the block's step 0.31: no known block gives these directions
   WRONG       POWER_RIGHT: right at every size
   WRONG       POWER_OFF: the curvature is off by T^-1 (a mean over positions where a sum is meant: the factor T is missing)
-  WRONG       NO_POWER_LAW: the ratios are no powers of the sizes (off by 70%)
+  WRONG       NO_POWER_LAW: the ratios are not powers of the sizes (off by 70%)
   WRONG       CONSTANT_RIGHT: right
   WRONG       CONSTANT_OFF: the curvature is 2x what it should be
   WRONG       PATCHES: kernel 2, stride 2: sine of the angle 1e-09
   WRONG       MEND_FIRST: not checked: fix the above first
   WRONG       MEND_DAMPING_FIRST: not checked: fix the damping first, which is part of it
-  WRONG       DAMPING_UNKNOWN: the damping is not known: give audit(..., damping=...)
+  WRONG       DAMPING_UNKNOWN: the damping is not known: pass audit(..., damping=...)
   WRONG       DAMPING: nearest to added, lambda 0.01: the step is off by 0.002 of its length (factored would pass too)
   WRONG       JOINT_BIAS: weight and bias are one block
   WRONG       BIAS_OFF: with a bias the weight's step is off by 0.1 and the bias's by 1 of its length (it is 2x the block's)"""  # noqa: E501

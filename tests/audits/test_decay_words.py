@@ -11,47 +11,47 @@ from decaylab.optim.table_words import KINDS, explain_operator
 
 ONCE = (1.0, 1.0)
 OPERATORS = {
-    DecayOperator("decoupled", ONCE): "beside the step, times lr",
-    DecayOperator("decoupled", (2.0, 2.0)): "beside the step, times lr, 2 times",
+    DecayOperator("decoupled", ONCE): "outside the step, times lr",
+    DecayOperator("decoupled", (2.0, 2.0)): "outside the step, times lr, 2 times",
     DecayOperator(
         "decoupled", (0.1, 1.0)
-    ): "beside the step, times lr, 0.1 to 1 times, depending on gradients and shape",
+    ): "outside the step, times lr, 0.1 to 1 times, depending on gradients and shape",
     DecayOperator(
         "masked", ONCE, share=0.5
-    ): "beside the step, at some entries at a time (50% of them)",
+    ): "outside the step, at some entries at a time (50% of them)",
     DecayOperator(
         "unknown", along=0.5, across=2.0
-    ): "of no known kind (0.5 lr wd |W| along the weight, 2 across)",
+    ): "none of the known kinds (0.5 lr wd |W| along the weight, 2 across)",
     DecayOperator("none", unasked=1e-4): "decays by 0.0001 lr without weight decay",
 }
 TWICE = DecayOperator("decoupled", (2.0, 2.0))
 NAMES = ("a", "b", "c", "d", "e")
 CHECKS = {
-    DecayReason.NAMED: ({"operator": TWICE}, "decoupled: beside the step, times lr, 2 times"),
+    DecayReason.NAMED: ({"operator": TWICE}, "decoupled: outside the step, times lr, 2 times"),
     DecayReason.IGNORED: ({}, "a weight decay is set, but nothing decays"),
     DecayReason.UNKNOWN: (
         {"along": 0.5, "across": 2.0},
-        "no known operator: it takes 0.5 lr wd |W| along the weight and 2 across",
+        "no known operator: it removes 0.5 lr wd |W| along the weight and 2 across",
     ),
-    DecayReason.NOT_TRIED: ({"error": "E: x"}, "it could not be tried (E: x)"),
+    DecayReason.NOT_TRIED: ({"error": "E: x"}, "it could not be tested (E: x)"),
     DecayReason.NOTHING_SEEN: (
         {},
-        "no known operator: its steps are not finite, or see nothing of a gradient",
+        "no known operator: its steps are not finite, or do not depend on the gradient",
     ),
     DecayReason.OTHER_KIND: (
         {"kind": "l2", "expected": "decoupled", "why": "name"},
         "it is l2, not decoupled, as its name says",
     ),
-    DecayReason.ONCE: ({}, "applied once a step"),
-    DecayReason.REPEATED: ({"times": 2}, "applied 2 times a step"),
+    DecayReason.ONCE: ({}, "applied once per step"),
+    DecayReason.REPEATED: ({"times": 2}, "applied 2 times per step"),
     DecayReason.SCALED: (
         {"least": 0.1, "most": 1.0},
         "scaled by 0.1 to 1, depending on the step and on the gradients",
     ),
-    DecayReason.FORMATS_RIGHT: ({}, "the same where parameters differ in number format"),
+    DecayReason.FORMATS_RIGHT: ({}, "the same if parameters differ in number format"),
     DecayReason.FORMATS_REPEATED: (
         {"times": 3},
-        "applied 3 times a step where parameters differ in number format",
+        "applied 3 times per step if parameters differ in number format",
     ),
     DecayReason.GROUPS_RIGHT: ({}, "each param group has its own weight decay"),
     DecayReason.GROUPS_LOST: (
@@ -66,7 +66,7 @@ CHECKS = {
     DecayReason.NOTHING_UNASKED: ({}, "nothing decays with weight decay 0"),
     DecayReason.UNASKED: (
         {"strength": 0.5},
-        "with weight decay 0 it still decays, by 0.5 lr a step",
+        "with weight decay 0 it still decays, by 0.5 lr per step",
     ),
     DecayReason.NO_DECAY: ({}, "no weight decay is set"),
     DecayReason.TABLE_PROBLEM: (
@@ -92,16 +92,16 @@ PROBLEMS = {
     ),
     Problem.REPEATED: (
         {"optimizer": "X", "times": 2},
-        "X applies its weight decay 2 times a step: a, b, c and 2 more",
+        "X applies its weight decay 2 times per step: a, b, c and 2 more",
     ),
     Problem.UNASKED: (
         {"optimizer": "X", "strength": 0.5},
-        "X decays without weight decay, by 0.5 lr a step: a, b, c and 2 more",
+        "X decays without weight decay, by 0.5 lr per step: a, b, c and 2 more",
     ),
     Problem.UNKNOWN: (
         {"optimizer": "X", "along": 0.5, "across": 2.0},
-        "X decays in a way of its own (0.5 lr wd |W| along the weight, 2 across): a, b, c and 2"
-        " more",
+        "X decays in none of the known ways (0.5 lr wd |W| along the weight, 2 across): a, b, c"
+        " and 2 more",
     ),
 }
 
@@ -129,5 +129,5 @@ def test_every_problem_has_its_sentence():
         assert DecayProblem(problem, NAMES, data).words == words
     untried = {"optimizer": "X", "along": math.nan, "across": math.nan}
     assert DecayProblem(Problem.UNKNOWN, ("a",), untried).words == (
-        "X could not be tried, so its decay is not known: a"
+        "X could not be tested, so its decay is unknown: a"
     )

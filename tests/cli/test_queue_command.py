@@ -365,7 +365,7 @@ def test_a_share_is_of_an_artefact_of_the_queue_and_a_part_of_the_whole(queue):
 def test_entries_have_names_of_their_own(queue):
     result = queue(TABLE2 + TABLE2)
     assert result.exit_code == 2
-    assert "entry 2: there is a queue entry 'pairs' already" in result.stderr.replace("\n", " ")
+    assert "entry 2: there is already a queue entry 'pairs'" in result.stderr.replace("\n", " ")
 
 
 def recorded(names, commit):

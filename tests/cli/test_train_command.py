@@ -42,7 +42,7 @@ def test_one_line_per_epoch_when_piped_and_a_second_time_nothing_to_do(tmp_path)
     before = snapshot(tmp_path)
     second = run(runs=tmp_path)
     assert second.exit_code == 0
-    assert "is finished already" in second.stdout
+    assert "is already finished" in second.stdout
     assert "epoch" not in second.stdout
     assert snapshot(tmp_path) == before
 
@@ -126,7 +126,7 @@ def test_options_win_over_the_config_and_the_recorded_spec_is_one(tmp_path):
     recorded = f"{summary['folder']}/spec.toml"
     arguments = ["train", "--config", recorded, "--runs", str(tmp_path / "runs")]
     again = runner.invoke(app, arguments)
-    assert "is finished already" in again.stdout
+    assert "is already finished" in again.stdout
 
 
 BAD = {

@@ -525,7 +525,7 @@ class Computed(nn.LSTM):
 @pytest.mark.filterwarnings("ignore:K-FAC covers", "ignore:.*weight_norm.*:FutureWarning")
 def test_what_is_left_out_and_why():
     found = KFAC(Reads(Computed(INPUTS, WIDTH)), 0.1).coverage()
-    assert found["recurrent.weight_ih_l0"].explanation == "Computed is a LSTM with code of its own"
+    assert found["recurrent.weight_ih_l0"].explanation == "Computed is a LSTM with its own forward"
     normed = nn.utils.weight_norm(nn.LSTM(INPUTS, WIDTH), "weight_hh_l0")
     found = KFAC(Reads(normed), 0.1).coverage()
     assert found["recurrent.bias_hh_l0"].reason is Reason.COMPUTED

@@ -191,7 +191,9 @@ def test_an_optimizer_that_cannot_be_tried(digits):
         warnings.simplefilter("default")
         watched = train(digits, model, Mine(model.parameters()))
     texts = {str(warning.message) for warning in said}
-    assert any("weight decay of Mine is of no known kind and counts as L2" in t for t in texts)
+    assert any(
+        "weight decay of Mine is none of the known kinds and counts as L2" in t for t in texts
+    )
     assert any("effective learning rate of Mine is not known" in t for t in texts)
     result = diagnose(watched)
     assert result["effective l"].verdict == "cannot tell"

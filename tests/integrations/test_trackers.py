@@ -232,7 +232,8 @@ def test_a_dead_tracker_warns_once_and_training_is_what_it_would_have_been(tmp_p
         warnings.simplefilter("always")
         watched, weights = run([dead, alive])
     assert [str(warning.message) for warning in caught] == [
-        "watch: Dead is given up at step 1: ConnectionError: no route (said once; training goes on)"
+        "watch: Dead is dropped at step 1: ConnectionError: no route"
+        " (shown once; training continues)"
     ]
     assert dead.calls == 1
     assert tuple(alive.rows) == watched.records.rows  # the one behind it misses nothing
@@ -245,7 +246,7 @@ def test_a_server_that_is_not_there(monkeypatch):
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     tracker = MLflow(tracking_uri="http://127.0.0.1:9")  # building it does not connect
-    with pytest.warns(UserWarning, match="MLflow is given up at step 1: .*training goes on"):
+    with pytest.warns(UserWarning, match="MLflow is dropped at step 1: .*training continues"):
         watched = watched_run(tracker)
     assert [row.step for row in watched.records.series("weight_norm")] == [1, 2, 4]
     tracker.close()
@@ -254,7 +255,7 @@ def test_a_server_that_is_not_there(monkeypatch):
 def test_a_folder_that_cannot_be_written(tmp_path):
     pytest.importorskip("tensorboard")
     (tmp_path / "file").write_text("in the way")
-    with pytest.warns(UserWarning, match="TensorBoard is given up at step 1"):
+    with pytest.warns(UserWarning, match="TensorBoard is dropped at step 1"):
         watched = watched_run(TensorBoard(tmp_path / "file"))
     assert len(watched.records.series("weight_norm")) == 3
 

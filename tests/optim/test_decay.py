@@ -331,7 +331,7 @@ def test_the_table_says_which_decay_is_lost_to_rounding():
     assert [row.factor for row in table] == [1.0, 1.0, 1 - 5e-4, 1 - 5e-4]
     late = decay_table(model, torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.5))
     assert not late.problems
-    assert str(late).splitlines()[-1] == "decoupled: beside the step, times lr (0 now)"
+    assert str(late).splitlines()[-1] == "decoupled: outside the step, times lr (0 now)"
 
 
 def test_scope_conv_leaves_out_parameters_that_no_layer_owns():

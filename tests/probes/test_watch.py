@@ -157,7 +157,7 @@ def test_what_is_not_finite_is_recorded_and_said_once():
             train(model, optimizer, inputs, labels, 3)
     assert [str(w.message) for w in caught if "not finite" in str(w.message)] == [
         "watch: weight_norm at step 1: weight_norm is not finite: layer '0', layer '2', the model "
-        "(said once; training goes on)"
+        "(shown once; training continues)"
     ]
     assert len(watched.records.series("weight_norm/0")) == 3
 
@@ -292,7 +292,7 @@ def test_going_on_in_a_folder_without_its_step_is_said(tmp_path, name):
         watched.resume(4)
         train(model, optimizer, inputs, labels, 2)
     assert [row.step for row in watched.records.series("weight_norm")] == [1, 2, 4, 6]
-    said = r"up to step 6, do not.*call watched.resume\(step\)"
+    said = r"up to step 6, no longer.*call watched.resume\(step\)"
     watched = probes.watch(model, optimizer, every=2, folder=tmp_path)
     with watched:
         with pytest.warns(UserWarning, match=said):

@@ -51,19 +51,19 @@ def attribute(
     that are not held, and one more if L2 enters before a preconditioner. See
     `decaylab.attribution.arms` for the design and `decaylab.attribution.shares` for the shares.
 
-    Before the first arm, a few steps and an evaluation are rehearsed twice: a loop that is not the
-    same twice, an optimizer that is not stepped once per `step()`, or an unknown metric is refused
-    there. While arms are trained, lines on stderr say how far they are and how long the rest takes.
+    Before the first arm, a few steps and an evaluation are rehearsed twice, which refuses a loop
+    that differs from call to call, an optimizer that is not stepped once per `step()`, and an
+    unknown metric. While arms train, stderr shows their progress and how long the rest will take.
 
     Args:
         make: sets up the loop for a seed.
         steps: training steps per arm.
-        seeds: how many, from 0, or which.
+        seeds: how many seeds, counted from 0, or a list of them.
         metric: the metric of `total` and `shares`; the first that `evaluate` returns by default.
         only: which layers are held: "all" that decay, "conv" (those before the last), "fc" (the
             last), or names.
         extra: further arms, such as `arms.SIZE_FREE_ROTATION`.
-        folder: keeps the results and paths of finished arms, which are then not trained again.
+        folder: keeps the results and paths of finished arms, so they are not trained again.
             Processes that train other seeds may share it.
         silent: print nothing while arms are trained.
     """
@@ -141,7 +141,7 @@ def rehearse(
 
 
 def check_same_start(first: ArmResult, result: ArmResult, folder: Any = None) -> None:
-    """Refuse an arm that began with other weights or other batches than the first of its seed.
+    """Refuse an arm that started with other weights or batches than the first of its seed.
 
     All arms have the first loss in common, and runs with decay those after it. `folder`: where the
     arm was found, if it was.

@@ -66,7 +66,7 @@ NormsAlone = Annotated[
     typer.Option(
         "--norms-alone",
         metavar="WHEN",
-        help="One more arm: no decay, but the norms it gives, set each step or each epoch (Fig. 4).",
+        help="One more arm: no decay, but its norms, set at each step or epoch (Fig. 4).",
     ),
 ]
 ReportFile = Annotated[

@@ -303,10 +303,10 @@ def distribution_of(model: nn.Module, group: Any, *, equal_shares: bool = False)
         return ranks(group, dist.get_rank(group), size, wrapper) if size > 1 else Alone()
     if guards.several():
         warn_user(
-            "there are several processes, and KFAC was given a model that is not in a "
-            "DistributedDataParallel: its factors are those of this process's rows. For a model of "
-            "its own that is right; where the processes train one together, build "
-            "KFAC(DistributedDataParallel(model), ...), or "
+            "there are several processes, but KFAC was given a model without "
+            "DistributedDataParallel, so its factors cover only this process's rows. That is right "
+            "if each process trains its own model; if they train one together, build "
+            "KFAC(DistributedDataParallel(model), ...), or pass "
             "options=KFACOptions(process_group=torch.distributed.group.WORLD)"
         )
     return Alone()

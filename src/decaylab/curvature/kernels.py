@@ -93,9 +93,7 @@ def _launched(
             getattr(_kernels(), name)[grid](*arguments, **constants)
     except (RuntimeError, OSError, SubprocessError) as error:  # what compiling it runs into
         _usable = False
-        warn_user(
-            f"Triton cannot compile here ({error}): K-FAC measures its factors by torch, slower"
-        )
+        warn_user(f"Triton cannot compile here ({error}): K-FAC uses slower torch operations")
         return False
     return True
 

@@ -27,11 +27,11 @@ class Diagnosis:
     Attributes:
         runs, baselines: their names. places: where commands find them.
         outcome: whether decay helped.
-        first: what must be known before anything else, each with the run it is said of ("": both).
+        first: what to know before anything else, each with the run it is about ("": both).
         findings: the three mechanisms, in the paper's order.
-        follows: what follows from all together.
+        follows: what follows from all findings together.
         skipped: layers that could not be judged, with the reason.
-        seeds: the diagnoses of single seeds, where there are several.
+        seeds: the diagnoses of single seeds, if there are several.
         compared: what was read, for figures: each run with the baseline it was judged against.
     """
 
@@ -64,7 +64,7 @@ class Diagnosis:
 
     @property
     def troubles(self) -> tuple[Because, ...]:
-        """The reasons of `first`, whatever run they are said of."""
+        """The reasons of `first`, whichever run they are about."""
         return tuple(item for _, item in self.first)
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ def _pages() -> Any:
 def diagnose(
     run: Source | Sequence[Source], baseline: Source | Sequence[Source] | None = None
 ) -> Diagnosis:
-    """Tell whether weight decay helped, and which of the paper's three mechanisms it acted through.
+    """Say whether weight decay helped, and which of the paper's three mechanisms it acted through.
 
     `run` and `baseline` (the same training without decay): a run folder, a folder that
     `watch(folder=...)` wrote, a `Watch`, its records, or lists of these: several seeds. Reads
@@ -132,7 +132,7 @@ def diagnose(
 
     With a baseline, effective learning rates, Jacobian norms and effective dampings are compared.
     Without one, the first and the third are compared with a reconstruction of the norms without
-    decay (`laws.dynamics`); the second cannot be told. Thresholds: `rules.Rules`.
+    decay (`laws.dynamics`); the second cannot be judged. Thresholds: `rules.Rules`.
     """
     sources, others = _listed(run), _listed(baseline)
     if not sources:

@@ -68,7 +68,7 @@ def register(name: str, build: Builder) -> None:
     """Make `name` a network that `build`, run specs and the command line know.
 
     `build` takes a `Blueprint` and returns the module, logits [N, classes] last; its `style` makes
-    the layers, with or without batch normalisation. The weights are drawn afterwards. To be called
+    the layers, with or without batch normalisation. The weights are drawn afterwards. Call this
     wherever runs of that network are trained or read.
     """
     if name in NETWORKS:
@@ -112,10 +112,10 @@ def build(
     """A network by name, with Glorot-uniform weights and zero biases (Appendix A; recipe 10-12).
 
     [N, in_channels, image_size, image_size] -> [N, classes]. Every layer has a bias, also under
-    batch normalisation (no gamma, no beta), which stands behind every layer but the last; it is on
-    unless told otherwise, for `mlp` off. `width` scales all channel counts (an MLP's hidden sizes).
-    `hidden` (default two layers of 128) and `activation` (relu or linear) are for `mlp`; the others
-    have no use for `hidden`.
+    batch normalisation (no gamma, no beta), which follows every layer but the last; it is on by
+    default, except for `mlp`. `width` scales all channel counts (an MLP's hidden sizes).
+    `hidden` (default two layers of 128) and `activation` (relu or linear) are for `mlp`; other
+    networks ignore `hidden`.
     Weights come from torch's global generator: call `torch.manual_seed` first.
 
     >>> sum(p.numel() for p in build("mlp", classes=10, in_channels=1, image_size=8).parameters())

@@ -1,4 +1,4 @@
-"""Which parameters K-FAC preconditions, layer by layer, and who steps the others."""
+"""Which parameters K-FAC preconditions, layer by layer, and what steps the others."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,15 +28,15 @@ WORDS = {
     Reason.FROZEN: "frozen when the optimizer was built",
     Reason.TIED: "tied: shared by {all}",
     Reason.EXCLUDED: "excluded by name",
-    Reason.OWN_CODE: "{0} is a {1} with code of its own",
+    Reason.OWN_CODE: "{0} is a {1} with its own forward",
     Reason.NO_BLOCK: "{0} has no Kronecker-factored block",
-    Reason.NO_PART: "{0!r} is no part of the block of a {1}",
+    Reason.NO_PART: "{0!r} is not part of a {1}'s block",
     Reason.COMPUTED: "its weight is computed (parametrized)",
     Reason.SPARSE: "{0} has sparse gradients",
     Reason.RENORMALISED: "{0} renormalises its weight in every pass (max_norm)",
     Reason.BY_FREQUENCY: "{0} scales its gradient by the frequency of tokens",
-    Reason.SHARED_BIAS: "its weight shares a block with others, where it has no place",
-    Reason.OTHER_PRODUCT: "{0} multiplies its experts by a function that shows no product: "
+    Reason.SHARED_BIAS: "its weight shares a block with others, which has no room for a bias",
+    Reason.OTHER_PRODUCT: "{0} multiplies its experts in a function that K-FAC cannot observe: "
     'model.set_experts_implementation("grouped_mm") covers them',
 }
 
@@ -68,7 +68,7 @@ class Coverage:
 def coverage_of(
     placements: Mapping[Tensor, Placement], names: Mapping[Tensor, str], others: str
 ) -> dict[str, Coverage]:
-    """The coverage by parameter name; a warning where it is less than half of what is trained."""
+    """The coverage by parameter name; warns if less than half of what is trained is in blocks."""
     coverage = {
         names[p]: Coverage(
             placement.block,
@@ -87,7 +87,7 @@ def coverage_of(
         largest = max((c for c in wanted if c.block is None), key=lambda c: c.size)
         name = next(name for name, c in coverage.items() if c is largest)
         warn_user(
-            f"K-FAC covers {inside / total:.0%} of the parameters, and {others} steps the others: "
+            f"K-FAC covers {inside / total:.0%} of the parameters, and {others} steps the rest: "
             f"the largest is {name!r} ({largest.explanation}); coverage() lists them all"
         )
     return coverage
@@ -110,7 +110,7 @@ def split_groups(
     placements: Mapping[Tensor, Placement],
     others: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Each group as one of covered parameters and one of the others, where it has them.
+    """Split each group into covered parameters and the others, if it has both.
 
     `others` holds the options of the groups that first-order steps serve.
     """

@@ -1,15 +1,15 @@
-"""Weight decay: its kinds, whom it acts on, how strong it is, and one place where it is added.
+"""Weight decay: its kinds, its scope, its strength, and the one place where it is added.
 
 L2 regularisation and weight decay are one term, `weight_decay * W`, at different places (Eq. 6, 7):
 
-| kind          | where the term stands                 | what a step takes from W by it alone  |
+| kind          | where the term is added               | what it alone removes from W per step |
 |---------------|---------------------------------------|---------------------------------------|
 | `none`        | nowhere                               | nothing                               |
 | `l2`          | in the gradient, so inside            | SGD, in the long run:                 |
 |               | preconditioner and momentum           | lr * weight_decay / (1 - momentum);   |
-|               |                                       | others: no fixed part                 |
-| `decoupled`   | beside the step, behind both          | lr * weight_decay                     |
-| `independent` | beside the step, whatever the lr      | weight_decay                          |
+|               |                                       | others: no fixed fraction             |
+| `decoupled`   | to the step, after both               | lr * weight_decay                     |
+| `independent` | to the step, whatever the lr          | weight_decay                          |
 
 The paper's SGD cells decay inside the momentum: that is kind `l2` here (recipe 1).
 """
@@ -64,7 +64,7 @@ def check_decay(decay: str, weight_decay: float) -> None:
 
 
 def check_optimizer(optimizer: str) -> None:
-    """Refuse a name that is none of `OPTIMIZERS`."""
+    """Refuse a name that is not in `OPTIMIZERS`."""
     check_name("optimizer", optimizer, OPTIMIZERS)
 
 
@@ -129,7 +129,7 @@ def decay_rate(
 
     independent: weight_decay; decoupled: lr * weight_decay; l2: the same, and divided by
     (1 - momentum) where the momentum sums the term up (SGD and K-FAC; Adam's average does not). For
-    L2 in Adam and K-FAC it is the rate before the preconditioner: compare it only with its like.
+    L2 in Adam and K-FAC it is the rate before the preconditioner: compare it only with the same.
     """
     check_decay(decay, weight_decay)
     if decay == "none":
@@ -172,10 +172,10 @@ USUAL_KINDS = {
 def operator_of(
     group: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
 ) -> DecayOperator:
-    """What a param group's weight decay does, of our optimizers or others.
+    """What a param group's weight decay does, in our optimizers or others.
 
-    Torch's own steps do what they do, whatever a group says under "decay" (a hook of ours aside).
-    Of others, a group says its kind itself; else they are tried (`behaviour`).
+    Torch's own optimizers ignore what a group says under "decay" (unless a hook of ours reads it).
+    In others, the group may state its kind; if not, the optimizer is tested (`behaviour`).
     """
     outside = group.get(OUTSIDE, 0.0)
     optimizer = optimizer and unwrapped(optimizer)
@@ -197,9 +197,9 @@ def decay_of(
 ) -> tuple[str, float]:
     """Kind and weight decay of a param group: what `operator_of` finds, as one of `DECAYS`.
 
-    The weight decay is that of the usual operator that takes as much: times k where it is applied k
+    The weight decay is that of the usual operator that removes as much: times k if it is applied k
     times, times lr / lr_0 for lr-squared decay, times the share of the weights that is decayed at a
-    time; none where it is ignored. What is none of these counts as L2, with a warning.
+    time; none if it is ignored. Anything else counts as L2, with a warning.
 
     >>> decay_of({"weight_decay": 0.1, "decoupled_weight_decay": True})
     ('decoupled', 0.1)
@@ -219,8 +219,8 @@ def decay_of(
     if operator.kind in USUAL_KINDS:
         return USUAL_KINDS[operator.kind], weight_decay
     warnings.warn(
-        f"the weight decay of {type(optimizer).__name__} is of no known kind and counts as L2;"
-        ' if it is another, say so as "decay" in the param groups (docs/extend.md)',
+        f"the weight decay of {type(optimizer).__name__} is none of the known kinds and counts as"
+        ' L2; if that is wrong, set "decay" in the param groups (docs/extend.md)',
         stacklevel=2,
     )
     return "l2", weight_decay
@@ -232,8 +232,8 @@ def lost_to_rounding(
     """Whether rounding undoes a group's decay: W (1 - s) is W, for every number W of the format.
 
     Below a power of two numbers are eps / 2 apart, relative to it, so s up to eps / 4 rounds back:
-    0.002 in bfloat16. So it is in torch's own optimizers, whose decoupled decay is a product before
-    the step; fused ones round to 16 bits once for both.
+    0.002 in bfloat16. This holds for torch's own optimizers, whose decoupled decay is a product
+    before the step; fused ones round to 16 bits once for both.
     """
     optimizer = unwrapped(optimizer)
     rounds_once = group.get("fused") and weight.element_size() < 4

@@ -1,4 +1,4 @@
-"""Steps that K-FAC leaves out, counted on the device."""
+"""Steps that K-FAC skips, counted on the device."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from decaylab.errors import Lacks, warn_user
 
-# So many steps in a row without a finite gradient are no accident.
+# How many steps in a row without a finite gradient are tolerated.
 TOLERATED = 10
 
 
@@ -18,9 +18,9 @@ class Health:
     Attributes:
         steps: steps taken, the skipped ones included.
         skipped: steps whose gradient or update was not finite, and which changed nothing.
-        skipped_in_a_row: such steps since the last good one.
+        skipped_in_a_row: skipped steps since the last good one.
         failed_inversions: by layer, how often its Cholesky factorisation failed and the old
-            inverse stayed.
+            inverse was kept.
     """
 
     steps: int
@@ -54,7 +54,7 @@ class Skips:
         return total, in_a_row
 
     def look(self) -> None:
-        """Warn, once, if the last ten were skipped. The host does not wait: it reads older news."""
+        """Warn, once, if the last ten were skipped. Does not wait: reads older counts."""
         if self._warned or not (self._copied is None or self._copied.query()):
             return
         if int(self._host_counts[1]) >= TOLERATED:
@@ -67,5 +67,5 @@ class Skips:
 
 
 def _without_gradients(in_a_row: int) -> Lacks:
-    remedy = "they change nothing; lower the learning rate, raise the damping or set kl_clip"
+    remedy = "they are skipped; lower the learning rate, raise the damping or set kl_clip"
     return Lacks(f"each of the last {in_a_row} steps", "finite gradient", remedy)

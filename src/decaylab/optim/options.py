@@ -19,10 +19,10 @@ class KFACOptions:
             first-order method.
         invariant: the scale-invariant layers for `damping_scaling="scale-free"`; None finds those
             followed by a normalisation, in module order. That can be wrong for a layer before a
-            residual sum (you are warned): then name them, as `roles(model, inputs)` measures
-            them.
+            residual sum (you are warned): then name the layers, which `roles(model, inputs)`
+            measures.
         inversion_lag: an inversion begun at step k is used from step k + lag on; meanwhile, on
-            CUDA, it runs on a second stream beside training. 0 inverts and uses it at once.
+            CUDA, it runs on a second stream alongside training. 0 inverts and uses it at once.
         counted_rows: called with the model's keyword arguments and its logits [..., C], returns the
             mask of the rows that count, or None for all; for padded rows, as `observe` takes them.
         seed: seeds the optimizer's own generator; None takes torch's initial seed.
@@ -58,7 +58,7 @@ class KFACOptions:
 def first_order(
     method: str, lr: float | Tensor, momentum: float, options: KFACOptions, *, cuda: bool
 ) -> torch.optim.Optimizer:
-    """Torch's fused Adam or SGD; it is lent param groups and state for each step."""
+    """Torch's fused Adam or SGD; each step lends it param groups and state."""
     placeholder = [torch.zeros(())]
     if method == "adam":
         betas, eps = options.others_betas, options.others_eps
@@ -82,10 +82,10 @@ def chosen_steps(
     damping: float | None,
     damping_scaling: str | None,
 ) -> tuple[str, float, str]:
-    """Step scaling, damping and its scaling, with what is left out.
+    """Step scaling, damping and its scaling, with defaults filled in.
 
-    Without a KL clip steps have a set size, which trains nets of all kinds at one learning rate;
-    with them damping is relative to the trace, unless one is given (docs/kfac.md).
+    Without a KL clip, steps have a set size, which trains nets of all kinds at one learning rate.
+    Damping is then relative to the trace, unless one is given (docs/kfac.md).
     """
     step_scaling = step_scaling or ("rms" if kl_clip is None else "none")
     check_name("step_scaling", step_scaling, STEP_SCALINGS)

@@ -78,10 +78,10 @@ def invariant_layers(
     ]
     if by_order and (guessed := _guessed(model, invariant)):
         warn_user(
-            f"scale-free damping takes layer {guessed[0]!r} (of {len(guessed)} such) for "
-            "scale-invariant by the order of modules alone, and a residual sum may stand before "
-            "its normalisation: name the layers that are, as roles(model, inputs) measures them, "
-            "with options=KFACOptions(invariant=...)"
+            f"scale-free damping assumes that layer {guessed[0]!r} (of {len(guessed)} such) is "
+            "scale-invariant, from module order alone, but a residual sum may precede its "
+            "normalisation: name the layers that roles(model, inputs) measures as invariant with "
+            "options=KFACOptions(invariant=...)"
         )
     return invariant
 

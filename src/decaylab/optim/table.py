@@ -1,4 +1,4 @@
-"""A table of who is decayed, how, and by which factor a step."""
+"""A table of which parameters decay, how, and by what factor per step."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ from decaylab.optim.table_words import (
 
 
 class Problem(Enum):
-    """What may be wrong with who is decayed; what the data hold is in parentheses."""
+    """What may be wrong with which parameters decay; the data are in parentheses."""
 
     SHARED = "shared"  # several optimizers or groups step it
     UNSTEPPED = "unstepped"  # trainable, and in no optimizer
@@ -87,7 +87,7 @@ class DecayRow:
 class DecayTable(Sequence[DecayRow]):
     """One row per parameter and optimizer that steps it, in model order, and what looks wrong.
 
-    Printed, it is 80 columns wide; parameters that differ by a number alone share a line. A
+    Printed, it is 80 columns wide; parameters whose names differ only in a number share a line. A
     notebook shows it as a table, and `to_pandas` gives a frame.
     """
 
@@ -145,15 +145,15 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def decay_table(model: nn.Module, optimizers: Optimizers) -> DecayTable:
-    """What decays, how, and by which factor per step: one row per parameter, in model order.
+    """What decays, how, and by what factor per step: one row per parameter, in model order.
 
-    For any torch optimizer, or several. Optimizers from elsewhere are tested (`behaviour`), on
-    parameters of their own.
+    Takes any torch optimizer, or several. Optimizers that are not torch's are tested (`behaviour`)
+    on parameters made for the test.
 
-    factor: what one step multiplies W by through the decay term alone, from rest;
-    long_run: once the momentum has settled (`steady_shrink`). Both are None for L2 behind a
-    preconditioner (Adam, K-FAC), for L2 in an optimizer from elsewhere that does not step as
-    torch's SGD does, and where no single factor is applied to all of a weight.
+    factor: what the decay term alone multiplies W by in one step, from rest;
+    long_run: the same once the momentum has settled (`steady_shrink`). Both are None for L2 behind
+    a preconditioner (Adam, K-FAC), for L2 in an optimizer that is not torch's and does not step
+    like torch's SGD, and if no single factor applies to all of a weight.
     """
     if isinstance(optimizers, Sequence):
         stepping = [unwrapped(optimizer) for optimizer in optimizers]
@@ -277,7 +277,7 @@ def _problems_of(row: DecayRow) -> Iterator[tuple[Any, ...]]:
 
 
 def repeated(operator: DecayOperator) -> int | None:
-    """How often the decay is applied a step, where that is a whole number above 1."""
+    """How often decay is applied per step, if that is a whole number above 1."""
     k = operator.factor
     if operator.kind not in ("l2", "decoupled", "independent", "masked") or k is None:
         return None
@@ -285,11 +285,11 @@ def repeated(operator: DecayOperator) -> int | None:
 
 
 def steady_shrink(amount: float, momentum: float) -> float:
-    """By which part of itself a weight shrinks in one step, in the long run, by L2 alone.
+    """The fraction by which L2 alone shrinks a weight per step in the long run.
 
     With a = lr * weight_decay, v' = momentum * v + a W, W' = W - v' has the rates
     r^2 - (1 + momentum - a) r + momentum = 0, and the larger |r| wins: 1 - |r|, which is
-    a / (1 - momentum) up to a part momentum * a / (1 - momentum)^2 of it. From
+    a / (1 - momentum) up to a fraction momentum * a / (1 - momentum)^2 of it. From
     a = (1 - sqrt(momentum))^2 on W oscillates and the result is 1 - sqrt(momentum). Holds for a
     constant lr without preconditioner and without gradient.
 

@@ -1,4 +1,4 @@
-"""All sentences about decay operators, and the printed table of who is decayed."""
+"""All sentences about decay operators, and the printed table of which parameters decay."""
 
 import math
 import re
@@ -16,18 +16,18 @@ HEADING = ("parameter", "role", "decay", "a step", "long run")
 KINDS = {
     "none": "not decayed",
     "l2": "in the gradient, inside the momentum",
-    "decoupled": "beside the step, times lr",
-    "independent": "beside the step, whatever the lr",
-    "lr-squared": "beside the step, times lr squared over the first lr",
-    "masked": "beside the step, at some entries at a time",
+    "decoupled": "outside the step, times lr",
+    "independent": "outside the step, whatever the lr",
+    "lr-squared": "outside the step, times lr squared over the first lr",
+    "masked": "outside the step, at some entries at a time",
     "towards-start": "towards the weights at the start, not zero",
-    "averaged": "beside the step of an iterate that the weights average",
-    "in-momentum": "behind the preconditioner, inside the momentum",
+    "averaged": "outside the step of an iterate that the weights average",
+    "in-momentum": "after the preconditioner, inside the momentum",
     "rescaled": "inside a step whose length is set afterwards",
     "ignored": "set, but nothing decays",
-    "unknown": "of no known kind",
+    "unknown": "none of the known kinds",
 }
-LR_SQUARED = "beside the step, times lr squared"
+LR_SQUARED = "outside the step, times lr squared"
 PRECONDITIONED = "in the gradient, then preconditioned"
 NOT_STEPPED = "not in this optimizer"
 
@@ -81,13 +81,13 @@ def explain_problem(problem: str, parameters: Sequence[str], data: Mapping[str, 
             f" {data['format']}: {names}; keep the weights in float32, with autocast if need be"
         )
     if problem == "REPEATED":
-        return f"{who} applies its weight decay {data['times']} times a step: {names}"
+        return f"{who} applies its weight decay {data['times']} times per step: {names}"
     if problem == "UNASKED":
-        return f"{who} decays without weight decay, by {data['strength']:.2g} lr a step: {names}"
+        return f"{who} decays without weight decay, by {data['strength']:.2g} lr per step: {names}"
     if math.isnan(data["along"]):
-        return f"{who} could not be tried, so its decay is not known: {names}"
+        return f"{who} could not be tested, so its decay is unknown: {names}"
     return (
-        f"{who} decays in a way of its own ({data['along']:.2g} lr wd |W| along the weight,"
+        f"{who} decays in none of the known ways ({data['along']:.2g} lr wd |W| along the weight,"
         f" {data['across']:.2g} across): {names}"
     )
 
@@ -121,7 +121,7 @@ def table_html(cells: Iterable[Cells], meanings: Mapping[str, str], problems: Se
 
 
 def _merged(cells: Iterable[Cells]) -> list[Cells]:
-    """Parameters that differ by a number alone in one line: `blocks.*.weight (12)`."""
+    """Merge parameters whose names differ only in a number: `blocks.*.weight (12)`."""
     counts: dict[tuple[Any, ...], list[str]] = {}
     for name, *rest in cells:
         counts.setdefault((re.sub(r"\d+", "*", name), *rest), []).append(name)

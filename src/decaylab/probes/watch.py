@@ -1,13 +1,13 @@
-"""Watching a training run: probes at every n-th step of any torch optimizers, as records.
+"""Watch a training run: measure probes at every n-th step of any torch optimizer and record them.
 
     with watch(model, optimizer, every=100) as watched:
         ...  # your own loop
         watched.log(loss=loss, test_loss=test_loss)
     watched.records.series("effective_lr/features.0")
 
-It hangs on the optimizers' step hooks, so that it works in plain loops and under Lightning or
-accelerate (whose optimizer wrappers are looked through). Between two records a step costs a few
-microseconds. Runs of ours are recorded by the same object, which their trainer tells of its steps.
+It uses the optimizers' step hooks, so it works in plain loops and under Lightning or accelerate
+(it looks through their optimizer wrappers). Between two records it adds a few microseconds to a
+step. The trainer of `decaylab train` uses the same object, and tells it of steps itself.
 """
 
 import math
@@ -55,10 +55,10 @@ from decaylab.records.rows import (
 from decaylab.records.settings import LayerSettings
 
 VOIDED = (
-    "this optimizer has stepped before, but the rows in this folder, up to step {}, do not count"
-    " any more: to go on with them, call watched.resume(step) before the first step"
+    "this optimizer has stepped before, but the rows in this folder, up to step {}, no longer"
+    " count: to continue them, call watched.resume(step) before the first step"
 )
-SHARED = "another watch or process writes to it too: give each a folder of its own"
+SHARED = "another watch or process writes to it too: give each its own folder"
 Probes = Iterable[str | Probe] | Mapping[str | Probe, int]
 
 
@@ -99,7 +99,7 @@ class Watch:
         self._unwritten: list[Entry] = []
         self._settings: dict[str, LayerSettings] = {}
         self._warned: set[str] = set()
-        self._troubles: dict[str, Exception | str] = {}  # to be said when all else is done
+        self._troubles: dict[str, Exception | str] = {}  # reported after everything else
         self._detached = False
         self._anew, self._begun = True, False  # whether a file's rows become void, is begun
         self._records = 0  # moments recorded so far
@@ -134,7 +134,7 @@ class Watch:
 
     @property
     def begun_steps(self) -> int:
-        """`steps`, and the round that not all optimizers have taken part in yet."""
+        """`steps`, plus the current round if some optimizers have already stepped in it."""
         return self.steps + bool(self._stepped)
 
     @property
@@ -155,9 +155,9 @@ class Watch:
     def log(self, **values: float | Tensor) -> None:
         """Record outcomes at the step just taken: `log(loss=..., test_loss=..., accuracy=...)`.
 
-        Numbers or tensors of one number, finite or not; a tensor is read when the next record is
-        written, so that nothing waits for the device; behind the `with` block, at once. `diagnose`
-        needs at least one of them.
+        Values are numbers or tensors of one number, finite or not. A tensor is read when the next
+        record is written, so that nothing waits for the device; after the `with` block, at once.
+        `diagnose` needs at least one outcome.
         """
         epoch, seconds = self._clock()
         for name, value in values.items():
@@ -173,12 +173,12 @@ class Watch:
         self._unwritten.append(event)
 
     def resume(self, step: int) -> None:
-        """Count on from `step`, that of a checkpoint; rows recorded past it do not count any more.
+        """Continue from `step`, a checkpoint's step; rows recorded after it no longer count.
 
-        -1: from the start, where no row counts.
+        -1 continues from the start: no row counts.
 
-        With a folder, `records` has its rows up to there, and exposure to decay goes on from the
-        last of them. Without, it is counted from here.
+        With a folder, `records` has its rows up to there, and exposure to decay continues from the
+        last of them. Without one, exposure is counted from here.
         """
         self.steps = max(step, 0)
         self._exposures = {optimizer: Exposure(optimizer) for optimizer in self.optimizers}
@@ -236,16 +236,16 @@ class Watch:
         self.count(1)
 
     def write_to(self, writer: RowWriter) -> None:
-        """From now on, append everything there as well."""
+        """From now on, also append everything to this file."""
         self._writer, self._anew, self._begun = writer, False, False
 
     @property
     def layers(self) -> Layers:
-        """The layers of the model, as they are known now."""
+        """The layers of the model, as known now."""
         return self._layers
 
     def count(self, steps: int) -> None:
-        """Count steps of all optimizers that no hook tells of."""
+        """Count steps of all optimizers that no hook reports."""
         self.steps += steps
         for exposure in self._exposures.values():
             exposure.add(steps)
@@ -348,7 +348,7 @@ class Watch:
             self.before_step()
 
     def before_step(self) -> None:
-        """Keep the weights as they are before a step that will be recorded."""
+        """Keep a copy of the weights before a step that will be recorded."""
         self._scaled, self._gradients, self._closure = {}, {}, False
         self._continues = not self.steps and any(map(has_stepped, self.optimizers))
         if self._trained != [p.requires_grad for p in self.model.parameters()]:
@@ -414,7 +414,7 @@ class Watch:
         return self._measured(probes, self._moment())
 
     def record_settings(self) -> None:
-        """Record how layers are stepped from the coming step on, as far as it has changed."""
+        """Record how layers are stepped from the next step on, if that has changed."""
         self._keep(self._changed_settings(self.steps + 1))
 
     def _changed_settings(self, step: int) -> list[SettingsChange]:
@@ -539,7 +539,7 @@ class Watch:
                 tracker.log(rows)
             except Exception as error:
                 self._trackers.remove(tracker)
-                self._warn_once(f"{type(tracker).__name__} is given up", error)
+                self._warn_once(f"{type(tracker).__name__} is dropped", error)
 
     # ------------------------------------------------------------ the model's layers
 
@@ -587,7 +587,7 @@ class Watch:
             return
         self._warned.add(name)
         message = trouble if isinstance(trouble, str) else f"{type(trouble).__name__}: {trouble}"
-        text = f"watch: {name} at step {self.steps}: {message} (said once; training goes on)"
+        text = f"watch: {name} at step {self.steps}: {message} (shown once; training continues)"
         warnings.warn(text, stacklevel=3)
 
 
@@ -615,31 +615,32 @@ def watch(
 ) -> Watch:
     """Record probes after step 1 and after every `every`-th step of the optimizers.
 
-    Works with any model and any torch optimizers; see the module's text. A probe that fails warns
-    once and never stops the training. How each layer is stepped (lr, decay, ...) is recorded with
-    them, at first and whenever it has changed, so that `diagnose` needs the records alone. An
-    optimizer that begins to step this model later on is noticed and watched as well.
+    Works with any model and any torch optimizer. A probe that fails warns once and never stops the
+    training. How each layer is stepped (lr, decay, ...) is also recorded, at the start and whenever
+    it changes, so `diagnose` needs nothing but the records. An optimizer that starts to step this
+    model later is noticed and watched too.
 
     Args:
-        model: the model that is trained, bare or wrapped.
-        optimizer: the optimizer that steps it, or several; also wrappers with it as `.optimizer`.
+        model: the model that is trained, wrapped or not.
+        optimizer: the optimizer that steps it, or a list; also wrappers that hold it as
+            `.optimizer`.
         every: steps between two records.
-        probes: names from `PROBES`, or `Probe`s of your own; by default those that cost nothing
-            and, with `inputs`, how the outputs react to each layer's scale, measured rarely. A
-            mapping gives the steps between two records for each. "diagnosis": the defaults, and
-            what `diagnose` needs for the other mechanisms: how updates correlate, the Jacobian
-            norm (for tokens the Gauss-Newton norm), K-FAC's second-order share.
+        probes: names from `PROBES`, or your own `Probe`s; by default those that cost nothing and,
+            with `inputs`, how the outputs react to each layer's scale, measured rarely. A mapping
+            gives each probe its own steps between records. "diagnosis" adds to the defaults what
+            `diagnose` needs for the other mechanisms: how updates correlate, the Jacobian norm (for
+            tokens the Gauss-Newton norm), K-FAC's second-order share.
         inputs: a fixed batch for probes that run the model, and to find scale-invariant layers by
             experiment instead of by module order: a tensor, a tuple of arguments, a mapping of
             keyword arguments, or a function that takes the model and returns its output.
-        logits: where they are in the model's output, if that is not a tensor and does not call
-            them `logits`: a name, an index, or a function of the output. By default the first
-            floating-point tensor of two or more axes.
-        steps_per_epoch: fills in the rows' epoch; 0 without it.
-        folder: records are also appended to `rows.jsonl` in this folder; an earlier run's rows in
-            it are ignored, unless this run continues it (`Watch.resume`).
-        trackers: rows are also sent to these (`decaylab.integrations.trackers`). One that fails
-            warns once and is dropped; `tracker.log(watched.records.rows)` sends them later.
+        logits: where the logits are, if the model's output is not a tensor and has no `logits`: a
+            name, an index, or a function of the output. By default the first floating-point tensor
+            of two or more axes.
+        steps_per_epoch: for the epoch of each row, which is 0 without it.
+        folder: also append records to `rows.jsonl` in this folder. An earlier run's rows in it are
+            ignored, unless this run continues that one (`Watch.resume`).
+        trackers: also send rows to these (`decaylab.integrations.trackers`). One that fails warns
+            once and is dropped; `tracker.log(watched.records.rows)` sends the rows later.
     """
     given = [optimizer] if not isinstance(optimizer, list | tuple) else optimizer
     optimizers = [_torch_optimizer(each) for each in given]
@@ -650,18 +651,18 @@ def watch(
     model_parameters = set(map(id, model.parameters()))
     for held in [stepped_by([each]) for each in optimizers] or [{}]:
         if model_parameters.isdisjoint(map(id, held)):
-            remedy = "give watch the model it was built with"
+            remedy = "pass watch the model it was built with"
             raise Lacks("the optimizer", "parameter of this model", remedy)
     if inputs is not None:
         check_call(model, inputs)
     for probe in chosen:
         if probe.needs_inputs and inputs is None:
-            remedy = "give watch inputs=..., as it runs the model"
+            remedy = "pass inputs=... to watch, because it runs the model"
             raise Lacks(f"the probe {probe.name!r}", "inputs", remedy)
     alone = hasattr(trackers, "log")
     trackers = () if alone else tuple(trackers)
     if alone or not all(hasattr(tracker, "log") for tracker in trackers):
-        wanted = "a list of objects with log(rows), as [TensorBoard(folder)]"
+        wanted = "a list of objects with log(rows), such as [TensorBoard(folder)]"
         raise BadValue("trackers", trackers, wanted)
     writer = None
     if folder is not None:
@@ -680,7 +681,7 @@ def watch(
 
 
 def free_probes() -> tuple[str, ...]:
-    """The names of the probes that cost nothing and are measured where everything else is."""
+    """The names of the probes that cost nothing and are always measured."""
     return tuple(n for n, probe in PROBES.items() if probe.cost == "free" and not probe.follows)
 
 

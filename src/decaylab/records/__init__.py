@@ -1,4 +1,4 @@
-"""Records: one folder per run, append-only rows, a manifest that tells how the run went."""
+"""Records: one folder per run, append-only rows, a manifest that says how the run went."""
 
 from decaylab.records.hits import TestHits
 from decaylab.records.recording import Meta, Recording, read_recording, recording_from_rows

@@ -6,7 +6,7 @@ One JSON object per line, of these kinds:
     {"step": 10, "layer": "fc", "settings": {"law": "sgd", "lr": 0.1}}             `LayerSettings`
     {"step": 10, "event": "optimizer changed", "data": {"from": "SGD"}}            `Event`
     {"meta": {"version": "0.1.0"}}                                                 facts of the run
-    {"resumed_from": 10}          what stands above and was recorded past this step does not count
+    {"resumed_from": 10}                        lines above, recorded after this step, do not count
 
 Older files have a line for each number, with `name` and `value`.
 """
@@ -118,7 +118,7 @@ class Rows:
 
 
 class Tracker(Protocol):
-    """Whatever is shown rows as they are recorded; see `decaylab.integrations.trackers`."""
+    """Receives rows as they are recorded; see `decaylab.integrations.trackers`."""
 
     def log(self, rows: Sequence[Row]) -> None:
         """Take rows, in the order in which they were recorded."""
@@ -147,7 +147,7 @@ Entry = Row | SettingsChange | Event
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything that a file of records says, as far as it counts."""
+    """Everything in a file of records that still counts."""
 
     rows: Rows = Rows(())
     settings: tuple[SettingsChange, ...] = ()
@@ -158,13 +158,13 @@ class Contents:
 class RowWriter:
     """Appends rows, settings and events; each call of `append` is on disk when it returns.
 
-    What could not be written (a full disk) is tried again, in its order, before what comes next.
+    What could not be written (a full disk) is tried again, in order, before the next entries.
 
     `resume(step)` appends a mark that voids all earlier rows past `step`, so that those written
     after the last checkpoint by a killed process do not count. Nothing is ever deleted.
 
-    `shared`: whether somebody else has written to the file since this writer began to. `check` is
-    called before each write, and raises where the file is another process's by now.
+    `shared`: whether another process has written to the file since this writer started. `check` is
+    called before each write, and raises if the file now belongs to another process.
     """
 
     def __init__(self, path: Path, check: Callable[[], object] | None = None) -> None:
@@ -173,7 +173,7 @@ class RowWriter:
         self._end: int | None = None
 
     def resume(self, step: int) -> None:
-        """Void the rows past `step` that are there (-1: all of them)."""
+        """Void existing rows after `step` (-1: all of them)."""
         if mark := self._mark(step):
             self._write(mark)
 
@@ -184,9 +184,9 @@ class RowWriter:
         anew: bool = False,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
-        """Append entries and force them to disk; `anew`: those that are there become void.
+        """Append entries and force them to disk; `anew` voids the existing ones.
 
-        `meta`: facts of the run, beside or in place of those that are there.
+        `meta`: facts about the run, added to the existing ones or replacing them.
         """
         facts = [] if meta is None else [json.dumps({"meta": dict(meta)})]
         self._write([*(self._mark(-1) if anew else []), *facts, *_lines(entries)])
@@ -216,10 +216,10 @@ class RowWriter:
 
 
 def read_lines(path: Path, earlier: Contents = Contents()) -> Contents:  # noqa: B008 - frozen
-    """What a file of rows says, behind `earlier` contents: the last row per (step, name) counts.
+    """The contents of a file of rows, after `earlier` ones: the last row per (step, name) counts.
 
-    Damaged lines and voided rows are left out. Read line by line: beside the numbers themselves, in
-    columns, a large file takes no memory.
+    Damaged lines and voided rows are left out. Read line by line, so a large file needs no memory
+    beyond its numbers, which are kept in columns.
     """
     parser = _Parser(path.name, earlier)
     with path.open("rb") as file:
@@ -292,7 +292,7 @@ class _Parser:
 
 
 def current_name(name: str) -> str:
-    """The name of a row as it is called now.
+    """The current name of a row.
 
     >>> current_name("norm/fc"), current_name("jacobian_norm")
     ('weight_norm/fc', 'jacobian_norm')

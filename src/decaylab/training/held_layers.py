@@ -40,15 +40,15 @@ class LayerNote(Enum):
 
 
 WHY_NOT_HELD = {
-    LayerNote.FROZEN: "it is frozen, so that nothing changes it",
+    LayerNote.FROZEN: "it is frozen, so nothing changes it",
     LayerNote.SPARSE: "its gradients are sparse; build its nn.Embedding with sparse=False",
-    LayerNote.ZERO: "its weight is zero and has no direction; start from a checkpoint of later",
+    LayerNote.ZERO: "its weight is zero and has no direction; start from a later checkpoint",
     LayerNote.SEVERAL_STEPS: "its optimizer takes several steps in one (LBFGS), which cannot be"
-    " scaled afterwards; use another one",
-    LayerNote.OWN_WEIGHTS: "its optimizer steps weights of its own, of which the layer's are an"
-    " average (schedule-free), so that paths do not hold; use another one",
+    " rescaled afterwards; use another optimizer",
+    LayerNote.OWN_WEIGHTS: "its optimizer steps separate weights and the layer's are their"
+    " average (schedule-free), so paths do not hold; use another optimizer",
     LayerNote.SHARDED: "its weight is sharded between processes; train the arms with DDP or alone",
-    LayerNote.SPLIT: "several optimizers step its tensors; give them to one",
+    LayerNote.SPLIT: "several optimizers step its tensors; use one for all of them",
     LayerNote.NOT_STEPPED: "no optimizer steps it; return all of them from make(seed)",
 }
 
@@ -219,5 +219,5 @@ def _no_layer(notes: Mapping[str, LayerNote], only: str | Sequence[str]) -> Deca
         return DecaylabError(f"no layer that decays can be held; {layer}: {WHY_NOT_HELD[note]}")
     if only != "all":
         return Lacks(f"{only}", "layer that decays", "choose others, or leave the choice out")
-    remedy = "build it with weight decay, and the runs without it are made from that"
+    remedy = "build it with weight decay; the runs without are derived from it"
     return Lacks("the optimizer", "layer that decays", remedy)
