@@ -1,15 +1,15 @@
-"""The arms of an attribution: each path as with decay or as without, independently.
+"""The arms of an attribution: each path follows the run with decay or the one without.
 
 With k paths (size, rotation; under K-FAC also damping) there are 2^k arms. Two of them are
-ordinary runs, the one with decay and the one without; the others take no decay on the held layers
-and follow, for each path, the one run or the other. All arms of a seed have the same weights at the
-start and the same batches.
+ordinary runs, one with decay and one without. The others have no decay on the held layers and
+follow one run or the other in each path. All arms of a seed have the same starting weights and the
+same batches.
 
-Decay also acts on parameters that are not held (biases, gains, layers left out). It is on in every
-arm but the run without decay, and one arm more, the run in which only they decay, tells how much
-they carry. Where L2 stands before a preconditioner it changes the direction of a step, which no
-path carries: then the run with decay is followed in all its paths by an arm without decay, and what
-that arm does not give back is the direction's.
+Decay may also act on parameters that are not held (biases, gains, layers left out). These decay in
+every arm but the run without decay; one more arm, in which only they decay, shows how much they
+carry. L2 before a preconditioner changes the direction of a step, which no path carries. Then one
+more arm, without decay, follows all paths of the run with decay, and what it does not recover is
+due to the direction.
 """
 
 import math
@@ -50,7 +50,7 @@ class Arm:
         follows: whether it follows paths at all; an ordinary run does not.
         decayed: the parameters that decay: all that do, those not held, or none.
         free: paths that are not followed.
-        size_every: the size is set every so many steps.
+        size_every: after how many steps the size is set.
     """
 
     name: str
@@ -74,7 +74,7 @@ With `only="conv"` it is the paper's wn-conv (Fig. 4), but that the paper sets n
 
 
 def norms_alone(every: int = 1) -> Arm:
-    """`SIZE_FREE_ROTATION`, its norms set every so many steps."""
+    """`SIZE_FREE_ROTATION` with norms set only at this interval of steps."""
     if every == 1:
         return SIZE_FREE_ROTATION
     return replace(SIZE_FREE_ROTATION, name="norms alone, each epoch", size_every=every)
@@ -88,7 +88,7 @@ class Plan:
         paths: the paths that are varied.
         others: whether parameters that are not held decay.
         direction: whether decay changes directions, so that an arm follows all paths.
-        extra: arms beside those of the design.
+        extra: arms outside the design.
     """
 
     paths: tuple[Path, ...]
@@ -134,12 +134,12 @@ def plan_for(selection: Selection, extra: Sequence[Arm] = ()) -> Plan:
 
 @dataclass(frozen=True)
 class ArmResult:
-    """What came of one arm of one seed.
+    """The result of one arm of one seed.
 
     Attributes:
         metrics: the numbers of `evaluate` after the last step.
-        errors: path -> layer -> by how much the arm missed it, relatively: the largest deviation
-            of a size or a damping, the root mean square of the angles' relative to theirs.
+        errors: path -> layer -> relative error of the arm: the largest deviation of a size or a
+            damping; for angles, the root mean square deviation relative to that of the angles.
         seconds: how long its steps took.
         start: a fingerprint of the weights before the first step.
         first_losses: what the first steps returned, if numbers.
@@ -184,7 +184,7 @@ def run_arm(
     targets: Targets = Targets(),  # noqa: B008 - frozen
     progress: Callable[[float], None] = lambda part: None,
 ) -> tuple[ArmResult, LayerPaths, Selection]:
-    """Train one arm, which follows `targets`; what came of it, its paths, and what was held."""
+    """Train one arm, which follows `targets`; returns its result, its paths and what was held."""
     with seeded(seed):
         model, optimizers, step, evaluate = loop_from(make, seed)
         selection = select(model, optimizers, only)
@@ -233,14 +233,14 @@ def targets_for(arm: Arm, plan: Plan, paths: Mapping[str, LayerPaths]) -> Target
 
 
 def undecayed(arm: Arm, selection: Selection) -> list[Tensor]:
-    """The parameters whose decay is held off in an arm."""
+    """The parameters that do not decay in an arm."""
     if arm.decayed == "all":
         return []
     return selection.held + ([*selection.others.values()] if arm.decayed == "none" else [])
 
 
 def held_errors(taken: LayerPaths, targets: Targets) -> dict[str, dict[str, float]]:
-    """By how much a run missed the paths it was to follow: path -> layer -> relative error."""
+    """How far a run missed the paths it should follow: path -> layer -> relative error."""
     errors: dict[str, dict[str, float]] = {}
     steps, layers = taken.steps, taken.layers
     if targets.size is not None:
@@ -298,7 +298,7 @@ def _numbers(evaluated: Any) -> dict[str, float]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """All generators at a seed; the caller's states come back afterwards."""
+    """Seed all generators; the caller's states are restored afterwards."""
     states = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices=devices):

@@ -4,16 +4,16 @@ Let y(P) be a metric of the arm in which the paths P are as with decay and the o
 Of the effect y(all) - y(none), per seed:
 
     alone(p)    = y({p}) - y({})                                what p alone recovers
-    shapley(p)  = mean over the orders of the paths of what p adds when its turn comes
-    interaction = y(all) - y({}) - sum_p alone(p)               what only comes together
+    shapley(p)  = mean over the orders of the paths of what p adds when it is switched on
+    interaction = y(all) - y({}) - sum_p alone(p)               what only appears together
 
 For two paths shapley(p) is the main effect of p in the 2 x 2 design, (alone(p) + y(all) -
 y(all but p)) / 2. Shapley shares add up to the effect of the paths; with the shares of the others
 (parameters that decay and are not held) and of the direction (`decaylab.attribution.arms`), where
 there are such, to the total effect of decay.
 
-Intervals are 95 % and go by Student's t on the differences of paired seeds. That of a fraction of
-the total is Fieller's: the numbers r for which a t test does not tell effect - r total from zero.
+Intervals are 95 %, from Student's t on the differences of paired seeds. Fractions of the total have
+Fieller's: the numbers r for which a t test cannot tell effect - r total from zero.
 """
 
 import math
@@ -96,7 +96,7 @@ class Shares:
         metric: its name.
         total: with decay minus without, in the metric's unit.
         effects: by name of a share, in the metric's unit: each path's Shapley effect,
-            "interaction", and where there are such "others" and "direction".
+            "interaction" and, if they exist, "others" and "direction".
         alone: path -> what it alone recovers, in the metric's unit.
         shares, alone_shares: the same as fractions of the total.
         factorial: names of paths joined by " x " -> the factorial effect: the difference their
@@ -104,7 +104,7 @@ class Shares:
         extra: arms outside the design -> what they recover, as a fraction of the total;
             counted from the run without decay where nothing decays in the arm either.
         doubt: why shares have no value or no interval; None if they have.
-        in_points: whether the metric is a fraction that is spoken of in points (an accuracy).
+        in_points: whether the metric is a fraction given in percentage points (an accuracy).
     """
 
     metric: str

@@ -1,4 +1,4 @@
-"""What to do about it: a decay that acts within the budget, one decay in other words, and scaling.
+"""Advice: a decay that acts within the budget, its conversion to other optimizers, and scaling.
 
 Sources of the rules for other batch sizes, lengths and widths: Wang and Aitchison 2025
 (arXiv:2405.13698), Bergsma et al. 2025 (Power Lines, arXiv:2505.13738), Kosson et al. 2024
@@ -64,8 +64,8 @@ class Stepping:
 class Conversion:
     """A decay and its counterpart: the same `shrink` per step, so the same effective lr.
 
-    `rotations`: radians per step at equilibrium, before and after (None: not known); they differ
-    where steps correlate otherwise, which spreads the same motion over more or fewer of them.
+    `rotations`: radians per step at equilibrium, before and after (None: not known). They differ if
+    steps correlate differently, which spreads the same motion over more or fewer of them.
     """
 
     weight_decay: float
@@ -101,9 +101,9 @@ def convert_decay(weight_decay: float, source: Stepping, target: Stepping) -> Co
 
 @dataclass(frozen=True)
 class ScaledDecay:
-    """A decay for another training by one rule; `lr`: the learning rate that it goes with.
+    """A decay for another training by one rule; `lr`: the learning rate to use with it.
 
-    `rule`: "epochs" (the averaging time in epochs), "run" (in parts of the run) or "rotation" (the
+    `rule`: "epochs" (the averaging time in epochs), "run" (as a fraction of it) or "rotation" (the
     angle per step); `timescale`: 1/(lr wd) in steps, now and there.
     """
 
@@ -114,7 +114,7 @@ class ScaledDecay:
 
 
 def tokens_per_parameter(batch: float, steps: float, width: float) -> float:
-    """By which factor it changes, parameters going with the width squared.
+    """The factor by which it changes, if parameters grow with the width squared.
 
     >>> tokens_per_parameter(batch=2, steps=2, width=2)
     1.0
@@ -129,14 +129,15 @@ def scale_decay(
 
     AdamW's weights average the updates of the last tau = 1/(lr wd) steps.
 
-    - "epochs": tau in epochs stays (Wang and Aitchison 2025): tau in steps goes with 1/batch. At
-      another width with muP's lr / width, lr wd stays, so wd goes with the width.
-    - "run": tau stays the same part of the run: lr wd goes with 1/steps. Bergsma et al. 2025 find
-      this at a fixed number of parameters and tokens (wd goes with the batch), and that the best
-      part falls as a power of tokens per parameter, where that changes (`tokens_per_parameter`).
-    - "rotation": the angle sqrt(2 lr wd) that a step turns the weights by, per root of the batch:
-      lr wd goes with the batch; the length does not matter. The equilibrium is that of Kosson et
-      al. 2024; the root of the batch is for noise that averages, and is not checked by them.
+    - "epochs": keeps tau in epochs (Wang and Aitchison 2025), so tau in steps scales as 1/batch. At
+      another width with muP's lr / width, lr wd stays, so wd scales with the width.
+    - "run": keeps tau as a fraction of the run, so lr wd scales as 1/steps. Bergsma et al. 2025
+      find this at a fixed number of parameters and tokens (wd scales with the batch), and that the
+      best fraction falls as a power of tokens per parameter, if that changes
+      (`tokens_per_parameter`).
+    - "rotation": keeps the angle sqrt(2 lr wd) by which a step turns the weights, per root of the
+      batch, so lr wd scales with the batch; the length does not matter. The equilibrium is that of
+      Kosson et al. 2024; the root of the batch is for noise that averages, which they do not check.
     """
     numbers = {"weight_decay": weight_decay, "lr": lr}
     for name, value in (numbers | {"batch": batch, "steps": steps, "width": width}).items():
@@ -167,7 +168,7 @@ class LayerAdvice:
         norm: now. target: the norm to which the suggested decay leads. equilibrium: where the
             present decay leads, None if no balance is near. rotation: radians per step at the
             suggested decay's balance.
-        steps: until the suggested decay has brought |W|^2 to within 1/e of its distance.
+        steps: until the suggested decay has reduced the distance of |W|^2 to its target to 1/e.
         least: the weakest decay that acts within the budget; None if none was asked for.
     """
 
@@ -187,9 +188,9 @@ class LayerAdvice:
 class GroupAdvice:
     """One value for layers that are stepped alike; `spread`: the smallest and largest of theirs.
 
-    The value is the geometric mean of layers that nearly agree (`Rules.rough`). Else it is the
-    weakest that acts within the budget, as far as it lies among theirs: layers that begin tiny, as
-    the last ones of a transformer's branches, ask for far more to stay so, and are better grown.
+    The value is the geometric mean of layers that nearly agree (`Rules.rough`). Otherwise it is the
+    weakest that acts within the budget, kept within their range: layers that start tiny, such as
+    the last ones of a transformer's branches, would need far more to stay so, and had better grow.
     """
 
     layers: tuple[str, ...]
@@ -236,7 +237,7 @@ def suggest(
     norm_at: int | None = None,
     steps: int | None = None,
 ) -> Suggestion:
-    """A weight decay that acts within `steps` (the run's own unless given), from how norms moved.
+    """A weight decay that acts within `steps` (by default the run's own), from how norms changed.
 
     The growth G of |W|^2 by gradients, how it depends on the norm and how far steps turn the weight
     are read off the records (`growth`), over the longest stretch with nearly one learning rate. The

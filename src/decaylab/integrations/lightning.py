@@ -50,17 +50,16 @@ _library: Any = _lightning()
 class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
     """Watches the training of a LightningModule, and sends what it records to the loggers.
 
-    Layers are named as in the module that is watched. After a resume, steps count on from the
-    checkpoint.
+    Layers are named as in the watched module. After a resume, steps continue from the checkpoint.
 
     Args:
         every: optimizer steps between two records.
         probes: as for `watch`; "diagnosis" needs `inputs`.
         inputs: as for `watch`; moved to the module's device.
         folder: as for `watch`.
-        trackers: as for `watch`, beside Lightning's loggers.
+        trackers: as for `watch`, in addition to Lightning's loggers.
         log: whether Lightning's own loggers get the rows.
-        module: the submodule to watch; by default K-FAC's model, with other optimizers the whole.
+        module: the submodule to watch; by default K-FAC's model, or the whole module.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
             checkpoint[STEPS] = self._watched.begun_steps
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Know them again."""
+        """Restore them."""
         steps = checkpoint.get(STEPS)
         self._stood = (0, 0) if steps is None else (checkpoint["global_step"], steps)
 
@@ -155,7 +154,7 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
         self._metrics = now
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Take the hooks off when training is interrupted too."""
+        """Also take the hooks off when training is interrupted."""
         self._detach()
 
     def _detach(self) -> None:

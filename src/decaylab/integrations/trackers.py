@@ -1,13 +1,13 @@
-"""Trackers: what `watch` records, sent to TensorBoard, Weights & Biases or MLflow as it comes.
+"""Trackers: what `watch` records, sent to TensorBoard, Weights & Biases or MLflow as it happens.
 
     tracker = MLflow(experiment="decay")
     with watch(model, optimizer, trackers=[tracker]):
         ...  # your own loop
     tracker.close()
 
-A tracker is anything with `log(rows)`. Those here connect at the first rows, not when they are
-built; `watch` gives up one that fails, with a warning, and training goes on. Names are those of the
-records (`effective_lr/features.0`); values that are not finite are sent as they are.
+A tracker is anything with `log(rows)`. The ones here connect when the first rows arrive, not when
+they are built. If one fails, `watch` warns and drops it, and training continues. Names are those of
+the records (`effective_lr/features.0`); values that are not finite are sent unchanged.
 """
 
 import re
@@ -31,7 +31,7 @@ class TensorBoard:
     """Scalars in a folder that `tensorboard --logdir` shows.
 
     Args:
-        where: the folder, or a `SummaryWriter` of your own (as Lightning's `logger.experiment`),
+        where: the folder, or your own `SummaryWriter` (such as Lightning's `logger.experiment`),
             which is then left open.
     """
 
@@ -61,10 +61,10 @@ class WandB:
     Args:
         run: the run to log to. Without one: the run that is active when the first rows come (the
             one of Lightning's or Hugging Face's own logger), or else a new one.
-        settings: for `wandb.init`, if a run is to be opened (`project`, `mode="offline"`, ...).
+        settings: for `wandb.init`, if it opens a run (`project`, `mode="offline"`, ...).
 
     The step is its own metric, `decaylab/step`, and the x axis of the recorded ones, because W&B's
-    step counts the calls of everyone who logs to the run.
+    step counts the calls of all loggers of the run.
     """
 
     def __init__(self, run: Any = None, **settings: Any) -> None:

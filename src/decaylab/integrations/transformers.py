@@ -1,12 +1,12 @@
-"""Hugging Face: `watch` as a callback of `Trainer`, and which rows K-FAC is to count.
+"""Hugging Face: `watch` as a callback of `Trainer`, and which rows K-FAC counts.
 
     optimizer = KFAC(model, options=KFACOptions(counted_rows=labelled_rows(model)))
     trainer = Trainer(model, args, optimizers=(optimizer, None), callbacks=[WatchCallback()])
 
-K-FAC takes the `.logits` of what the model returns. Build it when the model is on its device, and
-give `TrainingArguments(max_grad_norm=0)`: clipping gradients by their norm before they are
-preconditioned undoes part of it (`kl_clip` is K-FAC's own way). With accelerate alone, an optimizer
-that `prepare` has wrapped works as it is, in `watch` too.
+K-FAC uses the `.logits` of the model's output. Build it once the model is on its device, and set
+`TrainingArguments(max_grad_norm=0)`: clipping gradients by their norm before preconditioning undoes
+part of it (`kl_clip` is K-FAC's own way). With accelerate alone, an optimizer wrapped by `prepare`
+works unchanged, in `watch` too.
 """
 
 import math
@@ -35,8 +35,8 @@ IGNORED = -100
 class WatchCallback(_library.TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Watches a `Trainer`'s training.
 
-    After a resume, steps count on from the checkpoint. To see the rows where `report_to` sends the
-    loss, give the tracker of that name: `WandB()` and `MLflow()` join the run that is active.
+    After a resume, steps continue from the checkpoint. To see the rows where `report_to` sends the
+    loss, pass the tracker of that name: `WandB()` and `MLflow()` join the active run.
 
     Args:
         every: optimizer steps between two records.
@@ -112,8 +112,8 @@ def labelled_rows(model: nn.Module) -> CountedRows:
     """The rows of the logits that this model's loss counts, for `KFACOptions(counted_rows=...)`.
 
     Rows [B] or [B, T] whose label is not -100; for a causal language model, those whose *next*
-    token has such a label. All rows where `labels` is not given, or has another shape than the
-    rows. Needed where sequences are padded; without it, K-FAC takes the mean over padding too.
+    token has such a label. All rows if `labels` is not given, or not shaped like the rows. Needed
+    if sequences are padded; without it, K-FAC takes the mean over padding too.
     """
     inner: Any = bare(model)
     causal = _library.loss.loss_utils.ForCausalLMLoss

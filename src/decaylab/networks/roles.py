@@ -76,7 +76,7 @@ def _invariant_by_order(model: nn.Module, layers: dict[str, Layer]) -> dict[str,
 
 
 def normalised_layers(model: nn.Module) -> dict[str, tuple[Layer, nn.Module | None]]:
-    """The layers that are invariant by the order of modules, and the normalisation behind each.
+    """The layers that are invariant by module order, and the normalisation after each.
 
     None if there is none: the weight itself is normalised.
     """
@@ -91,10 +91,10 @@ def roles(model: nn.Module, inputs: Any = None) -> dict[str, ParameterRole]:
     `INVARIANCE_THRESHOLD`, and the head is the conv or linear layer that ran last. Without, both go
     by the order in which modules are registered: a layer followed by a normalisation is invariant
     (ReLU, dropout, pooling and flattening may come between), and the last layer is the head. That
-    misjudges what order cannot tell: a residual sum before the normalisation, functional
+    misjudges what order cannot show: a residual sum before the normalisation, functional
     normalisation, modules registered in another order than they run. An invariant last layer is
     `invariant`, and the model then has no head. A tied weight has one role, `head` if it is one.
-    Vectors beside the weight of a layer are biases; parameters of unknown modules with two or
+    Other vectors of a layer with a weight are biases; parameters of unknown modules with two or
     more dimensions are weights.
     """
     layers = find_layers(model)

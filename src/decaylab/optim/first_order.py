@@ -1,4 +1,4 @@
-"""SGD and Adam are torch's own; here they get decay by group, also the kinds that torch lacks."""
+"""Torch's SGD and Adam with decay by group, including the kinds that torch lacks."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def adam(
     """torch.optim.Adam with the decay that each group of `parameter_groups` asks for.
 
     l2: as torch.optim.Adam, decoupled: as torch.optim.AdamW, by group (recipe 2); independent:
-    - weight_decay * W beside the step.
+    - weight_decay * W outside the step.
     """
     _check(lr, beta1=betas[0], beta2=betas[1])
     prepared = _torch_groups(groups, ("l2", "decoupled"))
@@ -159,8 +159,8 @@ def adam(
 def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
     """Give loaded buffers their parameters' order in memory, through which torch's fused steps run.
 
-    A saved one may be in plain order where the parameter is channels-last; a step would mix them up
-    without a word.
+    A saved one may be contiguous where the parameter is channels-last; a step would silently mix
+    them up.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():

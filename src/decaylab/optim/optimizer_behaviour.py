@@ -1,10 +1,10 @@
-"""What an optimizer from elsewhere does to a weight, found out by letting a new one step.
+"""What an optimizer that is not torch's does to a weight, found by letting a new one step.
 
 Two things decide what weight decay does under an optimizer, and its param groups rarely say them:
 which operator its decay is (`decaylab.optim.decay_operator`), and how far its steps turn a
 scale-invariant weight of another norm (the power of |W| in the effective learning rate, Eq. 9).
-Both can be seen. A new optimizer of the same class, with the same settings, steps a small matrix of
-its own. With a matrix a times as large and gradients 1/a times as large, as a scale-invariant loss
+Both can be measured: a new optimizer of the same class, with the same settings, steps a small
+matrix. With a matrix a times as large and gradients 1/a times as large, as a scale-invariant loss
 would give, a step turns the matrix a^-power times as far.
 """
 
@@ -61,7 +61,7 @@ _measured: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[Any, ...], Behavi
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What was seen; None if it fits nothing known, or the optimizer could not be tried.
+    """What was found; None if it fits nothing known, or the optimizer could not be tested.
 
     Attributes:
         decay: "l2", "decoupled" or "independent", each as it is usually meant; None for others.
@@ -82,12 +82,12 @@ USUAL = ("l2", "decoupled", "independent")
 
 
 def behaviour(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Behaviour:
-    """What this optimizer does with the settings of one of its param groups; tried once.
+    """What this optimizer does with the settings of one of its param groups; tested once.
 
-    The optimizer itself, its parameters and the random generators are left alone. Numbers that a
-    schedule may change do not count, but flags do, whether there is a momentum or a decay, and
-    whether all the parameters are vectors, which some treat otherwise. Where several processes
-    train, nothing is tried: a step may wait for the others.
+    The optimizer itself, its parameters and the random generators are left alone. The result is
+    reused while flags, the presence of momentum and decay, and whether all parameters are vectors
+    stay the same; numbers that a schedule may change do not matter. If several processes train,
+    nothing is tested, because a step may wait for the others.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return Behaviour()

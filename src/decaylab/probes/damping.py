@@ -18,11 +18,11 @@ LONGEST_SIDE = 1200  # of factors whose eigenvalues are taken: longer ones take 
 
 @dataclass(frozen=True)
 class LayerDamping:
-    """One layer's damping beside its curvature, in the curvature's unit (norm and shares: not).
+    """One layer's damping and curvature, in the curvature's unit (except norm and shares).
 
     Attributes:
         damping: lambda, as this layer gets it. norm: |W_l|, of the weight without its bias.
-        effective: lambda |W_l|^2, what stands beside C(W_l / |W_l|) in Eq. 14.
+        effective: lambda |W_l|^2, which is added to C(W_l / |W_l|) in Eq. 14.
         share: mean over directions of e / (e + lambda |W_l|^2), e the eigenvalues of
             C(W_l / |W_l|); 1: every direction is second-order, 0: the step is SGD's.
         factored: mean over directions of what factored damping really adds, times |W_l|^2.
@@ -61,7 +61,7 @@ def effective_damping(
     factors: Mapping[str, KroneckerFactors],
     damping: float | Mapping[str, float | Tensor],
 ) -> DampingReading:
-    """The damping lambda |W_l|^2 beside the curvature of the normalised weights (Eq. 14).
+    """The damping lambda |W_l|^2 against the curvature of the normalised weights (Eq. 14).
 
     With C(W) = T A (x) S and C(W/|W|) = |W|^2 C(W) (Eq. 13, scale-invariant layers) the eigenvalues
     are e_ij = |W|^2 T a_i s_j, and the undamped step's share in direction ij is e / (e + lambda
@@ -70,7 +70,7 @@ def effective_damping(
     everywhere.
 
     The block is the weight's, without the bias (recipe line 20); pi is the optimizer's, with it.
-    The share does not depend on |W| beside C(W), so that it means the same for layers that are not
+    The share depends on |W| only through C(W), so it means the same for layers that are not
     scale-invariant. Scaling as the factors: curvature of the loss averaged over rows. `damping`:
     one number or one per layer. Cost: the eigenvalues of A and S; no pass through the model.
     """

@@ -45,8 +45,8 @@ def effective_learning_rate(
       Momentum mu multiplies that by 1/(1 - mu) in the long run; it is not included.
     - Adam: p = m / (sqrt(v) + eps) does not change when all gradients are multiplied by a number:
       the factor 1/|W| of the gradient cancels and **lr / |W|** is left (while |W| changes slowly
-      against Adam's averages, and eps is negligible). So for the other optimizers that divide by a
-      running gradient size.
+      against Adam's averages, and eps is negligible). The same holds for other optimizers that
+      divide by a running gradient size.
     - K-FAC: p = C(W)^-1 grad L(W), and C(W) = C(u) / |W|^2 (Eq. 13): p = |W| C(u)^-1 grad L(u), and
       the direction moves with **lr** whatever the norm. That is the undamped step. With damping
       lambda (Eq. 14) p = |W| (C(u) + lambda |W|^2 I)^-1 grad L(u): as before where eigenvalues of
@@ -54,8 +54,8 @@ def effective_learning_rate(
       `effective_damping` measures which of the two it is.
 
     With `inputs`, invariant is what `invariance(model, inputs)` finds (LayerNorm, GroupNorm and
-    weight-normalised nets included), with the defect beside it: one forward pass per layer.
-    Without, it is read off the order of the modules and costs nothing. `law` overrides the
+    weight-normalised nets included), with its defect: one forward pass per layer. Without, it is
+    read off the order of the modules and costs nothing. `law` overrides the
     optimizer's kind.
     """
     layers = layers_of(model, inputs)

@@ -1,7 +1,7 @@
 """The registry of probes: what each measures, in which unit, at what cost and when.
 
-A probe is registered by the file that measures it, and every file of this package is looked
-through: adding a probe touches one file.
+The file that measures a probe registers it, and every file of this package is imported: adding a
+probe touches one file.
 """
 
 import importlib
@@ -25,7 +25,7 @@ When = Literal["record", "seldom", "tenth", "end"]
 
 
 class ImageBatches(Protocol):
-    """Whatever has the images of a run of ours, normalised, in batches."""
+    """The images of a run of ours, normalised, in batches."""
 
     @property
     def small(self) -> bool:
@@ -40,17 +40,17 @@ class ImageBatches(Protocol):
 
 @dataclass(frozen=True)
 class Moment:
-    """What a probe is shown: how things stand after a step.
+    """What a probe is given: the state after a step.
 
     Attributes:
-        model: the bare model.
+        model: the model without wrappers.
         optimizers: the torch optimizers that step it.
         inputs: the fixed batch given to `watch`, or None. logits: where they are in the output.
         layers: the model's layers, found once.
         before: the weights and gains before the step; None if they were not kept.
         earlier: for probes that follow a record, the move of the step before; else None.
         exposure: decay exposure of each layer since the start.
-        images: in a run of ours, its data; else None.
+        images: the data of a run of ours; else None.
     """
 
     model: nn.Module
@@ -70,7 +70,7 @@ class Moment:
 
     @property
     def rates(self) -> dict[str, float]:
-        """The part of each layer's weight, or of a gain, that decay takes a step."""
+        """The fraction of each layer's weight, or of a gain, that decay removes per step."""
         holders = stepped_by(self.optimizers)
         rates = {}
         for layer, weights in {**self.layers.weights, **self.layers.gains}.items():
@@ -93,13 +93,13 @@ class Probe:
         cost: "free" (no pass through the model), "one backward" (about one training step), "many".
         needs_inputs: whether it runs the model.
         unit: what the numbers are in.
-        when: how often it is due by itself. "record": whenever anything is recorded; "seldom": at
+        when: how often it is due by default. "record": whenever anything is recorded; "seldom": at
             the first record, the fourth, the sixteenth and so on, and in runs of ours at the start,
             after a tenth of the run and at its end; "tenth" and "end": in runs of ours after each
             tenth of the run, or at its end, elsewhere at each record.
         follows: whether it is measured at the step after a record, from both updates.
-        how: what the records are to say of it: mode of batch normalisation, size of a batch.
-        rows: other names that it goes by, those of what it records.
+        how: what the records say about it: mode of batch normalisation, size of a batch.
+        rows: other names for it: those of the rows it records.
     """
 
     name: str
@@ -118,7 +118,7 @@ PROBES: dict[str, Probe] = {}
 
 
 def register(probe: Probe) -> None:
-    """Make a probe known by its name to `watch` and to runs."""
+    """Make a probe available by name to `watch` and to runs."""
     if probe.name in PROBES:
         raise NameTaken("probe", probe.name)
     PROBES[probe.name] = probe
@@ -131,7 +131,7 @@ def load_all(package: str, path: Sequence[str]) -> None:
 
 
 def probe_named(name: str) -> Probe:
-    """The probe of that name, or that records rows of it; an error lists those there are."""
+    """The probe of that name, or that records rows of that name; an error lists all."""
     by_row = {row: probe for probe in PROBES.values() for row in probe.rows}
     if name in by_row:
         return by_row[name]

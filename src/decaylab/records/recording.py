@@ -1,4 +1,4 @@
-"""What was recorded of a run, in one form: of our own runs, of a `watch`, of older versions.
+"""What was recorded of a run, in one form for our own runs, `watch` and older versions.
 
 Everything that judges a run reads a `Recording` and nothing else.
 """
@@ -37,9 +37,9 @@ class Meta:
     """Facts of a recorded run; None if they are not known.
 
     Attributes:
-        folder: where the records lie. version: of decaylab, that made them.
+        folder: where the records are. version: the decaylab version that made them.
         steps_per_epoch, batch_size: of the training. epochs: as planned.
-        status, message: how a run of ours stands (`Manifest`); "" for others.
+        status, message: of a run of ours (`Manifest`); "" for others.
         spec: the spec of a run of ours, key by key.
         probes: by name, how each probe measured: mode of batch normalisation, examples, batch.
     """
@@ -57,7 +57,7 @@ class Meta:
 
 @dataclass(frozen=True)
 class Recording:
-    """All that was recorded of one run.
+    """Everything that was recorded of one run.
 
     Attributes:
         name: what to call it.
@@ -78,7 +78,7 @@ class Recording:
     meta: Meta = field(default_factory=Meta)
 
     def series(self, name: str) -> Series:
-        """(step, value) of one name, by step; nothing where it was not recorded."""
+        """(step, value) of one name, by step; empty if it was not recorded."""
         return self.rows.points(name)
 
     def settings_at(self, layer: str, step: int) -> LayerSettings | None:
@@ -131,7 +131,7 @@ def _no_records(path: Path) -> Lacks:
 
 
 def recording_of(name: str, contents: Contents, **facts: Any) -> Recording:
-    """The recording that a file's contents make; `facts` are fields of `Meta` known besides."""
+    """The recording of a file's contents; `facts` are further known fields of `Meta`."""
     rows, changes = contents.rows, list(contents.settings)
     known = {key: value for key, value in contents.meta.items() if key in Meta.__annotations__}
     meta = Meta(**{**known, **facts})

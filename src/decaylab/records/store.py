@@ -8,8 +8,8 @@
                                       checkpoint.previous.safetensors, the one before it
               owner.json              the process that writes, while it does
 
-Same spec = same id = same folder = continue. A killed run is never taken for a finished one: only
-the manifest says `finished`, and it is written last.
+The same spec has the same id and folder, and resumes there. A killed run is never taken for a
+finished one: only the manifest says `finished`, and it is written last.
 """
 
 import json
@@ -72,11 +72,11 @@ class Start:
 class Manifest:
     """How a run went: status, code, torch, device, seed, tier, times (UTC seconds since 1970).
 
-    `at_once`: how many runs shared the device with it, itself included. Beyond 1 its seconds say
-    little, since the others' work is among its own. `compiled`: whether its network was.
+    `at_once`: how many runs shared the device, including this one. Above 1 its seconds say little,
+    since they include the others' work. `compiled`: whether its network was.
     `test_hits`: which test images it classified correctly when it finished; None before that, and
     for runs of versions that did not record it. `starts`: the first start and every resume; the
-    fields above are the last one's, but for the devices, which are all.
+    fields above are the last one's, except that all devices are listed.
     """
 
     id: str
@@ -112,16 +112,16 @@ class RunFolder:
 
     @property
     def checkpoint(self) -> Path:
-        """Where the checkpoint lies, if there is one."""
+        """Where the checkpoint is, if there is one."""
         return self.path / "checkpoint.safetensors"
 
     @property
     def previous_checkpoint(self) -> Path:
-        """Where the checkpoint before that lies, which is gone back to if the last is damaged."""
+        """Where the previous checkpoint is, which is used if the last one is damaged."""
         return self.path / "checkpoint.previous.safetensors"
 
     def has_checkpoint(self) -> bool:
-        """Whether there is something to go on from."""
+        """Whether there is something to resume from."""
         return self.checkpoint.exists() or self.previous_checkpoint.exists()
 
     def remove_checkpoints(self) -> None:
@@ -138,7 +138,7 @@ class RunFolder:
             raise NotRead(self.path / "spec.toml", error, remedy) from error
 
     def spec_values(self) -> dict[str, Any]:
-        """The spec as it stands there, key by key: numbers, text and lists of them."""
+        """The spec as written, key by key: numbers, text and lists of them."""
         text = self.spec_text()
         try:
             values = _plain_toml(text) or tomllib.loads(text)
@@ -152,13 +152,13 @@ class RunFolder:
             raise Damaged(self.path / "spec.toml", error, TRAIN_AGAIN) from error
 
     def rows(self) -> Rows:
-        """The rows that count, and what was left out; an error where nothing can be read."""
+        """The rows that count, and what was left out; an error if nothing can be read."""
         with self.reading("rows.jsonl"):
             return read_rows(self.path / "rows.jsonl")
 
     @contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """One sentence for whatever is wrong with a file, so that a list of runs goes on."""
+        """Turn whatever is wrong with a file into one sentence, so that a list of runs goes on."""
         try:
             yield
         except UNREADABLE as error:
@@ -182,7 +182,7 @@ class RunFolder:
         return manifest
 
     def is_finished(self) -> bool:
-        """Whether the run, which need not be there, came to its end."""
+        """Whether the run exists and is finished."""
         manifest = self.manifest()
         return manifest is not None and manifest.status == "finished"
 
@@ -200,7 +200,7 @@ class RunFolder:
     def writing(self, spec_text: str) -> Iterator["RunFolder"]:
         """Create the folder or check that it holds the same spec, and keep other writers out.
 
-        See `records.ownership`: a process that is gone, even by a kill, keeps nobody out.
+        See `records.ownership`: a process that is gone, even killed, keeps nobody out.
         """
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -258,7 +258,7 @@ class RunStore:
         self.root = Path(root)
 
     def folder(self, run_id: str) -> RunFolder:
-        """The folder of a run, there or not; never one outside of the store."""
+        """The folder of a run, existing or not; never one outside the store."""
         if run_id in ("", ".", "..") or "/" in run_id or "\0" in run_id or len(run_id) > 255:
             raise BadValue("the id of a run", run_id, f"the name of a folder in {self.root}")
         return RunFolder(self.root / run_id)
@@ -270,7 +270,7 @@ class RunStore:
         return [RunFolder(path.parent) for path in sorted(self.root.glob("*/spec.toml"))]
 
     def find(self, name: str) -> RunFolder:
-        """The run whose id is, starts or ends with `name`; an error unless there is one only."""
+        """The run whose id is, starts or ends with `name`; an error unless there is exactly one."""
         runs = self.runs()
         exact = [run for run in runs if run.id == name]
         matches = exact or [run for run in runs if run.id.startswith(name) or run.id.endswith(name)]
@@ -329,7 +329,7 @@ def _parse_manifest(path: Path) -> Manifest:
 
 
 def manifest_from(entry: Mapping[str, Any]) -> Manifest:
-    """A manifest from plain values; a TypeError where they are of no version."""
+    """A manifest from plain values; a TypeError if no version wrote them."""
     values: dict[str, Any] = {
         key: printable(value) if isinstance(value, str) else value
         for key, value in entry.items()

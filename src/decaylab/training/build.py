@@ -55,7 +55,7 @@ def build_batches(
 
 
 def build_network(spec: RunSpec, classes: int, channels: int, size: int) -> nn.Module:
-    """The network of a spec, for images of so many channels and pixels a side."""
+    """The network of a spec, for images with this many channels and pixels per side."""
     spec = spec.resolved()
     only_mlp = {"hidden": spec.hidden} if spec.hidden is not None else {}
     return networks.build(
@@ -137,12 +137,12 @@ def register_optimizer(
             each has `weight_decay` and `decay`); returns the optimizer. Checkpoints hold its
             `state_dict`: tensors, numbers and strings.
         law: which law its effective learning rate follows (`probes.effective_learning_rate`):
-            "sgd", "adam" (a multiplied gradient changes nothing) or "kfac".
-        settings: the fields of `RunSpec` that are its own, with what they are when left out: at
-            least lr, epochs and lr_drop_every; only such as another optimizer has (`PUBLISHED`).
+            "sgd", "adam" (scaling the gradient changes nothing) or "kfac".
+        settings: defaults for the fields of `RunSpec` that it uses: at least lr, epochs and
+            lr_drop_every; only fields that a built-in optimizer has (`PUBLISHED`).
 
-    Its steps run as they are on CUDA too, not as graphs. To be called wherever runs of it are
-    trained or read.
+    Its steps run eagerly, on CUDA too, not as graphs. Call this wherever its runs are trained or
+    read.
     """
     if name in OPTIMIZERS:
         raise NameTaken("optimizer", name)

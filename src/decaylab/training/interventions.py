@@ -6,18 +6,17 @@ with v orthogonal to W. Then
     angle = atan2(|v|, (1 + a) |W|)              how far the step turns the layer
     size  = sqrt((1 + a)^2 |W|^2 + |v|^2)        how long the layer is afterwards
 
-and decay that stands beside the step changes a alone. A run that follows a size n and an angle t
-takes
+and decay that is outside the step changes only a. A run that follows a size n and an angle t takes
 
     W <- n (cos(t) W / |W| + sin(t) v / |v|)
 
-so that all that is left to its optimizer is v / |v|, the direction in which the layer turns. An
-angle left free is the step's own. A size left free is (1 + a) |W| / cos(t): the tangential part of
-the step is scaled, its radial part is not touched.
+so its optimizer only decides v / |v|, the direction in which the layer turns. If the angle is free,
+it is the step's own. If the size is free, it is (1 + a) |W| / cos(t): the tangential part of the
+step is scaled, its radial part is not.
 
-The optimizer's state is left alone: momentum averages the gradients at the weights as they were,
-in an arm as in an ordinary run. K-FAC's damping lambda_l is set so that lambda_l |W_l|^2 (Eq. 14),
-the damping beside the curvature of the normalised weights, is the recorded one.
+The optimizer's state is left alone: momentum averages gradients at past weights, in an arm as in an
+ordinary run. K-FAC's damping lambda_l is set so that lambda_l |W_l|^2 (Eq. 14), the damping
+relative to the curvature of the normalised weights, equals the recorded one.
 
 Works on `step` of any torch optimizer, and on `KFAC.device_step`, which a CUDA graph may capture:
 nothing here waits for the device, and the step's number is a tensor there. Cost: a copy of the held
@@ -46,17 +45,17 @@ ROUNDING = 1e-13
 
 
 def has_damping_path(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has a damping whose size beside the curvature decay changes."""
+    """Whether an optimizer has a damping that decay changes relative to the curvature."""
     return isinstance(optimizer, KFAC) and optimizer.damping_scaling == "fixed"
 
 
 class Intervention:
-    """Records the paths of layers while it is entered, imposes `targets`, and holds decay off.
+    """Context that records the paths of layers, imposes `targets`, and suppresses decay.
 
     Args:
         optimizers: those that step the model; each held layer is stepped by one of them.
         weights: the held layers.
-        steps: how many steps each optimizer is going to take.
+        steps: how many steps each optimizer will take.
         targets: the paths to follow.
         undecayed: parameters whose decay is left out of every step.
     """
@@ -111,7 +110,7 @@ class Intervention:
         return {str(i): stepper.state_dict() for i, stepper in enumerate(self._steppers)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Continue where `state_dict` was taken."""
         for i, stepper in enumerate(self._steppers):
             stepper.load_state_dict(state[str(i)])
 
@@ -290,7 +289,7 @@ class _Stepper:
         torch._foreach_copy_(self._parts, turn.moves)
 
     def damping_ratios(self) -> dict[str, Tensor]:
-        """What K-FAC's damping is to be multiplied by for each layer, now."""
+        """The current factor on K-FAC's damping for each layer."""
         optimizer: Any = self.optimizer
         followed = self._target("damping")
         ratios = followed / (optimizer.damping * self._norms(self._parts).square())

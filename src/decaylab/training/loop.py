@@ -36,7 +36,7 @@ class Progress:
     """Where a run stands. `values` are the numbers recorded after an epoch, none after a step.
 
     `loss` is the last batch's, on the device: reading it waits for the device. `made_before`: the
-    run was finished already, by an earlier start or another process, and nothing was trained.
+    run was already finished, by an earlier start or another process, and nothing was trained.
     """
 
     kind: Literal["step", "epoch", "finished"]
@@ -69,10 +69,10 @@ def train(
 
     A loss that is not finite raises `Diverged`; SIGINT, SIGTERM, SIGHUP and SIGUSR1 raise
     `Interrupted` after a checkpoint; closing the generator at a yield saves a checkpoint too.
-    Checkpoints in between are written while training goes on.
+    Checkpoints in between are written while training continues.
 
-    Several processes (`Execution.world`) each call it, with the same spec, and train together; the
-    first writes. Values of probes are there alone.
+    Several processes (`Execution.world`) may call it with the same spec and train together. The
+    first one writes, and only it has the values of probes.
 
     >>> spec = RunSpec(data="digits", network="mlp", hidden=(16,), epochs=2)
     >>> [progress.kind for progress in train(spec)]

@@ -54,7 +54,7 @@ class LayerPaths:
 class Targets:
     """The runs whose paths are followed; None leaves a path free.
 
-    `size_every`: the size is set after every so many steps (per epoch, say), and free in between.
+    `size_every`: the size is set at this interval of steps (an epoch, say), and free in between.
     """
 
     size: LayerPaths | None = None
@@ -79,7 +79,7 @@ class Targets:
 
 
 def paths_file(folder: RunFolder) -> Path:
-    """Where a run's paths lie, if they were recorded: no part of what is committed."""
+    """Where a run's paths are, if they were recorded; they are not committed."""
     return folder.path / "paths.safetensors"
 
 

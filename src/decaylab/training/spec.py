@@ -1,8 +1,8 @@
 """A run as a frozen value: everything that decides its numbers, and nothing else.
 
-TOML in and out, an id that is the same for the same content. Device, paths and tier are no part of
-it. Fields left out take the published settings of their optimizer (recipe lines 1-9 and 14), all
-of them in `PUBLISHED` below.
+It is read from and written as TOML, and equal content gives an equal id. Device, folders and tier
+are not part of it. Fields left out take the published settings of their optimizer (recipe lines 1-9
+and 14), all of them in `PUBLISHED` below.
 """
 
 import hashlib
@@ -254,8 +254,8 @@ class RunSpec:
     def id(self) -> str:
         """A readable name and a hash of the content, e.g. `digits-mlp-sgd-none-3f2a91c0`.
 
-        Fields at their default are no part of the hash, so that a field added later does not
-        rename the runs that are there.
+        Fields at their default are not part of the hash, so a field added later does not rename
+        existing runs.
         """
         spec = self.resolved()
         content = {
@@ -334,7 +334,7 @@ def _settings_of_others(optimizer: str) -> tuple[str, ...]:
 
 @cache
 def field_kinds() -> dict[str, tuple[Any, ...]]:
-    """Each field of a spec -> its type, and None's if it may be left out."""
+    """Each field of a spec -> its type, and NoneType if it may be left out."""
     hints = get_type_hints(RunSpec).items()
     return {n: get_args(h) if isinstance(h, types.UnionType) else (h,) for n, h in hints}
 
@@ -364,7 +364,7 @@ def _checked(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
 
 
 def is_run_id(name: str) -> bool:
-    """Whether a name can be a run's: that of a folder, not a path.
+    """Whether a name can be a run's id: the name of a folder, not a path.
 
     >>> is_run_id("digits-mlp-sgd-none-3f2a91c0"), is_run_id("../other"), is_run_id("a" * 300)
     (True, False, False)

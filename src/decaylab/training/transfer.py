@@ -38,9 +38,9 @@ def source_norms(store: RunStore | None, source: str, epochs: int) -> Norms:
 def rescale(model: nn.Module, norms: Mapping[str, float]) -> None:
     """Give every scale-invariant layer the norm in `norms`: W_l and its bias times norm / |W_l|.
 
-    The function stays what it was, up to the eps of normalisation: in train mode by scale
-    invariance, and in eval mode since running statistics are carried along. Weights that are
-    frozen, and the optimizer's state, are left as they are.
+    The function does not change, up to the eps of normalisation: in train mode by scale
+    invariance, and in eval mode because running statistics are rescaled too. Frozen weights and the
+    optimizer's state are left alone.
     """
     model = bare(model)
     normalised = normalised_layers(model)
@@ -63,7 +63,7 @@ def rescale(model: nn.Module, norms: Mapping[str, float]) -> None:
 class NormTransfer:
     """Gives the scale-invariant layers of a model the norms they had in another run, in any loop.
 
-    The function stays what it is; only the effective learning rate becomes the other run's (Fig. 4,
+    The function does not change; only the effective learning rate becomes the other run's (Fig. 4,
     recipe line 16). The optimizer's state is left alone. Call it between steps:
 
         transfer = NormTransfer(model, "runs/with-decay")
