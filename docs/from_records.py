@@ -163,7 +163,7 @@ def _gains_at(
     on = f" on {', '.join(data)}" if "dataset" not in columns else ""
     caption = f"Test accuracy in %{on} and what decay adds, in points; {_tier_words(tier, used)};"
     caption += f" {complete} of {len(groups)} rows have been run{', some in part' * in_part}"
-    caption += "; those missing here are above." if complete > len(rows) else "."
+    caption += "; rows missing here are in the table above." if complete > len(rows) else "."
     if "†" in table:
         caption += " †: too short a schedule for this decay to take full effect (exposure below 1)."
     return f"{table}\n<small>{caption}</small>\n"
@@ -421,7 +421,7 @@ def _advice(printed: dict[str, Any]) -> str:
         f"GPT ({about['size']}), AdamW at lr {about['lr']:g}, {about['steps']} steps, on"
         " {device}, {date}, torch {torch}, decaylab {version}".format(**about)
         + f". Suggested from the run without decay of seed 0; layer by layer the values go from"
-        f" {min(by_layer):.2g} to {max(by_layer):.2g}, and the one value is {how}."
+        f" {min(by_layer):.2g} to {max(by_layer):.2g}, and the single value is {how}."
         f" With it, the layers' norms ended at {min(reached):.2f} to {max(reached):.2f} times the"
         f" predicted ones (median {median(reached):.2f})."
     )
@@ -448,7 +448,9 @@ def demo_accuracy(records: Records) -> str:
     if not records.demo():
         return "*Not run yet.* `decaylab demo --runs results/demo` makes these runs.\n"
     seeds = {run.spec.seed for runs in records.demo().values() for run in runs}
-    caption = f"Test accuracy in % on digits, {counted_seeds(len(seeds))}; one test image is 0.28."
+    caption = (
+        f"Test accuracy in % on digits, {counted_seeds(len(seeds))}; one test image is 0.28 points."
+    )
     return f"{grid_markdown(short_accuracy_grid(records.demo()))}\n<small>{caption}</small>\n"
 
 
@@ -556,11 +558,11 @@ def paper_cost(records: Records) -> str:
         ]
         busy = sum(loads) / (len(loads) * max(loads))
         rows.append([str(gpus), in_hours(max(loads)), in_hours(sum(loads)), f"{100 * busy:.0f} %"])
-    header = ["GPUs", "until the last run ends", "GPU time", "of it at work"]
+    header = ["GPUs", "until the last run ends", "GPU time", "GPUs busy"]
     note = (
         f"{len(planned)} runs of all tables and figures at tier full, one seed; {recorded} of them"
-        " are estimated from runs of their kind in `results/`, the others from the table of step"
-        " times. Searches are not among them.\n"
+        " are estimated from similar runs in `results/`, the others from the table of step"
+        " times. Searches are not included.\n"
     )
     return text_grid(header, rows) + "\n" + note
 
@@ -584,7 +586,8 @@ def estimates_checked(records: Records) -> str:
         rows.append([name, device, str(len(checks)), spread_words(like), spread_words(table)])
     if not rows:
         return _commands("table1")
-    header = ["network", "device", "runs", "from like runs / recorded", "from the table / recorded"]
+    ratios = ["from similar runs / recorded", "from the table / recorded"]
+    header = ["network", "device", "runs", *ratios]
     return text_grid(header, rows)
 
 

@@ -82,7 +82,7 @@ def test_a_timescale_is_matched_by_the_weight_decay():
         (A, replace(B, epochs=3), "rotation", Mismatch, "epochs"),
         (A, replace(B, batch_size=64), "rotation", Mismatch, "batch_size"),
         (A, replace(B, hidden=(8,)), "norm", Mismatch, "hidden"),
-        (A, replace(B, decay="l2"), "timescale", Lacks, "timescale of its own"),
+        (A, replace(B, decay="l2"), "timescale", Lacks, "timescale"),
         (A, replace(B, decay="none", weight_decay=0.0), "timescale", Lacks, "weight decay"),
     ],
 )

@@ -148,7 +148,7 @@ def test_a_schedule_that_begins_at_zero_has_no_factors():
         train(model, optimizer, 10, warm_up.step)
     schedule = equivalent_schedule(watched)
     assert schedule.others[0] == schedule.lr[0] == 0.0
-    with pytest.raises(DecaylabError, match="begins with a learning rate of 0: set `lr`"):
+    with pytest.raises(DecaylabError, match="starts at a learning rate of 0"):
         schedule.lambdas()
 
 

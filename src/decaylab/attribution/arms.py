@@ -199,7 +199,7 @@ def run_arm(
                 try:
                     loss = step()
                 except StopIteration as error:
-                    remedy = f"give it batches for all {steps}, by going through them again"
+                    remedy = f"let it start over, so that there are batches for all {steps}"
                     raise Lacks(f"step() after {taken} steps", "next batch", remedy) from error
                 if taken < REHEARSED and (number := _number(loss)) is not None:
                     first_losses.append(number)
@@ -279,9 +279,9 @@ def loop_from(make: Make, seed: int) -> Loop:
         raise WrongType("what make(seed) returns", made, MADE)
     model, optimizers, step, evaluate = made
     if not isinstance(model, nn.Module) or not callable(step) or not callable(evaluate):
-        given = (type(model), type(optimizers), type(step), type(evaluate))
-        remedy = "step and evaluate are functions without arguments"
-        raise BadValue("what make(seed) returns", given, MADE, remedy)
+        types = (type(model), type(optimizers), type(step), type(evaluate))
+        remedy = "step and evaluate must be functions without arguments"
+        raise BadValue("what make(seed) returns", types, MADE, remedy)
     return model, optimizers, step, evaluate
 
 

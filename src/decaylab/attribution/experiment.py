@@ -134,8 +134,8 @@ def rehearse(
         other, *_ = run_arm(make, WITH, seed, steps, only=only)
         if replace(other, seed=first.seed, seconds=first.seconds) == first:
             raise DecaylabError(
-                f"make({first.seed}) and make({seed}) are the same run: let make seed its weights"
-                " or its batches with the number it is given"
+                f"make({first.seed}) and make({seed}) are the same run: let make use its"
+                " argument to seed its weights or its batches"
             )
     return first, selection
 
@@ -156,7 +156,7 @@ def check_same_start(first: ArmResult, result: ArmResult, folder: Any = None) ->
         values = (f"{number:.6g}" for number in (expected, value))
         raise Mismatch(what, dict(zip(owners, values, strict=True)), remedy)
 
-    remedy = "draw them from generators that make seeds, or from torch's, which is seeded for it"
+    remedy = "draw them from generators that make seeds, or from torch's, which is already seeded"
     check("a weighted sum of the weights they start from", first.start, result.start, 1e-6, remedy)
     remedy = "let make give the same batches in the same order for the same seed"
     shared = len(first.first_losses) if result.arm == first.arm else 1

@@ -90,7 +90,7 @@ def _rate(spec: RunSpec) -> float:
     assert spec.lr is not None
     if spec.decay == "l2" and law != "sgd":
         remedy = "give a run with decoupled decay, or match the rotation or the norm"
-        raise Lacks(f"L2 under {spec.optimizer}", "timescale of its own", remedy)
+        raise Lacks(f"L2 under {spec.optimizer}", "timescale", remedy)
     rate = decay_rate(
         spec.weight_decay, spec.decay, law=law, lr=spec.lr, momentum=spec.momentum or 0.0
     )

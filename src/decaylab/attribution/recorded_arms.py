@@ -47,7 +47,7 @@ def arm_store(runs: Path) -> RunStore:
 def arm_spec(spec: RunSpec, arm: Arm, plan: Plan, seed: int, only: str = "all") -> RunSpec:
     """The run that an arm is; `spec` is the run with decay."""
     if spec.followed or not spec.held_decay or spec.norm_source:
-        why = "it follows another one already"
+        why = "it already follows another one"
         raise BadValue("the run", spec.id, "an ordinary one with decay", why)
     ordinary = replace(spec.resolved(), seed=seed)
     if arm == WITH:
@@ -58,7 +58,7 @@ def arm_spec(spec: RunSpec, arm: Arm, plan: Plan, seed: int, only: str = "all") 
     if arm.size_every > 1:
         if only not in ("all", "conv"):
             raise DecaylabError(
-                "norms that are set once an epoch are those of all layers before the last (the"
+                "norms set once per epoch are those of all layers before the last (the"
                 f" paper's wn-conv), not of {only}: leave --only out, or set them at every step"
             )
         return replace(without, norm_source=ordinary.id)
@@ -218,8 +218,8 @@ def train_all(
     left = [run.spec.id for run in planned if not _ended(store.folder(run.spec.id))]
     if worker.outcome.out_of_time:
         raise OutOfTime(
-            f"the time is up with {len(left)} of these runs left, and more may follow: give the"
-            " same command again to continue"
+            f"the time is up with {len(left)} of these runs left, and more may follow: run the"
+            " same command again to resume"
         )
     if left:
         why = worker.outcome.failed.get(left[0], "another process trains it")

@@ -86,7 +86,7 @@ def imported(name: str) -> Any:
         namespace = importlib.import_module(module)
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and module.startswith(error.name or " ")
-        remedy = "run the command where `import` finds it" if missing else f"mend {module} first"
+        remedy = "run the command where `import` finds it" if missing else f"fix {module} first"
         raise Failed(f"importing {module}", error, remedy) from error
     factory = getattr(namespace, attribute, None)
     if not callable(factory):

@@ -108,5 +108,5 @@ def seeds_beside(name: str, runs: Path) -> tuple[list[str], list[str]]:
     known, _ = indexed_runs(RunStore(folder.path.parent))
     indexed_run = next((run for run in known if run.folder.id == folder.id), None)
     if indexed_run is None:
-        raise NotFinished(name, "train it first, as it has not been begun")
+        raise NotFinished(name, "train it first; it has not started")
     return same_but_seed(indexed_run, known), same_but_decay(indexed_run, known)

@@ -181,11 +181,11 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def spread_command(**values: Any) -> None:
-        given = {
+        built_groups = {
             name: group(**{item.name: values.pop(item.name) for item in fields(group)})
             for name, group in groups.items()
         }
-        command(**values, **given)
+        command(**values, **built_groups)
 
     del spread_command.__wrapped__
     spread_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -83,7 +83,7 @@ class Allowance:
 
     def __init__(self, shares: Mapping[str, float], seconds: float, estimator: Estimator) -> None:
         self._most = {artefact: share * seconds for artefact, share in shares.items()}
-        self._given: dict[str, float] = {}
+        self._granted: dict[str, float] = {}
         self._estimator = estimator
         self._refused_runs: set[str] = set()
         self.refused: set[str] = set()
@@ -93,13 +93,13 @@ class Allowance:
         artefact = entry.reproduce
         if artefact not in self._most:
             return True
-        given = self._given.get(artefact, 0.0) + self._estimator.of(spec).seconds
-        too_much = artefact in self._given and given > self._most[artefact]
+        seconds = self._granted.get(artefact, 0.0) + self._estimator.of(spec).seconds
+        too_much = artefact in self._granted and seconds > self._most[artefact]
         if too_much or spec.norm_source in self._refused_runs:
             self._refused_runs.add(spec.id)
             self.refused.add(entry.name)
             return False
-        self._given[artefact] = given
+        self._granted[artefact] = seconds
         return True
 
 
@@ -431,9 +431,9 @@ def _exit_code(words: list[str], seconds: float | None, output: TextIO | None) -
 
 
 def _search_plan(entry: SearchEntry) -> SearchPlan:
-    given = {"lr": entry.lr, "weight_decay": entry.weight_decay, "damping": entry.damping}
-    given["kl_clip"] = entry.kl_clip
-    space = {name: values for name, values in given.items() if values}
+    settings = {"lr": entry.lr, "weight_decay": entry.weight_decay, "damping": entry.damping}
+    settings["kl_clip"] = entry.kl_clip
+    space = {name: values for name, values in settings.items() if values}
     return cell_plan(entry.search, entry.scheme, entry.tier, space, method=entry.method)
 
 

@@ -87,14 +87,14 @@ def reproduce_command(
         on_digits = all(tier_of(name).on_digits for name in tiers)
         if training.device is None and not on_digits and not torch.cuda.is_available():
             raise DecaylabError(
-                "tiers short and full are for a GPU, and torch sees none: give --tier quick, or"
-                " --device cpu to begin anyway"
+                "tiers short and full are for a GPU, and torch sees none: use --tier quick, or"
+                " --device cpu to train anyway"
             )
         return training.worker_options(training.device_for(digits=on_digits))
 
     if queue is not None:
         if launched():
-            raise DecaylabError("torchrun trains one run after another of an artefact: name that")
+            raise DecaylabError("torchrun takes an artefact, not a queue: name one")
         work = Queue(read_queue(queue), runs)
         entries = work.entries
         tiers = [entry.tier for entry in entries if not isinstance(entry, CommandEntry)]
@@ -140,8 +140,8 @@ def reproduce_command(
     searches = missing_searches(chosen, tier) if search and not run else []
     if searches and launched():
         raise DecaylabError(
-            f"{len(searches)} searches come first, which one process makes: give the command"
-            " without torchrun, or --no-search"
+            f"{len(searches)} searches come first, which only one process can run: run the command"
+            " without torchrun, or add --no-search"
         )
     ends = None if limits.seconds is None else time.monotonic() + limits.seconds
     for search_plan in searches:

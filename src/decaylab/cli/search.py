@@ -79,8 +79,8 @@ def search_command(
             "give a cell (dataset=cifar10 network=vgg16 batch_norm=0 augment=0 optimizer=adam) or"
             " --config FILE, not both"
         )
-    given = {"lr": lr, "weight_decay": weight_decay, "damping": damping, "kl_clip": kl_clip}
-    space = {name: _numbers(name, text) for name, text in given.items() if text is not None}
+    ranges = {"lr": lr, "weight_decay": weight_decay, "damping": damping, "kl_clip": kl_clip}
+    space = {name: _numbers(name, text) for name, text in ranges.items() if text is not None}
     limits: dict[str, Any] = {"method": method, "trials": trials, "widen": widen}
     if config is None:
         plan = cell_plan(cell or [], scheme, tier, space, **limits)
@@ -93,7 +93,7 @@ def search_command(
         words = ["search", *(cell or ["--config", str(config)])]
         words += ["--scheme", scheme, "--tier", tier, "--method", method, "--trials", str(trials)]
         words += ["--widen" if widen else "--no-widen"]
-        for name, text in given.items():
+        for name, text in ranges.items():
             words += [] if text is None else [f"--{name.replace('_', '-')}", text]
         planned = [
             PlannedRun(spec, purposes=("search",), tier=plan.tier) for spec in first_specs(plan)
@@ -154,7 +154,7 @@ def make_search(
     edges = on_edge(standing.values, standing.tried)
     if edges:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in edges)
-        remedy = f"give {flags} beyond it"
+        remedy = f"try {flags} beyond it"
         if plan.method == "tpe":  # its values are drawn from a range, mostly inside
             remedy = f"give more --trials, or {flags} with a wider range"
         say(f"on the edge of what was tried: {', '.join(edges)} ({remedy})", stream=stream)

@@ -98,7 +98,7 @@ class EngineOptions:
         if (self.sbatch or self.wait) and self.engine != "slurm":
             raise Misplaced(["--sbatch", "--wait"], "--engine slurm")
         if self.gpus is not None and self.engine == "local":
-            remedy = "leave it out, as processes here get a GPU each by --jobs"
+            remedy = "leave it out, because --jobs gives each process here its own GPU"
             raise Misplaced(["--gpus"], "--engine slurm or ray", remedy)
         if self.engine == "slurm" and self.gpus is not None and self.gpus % 1:
             raise BadValue("--gpus", self.gpus, "a whole number under --engine slurm")
@@ -107,13 +107,13 @@ class EngineOptions:
     @property
     def sbatch_options(self) -> dict[str, str]:
         """Options of Slurm's sbatch, by name."""
-        given = {}
+        by_name = {}
         for option in self.sbatch or ():
             key, equals, value = option.partition("=")
             if not key or key.startswith("-"):
                 raise BadValue("--sbatch", option, "KEY=VALUE, such as partition=gpu")
-            given[key] = value if equals else ""
-        return given
+            by_name[key] = value if equals else ""
+        return by_name
 
     @property
     def leaves(self) -> bool:
@@ -188,8 +188,8 @@ def submit(
             seconds = estimates(todo, store)
             packs = pack(todo, seconds, jobs=how.count(training), longest=60 * how.job_minutes)
             words = [sys.executable, "-m", "decaylab", *command]
-            each = float(gpus) if how.gpus is None else how.gpus
-            jobs = make_jobs(packs, words, seconds, gpus=each, shared=work.shared)
+            gpus_per_job = float(gpus) if how.gpus is None else how.gpus
+            jobs = make_jobs(packs, words, seconds, gpus=gpus_per_job, shared=work.shared)
             if how.dry_run and isinstance(engine, SlurmEngine):
                 print(engine.script(jobs), end="")
                 return

@@ -20,8 +20,8 @@ def width_of(stream: TextIO) -> int:
     """How many columns a stream has."""
     if stream.isatty():
         return Console(file=stream).width
-    given = os.environ.get("COLUMNS", "")
-    return int(given) if given.isdecimal() and int(given) > 0 else UNLIMITED
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) > 0 else UNLIMITED
 
 
 def say(*sentences: str, stream: TextIO | None = None, indent: str = "") -> None:

@@ -52,9 +52,9 @@ def _train(
     tier: Tier = "custom",
     json_output: options.Json = False,
 ) -> None:
-    given = {name: value for name, value in overrides.items() if value is not None}
-    spec = RunSpec.from_file(config, given) if config else RunSpec.from_mapping(given)
-    if spec.decay != "none" and not spec.weight_decay and "weight_decay" not in given:
+    options_set = {name: value for name, value in overrides.items() if value is not None}
+    spec = RunSpec.from_file(config, options_set) if config else RunSpec.from_mapping(options_set)
+    if spec.decay != "none" and not spec.weight_decay and "weight_decay" not in options_set:
         remedy = "add --weight-decay (0 trains without it)"
         raise Lacks(f"decay {spec.decay}", "strength", remedy)
     where = options.chosen_device(device)

@@ -63,8 +63,8 @@ class EquivalentSchedule:
         base, last = self.others[0], len(self.lr) - 1
         if not base:
             raise DecaylabError(
-                "the schedule begins with a learning rate of 0: set `lr` and `others` of each step"
-                " in the two groups, since no factor makes them of it"
+                "the schedule starts at a learning rate of 0, which no factor can scale: set `lr`"
+                " and `others` of each step in the two groups yourself"
             )
         return [
             lambda step: self.lr[min(step, last)] / base,
@@ -151,7 +151,7 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
     layers = [layer for layer in read.decayed_layers if layer.invariant]
     if not layers:
         what = "scale-invariant layer that decays and is recorded"
-        raise Lacks(read.name, what, "there is nothing to replace by a schedule")
+        raise Lacks(read.name, what, "there is nothing for a schedule to replace")
     first = layers[0]
     if first.clipped and first.law.norm_power is None:
         raise DecaylabError(
@@ -162,24 +162,23 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
         from decaylab.diagnosis.words import sentence
 
         rounded = unknown.reason is Reason.ROUNDED_AWAY
-        kind = "32-bit weights has one" if rounded else "a fixed fraction does"
+        kind = "32-bit weights" if rounded else "a fixed fraction"
         raise DecaylabError(
-            f"{sentence(unknown)}: no fixed part of the weights is taken per step, so no schedule"
-            f" can replace it. Decoupled decay of {kind}"
+            f"{sentence(unknown)}: a step removes no fixed fraction of the weights, so no schedule"
+            f" can replace it; for decoupled decay of {kind}, one can"
         )
     if first.law.norm_power is None:
         raise DecaylabError(
-            "the law of this optimizer is not known; those of SGD, K-FAC and Adam without amsgrad"
-            " are"
+            "the law of this optimizer is not known: use SGD, K-FAC or Adam without amsgrad"
         )
     if isinstance(first.law, ScheduleFree):
         raise DecaylabError(
-            "schedule-free decay acts on an iterate that the weights are an average of, and reaches"
-            " them over all later steps: no schedule can replace it"
+            "schedule-free decay acts on an iterate whose average is the weights, and reaches them"
+            " over all later steps: no schedule can replace it"
         )
     if any(layer.stepping != first.stepping for layer in layers):
         raise DecaylabError(
-            "the scale-invariant layers are stepped differently: a schedule is for one lr and one"
+            "the scale-invariant layers are stepped differently: a schedule needs one lr and one"
             " weight decay"
         )
     per_step = list(_by_step(first, read.steps))
@@ -222,7 +221,9 @@ def _remaining(layer: RecordedLayer, timeline: list[LayerSettings]) -> list[floa
         else:
             after = r[-1] * (1 - known_rate(settings))
         if after <= 0:
-            raise DecaylabError("decay takes the whole weight in a few steps: no schedule does it")
+            raise DecaylabError(
+                "decay removes the whole weight in a few steps: no schedule can do that"
+            )
         r.append(after)
     return r
 

@@ -158,8 +158,8 @@ def _check_distinct(sources: Sequence[Source], runs: Sequence[Run]) -> None:
         key = id(source) if folder is None else folder.resolve()
         if key in seen:
             raise DecaylabError(
-                f"{run.name} is given twice, and a run is no baseline or second seed of itself:"
-                " record each run in a folder of its own"
+                f"{run.name} is given twice, but a run cannot be its own baseline or second seed:"
+                " record each run in its own folder"
             )
         seen.add(key)
 
@@ -187,14 +187,14 @@ def _one(run: Run, candidate: Run | None) -> Diagnosis:
         swapped = candidate is not None and candidate.decays
         first.append((run.name, because(Reason.SWAPPED if swapped else Reason.NO_DECAY)))
     compared = Comparison(run, baseline)
-    found = findings(compared)
+    mechanisms = findings(compared)
     baselines = [baseline] if baseline is not None else []
     return Diagnosis(
         *_named([run], baselines),
         outcome_of([run], baselines),
         tuple(first),
-        found,
-        consequences(compared, found),
+        mechanisms,
+        consequences(compared, mechanisms),
         {name: layer.skipped for name, layer in run.layers.items() if layer.skipped},
         decays=run.decays,
         compared=((run, baseline),),

@@ -100,7 +100,7 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
         if self._module is not None:
             model = pl_module.get_submodule(self._module)
         elif self._inputs is not None and type(model).forward is _library.LightningModule.forward:
-            remedy = 'name the part that returns the logits, as WatchCallback(module="net")'
+            remedy = 'name the part that returns the logits: WatchCallback(module="net")'
             raise Lacks(type(model).__name__, "forward for the inputs", remedy)
         first = trainer.is_global_zero  # one process writes
         trackers = [*self._trackers, *([_Loggers(trainer)] if self._log else [])]

@@ -79,12 +79,11 @@ def coverage_of(
         )
         for p, placement in placements.items()
     }
-    wanted = [c for c in coverage.values() if c.reason not in (Reason.FROZEN, Reason.EXCLUDED)]
-    inside, total = (
-        sum(c.size for c in those) for those in ([c for c in wanted if c.block is not None], wanted)
-    )
+    trained = [c for c in coverage.values() if c.reason not in (Reason.FROZEN, Reason.EXCLUDED)]
+    inside = sum(c.size for c in trained if c.block is not None)
+    total = sum(c.size for c in trained)
     if 2 * inside < total:
-        largest = max((c for c in wanted if c.block is None), key=lambda c: c.size)
+        largest = max((c for c in trained if c.block is None), key=lambda c: c.size)
         name = next(name for name, c in coverage.items() if c is largest)
         warn_user(
             f"K-FAC covers {inside / total:.0%} of the parameters, and {others} steps the rest: "

@@ -38,7 +38,7 @@ def generalization_gap(
                 check_inputs(bare_model, inputs)
                 losses = of_rows(check_logits(bare_model(inputs)), targets)
                 if losses.ndim == 0:
-                    wanted = "one number for each row, as with reduction='none'"
+                    wanted = "one number per row, as reduction='none' gives"
                     raise BadValue("the loss of a batch", float(losses), wanted)
                 parts.append(losses.double().flatten())
             if not any(map(len, parts)):

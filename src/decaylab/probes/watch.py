@@ -642,11 +642,11 @@ def watch(
         trackers: also send rows to these (`decaylab.integrations.trackers`). One that fails warns
             once and is dropped; `tracker.log(watched.records.rows)` sends the rows later.
     """
-    given = [optimizer] if not isinstance(optimizer, list | tuple) else optimizer
-    optimizers = [_torch_optimizer(each) for each in given]
+    wrapped = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers = [_torch_optimizer(each) for each in wrapped]
     model = bare(model)
     if not isinstance(model, nn.Module):
-        raise WrongType("model", model, "a torch module", "give watch(model, optimizer)")
+        raise WrongType("model", model, "a torch module", "call watch(model, optimizer)")
     chosen = _chosen(probes, every, optimizers, inputs)
     model_parameters = set(map(id, model.parameters()))
     for held in [stepped_by([each]) for each in optimizers] or [{}]:
@@ -721,7 +721,7 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The torch optimizer behind the wrappers of accelerate and Lightning."""
     while not isinstance(optimizer, torch.optim.Optimizer) or _is_wrapper(optimizer):
         if not hasattr(optimizer, "optimizer"):
-            remedy = "give watch(model, optimizer)"
+            remedy = "call watch(model, optimizer)"
             raise WrongType("optimizer", optimizer, "a torch optimizer", remedy)
         optimizer = optimizer.optimizer
     return optimizer

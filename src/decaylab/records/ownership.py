@@ -72,7 +72,7 @@ class Ownership:
         if self._owner is not None and (holder is None or holder.token != self._owner.token):
             who = "somebody removed its owner file" if holder is None else f"{holder} has it now"
             raise MadeElsewhere(
-                f"{self.path.parent.name} was taken over while this process stood still ({who}):"
+                f"{self.path.parent.name} was taken over while this process was suspended ({who}):"
                 " nothing more is written here; that process goes on from the last checkpoint"
             )
 

@@ -315,7 +315,7 @@ def diagnosis_figure(result: Diagnosis) -> Any:
     """All curves of a result as a matplotlib figure."""
     shown = [panel for finding in result.findings for panel in _panels(finding, result)]
     if not shown:
-        remedy = 'record more, as with watch(..., every=10, probes="diagnosis", inputs=batch)'
+        remedy = 'record more, say with watch(..., every=10, probes="diagnosis", inputs=batch)'
         raise Lacks("this diagnosis", "curves to draw", remedy)
     return figure_of(shown)
 

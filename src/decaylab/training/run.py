@@ -419,7 +419,7 @@ class TrainingRun:
         """Go on where `state_dict` was taken; the draws of the running epoch are made again."""
         if state["device"] != self.device.type:
             raise Mismatch(
-                "device, to which random streams belong",
+                "device, on which random streams depend",
                 {f"run {self.spec.id} so far": state["device"], "now": self.device.type},
                 f"continue it with --device {state['device']}, or use another --runs folder",
             )
@@ -430,11 +430,11 @@ class TrainingRun:
                     f"run {self.spec.id} so far": f"checksum {state['labels']:08x}",
                     "now": f"checksum {self._labels:08x}",
                 },
-                "give it the files it was begun with (--data-dir), or use another --runs folder",
+                "give it the files it was started with (--data-dir), or use another --runs folder",
             )
         if self.intervention is not None:
             if "paths" not in state:
-                remedy = "give another --runs folder, as it was begun without recording them"
+                remedy = "use another --runs folder, because it was started without recording them"
                 raise Lacks(f"run {self.spec.id}", "paths", remedy)
             self.intervention.load_state_dict(state["paths"])
         self.model.load_state_dict(state["model"])

@@ -191,7 +191,7 @@ class RunSpec:
         published = PUBLISHED[self.optimizer]
         for name in _settings_of_others(self.optimizer):
             if getattr(self, name) is not None:
-                remedy = f"leave it out, as {self.optimizer} has {', '.join(published)}"
+                remedy = f"leave it out; {self.optimizer} has {', '.join(published)}"
                 raise Misplaced([name], f"optimizers other than {self.optimizer}", remedy)
         if self.weight_decay and self.decay == "none":
             remedy = "set decay (--decay) to l2, decoupled or independent"
@@ -203,7 +203,7 @@ class RunSpec:
             remedy = "set kl_clip (--kl-clip) to 0"
             raise Conflict(["step_rms", "kl_clip"], "both set how long steps are", remedy)
         if self.step_scaling != "rms" and not self.step_rms:
-            remedy = "set step_rms (--step-rms), as to 0.2"
+            remedy = "set step_rms (--step-rms), for example to 0.2"
             raise Misplaced([f"step_scaling = {self.step_scaling}"], "a step of a set size", remedy)
         if self.late_refresh and "refresh_every" not in published:
             raise Misplaced(["late_refresh"], "K-FAC")
@@ -352,7 +352,7 @@ def _checked(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
     if name in CHOICES:
         check_name(name, converted, CHOICES[name])
     if name.endswith("_source") and converted and not is_run_id(converted):
-        raise BadValue(name, value, "the id of a run beside this one")
+        raise BadValue(name, value, "the id of a run in the same folder")
     if isinstance(converted, str) and name != "held_layers":
         Range(at_most=LONGEST_NAME).check(f"the length of {name}", len(converted))
     if name == "hidden":

@@ -23,7 +23,7 @@ def source_norms(store: RunStore | None, source: str, epochs: int) -> Norms:
         raise Lacks("norm_source", "store", f"give the one that holds run {source}")
     folder = store.folder(source)
     if not folder.is_finished():
-        raise NotFinished(source, f"train it in {store.root} first, as norm_source names it")
+        raise NotFinished(source, f"train it in {store.root} first, because norm_source names it")
     norms: dict[int, dict[str, float]] = {}
     for row in folder.rows().rows:
         if row.name.startswith("weight_norm/"):
