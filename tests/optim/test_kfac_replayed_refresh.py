@@ -141,7 +141,7 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_so():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         model, _ = trained(Broken())
-    expected = "it cannot be captured (operation not permitted): slower"
+    expected = "it cannot be captured (operation not permitted) and runs eagerly, which is slower"
     assert [str(w.message) for w in told] == [expected] * 2
     assert torch.equal(flat(launched), flat(model))
 

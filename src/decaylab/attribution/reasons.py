@@ -1,4 +1,4 @@
-"""Why an arm is not used, why a share cannot be told: as data."""
+"""Why an arm is not used or a share is unknown, as data."""
 
 from dataclasses import dataclass
 from enum import Enum

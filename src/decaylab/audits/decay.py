@@ -1,4 +1,4 @@
-"""Audit of an optimizer's weight decay: which operator it is, and whether all of it arrives.
+"""Audit of an optimizer's weight decay: which operator it is, and whether it fully takes effect.
 
 An optimizer that forgets its decay, applies it once per number format or drops the settings of its
 param groups still trains, with another decay than it was given. Here optimizers are built anew and

@@ -1,4 +1,4 @@
-"""`decaylab advise`: a decay from measured dynamics, one decay in other words, a schedule."""
+"""`decaylab advise`: a decay from measured dynamics, converted or scaled decays, a schedule."""
 
 import math
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""`decaylab decay-table`, `audit-decay`: who is decayed, and what an optimizer's decay does."""
+"""`decaylab decay-table`, `audit-decay`: what decays, and what an optimizer's decay does."""
 
 from dataclasses import asdict
 from typing import Annotated

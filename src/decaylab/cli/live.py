@@ -1,4 +1,4 @@
-"""`decaylab live`: a training run under way, in the terminal or in a browser."""
+"""`decaylab live`: a training run in progress, in the terminal or in a browser."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""`decaylab reproduce --queue FILE`: the work of a queue, in order, in the time there is."""
+"""`decaylab reproduce --queue FILE`: work through a queue, in order, in the time available."""
 
 import hashlib
 import math

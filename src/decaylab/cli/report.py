@@ -1,4 +1,4 @@
-"""`decaylab report`: everything recorded, beside the paper's numbers, as one page."""
+"""`decaylab report`: everything recorded, next to the paper's numbers, as one page."""
 
 import sys
 from pathlib import Path

@@ -1,32 +1,32 @@
-"""With whom the rows of a batch are shared: nobody, or the ranks of a data-parallel training.
+"""Who shares the rows of a batch: one process, or the ranks of a data-parallel training.
 
     model = DistributedDataParallel(network)
-    optimizer = KFAC(model)                     # the rest of the loop is that of any optimizer
+    optimizer = KFAC(model)                     # the rest of the loop does not change
 
 Every rank observes its own rows. Sums and counts are added up over the ranks before they become
-factors, which so are those of all rows together, each row counting alike, also where ranks have
-different numbers of them. Each rank then inverts a share of the blocks, and gets the others' from
-those who inverted them. Gradients are DistributedDataParallel's, a mean over ranks. As factors,
-inverses and gradients are the same bits on every rank, so are the steps, where the ranks compute
-alike: the same kind of device, and the same software. Without DistributedDataParallel (a group
-named in `KFACOptions`), the loop must see to it that weights and gradients are the same everywhere.
+factors, so the factors are those of all rows together, each row counting equally, even if ranks
+have different numbers of rows. Each rank then inverts a share of the blocks and gets the other
+inverses from the other ranks. Gradients are DistributedDataParallel's, a mean over ranks. Factors,
+inverses and gradients are the same bits on every rank, and so are the steps if all ranks have the
+same kind of device and the same software. Without DistributedDataParallel (a group named in
+`KFACOptions`), the loop must keep weights and gradients the same everywhere.
 
-A layer may be used by some ranks only, a batch may be empty, and the ranks may give `initialize`
-different batches, but for SyncBatchNorm, whose ranks wait for each other in every pass.
+Some ranks may not use a layer, a batch may be empty, and ranks may pass `initialize` different
+batches, except under SyncBatchNorm, whose ranks wait for each other in every pass.
 
-The empirical Fisher takes a mean loss to be the mean over the rank's own rows. Sampled outputs are
-drawn by each rank for its own rows, from numbers that depend on seed, step and rank alone:
-what the first rank's `state_dict()` holds lets all ranks go on bit for bit (load it on every rank);
-another number of ranks, or one, goes on with other samples. Where every rank has an equal part of
-one batch, in the order of ranks, `KFACOptions(equal_shares=True)` lets all draw what one process
-would draw for that batch: then the number of ranks changes nothing but rounding.
+The empirical Fisher takes a mean loss to be the mean over the rank's own rows. Each rank draws
+sampled outputs for its own rows, from numbers that depend only on seed, step and rank. The first
+rank's `state_dict()`, loaded on every rank, therefore resumes all ranks bit for bit; with another
+number of ranks, training continues with other samples. If every rank has an equal part of one
+batch, in rank order, `KFACOptions(equal_shares=True)` lets all draw what one process would draw for
+that batch: then the number of ranks changes nothing but rounding.
 
-Cost, beside that of one process: at a refresh the sums of A and G are added up over the ranks, and
-the host waits once; each rank inverts a share of the blocks, and inverses are sent around.
+Cost, in addition to that of one process: at a refresh the sums of A and G are added up over the
+ranks, and the host waits once; each rank inverts a share of the blocks and sends its inverses.
 
-Not covered, and refused: parameters in shards (FSDP, tensor parallelism), layers that
-DistributedDataParallel was told to ignore, or met frozen, `model.join()`, CUDA graphs of a step.
-Another way to distribute is another class with the methods of `Distribution`.
+Not covered, and refused: sharded parameters (FSDP, tensor parallelism), layers that
+DistributedDataParallel was told to ignore or that were frozen when it was built, `model.join()`,
+CUDA graphs of a step. Another way to distribute is another class with `Distribution`'s methods.
 """
 
 import hashlib
@@ -45,14 +45,14 @@ from decaylab.curvature.kinds.kind import Site
 from decaylab.curvature.preconditioner import Inversion
 from decaylab.errors import warn_user
 
-# Bytes that are sent in one go: small tensors travel together, and large ones need no second room.
+# Bytes sent at once: small tensors are sent together, and large ones need no second buffer.
 SENT_AT_ONCE = 2**27
 
 Measuring = Callable[[], dict[str, Sums]]
 
 
 class Distribution(Protocol):
-    """What those who train one model together tell each other.
+    """How processes that train one model together exchange data.
 
     All must call the same methods in the same order, and must get the same bits from them.
     """

@@ -341,7 +341,7 @@ def refuse_shards(model: nn.Module) -> None:
         isinstance(module, FullyShardedDataParallel) for module in model.modules()
     ):
         raise Conflict(
-            ["K-FAC", "parameters in shards (FSDP or tensor parallelism)"],
+            ["K-FAC", "sharded parameters (FSDP or tensor parallelism)"],
             "K-FAC needs whole layers",
             "use DistributedDataParallel, or another optimizer",
         )

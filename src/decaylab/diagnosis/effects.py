@@ -1,4 +1,4 @@
-"""By which factor decay changed a quantity, from records, and how sure that is."""
+"""The factor by which decay changed a quantity, from records, and how certain it is."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""How fast a recorded layer is pushed outwards, and how that hangs on its norm, as a run shows it.
+"""How fast gradients lengthen a recorded layer, and how that depends on its norm.
 
 G = c N^e (`laws.dynamics`), N = |W|^2. Here c, e and how far single steps turn the weight are
 measured.

@@ -1,4 +1,4 @@
-"""Which operator an optimizer's weight decay is, found out by letting optimizers like it step.
+"""Which operator an optimizer's weight decay is, found by letting optimizers like it step.
 
 Scaling: per step, with W the weight before it. An optimizer is built three times alike and steps on
 the same gradients g from the same weights W, which are put back after every step: once without

@@ -20,7 +20,7 @@ EAGER_RUNS = 2
 
 
 class Graphs(Protocol):
-    """What can run device work as it is, and make a replay of it."""
+    """Runs device work eagerly, and makes replays of it."""
 
     def stream(self) -> AbstractContextManager[object]:
         """The stream on which work runs before it is captured."""
@@ -29,15 +29,15 @@ class Graphs(Protocol):
         """Record the work without running it; what is returned runs it, with the same result."""
 
     def forget(self) -> None:
-        """Let go of all captures at once; what `capture` returned is not to be called any more."""
+        """Drop all captures at once; what `capture` returned must not be called again."""
 
     def host_waits(self) -> AbstractContextManager[list[str]]:
-        """Note where, in here, the host waits for the device: `file:line`."""
+        """Collect where the host waits for the device inside this context: `file:line`."""
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without the garbage collector: an old graph that it frees meanwhile spoils a capture."""
+    """Pause the garbage collector: freeing an old graph during a capture would spoil it."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -49,11 +49,11 @@ def _no_collection() -> Iterator[None]:
 
 
 class CudaGraphs:
-    """CUDA graphs of one device, which go all at once.
+    """CUDA graphs of one device, which are freed all at once.
 
     When torch frees a graph it also frees the memory that cuBLAS has for the stream of the capture,
-    and the other graphs from that stream still write there (pytorch/pytorch issue 193402). So a
-    graph that is not used any more stays as long as the others; its memory serves later ones.
+    and the other graphs from that stream still write there (pytorch/pytorch issue 193402). So an
+    unused graph is kept as long as the others; its memory serves later ones.
 
     Args:
         device: a CUDA device.
@@ -170,18 +170,18 @@ def _place(filename: str, lineno: int) -> str:
 
 
 class Captured(Generic[Result]):
-    """Work on the device that runs as it is at first, is then captured, and replayed from there on.
+    """Work on the device that runs eagerly at first, is then captured, and replayed from then on.
 
     The work must be the same each time: tensors at fixed addresses, numbers that change (learning
-    rate, position in the epoch) in tensors, no look at a value on the host. What it returns must be
-    tensors (or nothing): they are overwritten by the next replay.
+    rate, position in the epoch) in tensors, no value read on the host. It must return tensors (or
+    nothing), which the next replay overwrites.
 
     Args:
         work: called with no argument.
         graphs: makes the capture.
-        eager_runs: how often it runs as it is; at least once, which loads kernels.
-        name: of the work, for a warning: if it cannot be captured it then runs as it is from there
-            on. Without one that is an error.
+        eager_runs: how often it runs eagerly first; at least once, which loads kernels.
+        name: of the work: if it cannot be captured, a warning names it and it keeps running
+            eagerly. Without a name, that is an error.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Captured(Generic[Result]):
 
     @property
     def last_run(self) -> bool:
-        """Whether the next call is the last that runs the work as it is."""
+        """Whether the next call is the last one that runs eagerly."""
         return self._runs == self._eager_runs - 1
 
     def __call__(self) -> Result:
@@ -222,7 +222,9 @@ class Captured(Generic[Result]):
                     raise
                 self._eager_runs = math.inf
                 reason = str(error).splitlines()[0]
-                warn_user(f"{self._name} cannot be captured ({reason}): slower")
+                warn_user(
+                    f"{self._name} cannot be captured ({reason}) and runs eagerly, which is slower"
+                )
         if self._replay is not None:
             return self._replay()
         self._runs += 1

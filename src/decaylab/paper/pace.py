@@ -1,4 +1,4 @@
-"""Seconds of training at an epoch, for runs whose own seconds say nothing.
+"""Seconds of training at an epoch, for runs whose own seconds mean nothing.
 
 A run that shared its device, or was compiled, has the same curve over epochs as alone, but other
 seconds. The first epochs of the same run alone on the device (artefact `fig9-pace`) have its pace.

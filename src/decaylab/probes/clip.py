@@ -1,4 +1,4 @@
-"""What K-FAC's KL clip multiplies a step with."""
+"""The factor by which K-FAC's KL clip multiplies a step."""
 
 from decaylab.probes.reading import Reading
 from decaylab.probes.registry import Moment, Probe, register

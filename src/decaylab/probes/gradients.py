@@ -1,4 +1,4 @@
-"""Of a step's gradients: whether they point along the weights, and whether they are clipped."""
+"""Whether a step's gradients point along the weights, and whether they are clipped."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The layers of a model: their trained weights, what they are, and who steps them.
+"""The layers of a model: their trained weights, what they are, and which optimizer steps them.
 
 A layer's weight is W_l without its bias (recipe line 20): of a module with several weights (an
 LSTM) all of them joined, of a parametrised one what the weight is computed from, without a learnt

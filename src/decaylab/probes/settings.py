@@ -1,4 +1,4 @@
-"""How each layer is stepped: what a diagnosis needs beside the probes, and no pickle."""
+"""How each layer is stepped: what a diagnosis needs besides the probes, without pickle."""
 
 from __future__ import annotations
 

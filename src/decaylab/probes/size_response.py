@@ -1,4 +1,4 @@
-"""How the function answers to the scale of its layers, measured on a batch.
+"""How the outputs respond to the scale of each layer, measured on a batch.
 
 The mode is train mode: batch statistics of the batch, running ones untouched (`networks.
 scale_invariance`). It is measured again while a run goes on: gains that start at zero hide it. The

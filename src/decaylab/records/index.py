@@ -1,4 +1,4 @@
-"""What lists of many runs need of each, kept in one file: RUNS/.index.json.
+"""What lists of many runs need to know of each, in one file: RUNS/.index.json.
 
 It is a cache: an entry counts while the files of its run are those it was made from (names, sizes
 and times), and a file that is missing or damaged is made again. A run that is being written is

@@ -1,4 +1,4 @@
-"""Records of older versions as those of today: settings that were rows, or that a spec implies."""
+"""Records of older versions in today's form: settings that were rows, or that a spec implies."""
 
 from collections.abc import Mapping
 from dataclasses import replace

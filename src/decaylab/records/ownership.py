@@ -1,4 +1,4 @@
-"""Who writes a run: one process at a time, also where hosts share a folder and keep no locks.
+"""Who writes a run: one process at a time, even if hosts share a folder without working locks.
 
 The owner's file is created atomically (as a link) and says host, process and a token of its own.
 The owner writes to it every `BEAT` seconds. It is stale, and may be replaced,

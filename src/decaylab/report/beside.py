@@ -1,4 +1,4 @@
-"""Another process that works beside this one."""
+"""Another process that works alongside this one."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A training run under way: where it stands, for a terminal or a page that refreshes.
+"""A training run in progress: its state, for a terminal or a page that refreshes.
 
 Only files are read, so that it works beside any process that writes records.
 """

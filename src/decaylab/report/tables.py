@@ -1,4 +1,4 @@
-"""Tables: the paper's number beside ours, as data, as a grid to show, and as CSV.
+"""Tables: the paper's number next to ours, as data, as a grid to show, and as CSV.
 
 A row without decay and one with it make a pair, and the pair's difference (or, for norms, ratio) is
 the effect of decay, from two seeds on with its 95 % interval. Every number has its spread (sample

@@ -1,1 +1,1 @@
-"""Many runs: what is left of them, in which order, and who makes them."""
+"""Many runs: which are left, in what order, and where they are trained."""

@@ -1,4 +1,4 @@
-"""A queue: work for a device in one TOML file, in order, to be worked off in pieces of time.
+"""A queue: work for a device in one TOML file, done in order, in several sessions.
 
     [[entry]]
     name = "Table 1: ResNet32 on CIFAR-10, without BN"

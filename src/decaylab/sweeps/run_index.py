@@ -1,4 +1,4 @@
-"""The runs of a store, whatever became of them, and how long each had the device."""
+"""The runs of a store, however they ended, and how long each had the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""A sweep: planned runs shared out among the jobs of an engine, and what became of them.
+"""A sweep: planned runs divided among the jobs of an engine, and how they ended.
 
 RUNS/sweeps/NAME/sweep.json says which engine has which runs; the runs themselves say the rest.
 """

@@ -1,4 +1,4 @@
-"""Making planned runs in this process: in order, once each; it may be stopped at any time."""
+"""Train planned runs in this process: in order, once each; it may be stopped at any time."""
 
 import math
 import signal

@@ -1,4 +1,4 @@
-"""The state of a run between two steps, and the operations that move it on.
+"""The state of a run between two steps, and the operations that advance it.
 
 What is here is exactly what a checkpoint holds: model, optimizer, position (epoch, step), the
 generators, and the sums of the running epoch. `loop.train` says when which operation happens.

@@ -1,4 +1,4 @@
-"""Signals as a request, heeded at the next step: there the state is whole."""
+"""Signals as requests to stop, obeyed after the current step, where the state is consistent."""
 
 import signal
 import threading

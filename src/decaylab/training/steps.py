@@ -1,4 +1,4 @@
-"""Training steps: as they are on the CPU, as replayed CUDA graphs on a GPU."""
+"""Training steps: eager on the CPU, replayed as CUDA graphs on a GPU."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -27,10 +27,9 @@ class Steps:
         batches: drawn for the epoch before `begin_epoch`.
         autocast: makes the context of a forward pass.
         world: the processes that take each step together.
-        graphs: on CUDA; False runs every step as it is there too.
-        refresh_after: K-FAC's factors are measured after a step, on its batch and with its new
-            weights, every so many steps, and inverted every so many; None: within steps, as K-FAC
-            does by itself.
+        graphs: whether to use CUDA graphs; False runs every step eagerly on CUDA too.
+        refresh_after: intervals in steps at which K-FAC's factors are measured and inverted after
+            a step, on its batch and with its new weights; None: within steps, K-FAC's own way.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Adam's memory of norms that are gone, and the effective learning rate that it makes.
+"""Adam's memory of past norms, and the effective learning rate that results.
 
 Let W be scale-invariant, u = W/|W|, and h = grad L(u), so that the gradient is g = h / |W|. Adam's
 step is lr m / sqrt(v), m a mean of g with the weights beta1^k, v one of g^2 with beta2^k. Beside

@@ -1,4 +1,4 @@
-"""Of an optimizer whose steps fit no law."""
+"""The law of an optimizer whose steps fit no known law."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Engines start ordinary `decaylab` commands and say what became of them.
+"""Engines start ordinary `decaylab` commands and report how they ended.
 
 All state stays in the run folders: any engine, or a person, can go on where another stopped. An
 engine is a class with the methods of `Engine`, in a module of its own here.
