@@ -44,7 +44,7 @@ def test_whole_runs_that_never_fit_ask_for_more_minutes(tmp_path):
     result = decaylab("reproduce", *SMALL, *limit)
     assert result.exit_code == RUNS_LEFT, result.output
     assert "0 runs made, 0 done before, 2 left" in result.stdout
-    assert "2 of those left were not begun" in result.stdout
+    assert "2 of those left were not started" in result.stdout
     assert json.loads(decaylab("reproduce", *SMALL, *limit, "--json").stdout)["late"]
 
 

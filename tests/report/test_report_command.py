@@ -114,7 +114,7 @@ def test_numbers_say_where_they_come_from(filled):
     text = filled[3].text
     assert "64 of 64 cells, tier smoke, on cpu" in text
     stand_ins = "MLP 256x256x256x256 for VGG16, ResNet20 for ResNet32, at width 0.125"
-    assert f"the numbers those of stand-ins on digits: {stand_ins}" in text
+    assert f"but the numbers are from stand-ins on digits: {stand_ins}" in text
     assert "one seed" in text
     assert "0.1.0 (012345678+)" in text
     assert "1 of 1 checks of the statements hold" in text

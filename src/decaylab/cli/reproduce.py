@@ -280,8 +280,8 @@ def _summarise(worker: Worker, chosen: list[Cell], tier: str, json_output: bool)
         say("the time is up: run the same command again to resume")
     if outcome.late:
         say(
-            f"{len(outcome.late)} of those left were not begun, since they should not have ended in"
-            " time (--whole-runs): give more --max-minutes if that stays so"
+            f"{len(outcome.late)} of those left were not started, since they would not have"
+            " finished in time (--whole-runs): raise --max-minutes if this happens again"
         )
     for run_id in outcome.elsewhere:
         say(f"another process is working on {run_id}")

@@ -155,12 +155,12 @@ def check(facts: Facts, split: str, parts: Sequence[ImageFile]) -> None:
     for part in parts:
         if part.images.shape[1:] != facts.shape:
             shape, wanted = ("x".join(map(str, x)) for x in (part.images.shape[1:], facts.shape))
-            reason = f"its images are {shape}, those of {facts.name} {wanted}"
+            reason = f"its images are {shape}, but {facts.name}'s are {wanted}"
             raise Damaged(part.path, reason, facts.remedy)
         wrong = (part.labels < 0) | (part.labels >= facts.classes)
         if wrong.any():
             label = f"label {part.labels[wrong][0]} at image {wrong.argmax()}"
-            reason = f"it has {label}, those of {facts.name} are 0..{facts.classes - 1}"
+            reason = f"it has {label}, but {facts.name}'s labels are 0..{facts.classes - 1}"
             raise Damaged(part.path, reason, facts.remedy)
     names = ", ".join(str(part.path) for part in parts)
     total = sum(len(part.labels) for part in parts)

@@ -89,7 +89,7 @@ def convert_decay(weight_decay: float, source: Stepping, target: Stepping) -> Co
     check_decay(source.decay, weight_decay)
     shrink = source.law.shrink(weight_decay, source.decay, source.lr)
     if weight_decay:
-        what = f"the part of the weights that a step takes at decay {weight_decay:g}"
+        what = f"the fraction of the weights that a step removes at decay {weight_decay:g}"
         Range(above=0, below=1).check(f"{what} and lr {source.lr:g}", shrink, "weaken the decay")
     converted = target.law.weight_decay_for(shrink, target.decay, target.lr)
     rotations = source.law.rotation(shrink), target.law.rotation(shrink)

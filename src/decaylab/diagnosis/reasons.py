@@ -274,7 +274,7 @@ class Reason(Enum):
         " react to the inputs."
     )
     REACTS_MORE = (
-        "Decay of the layers whose size counts ({counting:counting}) goes with outputs that react"
+        "Decay of the layers whose size counts ({counting:counting}) comes with outputs that react"
         " more."
     )
     REACTS_OPEN = (

@@ -241,7 +241,9 @@ def _note(filled: Filled, finished_runs: FinishedRuns) -> str:
     parts = [f"{filled.coverage}, tier {filled.tier}" + (f", on {devices}" if devices else "")]
     if runs and TIERS[filled.tier].on_digits:
         nets = stand_ins((run.spec for run in runs), named)
-        parts.append(f"names are the paper's, the numbers those of stand-ins on digits: {nets}")
+        parts.append(
+            f"the names are the paper's, but the numbers are from stand-ins on digits: {nets}"
+        )
     elif runs:
         networks_by_data: dict[str, dict[str, None]] = {}
         for run in runs:

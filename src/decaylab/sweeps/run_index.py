@@ -42,7 +42,7 @@ def indexed_runs(store: RunStore) -> tuple[list[IndexedRun], list[str]]:
         left_out += [f"{name}: {note}" for note in summary.damaged]
         if summary.manifest is None:
             left_out.append(
-                f"{name}: it has no manifest, so it was never begun: delete it, or begin it"
+                f"{name}: it has no manifest, so it never started: delete it, or train it"
             )
             continue
         try:

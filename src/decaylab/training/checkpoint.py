@@ -46,7 +46,7 @@ def flatten(state: Any, path: str = "state") -> tuple[Any, dict[str, Tensor]]:
     def visit(value: Any, where: str) -> Any:
         if isinstance(value, Tensor):
             if value.dtype not in _DTYPES:
-                raise TypeError(f"{where} is of {value.dtype}: a checkpoint holds no such thing")
+                raise TypeError(f"{where} is of {value.dtype}, which a checkpoint cannot hold")
             while where in tensors:  # {"a": {"b": ...}, "a.b": ...} or the keys 1 and "1"
                 where += "'"
             tensors[where] = value
@@ -60,7 +60,7 @@ def flatten(state: Any, path: str = "state") -> tuple[Any, dict[str, Tensor]]:
             return {_TUPLE: parts} if isinstance(value, tuple) else parts
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
-        raise TypeError(f"{where} is a {type(value).__name__}: a checkpoint holds no such thing")
+        raise TypeError(f"{where} is a {type(value).__name__}, which a checkpoint cannot hold")
 
     return visit(state, path), tensors
 

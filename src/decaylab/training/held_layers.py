@@ -146,7 +146,7 @@ def _listed(optimizers: Any) -> list[torch.optim.Optimizer]:
             raise WrongType(
                 "the optimizer",
                 optimizer,
-                "one with param groups of its own",
+                "one with its own param groups",
                 "use the optimizer that it wraps, without the wrapper",
             )
     return listed

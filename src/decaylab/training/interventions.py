@@ -133,8 +133,8 @@ class _Stepper:
         devices = {part.device for part in self._parts}
         if len(devices) > 1:
             raise DecaylabError(
-                f"{type(optimizer).__name__} steps layers on several devices: give each device an"
-                " optimizer of its own"
+                f"{type(optimizer).__name__} steps layers on several devices: give each device"
+                " its own optimizer"
             )
         self.device = devices.pop() if devices else torch.device("cpu")
         owner = [i for i, parts in enumerate(weights.values()) for _ in parts]

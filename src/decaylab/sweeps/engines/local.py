@@ -50,8 +50,8 @@ class LocalEngine:
         check_folder(self.folder)
         if any(job.gpus for job in jobs) and not self.gpus:
             remedy = (
-                "torch sees none, and these runs are for one; give --device cpu, or --engine slurm"
-                " or ray where there are some"
+                "torch sees none, but these runs need one; use --device cpu, or --engine slurm or"
+                " ray on a cluster that has some"
             )
             raise Lacks("this machine", "GPU", remedy)
 
