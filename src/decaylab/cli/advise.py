@@ -38,17 +38,17 @@ Steps = Annotated[
     typer.Option("--steps", help="Act within this many steps; by default the run's own."),
 ]
 LEGEND = (
-    "norm: in the records used; leads to: the norm under the suggested decay; balance: the norm"
-    " under the present decay; turns: radians per step at balance; steps: how many the suggested"
-    " decay needs to act\n"
+    "norm: now, in the records used; leads to: the norm that the suggested decay leads to; balance:"
+    " the norm that the present decay leads to; turns: radians per step at balance; steps: how many"
+    " the suggested decay needs to act\n"
 )
 OPTIMIZER_HELP = f"{', '.join(OPTIMIZER_NAMES)}."
 RULES_HELP = {
     "epochs": "the averaging time 1/(lr x decay) stays the same in epochs (Wang and Aitchison, ICML"
     " 2025, arXiv:2405.13698; checked there for AdamW on ResNet-18, ViTs and a NanoGPT)",
-    "run": "the averaging time stays the same part of the run (Bergsma et al., NeurIPS 2025, Power"
-    " Lines, arXiv:2505.13738; checked there for AdamW on language models, for other batch sizes at"
-    " the same number of parameters and tokens)",
+    "run": "the averaging time stays the same fraction of the run (Bergsma et al., NeurIPS 2025,"
+    " Power Lines, arXiv:2505.13738; checked there for AdamW on language models, for other batch"
+    " sizes at the same number of parameters and tokens)",
     "rotation": "the angle per step, over the root of the batch size, stays the same (equilibrium:"
     " Kosson et al., ICML 2024, arXiv:2305.17212, and tests/optim/test_laws.py; the root of the"
     " batch size follows for independent gradients and is not checked on a task)",
@@ -118,9 +118,9 @@ def scale_command(
     ratio = tokens_per_parameter(**factors)
     if not math.isclose(ratio, 1):
         note = (
-            f"note: tokens per parameter change to {words.times(ratio)} (parameters going with the"
-            " width squared). Power Lines finds that the best part of the run to average over falls"
-            " as a power of this ratio, so the second rule is rough here"
+            f"note: tokens per parameter change to {words.times(ratio)} (if parameters grow with"
+            " the width squared). Power Lines finds that the best fraction of the run to average"
+            " over falls as a power of this ratio, so the second rule is rough here"
         )
         say(note)
 

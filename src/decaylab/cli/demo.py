@@ -122,7 +122,7 @@ LEARNED = {
     "mechanism2": "Learned: with decay, the network reacts less to a change of its input.",
     "mechanism3": "Learned: with decay, the damping counts for less against the curvature.",
 }
-OTHERWISE = "Learned: one short run does not show it everywhere; --seeds 3 tells more."
+OTHERWISE = "Learned: one short run does not show it everywhere; --seeds 3 shows more."
 SUMMARY = {
     "mechanism1": (
         "Under batch normalisation, weight decay does not make the network simpler: it acts as a"
