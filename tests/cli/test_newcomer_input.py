@@ -113,7 +113,7 @@ def test_a_data_folder_that_is_not_there_is_refused_once(tmp_path):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("broken:build", "mend broken first"),
+        ("broken:build", "fix broken first"),
         ("brokn:build", "run the command where `import` finds it"),
         ("torch.optim:AdanW", "(did you mean AdamW?)"),
     ],

@@ -324,6 +324,6 @@ def test_advice_followed_is_shown_best_first(tmp_path):
     assert [cell[1] for cell in cells] == ["1.1050", "1.2050", "1.5050"]
     assert cells[1][0] == "0.7, on the 1 layers it is suggested for"
     assert cells[1][2:] == ["0.0071", "2"]
-    assert "the one value is their mean." in text
+    assert "the single value is their mean." in text
     assert "1.00 to 1.50 times" in text
     assert "(median 1.25)" in text
