@@ -68,7 +68,7 @@ def one_run(spec: RunSpec, data: DataSet, compiled: bool) -> Row:
 
 
 def runs_at_once(specs: list[RunSpec], data: DataSet, compiled: bool) -> float:
-    """Seconds of an epoch of all these runs, a step each in turn."""
+    """Seconds of an epoch of all these runs, which take turns."""
     how = Execution(1e9, every_step=True, at_once=len(specs), compiled=compiled)
     device = data.train.images.device
     counted = (specs[0].epochs or 0) - 2

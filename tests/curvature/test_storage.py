@@ -1,6 +1,7 @@
 """Triangles lose nothing, halves what TF32 loses; a KFAC that uses them steps and resumes alike."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from oracle.kfac_runs import labels_for, random, seeded, train_step
 from torch import nn
 
 from decaylab.curvature import kinds, preconditioner, storage
+from decaylab.curvature.kinds.kind import Shape
 from decaylab.curvature.storage import InverseStack, diagonal_of, halved, pack, unpack
 from decaylab.optim.kfac import KFAC, KFACOptions
 from decaylab.optim.kfac_state import curvature_state
@@ -226,6 +228,23 @@ def test_how_much_is_kept():
     assert factors == pytest.approx(size, rel=2e-3)  # two whole matrices would be twice that
     assert inverted == size
     assert inverses.weight_step.nbytes == size
+
+
+def test_by_default_large_inverses_are_halved_on_cuda():
+    """If they would need over 1 GiB. Short sides, diagonals and the CPU do not count."""
+
+    def are_halved(*sides, device="cuda", diagonal=False):
+        shapes = [Shape(*side, False, diagonal, diagonal, torch.float32) for side in sides]
+        banks = [SimpleNamespace(count=1, shape=shape) for shape in shapes]
+        return preconditioner.are_halved(banks, torch.device(device))
+
+    whole = 2**14  # its square in float32 is 1 GiB
+    assert not are_halved((whole, 640))
+    assert are_halved((whole, 640), (641, 1))
+    assert not are_halved((whole, whole), device="cpu")
+    assert not are_halved((whole, whole), diagonal=True)
+    opt = KFAC(nn.Linear(700, 700), 0.1)
+    assert not opt._preconditioner.banks[0].A.half
 
 
 def room_for_steps(opt: KFAC) -> int:

@@ -8,6 +8,7 @@ import functools
 import gc
 import itertools
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -260,16 +261,15 @@ def test_a_replayed_refresh_and_inversion_are_the_launched_ones(half, scaling):
 def test_what_the_graph_of_an_inversion_keeps_in_memory():
     """No more than is counted; it goes with the optimizer."""
 
-    def reserved():
-        """Without cuBLAS's workspaces, one for each stream: no graph is replayed again."""
-        gc.collect()
-        torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved()
+    def kept(pool):
+        """What graphs keep by stream."""
+        segments = {}
+        for segment in torch.cuda.memory_snapshot():
+            if tuple(segment["segment_pool_id"]) == tuple(pool):
+                segments.setdefault(segment["stream"], []).append(segment["total_size"])
+        return segments
 
     def run(replay):
-        """After some steps: what graphs keep by stream, and what is counted."""
         opt = new_kfac(model, kl_clip=None, refresh_every=1, invert_every=1)
         if not replay:
             opt._inversion = None
@@ -279,24 +279,25 @@ def test_what_the_graph_of_an_inversion_keeps_in_memory():
             opt.zero_grad()
         assert not replay or opt._inversion.replays
         opt.detach()
-        segments = {}
-        for segment in torch.cuda.memory_snapshot():
-            if tuple(segment["segment_pool_id"]) == tuple(opt._updater._graphs.pool):
-                segments.setdefault(segment["stream"], []).append(segment["total_size"])
-        return segments, opt._preconditioner.inversion_room
-
-    def kept(segments):
-        return sum(map(sum, segments.values()))
+        return opt, opt._updater._graphs.pool
 
     model = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(4)), nn.Linear(2000, 10)).cuda()
     x, y = torch.randn(64, 2000).cuda(), torch.randint(10, (64,)).cuda()
-    run(replay=True)
-    before = reserved()
-    launched, room = run(replay=False)
-    replayed, _ = run(replay=True)
+    opt, pool = run(replay=False)
+    launched = kept(pool)
+    opt, pool = run(replay=True)
+    replayed, room = kept(pool), opt._preconditioner.inversion_room
+    more = sum(map(sum, replayed.values())) - sum(map(sum, launched.values()))
     parts = f"by stream: {launched}, with the inversion {replayed}"
-    assert 0 < kept(replayed) - kept(launched) <= room, f"more than {room}; {parts}"
-    assert reserved() <= before + 2**22
+    assert 0 < more <= room, f"more than {room}; {parts}"
+    state = weakref.ref(opt._preconditioner)
+    del opt
+    gc.collect()
+    assert state() is None
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # one for each stream: no graph of it is replayed again
+    torch.cuda.empty_cache()
+    assert not kept(pool)
 
 
 def test_a_replayed_update_leaves_out_what_is_not_finite():

@@ -157,6 +157,30 @@ def test_runs_at_once_are_the_runs_alone_also_beside_one_that_diverges(data):
         assert_same_state(last[spec].model.state_dict(), expected.model.state_dict())
 
 
+def test_runs_at_once_go_at_their_own_pace(data, monkeypatch):
+    """The short one has three times the steps of the long one, and yet ends before it."""
+    long = replace(SPECS["sgd"], precision="bf16", seed=0, epochs=5)
+    short = replace(SPECS["adam"], precision="bf16", seed=1, epochs=15)
+    alone = {spec: train_to_end(spec, data=data, device="cuda") for spec in (long, short)}
+    step = TrainingRun.train_step
+
+    def train_step(run):
+        if run.spec.seed == long.seed and run.epoch >= 2:  # both have captured their steps then
+            torch.cuda._sleep(2 * 10**8)  # a tenth of a second, on the run's stream
+        return step(run)
+
+    monkeypatch.setattr(TrainingRun, "train_step", train_step)
+    how = Execution(every_step=True, at_once=2)
+    runs = {s: train(s, data=data, device="cuda", execution=how) for s in (long, short)}
+    finished = {spec: given for spec, given in interleave(runs) if given.kind == "finished"}
+    assert list(finished) == [short, long]
+    for spec, expected in alone.items():
+        found, wanted = dict(finished[spec].values), dict(expected.values)
+        del found["train/seconds"], wanted["train/seconds"]
+        assert found == wanted
+        assert_same_state(finished[spec].model.state_dict(), expected.model.state_dict())
+
+
 @pytest.mark.parametrize("name", ["sgd", "kfac-g, lag"])
 def test_a_run_that_was_left_continues_bit_for_bit(tmp_path, data, name):
     spec = replace(SPECS[name], precision="bf16", epochs=3)

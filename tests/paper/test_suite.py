@@ -12,7 +12,15 @@ from decaylab.paper.plan import plan
 from decaylab.paper.settings import searched, table
 from decaylab.paper.suite import spec_for
 
-OURS = {"decay-alone", "jacobian-alone", "jacobian-lr", "fig9-bn", "fig9-pace", "bursts"}
+OURS = {
+    "decay-alone",
+    "jacobian-alone",
+    "jacobian-lr",
+    "fig9-bn",
+    "fig9-pace",
+    "bursts",
+    "adam-precision",
+}
 PAPER = {"table1", "table2", "table3", *(f"fig{n}" for n in range(1, 10))}
 
 

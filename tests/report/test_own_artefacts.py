@@ -115,8 +115,11 @@ def test_a_metric_that_is_no_share_is_shown_as_it_is(filled, kind, monkeypatch):
     assert panel.y_label == "jacobian_norm"
 
 
+OUR_FIGURES = ["adam-precision", "bursts", "fig9-bn", "fig9-pace", "jacobian-lr"]
+
+
 def test_those_of_the_paper_come_first(filled):
     filled("table", '["network", "optimizer", "weight_decay"]', OPTIMIZERS)
     tables = ["table1", "table2", "table3", "decay-alone", "jacobian-alone", "of-ones-own"]
-    figures = [*(f"fig{n}" for n in range(1, 10)), "bursts", "fig9-bn", "fig9-pace", "jacobian-lr"]
+    figures = [*(f"fig{n}" for n in range(1, 10)), *OUR_FIGURES]
     assert [one.name for one in all_artefacts()] == tables + figures

@@ -1,6 +1,6 @@
 """Damped inverses of the factors, and what they are for: gradients in, preconditioned steps out."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import cycle
@@ -19,7 +19,7 @@ from decaylab.curvature.storage import InverseStack, diagonal_of
 # Bytes of factors that are inverted in one go: more are no faster, and need room for all of them.
 INVERTED_AT_ONCE = 2**24
 # So many bytes of gradients and steps stay in memory between steps: more only cost room there. And
-# so many of an inversion, in its graph.
+# so many of an inversion, in its graph; and of large inverses in float32.
 LARGEST_KEPT = 2**30
 # Layers with sides up to this one, whose products are small, are preconditioned in full float32.
 LARGEST_PRECISE = 640
@@ -231,12 +231,30 @@ class Inverses:
         return joined
 
 
+def are_halved(banks: Iterable[Bank], device: torch.device) -> bool:
+    """Whether large inverses are kept in float16 by default: on CUDA, if they are over 1 GiB.
+
+    Products with them are in TF32 there, which reads as many bits of them.
+    """
+    numbers = sum(
+        bank.count * length**2
+        for bank in banks
+        for length, diagonal in (
+            (bank.shape.input_dim, bank.shape.input_diagonal),
+            (bank.shape.output_dim, bank.shape.output_diagonal),
+        )
+        if length > LARGEST_PRECISE and not diagonal
+    )
+    return device.type == "cuda" and 4 * numbers > LARGEST_KEPT
+
+
 class Preconditioner:
     """Every block's inverse, gradient and preconditioned step.
 
     `slots` has the views for each covered parameter: write the gradient there, `precondition()`,
     and read the step, in `room()`. Several ranks divide the inversions between them. `half`: keep
-    large inverses in float16. `roots`: keep roots of inverses, for the steepest steps.
+    large inverses in float16; None: if `are_halved`. `roots`: keep roots of inverses, for the
+    steepest steps.
     """
 
     def __init__(
@@ -244,7 +262,7 @@ class Preconditioner:
         factors: RunningFactors,
         workers: Workers,
         *,
-        half: bool = False,
+        half: bool | None = None,
         roots: bool = False,
     ) -> None:
         self.blocks, self._factors, self._workers = factors.blocks, factors, workers
@@ -257,6 +275,8 @@ class Preconditioner:
         self._to_run: list[Inversion] = []
         self._of_others: list[Inversion] = []  # which other ranks run
         self._per_advance = 0
+        if half is None:
+            half = are_halved(factors.banks, device)
         self.banks = [
             Inverses(b, workers.size, half=half and b.shape.dtype == torch.float32, roots=roots)
             for b in factors.banks

@@ -34,7 +34,8 @@ class KFACOptions:
             refresh and an inversion, as graphs; False launches the kernels one by one, as for
             models with more than 1 GiB of gradients.
         half_inverses: store inverses with sides longer than 640 in float16, with one power-of-two
-            scale per matrix: as precise as a TF32 product reads them, in half the memory.
+            scale per matrix: as precise as a TF32 product reads them, in half the memory. None does
+            so on CUDA if they would need more than 1 GiB.
         momentum_first: precondition the momentum of the gradients, instead of taking the momentum
             of preconditioned steps. `step_scaling="spectral"` does so in any case.
         others_betas: Adam's coefficients for parameters outside the blocks.
@@ -49,7 +50,7 @@ class KFACOptions:
     process_group: Any = None
     equal_shares: bool = False
     replay: bool = True
-    half_inverses: bool = False
+    half_inverses: bool | None = None
     momentum_first: bool = False
     others_betas: tuple[float, float] = (0.9, 0.999)
     others_eps: float = 1e-8

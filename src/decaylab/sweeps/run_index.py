@@ -63,10 +63,14 @@ def indexed_runs(store: RunStore) -> tuple[list[IndexedRun], list[str]]:
 def device_seconds(runs: Sequence[tuple[Manifest, float]]) -> list[float]:
     """How long each run had the device: its time at work, or of a shared device its share.
 
-    Runs that take turns wait for each other's work, so that the time at work of one says little
+    Runs that take turns wait for the device together, so that the time at work of one says little
     (only their sum does). From its start to its end such a run has the n-th part of each moment,
     where n of those given are under way on the same device; no more than its `at_once`, since there
     may be several such devices. One that was stopped in between keeps its time at work.
+
+    This assumes that each goes at its own pace (`interleave`). In version 0.2.0 runs went in
+    lockstep: beside one with longer steps a run had less of the device than is counted here, and
+    the other had more.
     """
     took_turns = [run.at_once > 1 and not run.resumes for run, _ in runs]
     shares = _Shares([run for run, _ in compress(runs, took_turns)])

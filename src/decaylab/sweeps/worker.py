@@ -58,8 +58,8 @@ class WorkerOptions:
             machine whose checkpoints are lost with it).
         keep_checkpoints: else a finished run's is deleted: it may be over a gigabyte.
         checkpoint_every: seconds between checkpoints, at least.
-        at_once: runs that take turns, a step each; on a GPU their steps overlap. Each gives what
-            it gives alone.
+        at_once: runs that take turns; on a GPU their steps overlap, and each goes at its own pace.
+            Each gives what it gives alone.
         processes: like this one that share the device, itself included: one prepares a run while
             another trains. Recorded (their seconds mingle), and counted by `whole_runs`.
         compiled: networks go through torch.compile: half a minute, once, for a fifth less a step.
@@ -123,7 +123,7 @@ class Worker:
         todo = list(self.planned)
         if self.options.seconds is not None:
             self._ends = time.monotonic() + self.options.seconds
-        active: dict[str, Iterator[RunEvent | None]] = {}
+        active: dict[str, Iterator[RunEvent | Progress]] = {}
         with _time_limit(self.options.seconds), requests.listening():  # between runs, too
             try:
                 while self._begin(todo, active):
@@ -132,7 +132,7 @@ class Worker:
                         for _, event in turns:
                             if isinstance(event, Exception):
                                 raise event
-                            if event is not None:
+                            if isinstance(event, RunEvent):
                                 yield event
                             self._begin(todo, active)
             except Interrupted as stop:
@@ -165,7 +165,9 @@ class Worker:
                     if stop.exit_code != 128 + signal.SIGALRM:
                         raise
 
-    def _begin(self, todo: list[PlannedRun], active: dict[str, Iterator[RunEvent | None]]) -> bool:
+    def _begin(
+        self, todo: list[PlannedRun], active: dict[str, Iterator[RunEvent | Progress]]
+    ) -> bool:
         """Let runs join those under way while there is room; False if there are none then.
 
         Looks at what others do when a run has ended, or `poll` seconds after the last time.
@@ -251,15 +253,15 @@ class Worker:
             self.outcome.failed[run_id] = manifest.message if manifest else "diverged"
         return state
 
-    def _made(self, planned: PlannedRun) -> Iterator[RunEvent | None]:
+    def _made(self, planned: PlannedRun) -> Iterator[RunEvent | Progress]:
         """One run, while `_left` has what it still needs."""
         try:
             yield from self._tried(planned)
         finally:
             del self._left[planned.spec.id]
 
-    def _tried(self, planned: PlannedRun) -> Iterator[RunEvent | None]:
-        """One run, tried twice if need be; None after a step, when several runs take turns."""
+    def _tried(self, planned: PlannedRun) -> Iterator[RunEvent | Progress]:
+        """One run, tried twice if need be; Progress after a step, when several runs take turns."""
         run_id = planned.spec.id
         for attempt in (1, 2):
             total_seconds = self._left[run_id] = self._estimated(planned)
@@ -282,7 +284,7 @@ class Worker:
                                 yield RunEvent("pruned", planned, progress)
                                 return
                         elif progress.kind == "step":
-                            yield None
+                            yield progress
                 self._clean(planned)
                 if progress and progress.made_before:  # by another process, since this one looked
                     self.outcome.before.append(run_id)

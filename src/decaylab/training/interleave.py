@@ -5,6 +5,9 @@ from contextlib import ExitStack
 from traceback import clear_frames
 from typing import TypeVar
 
+from decaylab.training.backlog import Backlog, wait_for
+from decaylab.training.loop import Progress
+
 Name = TypeVar("Name")
 Given = TypeVar("Given")
 
@@ -13,6 +16,9 @@ def interleave(
     active: dict[Name, Iterator[Given]],
 ) -> Generator[tuple[Name, Given | Exception], None, None]:
     """Advance runs made by `train` in turn, and yield whose turn it was with what it gave.
+
+    Each goes at its own pace: a run whose steps the device has yet to do (`Progress.backlog`) is
+    passed over meanwhile. On a CPU none ever is, so that runs simply alternate.
 
     A run that has ended is taken out of the mapping, and one that is put into it joins the others.
 
@@ -31,9 +37,15 @@ def interleave(
     >>> [seed for seed, progress in turns if progress.kind == "finished"]
     [0, 1]
     """
+    backlogs: dict[Name, Backlog] = {}  # of runs that gave Progress in their last turn
     try:
         while active:
+            waiting = True
             for name, run in list(active.items()):
+                if name in backlogs and not backlogs[name].is_short():
+                    continue
+                waiting = False
+                backlogs.pop(name, None)
                 given: Given | Exception
                 try:
                     given = next(run)
@@ -44,7 +56,11 @@ def interleave(
                     del active[name]
                     clear_frames(error.__traceback__)  # they hold the run's memory
                     given = error
+                if isinstance(given, Progress):
+                    backlogs[name] = given.backlog
                 yield name, given
+            if waiting:
+                wait_for(backlogs.values())
     finally:
         with ExitStack() as stack:  # every run is closed, also if closing another fails
             for run in active.values():

@@ -16,6 +16,7 @@ from decaylab.errors import Diverged, Lacks
 from decaylab.records import Manifest, RunStore
 from decaylab.training import checkpoint
 from decaylab.training.arithmetic import prepare_deterministic
+from decaylab.training.backlog import Backlog
 from decaylab.training.build import chosen_split
 from decaylab.training.execution import Execution
 from decaylab.training.journal import Journal, open_journal
@@ -37,6 +38,7 @@ class Progress:
 
     `loss` is the last batch's, on the device: reading it waits for the device. `made_before`: the
     run was already finished, by an earlier start or another process, and nothing was trained.
+    `backlog` says how far the device is behind (`interleave`).
     """
 
     kind: Literal["step", "epoch", "finished"]
@@ -51,6 +53,7 @@ class Progress:
     optimizer: torch.optim.Optimizer | None = field(default=None, repr=False)
     loss: Tensor | None = field(default=None, repr=False)
     made_before: bool = False
+    backlog: Backlog = field(default_factory=Backlog, repr=False, compare=False)
 
 
 def train(
@@ -291,6 +294,7 @@ def _progress(
         model=run.model,
         optimizer=run.optimizer,
         loss=loss,
+        backlog=run.backlog,
     )
 
 

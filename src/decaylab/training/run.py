@@ -27,6 +27,7 @@ from decaylab.probes.registry import When, probe_named
 from decaylab.probes.watch import Watch
 from decaylab.records import TestHits
 from decaylab.training.arithmetic import arithmetic, prepare_deterministic
+from decaylab.training.backlog import Backlog
 from decaylab.training.build import CAPTURED, build_batches, build_model, build_optimizer
 from decaylab.training.evaluate import Evaluation, Evaluator
 from decaylab.training.held_layers import select
@@ -95,6 +96,7 @@ class TrainingRun:
         cuda = self.device.type == "cuda"
         # ahead of the stream on which K-FAC inverts beside it
         self._stream = torch.cuda.Stream(self.device, priority=-1) if cuda else None
+        self.backlog = Backlog()
         self._behind = True  # whether the outer stream has work that the run's must wait for
         self.beside_others = False  # whether other runs take turns with this one
         assert spec.epochs is not None
@@ -135,8 +137,13 @@ class TrainingRun:
 
     @property
     def seconds(self) -> float:
-        """Time at work since the start, over all resumes: training, evaluation, checkpoints."""
-        return self._seconds + (0.0 if self._since is None else perf_counter() - self._since)
+        """Time at work since the start, over all resumes: training, evaluation, checkpoints.
+
+        Of runs that take turns only the sum says something: the time in which all of them wait for
+        the device is divided equally.
+        """
+        now = 0.0 if self._since is None else perf_counter() - self._since
+        return self._seconds + self.backlog.waited + now
 
     @property
     def lr(self) -> float:
@@ -155,7 +162,7 @@ class TrainingRun:
 
         So runs that take turns in one process do not disturb each other.
         """
-        self._since = perf_counter()
+        began = self._since = perf_counter()
         outer = _get_states(self.device)
         _set_states(self._random, self.device)
         try:
@@ -167,7 +174,8 @@ class TrainingRun:
         finally:
             self._random = _get_states(self.device)
             _set_states(outer, self.device)
-            self._seconds, self._since = self.seconds, None
+            self._seconds += perf_counter() - began
+            self._since = None
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -188,7 +196,9 @@ class TrainingRun:
             with torch.cuda.stream(self._stream):
                 yield
         finally:
-            outer.wait_stream(self._stream)
+            done = self._stream.record_event()
+            outer.wait_event(done)
+            self.backlog.add(done)
 
     def autocast(self) -> torch.autocast:
         """For forward passes: bf16 where the spec asks for it. Weights and steps stay float32."""
@@ -271,6 +281,7 @@ class TrainingRun:
             splits["train"] = self.data.train
         launch = partial(self._evaluate.launch, between=between)
         self._evaluations = {n: self.world.evaluated(split, launch) for n, split in splits.items()}
+        self.backlog.reads_next = True
 
     def measure(self) -> dict[str, float]:
         """The numbers at the end of an epoch, once `launch_evaluation` has been called for it."""
@@ -289,6 +300,7 @@ class TrainingRun:
             if name == "test":
                 self._test_correct = result.correct
         self._evaluations = {}
+        self.backlog.reads_next = False
         values["lr"] = self.lr
         values["exposure/stage"] = self.stage_exposure()
         return values
