@@ -211,7 +211,7 @@ def test_the_command_says_what_reproduce_makes_of_the_winner(tmp_path):
 
 def test_the_command_says_what_lies_on_the_edge(tmp_path):
     said = search(tmp_path, "--weight-decay", "0.01,0.1", "--no-widen")
-    assert "on the edge of what was tried: weight_decay (give --weight-decay beyond it)" in said
+    assert "on the edge of what was tried: weight_decay (try --weight-decay beyond it)" in said
 
 
 def test_a_constant_lr_is_searched_by_training_loss_and_taken_by_its_figure_alone(tmp_path):
