@@ -149,18 +149,21 @@ def regression_step(opt, model, seed, inputs):
     opt.zero_grad()
 
 
-def test_without_curvature_it_is_muon():
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_without_curvature_it_is_muon(nesterov):
     """With a damping that drowns the factors; torch's Muon computes in bfloat16."""
     torch.manual_seed(0)
     model = nn.Linear(24, 16, bias=False)
     other = copy.deepcopy(model)
     opt = KFAC(model, 0.01, step_scaling="spectral", damping=1e12, likelihood="gaussian")
+    assert opt.nesterov
+    opt.nesterov = nesterov
     muon = torch.optim.Muon(
         other.parameters(),
         0.01,
         weight_decay=0.0,
         momentum=0.9,
-        nesterov=False,
+        nesterov=nesterov,
         adjust_lr_fn="match_rms_adamw",
     )
     for i in range(5):

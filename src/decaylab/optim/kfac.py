@@ -190,6 +190,7 @@ class KFAC(torch.optim.Optimizer):
         self.step_rms = None if scaling == "none" else step_rms
         self.step_scaling = scaling
         self.momentum_first = options.momentum_first or scaling == "spectral"
+        self.nesterov = scaling == "spectral"
         self.damping_scaling = scaled_damping
         self.refresh_every, self.invert_every = refresh_every, invert_every
         self._distribution = distribution_of(
@@ -610,7 +611,7 @@ class KFAC(torch.optim.Optimizer):
                 "use bfloat16 autocast without one, or curvature='fisher'",
             )
         scale = LossScale(getattr(self, "grad_scale", None), skip)
-        rule = StepRule(self.kl_clip, self.step_rms, self.momentum_first)
+        rule = StepRule(self.kl_clip, self.step_rms, self.momentum_first, self.nesterov)
         arguments = self.param_groups, self.state, rule, self.scale_free, scale
         self._updater(*arguments, replay=self._replays)
 
