@@ -51,7 +51,7 @@ KINDS = {
     "spectral": {"step_scaling": "spectral"},
     "spectral, Adam's head": {"step_scaling": "spectral", "exclude": (*EMBEDDINGS, "head")},
 }
-LENGTH, WINDOWS, IMAGES = 64, 8, 64
+LENGTH, WINDOWS, IMAGES, HELD_OUT = 64, 8, 64, 1024
 
 
 def optimizers(model: nn.Module, row: Row) -> list[torch.optim.Optimizer]:
@@ -73,10 +73,11 @@ def optimizers(model: nn.Module, row: Row) -> list[torch.optim.Optimizer]:
 
 def text() -> tuple[Callable[[], nn.Module], Callable[[int], Batches], Batches]:
     train, test = python_sources(torch.device("cpu"), 2**22)
+    held_out = text_batches(test, HELD_OUT, LENGTH, 0)()  # drawn once: all are asked the same
     return (
         lambda: GPT(256, LENGTH, 32, 2, 2),
         lambda seed: text_batches(train, WINDOWS, LENGTH, seed + 1),
-        text_batches(test, 16 * WINDOWS, LENGTH, 0),
+        lambda: held_out,
     )
 
 
