@@ -121,7 +121,7 @@ def test_kfacs_steps_of_a_set_length_take_the_same_path(scaling, momentum):
 
 
 def written_out(lr, shrink, momentum, nesterov):
-    """lr r_t / (r_(t+1) mean of r), with r_t = (1 - shrink)^t and each of the momentum's weights."""
+    """lr r_t / (r_(t+1) mean of r): r_t = (1 - shrink)^t, and each of the momentum's weights."""
     rates = []
     for t in range(STEPS):
         weights = [momentum**k for k in range(t + 1)]  # the newest first
