@@ -119,10 +119,10 @@ def test_kinds_of_steps(benchmark, tmp_path, capsys):
     step_kinds = benchmark("step_kinds")
     options = "--steps 3 --seeds 2 --rates 0.001 0.01 --dampings 0.1"
     rows = records(step_kinds.main, options, tmp_path / "steps.json")
-    assert len(rows) == (6 + 4) * (2 + 1)  # AdamW, kinds of K-FAC; on the GPT Muon and one more
+    assert len(rows) == (8 + 5) * (2 + 1)  # AdamW, kinds of K-FAC; on the GPT Muon and two more
     assert all(math.isfinite(row["held_out"]) for row in rows)
-    assert capsys.readouterr().out.count("(n = 2)") == (6 + 4) * 2
-    assert benchmark("loops_page").steps(rows).count("(n = 2)") == (6 + 4) * 2
+    assert capsys.readouterr().out.count("(n = 2)") == (8 + 5) * 2
+    assert benchmark("loops_page").steps(rows).count("(n = 2)") == (8 + 5) * 2
     assert records(step_kinds.main, options, tmp_path / "steps.json") == rows  # known by now
 
 

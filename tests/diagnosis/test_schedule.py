@@ -120,6 +120,37 @@ def test_kfacs_steps_of_a_set_length_take_the_same_path(scaling, momentum):
         assert (a - b).norm() < 1e-8
 
 
+def written_out(lr, shrink, momentum, nesterov):
+    """lr r_t / (r_(t+1) mean of r): r_t = (1 - shrink)^t, and each of the momentum's weights."""
+    rates = []
+    for t in range(STEPS):
+        weights = [momentum**k for k in range(t + 1)]  # the newest first
+        if nesterov:
+            weights = [momentum * w for w in weights]
+            weights[0] += 1
+        r = [(1 - shrink) ** (t - k) for k in range(t + 1)]
+        mean = sum(w * x for w, x in zip(weights, r, strict=True)) / sum(weights)
+        rates.append(lr / (1 - shrink) / mean)
+    return rates
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_a_momentum_of_gradients_counts_what_it_remembers(nesterov):
+    """Muon's and spectral K-FAC's, with every weight written out."""
+    for kind in ("muon", "spectral"):
+        model = net()
+        decayed, rest = decayed_layers_only(model, weight_decay=0.5, decay="decoupled")
+        groups = [decayed, {**rest, "lr": 0.0}]
+        if kind == "spectral":
+            optimizer = decaylab.KFAC(model, 0.05, params=groups, step_scaling="spectral")
+            optimizer.nesterov = nesterov
+        else:
+            settings = {"weight_decay": 0.5, "momentum": 0.9, "nesterov": nesterov}
+            optimizer = torch.optim.Muon(decayed["params"], 0.05, **settings)
+        schedule = equivalent_schedule(run(model, optimizer))
+        assert schedule.lr == pytest.approx(written_out(0.05, 0.025, 0.9, nesterov), rel=1e-9)
+
+
 class Follow:
     """Learning rate and damping of a schedule, step by step, for K-FAC."""
 

@@ -149,18 +149,21 @@ def regression_step(opt, model, seed, inputs):
     opt.zero_grad()
 
 
-def test_without_curvature_it_is_muon():
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_without_curvature_it_is_muon(nesterov):
     """With a damping that drowns the factors; torch's Muon computes in bfloat16."""
     torch.manual_seed(0)
     model = nn.Linear(24, 16, bias=False)
     other = copy.deepcopy(model)
     opt = KFAC(model, 0.01, step_scaling="spectral", damping=1e12, likelihood="gaussian")
+    assert opt.nesterov
+    opt.nesterov = nesterov
     muon = torch.optim.Muon(
         other.parameters(),
         0.01,
         weight_decay=0.0,
         momentum=0.9,
-        nesterov=False,
+        nesterov=nesterov,
         adjust_lr_fn="match_rms_adamw",
     )
     for i in range(5):
@@ -199,6 +202,66 @@ def test_momentum_first_meets_the_newest_inverses():
         by_hand.step()
         by_hand.zero_grad()
     assert torch.allclose(flat(model), flat(other), atol=1e-12)
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_spectral_steps_look_ahead_as_nesterov_does(by_columns):
+    """Equal to spectral steps without momentum, of gradient + 0.9 average kept by hand."""
+    model, other = seeded(net), seeded(net)
+    if by_columns:  # not as the step lies in memory: what no fused kernel takes
+        model[-1].weight.data = model[-1].weight.data.T.contiguous().T
+    settings = {"step_scaling": "spectral", "weight_decay": 0.1, **EXACT}
+    opt = KFAC(model, 0.1, **settings)
+    by_hand = KFAC(other, 0.1, momentum=0.0, **settings)
+    averages = [torch.zeros_like(p) for p in other.parameters()]
+    for i in range(4):
+        train_step(opt, model, *data(i))
+        cross_entropy(other(data(i)[0]), data(i)[1]).backward()
+        for p, average in zip(other.parameters(), averages, strict=True):
+            p.grad += 0.9 * average.mul_(0.9).add_(p.grad)
+        by_hand.step()
+        by_hand.zero_grad()
+    (pattern,) = opt._updater._patterns.values()
+    assert pattern.alike == [not by_columns]
+    assert torch.allclose(flat(model), flat(other), atol=1e-12)
+    for p, average in zip(model.parameters(), averages, strict=True):
+        assert torch.allclose(opt.state[p]["momentum_buffer"], average, atol=1e-12)
+
+
+def test_a_gradient_that_is_not_finite_leaves_later_steps_alone():
+    """They are those of a training that has not met it."""
+    ends = []
+    for broken in (False, True):
+        model = seeded(net)
+        opt = KFAC(model, 0.1, step_scaling="spectral", outputs="exact")
+        for i in range(4):
+            if broken and i == 2:
+                cross_entropy(model(data(9)[0]), data(9)[1]).backward()
+                model[-1].weight.grad[0, 0] = torch.inf
+                opt.step()
+                opt.zero_grad()
+            train_step(opt, model, *data(i))
+        ends.append(flat(model))
+    assert torch.equal(*ends)
+
+
+def test_a_grad_scaler_changes_nothing():
+    """Nor does a step that overflows: neither the weights nor the momentum see it."""
+    model, plain = seeded(net).float(), seeded(net).float()
+    settings = {"step_scaling": "spectral", "outputs": "exact"}
+    opt, expected = KFAC(model, 0.05, **settings), KFAC(plain, 0.05, **settings)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for i in (0, 1, 9, 2, 3):
+        x, y = data(i)
+        scaler.scale(cross_entropy(model(x.float()), y)).backward()
+        if i == 9:
+            model[0].weight.grad.view(-1)[0] = torch.inf
+        else:
+            train_step(expected, plain, x.float(), y)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    torch.testing.assert_close(flat(model), flat(plain), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("scaling", ["rms", "spectral"])

@@ -8,6 +8,7 @@ from oracle.formulas import Lion as LionOptimizer
 from refusals import refuses
 from torch import nn
 
+from decaylab import KFAC
 from decaylab.errors import OutOfRange, UnknownName
 from decaylab.optim.laws import (
     Adam,
@@ -127,6 +128,32 @@ def test_kfac_whose_steps_have_one_length():
             angles.append(math.acos(min(float(weight @ after / weight.norm() / after.norm()), 1.0)))
         weight = after
     assert sum(angles) / len(angles) == pytest.approx(law.rotation(shrink), rel=0.05)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_kfac_whose_steps_are_spectral(nesterov):
+    """As Muon's above, within 15 %, under a damping that drowns the curvature."""
+
+    class Held(KFAC):
+        """Of a layer that is observed once; gradients come from elsewhere."""
+
+        def __init__(self, params):
+            model = nn.Linear(*SHAPE[::-1], bias=False, dtype=torch.float64)
+            (model.weight,) = params
+            settings = {"weight_decay": 0.1, "damping": 1e12, "likelihood": "gaussian"}
+            settings |= {"refresh_every": 10**6, "invert_every": 10**6}
+            super().__init__(model, 0.02, step_scaling="spectral", **settings)
+            self.nesterov = nesterov
+            model(torch.randn(100, SHAPE[1], dtype=torch.float64))
+
+    probe = Held([nn.Parameter(torch.ones(SHAPE, dtype=torch.float64))])
+    law = law_of(probe, probe.param_groups[0])
+    assert law == Kfac(0.9, 0.2, nesterov)
+    shrink = law.shrink(0.1, "decoupled", 0.02)
+    _, _, angles = walk(Held, round(8 / (2 * shrink)), 1.0)
+    late = angles[round(3 / (2 * shrink)) :]
+    seen = math.sqrt(sum(angle**2 for angle in late) / len(late))
+    assert seen == pytest.approx(law.rotation(shrink), rel=0.15)
 
 
 @pytest.mark.parametrize("beta1", [0.0, 0.9, 0.95])

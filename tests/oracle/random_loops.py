@@ -240,7 +240,9 @@ class DenseLoop:
                     return torch.zeros_like(p)
                 g = p.grad + s.weight_decay * p.detach() * (s.decay == "l2")
                 if s.momentum_first:
-                    g = self.velocity[p] = s.momentum * self.velocity[p] + g
+                    self.velocity[p] = s.momentum * self.velocity[p] + g
+                    # Nesterov's, in spectral steps
+                    g = g + s.momentum * self.velocity[p] if s.spectral else self.velocity[p]
                 return g
 
             g = _matrices(layer, gradient)

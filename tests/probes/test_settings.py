@@ -9,7 +9,7 @@ from torch import nn
 import decaylab
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam
-from decaylab.optim.laws import law_for
+from decaylab.optim.laws import law_for, law_of
 from decaylab.optim.options import KFACOptions
 from decaylab.probes.layers import layers_of
 from decaylab.probes.settings import layer_settings
@@ -117,6 +117,17 @@ def test_the_steps_of_kfacs_defaults_have_a_set_length():
     found = settings(decaylab.KFAC(model), model)["0"]
     assert (found.step_rms, found.scale_free) == (0.2, True)
     assert law_for(found).norm_power == 1
+    assert found.nesterov is None
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_spectral_steps_have_nesterovs_momentum(momentum):
+    model = net()
+    optimizer = decaylab.KFAC(model, step_scaling="spectral", momentum=momentum)
+    found = settings(optimizer, model)["0"]
+    assert found.nesterov == (True if momentum else None)
+    law = law_of(optimizer, optimizer.param_groups[0])
+    assert law_for(found).correlation() == law.correlation()
 
 
 def test_a_law_that_is_not_known_and_a_layer_that_is_not_held():

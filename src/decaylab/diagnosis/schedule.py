@@ -128,7 +128,7 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
     - SGD: lr'_t = lr_t / (r_t r_{t+1}), since grad L(W) = grad L(W') / r. Exact for L2 (inside the
       momentum, any lr) and without momentum; close for L2 in Nesterov's. For decay beside a
       momentum m the buffer's gradients have seen other r: r_t becomes their mean with the weights
-      m^k.
+      m^k, or Nesterov's 1 + m, m^2, m^3, ...
     - Adam: lr'_t = lr_t / r_{t+1}, times sqrt(b) / a for what its averages remember: a is the
       mean of r with weights beta1^k, b that of r^2 with beta2^k |g|^2. The second matters: with s =
       3e-4 and beta2 = 0.999 it is a factor of 1.6. |g|^2 is read off the probe `second_moment`, a
@@ -141,7 +141,7 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
       matrix, which vanishes as the data is fitted (docs/diagnosis.md has the numbers). With
       steps of a set length (`step_scaling="rms"`): lr'_t = lr_t / r_{t+1}. If they are made from
       a momentum of gradients ("spectral"), as in Muon, times r_t over the mean of r with the
-      weights m^k.
+      momentum's weights, as above.
 
     It is for these layers only: the others keep lr, and their decay, which acts on the function.
     Needs a decay of one strength on them, and no L2 inside Adam or K-FAC. Where `watch` recorded
@@ -265,7 +265,11 @@ def _equivalent(
             push = root = r if settings.momentum_first else 1.0
         memory = _memory(settings)
         total, weight = memory * total + push, memory * weight + 1
-        mean = push if settings.decay == "l2" else total / weight
+        mean = total / weight
+        if settings.nesterov:  # the newest gradient once more, beside the buffer
+            mean = (push + memory * total) / (1 + memory * weight)
+        if settings.decay == "l2":
+            mean = push
         # a scale-free damping follows the norms by itself
         damping = (settings.damping or 0.0) * (1.0 if settings.scale_free else b)
         yield (settings.lr or 0.0) * root / (after * mean), damping

@@ -62,7 +62,7 @@ class KFAC(torch.optim.Optimizer):
     With `step_scaling="spectral"`, R and Q being roots of the two inverses above (R'R and Q'Q):
 
         m <- mu m + h
-        v  = R' polar(R m Q') Q,    polar(U D V') = U V'
+        v  = R' polar(R (h + mu m) Q') Q,    polar(U D V') = U V'
         W <- W - lr (v step_rms / rms(v) + [decoupled] beta W) - [independent] beta W
 
     Use it in the same loop as SGD: hooks observe the curvature on training-mode forward passes.
@@ -113,8 +113,9 @@ class KFAC(torch.optim.Optimizer):
         step_scaling: "rms" (the default without a KL clip) gives each layer's step v the root mean
             square `step_rms`, so that lr and decay mean what they mean in AdamW and Muon.
             "spectral" does too, and makes the step as large in every direction in which it goes at
-            all, as measured by the curvature: Muon's step is the one without curvature. "none" does
-            not rescale it; without a KL clip, most nets then diverge.
+            all, as measured by the curvature: Muon's step is the one without curvature. Its
+            momentum is that of gradients, and Nesterov's, as Muon's is. "none" does not rescale
+            it; without a KL clip, most nets then diverge.
         step_rms: that root mean square.
         refresh_every: steps between two measurements of the factors.
         invert_every: steps between two inversions. During the first `invert_every` steps every
@@ -190,6 +191,7 @@ class KFAC(torch.optim.Optimizer):
         self.step_rms = None if scaling == "none" else step_rms
         self.step_scaling = scaling
         self.momentum_first = options.momentum_first or scaling == "spectral"
+        self.nesterov = scaling == "spectral"
         self.damping_scaling = scaled_damping
         self.refresh_every, self.invert_every = refresh_every, invert_every
         self._distribution = distribution_of(
@@ -610,7 +612,7 @@ class KFAC(torch.optim.Optimizer):
                 "use bfloat16 autocast without one, or curvature='fisher'",
             )
         scale = LossScale(getattr(self, "grad_scale", None), skip)
-        rule = StepRule(self.kl_clip, self.step_rms, self.momentum_first)
+        rule = StepRule(self.kl_clip, self.step_rms, self.momentum_first, self.nesterov)
         arguments = self.param_groups, self.state, rule, self.scale_free, scale
         self._updater(*arguments, replay=self._replays)
 

@@ -55,11 +55,13 @@ class StepRule:
         rms: the root mean square of each layer's step.
         momentum_first: whether the momentum is that of gradients, and is preconditioned, instead of
             that of preconditioned steps.
+        nesterov: whether what is preconditioned is gradient + mu momentum; with `momentum_first`.
     """
 
     kl_clip: float | None = None
     rms: float | None = None
     momentum_first: bool = False
+    nesterov: bool = False
 
 
 @dataclass(frozen=True)
@@ -303,7 +305,7 @@ class Updater:
             stay = (~move).float()
             for members, alike in zip(pattern.members, pattern.alike, strict=True):
                 momentum = groups[members.group]["momentum"]
-                _accumulate(members, momentum, move, stay, alike=alike)
+                _accumulate(members, momentum, move, stay, alike=alike, nesterov=rule.nesterov)
         blocks.hold(pattern.held)
         clips = rule.kl_clip is not None and bool(pattern.clipped)
         blocks.precondition(decreases=clips)
@@ -442,20 +444,26 @@ def _all_finite(norms: list[Tensor]) -> Tensor:
 
 
 def _accumulate(
-    members: _Members, momentum: float, move: Tensor, stay: Tensor, *, alike: bool
+    members: _Members, momentum: float, move: Tensor, stay: Tensor, *, alike: bool, nesterov: bool
 ) -> None:
-    """Velocity <- momentum velocity + step, and let the step be the velocity."""
+    """Velocity <- momentum velocity + step, and let the step be the velocity.
+
+    Nesterov: let it be step + momentum velocity, in the same memory. Where nothing may move, the
+    velocity stays, and the step is of no use.
+    """
     steps, velocities = members.steps, members.velocities
     if not momentum:
         return
     if alike:  # W stays where it is
         _fused_sgd(members.params, steps, velocities, momentum, 0.0, stay)
+    else:
+        for velocity, step in zip(velocities, steps, strict=True):
+            new = momentum * velocity + step.to(velocity.dtype)
+            velocity.copy_(torch.where(move, new, velocity))
+    if nesterov:
+        torch._foreach_add_(steps, velocities, alpha=momentum)
+    else:
         torch._foreach_copy_(steps, velocities)
-        return
-    for velocity, step in zip(velocities, steps, strict=True):
-        new = torch.where(move, momentum * velocity + step.to(velocity.dtype), velocity)
-        velocity.copy_(new)
-        step.copy_(new)
 
 
 def _fused_sgd(

@@ -81,6 +81,7 @@ def _of_group(
             invert_every=optimizer.invert_every,
             step_rms=optimizer.step_rms,
             momentum_first=optimizer.momentum_first,
+            nesterov=True if optimizer.nesterov and settings.momentum else None,
         )
     return settings
 

@@ -17,8 +17,9 @@ class LayerSettings:
             "sgd", "adam", "kfac", ..., "unknown" where that cannot be told.
         lr: learning rate; None if the optimizer finds its own.
         decay: the kind of weight decay, "none" where nothing decays. weight_decay: its strength.
-        momentum, dampening, nesterov: of SGD's kind. beta1, beta2, eps: of Adam's kind; beta2 is
-            the part of the second moment (Lion: of its only moment) that a step keeps.
+        momentum, dampening, nesterov: of SGD's kind, Muon's and K-FAC's. beta1, beta2, eps: of
+            Adam's kind; beta2 is the part of the second moment (Lion: of its only moment) that a
+            step keeps.
         damping, curvature, scale_free, kl_clip, factor_decay, refresh_every, invert_every: K-FAC's;
             scale_free is whether the damping follows this layer's norm or curvature.
         step_rms: the root mean square to which K-FAC scales each step; None if it does not.

@@ -124,7 +124,7 @@ def law_for(settings: LayerSettings) -> Law:
     if settings.law == "sgd":
         return Sgd(memory, settings.dampening or 0.0, nesterov)
     if settings.law == "kfac":
-        return Kfac(memory, settings.step_rms)
+        return Kfac(memory, settings.step_rms, nesterov)
     if settings.law == "lion":
         memory = beta1 if beta1 is not None else memory
     return _made(settings.law, memory, beta2, nesterov=nesterov)
@@ -146,7 +146,8 @@ def law_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Law:
     if kind == "sgd":
         return Sgd(memory, float(group.get("dampening") or 0.0), nesterov)
     if kind == "kfac":
-        return Kfac(memory, getattr(base, "step_rms", None))
+        nesterov = bool(getattr(base, "nesterov", False))
+        return Kfac(memory, getattr(base, "step_rms", None), nesterov)
     return _made(kind, memory, beta2, nesterov=nesterov)
 
 

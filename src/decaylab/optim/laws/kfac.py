@@ -13,11 +13,13 @@ class Kfac(Law):
     Undamped, a step turns W by lr, whatever the norm (Eq. 13): e = 1, without a balance. Where the
     damping dominates, the step is SGD's over lambda, e = -1. With a second-order share q (Eq. 14)
     e = 2 q - 1. With `step_rms` every layer's step has that root mean square before momentum:
-    one length whatever |W|, as Adam's, e = 0. L2 is preconditioned: no fixed fraction.
+    one length whatever |W|, as Adam's, e = 0; spectral steps are Muon's here, behind a momentum of
+    gradients that is Nesterov's. L2 is preconditioned: no fixed fraction.
     """
 
     momentum: float = 0.9
     step_rms: float | None = None
+    nesterov: bool = False
     name: ClassVar[str] = "kfac"
 
     @property
@@ -32,5 +34,5 @@ class Kfac(Law):
         return 1.0 if share is None else 2.0 * share - 1.0
 
     def correlation(self) -> float:
-        """That of its momentum, behind the preconditioner: (1 + m) / (1 - m)."""
-        return momentum_correlation(self.momentum)
+        """That of its momentum (`momentum_correlation`), on either side of the preconditioner."""
+        return momentum_correlation(self.momentum, nesterov=self.nesterov)
