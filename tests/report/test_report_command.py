@@ -168,7 +168,7 @@ def test_files(filled):
     assert (rows[0]["n"], rows[0]["tier"], rows[0]["spread"]) == ("1", "smoke", "")
     markdown = (out / "report.md").read_text(encoding="utf-8")
     linked = re.findall(r"\]\((figures/[^)]+)\)", markdown)
-    assert len(linked) == 13
+    assert len(linked) == 14
     assert all((out / path).exists() for path in linked)
 
 
