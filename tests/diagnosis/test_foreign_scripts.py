@@ -8,8 +8,9 @@ from diagnosis.recorded import ScriptedLayer, only, reasons, records
 from torch import nn
 from torch.nn import functional as F
 
-from decaylab import diagnose, watch
+from decaylab import KFAC, diagnose, watch
 from decaylab.diagnosis import Reason, Verdict, suggest
+from decaylab.diagnosis.runs import read_run
 from decaylab.diagnosis.words import motion_table, next_reason
 from decaylab.networks.scale_invariance import measure_invariance
 from decaylab.records import Row, Rows
@@ -190,7 +191,7 @@ def test_only_scale_invariant_layers_burst(invariant):
     assert (Reason.BURST in follows) == invariant
 
 
-def test_a_vector_with_axes_of_one_is_no_layer():
+def test_a_vector_with_axes_of_one_is_no_weight():
     class Policy(nn.Sequential):
         def __init__(self):
             super().__init__(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
@@ -205,7 +206,65 @@ def test_a_vector_with_axes_of_one_is_no_layer():
     model = Policy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     watched = trained(model, optimizer, inputs=INPUTS)
-    assert [motion.layer for motion in diagnose(watched).motions] == ["0", "2"]
+    roles = {motion.layer: motion.role for motion in diagnose(watched).motions}
+    assert roles == {"0": "weight", "2": "head", "log_std": "vector"}
+    assert {advice.layer for advice in suggest(watched).layers} == {"0", "2"}
+
+
+class Attention(nn.Module):
+    """With parameters of its own: three matrices, a bias, a temperature and a layer scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.read = nn.Linear(1, 8), nn.Linear(8, 3)
+        for name in ("wq", "wk", "wv"):
+            setattr(self, name, nn.Parameter(torch.randn(8, 8) / 8**0.5))
+        self.bv, self.layer_scale = (
+            nn.Parameter(torch.zeros(8)),
+            nn.Parameter(torch.full((8,), 0.1)),
+        )
+        self.tau = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        x = self.tokens(x[..., None])
+        weights = (self.tau * (x @ self.wq) @ (x @ self.wk).mT).softmax(-1)
+        return self.read((x + self.layer_scale * (weights @ (x @ self.wv + self.bv))).mean(1))
+
+
+def test_bare_parameters_are_judged_one_by_one():
+    torch.manual_seed(0)
+    model = Attention()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    watched = trained(model, optimizer, inputs=INPUTS)
+    motions = {motion.layer: motion for motion in diagnose(watched).motions}
+    assert {"wq", "wk", "wv", "layer_scale", "tau"} < motions.keys()
+    assert "bv" not in motions  # of wv
+    assert motions["layer_scale"].role == motions["tau"].role == "vector"
+    for name in ("wq", "layer_scale"):
+        norm = torch.linalg.vector_norm(getattr(model, name)).item()
+        assert watched.records.last(f"weight_norm/{name}") == pytest.approx(norm)
+
+
+def test_kfacs_rows_of_a_recurrent_layer_are_those_of_the_layers_that_are_judged():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(1, 8, batch_first=True), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.lstm(x[..., None])[0][:, -1])
+
+    torch.manual_seed(0)
+    model = Recurrent()
+    optimizer = KFAC(model, lr=0.02, weight_decay=0.1)
+    watched = trained(model, optimizer, inputs=INPUTS, probes="diagnosis")
+    layers = read_run(watched).layers
+    assert layers.keys() == {"lstm.weight_ih_l0", "lstm.weight_hh_l0", "head"}
+    for layer in layers.values():
+        assert layer.preconditioned
+        assert not layer.too_few_shares
+        assert layer.series["rotation"]
+        assert layer.series["effective_damping"]
 
 
 def test_the_table_is_of_layers_with_decay():

@@ -256,7 +256,7 @@ def suggest(
     if steps is not None:
         AT_LEAST_ONE.check("steps", steps)
     budget = watched.steps if steps is None else steps
-    layers = [x for x in watched.layers.values() if x.role != "gain"]
+    layers = [x for x in watched.layers.values() if not x.is_vector]
     advice = [_advice(layer, rotation, norm_at, budget) for layer in layers]
     groups = _groups(watched, advice)
     candidates = [x for x in watched.layers.values() if x.size_counts is False]

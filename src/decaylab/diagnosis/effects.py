@@ -273,7 +273,7 @@ def motion(
     without = baseline.norms if baseline is not None else layer.without_decay
     return Motion(
         layer.name,
-        layer.role if layer.role == "gain" or not layer.members else "",
+        layer.role if layer.is_vector or not layer.members else "",
         layer.members,
         layer.decayed,
         _root_mean_square([angle for _, angle in _judged_angles(layer) if angle > 0]),

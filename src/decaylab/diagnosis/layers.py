@@ -13,7 +13,7 @@ from decaylab.optim.decay import DECAYS
 from decaylab.optim.laws import Kfac, Law, Sgd, Unknown, law_for
 from decaylab.optim.laws.dynamics import Series, norms_without_decay
 from decaylab.optim.laws.memory import by_step, moments_at
-from decaylab.records.settings import LayerSettings
+from decaylab.records.settings import VECTORS, LayerSettings
 
 Timeline = tuple[tuple[int, LayerSettings], ...]
 """(from step, how it is stepped), by step."""
@@ -201,6 +201,11 @@ class RecordedLayer:
         recorded = self.series.get(quantity, ())
         return recorded[-1][1] if recorded else None
 
+    @property
+    def is_vector(self) -> bool:
+        """Whether it is a gain, or a vector that stands alone: no weight."""
+        return self.role in VECTORS
+
     # ------------------------------------------------------------ whether its size counts
 
     @property
@@ -215,11 +220,11 @@ class RecordedLayer:
     def size_counts(self) -> bool | None:
         """Whether its size is part of what the network computes; None if that is not known.
 
-        Gains count as such, also those before a ReLU, a layer and a normalisation, which are
+        Vectors count as such, also gains before a ReLU, a layer and a normalisation, which are
         scale-invariant together with their shifts: the mechanisms are those of weights. Adapters
         count however little they change the outputs: it is all that they do.
         """
-        if self.role in ("gain", "adapter"):
+        if self.is_vector or self.role == "adapter":
             return True
         if self.invariant:
             return False

@@ -203,7 +203,7 @@ def _effective_learning_rate(compared: Comparison, damping: Finding) -> Finding:
     near = [
         layer
         for layer in run.decayed_layers
-        if not (layer.invariant or layer.role == "gain")
+        if not (layer.invariant or layer.is_vector)
         and limits[0] < (layer.size_response or 0.0) <= limits[1]
     ]
     if not near:

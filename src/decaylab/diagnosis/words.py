@@ -18,6 +18,7 @@ from decaylab.diagnosis.outcome import Helped, Outcome
 from decaylab.diagnosis.reasons import Because, Mechanism, Reason, Verdict
 from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.verdict import Diagnosis
+from decaylab.records.settings import VECTORS
 
 if TYPE_CHECKING:
     from decaylab.diagnosis.advice import GroupAdvice
@@ -571,7 +572,7 @@ def motion_table(diagnosis: Diagnosis) -> tuple[list[str], list[list[str]]]:
         ],
         "angle/step": column((m.rotation for m in motions), "{:.2g}".format),
         "balance": column(
-            (None if m.role == "gain" else m.expected for m in motions), "{:.2g}".format
+            (None if m.role in VECTORS else m.expected for m in motions), "{:.2g}".format
         ),
         "decay time": column((m.timescale if differ else None for m in motions), _steps),
         "turns": column((m.turned.value if m.turned else None for m in motions), times),
@@ -615,8 +616,8 @@ def motion_title(diagnosis: Diagnosis) -> str:
 
 
 def _moved(diagnosis: Diagnosis) -> list[Motion]:
-    """The layers with decay, but for gains."""
-    return [m for m in diagnosis.motions if m.role != "gain" and m.timescale]
+    """The layers with decay, but for gains and other vectors."""
+    return [m for m in diagnosis.motions if m.role not in VECTORS and m.timescale]
 
 
 def insight(diagnosis: Diagnosis) -> list[str]:

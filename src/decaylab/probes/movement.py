@@ -73,15 +73,15 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.element_size() < 4 else tensor
 
 
-def with_gains(layers: Layers) -> Layers:
-    """Gains counted among the weights."""
-    return replace(layers, weights={**layers.weights, **layers.gains})
+def with_vectors(layers: Layers) -> Layers:
+    """Gains and other vectors counted among the weights."""
+    return replace(layers, weights={**layers.weights, **layers.vectors})
 
 
 def _movement(moment: Moment) -> tuple[Reading, ...]:
     if moment.before is None:
         return ()
-    return movement(with_gains(moment.layers), moment.before)
+    return movement(with_vectors(moment.layers), moment.before)
 
 
 def update_correlation(now: Snapshot, before: Snapshot, update: Snapshot) -> Reading:
@@ -109,7 +109,7 @@ def update_correlation(now: Snapshot, before: Snapshot, update: Snapshot) -> Rea
 def _update_correlation(moment: Moment) -> tuple[Reading, ...]:
     if moment.before is None or moment.earlier is None:
         return ()
-    now = with_gains(moment.layers).weights
+    now = with_vectors(moment.layers).weights
     if now.keys() != moment.earlier.keys():
         return ()  # some were frozen or thawed in between
     return (update_correlation(now, moment.before, moment.earlier),)
