@@ -25,6 +25,7 @@ from decaylab.diagnosis.runs import Run, read_run
 from decaylab.errors import AT_LEAST_ONE, POSITIVE, Conflict, Lacks, Range
 from decaylab.optim.decay import check_decay
 from decaylab.optim.laws import Law, Sgd, balance, law_for, law_named, shrink_for_norm
+from decaylab.records.files import without_nan
 from decaylab.records.settings import LayerSettings
 from decaylab.records.sources import Source
 
@@ -218,7 +219,7 @@ class Suggestion:
     notes: tuple[Because, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Plain values, for JSON; None where a number is not known."""
         from decaylab.diagnosis.words import sentence
 
         layers = [
@@ -226,7 +227,8 @@ class Suggestion:
             for row in self.layers
         ]
         rest = asdict(replace(self, layers=(), notes=()))
-        return {**rest, "layers": layers, "notes": [sentence(note) for note in self.notes]}
+        notes = [sentence(note) for note in self.notes]
+        return dict(without_nan({**rest, "layers": layers, "notes": notes}))
 
 
 def suggest(

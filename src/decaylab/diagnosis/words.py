@@ -18,6 +18,7 @@ from decaylab.diagnosis.outcome import Helped, Outcome
 from decaylab.diagnosis.reasons import Because, Mechanism, Reason, Verdict
 from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.verdict import Diagnosis
+from decaylab.records.files import without_nan
 from decaylab.records.settings import VECTORS
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def _spread(effect: Effect) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return f"{100 * share:z.0f} %"
 
 
 def _responded(percent: float) -> str:
@@ -740,7 +741,7 @@ def plain(diagnosis: Diagnosis) -> dict[str, Any]:
         }
         for f in diagnosis.findings
     ]
-    return {
+    values: dict[str, Any] = {
         "headline": headline(diagnosis),
         "runs": list(diagnosis.runs),
         "baselines": list(diagnosis.baselines),
@@ -752,6 +753,7 @@ def plain(diagnosis: Diagnosis) -> dict[str, Any]:
         "follows": follow_texts(diagnosis),
         "skipped": {layer: sentence(why) for layer, why in diagnosis.skipped.items()},
     }
+    return dict(without_nan(values))
 
 
 def group_text(group: "GroupAdvice", budget: int) -> str:
