@@ -74,6 +74,16 @@ def refuse_replicas() -> NoReturn:
     )
 
 
+def refuse_script() -> NoReturn:
+    """Refuse torch.jit.script, which compiles hooks too."""
+    raise Conflict(
+        ["torch.jit.script", "K-FAC"],
+        "it would have to compile the hooks that K-FAC observes the model with",
+        "script another instance of the model, with this one's state_dict, or call"
+        " optimizer.detach() when training is done (torch.export needs neither)",
+    )
+
+
 def refuse_uneven_calls(examples: Sequence[int]) -> None:
     """Refuse calls of one layer that cannot be matched example by example."""
     if len(set(examples)) > 1:
