@@ -126,7 +126,8 @@ def refuse_without_logits(model: nn.Module) -> NoReturn:
         f"the forward pass of {type(model).__name__}",
         "logits for the refresh that is due",
         "build KFAC with the module that you call and that returns them as one tensor [..., C], "
-        "or call opt.observe(logits) after the forward pass",
+        "or call opt.observe(logits) after the forward pass; leave a layer that does not lead to "
+        'them, such as a value head, out with options=KFACOptions(exclude=("value",))',
     )
 
 

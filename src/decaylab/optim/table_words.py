@@ -102,7 +102,7 @@ def table_text(cells: Iterable[Cells], meanings: Mapping[str, str], problems: Se
     for words in problems:
         lines += textwrap.wrap(words, WIDTH, initial_indent="! ", subsequent_indent="  ")
     columns = [
-        Column(HEADING[0], words=True),
+        Column(HEADING[0], words=True, path=True),
         Column(HEADING[1], drop=1),
         *map(Column, HEADING[2:]),
     ]
