@@ -50,7 +50,7 @@ def test_the_curvature_of_the_body_is_the_sum_over_heads(curvature):
 
 
 def test_an_actor_critic_is_told_to_leave_its_value_head_out():
-    """Its output is no tensor, and the value head does not lead to the logits: what is said helps."""
+    """The output is no tensor, and the value head does not lead to the logits: both are said."""
 
     class ActorCritic(nn.Module):
         def __init__(self):
