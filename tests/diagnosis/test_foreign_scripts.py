@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from decaylab import KFAC, diagnose, watch
 from decaylab.diagnosis import Reason, Verdict, suggest
+from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.runs import read_run
 from decaylab.diagnosis.words import motion_table, next_reason
 from decaylab.networks.scale_invariance import measure_invariance
@@ -294,3 +295,70 @@ def test_schedules_of_other_lengths_are_said_to_be():
     found = diagnose(run(60, 0.5), run(120, 0.0))
     (why,) = [why for why in found.troubles if why.reason is Reason.OTHER_LR]
     assert why["lengths"] == (60, 120)
+
+
+class Branch(nn.Module):
+    """A residual branch behind a normalisation, with a layer scale, in front of another one."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, width), nn.LayerNorm(width)
+        self.expand, self.contract = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.layer_scale = nn.Parameter(torch.full((width,), 0.01))
+        self.last, self.head = nn.LayerNorm(width), nn.Linear(width, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        x = x + self.layer_scale * self.contract(F.gelu(self.expand(self.norm(x))))
+        return self.head(self.last(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.02}),
+        (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 5.0}),
+    ],
+)
+def test_one_run_says_nothing_of_pushes_that_no_law_gives_a_length(kind, settings):
+    """SGD's are as long as gradients, which shrink with all of a branch: 969x was once said.
+
+    AdamW's have a length of their own, and so has its estimate.
+    """
+
+    def run(weight_decay):
+        torch.manual_seed(0)
+        model = Branch()
+        optimizer = kind(model.parameters(), **settings | {"weight_decay": weight_decay})
+        return trained(model, optimizer, steps=200, every=10, inputs=INPUTS)
+
+    watched = run(settings["weight_decay"])
+    rows = {row.layer: row for row in diagnose(watched)["effective l"].layers}
+    motions = diagnose(watched).motions
+    hardly = {m.layer for m in motions if m.size_response <= RULES.size_little}
+    branch = {"expand", "contract"} & hardly
+    assert branch
+    for layer in branch:
+        if kind is torch.optim.SGD:
+            assert rows[layer].effect is None
+            assert rows[layer].why.reason is Reason.PUSHES_UNKNOWN
+        else:
+            assert rows[layer].effect is not None
+
+
+def test_an_estimate_is_held_against_the_same_quantity_of_two_runs():
+    """Of scale-invariant layers the effective learning rate, whatever the gradients became."""
+    runs = []
+    for weight_decay in (3.0, 0.0):
+        torch.manual_seed(0)
+        model = normalised_net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=weight_decay)
+        runs.append(trained(model, optimizer, steps=200, every=10, inputs=INPUTS))
+    both, alone = diagnose(*runs)["effective l"], diagnose(runs[0])["effective l"]
+    estimates = {row.layer: row.effect.value for row in alone.layers if row.effect}
+    measured = {row.layer: row.effect.value for row in both.layers if row.effect}
+    moved = [m for m in diagnose(*runs).motions if m.invariant and m.role == "weight"]
+    foretold = {m.layer: m.foretold for m in moved}
+    assert foretold.keys() == estimates.keys() == measured.keys() == {"0", "3"}
+    for layer, ratio in foretold.items():
+        assert ratio == pytest.approx(estimates[layer] / measured[layer])

@@ -124,8 +124,7 @@ def result():
 def motions():
     def moved(layer, turned, rotation, response, role="weight", members=(), timescale=500.0):
         effect = replace(EFFECT, value=turned)
-        foretold = replace(EFFECT, value=1.1 * turned)
-        numbers = (rotation, 0.02, timescale, 400, 5.0, effect, foretold, response, 0.7, 0.6)
+        numbers = (rotation, 0.02, timescale, 400, 5.0, effect, False, 1.1, response, 0.7, 0.6)
         return Motion(layer, role, members, True, *numbers)
 
     return (

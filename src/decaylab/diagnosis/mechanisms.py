@@ -184,6 +184,8 @@ def _why_no_effect(layer: RecordedLayer) -> Because:
     """Why one run shows no effect on a layer that the mechanism can act on."""
     if layer.unknown is not None:
         return layer.unknown
+    if layer.pushes_unknown:
+        return because(Reason.PUSHES_UNKNOWN)
     if layer.natural and layer.clipped:
         return because(Reason.GRADIENTS_CLIPPED)
     if layer.natural and "second_order_share" not in layer.series:

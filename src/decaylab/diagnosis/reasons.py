@@ -144,6 +144,10 @@ class Reason(Enum):
     FEW_SHARES = "its second-order share is recorded too rarely"
     OLD_FACTORS = "K-FAC's factors are of norms that decay has since changed a lot"
     LAW_UNKNOWN = "how its step depends on its norm is not known"
+    PUSHES_UNKNOWN = (
+        "its steps are as long as its gradients, and a single run does not show how long those"
+        " would be without decay"
+    )
     # a mechanism
     ALL_FROZEN = "Every layer is frozen, so decay changes nothing."
     NONE_JUDGEABLE = "No layer is recorded well enough to be judged."

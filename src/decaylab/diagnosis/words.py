@@ -587,7 +587,11 @@ def motion_table(diagnosis: Diagnosis) -> tuple[list[str], list[list[str]]]:
 def motion_legend(diagnosis: Diagnosis) -> str:
     """What the columns of `motion_table` are."""
     headings, _ = motion_table(diagnosis)
-    baseline = "the baseline" if diagnosis.baselines else "a reconstruction without decay"
+    baseline = (
+        "the baseline"
+        if diagnosis.baselines
+        else "a reconstruction without decay, for the same gradients"
+    )
     meanings = {
         ("angle/step",): "how far a step turns the weights, in radians, as recorded",
         ("balance",): "where the angle would settle with this lr and decay, if the layer were"
@@ -651,17 +655,27 @@ def insight(diagnosis: Diagnosis) -> list[str]:
             f"{_count(turned, moved).capitalize()} layers with decay turn at least"
             f" {times(RULES.acts)} as far, {times(all_turned)} on average."
         )
-    foretold = [m.foretold.value / _turned(m) for m in known_turns if m.foretold is not None]
-    if foretold:
-        factors = "the factor" if len(foretold) == 1 else "these factors"
-        off = _range(foretold, times)
-        sentences.append(f"Estimated from this run alone, {factors} would be {off} as large.")
+    sentences += _foretold(known_turns)
     if moved:
         sentences.append(_decay_time(moved))
     known = [m for m in moved if m.settled is not None]
     if known:
         sentences.append(_balance(known))
     return sentences
+
+
+def _foretold(motions: Sequence[Motion]) -> list[str]:
+    """How far this run's own estimates are from what both runs say."""
+    known = [m for m in motions if m.foretold is not None]
+    if not known:
+        return []
+    quantities = {"effective learning rate" if m.invariant else "angle" for m in known}
+    factors = "factor" if len(known) == 1 else "factors"
+    off = _range([m.foretold for m in known if m.foretold is not None], times)
+    return [
+        f"Estimated from this run alone, decay's {factors} on the"
+        f" {' or the '.join(sorted(quantities, reverse=True))} would be {off} as large."
+    ]
 
 
 def _count(some: Sequence[Motion], every: Sequence[Motion]) -> str:
