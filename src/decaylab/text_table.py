@@ -109,7 +109,11 @@ class TextTable:
 
     def _nested(self, width: int) -> "TextTable":
         """The same, where names that are too long stand indented under what they share."""
-        others = sum(len(GAP) + self._least(i) for i in range(1, len(self.columns)))
+        others = sum(
+            len(GAP) + (self._least(i) if column.words else self._natural(i))
+            for i, column in enumerate(self.columns)
+            if i
+        )
         names = [row[0].text for row in self.rows]
         nested = TextTable(self.columns)
         for prefix, first, last in _sections(names, width - others):

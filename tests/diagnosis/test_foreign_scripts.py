@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from decaylab import KFAC, diagnose, watch
 from decaylab.diagnosis import Reason, Verdict, suggest
+from decaylab.diagnosis.reasons import has
 from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.runs import read_run
-from decaylab.diagnosis.words import motion_table, next_reason
+from decaylab.diagnosis.words import insight, motion_table, next_reason
 from decaylab.networks.scale_invariance import measure_invariance
 from decaylab.records import Row, Rows
 
@@ -362,3 +363,63 @@ def test_an_estimate_is_held_against_the_same_quantity_of_two_runs():
     assert foretold.keys() == estimates.keys() == measured.keys() == {"0", "3"}
     for layer, ratio in foretold.items():
         assert ratio == pytest.approx(estimates[layer] / measured[layer])
+
+
+def test_layers_of_which_no_size_is_known_are_not_said_to_count():
+    """Without `inputs`, behind a normalisation: what they do is open, and so is the verdict."""
+
+    def diagnosed(**watching):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), Branch16(), nn.Linear(16, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1.0)
+        return diagnose(trained(model, optimizer, **watching))
+
+    class Branch16(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x):
+            return x + self.down(F.gelu(self.up(x)))
+
+    found = diagnosed()
+    assert found["effective l"].verdict is Verdict.CANNOT_TELL
+    assert has(found["effective l"].reasons, Reason.INVARIANCE_UNKNOWN)
+    (unknown,) = [why for why in found.follows if why.reason is Reason.SIZES_UNKNOWN]
+    assert unknown["layers"] == ["2.up", "2.down"]
+    assert not has(diagnosed(inputs=INPUTS).follows, Reason.SIZES_UNKNOWN)
+
+
+def test_what_is_not_known_of_some_layers_is_not_said_of_all():
+    """Adam's L2 has no rate, but its layers turn all the same, as two runs show."""
+    runs = []
+    for weight_decay in (0.1, 0.0):
+        torch.manual_seed(0)
+        model = normalised_net()
+        groups = [
+            {"params": [model[0].weight], "weight_decay": weight_decay},
+            {"params": [model[3].weight], "weight_decay": weight_decay},
+        ]
+        l2 = torch.optim.Adam(groups[:1], lr=1e-2)
+        decoupled = torch.optim.AdamW(groups[1:], lr=1e-2)
+        runs.append(trained_by_both(model, l2, decoupled))
+    found = diagnose(*runs)
+    turned = {m.layer: m.turned.value for m in found.motions if m.turned is not None}
+    assert max(turned, key=turned.get) == "0"
+    assert turned["0"] > RULES.acts > turned["3"]
+    assert insight(found)[0].startswith("Decay makes 0 turn") or "layer 0" in insight(found)[0]
+
+
+def trained_by_both(model, first, second):
+    """Both optimizers step after each batch."""
+    generator = torch.Generator().manual_seed(0)
+    with watch(model, [first, second], every=5, inputs=INPUTS) as watched:
+        for _ in range(100):
+            x = torch.randn(32, 6, generator=generator)
+            loss = F.cross_entropy(model(x), x[:, :3].argmax(1))
+            loss.backward()
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+            watched.log(loss=loss)
+    return watched

@@ -214,6 +214,14 @@ def test_the_words_are_those_of_the_snapshot(result):
     assert not changed, "\n".join(changed)
 
 
+def test_outcomes_have_the_digits_that_tell_them_apart(result):
+    near = Outcome(Helped.WORSE, "d_loss", False, 1.38213, 1.38207, (1, 1), -6e-5)
+    text = words.headline(replace(result, outcome=near))
+    assert "d loss 1.38213 with decay, 1.38207 without" in text
+    far = replace(near, run=1.5)
+    assert "1.500 with decay, 1.382 without" in words.headline(replace(result, outcome=far))
+
+
 def test_the_data_of_every_reason_is_written_in_a_known_way():
     for reason in Reason:
         for _, name, spec, _ in string.Formatter().parse(reason.value):

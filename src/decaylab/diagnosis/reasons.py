@@ -279,6 +279,10 @@ class Reason(Enum):
         "Decay of the layers whose size counts ({counting:counting}) hardly changes how the outputs"
         " react to the inputs."
     )
+    SIZES_UNKNOWN = (
+        "What decay of {layers:names} does is open: how much size counts there was not measured, or"
+        " a gain of zero hides it."
+    )
     REACTS_MORE = (
         "Decay of the layers whose size counts ({counting:counting}) goes with outputs that react"
         " more."

@@ -316,7 +316,7 @@ def _outcome(outcome: Outcome) -> str:
     if any(outcome.diverged):
         return _diverged(outcome)
     name = outcome.name.replace("_", " ").replace("/", " ")
-    ends = [f"{value:#.4g}".rstrip(".") for value in (outcome.run, outcome.baseline)]
+    ends = _told_apart(outcome.run, outcome.baseline)
     numbers = f"{name} {ends[0]} with decay, {ends[1]} without"
     seeds = "one seed"
     if outcome.interval is not None:
@@ -334,6 +334,16 @@ def _outcome(outcome: Outcome) -> str:
     slight = abs(outcome.gain) < RULES.slight * abs(outcome.baseline)
     slightly = " slightly" if slight and outcome.interval is None else ""
     return f"{words[outcome.verdict].format(slightly)} ({numbers}; {seeds})"
+
+
+def _told_apart(*values: float) -> list[str]:
+    """Numbers of four digits, or of as many as tell them apart."""
+    written: list[str] = []
+    for digits in range(4, 10):
+        written = [f"{value:#.{digits}g}".rstrip(".") for value in values]
+        if len(set(written)) == len(set(values)):
+            break
+    return written
 
 
 def _diverged(outcome: Outcome) -> str:
@@ -622,7 +632,7 @@ def motion_title(diagnosis: Diagnosis) -> str:
 
 def _moved(diagnosis: Diagnosis) -> list[Motion]:
     """The layers with decay, but for gains and other vectors."""
-    return [m for m in diagnosis.motions if m.role not in VECTORS and m.timescale]
+    return [m for m in diagnosis.motions if m.role not in VECTORS and m.decayed]
 
 
 def insight(diagnosis: Diagnosis) -> list[str]:
@@ -633,8 +643,9 @@ def insight(diagnosis: Diagnosis) -> list[str]:
     sentences = []
     if known_turns and not turned:
         most = max(known_turns, key=_turned)
+        who = "Decay" if len(known_turns) == len(moved) else "Where it is known, decay"
         sentences.append(
-            f"Decay makes no layer turn {times(RULES.acts)} as far per step: it is"
+            f"{who} makes no layer turn {times(RULES.acts)} as far per step: it is"
             f" {times(_turned(most))} at most ({_layer(most.layer)})."
         )
     if turned:
@@ -656,8 +667,8 @@ def insight(diagnosis: Diagnosis) -> list[str]:
             f" {times(RULES.acts)} as far, {times(all_turned)} on average."
         )
     sentences += _foretold(known_turns)
-    if moved:
-        sentences.append(_decay_time(moved))
+    if timed := [m for m in moved if m.timescale]:
+        sentences.append(_decay_time(timed))
     known = [m for m in moved if m.settled is not None]
     if known:
         sentences.append(_balance(known))

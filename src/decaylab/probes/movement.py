@@ -34,7 +34,7 @@ def rotations(model: nn.Module | Layers, before: Snapshot) -> Reading:
 
     tan(angle) = |d - (d.u) u| / (|W_l(before)| + d.u) for the move d and the old direction u:
     precise for small angles too. 0 where decay alone acted; a weight of zeros has no direction, and
-    no row.
+    no row; nor has a single number (a temperature).
     """
     return movement(model, before)[1]
 
@@ -59,8 +59,11 @@ def movement(model: nn.Module | Layers, before: Snapshot) -> tuple[Reading, Read
             parts = torch._foreach_mul(w, [-along[layer] for layer, _ in places])
             (rest,) = listed(torch._foreach_norm(torch._foreach_add(d, parts)))
         lengths, across = joined(places, moved), joined(places, rest)
+        sizes = summed(places, [tensor.numel() for tensor in w])
         angles = {
-            k: math.atan2(across[k], norm * (1 + along[k])) for k, norm in norms.items() if norm
+            k: math.atan2(across[k], norm * (1 + along[k]))
+            for k, norm in norms.items()
+            if norm and sizes[k] > 1
         }
     return (
         Reading("update_norm", "weight", lengths),
