@@ -71,6 +71,11 @@ def explain_problem(problem: str, parameters: Sequence[str], data: Mapping[str, 
         return f"stepped and decayed more than once: {names}; give each to one optimizer"
     if problem == "UNSTEPPED":
         return f"trainable and in no optimizer: {names}; add them, or freeze them"
+    if problem == "MISSED":
+        return (
+            f"decayed, unlike most parameters of normalisations: {names}; if those are left out by"
+            " name, the list misses some"
+        )
     if problem == "FOREIGN":
         return f"the optimizers step {data['count']} parameters that are not the model's"
     if problem == "IGNORED":
