@@ -363,6 +363,8 @@ def test_an_estimate_is_held_against_the_same_quantity_of_two_runs():
     assert foretold.keys() == estimates.keys() == measured.keys() == {"0", "3"}
     for layer, ratio in foretold.items():
         assert ratio == pytest.approx(estimates[layer] / measured[layer])
+    assert "as the same gradients would without it" in insight(diagnose(runs[0]))[0]
+    assert "same gradients" not in insight(diagnose(*runs))[0]
 
 
 def test_layers_of_which_no_size_is_known_are_not_said_to_count():

@@ -651,6 +651,7 @@ def insight(diagnosis: Diagnosis) -> list[str]:
     if turned:
         most = max(turned, key=_turned)
         text = f"Decay makes {_layer(most.layer)} turn {times(_turned(most))} as far per step"
+        text += "" if diagnosis.baselines else " as the same gradients would without it"
         if most.by_decay is not None:
             text += f", at {times(most.by_decay)} the norm"
         if most.role == "adapter":
