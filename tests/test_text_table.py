@@ -57,6 +57,40 @@ def test_words_of_sentences_stay_whole_and_in_order(width):
         assert re.search(rf"(?<!\S){re.escape(word)}(?!\S)", text)
 
 
+def long_names():
+    names = [
+        *(f"bert.encoder.layer.*.attention.self.{part}.weight (12)" for part in ("query", "key")),
+        "bert.encoder.layer.*.intermediate.dense.weight (12)",
+        "bert.pooler.dense.weight",
+        "classifier.weight",
+    ]
+    columns = [Column("parameter", words=True, path=True), Column("role", drop=1)]
+    columns += [Column("decay"), Column("a step"), Column("long run")]
+    cells = ["weight", "decoupled 0.01", "0.9999995", "0.9999995"]
+    return TextTable(columns, [[name, *cells] for name in names])
+
+
+def test_what_long_names_share_stands_once_above_them():
+    lines = long_names().text(80).splitlines()
+    assert [line.split("  weight")[0].rstrip() for line in lines[1:]] == [
+        "bert.encoder.layer.*.",
+        "  attention.self.query.weight (12)",
+        "  attention.self.key.weight (12)",
+        "  intermediate.dense.weight (12)",
+        "bert.pooler.dense.weight",
+        "classifier.weight",
+    ]
+    assert all(line.endswith("0.9999995") for line in lines[1:] if not line.endswith("."))
+    assert "bert.encoder.layer.*.attention.self.query.weight (12)  " in long_names().text(120)
+
+
+@pytest.mark.parametrize("width", [30, *WIDTHS])
+def test_long_names_fit_at_any_width(width):
+    text = long_names().text(width)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("0.9999995") == 10
+
+
 def test_the_least_columns_go_first_and_are_named():
     text = runs().text(80)
     assert "0.0003214" in text

@@ -1,7 +1,8 @@
 """Tables as plain text that fit a width: nothing is ever cut.
 
-A table that is too wide first wraps its words and headings, then drops the columns that matter
-least, then is transposed, and as a last resort is printed in parts that repeat the first column.
+A table that is too wide first writes what dotted names share once, above them, then wraps its words
+and headings, then drops the columns that matter least, then is transposed, and as a last resort is
+printed in parts that repeat the first column.
 """
 
 import importlib
@@ -9,6 +10,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from decaylab.errors import printable
@@ -24,6 +26,7 @@ class Column:
     Attributes:
         number: align to the right.
         words: cells are sentences, and wrap between words.
+        path: cells are dotted names, whose beginning may stand above them; of the first column.
         drop: in a narrow table, columns go in the order of this number, the highest first; those
             with 0 stay.
     """
@@ -31,6 +34,7 @@ class Column:
     heading: str
     number: bool = False
     words: bool = False
+    path: bool = False
     drop: int = 0
 
 
@@ -65,6 +69,7 @@ class TextTable:
     ) -> None:
         self.columns = list(columns)
         self.rows: list[list[Styled]] = []
+        self._above: dict[int, str] = {}  # row -> the line above it
         for row in rows:
             self.add(*row)
 
@@ -85,6 +90,10 @@ class TextTable:
     def lines(self, width: int) -> list[Line]:
         """The same with styles, line by line."""
         everything = list(range(len(self.columns)))
+        if self.columns and self.columns[0].path and not self._above:
+            nested = self._nested(width)
+            if nested._above and nested._fitted(everything, width) is not None:
+                return nested.lines(width)
         if (layout := self._fitted(everything, width)) is not None:
             return list(self._drawn(layout))
         shown = self._without_least(width)
@@ -97,6 +106,23 @@ class TextTable:
             lines = [line for part in parts for line in (*part, [Styled("")])][:-1]
             return lines + self._left_out(shown, width)
         return list(self._drawn(layout)) + self._left_out(shown, width)
+
+    def _nested(self, width: int) -> "TextTable":
+        """The same, where names that are too long stand indented under what they share."""
+        others = sum(
+            len(GAP) + (self._least(i) if column.words else self._natural(i))
+            for i, column in enumerate(self.columns)
+            if i
+        )
+        names = [row[0].text for row in self.rows]
+        nested = TextTable(self.columns)
+        for prefix, first, last in _sections(names, width - others):
+            if prefix:
+                nested._above[len(nested.rows)] = prefix
+            for name, row in zip(names[first:last], self.rows[first:last], strict=True):
+                shorter = GAP + name.removeprefix(prefix) if prefix else name
+                nested.add(Styled(shorter, row[0].style), *row[1:])
+        return nested
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         """Rich's protocol: the table is as wide as what holds it, such as a panel."""
@@ -200,7 +226,10 @@ class TextTable:
             yield from self._row(
                 layout, [Styled(self.columns[i].heading, "dim") for i in layout[0]]
             )
-        for row in self.rows:
+        width = sum(layout.widths) + len(GAP) * (len(layout.widths) - 1)
+        for number, row in enumerate(self.rows):
+            if number in self._above:
+                yield from ([Styled(line)] for line in wrapped(self._above[number], width))
             yield from self._row(layout, [row[i] for i in layout.columns])
 
     def _row(self, layout: _Layout, cells: Sequence[Styled]) -> Iterator[Line]:
@@ -219,6 +248,37 @@ class TextTable:
                 line.append(Styled("" if column.number or not pad else blanks, ""))
                 line.append(Styled(GAP if pad else "", ""))
             yield line
+
+
+def _sections(names: Sequence[str], room: int) -> Iterator[tuple[str, int, int]]:
+    """Neighbours that share a beginning, where some of them are longer than `room`.
+
+    What they share, up to a dot, the first and the one behind the last of them.
+
+    >>> list(_sections(["fc", "net.layer.0.attention", "net.layer.0.norm", "net.head"], 16))
+    [('', 0, 1), ('net.layer.', 1, 3), ('', 3, 4)]
+    """
+    yield from _split(names, room, 0, len(names), 0)
+
+
+def _split(
+    names: Sequence[str], room: int, first: int, last: int, depth: int
+) -> Iterator[tuple[str, int, int]]:
+    """The sections of `names[first:last]`, which share their first `depth` parts."""
+    part = names[first:last]
+    prefix = "".join(f"{piece}." for piece in part[0].split(".")[:depth]) if part else ""
+    if max(map(len, part), default=0) <= room:
+        yield "", first, last
+    elif prefix and max(len(GAP) + len(name) - len(prefix) for name in part) <= room:
+        yield prefix, first, last
+    else:
+        for key, group in groupby(range(first, last), lambda i: names[i].split(".")[depth:][:1]):
+            numbers = list(group)
+            alone = len(numbers) == 1 and names[numbers[0]].count(".") <= depth
+            if alone or not key:
+                yield "", numbers[0], numbers[-1] + 1
+            else:
+                yield from _split(names, room, numbers[0], numbers[-1] + 1, depth + 1)
 
 
 def wrapped(text: str, width: int) -> list[str]:

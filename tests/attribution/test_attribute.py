@@ -283,6 +283,15 @@ def test_a_metric_that_no_arm_has_a_number_for():
     assert json.loads(json.dumps(result.as_dict(), allow_nan=False))["metric"] == "extra"
 
 
+def test_a_number_that_is_none_is_null_in_the_file_of_an_arm_and_comes_back(tmp_path):
+    numbers = [2.0, math.nan, math.inf, 1.25]
+    first = attribute(with_metric(numbers), seeds=1, steps=5, folder=tmp_path)
+    for path in tmp_path.rglob("*.json"):
+        json.loads(path.read_text(), parse_constant=pytest.fail)
+    again = attribute(with_metric(numbers), seeds=1, steps=5, folder=tmp_path)
+    assert again.as_dict() == first.as_dict()
+
+
 def test_progress_says_what_is_done_and_how_long_the_rest_takes(capsys, monkeypatch):
     monkeypatch.setattr("decaylab.attribution.progress.EVERY", 0.0)
     attribute(Trainer(plain_net, adamw), seeds=1, steps=4)

@@ -414,3 +414,16 @@ def test_the_weight_after_a_step_is_the_formula(dtype, wanted):
     # |v| is what |d|^2 leaves beside its part along W, which is 1e4 times as long here at most
     rounding = 1e-11 if dtype == torch.float64 else 1e-7
     assert float(taken.angles[0]) == pytest.approx(wanted, rel=1e-9, abs=rounding)
+
+
+def test_bare_parameters_are_held_each_by_itself():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (nn.Parameter(torch.randn(3, 3)) for _ in range(2))
+            self.lstm = nn.LSTM(3, 3)
+
+    model = Bare()
+    chosen = select(model, torch.optim.AdamW(model.parameters(), weight_decay=0.1))
+    assert list(chosen.weights) == ["first", "second", "lstm.weight_ih_l0", "lstm.weight_hh_l0"]
+    assert chosen.notes == {}

@@ -39,6 +39,8 @@ def test_numbers_without_bounds():
     assert words.fraction(Estimate(0.5, math.nan, math.nan, 1)) == "50 %"
     assert words.fraction(Estimate(0.5, -math.inf, math.inf, 3)) == "50 %"
     assert words.fraction(Estimate(math.nan, -math.inf, math.inf, 3)) == "?"
+    assert words.fraction(Estimate(-0.004, -0.003, 0.002, 3)) == "0 % [0, 0]"  # not -0
+    assert words.amount(Estimate(-0.0, -0.0, 0.0, 3), points=False) == "+0 [+0, +0]"
     assert words.percent(3e-9) == "< 0.001 %"
     assert words.percent(0.031) == "3.1 %"
 

@@ -83,6 +83,11 @@ PROBLEMS = {
         {},
         "trainable and in no optimizer: a, b, c and 2 more; add them, or freeze them",
     ),
+    Problem.MISSED: (
+        {},
+        "decayed, unlike most parameters of normalisations: a, b, c and 2 more; if those are left"
+        " out by name, the list misses some",
+    ),
     Problem.FOREIGN: ({"count": 3}, "the optimizers step 3 parameters that are not the model's"),
     Problem.IGNORED: ({"optimizer": "X"}, "X ignores its weight decay: a, b, c and 2 more"),
     Problem.LOST: (

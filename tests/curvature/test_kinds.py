@@ -455,6 +455,21 @@ def expert_nets(kind: type[Experts] = Experts) -> tuple[nn.Module, nn.Module]:
     return ours, linear
 
 
+def test_the_rows_of_experts_are_read_off_the_device_once_a_call(monkeypatch):
+    reads = []
+    tolist = torch.Tensor.tolist
+
+    def counted(tensor):
+        if tensor.dtype == torch.int32 and tensor.shape == (3,):
+            reads.append(tensor)
+        return tolist(tensor)
+
+    model = seeded(lambda: Routed(Grouped())).float()
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    measured(model, torch.randn(4, 5, WIDTH), KINDS[0])
+    assert len(reads) == 1  # for A and for S
+
+
 # With the tolerances that the dtypes of `expert_nets` allow.
 EXPERTS = [(Experts, 1e-8, 1e-10), (Grouped, 1e-4, 1e-5), (Turned, 1e-4, 1e-5)]
 

@@ -8,9 +8,12 @@ from diagnosis.recorded import ScriptedLayer, only, reasons, records
 from torch import nn
 from torch.nn import functional as F
 
-from decaylab import diagnose, watch
+from decaylab import KFAC, diagnose, watch
 from decaylab.diagnosis import Reason, Verdict, suggest
-from decaylab.diagnosis.words import motion_table, next_reason
+from decaylab.diagnosis.reasons import has
+from decaylab.diagnosis.rules import RULES
+from decaylab.diagnosis.runs import read_run
+from decaylab.diagnosis.words import insight, motion_table, next_reason
 from decaylab.networks.scale_invariance import measure_invariance
 from decaylab.records import Row, Rows
 
@@ -190,7 +193,7 @@ def test_only_scale_invariant_layers_burst(invariant):
     assert (Reason.BURST in follows) == invariant
 
 
-def test_a_vector_with_axes_of_one_is_no_layer():
+def test_a_vector_with_axes_of_one_is_no_weight():
     class Policy(nn.Sequential):
         def __init__(self):
             super().__init__(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
@@ -205,7 +208,65 @@ def test_a_vector_with_axes_of_one_is_no_layer():
     model = Policy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     watched = trained(model, optimizer, inputs=INPUTS)
-    assert [motion.layer for motion in diagnose(watched).motions] == ["0", "2"]
+    roles = {motion.layer: motion.role for motion in diagnose(watched).motions}
+    assert roles == {"0": "weight", "2": "head", "log_std": "vector"}
+    assert {advice.layer for advice in suggest(watched).layers} == {"0", "2"}
+
+
+class Attention(nn.Module):
+    """With parameters of its own: three matrices, a bias, a temperature and a layer scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.read = nn.Linear(1, 8), nn.Linear(8, 3)
+        for name in ("wq", "wk", "wv"):
+            setattr(self, name, nn.Parameter(torch.randn(8, 8) / 8**0.5))
+        self.bv, self.layer_scale = (
+            nn.Parameter(torch.zeros(8)),
+            nn.Parameter(torch.full((8,), 0.1)),
+        )
+        self.tau = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        x = self.tokens(x[..., None])
+        weights = (self.tau * (x @ self.wq) @ (x @ self.wk).mT).softmax(-1)
+        return self.read((x + self.layer_scale * (weights @ (x @ self.wv + self.bv))).mean(1))
+
+
+def test_bare_parameters_are_judged_one_by_one():
+    torch.manual_seed(0)
+    model = Attention()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    watched = trained(model, optimizer, inputs=INPUTS)
+    motions = {motion.layer: motion for motion in diagnose(watched).motions}
+    assert {"wq", "wk", "wv", "layer_scale", "tau"} < motions.keys()
+    assert "bv" not in motions  # of wv
+    assert motions["layer_scale"].role == motions["tau"].role == "vector"
+    for name in ("wq", "layer_scale"):
+        norm = torch.linalg.vector_norm(getattr(model, name)).item()
+        assert watched.records.last(f"weight_norm/{name}") == pytest.approx(norm)
+
+
+def test_kfacs_rows_of_a_recurrent_layer_are_those_of_the_layers_that_are_judged():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(1, 8, batch_first=True), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.lstm(x[..., None])[0][:, -1])
+
+    torch.manual_seed(0)
+    model = Recurrent()
+    optimizer = KFAC(model, lr=0.02, weight_decay=0.1)
+    watched = trained(model, optimizer, inputs=INPUTS, probes="diagnosis")
+    layers = read_run(watched).layers
+    assert layers.keys() == {"lstm.weight_ih_l0", "lstm.weight_hh_l0", "head"}
+    for layer in layers.values():
+        assert layer.preconditioned
+        assert not layer.too_few_shares
+        assert layer.series["rotation"]
+        assert layer.series["effective_damping"]
 
 
 def test_the_table_is_of_layers_with_decay():
@@ -235,3 +296,132 @@ def test_schedules_of_other_lengths_are_said_to_be():
     found = diagnose(run(60, 0.5), run(120, 0.0))
     (why,) = [why for why in found.troubles if why.reason is Reason.OTHER_LR]
     assert why["lengths"] == (60, 120)
+
+
+class Branch(nn.Module):
+    """A residual branch behind a normalisation, with a layer scale, in front of another one."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, width), nn.LayerNorm(width)
+        self.expand, self.contract = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.layer_scale = nn.Parameter(torch.full((width,), 0.01))
+        self.last, self.head = nn.LayerNorm(width), nn.Linear(width, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        x = x + self.layer_scale * self.contract(F.gelu(self.expand(self.norm(x))))
+        return self.head(self.last(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.02}),
+        (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 5.0}),
+    ],
+)
+def test_one_run_says_nothing_of_pushes_that_no_law_gives_a_length(kind, settings):
+    """SGD's are as long as gradients, which shrink with all of a branch: 969x was once said.
+
+    AdamW's have a length of their own, and so has its estimate.
+    """
+
+    def run(weight_decay):
+        torch.manual_seed(0)
+        model = Branch()
+        optimizer = kind(model.parameters(), **settings | {"weight_decay": weight_decay})
+        return trained(model, optimizer, steps=200, every=10, inputs=INPUTS)
+
+    watched = run(settings["weight_decay"])
+    rows = {row.layer: row for row in diagnose(watched)["effective l"].layers}
+    motions = diagnose(watched).motions
+    hardly = {m.layer for m in motions if m.size_response <= RULES.size_little}
+    branch = {"expand", "contract"} & hardly
+    assert branch
+    for layer in branch:
+        if kind is torch.optim.SGD:
+            assert rows[layer].effect is None
+            assert rows[layer].why.reason is Reason.PUSHES_UNKNOWN
+        else:
+            assert rows[layer].effect is not None
+
+
+def test_an_estimate_is_held_against_the_same_quantity_of_two_runs():
+    """Of scale-invariant layers the effective learning rate, whatever the gradients became."""
+    runs = []
+    for weight_decay in (3.0, 0.0):
+        torch.manual_seed(0)
+        model = normalised_net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=weight_decay)
+        runs.append(trained(model, optimizer, steps=200, every=10, inputs=INPUTS))
+    both, alone = diagnose(*runs)["effective l"], diagnose(runs[0])["effective l"]
+    estimates = {row.layer: row.effect.value for row in alone.layers if row.effect}
+    measured = {row.layer: row.effect.value for row in both.layers if row.effect}
+    moved = [m for m in diagnose(*runs).motions if m.invariant and m.role == "weight"]
+    foretold = {m.layer: m.foretold for m in moved}
+    assert foretold.keys() == estimates.keys() == measured.keys() == {"0", "3"}
+    for layer, ratio in foretold.items():
+        assert ratio == pytest.approx(estimates[layer] / measured[layer])
+    assert "as the same gradients would without it" in insight(diagnose(runs[0]))[0]
+    assert "same gradients" not in insight(diagnose(*runs))[0]
+
+
+def test_layers_of_which_no_size_is_known_are_not_said_to_count():
+    """Without `inputs`, behind a normalisation: what they do is open, and so is the verdict."""
+
+    def diagnosed(**watching):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), Branch16(), nn.Linear(16, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1.0)
+        return diagnose(trained(model, optimizer, **watching))
+
+    class Branch16(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x):
+            return x + self.down(F.gelu(self.up(x)))
+
+    found = diagnosed()
+    assert found["effective l"].verdict is Verdict.CANNOT_TELL
+    assert has(found["effective l"].reasons, Reason.INVARIANCE_UNKNOWN)
+    (unknown,) = [why for why in found.follows if why.reason is Reason.SIZES_UNKNOWN]
+    assert unknown["layers"] == ["2.up", "2.down"]
+    assert not has(diagnosed(inputs=INPUTS).follows, Reason.SIZES_UNKNOWN)
+
+
+def test_what_is_not_known_of_some_layers_is_not_said_of_all():
+    """Adam's L2 has no rate, but its layers turn all the same, as two runs show."""
+    runs = []
+    for weight_decay in (0.1, 0.0):
+        torch.manual_seed(0)
+        model = normalised_net()
+        groups = [
+            {"params": [model[0].weight], "weight_decay": weight_decay},
+            {"params": [model[3].weight], "weight_decay": weight_decay},
+        ]
+        l2 = torch.optim.Adam(groups[:1], lr=1e-2)
+        decoupled = torch.optim.AdamW(groups[1:], lr=1e-2)
+        runs.append(trained_by_both(model, l2, decoupled))
+    found = diagnose(*runs)
+    turned = {m.layer: m.turned.value for m in found.motions if m.turned is not None}
+    assert max(turned, key=turned.get) == "0"
+    assert turned["0"] > RULES.acts > turned["3"]
+    assert insight(found)[0].startswith("Decay makes 0 turn") or "layer 0" in insight(found)[0]
+
+
+def trained_by_both(model, first, second):
+    """Both optimizers step after each batch."""
+    generator = torch.Generator().manual_seed(0)
+    with watch(model, [first, second], every=5, inputs=INPUTS) as watched:
+        for _ in range(100):
+            x = torch.randn(32, 6, generator=generator)
+            loss = F.cross_entropy(model(x), x[:, :3].argmax(1))
+            loss.backward()
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+            watched.log(loss=loss)
+    return watched

@@ -11,7 +11,7 @@ from diagnosis.recorded import ScriptedLayer, only, reasons, records
 from refusals import refuses
 
 from decaylab import diagnose
-from decaylab.diagnosis import Mechanism, Reason
+from decaylab.diagnosis import Mechanism, Reason, suggest
 from decaylab.diagnosis.layout import markdown
 from decaylab.diagnosis.outcome import Helped
 from decaylab.diagnosis.rules import RULES
@@ -397,13 +397,22 @@ def test_one_result_three_forms():
         records({"conv": sgd(weight_decay=STRONG), "head": sgd(invariant=False)}),
         records({"conv": sgd(), "head": sgd(invariant=False)}),
     )
-    plain = json.loads(json.dumps(result.as_dict()))
+    plain = json.loads(json.dumps(result.as_dict(), allow_nan=False))
     assert [f["verdict"] for f in plain["findings"]] == [f.verdict for f in result.findings]
     text = result.to_markdown()
     assert text == markdown(result)
     assert all(f"## {finding['title']}" in text for finding in plain["findings"])
     assert all(sentence in text for sentence in plain["follows"])
     assert plain["headline"] in text
+
+
+def test_what_is_not_known_is_null_in_json():
+    """Without a baseline nothing was gained or lost, and a layer without decay has no advice."""
+    alone = records({"conv": sgd(weight_decay=STRONG), "head": sgd(invariant=False)})
+    assert math.isnan(diagnose(alone).outcome.gain)
+    plain = json.loads(json.dumps(diagnose(alone).as_dict(), allow_nan=False))
+    assert plain["outcome"]["gain"] is None
+    json.dumps(suggest(records({"head": sgd(invariant=False)})).as_dict(), allow_nan=False)
 
 
 @pytest.mark.parametrize("apart", [20, 450])

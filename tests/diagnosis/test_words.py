@@ -124,8 +124,7 @@ def result():
 def motions():
     def moved(layer, turned, rotation, response, role="weight", members=(), timescale=500.0):
         effect = replace(EFFECT, value=turned)
-        foretold = replace(EFFECT, value=1.1 * turned)
-        numbers = (rotation, 0.02, timescale, 400, 5.0, effect, foretold, response, 0.7, 0.6)
+        numbers = (rotation, 0.02, timescale, 400, 5.0, effect, False, 1.1, response, 0.7, 0.6)
         return Motion(layer, role, members, True, *numbers)
 
     return (
@@ -213,6 +212,14 @@ def test_the_words_are_those_of_the_snapshot(result):
     known = SNAPSHOT.read_text(encoding="utf-8")
     changed = list(difflib.unified_diff(known.splitlines(), text.splitlines(), lineterm="", n=0))
     assert not changed, "\n".join(changed)
+
+
+def test_outcomes_have_the_digits_that_tell_them_apart(result):
+    near = Outcome(Helped.WORSE, "d_loss", False, 1.38213, 1.38207, (1, 1), -6e-5)
+    text = words.headline(replace(result, outcome=near))
+    assert "d loss 1.38213 with decay, 1.38207 without" in text
+    far = replace(near, run=1.5)
+    assert "1.500 with decay, 1.382 without" in words.headline(replace(result, outcome=far))
 
 
 def test_the_data_of_every_reason_is_written_in_a_known_way():

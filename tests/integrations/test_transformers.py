@@ -231,6 +231,16 @@ def test_the_callback_records_what_watch_records(tmp_path):
     assert not callback.watched.optimizer._optimizer_step_post_hooks
 
 
+def test_given_inputs_the_callback_measures_how_sizes_count_as_watch_does(tmp_path):
+    model = classifier()
+    batch = batch_of(texts(classes=3))
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    callback = WatchCallback(every=1, inputs=inputs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trainer_of(model, optimizer, tmp_path, [callback], texts(classes=3)).train()
+    assert callback.watched.records.series("size_response/classifier")
+
+
 def test_kfac_and_callback_together(tmp_path):
     model = language_model()
     callback = WatchCallback(

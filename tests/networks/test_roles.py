@@ -10,6 +10,7 @@ from refusals import refuses
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
+from decaylab.curvature.blocks import plan_blocks
 from decaylab.errors import Failed, Lacks
 from decaylab.networks import INVARIANCE_THRESHOLD, NETWORKS, build, invariance, roles
 
@@ -58,7 +59,7 @@ def test_by_order_and_by_measurement_agree_on_our_networks(name, batch_norm):
     expected = "invariant" if batch_norm else "weight"
     for parameter, role in measured.items():
         layer, kind = parameter.rsplit(".", 1)
-        assert role.module == layer
+        assert role.layer == layer
         assert role.role == ("bias" if kind == "bias" else "head" if layer == "head" else expected)
         assert role.kind == ("linear" if layer == "head" or name == "mlp" else "conv")
 
@@ -391,6 +392,81 @@ def test_unknown_modules_go_by_shape():
     assert names["bias"] == {"shift", "recurrent.bias_ih_l0", "recurrent.bias_hh_l0", "head.bias"}
     assert names["other"] == {"scale.0"}
     assert roles(model)["head.weight"].kind == "conv"
+
+
+class Attention(nn.Module):
+    """Bare parameters, as people write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.wq = nn.Parameter(torch.randn(4, 4))
+        self.wk = nn.Parameter(torch.randn(4, 4))
+        self.wv, self.bv = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.zeros(4))
+        self.tau = nn.Parameter(torch.ones(()))
+
+
+class Tokens(nn.Module):
+    """A vision transformer's own parameters, around a block with a layer scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.randn(1, 1, 4))
+        self.pos_embed = nn.Parameter(torch.randn(1, 5, 4))
+        self.attn = Attention()
+        self.norm = nn.LayerNorm(4)
+        self.layer_scale = nn.Parameter(torch.ones(4, 1, 1))
+        self.recurrent = nn.LSTM(4, 4)
+        self.norm2 = nn.LayerNorm(4)
+
+
+def test_every_parameter_that_stands_alone_is_a_layer():
+    found = roles(Tokens())
+    layers = {name: (role.layer, role.role) for name, role in found.items() if "norm" not in name}
+    assert layers == {
+        "cls_token": ("cls_token", "other"),
+        "pos_embed": ("pos_embed", "weight"),
+        "attn.wq": ("attn.wq", "weight"),  # and not normalised, though a norm comes next
+        "attn.wk": ("attn.wk", "weight"),
+        "attn.wv": ("attn.wv", "weight"),
+        "attn.bv": ("attn.wv", "bias"),
+        "attn.tau": ("attn.tau", "other"),
+        "layer_scale": ("layer_scale", "other"),
+        "recurrent.weight_ih_l0": ("recurrent.weight_ih_l0", "weight"),
+        "recurrent.weight_hh_l0": ("recurrent.weight_hh_l0", "weight"),
+        "recurrent.bias_ih_l0": ("recurrent.weight_ih_l0", "bias"),
+        "recurrent.bias_hh_l0": ("recurrent.weight_hh_l0", "bias"),
+    }
+
+
+def test_a_weight_and_its_bias_are_one_layer():
+    class Pair(nn.Module):
+        def __init__(self, **parameters):
+            super().__init__()
+            for name, shape in parameters.items():
+                self.register_parameter(name, nn.Parameter(torch.ones(shape)))
+
+    def layers(**parameters):
+        return {name: role.layer for name, role in roles(nn.Sequential(Pair(**parameters))).items()}
+
+    assert layers(weight=(3, 2), bias=3) == {"0.weight": "0", "0.bias": "0"}
+    assert layers(kernel=(2, 3), offset=3) == {"0.kernel": "0.kernel", "0.offset": "0.kernel"}
+    by_name = layers(w1=(3, 2), b1=3, w2=(3, 2), b2=3)
+    assert by_name == {"0.w1": "0.w1", "0.b1": "0.w1", "0.w2": "0.w2", "0.b2": "0.w2"}
+    gain = layers(v=(3, 2), g=3, bias=3)  # the bias is known by name
+    assert gain == {"0.v": "0.v", "0.g": "0.g", "0.bias": "0.v"}
+    experts = layers(up=(5, 3, 2), up_bias=(5, 3))  # has two axes, and is a bias all the same
+    assert experts == {"0.up": "0.up", "0.up_bias": "0.up"}
+
+
+def test_the_layers_have_the_names_of_kfacs_blocks():
+    model = nn.Sequential()
+    model.attn = nn.MultiheadAttention(4, 2, kdim=3, vdim=3)
+    model.packed = nn.MultiheadAttention(4, 2)
+    model.recurrent = nn.GRU(4, 4, 2)
+    model.head = nn.Linear(4, 2)
+    blocks = plan_blocks(model, list(model.parameters())).by_name
+    weights = {role.layer for role in roles(model).values() if role.role in ("weight", "head")}
+    assert weights == set(blocks)
 
 
 class OwnRMSNorm(nn.Module):

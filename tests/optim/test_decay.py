@@ -346,3 +346,16 @@ def test_scope_conv_leaves_out_parameters_that_no_layer_owns():
         ["body.weight", "body.bias"],
         ["scale", "head.weight", "head.bias"],
     ]
+
+
+def test_a_normalisation_that_a_list_of_names_misses_is_pointed_out():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    for number in range(2):
+        model.add_module(f"norm{number}", nn.LayerNorm(4))
+    left_out = ("bias", "norm")
+    groups = [{"params": [], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
+    for name, parameter in model.named_parameters():
+        groups[any(part in name for part in left_out)]["params"].append(parameter)
+    (problem,) = decay_table(model, torch.optim.AdamW(groups)).problems
+    assert (problem.problem, problem.parameters) == (Problem.MISSED, ("1.weight",))
+    assert not decay_table(model, torch.optim.AdamW(model.parameters())).problems

@@ -6,6 +6,10 @@ import pytest
 import torch
 from oracle.plain_kfac import KFAC
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from decaylab.errors import Lacks
+from decaylab.optim.options import KFACOptions
 
 
 class ExampleAndTokenHeads(nn.Module):
@@ -43,3 +47,34 @@ def test_the_curvature_of_the_body_is_the_sum_over_heads(curvature):
         torch.testing.assert_close(block(both["body"]), example + token, rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(block(both["example"]), block(factors(0)["example"]))
         torch.testing.assert_close(block(both["token"]), block(factors(1)["token"]))
+
+
+def test_an_actor_critic_is_told_to_leave_its_value_head_out():
+    """The output is no tensor, and the value head does not lead to the logits: both are said."""
+
+    class ActorCritic(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.policy, self.value = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+
+        def forward(self, x):
+            hidden = self.body(x).tanh()
+            return self.policy(hidden), self.value(hidden)
+
+    def train(opt, model, *, observed):
+        x = torch.randn(16, 4)
+        logits, values = model(x)
+        if observed:
+            opt.observe(logits)
+        policy_loss = F.cross_entropy(logits, x[:, :3].argmax(1))
+        (policy_loss + (values[:, 0] - x[:, 0]).square().mean()).backward()
+        opt.step()
+
+    torch.manual_seed(0)
+    model = ActorCritic()
+    with pytest.raises(Lacks) as caught:
+        train(KFAC(model, 0.01), model, observed=False)
+    assert "observe(logits)" in caught.value.remedy
+    assert 'exclude=("value",)' in caught.value.remedy
+    model = ActorCritic()
+    train(KFAC(model, 0.01, options=KFACOptions(exclude=("value",))), model, observed=True)

@@ -288,6 +288,20 @@ def test_a_traced_pass_is_not_observed():
     assert not opt.estimator.sums
 
 
+@pytest.mark.parametrize("again", [lambda model: model, copy.deepcopy])
+def test_a_model_is_scripted_without_the_hooks(again):
+    model = seeded(net)
+    opt = KFAC(model, 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, in newer versions
+        with refuses(Conflict, settings=["torch.jit.script", "K-FAC"]):
+            torch.jit.script(again(model))
+        hooks = list(model._forward_hooks.values())
+        assert not any(hasattr(hook, "__name__") for hook in hooks)  # for whoever else asks
+        opt.detach()
+        torch.jit.script(again(model))
+
+
 def test_pruning_a_layer_later():
     model = seeded(net)
     opt = KFAC(model, 0.1, kl_clip=1e-3, **EXACT)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from decaylab.optim.decay import parameter_groups
 from decaylab.optim.first_order import adam, sgd
@@ -32,9 +33,24 @@ def test_it_is_the_weighted_sum_of_squared_gradients():
     assert dict(reading.layers) == pytest.approx(want, rel=1e-12)
 
 
-def test_all_weights_of_a_module_are_summed():
+class Product(nn.Module):
+    """A weight computed from two parameters."""
+
+    def forward(self, left, right):
+        return left @ right
+
+    def right_inverse(self, weight):
+        return weight.clone(), torch.eye(weight.shape[1], dtype=weight.dtype)
+
+
+def product() -> nn.Module:
+    linear = nn.Linear(3, 2).double()
+    return parametrize.register_parametrization(linear, "weight", Product())
+
+
+def test_all_that_a_weight_is_computed_from_is_summed():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.LSTM(3, 2)).double()
+    model = nn.Sequential(product())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.9, 0.5))
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -46,10 +62,10 @@ def test_all_weights_of_a_module_are_summed():
     assert dict(reading.layers) == pytest.approx({"0": want}, rel=1e-12)
 
 
-def test_a_module_of_which_one_weight_has_no_moment_is_left_out():
-    model = nn.Sequential(nn.LSTM(3, 2), nn.Linear(2, 1)).double()
+def test_a_layer_of_which_one_part_has_no_moment_is_left_out():
+    model = nn.Sequential(product(), nn.Linear(2, 1).double())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.9, 0.5))
-    for weight in (model[0].weight_ih_l0, model[1].weight):
+    for weight in (model[0].parametrizations.weight.original0, model[1].weight):
         weight.grad = torch.ones_like(weight)
     optimizer.step()
     (reading,) = second_moments(model, optimizer)

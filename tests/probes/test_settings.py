@@ -176,11 +176,11 @@ def test_frozen_layers():
     model[0][0].weight.requires_grad_(False)  # its bias still moves: the weight does not
     model[0][1].requires_grad_(False)  # a normalisation is no layer
     model[1].bias.requires_grad_(False)
-    model[2].weight_ih_l0.requires_grad_(False)  # one of several weights
-    assert frozen() == {"0.0"}
+    model[2].weight_ih_l0.requires_grad_(False)  # one of several weights, each a layer
+    assert frozen() == {"0.0", "2.weight_ih_l0"}
     model[0].requires_grad_(False)
     model[1].requires_grad_(False)
-    assert frozen(torch.compile(model, backend="eager")) == {"0.0", "0.3", "1"}
+    assert frozen(torch.compile(model, backend="eager")) == {"0.0", "0.3", "1", "2.weight_ih_l0"}
 
 
 def test_what_a_step_keeps_of_the_second_moment():

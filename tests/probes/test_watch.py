@@ -88,14 +88,16 @@ def test_exposure_is_counted_from_where_a_run_is_resumed():
     assert found == [(1, pytest.approx(1e-3)), (4, pytest.approx(4e-3)), (8, pytest.approx(4e-3))]
 
 
-def test_exposure_of_a_layer_whose_first_weight_is_left_alone():
+def test_exposure_of_a_module_of_which_one_weight_is_left_alone():
     model = nn.LSTM(3, 2)
     optimizer = torch.optim.SGD([model.weight_hh_l0], lr=0.1, weight_decay=0.01)
     with probes.watch(model, optimizer, every=1) as watched:
         model(torch.ones(2, 3))[0].sum().backward()
         optimizer.step()
-    assert watched.recording.settings["model"][-1][1].weight_decay == 0.01
-    assert watched.records.last("decay_exposure/model") == pytest.approx(1e-3)
+    settings = watched.recording.settings
+    assert settings["weight_hh_l0"][-1][1].weight_decay == 0.01
+    assert watched.records.last("decay_exposure/weight_hh_l0") == pytest.approx(1e-3)
+    assert not settings["weight_ih_l0"][-1][1].stepped
 
 
 def test_training_is_the_same_with_and_without():

@@ -64,6 +64,15 @@ def test_rotation_of_a_tiny_step_is_precise_in_float32():
     assert probes.rotations(model, before).layers[""] == pytest.approx(angle, rel=1e-3)
 
 
+def test_a_single_number_has_no_direction():
+    model = nn.Linear(1, 1, bias=False)
+    before = probes.snapshot(model)
+    with torch.no_grad():
+        model.weight *= 0.9
+    assert probes.rotations(model, before).layers == {}
+    assert probes.update_norms(model, before).layers.keys() == {""}
+
+
 class TestEffectiveLearningRate:
     def model(self):
         torch.manual_seed(0)

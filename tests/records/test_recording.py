@@ -167,10 +167,10 @@ def test_the_settings_of_our_own_older_runs_follow_from_their_specs():
             model = build_network(spec, facts.classes, *facts.shape[:2])
         roles = networks.roles(model)
         groups = [group for group in decay_groups(spec, model) if group["weight_decay"]]
-        decayed = {roles[name].module for group in groups for name in group["names"]}
-        invariant = {role.module for role in roles.values() if role.role == "invariant"}
+        decayed = {roles[name].layer for group in groups for name in group["names"]}
+        invariant = {role.layer for role in roles.values() if role.role == "invariant"}
         per_epoch = recording.meta.steps_per_epoch
-        layers = [role.module for role in roles.values() if role.role != "bias"]
+        layers = [role.layer for role in roles.values() if role.role != "bias"]
         assert list(recording.settings) == list(dict.fromkeys(layers))
         for layer, changes in recording.settings.items():
             expected = timeline(spec, per_epoch, layer in decayed, layer in invariant)

@@ -38,7 +38,7 @@ def test_rescaling_gives_the_norms_and_keeps_the_function(network):
     model(images)  # running statistics
     in_training = model.train(True)(images).detach()
     in_eval = model.train(False)(images).detach()
-    invariant = [role.module for role in roles(model).values() if role.role == "invariant"]
+    invariant = [role.layer for role in roles(model).values() if role.role == "invariant"]
     head = model.head.weight.clone() if hasattr(model, "head") else None
     wanted = {name: 0.3 + n for n, name in enumerate(weight_norms(model))}
     rescale(model, wanted)

@@ -23,7 +23,7 @@ from decaylab.attribution.arms import (
 from decaylab.attribution.progress import ArmProgress
 from decaylab.attribution.result import Attribution
 from decaylab.errors import AT_LEAST_ONE, BadValue, DecaylabError, Mismatch, check_name
-from decaylab.records.files import disk_errors, replace_text
+from decaylab.records.files import disk_errors, json_text, replace_text
 from decaylab.training.held_layers import Selection
 from decaylab.training.paths import LayerPaths
 
@@ -217,11 +217,21 @@ class _ArmFiles:
         numbers, paths = self._files(arm, seed)
         if not numbers.exists():
             return None
-        return ArmResult(**json.loads(numbers.read_text(encoding="utf-8"))), LayerPaths.load(paths)
+        values = _with_nan(json.loads(numbers.read_text(encoding="utf-8")))
+        return ArmResult(**values), LayerPaths.load(paths)
 
     def save(self, arm: Arm, result: ArmResult, taken: LayerPaths) -> None:
         numbers, paths = self._files(arm, result.seed)
         with disk_errors(numbers):
             numbers.parent.mkdir(exist_ok=True)
         taken.save(paths)
-        replace_text(numbers, json.dumps(asdict(result), indent=2) + "\n")
+        replace_text(numbers, json_text(asdict(result), indent=2) + "\n")
+
+
+def _with_nan(value: Any) -> Any:
+    """What was written, where nothing is None: null was nan or inf."""
+    if isinstance(value, dict):
+        return {key: _with_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_nan(inner) for inner in value]
+    return math.nan if value is None else value

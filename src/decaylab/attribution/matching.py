@@ -18,6 +18,7 @@ from decaylab.attribution.shares import Estimate, estimate, fraction, in_points
 from decaylab.errors import Lacks, Mismatch, check_name
 from decaylab.optim.decay import OPTIMIZERS, decay_rate
 from decaylab.records import RunStore
+from decaylab.records.files import without_nan
 from decaylab.sweeps.worker import WorkerOptions
 from decaylab.training import RunSpec
 
@@ -65,7 +66,7 @@ class Match:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         unused = [{**asdict(each), "fault": each.fault.value} for each in self.unused]
-        return {**asdict(self), "unused": unused}
+        return dict(without_nan({**asdict(self), "unused": unused}))
 
 
 def matched_spec(a: RunSpec, b: RunSpec, path: Matched) -> RunSpec:

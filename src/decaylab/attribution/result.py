@@ -110,8 +110,7 @@ class Attribution:
             "unused": [{**asdict(u), "fault": u.fault.value} for u in self.unused],
             "notes": {layer: note.value for layer, note in self.notes.items()},
         }
-        numbers: dict[str, Any] = without_nan(plain)
-        return numbers
+        return dict(without_nan(plain))
 
     def plot(self) -> Any:
         """The effects on every metric as bars with intervals, as a matplotlib figure.

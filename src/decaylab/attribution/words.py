@@ -208,23 +208,23 @@ def folded(text: str) -> str:
 def amount(value: Estimate, points: bool) -> str:
     """A difference with its interval: `+1.9 [+1.2, +2.6] points`."""
     factor, unit = (100, " points") if points else (1, "")
-    bounds = _bounds(f"{factor * value.low:+.3g}", f"{factor * value.high:+.3g}", value)
-    return f"{factor * value.value:+.3g}{bounds}{unit}"
+    bounds = _bounds(f"{factor * value.low:+z.3g}", f"{factor * value.high:+z.3g}", value)
+    return f"{factor * value.value:+z.3g}{bounds}{unit}"
 
 
 def margin(value: Estimate, points: bool) -> str:
     """A difference with half its interval: `+1.9 ± 0.7`."""
     factor = 100 if points else 1
     half = factor * (value.high - value.low) / 2
-    return f"{factor * value.value:+.3g}" + ("" if math.isnan(half) else f" ± {half:.2g}")
+    return f"{factor * value.value:+z.3g}" + ("" if math.isnan(half) else f" ± {half:.2g}")
 
 
 def fraction(share: Estimate) -> str:
     """A fraction with its interval: `92 % [80, 104]`."""
     if math.isnan(share.value):
         return "?"
-    bounds = _bounds(f"{100 * share.low:.0f}", f"{100 * share.high:.0f}", share)
-    return f"{100 * share.value:.0f} %{bounds}"
+    bounds = _bounds(f"{100 * share.low:z.0f}", f"{100 * share.high:z.0f}", share)
+    return f"{100 * share.value:z.0f} %{bounds}"
 
 
 def _bounds(low: str, high: str, value: Estimate) -> str:

@@ -38,6 +38,7 @@ from decaylab.optim.decay_operator import (
 from decaylab.optim.optimizer_behaviour import undisturbed
 from decaylab.optim.table import DecayTable, Problem, decay_table, repeated
 from decaylab.optim.table_words import explain_operator
+from decaylab.records.files import without_nan
 
 Factory = Callable[..., Any]
 SHAPE = (8, 6)
@@ -115,14 +116,14 @@ class DecayAudit:
             }
             for check in self.checks
         ]
-        operator = asdict(self.operator)
-        return {
+        values = {
             "passed": self.passed,
             "optimizer": self.optimizer,
-            "operator": {k: None if v != v else v for k, v in operator.items()},
+            "operator": asdict(self.operator),
             "checks": checks,
             "rows": None if self.table is None else [asdict(row) for row in self.table],
         }
+        return dict(without_nan(values))
 
     def __str__(self) -> str:
         title = f"{self.optimizer}: {self.operator.kind}, {explain_operator(self.operator)}"

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any
 
 from decaylab.audits.words import explain, joined, title_of
+from decaylab.records.files import without_nan
 
 
 class Reason(Enum):
@@ -83,7 +84,7 @@ class Audit:
             asdict(check) | {"reason": check.reason.value, "words": check.words}
             for check in self.checks
         ]
-        return {"passed": self.passed, **asdict(self), "checks": checks}
+        return dict(without_nan({"passed": self.passed, **asdict(self), "checks": checks}))
 
     def __str__(self) -> str:
         return joined(self.title, [(c.passed, c.name, c.words) for c in self.checks])

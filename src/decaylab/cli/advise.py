@@ -250,7 +250,7 @@ def schedule_command(
 def _table(suggestion: Suggestion) -> TextTable:
     headings = ("decay", "suggested", "norm", "leads to", "balance", "turns", "steps")
     columns = [Column(heading, number=True) for heading in headings]
-    table = TextTable([Column("layer"), *columns, Column("note", words=True)])
+    table = TextTable([Column("layer", path=True), *columns, Column("note", words=True)])
     for row in suggestion.layers:
         numbers = (
             *(row.weight_decay, row.suggested, row.norm, row.target),

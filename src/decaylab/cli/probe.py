@@ -150,7 +150,7 @@ def _by_layer(readings: list[Reading]) -> TextTable:
                 cells.setdefault(layer, {})[quantity] = value
                 columns[quantity] = None
     quantities = [Column(quantity.replace("_", " "), number=True) for quantity in columns]
-    table = TextTable([Column("layer"), *quantities])
+    table = TextTable([Column("layer", path=True), *quantities])
     for layer, values in cells.items():
         numbers = [f"{values[q]:.3g}" if q in values else "" for q in columns]
         table.add(layer, *numbers)

@@ -3,14 +3,13 @@
 Piped output is not wrapped, unless $COLUMNS says how wide it should be.
 """
 
-import json
 import os
 import sys
 from typing import Any, TextIO
 
 from rich.console import Console
 
-from decaylab.records.files import without_nan
+from decaylab.records.files import json_text
 from decaylab.text_table import TextTable, wrapped
 
 UNLIMITED = 10_000
@@ -55,4 +54,4 @@ def console(piped_width: int, *, markup: bool = True) -> Console:
 
 def print_json(result: Any) -> None:
     """Print a result as JSON, which has no nan and no inf: they are null."""
-    print(json.dumps(without_nan(result), indent=2, allow_nan=False))
+    print(json_text(result, indent=2))

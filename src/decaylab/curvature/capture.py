@@ -11,12 +11,13 @@ are met where they are made: while the model runs in an observed pass, and only 
 layers, whose kernels show no product at all, are then computed step by step from such calls.
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class Call:
     """One use of a site's matrix: its input, its output's shape and edge, and its pass.
 
     `counted` [output's axes but the last]: its positions that take part, of a masked pass. `offset`
-    is where the used part of the parameter begins; `ends`, in a product with all matrices of a
+    is where the used part of the parameter begins; `offsets`, in a product with all matrices of a
     parameter, where the rows of each end. There is no edge where the loss's own gradients
     are listened to: the hook that does so would hold the graph, which holds the hook, and neither
     would ever be freed.
@@ -62,10 +63,15 @@ class Call:
     offset: int = 0
     observed: Pass | None = None
     counted: Tensor | None = None
-    ends: Tensor | None = None
+    offsets: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._version = _version(self.inputs)
+
+    @cached_property
+    def ends(self) -> list[int] | None:
+        """`offsets` as numbers; the first who asks waits for the device."""
+        return None if self.offsets is None else self.offsets.tolist()
 
     @property
     def name(self) -> str:
@@ -119,6 +125,13 @@ class _Hook:
         if replica and self._method not in ("_leave", "_roll_up") and owner.acts():
             guards.refuse_replicas()
         getattr(owner, self._method)(self._name, *event)
+
+    @property
+    def __name__(self) -> str:
+        """None, as of most objects; but where torch.jit.script asks, a sentence."""
+        if sys._getframe(1).f_globals.get("__name__") == "torch.jit._recursive":
+            guards.refuse_script()
+        raise AttributeError("a hook has no __name__")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Hook, (None, self._method, self._name))
@@ -281,14 +294,14 @@ class Capture:
     def met_grouped(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         """A product was made by `F.grouped_mm`."""
         inputs, weights = (args + tuple(kwargs[n] for n in ("mat_a", "mat_b")[len(args) :]))[:2]
-        ends = kwargs.get("offs")
+        offsets = kwargs.get("offs")
         parameter = weights if weights._base is None else weights._base
         site = self._by_weight.get(parameter)
-        if site is None or not site.kind.counts_groups or ends is None or inputs.dim() != 2:
+        if site is None or not site.kind.counts_groups or offsets is None or inputs.dim() != 2:
             return
         matrices = parameter if site.shape.transposed else parameter.mT
         if weights.shape == matrices.shape and weights.stride() == matrices.stride():
-            self._add(site, inputs, output, 0, ends)
+            self._add(site, inputs, output, 0, offsets)
 
     def met(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         """A product was made by another one of FUNCTIONS."""
@@ -327,7 +340,7 @@ class Capture:
             self._reports_part = False
 
     def _add(
-        self, site: Site, inputs: Tensor, output: Tensor, offset: int, ends: Tensor | None = None
+        self, site: Site, inputs: Tensor, output: Tensor, offset: int, offsets: Tensor | None = None
     ) -> Call | None:
         """Take down a use of a site, if the pass is observed and the site is trained."""
         if self._inside and not torch.is_grad_enabled() and self._pauses == 0:
@@ -336,7 +349,7 @@ class Capture:
             return None
         graph_output = _in_the_graph(output)
         edge = get_gradient_edge(graph_output) if self._on_gradient is None else None
-        call = Call(site, inputs.detach(), output.shape, edge, offset, ends=ends)
+        call = Call(site, inputs.detach(), output.shape, edge, offset, offsets=offsets)
         self.calls.append(call)
         if self._on_gradient is not None:
             graph_output.register_hook(partial(self._on_gradient, call))

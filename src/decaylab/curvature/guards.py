@@ -74,6 +74,16 @@ def refuse_replicas() -> NoReturn:
     )
 
 
+def refuse_script() -> NoReturn:
+    """Refuse torch.jit.script, which compiles hooks too."""
+    raise Conflict(
+        ["torch.jit.script", "K-FAC"],
+        "it would have to compile the hooks that K-FAC observes the model with",
+        "script another instance of the model, with this one's state_dict, or call"
+        " optimizer.detach() when training is done (torch.export needs neither)",
+    )
+
+
 def refuse_uneven_calls(examples: Sequence[int]) -> None:
     """Refuse calls of one layer that cannot be matched example by example."""
     if len(set(examples)) > 1:
@@ -116,7 +126,8 @@ def refuse_without_logits(model: nn.Module) -> NoReturn:
         f"the forward pass of {type(model).__name__}",
         "logits for the refresh that is due",
         "build KFAC with the module that you call and that returns them as one tensor [..., C], "
-        "or call opt.observe(logits) after the forward pass",
+        "or call opt.observe(logits) after the forward pass; leave a layer that does not lead to "
+        'them, such as a value head, out with options=KFACOptions(exclude=("value",))',
     )
 
 

@@ -25,6 +25,7 @@ from decaylab.diagnosis.runs import Run, read_run
 from decaylab.errors import AT_LEAST_ONE, POSITIVE, Conflict, Lacks, Range
 from decaylab.optim.decay import check_decay
 from decaylab.optim.laws import Law, Sgd, balance, law_for, law_named, shrink_for_norm
+from decaylab.records.files import without_nan
 from decaylab.records.settings import LayerSettings
 from decaylab.records.sources import Source
 
@@ -219,7 +220,7 @@ class Suggestion:
     notes: tuple[Because, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Plain values, for JSON; None where a number is not known."""
         from decaylab.diagnosis.words import sentence
 
         layers = [
@@ -227,7 +228,8 @@ class Suggestion:
             for row in self.layers
         ]
         rest = asdict(replace(self, layers=(), notes=()))
-        return {**rest, "layers": layers, "notes": [sentence(note) for note in self.notes]}
+        notes = [sentence(note) for note in self.notes]
+        return dict(without_nan({**rest, "layers": layers, "notes": notes}))
 
 
 def suggest(
@@ -257,7 +259,7 @@ def suggest(
     if steps is not None:
         AT_LEAST_ONE.check("steps", steps)
     budget = watched.steps if steps is None else steps
-    layers = [x for x in watched.layers.values() if x.role != "gain"]
+    layers = [x for x in watched.layers.values() if not x.is_vector]
     advice = [_advice(layer, rotation, norm_at, budget) for layer in layers]
     groups = _groups(watched, advice)
     candidates = [x for x in watched.layers.values() if x.size_counts is False]

@@ -77,7 +77,7 @@ def _inside(section: Subsection, most_rows: int | None) -> list[RenderableType]:
 
 def _table(grid: Grid) -> TextTable:
     columns = [
-        Column(cell.text, number=cell.kind == "number", words=cell.kind == "key")
+        Column(cell.text, number=cell.kind == "number", words=(key := cell.kind == "key"), path=key)
         for cell in grid.header
     ]
     return TextTable(columns, [[Styled(cell.text, "dim") for cell in row] for row in grid.rows])

@@ -67,13 +67,15 @@ def _schedule(layers: list[RecordedLayer]) -> Iterator[Because]:
 
 
 def _of_function(run: Run, jacobian: Finding) -> Iterator[Because]:
-    """Of the layers whose size counts."""
-    counting = [layer for layer in run.decayed_layers if layer.size_counts is not False]
+    """Of the layers whose size counts, or may."""
+    counting = [layer for layer in run.decayed_layers if layer.size_counts]
     layers = [layer.name for layer in counting if layer.role not in ("gain", "adapter")]
     gains = bool(run.gains) and bool(run.decayed_layers)  # said as one
     if layers or gains:
         reacts = Reason.REACTS_MORE if jacobian.opposite else FUNCTION[jacobian.verdict]
         yield because(reacts, counting=(layers, gains))
+    if unknown := [layer.name for layer in run.decayed_layers if layer.size_counts is None]:
+        yield because(Reason.SIZES_UNKNOWN, layers=unknown)
     if adapters := [layer.name for layer in counting if layer.role == "adapter"]:
         yield because(Reason.ADAPTERS, layers=adapters)
 

@@ -13,7 +13,7 @@ from decaylab.optim.decay import DECAYS
 from decaylab.optim.laws import Kfac, Law, Sgd, Unknown, law_for
 from decaylab.optim.laws.dynamics import Series, norms_without_decay
 from decaylab.optim.laws.memory import by_step, moments_at
-from decaylab.records.settings import LayerSettings
+from decaylab.records.settings import VECTORS, LayerSettings
 
 Timeline = tuple[tuple[int, LayerSettings], ...]
 """(from step, how it is stepped), by step."""
@@ -201,6 +201,11 @@ class RecordedLayer:
         recorded = self.series.get(quantity, ())
         return recorded[-1][1] if recorded else None
 
+    @property
+    def is_vector(self) -> bool:
+        """Whether it is a gain, or a vector that stands alone: no weight."""
+        return self.role in VECTORS
+
     # ------------------------------------------------------------ whether its size counts
 
     @property
@@ -215,11 +220,11 @@ class RecordedLayer:
     def size_counts(self) -> bool | None:
         """Whether its size is part of what the network computes; None if that is not known.
 
-        Gains count as such, also those before a ReLU, a layer and a normalisation, which are
+        Vectors count as such, also gains before a ReLU, a layer and a normalisation, which are
         scale-invariant together with their shifts: the mechanisms are those of weights. Adapters
         count however little they change the outputs: it is all that they do.
         """
-        if self.role in ("gain", "adapter"):
+        if self.is_vector or self.role == "adapter":
             return True
         if self.invariant:
             return False
@@ -245,9 +250,11 @@ class RecordedLayer:
 
         Nothing where the decay per step, or how pushes depend on the norm, is not known: the latter
         of layers whose size counts, which the loss itself holds at some size (a GPT's head grew
-        0.8x as fast without decay).
+        0.8x as fast without decay), and where `pushes_unknown`.
         """
         if self.law.norm_power is None or self.unknown or not self.settings or self.size_counts:
+            return ()
+        if self.pushes_unknown:
             return ()
         if self.natural and (self.clipped or self.too_few_shares or self.old_factors):
             return ()
@@ -268,10 +275,18 @@ class RecordedLayer:
             ratios = ratio(self.effective_per_lr, self.effective_at(self.without_decay))
         return tuple(item for item in ratios if self.settings_at(item[0]).lr)
 
+    @property
+    def pushes_unknown(self) -> bool:
+        """Whether steps are as long as gradients are, of a layer that is not scale-invariant.
+
+        Its gradient goes with 1/|W| if its scale does not matter at all (Eq. 8); else with whatever
+        else decay changes, such as the sizes of the layers that its branch consists of. Adam and
+        its kin give their steps a length of their own, in which no size of a gradient is left.
+        """
+        return not self.invariant and isinstance(self.law, Sgd)
+
     def _elasticities(self) -> list[float]:
-        """The e of G = c N^e at each record; of a layer that is not invariant, 0."""
-        if not self.invariant and isinstance(self.law, Sgd):
-            return [0.0] * len(self.norms)
+        """The e of G = c N^e at each record."""
         shares = dict(self.series.get("second_order_share", ()))
         share, elasticities = next(iter(shares.values()), None), []
         for step, _ in self.norms:

@@ -184,6 +184,8 @@ def _why_no_effect(layer: RecordedLayer) -> Because:
     """Why one run shows no effect on a layer that the mechanism can act on."""
     if layer.unknown is not None:
         return layer.unknown
+    if layer.pushes_unknown:
+        return because(Reason.PUSHES_UNKNOWN)
     if layer.natural and layer.clipped:
         return because(Reason.GRADIENTS_CLIPPED)
     if layer.natural and "second_order_share" not in layer.series:
@@ -203,7 +205,7 @@ def _effective_learning_rate(compared: Comparison, damping: Finding) -> Finding:
     near = [
         layer
         for layer in run.decayed_layers
-        if not (layer.invariant or layer.role == "gain")
+        if not (layer.invariant or layer.is_vector)
         and limits[0] < (layer.size_response or 0.0) <= limits[1]
     ]
     if not near:
@@ -248,7 +250,18 @@ def _turned(compared: Comparison, damping: Finding) -> Finding:
     by_angle = recorded and (bool(unknown) or not all(layer.invariant for layer in layers))
     rows = _layer_rows(compared, rotation_effect if by_angle else effective_lr_effect)
     quantity = "rotation" if by_angle or not invariant else "effective_lr"
-    return _judged_factor(mechanism, quantity, pooled(row.effect for row in rows), rows, run)
+    finding = _judged_factor(mechanism, quantity, pooled(row.effect for row in rows), rows, run)
+    return _unless_hidden(finding, run)
+
+
+def _unless_hidden(finding: Finding, run: Run) -> Finding:
+    """That nothing acts is not said where layers are left out because it is not known of them."""
+    hidden = [layer.name for layer in run.decayed_layers if layer.size_counts is None]
+    if not hidden or finding.verdict is not DOES_NOT_ACT:
+        return finding
+    reason, remedy = because(Reason.INVARIANCE_UNKNOWN, layers=hidden), because(Reason.GIVE_INPUTS)
+    reasons = (*finding.reasons, reason)
+    return replace(finding, verdict=CANNOT_TELL, reasons=reasons, remedies=(remedy,))
 
 
 def _turned_by_kfac(compared: Comparison, layers: list[RecordedLayer], damping: Finding) -> Finding:

@@ -142,6 +142,10 @@ class Reason(Enum):
     FEW_SHARES = "its second-order share is recorded too rarely"
     OLD_FACTORS = "K-FAC measured its factors at norms that decay has since changed a lot"
     LAW_UNKNOWN = "how its step depends on its norm is not known"
+    PUSHES_UNKNOWN = (
+        "its steps are as long as its gradients, and a single run does not show how long those"
+        " would be without decay"
+    )
     # a mechanism
     ALL_FROZEN = "Every layer is frozen, so decay changes nothing."
     NONE_JUDGEABLE = "No layer is recorded well enough to be judged."
@@ -272,6 +276,10 @@ class Reason(Enum):
     REACTS_ALIKE = (
         "Decay of the layers whose size counts ({counting:counting}) hardly changes how the outputs"
         " react to the inputs."
+    )
+    SIZES_UNKNOWN = (
+        "What decay of {layers:names} does is open: how much size counts there was not measured, or"
+        " a gain of zero hides it."
     )
     REACTS_MORE = (
         "Decay of the layers whose size counts ({counting:counting}) comes with outputs that react"

@@ -42,16 +42,16 @@ class EquivalentSchedule:
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """The parameters of `layers`, with weight decay 0, and the others as they come."""
-        modules = dict(model.named_modules())
-        for name in self.layers:
-            check_name("layer of the model", name, modules)
         parameter_roles = roles(model)
+        known = {role.layer for role in parameter_roles.values()}
+        for name in self.layers:
+            check_name("layer of the model", name, known)
         scheduled: list[nn.Parameter] = []
         rest: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
             # the gain of a normalised weight is a norm that counts
             role = parameter_roles[name]
-            in_schedule = role.module in self.layers and role.role != "norm"
+            in_schedule = role.layer in self.layers and role.role != "norm"
             (scheduled if in_schedule else rest).append(parameter)
         return [{"params": scheduled, "weight_decay": 0.0}, *([{"params": rest}] if rest else [])]
 

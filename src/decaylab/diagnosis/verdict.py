@@ -110,7 +110,7 @@ class Diagnosis:
         return markdown(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, and the sentences."""
+        """Plain values, for JSON, and the sentences; None where a number is not known."""
         from decaylab.diagnosis.words import plain
 
         return plain(self)

@@ -18,6 +18,8 @@ from decaylab.diagnosis.outcome import Helped, Outcome
 from decaylab.diagnosis.reasons import Because, Mechanism, Reason, Verdict
 from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.verdict import Diagnosis
+from decaylab.records.files import without_nan
+from decaylab.records.settings import VECTORS
 
 if TYPE_CHECKING:
     from decaylab.diagnosis.advice import GroupAdvice
@@ -107,7 +109,7 @@ def _spread(effect: Effect) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return f"{100 * share:z.0f} %"
 
 
 def _responded(percent: float) -> str:
@@ -318,7 +320,7 @@ def _outcome(outcome: Outcome) -> str:
     if any(outcome.diverged):
         return _diverged(outcome)
     name = outcome.name.replace("_", " ").replace("/", " ")
-    ends = [f"{value:#.4g}".rstrip(".") for value in (outcome.run, outcome.baseline)]
+    ends = _told_apart(outcome.run, outcome.baseline)
     numbers = f"{name} {ends[0]} with decay, {ends[1]} without"
     seeds = "one seed"
     if outcome.interval is not None:
@@ -336,6 +338,16 @@ def _outcome(outcome: Outcome) -> str:
     slight = abs(outcome.gain) < RULES.slight * abs(outcome.baseline)
     slightly = " slightly" if slight and outcome.interval is None else ""
     return f"{words[outcome.verdict].format(slightly)} ({numbers}; {seeds})"
+
+
+def _told_apart(*values: float) -> list[str]:
+    """Numbers of four digits, or of as many as tell them apart."""
+    written: list[str] = []
+    for digits in range(4, 10):
+        written = [f"{value:#.{digits}g}".rstrip(".") for value in values]
+        if len(set(written)) == len(set(values)):
+            break
+    return written
 
 
 def _diverged(outcome: Outcome) -> str:
@@ -575,7 +587,7 @@ def motion_table(diagnosis: Diagnosis) -> tuple[list[str], list[list[str]]]:
         ],
         "angle/step": column((m.rotation for m in motions), "{:.2g}".format),
         "balance": column(
-            (None if m.role == "gain" else m.expected for m in motions), "{:.2g}".format
+            (None if m.role in VECTORS else m.expected for m in motions), "{:.2g}".format
         ),
         "decay time": column((m.timescale if differ else None for m in motions), _steps),
         "turns": column((m.turned.value if m.turned else None for m in motions), times),
@@ -589,7 +601,11 @@ def motion_table(diagnosis: Diagnosis) -> tuple[list[str], list[list[str]]]:
 def motion_legend(diagnosis: Diagnosis) -> str:
     """What the columns of `motion_table` mean."""
     headings, _ = motion_table(diagnosis)
-    baseline = "the baseline" if diagnosis.baselines else "a reconstruction without decay"
+    baseline = (
+        "the baseline"
+        if diagnosis.baselines
+        else "a reconstruction without decay, for the same gradients"
+    )
     meanings = {
         ("angle/step",): "how far a step turns the weights, in radians, as recorded",
         ("balance",): "where the angle would settle with this lr and decay, if the layer were"
@@ -619,8 +635,8 @@ def motion_title(diagnosis: Diagnosis) -> str:
 
 
 def _moved(diagnosis: Diagnosis) -> list[Motion]:
-    """The layers with decay, except gains."""
-    return [m for m in diagnosis.motions if m.role != "gain" and m.timescale]
+    """The layers with decay, except gains and other vectors."""
+    return [m for m in diagnosis.motions if m.role not in VECTORS and m.decayed]
 
 
 def insight(diagnosis: Diagnosis) -> list[str]:
@@ -631,13 +647,15 @@ def insight(diagnosis: Diagnosis) -> list[str]:
     sentences = []
     if known_turns and not turned:
         most = max(known_turns, key=_turned)
+        who = "Decay" if len(known_turns) == len(moved) else "Where it is known, decay"
         sentences.append(
-            f"Decay makes no layer turn {times(RULES.acts)} as far per step: it is"
+            f"{who} makes no layer turn {times(RULES.acts)} as far per step: it is"
             f" {times(_turned(most))} at most ({_layer(most.layer)})."
         )
     if turned:
         most = max(turned, key=_turned)
         text = f"Decay makes {_layer(most.layer)} turn {times(_turned(most))} as far per step"
+        text += "" if diagnosis.baselines else " as the same gradients would without it"
         if most.by_decay is not None:
             text += f", at {times(most.by_decay)} the norm"
         if most.role == "adapter":
@@ -653,17 +671,27 @@ def insight(diagnosis: Diagnosis) -> list[str]:
             f"{_count(turned, moved).capitalize()} layers with decay turn at least"
             f" {times(RULES.acts)} as far, {times(all_turned)} on average."
         )
-    foretold = [m.foretold.value / _turned(m) for m in known_turns if m.foretold is not None]
-    if foretold:
-        factors = "the factor" if len(foretold) == 1 else "these factors"
-        off = _range(foretold, times)
-        sentences.append(f"Estimated from this run alone, {factors} would be {off} as large.")
-    if moved:
-        sentences.append(_decay_time(moved))
+    sentences += _foretold(known_turns)
+    if timed := [m for m in moved if m.timescale]:
+        sentences.append(_decay_time(timed))
     known = [m for m in moved if m.settled is not None]
     if known:
         sentences.append(_balance(known))
     return sentences
+
+
+def _foretold(motions: Sequence[Motion]) -> list[str]:
+    """How far this run's own estimates are from what both runs say."""
+    known = [m for m in motions if m.foretold is not None]
+    if not known:
+        return []
+    quantities = {"effective learning rate" if m.invariant else "angle" for m in known}
+    factors = "factor" if len(known) == 1 else "factors"
+    off = _range([m.foretold for m in known if m.foretold is not None], times)
+    return [
+        f"Estimated from this run alone, decay's {factors} on the"
+        f" {' or the '.join(sorted(quantities, reverse=True))} would be {off} as large."
+    ]
 
 
 def _count(some: Sequence[Motion], every: Sequence[Motion]) -> str:
@@ -743,7 +771,7 @@ def plain(diagnosis: Diagnosis) -> dict[str, Any]:
         }
         for f in diagnosis.findings
     ]
-    return {
+    values: dict[str, Any] = {
         "headline": headline(diagnosis),
         "runs": list(diagnosis.runs),
         "baselines": list(diagnosis.baselines),
@@ -755,6 +783,7 @@ def plain(diagnosis: Diagnosis) -> dict[str, Any]:
         "follows": follow_texts(diagnosis),
         "skipped": {layer: sentence(why) for layer, why in diagnosis.skipped.items()},
     }
+    return dict(without_nan(values))
 
 
 def group_text(group: "GroupAdvice", budget: int) -> str:

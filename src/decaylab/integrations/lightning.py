@@ -22,7 +22,7 @@ from decaylab.errors import Lacks, needed
 from decaylab.integrations.trackers import by_step
 from decaylab.networks.calling import Inputs, LogitsRule
 from decaylab.optim.kfac import KFAC
-from decaylab.probes import FREE, Probe, Watch, watch
+from decaylab.probes import Probe, Watch, watch
 from decaylab.probes.applied import moved
 from decaylab.records import Row, Tracker
 
@@ -66,7 +66,7 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
         self,
         *,
         every: int = 100,
-        probes: Iterable[str | Probe] = FREE,
+        probes: Iterable[str | Probe] | None = None,
         inputs: Inputs = None,
         logits: LogitsRule = None,
         folder: str | Path | None = None,
@@ -76,7 +76,7 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
     ) -> None:
         super().__init__()
         self._every, self._inputs, self._logits = every, inputs, logits
-        self._probes = probes if isinstance(probes, str) else tuple(probes)
+        self._probes = probes if probes is None or isinstance(probes, str) else tuple(probes)
         self._folder, self._trackers, self._log = folder, tuple(trackers), log
         self._module = module
         self._watched: Watch | None = None

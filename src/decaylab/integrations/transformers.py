@@ -21,7 +21,7 @@ from decaylab.curvature.estimator import CountedRows
 from decaylab.curvature.preserve import bare
 from decaylab.errors import Lacks, needed
 from decaylab.networks.calling import Inputs, LogitsRule
-from decaylab.probes import FREE, Probe, Watch, watch
+from decaylab.probes import Probe, Watch, watch
 from decaylab.probes.applied import moved
 from decaylab.records import Tracker
 
@@ -51,14 +51,14 @@ class WatchCallback(_library.TrainerCallback):  # type: ignore[misc,unused-ignor
         self,
         *,
         every: int = 100,
-        probes: Iterable[str | Probe] = FREE,
+        probes: Iterable[str | Probe] | None = None,
         inputs: Inputs = None,
         logits: LogitsRule = None,
         folder: str | Path | None = None,
         trackers: Iterable[Tracker] = (),
     ) -> None:
         self._every, self._inputs, self._logits = every, inputs, logits
-        self._probes = probes if isinstance(probes, str) else tuple(probes)
+        self._probes = probes if probes is None or isinstance(probes, str) else tuple(probes)
         self._folder, self._trackers = folder, tuple(trackers)
         self._watched: Watch | None = None
 

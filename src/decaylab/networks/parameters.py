@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
@@ -40,13 +41,13 @@ KINDS: tuple[tuple[tuple[type[nn.Module], ...], Kind], ...] = (
 
 @dataclass(frozen=True)
 class Layer:
-    """The parameters of a module that holds a weight."""
+    """A weight and what belongs to it; `module` is where it is, as in `named_modules`."""
 
+    module: str
     kind: Kind
     weights: list[Tensor]
     biases: list[Tensor]
     gains: list[Tensor]
-    others: list[Tensor]
     parametrised: bool
 
     @property
@@ -56,11 +57,30 @@ class Layer:
         return self.weights if self.parametrised else self.weights + self.biases
 
 
-def _own_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """The module's own parameters, with those below its parametrisations."""
-    yield from module.parameters(recurse=False)
+def layer_name(module: str, attribute: str) -> str:
+    """What the layer of a parameter is called: its `weight` is the module's, others are their own.
+
+    >>> layer_name("block.fc", "weight"), layer_name("block.attn", "wq"), layer_name("", "pos")
+    ('block.fc', 'block.attn.wq', 'pos')
+    """
+    if attribute in ("weight", "in_proj_weight"):  # the latter is MultiheadAttention's
+        return module
+    return f"{module}.{attribute}" if module else attribute
+
+
+def _own_parameters(module: nn.Module) -> dict[str, list[Tensor]]:
+    """The module's own parameters by attribute; of a normalised one, what it is computed from."""
+    computed = {
+        f"{hook.name}{end}": hook.name for hook in _older(module) for end in ("_g", "_v", "_orig")
+    }
+    parameters: dict[str, list[Tensor]] = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        parameters.setdefault(computed.get(name, name), []).append(parameter)
     if parametrize.is_parametrized(module):
-        yield from module.parametrizations.parameters()  # type: ignore[union-attr]
+        originals: Any = module.parametrizations
+        for name, each in originals.items():
+            parameters.setdefault(name, []).extend(each.parameters())
+    return parameters
 
 
 def _older(module: nn.Module) -> list[WeightNorm | SpectralNorm]:
@@ -79,38 +99,82 @@ def _gains(module: nn.Module) -> list[Tensor]:
     return gains
 
 
-def _layer(module: nn.Module) -> Layer | None:
-    """The module as a layer, or None if it owns no weight (or is a normalisation)."""
+def _layers(name: str, module: nn.Module) -> dict[str, Layer]:
+    """The layers of a module, one per weight; none of a normalisation, or of vectors alone."""
     if isinstance(module, (*NORMALISATIONS, parametrize.ParametrizationList)):
-        return None
-    gains = _gains(module)
-    gain_ids = {id(gain) for gain in gains}
-    parameters = [p for p in _own_parameters(module) if id(p) not in gain_ids]
+        return {}
     kind: Kind = next((kind for types, kind in KINDS if isinstance(module, types)), "other")
-    others: list[Tensor] = []
-    if isinstance(module, nn.MultiheadAttention):
-        others = [p for p in (module.bias_k, module.bias_v) if p is not None]
-    weights_and_biases = [p for p in parameters if all(p is not other for other in others)]
-    weights = [p for p in weights_and_biases if _is_weight(p, kind)]
-    if not weights:
-        return None
-    biases = [p for p in weights_and_biases if not _is_weight(p, kind)]
+    gain_ids = {id(gain) for gain in _gains(module)}
+    own = _own_parameters(module)
+    without_gains = {a: [p for p in ps if id(p) not in gain_ids] for a, ps in own.items()}
+    shapes = {a: max(ps, key=lambda p: p.numel()).shape for a, ps in without_gains.items() if ps}
+    if isinstance(module, nn.MultiheadAttention):  # tokens of its own
+        shapes = {a: shape for a, shape in shapes.items() if a not in ("bias_k", "bias_v")}
+    paired = _paired(shapes, kind)
     parametrised = parametrize.is_parametrized(module) or bool(_older(module))
-    return Layer(kind, weights, biases, gains, others, parametrised)
+    return {
+        layer_name(name, weight): Layer(
+            name,
+            kind,
+            [p for p in without_gains[weight] if _long_axes(p.shape, kind) >= 2],
+            [p for p in without_gains[weight] if _long_axes(p.shape, kind) < 2]
+            + [p for bias in biases for p in without_gains[bias]],
+            [p for p in own[weight] if id(p) in gain_ids],
+            parametrised,
+        )
+        for weight, biases in paired.items()
+    }
 
 
-def _is_weight(parameter: Tensor, kind: Kind) -> bool:
-    """Of modules that are not known, vectors are none, however many axes of one they have."""
-    axes = [length for length in parameter.shape if length > 1 or kind != "other"]
-    return len(axes) >= 2
+def _paired(shapes: Mapping[str, torch.Size], kind: Kind) -> dict[str, list[str]]:
+    """The weights among a module's parameters, each with its biases; the rest stand alone.
+
+    A bias is called as its weight is (`weight_ih_l0` and `bias_ih_l0`, `w1` and `b1`, `up_proj` and
+    `up_proj_bias`) and has fewer axes. Beside a single weight without one, it is every vector
+    registered later that is as long as the weight has rows or columns.
+    """
+    axes = {attribute: _long_axes(shape, kind) for attribute, shape in shapes.items()}
+    weights = [attribute for attribute in shapes if axes[attribute] >= 2]
+    owner: dict[str, str] = {}
+    for weight in weights:
+        for bias in _bias_names(weight, alone=len(weights) == 1):
+            if bias in axes and axes[bias] < axes[weight]:
+                owner[bias] = weight
+    weights = [weight for weight in weights if weight not in owner]
+    if len(weights) == 1 and not owner:
+        (weight,) = weights
+        shape, attributes = shapes[weight], list(shapes)
+        for vector in attributes[attributes.index(weight) + 1 :]:
+            shorter = axes[vector] < 2 and len(shapes[vector]) < len(shape)
+            if shorter and shapes[vector].numel() in (shape[0], shape[-1]):
+                owner[vector] = weight
+    return {weight: [bias for bias, w in owner.items() if w == weight] for weight in weights}
+
+
+def _bias_names(weight: str, *, alone: bool) -> Iterator[str]:
+    """What the bias of a weight may be called; `alone`: the only weight of its module."""
+    if "weight" in weight:
+        yield weight.replace("weight", "bias")
+    elif weight[0] in "wW":
+        yield from (f"b{weight[1:]}", f"B{weight[1:]}")
+    yield from (f"{weight}_bias", f"{weight}_b")
+    if alone:
+        yield "bias"
+
+
+def _long_axes(shape: torch.Size, kind: Kind) -> int:
+    """How many axes; of modules that are not known, those of length one do not count."""
+    return len([length for length in shape if length > 1 or kind != "other"])
 
 
 def find_layers(model: nn.Module) -> dict[str, Layer]:
-    """Every module that owns a weight, by its name in `named_modules`."""
+    """Every weight of the model as a layer, by `layer_name`."""
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
         raise Lacks("a lazy layer", "shape yet", "run one batch through the model first")
-    layers = ((name, _layer(module)) for name, module in model.named_modules())
-    return {name: layer for name, layer in layers if layer is not None}
+    layers: dict[str, Layer] = {}
+    for name, module in model.named_modules():
+        layers |= _layers(name, module)
+    return layers
 
 
 def scaled_parameters(model: nn.Module) -> dict[str, list[Tensor]]:

@@ -1,6 +1,7 @@
 """What each parameter of a network is: scale-invariant weight, head, bias, norm parameter.
 
-Works on any `nn.Module`, by the types and shapes of its modules, never by parameter names.
+Works on any `nn.Module`, by the types and shapes of its modules. Names of parameters only tell
+which bias belongs to which weight (`parameters.find_layers`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from decaylab.networks.parameters import (
     Layer,
     find_layers,
     is_normalisation,
+    layer_name,
 )
 from decaylab.networks.rescaling import INVARIANCE_THRESHOLD, invariance, run_order
 
@@ -40,7 +42,10 @@ HOMOGENEOUS = (
 
 @dataclass(frozen=True)
 class ParameterRole:
-    """What one parameter is; `module` (as in `named_modules`) is the layer that gives it its role.
+    """What one parameter is, and the `layer` that gives it its role.
+
+    A layer is called as its module in `named_modules`; one whose weight is not its module's
+    `weight`, and a parameter that stands alone, as the parameter in `named_parameters`.
 
     Roles: `invariant` (weight of a layer whose scale the output does not depend on), `head` (weight
     of the last conv or linear layer), `weight` (of any other layer), `bias`, `norm` (gamma and beta
@@ -48,7 +53,7 @@ class ParameterRole:
     """
 
     parameter: str
-    module: str
+    layer: str
     role: Role
     kind: Kind
 
@@ -58,14 +63,20 @@ def _invariant_by_order(model: nn.Module, layers: dict[str, Layer]) -> dict[str,
     norms: dict[str, nn.Module | None] = {n: None for n, layer in layers.items() if layer.gains}
     lists = [m for m in model.modules() if isinstance(m, parametrize.ParametrizationList)]
     parametrisations = {module for each in lists for module in each.modules()}
+    by_module: dict[str, list[str]] = {}
+    for name, layer in layers.items():
+        by_module.setdefault(layer.module, []).append(name)
     previous: str | None = None
     for name, module in model.named_modules():
         if module in parametrisations:
             continue
-        if name in layers:
-            # what follows a block that has weights of its own is its first part, in front of them
+        if name in by_module:
+            # what follows a block that has weights of its own is its first part, in front of them;
+            # of several weights, it is not known what lies between them
             parts = {part for part, _ in module.named_children()} - {"parametrizations"}
-            previous = None if parts and layers[name].kind == "other" else name
+            known = layers[by_module[name][0]].kind != "other"
+            previous = by_module[name][0] if known or not parts else None
+            previous = previous if len(by_module[name]) == 1 else None
         elif isinstance(module, NORMALISATIONS):
             if previous is not None:
                 norms[previous] = module
@@ -94,8 +105,9 @@ def roles(model: nn.Module, inputs: Any = None) -> dict[str, ParameterRole]:
     misjudges what order cannot show: a residual sum before the normalisation, functional
     normalisation, modules registered in another order than they run. An invariant last layer is
     `invariant`, and the model then has no head. A tied weight has one role, `head` if it is one.
-    Other vectors of a layer with a weight are biases; parameters of unknown modules with two or
-    more dimensions are weights.
+    Of unknown modules, every parameter with two or more dimensions is a weight, and a layer of its
+    own; a vector is the bias of a weight (`parameters.find_layers`), or stands alone (a class
+    token, a layer scale, a temperature) and is `other`.
     """
     layers = find_layers(model)
     if inputs is None:
@@ -112,24 +124,24 @@ def roles(model: nn.Module, inputs: Any = None) -> dict[str, ParameterRole]:
 
     by_parameter: dict[int, tuple[str, Role, Kind]] = {}
 
-    def note(parameters: list[Tensor], module: str, role: Role, kind: Kind) -> None:
+    def note(parameters: list[Tensor], layer: str, role: Role, kind: Kind) -> None:
         for parameter in parameters:
             noted = by_parameter.get(id(parameter))
             if noted is None or PRIORITY.index(role) < PRIORITY.index(noted[1]):
-                by_parameter[id(parameter)] = (module, role, kind)
+                by_parameter[id(parameter)] = (layer, role, kind)
 
+    for name, layer in layers.items():
+        role: Role = "head" if name == head else "invariant" if name in invariant else "weight"
+        note(layer.weights, name, role, layer.kind)
+        note(layer.biases, name, "bias", layer.kind)
+        note(layer.gains, name, "norm", layer.kind)
     for name, module in model.named_modules():
-        layer = layers.get(name)
-        if layer is not None:
-            role: Role = "head" if name == head else "invariant" if name in invariant else "weight"
-            note(layer.weights, name, role, layer.kind)
-            note(layer.biases, name, "bias", layer.kind)
-            note(layer.gains, name, "norm", layer.kind)
-            note(layer.others, name, "other", layer.kind)
-        elif is_normalisation(module):
-            note(list(module.parameters(recurse=False)), name, "norm", "norm")
-        else:
-            note(list(module.parameters(recurse=False)), name, "other", "other")
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if is_normalisation(module):
+                note([parameter], name, "norm", "norm")
+            else:
+                alone: Role = "bias" if parameter.ndim == 1 and "bias" in attribute else "other"
+                note([parameter], layer_name(name, attribute), alone, "other")
     return {
         name: ParameterRole(name, *by_parameter[id(parameter)])
         for name, parameter in model.named_parameters()

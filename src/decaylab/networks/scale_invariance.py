@@ -249,10 +249,12 @@ def _units(model: nn.Module, inputs: Inputs) -> dict[str, list[Tensor]]:
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             continue
-        module = known[name].module
-        apart = module in layers and all(parameter is not p for p in layers[module].scaled)
-        unit = name if apart else module
-        modules[unit] = module
+        layer = known[name].layer
+        apart = layer in layers and all(parameter is not p for p in layers[layer].scaled)
+        unit = name if apart else layer
+        alone = layer == name and layer not in layers  # a vector without a layer
+        in_layer = layers[layer].module if layer in layers else layer
+        modules[unit] = name.rpartition(".")[0] if alone else in_layer
         units.setdefault(unit, []).append(parameter)
     if not units:
         return {}

@@ -73,13 +73,13 @@ def _in_scope(roles_by_name: dict[str, ParameterRole], scope: Scope) -> set[str]
     if callable(scope):
         return {name for name, role in roles_by_name.items() if scope(role)}
     check_name("scope", scope, SCOPES)
-    head = {role.module for role in roles_by_name.values() if role.role == "head"}
+    head = {role.layer for role in roles_by_name.values() if role.role == "head"}
     return {
         name
         for name, role in roles_by_name.items()
         if scope == "all"
-        or (scope == "fc" and role.module in head)
-        or (scope == "conv" and role.module not in head and role.role not in ("norm", "other"))
+        or (scope == "fc" and role.layer in head)
+        or (scope == "conv" and role.layer not in head and role.role not in ("norm", "other"))
     }
 
 

@@ -72,7 +72,7 @@ def invariant_layers(
         check_name("layer in options.invariant", name, blocks)
     by_order = named is None
     if named is None:
-        named = [r.module for r in roles(model).values() if r.role == "invariant"]
+        named = [r.layer for r in roles(model).values() if r.role == "invariant"]
     invariant = [
         name for name, block in blocks.items() if name in set(named) and block.site.trains_weight
     ]

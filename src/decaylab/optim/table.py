@@ -39,6 +39,7 @@ class Problem(Enum):
     IGNORED = "ignored"  # a weight decay is set and does nothing (optimizer)
     REPEATED = "repeated"  # the decay is applied more than once a step (optimizer, times)
     LOST = "lost"  # rounding undoes the decay (optimizer, format)
+    MISSED = "missed"  # of a normalisation and decayed, though most of those are not
     UNASKED = "unasked"  # decays without weight decay (optimizer, strength)
     UNKNOWN = "unknown"  # (optimizer, along, across), not numbers where it could not be tried
 
@@ -260,6 +261,10 @@ def _problems(
             names_by_problem.setdefault(problem, []).append(row.parameter)
     for (problem, *data), names in names_by_problem.items():
         yield DecayProblem(problem, tuple(names), dict(data))
+    norms = [row for row in rows if row.role == "norm" and row.optimizer]
+    decayed = [row.parameter for row in norms if row.decay != "none"]
+    if 0 < len(decayed) < len(norms) / 2:
+        yield DecayProblem(Problem.MISSED, tuple(decayed))
 
 
 def _problems_of(row: DecayRow) -> Iterator[tuple[Any, ...]]:

@@ -71,6 +71,11 @@ def explain_problem(problem: str, parameters: Sequence[str], data: Mapping[str, 
         return f"stepped and decayed more than once: {names}; give each to one optimizer"
     if problem == "UNSTEPPED":
         return f"trainable and in no optimizer: {names}; add them, or freeze them"
+    if problem == "MISSED":
+        return (
+            f"decayed, unlike most parameters of normalisations: {names}; if those are left out by"
+            " name, the list misses some"
+        )
     if problem == "FOREIGN":
         return f"the optimizers step {data['count']} parameters that are not the model's"
     if problem == "IGNORED":
@@ -102,7 +107,7 @@ def table_text(cells: Iterable[Cells], meanings: Mapping[str, str], problems: Se
     for words in problems:
         lines += textwrap.wrap(words, WIDTH, initial_indent="! ", subsequent_indent="  ")
     columns = [
-        Column(HEADING[0], words=True),
+        Column(HEADING[0], words=True, path=True),
         Column(HEADING[1], drop=1),
         *map(Column, HEADING[2:]),
     ]

@@ -333,4 +333,4 @@ def _share(samples: dict[object, Sample | None], scheme: str, gap: Comparison) -
 
 
 def _percent(share: float) -> str:
-    return "nothing to close" if math.isnan(share) else f"{100 * share:.0f} %"
+    return "nothing to close" if math.isnan(share) else f"{100 * share:z.0f} %"

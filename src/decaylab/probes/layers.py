@@ -1,8 +1,9 @@
 """The layers of a model: their trained weights, what they are, and which optimizer steps them.
 
-A layer's weight is W_l without its bias (recipe line 20): of a module with several weights (an
-LSTM) all of them joined, of a parametrised one what the weight is computed from, without a learnt
-gain. Frozen weights are left out. None of this runs the model, except where `inputs` are given.
+A layer's weight is W_l without its bias (recipe line 20); of a parametrised one what it is computed
+from, without a learnt gain. A module with several weights (an LSTM, an attention of your own) has
+as many layers. Frozen weights are left out. None of this runs the model, except where `inputs` are
+given.
 """
 
 import math
@@ -29,8 +30,9 @@ class Layers:
         weights: layer name -> parameter name -> parameter (not a copy).
         defects: invariant layer -> how far from invariant it is; nan if it was not measured.
         scaled: invariant layer that was not measured -> what Eq. 8 multiplies, weight and bias.
-        gains: as weights, of the gains of normalisations and of normalised weights.
-        roles: what each layer is, gains and frozen ones included.
+        vectors: as weights, of the gains of normalisations and of normalised weights, and of what
+            stands alone: a class token, a layer scale, a temperature.
+        roles: what each layer is, vectors and frozen ones included.
         frozen: the layers that are not trained.
         measured: how the logits answer to the layers' scales, where that was measured.
     """
@@ -38,7 +40,7 @@ class Layers:
     weights: Mapping[str, Mapping[str, Tensor]]
     defects: Mapping[str, float]
     scaled: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    gains: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    vectors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     roles: Mapping[str, LayerRole] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     measured: Invariance | None = None
@@ -68,23 +70,23 @@ def layers_of(model: nn.Module | Layers, inputs: Tensor | None = None) -> Layers
     model = bare(model)
     parameters, known = trainable(model), roles(model)
     weights: dict[str, dict[str, Tensor]] = {}
-    gains: dict[str, dict[str, Tensor]] = {}
+    vectors: dict[str, dict[str, Tensor]] = {}
     kinds: dict[str, LayerRole] = {}
     for name, parameter in model.named_parameters():
         role = known[name]
         if role.role in ("invariant", "weight", "head"):
             embedding = role.kind == "embedding" and role.role != "head"
             kind: LayerRole = "head" if role.role == "head" else "weight"
-            kinds.setdefault(role.module, "embedding" if embedding else kind)
+            kinds.setdefault(role.layer, "embedding" if embedding else kind)
             if name in parameters:
-                weights.setdefault(role.module, {})[name] = parameter
-        elif name in parameters and _is_gain(role):
-            # the gain of a normalised weight shares its module with the weight
-            layer = role.module if role.kind in ("norm", "other") else name
-            gains.setdefault(layer, {})[name] = parameter
-            kinds.setdefault(layer, "gain")
-    normalised = {role.module for role in known.values() if role.role == "invariant"}
-    frozen = tuple(layer for layer in kinds if layer not in weights and layer not in gains)
+                weights.setdefault(role.layer, {})[name] = parameter
+        elif name in parameters and (role.role == "other" or _is_gain(role)):
+            # the gain of a normalised weight shares its layer with the weight
+            layer = role.layer if role.kind in ("norm", "other") else name
+            vectors.setdefault(layer, {})[name] = parameter
+            kinds.setdefault(layer, "gain" if _is_gain(role) else "vector")
+    normalised = {role.layer for role in known.values() if role.role == "invariant"}
+    frozen = tuple(layer for layer in kinds if layer not in weights and layer not in vectors)
     if inputs is None:
         defects = {layer: math.nan for layer in weights if layer in normalised}
         every = scaled_parameters(model)
@@ -94,7 +96,7 @@ def layers_of(model: nn.Module | Layers, inputs: Tensor | None = None) -> Layers
         with untouched(model):
             measured = invariance(model, inputs)
         defects, scaled = {k: v for k, v in measured.items() if v < INVARIANCE_THRESHOLD}, {}
-    return Layers(weights, defects, scaled, gains, kinds, frozen)
+    return Layers(weights, defects, scaled, vectors, kinds, frozen)
 
 
 def _is_gain(role: ParameterRole) -> bool:
@@ -106,7 +108,7 @@ def _is_gain(role: ParameterRole) -> bool:
 def groups_of(layers: Layers, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """The param group that steps each layer's weight; layers it does not step are left out.
 
-    Of a module with several weights, the group of the first that has one.
+    Of a weight computed from several parameters, the group of the first that has one.
     """
     holders = stepped_by([optimizer])
     held = {

@@ -34,7 +34,7 @@ def rotations(model: nn.Module | Layers, before: Snapshot) -> Reading:
 
     tan(angle) = |d - (d.u) u| / (|W_l(before)| + d.u) for the move d and the old direction u:
     precise for small angles too. 0 where decay alone acted; a weight of zeros has no direction, and
-    no row.
+    no row; nor has a single number (a temperature).
     """
     return movement(model, before)[1]
 
@@ -59,8 +59,11 @@ def movement(model: nn.Module | Layers, before: Snapshot) -> tuple[Reading, Read
             parts = torch._foreach_mul(w, [-along[layer] for layer, _ in places])
             (rest,) = listed(torch._foreach_norm(torch._foreach_add(d, parts)))
         lengths, across = joined(places, moved), joined(places, rest)
+        sizes = summed(places, [tensor.numel() for tensor in w])
         angles = {
-            k: math.atan2(across[k], norm * (1 + along[k])) for k, norm in norms.items() if norm
+            k: math.atan2(across[k], norm * (1 + along[k]))
+            for k, norm in norms.items()
+            if norm and sizes[k] > 1
         }
     return (
         Reading("update_norm", "weight", lengths),
@@ -73,15 +76,15 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.element_size() < 4 else tensor
 
 
-def with_gains(layers: Layers) -> Layers:
-    """Gains counted among the weights."""
-    return replace(layers, weights={**layers.weights, **layers.gains})
+def with_vectors(layers: Layers) -> Layers:
+    """Gains and other vectors counted among the weights."""
+    return replace(layers, weights={**layers.weights, **layers.vectors})
 
 
 def _movement(moment: Moment) -> tuple[Reading, ...]:
     if moment.before is None:
         return ()
-    return movement(with_gains(moment.layers), moment.before)
+    return movement(with_vectors(moment.layers), moment.before)
 
 
 def update_correlation(now: Snapshot, before: Snapshot, update: Snapshot) -> Reading:
@@ -109,7 +112,7 @@ def update_correlation(now: Snapshot, before: Snapshot, update: Snapshot) -> Rea
 def _update_correlation(moment: Moment) -> tuple[Reading, ...]:
     if moment.before is None or moment.earlier is None:
         return ()
-    now = with_gains(moment.layers).weights
+    now = with_vectors(moment.layers).weights
     if now.keys() != moment.earlier.keys():
         return ()  # some were frozen or thawed in between
     return (update_correlation(now, moment.before, moment.earlier),)

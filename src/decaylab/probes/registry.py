@@ -70,10 +70,10 @@ class Moment:
 
     @property
     def rates(self) -> dict[str, float]:
-        """The fraction of each layer's weight, or of a gain, that decay removes per step."""
+        """The fraction of each layer's weight, or of a vector, that decay removes per step."""
         holders = stepped_by(self.optimizers)
         rates = {}
-        for layer, weights in {**self.layers.weights, **self.layers.gains}.items():
+        for layer, weights in {**self.layers.weights, **self.layers.vectors}.items():
             held = next((holders[p] for p in weights.values() if p in holders), None)
             rates[layer] = 0.0 if held is None else float(exposure_rate(*held))
         return rates

@@ -22,22 +22,22 @@ Optimizers = Iterable[torch.optim.Optimizer]
 
 
 def layer_settings(optimizers: Optimizers, layers: Layers) -> dict[str, LayerSettings]:
-    """How each layer is stepped now, gains and frozen layers included. No pass through the model.
+    """How each layer is stepped now, vectors and frozen layers included. No pass through the model.
 
     The law is "unknown" where the optimizer's, the momentum of its L2 or its second moment is. Of
-    a layer with several weights, what is said is of the first that an optimizer holds. Named as in
-    rows.
+    a weight computed from several parameters, what is said is of the first that an optimizer
+    holds. Named as in rows.
     """
     holders = stepped_by(optimizers)
     by_layer: dict[str, LayerSettings] = {}
-    for layer, weights in {**layers.weights, **layers.gains}.items():
+    for layer, weights in {**layers.weights, **layers.vectors}.items():
         held = next((p for p in weights.values() if p in holders), None)
         settings = LayerSettings(stepped=False)
         if held is not None:
             settings = _of_group(*holders[held], layer, held)
         by_layer[layer or "model"] = replace(
             settings,
-            role=layers.roles.get(layer, "gain"),
+            role=layers.roles[layer],
             invariant=layers.invariant(layer),
             together=layers.together(layer),
             size=sum(weight.numel() for weight in weights.values()),

@@ -53,7 +53,7 @@ def size_responses(
     - `decay_response`: |dz|/|z| for each percent that decay takes off the layer that it shrinks
       fastest, all layers shrinking at its own rates: near 0 where the function sees nothing of it.
     """
-    names = [layer for layer in (*layers.weights, *layers.gains) if layer in measured.defects]
+    names = [layer for layer in (*layers.weights, *layers.vectors) if layer in measured.defects]
     defects = {k: measured.defects[k] for k in names if measured.invariant(k) is not None}
     responses = {layer: measured.size_response(layer) for layer in names}
     readings = [

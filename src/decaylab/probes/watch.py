@@ -35,7 +35,7 @@ from decaylab.probes.exposure import Exposure
 from decaylab.probes.gradients import Scaled, gradient_sizes, radial_gradients
 from decaylab.probes.layers import Layers, layers_of, stepped_by
 from decaylab.probes.moments import has_stepped
-from decaylab.probes.movement import Snapshot, snapshot, with_gains
+from decaylab.probes.movement import Snapshot, snapshot, with_vectors
 from decaylab.probes.reading import NonFiniteWarning, Reading
 from decaylab.probes.registry import PROBES, ImageBatches, Moment, Probe, probe_named
 from decaylab.probes.settings import layer_settings
@@ -355,7 +355,7 @@ class Watch:
             if self.inputs is not None:
                 self._measure_invariance_again()
             self._find_layers()  # some were frozen or thawed
-        self._before = snapshot(with_gains(self._layers))
+        self._before = snapshot(with_vectors(self._layers))
 
     def _gather(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -433,7 +433,7 @@ class Watch:
 
     def _last_move(self) -> Snapshot:
         assert self._before is not None
-        now = with_gains(self._layers).weights
+        now = with_vectors(self._layers).weights
         return {
             layer: {name: now[layer][name].detach() - old for name, old in weights.items()}
             for layer, weights in self._before.items()

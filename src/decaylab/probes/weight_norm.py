@@ -17,9 +17,9 @@ def weight_norms(model: nn.Module | Layers) -> Reading:
 
 
 def _measure(moment: Moment) -> Reading:
-    """Of gains too, which are not in the total."""
-    weights, gains = weight_norms(moment.layers), joined_norms(moment.layers.gains)
-    return Reading("weight_norm", "weight", {**weights.layers, **gains}, weights.total)
+    """Of gains and other vectors too, which are not in the total."""
+    weights, vectors = weight_norms(moment.layers), joined_norms(moment.layers.vectors)
+    return Reading("weight_norm", "weight", {**weights.layers, **vectors}, weights.total)
 
 
 register(Probe("weight_norm", "free", _measure, unit="weight"))

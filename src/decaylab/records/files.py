@@ -4,6 +4,7 @@ And what reading one that is not whole can raise, with what to do about it.
 """
 
 import errno
+import json
 import math
 import os
 import uuid
@@ -80,6 +81,24 @@ def _sync_folder(path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
             raise
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """JSON for others to read: what it has no number for, nan and inf, is null.
+
+    >>> json_text({"loss": math.inf})
+    '{"loss": null}'
+    """
+    return json.dumps(without_nan(value), indent=indent, allow_nan=False)
+
+
+def number_or_text(value: float) -> float | str:
+    """A number for JSON that is read back with `float`: nan and inf are texts.
+
+    >>> number_or_text(0.5), number_or_text(math.inf)
+    (0.5, 'inf')
+    """
+    return value if math.isfinite(value) else str(value)
 
 
 def without_nan(value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 import decaylab
 from decaylab.errors import DecaylabError, NotRead
-from decaylab.records.files import READABLE, UNREADABLE, replace_text
+from decaylab.records.files import READABLE, UNREADABLE, number_or_text, replace_text
 from decaylab.records.store import Manifest, RunFolder, RunStore, manifest_from
 
 FORMAT = 1
@@ -118,7 +118,7 @@ def _entry(summary: RunSummary, signature: list[list[Any]]) -> dict[str, Any]:
         "spec": dict(summary.spec),
         "manifest": None if summary.manifest is None else _fields(summary.manifest),
         "reached": [summary.epoch, summary.step, summary.seconds],
-        "values": dict(summary.values),
+        "values": {name: number_or_text(value) for name, value in summary.values.items()},
         "damaged": list(summary.damaged),
         "left_out": list(summary.left_out),
     }
@@ -144,7 +144,7 @@ def _summary(folder: RunFolder, entry: Mapping[str, Any]) -> RunSummary:
         epoch=epoch,
         step=step,
         seconds=seconds,
-        values=entry["values"],
+        values={name: float(value) for name, value in entry["values"].items()},
         damaged=tuple(entry["damaged"]),
         left_out=tuple(entry["left_out"]),
     )

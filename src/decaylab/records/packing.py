@@ -12,7 +12,6 @@ rounded. What is recorded later goes to `rows.jsonl` beside it, and both are rea
 
 import gzip
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import numpy as np
 
 from decaylab.errors import Damaged, DecaylabError
 from decaylab.records.columns import RowColumns
-from decaylab.records.files import UNREADABLE, replace_file
+from decaylab.records.files import UNREADABLE, number_or_text, replace_file
 from decaylab.records.rows import PACKED, Contents, Event, Rows, SettingsChange, read_lines
 from decaylab.records.settings import LayerSettings
 
@@ -81,7 +80,7 @@ def write_packed(path: Path, contents: Contents) -> None:
         at = moments.setdefault((row.step, row.epoch, row.seconds), len(moments))
         where, values = columns.setdefault(row.name, ([], []))
         where.append(at)
-        values.append(row.value if math.isfinite(row.value) else str(row.value))
+        values.append(number_or_text(row.value))
     places: dict[tuple[int, ...], int] = {}
     series = {
         name: [places.setdefault(tuple(where), len(places)), values]

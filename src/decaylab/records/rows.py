@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from decaylab.errors import needed, printable
 from decaylab.records.columns import ColumnBuilder, ColumnSeries, Row, RowColumns
-from decaylab.records.files import MALFORMED, disk_errors
+from decaylab.records.files import MALFORMED, disk_errors, json_text, number_or_text
 from decaylab.records.settings import LayerSettings
 
 PACKED = "rows.json.gz"
@@ -310,13 +310,13 @@ def _lines(entries: Iterable[Entry]) -> list[str]:
             if moment != (now := (entry.step, entry.epoch, entry.seconds)):
                 lines += _numbers(moment, values)
                 moment, values = now, {}
-            values[entry.name] = _plain(entry.value)
+            values[entry.name] = number_or_text(entry.value)
         elif isinstance(entry, SettingsChange):
             change = {"layer": entry.layer, "settings": entry.settings.to_json()}
             lines.append(json.dumps({"step": entry.step, **change}))
         else:
             event = {"event": entry.kind, "data": dict(entry.data)}
-            lines.append(json.dumps({"step": entry.step, **event}))
+            lines.append(json_text({"step": entry.step, **event}))
     return lines + _numbers(moment, values)
 
 
@@ -326,8 +326,3 @@ def _numbers(moment: tuple[int, int, float] | None, values: dict[str, Any]) -> l
     step, epoch, seconds = moment
     entry = {"step": step, "epoch": epoch, "seconds": seconds, "values": values}
     return [json.dumps(entry)]
-
-
-def _plain(value: float) -> float | str:
-    # JSON has no nan and no inf: they are written as the strings that float() reads.
-    return value if math.isfinite(value) else str(value)

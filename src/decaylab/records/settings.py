@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-LayerRole = Literal["weight", "gain", "bias", "embedding", "head", "adapter"]
+LayerRole = Literal["weight", "gain", "vector", "bias", "embedding", "head", "adapter"]
+VECTORS: tuple[LayerRole, ...] = ("gain", "vector")
+"""Roles of what is no weight, and part of the function whatever its direction."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class LayerSettings:
         step_rms: the root mean square to which K-FAC scales each step; None if it does not.
         momentum_first: whether K-FAC preconditions a momentum of gradients.
         floor: the norm below which steps do not follow the norm any more (Adafactor).
-        role: what it is in the network.
+        role: what it is in the network; a "vector" stands alone, as a class token does.
         invariant: whether the logits do not depend on its scale, as far as that is known: measured
             where there are rows `invariance/layer`, else by the order of modules.
         together: the layers, this one included, that are scale-invariant only together.

@@ -4,7 +4,6 @@ Only files are read, so that it works beside any process that writes records.
 """
 
 import http.server
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from decaylab.diagnosis.layout import mechanisms, warnings
 from decaylab.diagnosis.runs import Run, read_run
 from decaylab.errors import DecaylabError, Failed
 from decaylab.optim.laws.dynamics import Series
+from decaylab.records.files import json_text
 from decaylab.records.packing import has_rows
 from decaylab.report.curves import asset, curves, script
 from decaylab.report.drawing import Panel, line
@@ -253,9 +253,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _state(self) -> str:
         follower = self.server.follower
         try:
-            return json.dumps(state(follower.standing(), follower.folder))
+            return json_text(state(follower.standing(), follower.folder))
         except DecaylabError as error:
-            return json.dumps({"name": str(follower.folder), "progress": str(error)})
+            return json_text({"name": str(follower.folder), "progress": str(error)})
 
     def _send(self, text: str, kind: str) -> None:
         body = text.encode()

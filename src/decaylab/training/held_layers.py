@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from decaylab.curvature.preserve import bare
 from decaylab.errors import DecaylabError, Lacks, WrongType, check_name
 from decaylab.networks import roles
+from decaylab.networks.parameters import find_layers
 from decaylab.optim.decay import decay_of
 from decaylab.optim.laws import law_of
 from decaylab.optim.optimizer_behaviour import unwrapped
@@ -103,7 +104,7 @@ def select(
     chosen = _chosen(model, [*layers, *frozen], only)
     weights: dict[str, list[Tensor]] = {}
     notes = {name: LayerNote.FROZEN for name in frozen if name in chosen}
-    tied = _tied(model)
+    tied, homes = _tied(model), {name: x.module for name, x in find_layers(model).items()}
     for name in (layer for layer in chosen if layer not in frozen):
         parts = layers[name]
         owners = [groups.get(id(part)) for part in parts]
@@ -113,7 +114,7 @@ def select(
             continue
         if decayed and not any(decay_of(group, optimizer)[1] for optimizer, group in stepped):
             continue
-        if note := _note(model, name, parts, stepped, tied):
+        if note := _note(model.get_submodule(homes[name]), parts, stepped, tied):
             notes[name] = note
         if note is None or note.held:
             weights[name] = parts
@@ -155,7 +156,7 @@ def _listed(optimizers: Any) -> list[torch.optim.Optimizer]:
 def _chosen(model: nn.Module, layers: list[str], only: str | Sequence[str]) -> list[str]:
     if only == "all":
         return layers
-    heads = {role.module for role in roles(model).values() if role.role == "head"}
+    heads = {role.layer for role in roles(model).values() if role.role == "head"}
     if only == "fc":
         return [layer for layer in layers if layer in heads]
     if only == "conv":
@@ -169,13 +170,12 @@ def _chosen(model: nn.Module, layers: list[str], only: str | Sequence[str]) -> l
 def _frozen(model: nn.Module, trained: Collection[str]) -> list[str]:
     """Layers whose weight no step moves."""
     known = roles(model).values()
-    weights = {role.module for role in known if role.role in ("invariant", "weight", "head")}
+    weights = {role.layer for role in known if role.role in ("invariant", "weight", "head")}
     return sorted(weights - set(trained))
 
 
 def _note(
-    model: nn.Module,
-    name: str,
+    module: nn.Module,
     parts: list[Tensor],
     owners: list[tuple[torch.optim.Optimizer, dict[str, Any]]],
     tied: set[int],
@@ -189,7 +189,7 @@ def _note(
         return LayerNote.SEVERAL_STEPS
     if law_of(*owners[0]).name == "schedule-free":
         return LayerNote.OWN_WEIGHTS
-    if getattr(model.get_submodule(name), "sparse", False):
+    if getattr(module, "sparse", False):
         return LayerNote.SPARSE
     if not all(bool(part.detach().any()) for part in parts):
         return LayerNote.ZERO

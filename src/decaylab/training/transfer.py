@@ -44,7 +44,7 @@ def rescale(model: nn.Module, norms: Mapping[str, float]) -> None:
     """
     model = bare(model)
     normalised = normalised_layers(model)
-    for name in {role.module for role in roles(model).values() if role.role == "invariant"}:
+    for name in {role.layer for role in roles(model).values() if role.role == "invariant"}:
         layer, normalisation = normalised[name]
         if not any(weight.requires_grad for weight in layer.weights):
             continue

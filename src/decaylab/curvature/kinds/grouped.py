@@ -72,7 +72,7 @@ def _pieces(site: Site, use: Use) -> Iterator[tuple[slice, slice]]:
         yield slice(first, first + use.shape[-1] // site.shape.output_dim), slice(None)
         return
     begin = 0
-    for group, end in enumerate(use.ends.tolist()):
+    for group, end in enumerate(use.ends):
         if end > begin:
             yield slice(group, group + 1), slice(begin, end)
         begin = end

@@ -90,13 +90,17 @@ class Use(Protocol):
         offset: where the matrix used begins in the parameter, in numbers: of a part of it.
         shape: of the output.
         ends: where the rows of each group end, of a product of all groups; None: of one product.
+            To ask for it may wait for the device, once.
     """
 
     inputs: Tensor
     counted: Tensor | None
     offset: int
     shape: torch.Size
-    ends: Tensor | None
+
+    @property
+    def ends(self) -> list[int] | None:
+        """See above."""
 
 
 @dataclass(frozen=True, eq=False)
