@@ -224,7 +224,7 @@ def test_a_refresh_without_forward_pass_later_warns_and_keeps_the_factors():
     before = opt.factors()["0"].S
     with opt.paused():
         cross_entropy(model(data(1)[0]), data(1)[1]).backward()
-    with pytest.warns(UserWarning, match="factors stay"):
+    with pytest.warns(UserWarning, match="factors are unchanged"):
         opt.step()
     assert torch.equal(opt.factors()["0"].S, before)
 

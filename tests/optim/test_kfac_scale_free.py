@@ -123,7 +123,7 @@ def test_layers_that_a_sum_may_part_from_their_normalisation_are_told(build, gue
     if guessed is None:
         assert len(kfac(build()).scale_free.norms) == 1
         return
-    with pytest.warns(UserWarning, match=f"takes layer '{guessed}' .*KFACOptions"):
+    with pytest.warns(UserWarning, match=f"layer '{guessed}' .*KFACOptions"):
         opt = kfac(build())
     assert list(opt.scale_free.norms) == [guessed]
     named = KFACOptions(invariant=(guessed,))

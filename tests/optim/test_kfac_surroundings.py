@@ -353,7 +353,7 @@ def test_a_batch_without_rows_changes_no_factor(curvature):
     step(opt, model, *data())
     before = opt.factors()
     model(data()[0][:0]).sum().backward()
-    with pytest.warns(UserWarning, match="factors stay"):
+    with pytest.warns(UserWarning, match="factors are unchanged"):
         opt.step()
     for name, factors in opt.factors().items():
         assert torch.equal(factors.A, before[name].A)

@@ -234,7 +234,7 @@ def test_the_table_of_one_that_is_not_known_says_so():
     (row,) = table
     assert (row.decay, row.factor, row.long_run) == ("rescaled", None, None)
     assert [problem.problem for problem in table.problems] == [Problem.UNKNOWN]
-    with pytest.warns(UserWarning, match="no known kind"):
+    with pytest.warns(UserWarning, match="none of the known kinds"):
         assert decay_of(optimizer.param_groups[0], optimizer) == ("l2", 0.2)
 
 
