@@ -63,7 +63,7 @@ class MadeElsewhere(DecaylabError):
 
 @dataclass(eq=False)
 class TypedError(DecaylabError):
-    """An error that many places raise: type and fields say what is wrong, `_sentence` how."""
+    """An error that many places raise: type and fields say what is wrong, `_sentence` in words."""
 
     def __post_init__(self) -> None:
         self.args = tuple(vars(self).values())  # what pickle builds it from again
@@ -390,7 +390,7 @@ def _nearest_path(path: Path) -> Path | None:
 
 
 def _closest(name: str, known: list[str]) -> str:
-    """The known name nearest to this one; among equally near ones, the one with most letters."""
+    """The known name nearest to this one; of the nearest, the one that shares most letters."""
     letters = Counter(name)
     near = get_close_matches(name[:100], known, n=3, cutoff=0.6)
     return max(near, key=lambda other: (letters & Counter(other)).total(), default="")

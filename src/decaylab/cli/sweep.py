@@ -67,7 +67,7 @@ class EngineOptions:
     jobs: Annotated[
         int | None,
         options.number(
-            "--jobs", AT_LEAST_ONE, "Processes at a time (by default one per GPU), or least jobs."
+            "--jobs", AT_LEAST_ONE, "Processes at a time (local: one per GPU), or fewest jobs."
         ),
     ] = None
     job_minutes: Annotated[

@@ -234,7 +234,7 @@ class Inverses:
 def are_halved(banks: Iterable[Bank], device: torch.device) -> bool:
     """Whether large inverses are kept in float16 by default: on CUDA, if they are over 1 GiB.
 
-    Products with them are in TF32 there, which reads as many bits of them.
+    A TF32 product would read as many bits of them.
     """
     numbers = sum(
         bank.count * length**2

@@ -265,11 +265,12 @@ def _equivalent(
             push = root = r if settings.momentum_first else 1.0
         memory = _memory(settings)
         total, weight = memory * total + push, memory * weight + 1
-        mean = total / weight
-        if settings.nesterov:  # the newest gradient once more, beside the buffer
-            mean = (push + memory * total) / (1 + memory * weight)
         if settings.decay == "l2":
             mean = push
+        elif settings.nesterov:  # the newest gradient once more, beside the buffer
+            mean = (push + memory * total) / (1 + memory * weight)
+        else:
+            mean = total / weight
         # a scale-free damping follows the norms by itself
         damping = (settings.damping or 0.0) * (1.0 if settings.scale_free else b)
         yield (settings.lr or 0.0) * root / (after * mean), damping

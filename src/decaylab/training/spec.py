@@ -192,7 +192,7 @@ class RunSpec:
         for name in _settings_of_others(self.optimizer):
             if getattr(self, name) is not None:
                 remedy = f"leave it out; {self.optimizer} has {', '.join(published)}"
-                raise Misplaced([name], f"optimizers other than {self.optimizer}", remedy)
+                raise Misplaced([name], "other optimizers", remedy)
         if self.weight_decay and self.decay == "none":
             remedy = "set decay (--decay) to l2, decoupled or independent"
             settings = [f"weight_decay = {self.weight_decay}", "decay = none"]
