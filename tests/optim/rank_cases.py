@@ -743,7 +743,7 @@ def shards(rank):
     if DEVICE != "cpu":
         return  # a mesh of two ranks asks for two of them
     mesh = init_device_mesh("cpu", (SIZE,))
-    sharded = "parameters in shards (FSDP or tensor parallelism)"
+    sharded = "sharded parameters (FSDP or tensor parallelism)"
     for model in (
         fully_shard(new(net), mesh=mesh),
         parallelize_module(new(net), mesh, {"0": ColwiseParallel()}),
