@@ -11,7 +11,6 @@ are met where they are made: while the model runs in an observed pass, and only 
 layers, whose kernels show no product at all, are then computed step by step from such calls.
 """
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -128,10 +127,8 @@ class _Hook:
 
     @property
     def __name__(self) -> str:
-        """None, as of most objects; but where torch.jit.script asks, a sentence."""
-        if sys._getframe(1).f_globals.get("__name__") == "torch.jit._recursive":
-            guards.refuse_script()
-        raise AttributeError("a hook has no __name__")
+        """It has none, which torch.jit.script does not expect."""
+        raise guards.NotScriptable
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Hook, (None, self._method, self._name))

@@ -74,14 +74,19 @@ def refuse_replicas() -> NoReturn:
     )
 
 
-def refuse_script() -> NoReturn:
-    """Refuse torch.jit.script, which compiles hooks too."""
-    raise Conflict(
-        ["torch.jit.script", "K-FAC"],
-        "it would have to compile the hooks that K-FAC observes the model with",
-        "script another instance of the model, with this one's state_dict, or call"
-        " optimizer.detach() when training is done (torch.export needs neither)",
-    )
+class NotScriptable(Conflict, AttributeError):
+    """torch.jit.script compiles hooks too, and asks for a name that ours do not have.
+
+    Whoever else asks is used to objects without one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            ["torch.jit.script", "K-FAC"],
+            "it would have to compile the hooks that K-FAC observes the model with",
+            "script another instance of the model, with this one's state_dict, or call"
+            " optimizer.detach() when training is done (torch.export needs neither)",
+        )
 
 
 def refuse_uneven_calls(examples: Sequence[int]) -> None:
