@@ -17,9 +17,9 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -27,9 +27,11 @@ from torch import Tensor, nn
 
 from decaylab.attribution.reasons import LIMIT, Fault, Unused
 from decaylab.errors import BadValue, Lacks, WrongType
+from decaylab.networks.parameters import whole
 from decaylab.training.held_layers import Selection, select
 from decaylab.training.interventions import Intervention
 from decaylab.training.paths import LayerPaths, Targets
+from decaylab.training.world import World, world_of
 
 Path = Literal["size", "rotation", "damping"]
 PATHS: tuple[Path, ...] = ("size", "rotation", "damping")
@@ -174,6 +176,21 @@ class ArmResult:
         return None
 
 
+class TrainedArm(NamedTuple):
+    """An arm that was just trained.
+
+    Attributes:
+        result: its result. paths: what its held layers went through.
+        selection: which they are. world: the processes that trained it together, all of which get
+            the first one's result and paths.
+    """
+
+    result: ArmResult
+    paths: LayerPaths
+    selection: Selection
+    world: World
+
+
 def run_arm(
     make: Make,
     arm: Arm,
@@ -183,10 +200,11 @@ def run_arm(
     only: str | Sequence[str] = "all",
     targets: Targets = Targets(),  # noqa: B008 - frozen
     progress: Callable[[float], None] = lambda part: None,
-) -> tuple[ArmResult, LayerPaths, Selection]:
-    """Train one arm, which follows `targets`; returns its result, its paths and what was held."""
+) -> TrainedArm:
+    """Train one arm, which follows `targets`."""
     with seeded(seed):
         model, optimizers, step, evaluate = loop_from(make, seed)
+        world = world_of(model)
         selection = select(model, optimizers, only)
         start = _fingerprint(selection.held)
         intervention = Intervention(
@@ -217,7 +235,19 @@ def run_arm(
         first_losses=first_losses,
         finite=recorded.finite(),
     )
-    return result, recorded, selection
+    trained = of_state(world.from_first(as_state(result, recorded)))
+    return TrainedArm(*trained, selection, world)
+
+
+def as_state(result: ArmResult, paths: LayerPaths) -> list[dict[str, Any]]:
+    """An arm's result and paths as nested lists, numbers and tensors."""
+    return [asdict(result), paths.as_state()]
+
+
+def of_state(state: Sequence[Mapping[str, Any]]) -> tuple[ArmResult, LayerPaths]:
+    """Undo `as_state`."""
+    numbers, paths = state
+    return ArmResult(**numbers), LayerPaths.of_state(paths)
 
 
 def targets_for(arm: Arm, plan: Plan, paths: Mapping[str, LayerPaths]) -> Targets:
@@ -314,7 +344,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 def _fingerprint(parts: Sequence[Tensor]) -> float:
     """A number that tells the weights of two starts apart."""
-    values = [part.detach().double().flatten().cpu() for part in parts]
+    values = [whole(part).double().flatten().cpu() for part in parts]
     return float(sum(value @ torch.linspace(1, 2, len(value)).double() for value in values))
 
 

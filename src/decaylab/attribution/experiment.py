@@ -16,6 +16,9 @@ from decaylab.attribution.arms import (
     ArmResult,
     Make,
     Plan,
+    TrainedArm,
+    as_state,
+    of_state,
     plan_for,
     run_arm,
     targets_for,
@@ -26,6 +29,7 @@ from decaylab.errors import AT_LEAST_ONE, BadValue, DecaylabError, Mismatch, che
 from decaylab.records.files import disk_errors, json_text, replace_text
 from decaylab.training.held_layers import Selection
 from decaylab.training.paths import LayerPaths
+from decaylab.training.world import World
 
 
 def attribute(
@@ -72,12 +76,14 @@ def attribute(
     AT_LEAST_ONE.check("steps", steps)
     if len(set(numbers)) < len(numbers):
         raise BadValue("seeds", list(numbers), "seeds that all differ")
-    rehearsal, selection = rehearse(make, numbers, min(steps, REHEARSED), only)
+    rehearsed = rehearse(make, numbers, min(steps, REHEARSED), only)
+    rehearsal, selection, world = rehearsed.result, rehearsed.selection, rehearsed.world
     if metric is not None:
         check_name("metric", metric, list(rehearsal.metrics))
     plan = plan_for(selection, extra)
-    files = None if folder is None else _ArmFiles(Path(folder), _setting(selection, plan, steps))
-    progress = ArmProgress(len(numbers) * len(plan.arms()), silent=silent)
+    setting = _setting(selection, plan, steps)
+    files = None if folder is None else _ArmFiles(Path(folder), setting, world)
+    progress = ArmProgress(len(numbers) * len(plan.arms()), silent=silent or not world.first)
     results: list[ArmResult] = []
     paths: dict[int, dict[str, LayerPaths]] = {}
     for seed in numbers:
@@ -92,7 +98,7 @@ def attribute(
                 result, seed_paths[arm.name] = stored
                 progress.found(1)
             else:
-                result, seed_paths[arm.name], _ = run_arm(
+                result, seed_paths[arm.name], *_ = run_arm(
                     *(make, arm, seed, steps),
                     only=only,
                     targets=targets_for(arm, plan, seed_paths),
@@ -122,22 +128,19 @@ def attribute(
 
 def rehearse(
     make: Make, seeds: Sequence[int], steps: int, only: str | Sequence[str] = "all"
-) -> tuple[ArmResult, Selection]:
-    """The first steps of the run with decay, taken twice, and what is held in it.
-
-    A second seed must give another run.
-    """
-    first, _, selection = run_arm(make, WITH, seeds[0], steps, only=only)
-    again, *_ = run_arm(make, WITH, seeds[0], steps, only=only)
-    check_same_start(first, again)
+) -> TrainedArm:
+    """The first steps of the run with decay, taken twice; a second seed must give another run."""
+    rehearsed = run_arm(make, WITH, seeds[0], steps, only=only)
+    first = rehearsed.result
+    check_same_start(first, run_arm(make, WITH, seeds[0], steps, only=only).result)
     for seed in seeds[1:2]:
-        other, *_ = run_arm(make, WITH, seed, steps, only=only)
+        other = run_arm(make, WITH, seed, steps, only=only).result
         if replace(other, seed=first.seed, seconds=first.seconds) == first:
             raise DecaylabError(
                 f"make({first.seed}) and make({seed}) are the same run: let make use its"
                 " argument to seed its weights or its batches"
             )
-    return first, selection
+    return rehearsed
 
 
 def check_same_start(first: ArmResult, result: ArmResult, folder: Any = None) -> None:
@@ -189,23 +192,27 @@ def _setting(selection: Selection, plan: Plan, steps: int) -> dict[str, Any]:
 class _ArmFiles:
     """The finished arms of an attribution in a folder: one file of numbers and one of paths each.
 
-    The numbers are written last: an arm that was killed is trained again.
+    The numbers are written last: an arm that was killed is trained again. Of processes that train
+    together, the first reads and writes for all.
     """
 
-    def __init__(self, folder: Path, setting: dict[str, Any]) -> None:
-        self.folder = folder
-        path = folder / "attribution.json"
+    def __init__(self, folder: Path, setting: dict[str, Any], world: World) -> None:
+        self.folder, self._world = folder, world
+        world.by_first(lambda: self._open(setting))
+
+    def _open(self, setting: dict[str, Any]) -> None:
+        path = self.folder / "attribution.json"
         if path.exists():
             stored = json.loads(path.read_text(encoding="utf-8"))
             for key in dict.fromkeys([*setting, *stored]):
                 if stored.get(key) != setting.get(key):
-                    values = {f"the arms in {folder}": stored.get(key)}
+                    values = {f"the arms in {self.folder}": stored.get(key)}
                     raise Mismatch(
                         key, {**values, "this loop": setting.get(key)}, "give another folder"
                     )
             return
         with disk_errors(path):
-            folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(setting, indent=2) + "\n")
 
     def _files(self, arm: Arm, seed: int) -> tuple[Path, Path]:
@@ -215,17 +222,26 @@ class _ArmFiles:
 
     def load(self, arm: Arm, seed: int) -> tuple[ArmResult, LayerPaths] | None:
         numbers, paths = self._files(arm, seed)
-        if not numbers.exists():
-            return None
-        values = _with_nan(json.loads(numbers.read_text(encoding="utf-8")))
-        return ArmResult(**values), LayerPaths.load(paths)
+
+        def read() -> list[dict[str, Any]] | None:
+            if not numbers.exists():
+                return None
+            values = _with_nan(json.loads(numbers.read_text(encoding="utf-8")))
+            return as_state(ArmResult(**values), LayerPaths.load(paths))
+
+        state = self._world.by_first(read)
+        return None if state is None else of_state(state)
 
     def save(self, arm: Arm, result: ArmResult, taken: LayerPaths) -> None:
         numbers, paths = self._files(arm, result.seed)
-        with disk_errors(numbers):
-            numbers.parent.mkdir(exist_ok=True)
-        taken.save(paths)
-        replace_text(numbers, json_text(asdict(result), indent=2) + "\n")
+
+        def write() -> None:
+            with disk_errors(numbers):
+                numbers.parent.mkdir(exist_ok=True)
+            taken.save(paths)
+            replace_text(numbers, json_text(asdict(result), indent=2) + "\n")
+
+        self._world.by_first(write)
 
 
 def _with_nan(value: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from decaylab.curvature.preserve import bare
 from decaylab.errors import DecaylabError, Lacks, WrongType, check_name
 from decaylab.networks import roles
-from decaylab.networks.parameters import find_layers
+from decaylab.networks.parameters import find_layers, whole
 from decaylab.optim.decay import decay_of
 from decaylab.optim.laws import law_of
 from decaylab.optim.optimizer_behaviour import unwrapped
@@ -31,7 +31,6 @@ class LayerNote(Enum):
     SEVERAL_STEPS = "several steps in one"
     OWN_WEIGHTS = "stepped as an average of other weights"
     SPLIT = "split between optimizers"
-    SHARDED = "sharded between processes"
     NOT_STEPPED = "not stepped"
 
     @property
@@ -48,7 +47,6 @@ WHY_NOT_HELD = {
     " rescaled afterwards; use another optimizer",
     LayerNote.OWN_WEIGHTS: "its optimizer steps separate weights and the layer's are their"
     " average (schedule-free), so paths do not hold; use another optimizer",
-    LayerNote.SHARDED: "its weight is sharded between processes; train the arms with DDP or alone",
     LayerNote.SPLIT: "several optimizers step its tensors; use one for all of them",
     LayerNote.NOT_STEPPED: "no optimizer steps it; return all of them from make(seed)",
 }
@@ -183,15 +181,13 @@ def _note(
     optimizers = [optimizer for optimizer, _ in owners]
     if len(optimizers) < len(parts) or len({id(o) for o in optimizers}) > 1:
         return LayerNote.SPLIT
-    if any(hasattr(part, "placements") for part in parts):  # a DTensor
-        return LayerNote.SHARDED
     if isinstance(optimizers[0], SEVERAL_STEPS):
         return LayerNote.SEVERAL_STEPS
     if law_of(*owners[0]).name == "schedule-free":
         return LayerNote.OWN_WEIGHTS
     if getattr(module, "sparse", False):
         return LayerNote.SPARSE
-    if not all(bool(part.detach().any()) for part in parts):
+    if not all(bool(whole(part).any()) for part in parts):
         return LayerNote.ZERO
     return LayerNote.TIED if any(id(part) in tied for part in parts) else None
 

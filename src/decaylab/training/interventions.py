@@ -20,7 +20,8 @@ relative to the curvature of the normalised weights, equals the recorded one.
 
 Works on `step` of any torch optimizer, and on `KFAC.device_step`, which a CUDA graph may capture:
 nothing here waits for the device, and the step's number is a tensor there. Cost: a copy of the held
-weights, and a few passes over them at each step.
+weights, and a few passes over them at each step. Of sharded weights (DTensors) each process keeps
+its shard; sums of squares by layer are added up over the processes, three or four times a step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from decaylab.errors import DecaylabError, Mismatch
@@ -129,7 +131,8 @@ class _Stepper:
         self.optimizer, self.layers, self._undecayed = optimizer, tuple(weights), undecayed
         self._damped = has_damping_path(optimizer)
         self._steps = steps
-        self._parts = [part for parts in weights.values() for part in parts]
+        held = [part for parts in weights.values() for part in parts]
+        self._parts = [_local(part) for part in held]
         devices = {part.device for part in self._parts}
         if len(devices) > 1:
             raise DecaylabError(
@@ -140,6 +143,10 @@ class _Stepper:
         owner = [i for i, parts in enumerate(weights.values()) for _ in parts]
         self._owner = torch.tensor(owner, device=self.device)
         self._owners = owner
+        self._sharded = [
+            (group, torch.tensor(members, device=self.device))
+            for group, members in _shard_groups(held).items()
+        ]
         self._before = [torch.empty_like(part) for part in self._parts]
         self._old = torch.empty(0, device=self.device)  # |W| before the step, by layer
         count = len(self.layers)
@@ -314,7 +321,12 @@ class _Stepper:
     def _norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """By layer, in float64."""
         norms = torch._foreach_norm([t.detach() for t in tensors], 2, dtype=torch.float64)
-        return self._by_layer(torch.stack(norms).square()).sqrt()
+        squares = torch.stack(norms).square()
+        for group, members in self._sharded:
+            sums = squares[members]
+            dist.all_reduce(sums, group=group)
+            squares[members] = sums
+        return self._by_layer(squares).sqrt()
 
     def _by_layer(self, values: Tensor) -> Tensor:
         zero = torch.zeros(len(self.layers), dtype=torch.float64, device=self.device)
@@ -391,6 +403,22 @@ def _members(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, Any]
         key: [value for value, taken in zip(group[key], chosen, strict=True) if taken]
         for key in listed
     }
+
+
+def _local(tensor: Any) -> Tensor:
+    """What this process holds of a tensor, in the same memory: of a DTensor its shard."""
+    local: Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def _shard_groups(tensors: Sequence[Any]) -> dict[Any, list[int]]:
+    """Process group -> which of the tensors are divided among its processes."""
+    groups: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        for axis, placement in enumerate(getattr(tensor, "placements", ())):
+            if placement.is_shard():
+                groups.setdefault(tensor.device_mesh.get_group(axis), []).append(index)
+    return groups
 
 
 def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:

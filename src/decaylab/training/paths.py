@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -37,17 +38,26 @@ class LayerPaths:
         """Whether the weights stayed finite all along."""
         return bool(self.sizes.isfinite().all() and self.angles.isfinite().all())
 
+    def as_state(self) -> dict[str, Any]:
+        """Lists and tensors."""
+        state = {"layers": list(self.layers), "sizes": self.sizes, "angles": self.angles}
+        return {**state, "dampings": self.dampings}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> "LayerPaths":
+        """Undo `as_state`."""
+        return cls(tuple(state["layers"]), state["sizes"], state["angles"], state["dampings"])
+
     def save(self, path: Path) -> None:
         """Write the paths as one safetensors file."""
-        state = {"layers": list(self.layers), "sizes": self.sizes, "angles": self.angles}
-        checkpoint.Snapshot({**state, "dampings": self.dampings}).write(path)
+        checkpoint.Snapshot(self.as_state()).write(path)
 
     @classmethod
     def load(cls, path: Path) -> "LayerPaths":
         """Read what `save` wrote."""
         state = checkpoint.load(path)
         with checkpoint.fitting(path):
-            return cls(tuple(state["layers"]), state["sizes"], state["angles"], state["dampings"])
+            return cls.of_state(state)
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any, NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from decaylab.curvature.capture import wrappings
 from decaylab.curvature.distribution import Ranks
 from decaylab.data import Batches, Split
 from decaylab.errors import BadValue, DecaylabError, Misplaced
@@ -138,6 +140,23 @@ class World:
             dist.broadcast(tensor, group=self.host, group_src=0)
             tensors[key] = tensor
         return state if self.first else checkpoint.nest(tree, tensors)
+
+    def by_first(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns on the first process, which alone does it; an error is one of all.
+
+        It returns a nested state, as for `from_first`.
+        """
+        if self.size == 1:
+            return work()
+        state = failure = None
+        if self.first:
+            try:
+                state = work()
+            except Exception as error:  # the others are told before it is raised
+                failure = error
+        if self.from_first(failure is not None):
+            raise failure or DecaylabError("the first process has failed; it says why")
+        return self.from_first(state)
 
     def agreed(self, step: int, *wishes: int) -> tuple[int, ...]:
         """The largest that a process has of each number; of several, at every tenth step alone.
@@ -268,6 +287,32 @@ def joined(device: torch.device, *, shared: bool = False) -> Iterator[World]:
     world = World(rank, size, group, host)
     with world.without_losses():
         yield world
+
+
+def world_of(model: nn.Module) -> World:
+    """The processes that train a model together in a loop that is not ours.
+
+    Those of its DistributedDataParallel; all, if its parameters are sharded (DTensors). Where each
+    trains a model of its own, a single one. All must call this together.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return World()
+    parallel = nn.parallel.DistributedDataParallel
+    group: Any = next((m.process_group for m in wrappings(model) if isinstance(m, parallel)), None)
+    if group is None:
+        if not any(hasattr(p, "placements") for p in model.parameters()):
+            return World()
+        group = dist.group.WORLD
+    return World(dist.get_rank(group), dist.get_world_size(group), group, _host_group(group))
+
+
+@cache
+def _host_group(group: Any) -> Any:
+    """The same processes, for tensors on the host."""
+    if dist.get_backend(group) == "gloo":
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
 def leave(code: int) -> NoReturn:
