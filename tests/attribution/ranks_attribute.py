@@ -1,6 +1,6 @@
 """An attribution in every process of a training: `ranks_attribute.py FOLDER KIND`, under torchrun.
 
-KIND is ddp, fsdp (fully_shard) or seeds (a model of its own for each). Writes each process's answer
+KIND is ddp, ddp-kfac, fsdp (fully_shard) or seeds (a model of its own for each). Writes each process's answer
 to FOLDER/answer-RANK.json.
 """
 
@@ -15,11 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from decaylab import attribute
+from decaylab import KFAC, attribute
 from decaylab.training.world import leave
 
 WIDTHS = (6, 7, 3)  # 7 rows are no multiple of two processes
 ROWS = 8
+EXACT = {
+    **{"curvature": "gauss-newton", "outputs": "exact", "likelihood": "gaussian"},
+    **{"damping": 0.1, "damping_scaling": "fixed", "weight_decay": 0.5, "refresh_every": 2},
+}
 
 
 def maker(kind, rank, size):
@@ -32,14 +36,17 @@ def maker(kind, rank, size):
         teacher = torch.randn(WIDTHS[0], WIDTHS[2], generator=generator).double()
         inputs = torch.randn(16, WIDTHS[0], generator=generator).double()
         model = net
-        if kind == "ddp":
+        if "ddp" in kind:
             model = DistributedDataParallel(net)
         elif kind == "fsdp":
             mesh = init_device_mesh("cpu", (size,))
             for layer in (net[0], net[2]):
                 fully_shard(layer, mesh=mesh)
             fully_shard(net, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.03, weight_decay=0.5)
+        if "kfac" in kind:
+            optimizer = KFAC(model, 0.03, **EXACT)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.03, weight_decay=0.5)
 
         def step():
             batch = torch.randn(ROWS, WIDTHS[0], generator=generator).double()

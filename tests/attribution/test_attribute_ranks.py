@@ -21,10 +21,10 @@ def answers(kind, folder):
     return [json.loads((folder / f"answer-{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "ddp-kfac", "fsdp"])
 def test_processes_that_train_together_find_what_one_process_finds(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    alone = answer(maker("alone", 0, 1), None, [0, 1])
+    alone = answer(maker(kind.replace("ddp", "alone").replace("fsdp", "alone"), 0, 1), None, [0, 1])
     first, second = answers(kind, tmp_path)
     assert first == second
     assert first["arms"].keys() == alone["arms"].keys()
