@@ -32,7 +32,7 @@ test-browser: $(INSTALLED)
 
 # Sweeps on a real Slurm (needs root; Debian: apt-get install slurm-wlm) and a local Ray cluster; training under torchrun.
 test-engines: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slurm or ray or torchrun" tests/sweeps tests/training tests/docs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slurm or ray or torchrun" tests/sweeps tests/training tests/attribution tests/docs
 
 check: $(INSTALLED) docs
 	$(BIN)/ruff check .
