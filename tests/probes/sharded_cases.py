@@ -1,33 +1,42 @@
-"""Watching sharded models, against one process: `sharded_cases.py FOLDER RANK SIZE DEVICE [CASE]`."""
+"""Watching sharded models, as one process: `sharded_cases.py FOLDER RANK SIZE DEVICE [CASE]`."""
 
 import copy
 import math
 import sys
 import warnings
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from oracle.two_ranks import run_cases
+from pytorch_optimizer import Lion
 from refusals import refuses
 from torch import nn
+from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from decaylab import audit_decay, decay_table, diagnose, watch
+from decaylab.diagnosis import suggest
 from decaylab.errors import Conflict, Lacks, Mismatch, WrongType
 from decaylab.networks import measure_invariance, sharded
+from decaylab.optim.optimizer_behaviour import behaviour
 from decaylab.probes import curvature_traces, gauss_newton_norm
+from decaylab.records import read_recording
 
 SIZE = int(sys.argv[3]) if __name__ == "__main__" else 2
 FOLDER = sys.argv[1] if __name__ == "__main__" else ""
@@ -52,8 +61,8 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH + 1), nn.GELU())
-        self.contract = nn.Linear(2 * WIDTH + 1, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH + 2), nn.GELU())
+        self.contract = nn.Linear(2 * WIDTH + 2, WIDTH)
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
@@ -100,7 +109,7 @@ def new(build):
 
 def batch(build, step, size=8):
     generator = torch.Generator().manual_seed(100 + step)
-    if build is Perceptron:
+    if issubclass(build, Perceptron):
         x = torch.randn(size, WIDTH, generator=generator, dtype=torch.float64)
         return x, torch.randint(TOKENS, (size,), generator=generator)
     x = torch.randint(TOKENS, (size, 5), generator=generator)
@@ -117,6 +126,10 @@ def sgd(model):
 
 def adam(model):
     return torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.01, amsgrad=False)
+
+
+def lion(model):
+    return Lion(model.parameters(), lr=0.001, weight_decay=0.5)
 
 
 def muon(model):
@@ -202,12 +215,15 @@ def assert_same(found, expected, tolerance=TOLERANCE):
     assert not wrong, wrong
 
 
-def recorded(build, optimizer, wrap=None, share_of=(0, 1), given=None, **options):
+def recorded(build, optimizer, wrap=None, share_of=(0, 1), *, used=False, **options):
     """Records of a training, settings and layers; in one process if there is no `wrap`."""
     model = new(build)
     shown = model if wrap is None else wrap(model)
-    inputs = batch(build, -1, 4)[0] if given is None else given
-    optimizers = optimizer(model)
+    inputs, optimizers = batch(build, -1, 4)[0], optimizer(model)
+    if used:  # the root of a sharded model then still holds all its weights
+        with torch.no_grad():
+            shown(inputs)
+        assert wrap is None or not isinstance(shown.head.weight, DTensor)
     with watch(shown, optimizers, every=4, inputs=inputs, **options) as watched:
         train(shown, optimizers, build, share_of=share_of, watched=None)
     return watched
@@ -321,10 +337,8 @@ def in_lower_precision(rank):
     with watch(model, optimizer, every=4, inputs=inputs, probes=EVERYTHING) as watched:
         train(model, optimizer, Language, share_of=(rank, SIZE))
     values = numbers(watched)
-    norm = sum(p.full_tensor().double().square().sum() for p in model.blocks[0].qkv.parameters())
-    weight = model.blocks[0].qkv.weight.full_tensor().double().norm()
+    weight = model.blocks[0].qkv.weight.detach().full_tensor().double().norm()
     assert values[20, "weight_norm/blocks.0.qkv"] == pytest.approx(float(weight), rel=1e-6)
-    assert norm > 0
     for name in exact.layers:
         if not math.isnan(exact.defects[name]):
             response = values[1, f"size_response/{name}"]
@@ -353,8 +367,8 @@ def checkpointed_activations(rank):
 
 
 @case
-def with_a_wrong_pass_behind_it(rank):
-    """An operation without a forward mode, and a model whose root still holds all its weights."""
+def without_a_forward_mode_and_after_a_pass(rank):
+    """An operation without one, in a model whose root still holds all its weights."""
 
     class Swish(torch.autograd.Function):
         @staticmethod
@@ -372,31 +386,285 @@ def with_a_wrong_pass_behind_it(rank):
         def forward(self, x):
             return self.head(self.norm2(self.second(Swish.apply(self.norm1(self.first(x))))))
 
-    def used(model):
-        model = fully(model)
-        with torch.no_grad():
-            model(batch(Own, -2)[0].new_zeros(2, WIDTH))
-        assert not isinstance(model.head.weight, DTensor)
-        return model
+    same_as_alone(rank, Own, adamw, fully, probes=EVERYTHING, tolerance=1e-6, used=True)
 
-    def numbered(step, size=8):
-        return batch(Perceptron, step, size)
 
-    found, expected = (
-        _watched_perceptron(Own, wrap, part)
-        for wrap, part in ((used, (rank, SIZE)), (None, (0, 1)))
+# -- what processes must do together, and what one may do alone --
+
+
+@case
+def one_rank_alone_is_refused(rank):
+    """It waits at the meeting, and says so; nothing has been sent."""
+    model = fully(new(Perceptron))
+    optimizer, inputs = adamw(model), batch(Perceptron, -1, 4)[0]
+    before = sharded.SECONDS_TO_WARN, sharded.SECONDS_TO_WAIT
+    sharded.SECONDS_TO_WARN, sharded.SECONDS_TO_WAIT = 0.1, 0.5
+    try:
+        if rank == 0:
+            with (
+                pytest.warns(UserWarning, match="waits for rank 1"),
+                refuses(Lacks, owner="watch(...) on rank 0", what="counterpart on rank 1"),
+            ):
+                watch(model, optimizer, inputs=inputs)
+        else:
+            next(sharded._meetings)  # a call of watch that never came
+    finally:
+        sharded.SECONDS_TO_WARN, sharded.SECONDS_TO_WAIT = before
+    dist.barrier()
+    train(model, optimizer, Perceptron, steps=1, share_of=(rank, SIZE))
+
+
+@case
+def ranks_that_watch_otherwise_are_refused(rank):
+    model = fully(new(Perceptron))
+    optimizer, inputs = adamw(model), batch(Perceptron, -1, 4 + rank)[0]
+    with refuses(Mismatch, what="shapes of the inputs"):
+        watch(model, optimizer, inputs=inputs)
+    with refuses(Mismatch, what="steps between records"):
+        watch(model, optimizer, every=10 + rank)
+
+
+@case
+def the_first_rank_inputs_count(rank):
+    """Each gives its own batch: all measure on the first one's."""
+    model = fully(new(Perceptron))
+    own, first = (batch(Perceptron, -1 - r, 4)[0] for r in (rank, 0))
+    with watch(model, adamw(model), inputs=(own,)) as watched:
+        (given,) = watched.inputs
+    assert torch.equal(given, first)
+
+
+@case
+def one_rank_may_read_and_diagnose(rank):
+    """It writes the only file; logs are of each process; no one waits for anyone."""
+    folder, rows = f"{FOLDER}/written", []
+    model = fully(new(Language))
+    optimizer, inputs = adamw(model), batch(Language, -1, 4)[0]
+
+    class Tracker:
+        def log(self, given):
+            rows.extend(given)
+
+    with watch(model, optimizer, every=4, inputs=inputs, folder=folder, trackers=[Tracker()]) as w:
+        train(model, optimizer, Language, share_of=(rank, SIZE), watched=w)
+        if rank == 0:
+            w.log(test_loss=1.0)
+            assert "effective learning rate" in str(diagnose(w))
+    if rank == 0:
+        recording = read_recording(folder)
+        assert set(recording.outcomes) == {"loss", "test_loss"}
+        written = {(row.step, row.name): row.value for row in recording.rows.rows}
+        assert written == numbers(w)
+        assert len(rows) == len(written)
+        advice = suggest(recording, steps=1000)
+        assert str(advice)
+    else:
+        assert rows == []
+        assert w.recording.meta.folder is None
+    losses = [value for (_, name), value in numbers(w).items() if name == "outcome/loss"]
+    gathered = [torch.zeros(STEPS, dtype=torch.float64) for _ in range(SIZE)]
+    dist.all_gather(gathered, torch.tensor(losses, dtype=torch.float64))
+    assert not torch.equal(*gathered)
+
+
+@case
+def sharded_numbers_that_are_logged(rank):
+    """Whole ones are taken as they are; what would have to be gathered is refused."""
+    model = fully(new(Perceptron))
+    mesh = model.head.weight.device_mesh
+    loss = torch.tensor(2.0 + rank)
+    with watch(model, adamw(model)) as watched:
+        watched.log(loss=DTensor.from_local(torch.tensor(2.0), mesh, [Replicate()]))
+        with refuses(WrongType):
+            watched.log(norm=DTensor.from_local(loss, mesh, [Partial()], run_check=False))
+    assert numbers(watched) == {(0, "outcome/loss"): 2.0}
+
+
+@case
+def loops_that_break_off_at_different_places(rank):
+    """No `with` waits for another rank at its end, not even amid a round of two optimizers."""
+    model = fully(new(Language))
+    optimizers = muon(model)
+
+    class Broken(Exception):
+        pass
+
+    watched = watch(model, optimizers, every=1)
+
+    def loop():
+        with watched:
+            train(model, optimizers, Language, share_of=(rank, SIZE), steps=2)
+            if rank == 0:
+                optimizers[0].step()  # without gradients: it sends nothing
+            raise Broken
+
+    with pytest.raises(Broken):
+        loop()
+    assert max(step for step, _ in numbers(watched)) == 2
+
+
+@case
+def resumed_from_a_distributed_checkpoint(rank):
+    """Saved after 8 steps, killed after 12 and resumed: as in one process."""
+    found = _resumed(fully, "resumed", (rank, SIZE))
+    expected = _resumed(None, f"alone{rank}", (0, 1))
+    assert_same(numbers(found), numbers(expected))
+    assert found.exposure() == pytest.approx(expected.exposure())
+    assert [event.kind for event in found.recording.events].count("resumed") == 1
+    if rank == 0:
+        rows = read_recording(f"{FOLDER}/resumed").rows.rows
+        assert {(row.step, row.name): row.value for row in rows} == numbers(found)
+
+
+def _resumed(wrap, name, share_of):
+    folder, options = f"{FOLDER}/{name}", {"every": 4, "probes": EVERYTHING}
+    checkpoint_id = f"{folder}-checkpoint"
+    inputs = batch(Language, -1, 4)[0]
+    states = {}
+    for resumes in (False, True):
+        model = new(Language)
+        shown = model if wrap is None else wrap(model)
+        optimizer = adamw(model)
+        if resumes and wrap is None:
+            model.load_state_dict(states["model"])
+            optimizer.load_state_dict(states["optimizer"])
+        elif resumes:
+            state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            load(state, checkpoint_id=checkpoint_id)
+            model_state, optimizer_state = state["model"], state["optimizer"]
+            set_state_dict(
+                *(model, optimizer),
+                model_state_dict=model_state,
+                optim_state_dict=optimizer_state,
+            )
+        with watch(shown, optimizer, inputs=inputs, folder=folder, **options) as watched:
+            if resumes:
+                watched.resume(8)
+            train(shown, optimizer, Language, share_of=share_of, steps=8)
+            if resumes:
+                return watched
+            if wrap is None:
+                states = copy.deepcopy(
+                    {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                )
+            else:
+                pair = get_state_dict(model, optimizer)
+                save({"model": pair[0], "optimizer": pair[1]}, checkpoint_id=checkpoint_id)
+            train(shown, optimizer, Language, share_of=share_of, steps=4)
+    raise AssertionError
+
+
+# -- what reads optimizers, and what is refused --
+
+
+@case
+def tables_and_audits(rank):
+    """One process may call them alone."""
+    model, expected = fully(new(Language)), new(Language)
+    if rank == 0:
+        for optimizer in (adamw, muon, lion):
+            table = decay_table(model, optimizer(model))
+            assert str(table) == str(decay_table(expected, optimizer(expected)))
+            assert all(row.decay == "decoupled" for row in table)
+        audit = audit_decay(lambda: (model, adamw(model)))
+        assert audit.passed
+        assert audit.operator.kind == "decoupled"
+    dist.barrier()
+
+
+@case
+def an_optimizer_that_waits_for_others_is_not_tried(rank):
+    class Waiting(torch.optim.SGD):
+        def step(self, closure=None):
+            dist.all_reduce(torch.ones(1))
+            return super().step(closure)
+
+    class Own(torch.optim.AdamW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model = fully(new(Perceptron))
+    if rank == 0:
+        waiting = Waiting(model.parameters(), lr=0.1, weight_decay=0.1)
+        assert behaviour(waiting, waiting.param_groups[0]).operator.kind == "unknown"
+        own = Own(model.parameters(), lr=0.1, weight_decay=0.1)
+        assert behaviour(own, own.param_groups[0]).decay == "decoupled"
+    dist.barrier()
+
+
+@case
+def what_is_refused(rank):
+    flat = FullyShardedDataParallel(
+        new(Perceptron), use_orig_params=True, device_id=torch.device("cpu")
     )
-    assert_same(numbers(found), numbers(expected), tolerance=1e-6)
-
-
-def _watched_perceptron(build, wrap, part):
-    model = new(build)
-    shown = model if wrap is None else wrap(model)
-    optimizer = adamw(model) if wrap is None else adamw(shown)
     inputs = batch(Perceptron, -1, 4)[0]
+    for refused in (
+        lambda: watch(flat, adamw(flat)),
+        lambda: decay_table(flat, adamw(flat)),
+        lambda: measure_invariance(flat, inputs),
+    ):
+        with refuses(Conflict):
+            refused()
+    model = fully(new(Perceptron))
+    with refuses(Lacks, owner="the sharded model"):
+        curvature_traces(model, inputs, samples=2)
+    watched = watch(model, adamw(model), every=1, inputs=inputs, probes=["weight_norm", "gn_trace"])
+    warned = pytest.warns(UserWarning, match="gn_trace") if rank == 0 else nullcontext()
+    with watched as w, warned:
+        train(model, w.optimizer, Perceptron, share_of=(rank, SIZE), steps=2)
+    assert {name for _, name in numbers(w)} >= {"weight_norm"}
+    (event,) = w.recording.events
+    assert event.kind == "probe-failed"
+
+
+# -- replicas of a whole model --
+
+
+def parallel(model):
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+@case
+def data_parallel(rank):
+    """As sharded: every process may name the folder, and the first one writes."""
+    folder = f"{FOLDER}/parallel"
+    model = new(Language)
+    shown, optimizer = parallel(model), adamw(model)
+    inputs = batch(Language, -1, 4)[0]
+    with watch(shown, optimizer, every=4, inputs=inputs, probes=EVERYTHING, folder=folder) as w:
+        train(shown, optimizer, Language, share_of=(rank, SIZE), watched=w)
+    alone = recorded(Language, adamw, probes=EVERYTHING)
+    values = {key: value for key, value in numbers(w).items() if key[1] != "outcome/loss"}
+    assert_same(values, numbers(alone))
+    if rank == 0:
+        rows = read_recording(folder).rows
+        assert rows.superseded == 0
+        assert {(row.step, row.name): row.value for row in rows.rows} == numbers(w)
+
+
+@case
+def optimizer_states_divided_between_replicas(rank):
+    """ZeRO: a process has the moments of some parameters, and steps these."""
+
+    def redundant(model):
+        return ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, lr=0.02, weight_decay=0.5
+        )
+
+    model = new(Language)
+    shown, optimizer = parallel(model), redundant(model)
+    inputs = batch(Language, -1, 4)[0]
     with watch(shown, optimizer, every=4, inputs=inputs, probes=EVERYTHING) as watched:
-        train(shown, optimizer, Perceptron, share_of=part)
-    return watched
+        train(shown, optimizer, Language, share_of=(rank, SIZE))
+    expected = recorded(Language, adamw, probes=EVERYTHING)
+    assert_same(numbers(watched), numbers(expected))
+    settings = {
+        layer: [(step, replace(s, optimizer="AdamW")) for step, s in timeline]
+        for layer, timeline in watched.recording.settings.items()
+    }
+    assert settings == {k: list(v) for k, v in expected.recording.settings.items()}
+    table = decay_table(model, optimizer)
+    assert str(table) == str(decay_table(model, adamw(model)))
 
 
 def main(folder, rank, size, device, *chosen):

@@ -282,7 +282,7 @@ def put_back(model: nn.Module, *, failed: bool = False) -> None:
     """
     for module in _fsdp_modules(model):
         if failed and hasattr(module, "reset_iter_state"):
-            with suppress(RuntimeError):  # of one that is not the root
+            with suppress(RuntimeError, AttributeError):  # it is no root, or has never run
                 module.reset_iter_state()
         module.reshard()
 
