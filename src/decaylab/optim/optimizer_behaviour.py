@@ -54,6 +54,7 @@ What depends on them, as a clip, an eps or AdamP's projection does, is neither l
 SETTING = bool | str | float | tuple  # of a group; whole numbers may count steps
 TOLERANCE = 0.02  # relative; of the power: 0.05
 WRAPPERS = ("accelerate", "lightning", "pytorch_lightning")
+ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 _measured: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[Any, ...], Behaviour]] = (
     WeakKeyDictionary()
@@ -105,9 +106,15 @@ def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The one that a wrapper of accelerate or Lightning holds; others may change what it does."""
+    """The one that a wrapper of accelerate or Lightning holds; others may change what it does.
+
+    Of torch's ZeroRedundancyOptimizer too, whose own has the parameters of this process alone: of
+    the optimizer returned, take what it is and its state, not its param groups.
+    """
     while type(optimizer).__module__.split(".")[0] in WRAPPERS and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
+    if type(optimizer).__module__ == ZERO:
+        return unwrapped(vars(optimizer)["optim"])
     return optimizer
 
 

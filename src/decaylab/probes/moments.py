@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.networks.sharded import Parts
+from decaylab.optim.optimizer_behaviour import unwrapped
 from decaylab.probes.layers import Layers, layers_of, listed, places_in, summed
 from decaylab.probes.reading import Reading
 from decaylab.probes.registry import Moment, Probe, register
@@ -27,13 +28,15 @@ def second_moments(model: nn.Module | Layers, optimizer: torch.optim.Optimizer) 
     As the optimizer holds it, not divided by 1 - beta2^step: of two records n steps apart, v - v'
     beta2^n is what the gradients in between were (`optim.laws.memory` asks for that). One number a
     layer, no pass; nothing where the optimizer keeps none (SGD, Lion, K-FAC's own layers). Of
-    others than Adam, what they have in its place (`KEPT`).
+    others than Adam, what they have in its place (`KEPT`). Of ZeroRedundancyOptimizer, the layers
+    whose moments this process has.
     """
     held: dict[str, dict[str, Tensor]] = {}
+    state = unwrapped(optimizer).state
     for layer, weights in layers_of(model).weights.items():
-        names = {n: _name(optimizer.state.get(p, {})) for n, p in weights.items()}
+        names = {n: _name(state.get(p, {})) for n, p in weights.items()}
         if None not in names.values():
-            held[layer] = {n: optimizer.state[weights[n]][key] for n, key in names.items()}
+            held[layer] = {n: state[weights[n]][key] for n, key in names.items()}
     if not held:
         return []
     places = places_in(held)
@@ -69,7 +72,7 @@ def _name(state: Any) -> str | None:
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its state says that it has; that of SGD without momentum says nothing."""
-    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    states = [s for s in unwrapped(optimizer).state.values() if isinstance(s, Mapping)]
     counts = [
         state["step"] for state in states if isinstance(state.get("step"), int | float | Tensor)
     ]
