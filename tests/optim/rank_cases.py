@@ -5,18 +5,16 @@ nothing left to tell each other.
 """
 
 import copy
-import os
 import sys
-import traceback
 import warnings
 from contextlib import nullcontext
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
 from oracle.plain_kfac import KFAC
+from oracle.two_ranks import run_cases
 from refusals import refuses
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -895,7 +893,6 @@ def a_group_of_some(rank):
 
 
 def main(folder, rank, size, device, *chosen):
-    torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # torch's first backward on CUDA
     early = KFAC(new(net), 0.1)
@@ -905,22 +902,9 @@ def main(folder, rank, size, device, *chosen):
         with refuses(Lacks, owner="this KFAC", what="process group"):
             train_step(early, early.model, *data(rank))
 
-    dist.init_process_group(
-        "gloo",
-        rank=int(rank),
-        world_size=SIZE,
-        init_method=f"file://{folder}/meeting",
-        timeout=timedelta(minutes=10),
-    )
-    for name in chosen or CASES:
-        try:
-            others = {"a_single_process": a_single_process, "a_group_of_some": a_group_of_some}
-            (CASES | others)[name](int(rank))
-            print(name, "ok", flush=True)
-        except Exception:
-            print(name, "failed", traceback.format_exc(), flush=True)
-        dist.barrier()
-    os._exit(0)  # a group that is destroyed right behind its last message may wait for itself
+    others = {"a_single_process": a_single_process, "a_group_of_some": a_group_of_some}
+    cases = {name: (CASES | others)[name] for name in chosen or CASES}
+    run_cases(cases, folder, int(rank), SIZE, chosen)
 
 
 if __name__ == "__main__":

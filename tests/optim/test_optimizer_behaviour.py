@@ -205,10 +205,17 @@ def test_what_was_seen_does_not_keep_an_optimizer_alive():
     assert gone() is None
 
 
-def test_among_several_processes_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(optimizer_behaviour.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(optimizer_behaviour.dist, "get_world_size", lambda: 2)
-    assert tried(Lion) == Behaviour()
+def test_among_several_processes_one_that_sends_is_not_tried(monkeypatch):
+    """`tests/probes/sharded_cases.py` has the same with processes."""
+
+    class Sending(Lion):
+        def move(self, group, state, p, grad):
+            torch.ops._c10d_functional.all_reduce(grad, "sum", "everyone")
+            super().move(group, state, p, grad)
+
+    monkeypatch.setattr(optimizer_behaviour, "several", lambda: True)
+    assert tried(Lion) == Behaviour("decoupled", 1)
+    assert tried(Sending) == Behaviour()
 
 
 def test_one_that_only_takes_single_precision_is_tried_in_it():

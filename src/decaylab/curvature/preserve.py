@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from decaylab.curvature.capture import _Hook, innermost, logits_of
 from decaylab.errors import AT_LEAST_ONE, BadValue, Lacks, Mismatch, WrongType, check_name
 from decaylab.networks.preserve import preserved
+from decaylab.networks.sharded import device_of, passing, team_of
 
 BatchNormMode = Literal["eval", "train"]
 
@@ -44,7 +45,7 @@ def untouched(model: nn.Module, *, batch_norm: BatchNormMode = "eval") -> Iterat
     tracking = [(m, m.track_running_stats) for m in modules if isinstance(m, _NormBase)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     with contextlib.ExitStack() as stack:
-        for pause in _pauses(modules):
+        for pause in _pauses([model.__dict__.get("viewed", model), *modules]):
             stack.enter_context(pause())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -54,6 +55,7 @@ def untouched(model: nn.Module, *, batch_norm: BatchNormMode = "eval") -> Iterat
         for kind in {parameter.device.type for parameter in model.parameters()}:
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(preserved(model))
+        stack.enter_context(passing(model))
         try:
             model.eval()
             for parameter, _ in gradients:
@@ -84,7 +86,7 @@ def _without_cudnn() -> Iterator[None]:
 def _pauses(modules: list[nn.Module]) -> list[Callable[[], Any]]:
     """The `paused` methods of the captures that listen to these modules, each once."""
     hooks = [h for m in modules for h in [*m._forward_pre_hooks.values()] if isinstance(h, _Hook)]
-    captures = [hook._owner() for hook in hooks if hook._owner is not None]
+    captures = [hook._owner() for hook in dict.fromkeys(hooks) if hook._owner is not None]
     return [capture.paused for capture in captures if capture is not None]
 
 
@@ -128,8 +130,9 @@ def check_inputs(model: nn.Module, inputs: Tensor) -> None:
     weight = next(iter(bare(model).parameters()), None)
     if weight is None:
         raise Lacks("the model", "weights", "give a model with parameters")
-    if inputs.device != weight.device:
-        devices = {"the inputs": inputs.device, "the model": weight.device}
+    device = device_of(bare(model))
+    if inputs.device.type != device.type or device.index not in (None, inputs.device.index):
+        devices = {"the inputs": inputs.device, "the model": device}
         raise Mismatch("device", devices, "move one of them")
     if inputs.is_floating_point() and inputs.dtype != weight.dtype:
         dtypes = {"the inputs": inputs.dtype, "the model": weight.dtype}
@@ -150,6 +153,9 @@ def check_logits(output: Any) -> Tensor:
 
 def as_function(model: nn.Module, inputs: Tensor) -> Callable[[dict[str, Tensor]], Tensor]:
     """Logits as a function of the named parameters; the others are constants, without a graph."""
+    if team_of(model) is not None:
+        remedy = "measure this quantity in one process, on a checkpoint, or leave it out"
+        raise Lacks("the sharded model", "whole parameters to differentiate by", remedy)
     constants = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def logits(parameters: dict[str, Tensor]) -> Tensor:

@@ -16,7 +16,8 @@ includes that. The model is left as it was. Nothing here approximates by Kroneck
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,16 @@ from decaylab.curvature.outputs import Curvature, Likelihood, exact, hessian_pro
 from decaylab.curvature.preserve import (
     BatchNormMode,
     as_function,
+    bare,
     check_inputs,
+    check_logits,
     tied,
     trainable,
     untouched,
 )
-from decaylab.errors import Lacks, Mismatch, Range, check_name
+from decaylab.errors import DecaylabError, Lacks, Mismatch, Range, check_name
+from decaylab.networks.rescaling import RepeatedForward
+from decaylab.networks.sharded import scale_derivative, team_of
 
 
 def jacobian_product(
@@ -51,6 +56,61 @@ def jacobian_product(
         primals, tangents = _directions(bare_model, vector)
         logits, tangent = _jvp(as_function(bare_model, inputs), primals, tangents)
     return logits.detach(), tangent.detach()
+
+
+def scale_product(
+    model: nn.Module,
+    inputs: Tensor,
+    names: Collection[str],
+    *,
+    batch_norm: BatchNormMode = "eval",
+) -> tuple[Tensor, Tensor]:
+    """The logits and J v, where v is the named parameters themselves.
+
+    That is their derivative by the logarithm of a factor on these, which a sharded model has too: a
+    forward-mode pass through its own hooks, or under tensor parallelism, and where an operation has
+    no forward mode, differences of four passes (relative error about 1e-7 in float64, 1e-4 in
+    float32). Cost else as `jacobian_product`.
+    """
+    parameters = dict(bare(model).named_parameters())
+    for name in names:
+        check_name("parameter", name, parameters)
+    if team_of(bare(model)) is None:
+        direction = {name: parameters[name].detach() for name in names}
+        return jacobian_product(model, inputs, direction, batch_norm=batch_norm)
+    check_inputs(model, inputs)
+    chosen = [parameters[name] for name in names]
+    with untouched(model, batch_norm=batch_norm) as bare_model, torch.no_grad():
+        evaluate = RepeatedForward(bare_model, inputs, check_logits)
+        with _forward_mode():
+            try:
+                ((logits, tangent),) = scale_derivative(bare_model, chosen, evaluate)
+            except DecaylabError:
+                ((logits, tangent),) = _differences(evaluate, chosen)
+    return logits.detach(), tangent.detach()
+
+
+def _differences(
+    evaluate: RepeatedForward, parameters: Sequence[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Outputs, and their derivatives by log a from central differences at two distances.
+
+    The error of each is of the square of its distance h = log a, and is extrapolated to h = 0. One
+    distance of 16-bit outputs, whose rounding the extrapolation would enlarge.
+    """
+    outputs = evaluate()
+    short = any(torch.finfo(output.dtype).bits <= 16 for output in outputs)
+    slopes = []
+    for ratio in (1 + 2**-4,) if short else (1 + 2**-6, 1 + 2**-7):
+        h = math.log(ratio)
+        up, down = (evaluate.rescaled([(p, a) for p in parameters]) for a in (ratio, 1 / ratio))
+        pairs = zip(up, down, strict=True)
+        slopes.append((h * h, [(a.double() - b.double()) / (2 * h) for a, b in pairs]))
+    (far, slope), (near, better) = slopes[0], slopes[-1]
+    if far != near:
+        pairs = zip(slope, better, strict=True)
+        slope = [(far * b - near * a) / (far - near) for a, b in pairs]
+    return list(zip(outputs, slope, strict=True))
 
 
 def curvature_product(
@@ -172,9 +232,7 @@ def _jvp(
     primals: dict[str, Tensor],
     tangents: dict[str, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    with warnings.catch_warnings():
-        # torch loads its own forward-mode rules on first use, through its deprecated scripting
-        warnings.filterwarnings("ignore", message=r".*torch\.jit\.script.*")
+    with _forward_mode():
         try:
             result = jvp(function, (primals,), (tangents,))
         except torch.OutOfMemoryError:  # the way round needs more
@@ -183,6 +241,14 @@ def _jvp(
             # operations without a forward-mode rule (weight_norm), functions of the old style
             return _jvp_by_two_backward_passes(function, primals, tangents)
     return result[0], result[1]
+
+
+@contextmanager
+def _forward_mode() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # torch loads its own forward-mode rules on first use, through its deprecated scripting
+        warnings.filterwarnings("ignore", message=r".*torch\.jit\.script.*")
+        yield
 
 
 def _jvp_by_two_backward_passes(

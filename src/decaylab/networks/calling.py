@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from decaylab.errors import Lacks, WrongType
+from decaylab.networks.sharded import whole
 
 Inputs = Any
 """A tensor, a tuple or list of arguments, a mapping of keyword arguments, or a function that takes
@@ -45,7 +46,7 @@ def find_logits(output: Any, rule: LogitsRule = None) -> list[Tensor]:
     key, as in Hugging Face models), else every floating-point tensor in it.
     """
     if rule is not None:
-        return [_by_rule(output, rule)]
+        return [whole(_by_rule(output, rule))]
     if not isinstance(output, Tensor):
         named = output.get("logits") if isinstance(output, Mapping) else None
         named = getattr(output, "logits", None) if named is None else named
@@ -53,7 +54,7 @@ def find_logits(output: Any, rule: LogitsRule = None) -> list[Tensor]:
     tensors = list(_floating_tensors(output))
     if not tensors:
         raise Lacks("the model's output", "floating-point tensor", "name its logits with logits=")
-    return tensors
+    return [whole(tensor) for tensor in tensors]
 
 
 _RULES = "give the name, the index or a function of the output that returns the logits"

@@ -14,6 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from decaylab.errors import Lacks
+from decaylab.networks.sharded import refuse_flat_parameters
 
 Kind = Literal["conv", "linear", "norm", "embedding", "other"]
 
@@ -177,6 +178,7 @@ def find_layers(model: nn.Module) -> dict[str, Layer]:
     """Every weight of the model as a layer, by `layer_name`."""
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
         raise Lacks("a lazy layer", "shape yet", "run one batch through the model first")
+    refuse_flat_parameters(model)
     layers: dict[str, Layer] = {}
     for name, module in model.named_modules():
         layers |= _layers(name, module)

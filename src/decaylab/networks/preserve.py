@@ -1,7 +1,7 @@
 """Leaving a model as it was: its modes, its buffers, and the generators that it draws from."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -9,8 +9,14 @@ from torch import nn
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Afterwards modes, buffers and torch's generators are as they were."""
+    """Afterwards modes, buffers and torch's generators are as they were.
+
+    Inside, modules compiled in place run uncompiled: passes in other modes and with other tensors
+    would use up what torch.compile allows of recompilations.
+    """
+    compiled = any(module._compiled_call_impl is not None for module in model.modules())
     with (
+        torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
         preserved_modes(model),
         preserved_buffers(model),
         torch.random.fork_rng(cuda_devices(model)),

@@ -18,6 +18,7 @@ from decaylab.errors import Failed
 from decaylab.networks.calling import Inputs, LogitsRule, call, find_logits
 from decaylab.networks.parameters import find_layers
 from decaylab.networks.preserve import cuda_devices, preserved, preserved_buffers
+from decaylab.networks.sharded import local, passing, team_of
 
 INVARIANCE_THRESHOLD = 0.05
 CONTRAST = 5.0  # a layer counts as invariant if removing it changes this times what doubling does
@@ -39,11 +40,13 @@ class RepeatedForward:
 
     Of the generators, for dropout, and of the buffers: a power iteration (spectral normalisation)
     goes on from its last one. Autocast, the caller's or one in the model's own forward, stays on;
-    what it has cached are weights as they were before they were rescaled.
+    what it has cached are weights as they were before they were rescaled. Of a sharded model all
+    processes get the distances of the first one, so that all decide alike.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs, logits: LogitsRule = None):
         self.model, self.inputs, self.logits = model, inputs, logits
+        self.team = team_of(model)
         self.cpu = torch.get_rng_state()
         self.devices = cuda_devices(model)
         self.cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
@@ -58,7 +61,7 @@ class RepeatedForward:
         for device, state in zip(self.devices, self.cuda, strict=True):
             torch.cuda.set_rng_state(state, device)
         torch.clear_autocast_cache()
-        with preserved_buffers(self.model):
+        with passing(self.model), preserved_buffers(self.model):
             return find_logits(checked_call(model, inputs), self.logits)
 
     def rescaled(self, factors: Sequence[tuple[Tensor, float]]) -> list[Tensor]:
@@ -67,14 +70,28 @@ class RepeatedForward:
         Through `.data`: a graph that still waits for its backward pass stays valid, and modules
         that keep their own lists of weights (LSTM) see the change.
         """
-        values = [parameter.detach().clone() for parameter, _ in factors]
+        parts = [(local(parameter.data), factor) for parameter, factor in factors]
+        values = [part.clone() for part, _ in parts]
         try:
-            for parameter, factor in factors:
-                parameter.data.mul_(factor)
+            for part, factor in parts:
+                part.mul_(factor)
             return self()
         finally:
-            for (parameter, _), value in zip(factors, values, strict=True):
-                parameter.data.copy_(value)
+            for (part, _), value in zip(parts, values, strict=True):
+                part.copy_(value)
+
+    def distance(self, outputs: list[Tensor], reference: list[Tensor]) -> float:
+        """Euclidean, over all tensors."""
+        squares = [
+            torch.linalg.vector_norm(a.double() - b.double()) ** 2
+            for a, b in zip(outputs, reference, strict=True)
+        ]
+        length = float(torch.stack(squares).sum().sqrt())
+        return length if self.team is None else self.team.agreed(length)
+
+    def size(self, outputs: list[Tensor]) -> float:
+        """The Euclidean norm over all tensors."""
+        return self.distance(outputs, [torch.zeros_like(tensor) for tensor in outputs])
 
 
 def checked_call(model: nn.Module, inputs: Inputs) -> Any:
@@ -87,20 +104,6 @@ def checked_call(model: nn.Module, inputs: Inputs) -> Any:
             " and two or more examples for batch norm"
         )
         raise Failed("the model's pass over these inputs", error, remedy) from error
-
-
-def distance(outputs: list[Tensor], reference: list[Tensor]) -> float:
-    """Euclidean, over all tensors."""
-    squares = [
-        torch.linalg.vector_norm(a.double() - b.double()) ** 2
-        for a, b in zip(outputs, reference, strict=True)
-    ]
-    return float(torch.stack(squares).sum().sqrt())
-
-
-def size(outputs: list[Tensor]) -> float:
-    """The Euclidean norm over all tensors."""
-    return distance(outputs, [torch.zeros_like(tensor) for tensor in outputs])
 
 
 def invariance(
@@ -132,13 +135,15 @@ def invariance(
     with undisturbed(model):
         evaluate = RepeatedForward(model, inputs, logits)
         reference = evaluate()
-        length = size(reference)
+        length = evaluate.size(reference)
         defects = {}
         for name, layer in layers.items():
-            change = distance(evaluate.rescaled([(p, 2.0) for p in layer.scaled]), reference)
+            doubled = evaluate.rescaled([(p, 2.0) for p in layer.scaled])
+            change = evaluate.distance(doubled, reference)
             defect = change / length if length else math.nan
             if defect < INVARIANCE_THRESHOLD:
-                removal = distance(evaluate.rescaled([(p, 0.0) for p in layer.scaled]), reference)
+                removed = evaluate.rescaled([(p, 0.0) for p in layer.scaled])
+                removal = evaluate.distance(removed, reference)
                 weak = removal < CONTRAST * change or removal == 0.0
                 defect = math.nan if weak else defect
             defects[name] = defect
@@ -159,7 +164,7 @@ def run_order(model: nn.Module, inputs: Inputs) -> list[str]:
 
     handles = [module.register_forward_pre_hook(record) for module in names]
     try:
-        with undisturbed(model):
+        with undisturbed(model), passing(model):
             checked_call(model, inputs)
     finally:
         for handle in handles:

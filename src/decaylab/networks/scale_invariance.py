@@ -36,12 +36,11 @@ from decaylab.networks.parameters import find_layers
 from decaylab.networks.rescaling import (
     INVARIANCE_THRESHOLD,
     RepeatedForward,
-    distance,
     run_order,
-    size,
     undisturbed,
 )
 from decaylab.networks.roles import roles
+from decaylab.networks.sharded import Team, scale_derivative
 
 ENTRIES = 2**16  # of the logits, drawn at random, that columns are compared on
 DEPENDENT = 0.05  # part of a column that may be left over where others make it up
@@ -212,7 +211,7 @@ def measure_invariance(
         evaluate = RepeatedForward(model, inputs, logits)
         reference, coarsest = _reference(evaluate)
         why = "nothing can be compared to them"
-        POSITIVE.check("the size of the logits", size(reference), why)
+        POSITIVE.check("the size of the logits", evaluate.size(reference), why)
         trials = _Trials(evaluate, units, reference, coarsest)
         columns = _columns(evaluate, units, reference, coarsest)
         layers = find_layers(model)
@@ -222,14 +221,13 @@ def measure_invariance(
         order += [name for name in reversed(dependent) if name not in layers]
         groups = _groups(columns, trials, order)
         adapters = _adapters(model, trials)
-    square = float(columns.logits @ columns.logits)
     return Invariance(
         layers=tuple(units),
         defects={name: trial.defect for name, trial in trials.each.items()},
         alone=frozenset(name for name, trial in trials.each.items() if trial.invariant),
         groups=tuple(groups),
-        gram=columns.matrix.T @ columns.matrix / square,
-        along=columns.logits @ columns.matrix / square,
+        gram=columns.gram,
+        along=columns.along,
         adapters=adapters,
     )
 
@@ -303,7 +301,7 @@ class _Trials:
         coarsest: torch.dtype,
     ):
         self.evaluate, self.units, self.reference = evaluate, units, reference
-        self.size = size(reference)
+        self.size = evaluate.size(reference)
         self.noise = 4 * torch.finfo(coarsest).eps
         self.each = {name: self._alone(name) for name in units}
 
@@ -336,7 +334,7 @@ class _Trials:
 
     def _changed(self, scaled: Sequence[tuple[Tensor, float]], expected: float = 1.0) -> float:
         outputs = [tensor / expected for tensor in self.evaluate.rescaled(scaled)]
-        change = distance(outputs, self.reference) / self.size
+        change = self.evaluate.distance(outputs, self.reference) / self.size
         return math.inf if math.isnan(change) else change
 
 
@@ -361,11 +359,33 @@ def _adapters(model: nn.Module, trials: _Trials) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Columns:
-    """J_l at some entries of the logits, [entries, layers], and the logits there, in float64."""
+    """What is needed of J_l and of the logits z, at some of their entries, in float64.
+
+    Attributes:
+        names: the layers.
+        gram, along: as `Invariance` has them.
+        triangle: of their QR decomposition: columns with the lengths and angles of z and each J_l.
+    """
 
     names: tuple[str, ...]
-    matrix: Tensor
-    logits: Tensor
+    gram: Tensor
+    along: Tensor
+    triangle: Tensor
+
+    @classmethod
+    def of(
+        cls, names: tuple[str, ...], matrix: Tensor, logits: Tensor, team: Team | None
+    ) -> _Columns:
+        """From J_l, [entries, layers]; of the first process, where there are several."""
+        square = float(logits @ logits)
+        joined = torch.cat([logits[:, None], matrix], dim=1)
+        lengths = torch.linalg.vector_norm(joined, dim=0)
+        unit = joined / torch.where(lengths > 0, lengths, 1.0)
+        triangle = torch.linalg.qr(unit, mode="r").R * lengths  # has their angles, and few rows
+        products = (matrix.T @ matrix / square, logits @ matrix / square, triangle)
+        if team is not None:
+            products = tuple(team.from_first(product) for product in products)  # type: ignore[assignment]
+        return cls(names, *products)
 
 
 def _columns(
@@ -391,7 +411,8 @@ def _columns(
             return (larger - smaller) / (2 * math.log(ratio))
 
     columns = [column(parameters) for parameters in units.values()]
-    return _Columns(tuple(units), torch.stack(columns, dim=1), at_chosen(reference))
+    matrix, logits = torch.stack(columns, dim=1), at_chosen(reference)
+    return _Columns.of(tuple(units), matrix, logits, evaluate.team)
 
 
 class _Called(nn.Module):
@@ -407,10 +428,18 @@ class _Called(nn.Module):
 
 def _derivative(evaluate: RepeatedForward, parameters: Sequence[Tensor]) -> list[Tensor]:
     """D logits / d log of a factor on these parameters; one forward pass."""
-    called, chosen = _Called(evaluate.model, evaluate.inputs), {id(p) for p in parameters}
-    with warnings.catch_warnings(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
         # torch scripts its own decompositions when forward mode is first used
         warnings.filterwarnings("ignore", "`torch.jit.script`", DeprecationWarning)
+        if evaluate.team is not None:
+            pairs = scale_derivative(evaluate.model, parameters, evaluate)
+            return [derivative for _, derivative in pairs]
+        return _dual_derivative(evaluate, parameters)
+
+
+def _dual_derivative(evaluate: RepeatedForward, parameters: Sequence[Tensor]) -> list[Tensor]:
+    called, chosen = _Called(evaluate.model, evaluate.inputs), {id(p) for p in parameters}
+    with forward_ad.dual_level():
         duals = {
             name: forward_ad.make_dual(p.detach(), p.detach())
             for name, p in called.named_parameters()
@@ -427,12 +456,11 @@ def _groups(columns: _Columns, trials: _Trials, order: Sequence[str]) -> list[Sc
     A column that is, is a group, if trying it out agrees; one that is not, others may be made of.
     The logits themselves are the first.
     """
-    place = {name: at for at, name in enumerate(columns.names)}
-    order = [name for name in order if columns.matrix[:, place[name]].any()]
-    chosen = columns.matrix[:, [place[name] for name in order]]
-    matrix = torch.cat([columns.logits[:, None], chosen], dim=1)
-    lengths = torch.linalg.vector_norm(matrix, dim=0)
-    triangle = torch.linalg.qr(matrix / lengths, mode="r").R  # has their angles, and few rows
+    place = {name: at for at, name in enumerate(columns.names, start=1)}
+    order = [name for name in order if columns.triangle[:, place[name]].any()]
+    chosen = columns.triangle[:, [0, *(place[name] for name in order)]]
+    lengths = torch.linalg.vector_norm(chosen, dim=0)
+    triangle = chosen / lengths
     groups, independent = [], [0]
     for at, name in enumerate(order, start=1):
         basis, column = triangle[:, independent], triangle[:, at]

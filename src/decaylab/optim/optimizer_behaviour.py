@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import normalize
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from decaylab.optim.decay_operator import (
     HALVED,
@@ -53,6 +54,7 @@ What depends on them, as a clip, an eps or AdamP's projection does, is neither l
 SETTING = bool | str | float | tuple  # of a group; whole numbers may count steps
 TOLERANCE = 0.02  # relative; of the power: 0.05
 WRAPPERS = ("accelerate", "lightning", "pytorch_lightning")
+ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 _measured: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[Any, ...], Behaviour]] = (
     WeakKeyDictionary()
@@ -86,11 +88,9 @@ def behaviour(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Beh
 
     The optimizer itself, its parameters and the random generators are left alone. The result is
     reused while flags, the presence of momentum and decay, and whether all parameters are vectors
-    stay the same; numbers that a schedule may change do not matter. If several processes train,
-    nothing is tested, because a step may wait for the others.
+    stay the same; numbers that a schedule may change do not matter. One whose step sends something
+    to other processes cannot be tested by one of them, and is not known.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return Behaviour()
     telling = [item for item in group.items() if isinstance(item[1], bool | str)]
     telling += [(name, bool(group.get(name))) for name in ("momentum", "weight_decay")]
     telling += [("vectors", _vectors(group)), ("formats", _formats(optimizer, group))]
@@ -106,9 +106,15 @@ def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The one that a wrapper of accelerate or Lightning holds; others may change what it does."""
+    """The one that a wrapper of accelerate or Lightning holds; others may change what it does.
+
+    Of torch's ZeroRedundancyOptimizer too, whose own has the parameters of this process alone: of
+    the optimizer returned, take what it is and its state, not its param groups.
+    """
     while type(optimizer).__module__.split(".")[0] in WRAPPERS and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
+    if type(optimizer).__module__ == ZERO:
+        return unwrapped(vars(optimizer)["optim"])
     return optimizer
 
 
@@ -165,6 +171,22 @@ def _operator(replica: Replica) -> DecayOperator:
     return operator
 
 
+def several() -> bool:
+    """Whether there are other processes that a step might send to."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+class _NothingSent(TorchDispatchMode):
+    """Refuses to send to other processes, which do not take part in a trial."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            raise RuntimeError("the step waits for other processes")
+        return function(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Nothing of a trial is noticed outside, and nothing from there acts on it."""
@@ -179,6 +201,7 @@ def undisturbed() -> Iterator[None]:
             mock.patch.dict(_global_optimizer_pre_hooks, clear=True),
             mock.patch.dict(_global_optimizer_post_hooks, clear=True),
             contextlib.redirect_stdout(io.StringIO()),
+            _NothingSent() if several() else contextlib.nullcontext(),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")

@@ -156,10 +156,7 @@ def decay_table(model: nn.Module, optimizers: Optimizers) -> DecayTable:
     a preconditioner (Adam, K-FAC), for L2 in an optimizer that is not torch's and does not step
     like torch's SGD, and if no single factor applies to all of a weight.
     """
-    if isinstance(optimizers, Sequence):
-        stepping = [unwrapped(optimizer) for optimizer in optimizers]
-    else:
-        stepping = [unwrapped(optimizers)]
+    stepping = optimizers if isinstance(optimizers, Sequence) else [optimizers]
     for optimizer in stepping:
         if not hasattr(optimizer, "param_groups"):
             raise WrongType("the optimizer", optimizer, "one with param_groups, or a list of them")
@@ -167,7 +164,7 @@ def decay_table(model: nn.Module, optimizers: Optimizers) -> DecayTable:
     for optimizer in stepping:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                owners.setdefault(id(parameter), []).append((optimizer, group))
+                owners.setdefault(id(parameter), []).append((unwrapped(optimizer), group))
     known = roles(model)
     rows: list[DecayRow] = []
     parameters = dict(model.named_parameters())

@@ -1,6 +1,7 @@
 """A model on whatever its inputs are, as a function of one tensor that returns logits."""
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from decaylab.curvature.preserve import bare, check_inputs
 from decaylab.errors import Lacks, WrongType
 from decaylab.networks.calling import Inputs, LogitsRule, call, find_logits
+from decaylab.networks.sharded import device_of, original_class
 
 
 def applied(
@@ -31,8 +33,9 @@ def applied(
     if isinstance(inputs, tuple | list):
         at, tensor = _first(enumerate(inputs))
         return _view(model, lambda x: (*inputs[:at], x, *inputs[at + 1 :]), logits), tensor
-    weight = next(model.parameters())
-    return _view(model, lambda _: inputs, logits), torch.zeros(1, 1).to(weight)
+    dtype = next(model.parameters()).dtype
+    placeholder = torch.zeros(1, 1, dtype=dtype, device=device_of(model))
+    return _view(model, lambda _: inputs, logits), placeholder
 
 
 def whole(inputs: Inputs) -> bool:
@@ -51,12 +54,17 @@ def floating(inputs: Inputs) -> bool:
 
 def moved(inputs: Inputs, device: torch.device | str) -> Inputs:
     """The inputs with every tensor on a device."""
+    return changed(inputs, lambda tensor: tensor.to(device))
+
+
+def changed(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """The inputs with a function of every tensor in its place."""
     if isinstance(inputs, Tensor):
-        return inputs.to(device)
+        return change(inputs)
     if isinstance(inputs, Mapping):
-        return {key: moved(value, device) for key, value in inputs.items()}
+        return {key: changed(value, change) for key, value in inputs.items()}
     if isinstance(inputs, tuple | list):
-        return tuple(moved(value, device) for value in inputs)
+        return tuple(changed(value, change) for value in inputs)
     return inputs
 
 
@@ -78,8 +86,9 @@ def _first(items: Any) -> tuple[Any, Tensor]:
 
 def _view(model: nn.Module, arguments: Any, logits: LogitsRule) -> nn.Module:
     """The model with another forward: same modules and parameters, under the same names."""
-    view: nn.Module = object.__new__(type(model))
-    view.__dict__ = dict(model.__dict__)
+    view: nn.Module = object.__new__(original_class(model))
+    hooks = [name for name in model.__dict__ if "hooks" in name]  # the model's own pass calls them
+    view.__dict__ = {**model.__dict__, **{name: OrderedDict() for name in hooks}, "viewed": model}
 
     def forward(tensor: Tensor) -> Tensor:
         mode = model.training

@@ -21,7 +21,7 @@ from decaylab.curvature.preserve import (
     layer_names,
     trainable,
 )
-from decaylab.curvature.products import jacobian_product, rows
+from decaylab.curvature.products import rows, scale_product
 from decaylab.errors import Range, check_name
 from decaylab.probes.applied import applied, whole
 from decaylab.probes.kronecker import joined_weight, measured_factors, named, seen, times
@@ -146,8 +146,7 @@ def _norm(
     count = 0
     for piece in chunks(bare(model), inputs, chunk, batch_norm):
         for i, names in enumerate(parts):
-            direction = {n: parameters[n].detach() for n in names}
-            logits, tangent = jacobian_product(model, piece, direction, batch_norm=batch_norm)
+            logits, tangent = scale_product(model, piece, names, batch_norm=batch_norm)
             # squares in double: those of 16 bits leave their range
             tangent = tangent.double()
             sums[i] += (tangent * hessian_product(logits.double(), tangent, *kind)).sum()

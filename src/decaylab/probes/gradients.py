@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from decaylab.networks.sharded import Parts, local
 from decaylab.probes.layers import Layers
 from decaylab.probes.reading import numbers, row_name
 
@@ -20,34 +21,32 @@ def gradient_sizes(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str
     take away (fused ones, K-FAC). No pass; one host synchronisation.
     """
     held = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    gradients = [g.detach() for g in held if g is not None and g.layout == torch.strided]
+    gradients = [g for g in held if g is not None and g.layout == torch.strided]
     if not gradients:
         return {}
-    largest = _norms(gradients, math.inf).max()
-    parts = {"gradient_norm": torch.linalg.vector_norm(_norms(gradients)), "gradient_max": largest}
+    parts = Parts.of(gradients)
+    largest = _stacked(parts.largest()).max()
+    norm = torch.linalg.vector_norm(_stacked(parts.norms()))
+    values = {"gradient_norm": norm, "gradient_max": largest}
     scale = getattr(optimizer, "grad_scale", None)
     if scale is not None:
-        parts = {name: value / scale.squeeze() for name, value in parts.items()}
+        values = {name: value / scale.squeeze() for name, value in values.items()}
+    by_layer: dict[str, list[Tensor]] = {}
     for layer, weights in layers.weights.items():
-        layer_gradients = [w.grad.detach() for w in weights.values() if w.grad is not None]
-        if layer_gradients and all(g.layout == torch.strided for g in layer_gradients):
-            at = torch.stack(
-                [(g.abs() >= largest.to(g.dtype)).sum() for g in layer_gradients]
-            ).sum()
-            squares = _norms(layer_gradients).square().sum()
-            parts[row_name("gradient_at_max", layer)] = at * largest**2 / squares
+        layer_gradients = [w.grad for w in weights.values() if w.grad is not None]
+        if all(g.layout == torch.strided for g in layer_gradients):
+            by_layer[layer] = layer_gradients
+    parts = Parts.of(gradient for several in by_layer.values() for gradient in several)
+    at = iter(parts.sums([(g.abs() >= largest.to(g.dtype)).sum() for g in parts.tensors]))
+    norms = iter(parts.norms())
+    for layer, several in by_layer.items():
+        if several:
+            count = _stacked([next(at) for _ in several]).sum()
+            squares = _stacked([next(norms) for _ in several]).square().sum()
+            values[row_name("gradient_at_max", layer)] = count * largest**2 / squares
     least = {"gradient_norm": -1.0, "gradient_max": -1.0}
-    values = numbers(parts)
-    return {k: v for k, v in values.items() if math.isfinite(v) and v > least.get(k, 0.01)}
-
-
-def _norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
-    """Of each, in double; those of 16 bits are summed in 32, as float16 ends at 65,504."""
-    short = [tensor for tensor in tensors if tensor.element_size() < 4]
-    others = [tensor for tensor in tensors if tensor.element_size() >= 4]
-    norms = [*torch._foreach_norm(short, order, torch.float32)] if short else []
-    norms += torch._foreach_norm(others, order) if others else ()
-    return torch.stack([norm.double() for norm in norms])
+    known = numbers(values)
+    return {k: v for k, v in known.items() if math.isfinite(v) and v > least.get(k, 0.01)}
 
 
 Scaled = Mapping[str, Sequence[Tensor]]
@@ -62,25 +61,33 @@ def radial_gradients(layers: Layers, before: Scaled) -> dict[str, float]:
     layer is invariant, whatever the batch. A random direction gives about 1. No pass through the
     model; a layer without a gradient has none, nor has one whose invariance was measured.
     """
-    ratios: dict[str, Tensor] = {}
+    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for layer, parameters in layers.scaled.items():
+        values_before = zip(parameters, before[layer], strict=True)
+        several = [(p.grad, w) for p, w in values_before if p.grad is not None]
+        if len(several) == len(parameters) and all(g.layout == torch.strided for g, _ in several):
+            pairs[layer] = several
     with torch.no_grad():
-        for layer, parameters in layers.scaled.items():
-            values_before = zip(parameters, before[layer], strict=True)
-            pairs = [(p.grad, w) for p, w in values_before if p.grad is not None]
-            if len(pairs) < len(parameters) or any(g.layout != torch.strided for g, _ in pairs):
-                continue
-            flat = [(_precise(g), _precise(w)) for g, w in pairs]
-            dot, g2, w2 = (
-                torch.stack([torch.dot(*factors).double() for factors in products]).sum()
-                for products in (flat, [(g, g) for g, _ in flat], [(w, w) for _, w in flat])
-            )
-            size = sum(w.numel() for _, w in flat)
+        parts = Parts.of(w for several in pairs.values() for _, w in several)
+        w = [_precise(tensor) for tensor in parts.tensors]
+        g = [_precise(local(g)) for several in pairs.values() for g, _ in several]
+        columns = [
+            iter(column) for column in (parts.dots(g, w), parts.dots(g, g), parts.dots(w, w))
+        ]
+        ratios: dict[str, Tensor] = {}
+        for layer, several in pairs.items():
+            dot, g2, w2 = (_stacked([next(column) for _ in several]).sum() for column in columns)
+            size = sum(weight.numel() for _, weight in several)
             ratios[layer] = dot.abs() * math.sqrt(size) / (g2 * w2).sqrt()
     values = numbers(ratios)
     return {row_name("radial_gradient", k): v for k, v in values.items() if math.isfinite(v)}
 
 
+def _stacked(numbers_of_tensors: Sequence[Tensor]) -> Tensor:
+    """In double."""
+    return torch.stack([number.double() for number in numbers_of_tensors])
+
+
 def _precise(tensor: Tensor) -> Tensor:
-    """Flat, in at least 32 bits."""
-    flat = tensor.detach().flatten()
-    return flat.float() if flat.element_size() < 4 else flat
+    """In at least 32 bits."""
+    return tensor.float() if tensor.element_size() < 4 else tensor

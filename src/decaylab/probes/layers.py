@@ -19,6 +19,7 @@ from decaylab.networks import ParameterRole, invariance, roles
 from decaylab.networks.parameters import scaled_parameters
 from decaylab.networks.rescaling import INVARIANCE_THRESHOLD
 from decaylab.networks.scale_invariance import Invariance
+from decaylab.networks.sharded import Parts, put_back
 from decaylab.records.settings import LayerRole
 
 
@@ -68,6 +69,7 @@ def layers_of(model: nn.Module | Layers, inputs: Tensor | None = None) -> Layers
     if isinstance(model, Layers):
         return model
     model = bare(model)
+    put_back(model)
     parameters, known = trainable(model), roles(model)
     weights: dict[str, dict[str, Tensor]] = {}
     vectors: dict[str, dict[str, Tensor]] = {}
@@ -135,8 +137,8 @@ def joined_norms(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]
     if not layers:
         return {}
     places = places_in(layers)
-    tensors = [layers[layer][name].detach() for layer, name in places]
-    (norms,) = listed(torch._foreach_norm(tensors, 2, dtype=torch.float64))
+    parts = Parts.of(layers[layer][name] for layer, name in places)
+    (norms,) = listed(parts.norms(dtype=torch.float64))
     return joined(places, norms)
 
 

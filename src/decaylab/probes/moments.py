@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decaylab.probes.layers import Layers, layers_of
+from decaylab.networks.sharded import Parts
+from decaylab.optim.optimizer_behaviour import unwrapped
+from decaylab.probes.layers import Layers, layers_of, listed, places_in, summed
 from decaylab.probes.reading import Reading
 from decaylab.probes.registry import Moment, Probe, register
 
@@ -26,19 +28,21 @@ def second_moments(model: nn.Module | Layers, optimizer: torch.optim.Optimizer) 
     As the optimizer holds it, not divided by 1 - beta2^step: of two records n steps apart, v - v'
     beta2^n is what the gradients in between were (`optim.laws.memory` asks for that). One number a
     layer, no pass; nothing where the optimizer keeps none (SGD, Lion, K-FAC's own layers). Of
-    others than Adam, what they have in its place (`KEPT`).
+    others than Adam, what they have in its place (`KEPT`). Of ZeroRedundancyOptimizer, the layers
+    whose moments this process has.
     """
-    totals = {}
+    held: dict[str, dict[str, Tensor]] = {}
+    state = unwrapped(optimizer).state
     for layer, weights in layers_of(model).weights.items():
-        names = [_name(optimizer.state.get(p, {})) for p in weights.values()]
-        if None not in names:
-            held = zip(weights.values(), names, strict=True)
-            sums = [optimizer.state[p][k].detach().sum(dtype=torch.float64) for p, k in held]
-            totals[layer] = torch.stack(sums).sum()
-    if not totals:
+        names = {n: _name(state.get(p, {})) for n, p in weights.items()}
+        if None not in names.values():
+            held[layer] = {n: state[weights[n]][key] for n, key in names.items()}
+    if not held:
         return []
-    values = torch.stack(list(totals.values())).tolist()
-    return [Reading("second_moment", "gradient^2", dict(zip(totals, values, strict=True)))]
+    places = places_in(held)
+    parts = Parts.of(held[layer][name] for layer, name in places)
+    (sums,) = listed(parts.sums([part.sum(dtype=torch.float64) for part in parts.tensors]))
+    return [Reading("second_moment", "gradient^2", summed(places, sums))]
 
 
 def kept(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], weight: Tensor) -> float:
@@ -68,7 +72,7 @@ def _name(state: Any) -> str | None:
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its state says that it has; that of SGD without momentum says nothing."""
-    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    states = [s for s in unwrapped(optimizer).state.values() if isinstance(s, Mapping)]
     counts = [
         state["step"] for state in states if isinstance(state.get("step"), int | float | Tensor)
     ]

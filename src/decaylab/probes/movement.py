@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.errors import DecaylabError
+from decaylab.networks.sharded import Parts, local
 from decaylab.probes.layers import Layers, joined, layers_of, listed, places_in, summed
 from decaylab.probes.reading import Reading
 from decaylab.probes.registry import Moment, Probe, register
@@ -49,17 +50,17 @@ def movement(model: nn.Module | Layers, before: Snapshot) -> tuple[Reading, Read
     places = places_in(before)
     if places:
         with torch.no_grad():
-            w = [_wide(before[layer][name]) for layer, name in places]
-            d = torch._foreach_sub([_wide(now[layer][name]) for layer, name in places], w)
-            products = [torch.dot(a.flatten(), b.flatten()) for a, b in zip(d, w, strict=True)]
-            old, moved, dot = listed(torch._foreach_norm(w), torch._foreach_norm(d), products)
+            parts = Parts.of(before[layer][name] for layer, name in places)
+            w = [_wide(tensor) for tensor in parts.tensors]
+            d = torch._foreach_sub([_wide(local(now[layer][name])) for layer, name in places], w)
+            old, moved, dot = listed(parts.norms(w), parts.norms(d), parts.dots(d, w))
             norms, dots = joined(places, old), summed(places, dot)
             along = {k: dots[k] / norm**2 if norm else math.nan for k, norm in norms.items()}
             # the part of the move across the old direction, by subtraction of vectors, not of norms
-            parts = torch._foreach_mul(w, [-along[layer] for layer, _ in places])
-            (rest,) = listed(torch._foreach_norm(torch._foreach_add(d, parts)))
+            along_w = torch._foreach_mul(w, [-along[layer] for layer, _ in places])
+            (rest,) = listed(parts.norms(torch._foreach_add(d, along_w)))
         lengths, across = joined(places, moved), joined(places, rest)
-        sizes = summed(places, [tensor.numel() for tensor in w])
+        sizes = summed(places, [before[layer][name].numel() for layer, name in places])
         angles = {
             k: math.atan2(across[k], norm * (1 + along[k]))
             for k, norm in norms.items()
@@ -95,14 +96,13 @@ def update_correlation(now: Snapshot, before: Snapshot, update: Snapshot) -> Rea
     """
     places = places_in(update)
     with torch.no_grad():
+        parts = Parts.of(update[layer][name] for layer, name in places)
+        earlier = [_wide(tensor) for tensor in parts.tensors]
         moves = torch._foreach_sub(
-            [_wide(now[layer][name]) for layer, name in places],
-            [_wide(before[layer][name]) for layer, name in places],
+            [_wide(local(now[layer][name])) for layer, name in places],
+            [_wide(local(before[layer][name])) for layer, name in places],
         )
-        earlier = [_wide(update[layer][name]) for layer, name in places]
-        pairs = zip(moves, earlier, strict=True)
-        products = [torch.dot(a.flatten(), b.flatten()) for a, b in pairs]
-        columns = listed(products, torch._foreach_norm(moves), torch._foreach_norm(earlier))
+        columns = listed(parts.dots(moves, earlier), parts.norms(moves), parts.norms(earlier))
     dots, (first, second) = summed(places, columns[0]), (joined(places, c) for c in columns[1:])
     lengths = {layer: first[layer] * second[layer] for layer in dots}
     values = {layer: dots[layer] / lengths[layer] for layer in dots if lengths[layer]}

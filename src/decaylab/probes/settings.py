@@ -13,7 +13,7 @@ from torch import Tensor
 from decaylab.optim.decay import decay_of, learning_rate, lost_to_rounding
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.laws import law_of
-from decaylab.optim.optimizer_behaviour import behaviour, is_torchs
+from decaylab.optim.optimizer_behaviour import behaviour, is_torchs, unwrapped
 from decaylab.probes.layers import Layers, stepped_by
 from decaylab.probes.moments import kept
 from decaylab.records.settings import LayerSettings
@@ -53,6 +53,7 @@ def layer_settings(optimizers: Optimizers, layers: Layers) -> dict[str, LayerSet
 def _of_group(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], layer: str, weight: Tensor
 ) -> LayerSettings:
+    optimizer = unwrapped(optimizer)
     decay, weight_decay = decay_of(dict(group), optimizer)
     law, lr = _law(optimizer, group, weight), learning_rate(group, optimizer)
     settings = LayerSettings(

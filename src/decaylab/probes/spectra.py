@@ -1,7 +1,8 @@
 """Spectra of the weights, by layer: largest singular value, stable rank, outliers, heads.
 
 Optional: a singular value decomposition per layer. Weights are matrices [out, rest]; those longer
-than `LONGEST` on both sides are left out.
+than `LONGEST` on both sides are left out. A sharded weight is gathered on every process, one at a
+time.
 """
 
 import math
@@ -9,6 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from decaylab.networks.sharded import whole
 from decaylab.probes.layers import layers_of
 from decaylab.probes.reading import Reading
 from decaylab.probes.registry import Moment, Probe, register
@@ -30,10 +32,12 @@ def spectra(model: nn.Module) -> list[Reading]:
     """
     norms, ranks, outliers = {}, {}, {}
     for layer, weights in layers_of(model).weights.items():
-        matrix = max((w.detach().flatten(1) for w in weights.values()), key=Tensor.numel)
-        if min(matrix.shape) > LONGEST:
+        largest_weight = max(weights.values(), key=Tensor.numel).detach()
+        m = largest_weight.shape[0]
+        n = largest_weight.numel() // m
+        if min(m, n) > LONGEST:
             continue
-        m, n = matrix.shape
+        matrix = whole(largest_weight).flatten(1)
         squares = torch.linalg.svdvals(matrix.float()).double().square()
         total, largest = float(squares.sum()), float(squares[0])
         if not (math.isfinite(total) and largest > 0):
@@ -69,7 +73,7 @@ def _heads(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """W_Q and W_K of each head, [width of a head, in]; nothing where these are not found."""
     counts = [getattr(module, name, None) for name in HEAD_COUNTS]
     count = next((n for n in counts if isinstance(n, int) and n > 0), None)
-    projections = _projections(module)
+    projections = None if count is None else _projections(module)
     if count is None or projections is None:
         return []
     query, key = projections
@@ -89,7 +93,7 @@ def _projections(module: nn.Module) -> tuple[Tensor, Tensor] | None:
             return apart[0], apart[1]
     for name in JOINED:
         part = getattr(module, name, None)
-        joined = part if isinstance(part, Tensor) else _matrix(part)
+        joined = whole(part) if isinstance(part, Tensor) else _matrix(part)
         if joined is not None and joined.ndim == 2 and joined.shape[0] == 3 * joined.shape[1]:
             query, key, _ = joined.chunk(3)
             return query, key
@@ -101,6 +105,7 @@ def _matrix(module: object) -> Tensor | None:
     weight = getattr(module, "weight", None)
     if not isinstance(module, nn.Module) or not isinstance(weight, Tensor) or weight.ndim != 2:
         return None
+    weight = whole(weight)
     return weight.T if type(module).__name__ == "Conv1D" else weight
 
 

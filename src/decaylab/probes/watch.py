@@ -8,6 +8,11 @@
 It uses the optimizers' step hooks, so it works in plain loops and under Lightning or accelerate
 (it looks through their optimizer wrappers). Between two records it adds a few microseconds to a
 step. The trainer of `decaylab train` uses the same object, and tells it of steps itself.
+
+A sharded model (`fully_shard`, tensor parallelism) is watched by all of its processes together: all
+call `watch`, and `resume`, alike. Each then has all numbers, of the whole model, and the first one
+writes them. Processes send each other something in these two calls and in steps that are recorded,
+and nowhere else: `records`, `log`, `detach` and `diagnose` may be used by one alone.
 """
 
 import math
@@ -16,21 +21,31 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import decaylab
+from decaylab.curvature.capture import wrappings
 from decaylab.curvature.preserve import bare
 from decaylab.errors import AT_LEAST_ONE, BadValue, Lacks, WrongType
 from decaylab.networks.calling import Inputs, LogitsRule
 from decaylab.networks.scale_invariance import Invariance
+from decaylab.networks.sharded import (
+    Team,
+    is_sharded,
+    local,
+    put_back,
+    refuse_flat_parameters,
+    team_of,
+)
 from decaylab.optim.kfac import KFAC
-from decaylab.probes.applied import check_call, floating
+from decaylab.probes.applied import changed, check_call, floating
 from decaylab.probes.exposure import Exposure
 from decaylab.probes.gradients import Scaled, gradient_sizes, radial_gradients
 from decaylab.probes.layers import Layers, layers_of, stepped_by
@@ -83,7 +98,9 @@ class Watch:
         writer: RowWriter | None = None,
         trackers: Iterable[Tracker] = (),
         hooks: bool = True,
+        first: bool = True,
     ) -> None:
+        self._team, self._first = team_of(model), first
         self.model, self.inputs, self.steps = model, inputs, 0
         self.optimizers = tuple(optimizers)
         self.probes = dict(probes)
@@ -157,7 +174,8 @@ class Watch:
 
         Values are numbers or tensors of one number, finite or not. A tensor is read when the next
         record is written, so that nothing waits for the device; after the `with` block, at once.
-        `diagnose` needs at least one outcome.
+        `diagnose` needs at least one outcome. Where several processes train, those of the first one
+        are written, as they are: take the mean over processes first if that is what you mean.
         """
         epoch, seconds = self._clock()
         for name, value in values.items():
@@ -178,8 +196,11 @@ class Watch:
         -1 continues from the start: no row counts.
 
         With a folder, `records` has its rows up to there, and exposure to decay continues from the
-        last of them. Without one, exposure is counted from here.
+        last of them. Without one, exposure is counted from here. All processes of a sharded model
+        must call this.
         """
+        if self._team is not None:
+            self._team.meet("watched.resume(...)", {"step": step})
         self.steps = max(step, 0)
         self._exposures = {optimizer: Exposure(optimizer) for optimizer in self.optimizers}
         self._begin_exposure()
@@ -195,6 +216,10 @@ class Watch:
             self._rows, self._changes = list(contents.rows.rows), list(contents.settings)
             self._events = list(contents.events)
             self._carried = _last_exposure(contents.rows)
+        if self._team is not None:  # all count records alike, and go on with the first one's
+            known = {"rows": [astuple(row) for row in self._rows], "carried": self._carried}
+            known = self._team.told(known)
+            self._rows, self._carried = [Row(*row) for row in known["rows"]], known["carried"]
         self._records = len({row.step for row in self._rows})
         if self._handles:  # runs of ours have it in their manifest
             self.note("resumed")
@@ -222,7 +247,9 @@ class Watch:
             raise Lacks("a watch that has ended", "hooks on the optimizer", "call watch(...) again")
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None and self._team is not None:
+            self._stepped = set()  # others may not have come as far: no record, nothing is sent
         self.detach()
 
     # ------------------------------------------------------------ steps, as hooks tell of them
@@ -586,6 +613,8 @@ class Watch:
         if name in self._warned:
             return
         self._warned.add(name)
+        if not self._first:
+            return
         message = trouble if isinstance(trouble, str) else f"{type(trouble).__name__}: {trouble}"
         text = f"watch: {name} at step {self.steps}: {message} (shown once; training continues)"
         warnings.warn(text, stacklevel=3)
@@ -593,8 +622,12 @@ class Watch:
 
 def _one_number(name: str, value: float | Tensor) -> float | Tensor:
     """What is logged; refused here rather than at the record in which it would be read."""
+    if is_sharded(value) and not all(place.is_replicate() for place in value.placements):  # type: ignore[union-attr]
+        raise WrongType(
+            name, value, "one number that this process has", f"log {name}.full_tensor()"
+        )
     if isinstance(value, Tensor) and value.numel() == 1:
-        return value.detach().clone()
+        return local(value).clone()
     try:
         return float(value)
     except (TypeError, ValueError) as error:
@@ -618,7 +651,8 @@ def watch(
     Works with any model and any torch optimizer. A probe that fails warns once and never stops the
     training. How each layer is stepped (lr, decay, ...) is also recorded, at the start and whenever
     it changes, so `diagnose` needs nothing but the records. An optimizer that starts to step this
-    model later is noticed and watched too.
+    model later is noticed and watched too. Several processes that train one model (`fully_shard`,
+    tensor parallelism, DistributedDataParallel) all call this; the first one writes.
 
     Args:
         model: the model that is trained, wrapped or not.
@@ -632,7 +666,8 @@ def watch(
             tokens the Gauss-Newton norm), K-FAC's second-order share.
         inputs: a fixed batch for probes that run the model, and to find scale-invariant layers by
             experiment instead of by module order: a tensor, a tuple of arguments, a mapping of
-            keyword arguments, or a function that takes the model and returns its output.
+            keyword arguments, or a function that takes the model and returns its output. Of a
+            sharded model, all processes take the first one's tensors.
         logits: where the logits are, if the model's output is not a tensor and has no `logits`: a
             name, an index, or a function of the output. By default the first floating-point tensor
             of two or more axes.
@@ -644,9 +679,11 @@ def watch(
     """
     wrapped = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     optimizers = [_torch_optimizer(each) for each in wrapped]
-    model = bare(model)
+    given, model = model, bare(model)
     if not isinstance(model, nn.Module):
         raise WrongType("model", model, "a torch module", "call watch(model, optimizer)")
+    refuse_flat_parameters(model)
+    put_back(model)
     chosen = _chosen(probes, every, optimizers, inputs)
     model_parameters = set(map(id, model.parameters()))
     for held in [stepped_by([each]) for each in optimizers] or [{}]:
@@ -664,8 +701,11 @@ def watch(
     if alone or not all(hasattr(tracker, "log") for tracker in trackers):
         wanted = "a list of objects with log(rows), such as [TensorBoard(folder)]"
         raise BadValue("trackers", trackers, wanted)
-    writer = None
-    if folder is not None:
+    team, writer = team_of(model), None
+    if team is not None:
+        inputs = _shared(team, inputs, {probe.name: steps for probe, steps in chosen.items()})
+    first = _writes(given, team)
+    if folder is not None and first:
         Path(folder).mkdir(parents=True, exist_ok=True)
         writer = RowWriter(Path(folder) / "rows.jsonl")
     return Watch(
@@ -676,8 +716,31 @@ def watch(
         logits=logits,
         steps_per_epoch=steps_per_epoch,
         writer=writer,
-        trackers=trackers,
+        trackers=trackers if first else (),
+        first=first,
     )
+
+
+def _writes(model: nn.Module, team: Team | None) -> bool:
+    """Whether this process writes the records: the first of those that train a model together."""
+    if team is not None:
+        return team.first
+    parallel = nn.parallel.DistributedDataParallel
+    wrapper: Any = next((m for m in wrappings(model) if isinstance(m, parallel)), None)
+    return wrapper is None or dist.get_rank(wrapper.process_group) == 0
+
+
+def _shared(team: Team, inputs: Inputs, every: Mapping[str, int]) -> Inputs:
+    """The first one's inputs, once all processes have called `watch` alike."""
+    shapes: list[str] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        shapes.append(f"{tuple(tensor.shape)} {tensor.dtype}")
+        return tensor
+
+    changed(inputs, note)
+    team.meet("watch(...)", {"steps between records": every, "shapes of the inputs": shapes})
+    return changed(inputs, lambda tensor: tensor if is_sharded(tensor) else team.from_first(tensor))
 
 
 def free_probes() -> tuple[str, ...]:
