@@ -5,24 +5,21 @@ nothing left to tell each other.
 """
 
 import copy
-import os
 import sys
-import traceback
 import warnings
 from contextlib import nullcontext
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from oracle.cases_of_ranks import run_together
 from oracle.kfac_runs import EXACT, cross_entropy, labels_for, random, seeded, train_step
 from oracle.plain_kfac import KFAC
 from refusals import refuses
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from decaylab.curvature.distribution import distribution_of
@@ -739,21 +736,6 @@ def a_layer_that_is_thawed_behind_the_wrapper(rank):
 
 
 @case
-def shards(rank):
-    if DEVICE != "cpu":
-        return  # a mesh of two ranks asks for two of them
-    mesh = init_device_mesh("cpu", (SIZE,))
-    sharded = "sharded parameters (FSDP or tensor parallelism)"
-    for model in (
-        fully_shard(new(net), mesh=mesh),
-        parallelize_module(new(net), mesh, {"0": ColwiseParallel()}),
-        FullyShardedDataParallel(new(net), device_id=torch.device("cpu")),
-    ):
-        with refuses(Conflict, settings=["K-FAC", sharded]):
-            KFAC(model, 0.1)
-
-
-@case
 def shards_behind_its_back(rank):
     """The weights in use are others then, and would stand still."""
     if DEVICE != "cpu":
@@ -905,22 +887,8 @@ def main(folder, rank, size, device, *chosen):
         with refuses(Lacks, owner="this KFAC", what="process group"):
             train_step(early, early.model, *data(rank))
 
-    dist.init_process_group(
-        "gloo",
-        rank=int(rank),
-        world_size=SIZE,
-        init_method=f"file://{folder}/meeting",
-        timeout=timedelta(minutes=10),
-    )
-    for name in chosen or CASES:
-        try:
-            others = {"a_single_process": a_single_process, "a_group_of_some": a_group_of_some}
-            (CASES | others)[name](int(rank))
-            print(name, "ok", flush=True)
-        except Exception:
-            print(name, "failed", traceback.format_exc(), flush=True)
-        dist.barrier()
-    os._exit(0)  # a group that is destroyed right behind its last message may wait for itself
+    others = {"a_single_process": a_single_process, "a_group_of_some": a_group_of_some}
+    run_together({name: (CASES | others)[name] for name in chosen or CASES}, folder, rank, SIZE)
 
 
 if __name__ == "__main__":

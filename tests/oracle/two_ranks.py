@@ -1,4 +1,4 @@
-"""Run the cases of tests/optim/rank_cases.py in processes of their own."""
+"""Run the cases of tests/optim/rank_cases.py, or of another script, in processes of their own."""
 
 import os
 import subprocess
@@ -10,7 +10,9 @@ SCRIPT = TESTS / "optim" / "rank_cases.py"
 SECONDS = 600
 
 
-def failures(folder: Path, device: str, *cases: str, size: int = 2) -> list[str]:
+def failures(
+    folder: Path, device: str, *cases: str, size: int = 2, script: Path = SCRIPT
+) -> list[str]:
     """What each rank says of the cases that failed (left out: of all cases)."""
     paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     outputs = [folder / f"rank_{rank}" for rank in range(size)]
@@ -21,7 +23,7 @@ def failures(folder: Path, device: str, *cases: str, size: int = 2) -> list[str]
                 subprocess.Popen(
                     [
                         sys.executable,
-                        str(SCRIPT),
+                        str(script),
                         str(folder),
                         str(rank),
                         str(size),

@@ -14,7 +14,7 @@ from decaylab.curvature.factors import Bank, RunningFactors
 from decaylab.curvature.inverses import factored_damping, ieee_products, invert_
 from decaylab.curvature.kinds.kind import Shape
 from decaylab.curvature.polar import polar_factors
-from decaylab.curvature.shards import Shards
+from decaylab.curvature.shards import Shards, own_part
 from decaylab.curvature.storage import InverseStack, diagonal_of
 
 # Bytes of factors that are inverted in one go: more are no faster, and need room for all of them.
@@ -302,7 +302,7 @@ class Preconditioner:
             if site.trains_bias and site.bias is not None:
                 steps.append(inverses.bias_step[here].view(site.bias.shape))
             for parameter, step in zip(site.parts, steps, strict=True):
-                self.slots[parameter] = Slot(step, shards.own(parameter, step))
+                self.slots[parameter] = Slot(step, own_part(parameter, step))
 
         self.keeps_room = sum(step.nbytes for step in self.steps) <= LARGEST_KEPT
         self._resize_room(there=self.keeps_room)

@@ -34,6 +34,28 @@ def local(tensor: Any) -> Any:
     return tensor._local_tensor if guards.is_distributed(tensor) else tensor
 
 
+def own_part(parameter: Any, whole: Tensor) -> Tensor:
+    """The view of a whole tensor that is this rank's, as the parameter is divided."""
+    if not guards.is_distributed(parameter):
+        return whole
+    mesh, axis = parameter.device_mesh, _axis(parameter)
+    longest = _longest(parameter, whole)
+    first = min(mesh.get_local_rank(mesh.ndim - 1) * longest[axis], whole.shape[axis])
+    return whole.narrow(axis, first, local(parameter).shape[axis])
+
+
+def _axis(parameter: Any) -> int:
+    """Which axis of a parameter is divided."""
+    return parameter.placements[-1].dim
+
+
+def _longest(parameter: Any, whole: Tensor) -> torch.Size:
+    """The shape of the first rank's part of a whole tensor, than which none is longer."""
+    axis, mesh = _axis(parameter), parameter.device_mesh
+    length = -(-whole.shape[axis] // mesh.size(mesh.ndim - 1))
+    return torch.Size((*whole.shape[:axis], length, *whole.shape[axis + 1 :]))
+
+
 class Shards:
     """How a model's parameters lie on the ranks of a mesh: in parts, or whole, without a mesh.
 
@@ -43,22 +65,12 @@ class Shards:
     def __init__(self, mesh: Any = None) -> None:
         self.mesh = mesh
         if mesh is not None:  # the first of two axes has copies of the same parts
-            axis = mesh.ndim - 1
-            self._group, self._size = mesh.get_group(axis), mesh.size(axis)
-            self._rank = mesh.get_local_rank(axis)
+            self._group, self._size = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
 
     @property
     def exist(self) -> bool:
         """Whether parameters are in parts."""
         return self.mesh is not None
-
-    def own(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """The view of a whole tensor that is this rank's, as the parameter is divided."""
-        if not guards.is_distributed(parameter):
-            return whole
-        axis = _axis(parameter)
-        first = min(self._rank * self._longest(whole, axis)[axis], whole.shape[axis])
-        return whole.narrow(axis, first, local(parameter).shape[axis])
 
     def complete(self, parameters: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
         """Fill in the other ranks' parts of whole tensors in which each rank has written its own.
@@ -67,22 +79,18 @@ class Shards:
         """
         if self.mesh is None:
             return
-        divided = dict(zip(wholes, parameters, strict=True))
+        owners = dict(zip(wholes, parameters, strict=True))
         for bucket in buckets(wholes):
-            axes = [_axis(divided[whole]) for whole in bucket]
-            shapes = [self._longest(*pair) for pair in zip(bucket, axes, strict=True)]
+            shapes = [_longest(owners[whole], whole) for whole in bucket]
             sizes = [shape.numel() for shape in shapes]
             sent = bucket[0].new_zeros(sum(sizes))
-            for whole, axis, shape, place in zip(
-                bucket, axes, shapes, sent.split(sizes), strict=True
-            ):
-                own = self.own(divided[whole], whole)
+            for whole, shape, place in zip(bucket, shapes, sent.split(sizes), strict=True):
+                own, axis = own_part(owners[whole], whole), _axis(owners[whole])
                 place.view(shape).narrow(axis, 0, own.shape[axis]).copy_(own)
             received = sent.new_empty(self._size, len(sent))
             dist.all_gather([*received], sent, group=self._group)
-            for whole, axis, shape, parts in zip(
-                bucket, axes, shapes, received.split(sizes, 1), strict=True
-            ):
+            for whole, shape, parts in zip(bucket, shapes, received.split(sizes, 1), strict=True):
+                axis = _axis(owners[whole])
                 joined = parts.unflatten(1, shape).movedim(0, axis).flatten(axis, axis + 1)
                 whole.copy_(joined.narrow(axis, 0, whole.shape[axis]))
 
@@ -105,16 +113,6 @@ class Shards:
         squares = torch.stack([norm.double().square() for norm in norms])
         dist.all_reduce(squares, group=self._group)
         return [total.to(norm.dtype) for total, norm in zip(squares.sqrt(), norms, strict=True)]
-
-    def _longest(self, whole: Tensor, axis: int) -> torch.Size:
-        """The shape of the first rank's part, than which none is longer."""
-        length = -(-whole.shape[axis] // self._size)
-        return torch.Size((*whole.shape[:axis], length, *whole.shape[axis + 1 :]))
-
-
-def _axis(parameter: Any) -> int:
-    """Which axis of a parameter is divided."""
-    return parameter.placements[-1].dim
 
 
 def shards_of(model: nn.Module, parameters: Iterable[Tensor]) -> Shards:

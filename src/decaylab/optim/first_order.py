@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decaylab.curvature.guards import is_distributed
-from decaylab.curvature.shards import Shards, local
+from decaylab.curvature.shards import local, own_part
 from decaylab.errors import FRACTION, NOT_NEGATIVE
 from decaylab.optim.decay import OUTSIDE, add_decay, check_decay
 
@@ -158,7 +158,7 @@ def adam(
     return optimizer
 
 
-def lay_out_state(optimizer: torch.optim.Optimizer, shards: Shards) -> None:
+def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
     """Give loaded buffers their parameters' order in memory, through which torch's fused steps run.
 
     A saved one may be contiguous where the parameter is channels-last; a step would silently mix
@@ -167,6 +167,6 @@ def lay_out_state(optimizer: torch.optim.Optimizer, shards: Shards) -> None:
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                own = local(value) if is_distributed(value) else shards.own(parameter, value)
+                own = local(value) if is_distributed(value) else own_part(parameter, value)
                 state[name] = torch.empty_like(parameter, dtype=value.dtype)
                 local(state[name]).copy_(own)

@@ -532,7 +532,7 @@ class KFAC(torch.optim.Optimizer):
         check_saved_steps(mine, self.step_scaling, momentum_first=self.momentum_first)
         self._preconditioner.load_state_dict(mine["layers"])
         super().load_state_dict(without_curvature(state_dict))
-        lay_out_state(self, self._preconditioner.shards)
+        lay_out_state(self)
         self._updater.forget()
         self.steps, self.damping = int(mine["steps"]), float(mine["damping"])
         self._begun, self._inverted = mine["begun"], bool(mine["inverted"])

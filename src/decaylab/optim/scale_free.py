@@ -22,9 +22,7 @@ class ScaleFree:
     it as the weight grows; lambda |W_l(0)|^2 / |W_l|^2 does not.
     """
 
-    def __init__(
-        self, blocks: Mapping[str, Block], layers: Sequence[str], shards: Shards
-    ) -> None:
+    def __init__(self, blocks: Mapping[str, Block], layers: Sequence[str], shards: Shards) -> None:
         self._shards = shards
         # kept: pruning, say, may put something else in their place
         self._parts = {name: _parts(blocks[name]) for name in layers}

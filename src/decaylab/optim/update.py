@@ -400,7 +400,7 @@ class Updater:
                 found_inf=stay,
                 weight_decay=l2,
                 momentum=momentum,
-                lr=lr,
+                lr=lr,  # type: ignore[arg-type]  # the fused step takes a tensor too
                 dampening=0.0,
                 nesterov=False,
                 maximize=False,
