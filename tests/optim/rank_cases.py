@@ -19,8 +19,7 @@ from refusals import refuses
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from decaylab.curvature.distribution import distribution_of
@@ -734,21 +733,6 @@ def a_layer_that_is_thawed_behind_the_wrapper(rank):
     opt.initialize([data(rank)[0]])
     train_step(opt, model, *data(rank))
     assert_same_bits(on_all(flat(model)))
-
-
-@case
-def shards(rank):
-    if DEVICE != "cpu":
-        return  # a mesh of two ranks asks for two of them
-    mesh = init_device_mesh("cpu", (SIZE,))
-    sharded = "sharded parameters (FSDP or tensor parallelism)"
-    for model in (
-        fully_shard(new(net), mesh=mesh),
-        parallelize_module(new(net), mesh, {"0": ColwiseParallel()}),
-        FullyShardedDataParallel(new(net), device_id=torch.device("cpu")),
-    ):
-        with refuses(Conflict, settings=["K-FAC", sharded]):
-            KFAC(model, 0.1)
 
 
 @case

@@ -8,7 +8,7 @@ from oracle.two_ranks import failures
 from refusals import refuses
 from torch import nn
 
-from decaylab.curvature import distribution, guards
+from decaylab.curvature import guards, messages
 from decaylab.curvature.distribution import Alone, Ranks
 from decaylab.curvature.preconditioner import Inversion
 from decaylab.errors import Conflict, Lacks
@@ -94,7 +94,7 @@ def test_many_tensors_are_few_messages(monkeypatch):
         flat.mul_(2)
 
     monkeypatch.setattr(torch.distributed, "all_reduce", doubled)
-    monkeypatch.setattr(distribution, "SENT_AT_ONCE", 800)
+    monkeypatch.setattr(messages, "SENT_AT_ONCE", 800)
     shapes = [(3, 4), (200,), (2, 2), (5, 5), ()]
     tensors = [random(*shape, seed=i) for i, shape in enumerate(shapes)]
     tensors += [tensor.float().t() for tensor in tensors[2:4]]  # in another order in memory

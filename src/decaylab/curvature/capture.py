@@ -167,6 +167,7 @@ class Capture:
         self._sites = sites
         self._hooked = {name: s.module for name, s in sites.items() if s.kind.hooked}
         self._by_weight = {s.weight: s for s in sites.values() if s.kind.functional}
+        self._gathers = any(map(guards.is_distributed, self._by_weight))
         self._unrolled: dict[nn.Module, list[Site]] = {}
         for site in sites.values():
             if site.kind.unrolled:
@@ -293,7 +294,7 @@ class Capture:
         inputs, weights = (args + tuple(kwargs[n] for n in ("mat_a", "mat_b")[len(args) :]))[:2]
         offsets = kwargs.get("offs")
         parameter = weights if weights._base is None else weights._base
-        site = self._by_weight.get(parameter)
+        site = self._site_of(parameter)
         if site is None or not site.kind.counts_groups or offsets is None or inputs.dim() != 2:
             return
         matrices = parameter if site.shape.transposed else parameter.mT
@@ -303,8 +304,9 @@ class Capture:
     def met(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         """A product was made by another one of FUNCTIONS."""
         weight = args[1] if len(args) > 1 else kwargs["weight"]
-        base = weight if weight._base is None or weight in self._by_weight else weight._base
-        site = self._by_weight.get(base)
+        base, site = weight, self._site_of(weight)
+        if site is None and weight._base is not None:
+            base, site = weight._base, self._site_of(weight._base)
         if site is None:
             return
         offset = 0
@@ -320,6 +322,15 @@ class Capture:
         call = self._add(site, args[0] if args else kwargs["input"], output, offset)
         if call is not None and site.kind.hooked:
             self._met_last = call, weakref.ref(output)
+
+    def _site_of(self, weight: Tensor) -> Site | None:
+        """Whose weight it is: of shards, the gathered one that stands in their place meanwhile."""
+        if not self._gathers:
+            return self._by_weight.get(weight)
+        for site in self._by_weight.values():
+            if site.module._parameters[site.weight_name.rpartition(".")[2]] is weight:
+                return site
+        return None
 
     def _unroll(self, name: str, *event: Any) -> None:
         """Let a recurrent layer be computed step by step, also where checkpointing repeats it."""

@@ -24,13 +24,16 @@ that batch: then the number of ranks changes nothing but rounding.
 Cost, in addition to that of one process: at a refresh the sums of A and G are added up over the
 ranks, and the host waits once; each rank inverts a share of the blocks and sends its inverses.
 
-Not covered, and refused: sharded parameters (FSDP, tensor parallelism), layers that
-DistributedDataParallel was told to ignore or that were frozen when it was built, `model.join()`,
-CUDA graphs of a step. Another way to distribute is another class with `Distribution`'s methods.
+Under FSDP2 (`fully_shard`) ranks share rows in the same way: `curvature.shards` has what is
+different.
+
+Not covered, and refused: layers that DistributedDataParallel was told to ignore or that were frozen
+when it was built, `model.join()`, CUDA graphs of a step. Another way to distribute is another class
+with `Distribution`'s methods.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,11 +45,9 @@ from decaylab.curvature import guards
 from decaylab.curvature.capture import wrappings
 from decaylab.curvature.factors import Sums
 from decaylab.curvature.kinds.kind import Site
+from decaylab.curvature.messages import buckets
 from decaylab.curvature.preconditioner import Inversion
 from decaylab.errors import warn_user
-
-# Bytes sent at once: small tensors are sent together, and large ones need no second buffer.
-SENT_AT_ONCE = 2**27
 
 Measuring = Callable[[], dict[str, Sums]]
 
@@ -148,12 +149,12 @@ class Ranks:
 
     def from_first(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite the tensors with those of the first rank."""
-        for bucket in _buckets(tensors):
+        for bucket in buckets(tensors):
             _all_at_once(bucket, lambda flat: dist.broadcast(flat, group=self.group, group_src=0))
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite the tensors with their sums over the ranks."""
-        for bucket in _buckets(tensors):
+        for bucket in buckets(tensors):
             _all_at_once(bucket, lambda flat: dist.all_reduce(flat, group=self.group))
 
     def gather(
@@ -288,11 +289,17 @@ class EqualShares(Ranks):
         return seed
 
 
-def distribution_of(model: nn.Module, group: Any, *, equal_shares: bool = False) -> Distribution:
-    """The ranks that train a model together: of `group`, or of its DistributedDataParallel."""
+def distribution_of(
+    model: nn.Module, group: Any, *, mesh: Any = None, equal_shares: bool = False
+) -> Distribution:
+    """The ranks that train a model together: of `group`, or of its DistributedDataParallel.
+
+    `mesh`: that its parameters are sharded on.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return Alone(early=True)
-    guards.refuse_shards(model)
+    if mesh is not None:
+        group = guards.group_of(mesh, group)
     parallel = nn.parallel.DistributedDataParallel
     wrapper: Any = next((m for m in wrappings(model) if isinstance(m, parallel)), None)
     if group is None and wrapper is not None:
@@ -318,22 +325,6 @@ def _positions(sums: Sums, site: Site) -> list[Tensor | float]:
     if isinstance(positions, Tensor) and positions.dim():
         return [*positions]
     return [positions] * (site.groups if site.kind.counts_groups else 1)
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors, those of one dtype together, in pieces of no more than SENT_AT_ONCE."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        bucket: list[Tensor] = []
-        room = SENT_AT_ONCE
-        for tensor in tensors:
-            if tensor.dtype != dtype:
-                continue
-            if bucket and tensor.nbytes > room:
-                yield bucket
-                bucket, room = [], SENT_AT_ONCE
-            bucket.append(tensor)
-            room -= tensor.nbytes
-        yield bucket
 
 
 def _all_at_once(tensors: list[Tensor], send: Callable[[Tensor], Any]) -> None:

@@ -266,9 +266,23 @@ class KroneckerEstimator:
             if loss is not None and self.measurement.curvature == "empirical-fisher":
                 value = loss(output, batch[1])
                 guards.refuse_static_graph([value])
-                torch.autograd.grad(value, trained, allow_unused=True)
+                self._back_propagate_loss(value, trained)
                 self.add_loss_gradients()  # a mean over this batch alone
         return self.take()
+
+    def _back_propagate_loss(self, loss: Tensor, trained: list[Tensor]) -> None:
+        """Go back to all that is trained, whose gradients stay as they are."""
+        if not any(map(guards.is_distributed, trained)):
+            torch.autograd.grad(loss, trained, allow_unused=True)
+            return
+        gradients = [parameter.grad for parameter in trained]  # shards are not in the graph
+        try:
+            for parameter in trained:
+                parameter.grad = None
+            loss.backward()
+        finally:
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                parameter.grad = gradient
 
     def _forward(self, inputs: Any) -> Any:
         model = self.capture.model

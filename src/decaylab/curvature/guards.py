@@ -284,7 +284,7 @@ class Held:
             remedy = (
                 "it was replaced (fully_shard, load_state_dict(assign=True), another module in its "
                 "place), so KFAC would step what nothing uses; rebuild KFAC after such a change "
-                "and load this one's state_dict() (a sharded model needs DistributedDataParallel)"
+                "and load this one's state_dict()"
             )
             raise Lacks("the model", f"{gone[0]} that KFAC was built with", remedy)
 
@@ -342,25 +342,96 @@ def refuse_static_graph(heads: Sequence[Tensor]) -> None:
 
 
 def refuse_to_stay_away(model: nn.Module) -> None:
-    """Refuse a batch without rows under SyncBatchNorm: other ranks wait in their extra passes."""
-    if several() and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        remedy = "under SyncBatchNorm, others would wait for it; give every rank at least one row"
+    """Refuse a batch without rows where ranks wait for each other in their extra passes."""
+    waits = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
+    if several() and (waits or any(map(is_distributed, model.parameters()))):
+        remedy = (
+            "under SyncBatchNorm or fully_shard, others would wait for it; give every rank at "
+            "least one row"
+        )
         raise Lacks("the batch of this rank", "rows", remedy)
 
 
-def refuse_shards(model: nn.Module) -> None:
-    """Refuse parameters that no rank has whole."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
+def is_distributed(tensor: Any) -> bool:
+    """Whether ranks hold a tensor together: each a part of it, or the same."""
+    return hasattr(tensor, "device_mesh")
 
-    if any(isinstance(p, DTensor) for p in model.parameters()) or any(
-        isinstance(module, FullyShardedDataParallel) for module in model.modules()
-    ):
+
+def mesh_of(model: nn.Module, parameters: Iterable[Tensor]) -> Any:
+    """The mesh on which `fully_shard` has divided the parameters of a model; None: they are whole.
+
+    Refused: whatever else lets no rank have whole parameters.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        remedy = "shard it with torch.distributed.fsdp.fully_shard, or use DistributedDataParallel"
+        reason = "the latter flattens layers into one vector"
+        raise Conflict(["K-FAC", "FullyShardedDataParallel (FSDP1)"], reason, remedy)
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if not sharded and not any(map(is_distributed, model.parameters())):
+        return None
+    if not sharded:
+        _refuse_parallel_layers()
+    meshes = []
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter in (p for p in parameters if p.requires_grad):
+        if not is_distributed(parameter):
+            remedy = (
+                "it was told to ignore it, and ranks would drift apart: freeze it or let it be "
+                "sharded; or it is gathered after a forward pass: call model.reshard() before "
+                "building KFAC"
+            )
+            raise Lacks("fully_shard", f"shards of {names.get(parameter, 'a parameter')!r}", remedy)
+        meshes.append(_mesh_of(parameter))
+    if any(mesh != meshes[0] for mesh in meshes):
+        remedy = "shard the model on one mesh"
+        reason = "gradients are gathered by one group of ranks"
+        raise Conflict(["K-FAC", "parameters sharded on several meshes"], reason, remedy)
+    return meshes[0] if meshes else None
+
+
+def _mesh_of(parameter: Any) -> Any:
+    """The mesh of a parameter, which is divided over its last axis and copied over the others."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    *copied, divided = parameter.placements
+    copies = all(isinstance(placement, Replicate) for placement in copied)
+    if type(divided) is not Shard or not copies or len(copied) > 1:
+        _refuse_parallel_layers()
+    if parameter.device.type != parameter.device_mesh.device_type:
         raise Conflict(
-            ["K-FAC", "sharded parameters (FSDP or tensor parallelism)"],
-            "K-FAC needs whole layers",
-            "use DistributedDataParallel, or another optimizer",
+            ["K-FAC", "parameters offloaded to the host (CPUOffloadPolicy)"],
+            "its factors are made where the layers run",
+            "call fully_shard without offload_policy",
         )
+    return parameter.device_mesh
+
+
+def _refuse_parallel_layers() -> NoReturn:
+    raise Conflict(
+        ["K-FAC", "tensor parallelism"],
+        "no rank sees all inputs and outputs of a layer",
+        "shard parameters with torch.distributed.fsdp.fully_shard alone, on a mesh of one axis or, "
+        "with replicas, two",
+    )
+
+
+def group_of(mesh: Any, group: Any) -> Any:
+    """The process group of all ranks of a mesh: the one that is given, if it is that one."""
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if group is None:
+        if mesh.ndim == 1:
+            return mesh.get_group()
+        group = dist.group.WORLD
+    given = sorted(dist.get_process_group_ranks(group))
+    if given != ranks:
+        groups = {"the mesh of the parameters": ranks, "the process group": given}
+        remedy = "pass the group of all ranks of the mesh, as KFACOptions(process_group=...)"
+        raise Mismatch("ranks", groups, remedy)
+    return group
 
 
 def check_ranks(*, early: bool, wrapper: Any) -> None:

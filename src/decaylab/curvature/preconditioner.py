@@ -14,6 +14,7 @@ from decaylab.curvature.factors import Bank, RunningFactors
 from decaylab.curvature.inverses import factored_damping, ieee_products, invert_
 from decaylab.curvature.kinds.kind import Shape
 from decaylab.curvature.polar import polar_factors
+from decaylab.curvature.shards import Shards, own_part
 from decaylab.curvature.storage import InverseStack, diagonal_of
 
 # Bytes of factors that are inverted in one go: more are no faster, and need room for all of them.
@@ -36,10 +37,12 @@ INPUT_SIDES = {"A_inverse", "A_pending"}
 class Slot:
     """A parameter's place in its bank: a view, shaped like it, of its gradient and then its step.
 
-    It lies in memory as the parameter does.
+    It lies in memory as the parameter does. `own` is the part of it that is this rank's, where the
+    parameter is sharded, and else the same.
     """
 
     step: Tensor
+    own: Tensor
 
 
 @dataclass
@@ -251,21 +254,23 @@ def are_halved(banks: Iterable[Bank], device: torch.device) -> bool:
 class Preconditioner:
     """Every block's inverse, gradient and preconditioned step.
 
-    `slots` has the views for each covered parameter: write the gradient there, `precondition()`,
-    and read the step, in `room()`. Several ranks divide the inversions between them. `half`: keep
-    large inverses in float16; None: if `are_halved`. `roots`: keep roots of inverses, for the
-    steepest steps.
+    `slots` has the views for each covered parameter: write the gradient there (of `shards`, this
+    rank's own), `complete` them, `precondition()`, and read the step, in `room()`. Several ranks
+    divide the inversions between them. `half`: keep large inverses in float16; None: if
+    `are_halved`. `roots`: keep roots of inverses, for the steepest steps.
     """
 
     def __init__(
         self,
         factors: RunningFactors,
         workers: Workers,
+        shards: Shards,
         *,
         half: bool | None = None,
         roots: bool = False,
     ) -> None:
         self.blocks, self._factors, self._workers = factors.blocks, factors, workers
+        self.shards = shards
         self.device = device = factors.device
         streams = STREAMS - 1 if device.type == "cuda" else 0  # beside the current one
         self._streams = [torch.cuda.Stream(device) for _ in range(streams)]
@@ -291,10 +296,13 @@ class Preconditioner:
         for name, block in self.blocks.items():
             inverses, site = self._home[name], block.site
             here = inverses.bank.slices[name]
+            steps = []
             if site.trains_weight:
-                self.slots[site.weight] = Slot(site.as_weight(inverses.weight_step[here]))
+                steps.append(site.as_weight(inverses.weight_step[here]))
             if site.trains_bias and site.bias is not None:
-                self.slots[site.bias] = Slot(inverses.bias_step[here].view(site.bias.shape))
+                steps.append(inverses.bias_step[here].view(site.bias.shape))
+            for parameter, step in zip(site.parts, steps, strict=True):
+                self.slots[parameter] = Slot(step, own_part(parameter, step))
 
         self.keeps_room = sum(step.nbytes for step in self.steps) <= LARGEST_KEPT
         self._resize_room(there=self.keeps_room)
@@ -327,6 +335,15 @@ class Preconditioner:
     def steps(self) -> list[Tensor]:
         """The preconditioned steps, stacked by shape."""
         return [step for bank in self.banks for step in bank.steps if step.numel()]
+
+    @property
+    def own_steps(self) -> list[Tensor]:
+        """What this rank has written into the slots: gradients, before `complete`."""
+        return [slot.own for slot in self.slots.values()] if self.shards.exist else self.steps
+
+    def complete(self, parameters: Sequence[Tensor]) -> None:
+        """Fill in what the other ranks have written into the slots of sharded parameters."""
+        self.shards.complete(parameters, [self.slots[p].step for p in parameters])
 
     def invert(
         self,

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from decaylab.curvature.guards import is_distributed
+from decaylab.curvature.shards import local, own_part
 from decaylab.errors import FRACTION, NOT_NEGATIVE
 from decaylab.optim.decay import OUTSIDE, add_decay, check_decay
 
@@ -160,9 +162,11 @@ def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
     """Give loaded buffers their parameters' order in memory, through which torch's fused steps run.
 
     A saved one may be contiguous where the parameter is channels-last; a step would silently mix
-    them up.
+    them up. Of whole ones, sharded parameters get this rank's part.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+                own = local(value) if is_distributed(value) else own_part(parameter, value)
+                state[name] = torch.empty_like(parameter, dtype=value.dtype)
+                local(state[name]).copy_(own)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.factors import RunningFactors, Sums
+from decaylab.curvature.guards import is_distributed
+from decaylab.curvature.shards import local
 from decaylab.errors import (
     FRACTION,
     NOT_NEGATIVE,
@@ -95,6 +97,7 @@ def check_measured(factors: RunningFactors, sums: Mapping[str, Sums]) -> None:
 
 def has_gaps(tensor: Tensor) -> bool:
     """Whether it is a part of a larger tensor that does not lie there in one piece."""
+    tensor = local(tensor)
     return tensor.stride() != torch.empty_like(tensor, device="meta").stride()
 
 
@@ -116,6 +119,32 @@ def check_saved(
             values = {"this state dict": other["law"], "KFAC": group["law"]}
             remedy = f"build KFAC with others={other['law']!r}"
             raise Mismatch("the method for parameters outside the blocks", values, remedy)
+
+
+def check_saved_shards(state: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Refuse parts of tensors that are not those of this rank. Whole tensors can be divided."""
+    pairs = [
+        (state["state"].get(number, {}), parameter)
+        for group, saved in zip(groups, state["param_groups"], strict=False)
+        for parameter, number in zip(group["params"], saved["params"], strict=False)
+    ]
+    for entry, parameter in pairs:
+        for value in filter(is_distributed, entry.values()):
+            parts = {"this state dict": _part(value), "the model": _part(parameter)}
+            if parts["this state dict"] != parts["the model"]:
+                remedy = (
+                    "load the state that this same rank saved, or go through "
+                    "torch.distributed.checkpoint, which divides anew"
+                )
+                raise Mismatch("which parts of tensors this rank holds", parts, remedy)
+
+
+def _part(tensor: Any) -> str:
+    """Which part of a tensor a rank holds."""
+    if not is_distributed(tensor):
+        return "all"
+    mesh = tensor.device_mesh
+    return f"{mesh.get_coordinate()} of {tuple(mesh.shape)}, {tensor.placements}"
 
 
 def check_saved_steps(saved: Mapping[str, Any], step_scaling: str, *, momentum_first: bool) -> None:

@@ -17,6 +17,7 @@ from decaylab.curvature.factors import KroneckerFactors, Sums
 from decaylab.curvature.kinds.rows import Sharing
 from decaylab.curvature.outputs import Curvature, Likelihood
 from decaylab.curvature.preconditioner import LARGEST_KEPT, Preconditioner
+from decaylab.curvature.shards import shards_of
 from decaylab.errors import (
     AT_LEAST_ONE,
     FRACTION,
@@ -36,6 +37,7 @@ from decaylab.optim.guards import (
     check_groups,
     check_measured,
     check_saved,
+    check_saved_shards,
     check_saved_steps,
 )
 from decaylab.optim.health import Health, Skips
@@ -194,15 +196,16 @@ class KFAC(torch.optim.Optimizer):
         self.nesterov = scaling == "spectral"
         self.damping_scaling = scaled_damping
         self.refresh_every, self.invert_every = refresh_every, invert_every
+        groups = checked_groups(self.model, params)
+        shards = shards_of(self.model, [p for group in groups for p in group["params"]])
         self._distribution = distribution_of(
-            model, options.process_group, equal_shares=options.equal_shares
+            model, options.process_group, mesh=shards.mesh, equal_shares=options.equal_shares
         )
         self._inversion_lag = lag
         if others_lr is None:
             others_lr = 1e-3 if others == "adam" else lr
         cuda = any(p.is_cuda for p in self.model.parameters())
         self._first_order = first_order(others, others_lr, momentum, options, cuda=cuda)
-        groups = checked_groups(self.model, params)
         # nothing here refers back to self: its memory and hooks go with the last reference to it
         weak_self = weakref.ref(self)
         self.estimator = KroneckerEstimator(
@@ -236,19 +239,21 @@ class KFAC(torch.optim.Optimizer):
         self._preconditioner = Preconditioner(
             self.estimator.running,
             self._distribution,
+            shards,
             half=options.half_inverses,
             roots=scaling == "spectral",
         )
         is_scale_free = scaled_damping == "scale-free"
         layers = invariant_layers(self.model, blocks, options.invariant) if is_scale_free else []
-        self.scale_free = ScaleFree(blocks, layers)
+        self.scale_free = ScaleFree(blocks, layers, shards)
         self._skips = Skips(self.device)
         # a graph reads learning rates from tensors, which torch's fused kernels take as float32
         double = any(p.dtype == torch.float64 for p in self.model.parameters())
         # and it has its gradients and steps in one place
         replayed = cuda and options.replay and not double and self._preconditioner.keeps_room
         graphs = CudaGraphs(self.device) if replayed else None
-        self._updater = Updater(self._preconditioner, self._first_order, self._skips, graphs)
+        update_graphs = None if shards.exist else graphs  # ranks meet in an update of shards
+        self._updater = Updater(self._preconditioner, self._first_order, self._skips, update_graphs)
         # in the memory of the update's graph, which never runs at the same time
         self._fold: Captured[None] | None = None
         self._inversion: Captured[None] | None = None
@@ -523,6 +528,7 @@ class KFAC(torch.optim.Optimizer):
         """
         mine = curvature_state(state_dict)
         check_saved(state_dict, mine, self.param_groups, list(self._coverage))
+        check_saved_shards(state_dict, self.param_groups)
         check_saved_steps(mine, self.step_scaling, momentum_first=self.momentum_first)
         self._preconditioner.load_state_dict(mine["layers"])
         super().load_state_dict(without_curvature(state_dict))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.blocks import Block
+from decaylab.curvature.shards import Shards, local
 from decaylab.errors import check_name, warn_user
 from decaylab.networks import roles
 from decaylab.networks.roles import normalised_layers
@@ -21,7 +22,8 @@ class ScaleFree:
     it as the weight grows; lambda |W_l(0)|^2 / |W_l|^2 does not.
     """
 
-    def __init__(self, blocks: Mapping[str, Block], layers: Sequence[str]) -> None:
+    def __init__(self, blocks: Mapping[str, Block], layers: Sequence[str], shards: Shards) -> None:
+        self._shards = shards
         # kept: pruning, say, may put something else in their place
         self._parts = {name: _parts(blocks[name]) for name in layers}
         self.norms = self._norms()
@@ -48,20 +50,15 @@ class ScaleFree:
             for parameter in self._parts[name]:
                 if not parameter.requires_grad:
                     continue
-                parameter.mul_(back)
+                local(parameter).mul_(back)
                 velocity = state.get(parameter, {}).get("momentum_buffer")
                 if velocity is not None:
-                    velocity.mul_(back)
+                    local(velocity).mul_(back)
 
     def _norms(self) -> dict[str, Tensor]:
         """|W_l| now, in float32 at least."""
-        weights = {name: parts[0].detach() for name, parts in self._parts.items()}
-        return {
-            name: torch.linalg.vector_norm(
-                weight, dtype=torch.promote_types(weight.dtype, torch.float32)
-            )
-            for name, weight in weights.items()
-        }
+        norms = self._shards.norms(parts[0].detach() for parts in self._parts.values())
+        return dict(zip(self._parts, norms, strict=True))
 
 
 def invariant_layers(

@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from decaylab.curvature.preconditioner import Preconditioner, norms_of
+from decaylab.curvature.shards import local
 from decaylab.errors import BadValue
 from decaylab.optim.decay import add_decay, check_decay
 from decaylab.optim.graphs import Captured, Graphs
@@ -91,6 +93,7 @@ class _Pattern:
     def __init__(self, blocks: Preconditioner, groups: Sequence[Group], state: State) -> None:
         slots, places = blocks.slots, blocks.places()
         self.gathered: list[tuple[list[Tensor], list[Tensor]]] = []  # parameters, their places
+        self.covered: list[Tensor] = []  # all of these
         self.members: list[_Members] = []
         self.alike: list[bool] = []
         self.l2: list[tuple[float, list[Tensor], list[Tensor]]] = []
@@ -107,13 +110,14 @@ class _Pattern:
                 continue
             for dtype in dict.fromkeys(p.dtype for p in params):  # one at a time, on CUDA
                 same = [p for p in params if p.dtype == dtype]
-                steps = [slots[p].step for p in same]
-                velocities = [state[p]["momentum_buffer"] for p in same]
-                self.members.append(_Members(index, same, steps, velocities))
+                steps = [slots[p].own for p in same]
+                velocities = [local(state[p]["momentum_buffer"]) for p in same]
+                self.members.append(_Members(index, [*map(local, same)], steps, velocities))
                 self.gathered.append((same, steps))
+            self.covered += params
             if group["decay"] == "l2" and group["weight_decay"]:
-                steps = [slots[p].step for p in params]
-                self.l2.append((group["weight_decay"], steps, params))
+                steps = [slots[p].own for p in params]
+                self.l2.append((group["weight_decay"], steps, [*map(local, params)]))
             entries = [entry for p in params for entry in places[p]]
             whole = len(entries) == every
             self.clipped.append((index, None if whole else blocks.vector(entries, torch.int64)))
@@ -207,10 +211,11 @@ class Updater:
             *(settings_of(group) for group in groups),
             *(v if isinstance(v, bool) else id(v) for v in velocities),
         )
-        if replay:  # what a graph has built in
-            places = map(Tensor.data_ptr, params)
+        if replay or self.blocks.shards.exist:  # what a graph, or a list of shards, has built in
+            key = (*key, *(local(p).data_ptr() for p in params))
+        if replay:
             rates = (group["lr"] for group in groups)
-            key = (*key, id(state), *places, *(id(lr) for lr in rates if isinstance(lr, Tensor)))
+            key = (*key, id(state), *(id(lr) for lr in rates if isinstance(lr, Tensor)))
         pattern = self._patterns.get(key)
         if pattern is None:
             if len(self._patterns) >= PATTERNS:
@@ -294,18 +299,20 @@ class Updater:
         if pattern.missing:
             torch._foreach_zero_(pattern.missing)
         if loss_scale.scale is not None:
-            _scale(blocks.steps, 1 / loss_scale.scale)
+            _scale(blocks.own_steps, 1 / loss_scale.scale)
         for weight_decay, steps, params in pattern.l2:
             torch._foreach_copy_(steps, add_decay(steps, params, weight_decay))
         other_gradients = [g for _, params in pattern.others for g in _gradients_of(params)]
         finite: Tensor | None = None
         if rule.momentum_first:  # only finite gradients get into it
-            finite = _all_finite(_norms([*blocks.steps, *other_gradients]))
+            own_finite = _all_finite(_norms([*blocks.own_steps, *other_gradients]))
+            finite = blocks.shards.on_all(own_finite)
             move = loss_scale.allows(finite)
             stay = (~move).float()
             for members, alike in zip(pattern.members, pattern.alike, strict=True):
                 momentum = groups[members.group]["momentum"]
                 _accumulate(members, momentum, move, stay, alike=alike, nesterov=rule.nesterov)
+        blocks.complete(pattern.covered)
         blocks.hold(pattern.held)
         clips = rule.kl_clip is not None and bool(pattern.clipped)
         blocks.precondition(decreases=clips)
@@ -313,7 +320,7 @@ class Updater:
             torch._foreach_zero_(pattern.missing)
         norms = blocks.norms()
         finite_steps = _all_finite([norms, *_norms(other_gradients)])
-        finite = finite_steps if finite is None else finite & finite_steps
+        finite = blocks.shards.on_all(finite_steps) if finite is None else finite & finite_steps
         move = loss_scale.allows(finite)
         if rule.rms is not None:
             blocks.scale_steps(rule.rms, pattern.sizes, norms)
@@ -360,7 +367,10 @@ class Updater:
         stay: Tensor,
         loss_scale: LossScale,
     ) -> None:
-        """Decay as inside the blocks, then torch's own step; L2 is what torch's decay is."""
+        """Decay as inside the blocks, then torch's own step; L2 is what torch's decay is.
+
+        Torch's Adam takes shards as they are, its SGD only what this rank has of them.
+        """
         if not pattern.others:
             return
         served = []
@@ -368,19 +378,33 @@ class Updater:
             group, lr = groups[index], rates[index]
             weight_decay = group["weight_decay"]
             for p, gradient in zip(params, _gradients_of(params), strict=True):
-                if not _same_order(p, gradient):  # the fused kernels run through memory
+                if not _same_order(local(p), gradient):  # fused kernels run through memory
                     p.grad = _laid_out_like(p, gradient)
-            if group.get("momentum") and group["law"] == "sgd":
-                # torch would make velocities, and leave them unwritten where nothing may move
-                for p in params:
-                    _velocity(self.first_order.state[p], p)
             l2 = weight_decay if group["decay"] == "l2" else 0.0
-            served.append({**group, "params": params, "lr": lr, "weight_decay": l2})
+            weights = [*map(local, params)]
             if group["decay"] in ("decoupled", "independent") and weight_decay:
-                one = params[0].new_ones(())
+                one = weights[0].new_ones(())
                 rate = one * (lr if group["decay"] == "decoupled" else 1.0)
                 amount = torch.where(move, -weight_decay * rate, 0 * one)
-                torch._foreach_copy_(params, add_decay(params, params, amount))
+                torch._foreach_copy_(weights, add_decay(weights, weights, amount))
+            if group["law"] == "adam":
+                served.append({**group, "params": params, "lr": lr, "weight_decay": l2})
+                continue
+            momentum, state = group["momentum"], self.first_order.state
+            sgd(
+                weights,
+                _gradients_of(params),
+                [local(_velocity(state[p], p)) if momentum else None for p in params],
+                fused=True,
+                grad_scale=loss_scale.scale,
+                found_inf=stay,
+                weight_decay=l2,
+                momentum=momentum,
+                lr=lr,  # type: ignore[arg-type]  # the fused step takes a tensor too
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
         first_order: Any = self.first_order
         first_order.param_groups = served
         first_order.found_inf = stay
@@ -418,8 +442,8 @@ def _gradients(params: list[Tensor], gradients: list[Tensor]) -> Iterator[None]:
 
 
 def _gradients_of(params: list[Tensor]) -> list[Any]:
-    """Gradients of parameters that have one."""
-    return [p.grad for p in params]
+    """Gradients of parameters that have one; of shards, this rank's own."""
+    return [local(p.grad) for p in params]
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

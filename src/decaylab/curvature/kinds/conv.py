@@ -42,7 +42,7 @@ class Conv(Kind):
 
     def sides(self, module: Any, weight: Tensor) -> tuple[int, int, int]:
         """Groups, channels times kernel, output channels of a group."""
-        return module.groups, weight[0].numel(), weight.shape[0] // module.groups
+        return module.groups, weight.shape[1:].numel(), weight.shape[0] // module.groups
 
     def stored_order(self, module: Any) -> Tensor | None:
         """Of a channels-last weight, which lies in memory as (out, kernel axes, in)."""

@@ -224,7 +224,8 @@ class Kind:
         """Whether a module is of this kind."""
         kind: Any = type(module)
         base: Any = self.base(module)
-        return kind in self.known or (base is not None and kind.forward is base.forward)
+        classes = self.known if base is None else (*self.known, base)
+        return any(kind.forward is known.forward for known in classes)
 
     def base(self, module: nn.Module) -> type[nn.Module] | None:
         """The class of this kind that a module is an instance of, if any."""

@@ -44,7 +44,7 @@ class TransposedConv(Kind):
 
     def sides(self, module: Any, weight: Tensor) -> tuple[int, int, int]:
         """Groups, input channels of a group, its output channels times kernel."""
-        return module.groups, weight.shape[0] // module.groups, weight[0].numel()
+        return module.groups, weight.shape[0] // module.groups, weight.shape[1:].numel()
 
     def as_weight(self, site: Site, rows: Tensor) -> Tensor:
         """A view of rows [groups, out / groups * kernel, in / groups] in the weight's shape."""
