@@ -5,6 +5,7 @@ import math
 import sys
 import warnings
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -462,6 +463,43 @@ def one_rank_may_read_and_diagnose(rank):
     gathered = [torch.zeros(STEPS, dtype=torch.float64) for _ in range(SIZE)]
     dist.all_gather(gathered, torch.tensor(losses, dtype=torch.float64))
     assert not torch.equal(*gathered)
+
+
+@case
+def messages(rank):
+    """Nothing is sent between records; of weights, as many messages however many layers."""
+    counts = {}
+    all_reduce = dist.all_reduce
+
+    class Deep(Language):
+        def __init__(self):
+            super().__init__()
+            self.blocks.extend([Block(), Block()])
+
+    for build in (Language, Deep):
+        model = fully(new(build))
+        optimizer, sent = adamw(model), []
+
+        def counted(*args, sent=sent, **kwargs):
+            sent.append(len(sent))
+            return all_reduce(*args, **kwargs)
+
+        with (
+            mock.patch.object(dist, "all_reduce", counted),
+            watch(model, optimizer, every=4) as watched,
+        ):
+            for step in range(1, 9):
+                before = len(sent)
+                train(model, optimizer, Language, share_of=(rank, SIZE), steps=1)
+                now = len(sent) - before
+                assert (now > 0) == (step in (1, 4, 8))
+                counts.setdefault(step, set()).add(now)
+            before = len(sent)
+            assert numbers(watched)
+            watched.log(loss=1.0)
+        assert len(sent) == before
+    assert all(len(of_step) == 1 for of_step in counts.values())
+    assert max(counts[4]) <= 16
 
 
 @case
