@@ -35,8 +35,9 @@ from decaylab.diagnosis import suggest
 from decaylab.errors import Conflict, Lacks, Mismatch, WrongType
 from decaylab.networks import measure_invariance, sharded
 from decaylab.optim.optimizer_behaviour import behaviour
-from decaylab.probes import curvature_traces, gauss_newton_norm
+from decaylab.probes import curvature_traces, gauss_newton_norm, weight_norms
 from decaylab.records import read_recording
+from decaylab.training import NormTransfer
 
 SIZE = int(sys.argv[3]) if __name__ == "__main__" else 2
 FOLDER = sys.argv[1] if __name__ == "__main__" else ""
@@ -350,6 +351,35 @@ def offloaded_to_the_cpu(rank):
         return fully(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
     same_as_alone(rank, Language, adamw, offloaded, probes=EVERYTHING)
+
+
+@case
+def modules_sharded_as_one_and_parameters_left_out(rank):
+    """A tied head in one group with its embedding; a parameter that every process has whole."""
+
+    def grouped(model):
+        mesh = init_device_mesh("cpu", (SIZE,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard([model.embedding, model.head], mesh=mesh)
+        return fully_shard(model, mesh=mesh, ignored_params={model.temperature})
+
+    def still(model):
+        return torch.optim.AdamW(
+            [p for p in model.parameters() if p.numel() > 1], lr=0.02, weight_decay=0.5
+        )
+
+    same_as_alone(rank, Language, still, grouped, probes=EVERYTHING)
+
+
+@case
+def norms_of_another_run(rank):
+    """`NormTransfer` gives a sharded model the norms that were recorded."""
+    recorded_run = recorded(Perceptron, adamw)
+    wanted = numbers(recorded_run)[20, "weight_norm/first"]
+    model = fully(new(Perceptron))
+    NormTransfer(model, recorded_run)(20)
+    assert weight_norms(model).layers["first"] == pytest.approx(wanted, rel=1e-12)
 
 
 @case
