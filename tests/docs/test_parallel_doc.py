@@ -1,4 +1,4 @@
-"""The script for several GPUs, with torchrun, on two processes of a CPU."""
+"""The scripts for several GPUs, with torchrun, on two processes of a CPU."""
 
 import os
 import re
@@ -8,18 +8,20 @@ import sys
 import pytest
 from documented import ROOT, commands, snippet_text
 
+from decaylab.records import read_recording
 
-@pytest.mark.torchrun
-def test_several_ranks(tmp_path):
-    text = snippet_text("kfac-in-practice.md", "several ranks")
+
+def launched(folder, page, name):
+    """What the block of that name prints, saved and started as its page says."""
+    text = snippet_text(page, name)
     assert "dist.destroy_process_group()\n" in text
     # torch may wait for itself there, if rarely, and all is said and done
     text = text.replace("dist.destroy_process_group()\n", "os._exit(0)\n")
-    (tmp_path / "train.py").write_text(text)
-    (words,) = commands(ROOT / "docs" / "kfac-in-practice.md", "torchrun")
+    (words,) = commands(ROOT / "docs" / page, "torchrun")
+    (folder / words[-1]).write_text(text)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
-        cwd=tmp_path,
+        cwd=folder,
         env={
             **os.environ,
             **{"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
@@ -30,6 +32,22 @@ def test_several_ranks(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)$", done.stdout, re.M)]
+    return done.stdout
+
+
+@pytest.mark.torchrun
+def test_several_ranks(tmp_path):
+    printed = launched(tmp_path, "kfac-in-practice.md", "several ranks")
+    losses = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)$", printed, re.M)]
     assert len(losses) == 5
     assert losses[-1] < 0.5
+
+
+@pytest.mark.torchrun
+def test_a_sharded_model_is_watched(tmp_path):
+    printed = launched(tmp_path, "diagnosis.md", "several GPUs")
+    assert "How far each layer turns" in printed
+    recording = read_recording(tmp_path / "records" / "sharded")
+    assert recording.outcomes["loss"][-1][1] < 0.3
+    assert recording.series("jacobian_norm")
+    assert recording.rows.superseded == 0

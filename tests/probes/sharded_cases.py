@@ -5,6 +5,7 @@ import math
 import sys
 import warnings
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -34,8 +35,9 @@ from decaylab.diagnosis import suggest
 from decaylab.errors import Conflict, Lacks, Mismatch, WrongType
 from decaylab.networks import measure_invariance, sharded
 from decaylab.optim.optimizer_behaviour import behaviour
-from decaylab.probes import curvature_traces, gauss_newton_norm
+from decaylab.probes import curvature_traces, gauss_newton_norm, weight_norms
 from decaylab.records import read_recording
+from decaylab.training import NormTransfer
 
 SIZE = int(sys.argv[3]) if __name__ == "__main__" else 2
 FOLDER = sys.argv[1] if __name__ == "__main__" else ""
@@ -352,6 +354,35 @@ def offloaded_to_the_cpu(rank):
 
 
 @case
+def modules_sharded_as_one_and_parameters_left_out(rank):
+    """A tied head in one group with its embedding; a parameter that every process has whole."""
+
+    def grouped(model):
+        mesh = init_device_mesh("cpu", (SIZE,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard([model.embedding, model.head], mesh=mesh)
+        return fully_shard(model, mesh=mesh, ignored_params={model.temperature})
+
+    def still(model):
+        return torch.optim.AdamW(
+            [p for p in model.parameters() if p.numel() > 1], lr=0.02, weight_decay=0.5
+        )
+
+    same_as_alone(rank, Language, still, grouped, probes=EVERYTHING)
+
+
+@case
+def norms_of_another_run(rank):
+    """`NormTransfer` gives a sharded model the norms that were recorded."""
+    recorded_run = recorded(Perceptron, adamw)
+    wanted = numbers(recorded_run)[20, "weight_norm/first"]
+    model = fully(new(Perceptron))
+    NormTransfer(model, recorded_run)(20)
+    assert weight_norms(model).layers["first"] == pytest.approx(wanted, rel=1e-12)
+
+
+@case
 def checkpointed_activations(rank):
     class Checkpointed(Language):
         def forward(self, tokens):
@@ -462,6 +493,43 @@ def one_rank_may_read_and_diagnose(rank):
     gathered = [torch.zeros(STEPS, dtype=torch.float64) for _ in range(SIZE)]
     dist.all_gather(gathered, torch.tensor(losses, dtype=torch.float64))
     assert not torch.equal(*gathered)
+
+
+@case
+def messages(rank):
+    """Nothing is sent between records; of weights, as many messages however many layers."""
+    counts = {}
+    all_reduce = dist.all_reduce
+
+    class Deep(Language):
+        def __init__(self):
+            super().__init__()
+            self.blocks.extend([Block(), Block()])
+
+    for build in (Language, Deep):
+        model = fully(new(build))
+        optimizer, sent = adamw(model), []
+
+        def counted(*args, sent=sent, **kwargs):
+            sent.append(len(sent))
+            return all_reduce(*args, **kwargs)
+
+        with (
+            mock.patch.object(dist, "all_reduce", counted),
+            watch(model, optimizer, every=4) as watched,
+        ):
+            for step in range(1, 9):
+                before = len(sent)
+                train(model, optimizer, Language, share_of=(rank, SIZE), steps=1)
+                now = len(sent) - before
+                assert (now > 0) == (step in (1, 4, 8))
+                counts.setdefault(step, set()).add(now)
+            before = len(sent)
+            assert numbers(watched)
+            watched.log(loss=1.0)
+        assert len(sent) == before
+    assert all(len(of_step) == 1 for of_step in counts.values())
+    assert max(counts[4]) <= 16
 
 
 @case

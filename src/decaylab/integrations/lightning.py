@@ -4,8 +4,9 @@
     trainer.fit(module)
     trainer.callbacks[0].watched.records.series("effective_lr/net.0")
 
-Automatic and manual optimization, gradient accumulation and resuming are covered; strategies that
-shard parameters or replace the optimizer (FSDP, DeepSpeed) are not.
+Automatic and manual optimization, gradient accumulation, resuming and `ModelParallelStrategy`
+(`fully_shard` in `configure_model`) are covered; `FSDPStrategy` is refused, and strategies that
+replace the optimizer (DeepSpeed) are not covered.
 """
 
 import importlib
@@ -21,6 +22,7 @@ from torch import nn
 from decaylab.errors import Lacks, needed
 from decaylab.integrations.trackers import by_step
 from decaylab.networks.calling import Inputs, LogitsRule
+from decaylab.networks.sharded import refuse_flat_parameters
 from decaylab.optim.kfac import KFAC
 from decaylab.probes import Probe, Watch, watch
 from decaylab.probes.applied import moved
@@ -94,6 +96,7 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the optimizer, which exists by now and has its state."""
         self._detach()
+        refuse_flat_parameters(trainer.model)  # it wraps the module
         optimizers = list(trainer.optimizers)
         alone = optimizers[0] if len(optimizers) == 1 else None
         model = alone.model if isinstance(alone, KFAC) else pl_module

@@ -21,6 +21,7 @@ from decaylab.curvature.estimator import CountedRows
 from decaylab.curvature.preserve import bare
 from decaylab.errors import Lacks, needed
 from decaylab.networks.calling import Inputs, LogitsRule
+from decaylab.networks.sharded import device_of
 from decaylab.probes import Probe, Watch, watch
 from decaylab.probes.applied import moved
 from decaylab.records import Tracker
@@ -74,13 +75,12 @@ class WatchCallback(_library.TrainerCallback):  # type: ignore[misc,unused-ignor
         self._detach()
         model: nn.Module = kwargs["model"]
         first = state.is_world_process_zero  # one process writes
-        device = next(model.parameters()).device
         self._watched = watch(
             model,
             kwargs["optimizer"],
             every=self._every,
             probes=self._probes,
-            inputs=moved(self._inputs, device),
+            inputs=moved(self._inputs, device_of(model)),
             logits=self._logits,
             steps_per_epoch=_steps_per_epoch(
                 kwargs.get("train_dataloader"), args.gradient_accumulation_steps

@@ -10,6 +10,7 @@ from decaylab.curvature.preserve import bare
 from decaylab.errors import Lacks, NotFinished
 from decaylab.networks import roles
 from decaylab.networks.roles import normalised_layers
+from decaylab.networks.sharded import Parts, local, put_back
 from decaylab.records import RunStore
 from decaylab.records.sources import Source, as_recording
 
@@ -43,6 +44,7 @@ def rescale(model: nn.Module, norms: Mapping[str, float]) -> None:
     optimizer's state are left alone.
     """
     model = bare(model)
+    put_back(model)
     normalised = normalised_layers(model)
     for name in {role.layer for role in roles(model).values() if role.role == "invariant"}:
         layer, normalisation = normalised[name]
@@ -50,10 +52,10 @@ def rescale(model: nn.Module, norms: Mapping[str, float]) -> None:
             continue
         if name not in norms:
             raise Lacks("the source", f"norm of layer {name}", "give a run of this network")
-        parts = [torch.linalg.vector_norm(weight.double()) for weight in layer.weights]
-        factor = norms[name] / torch.linalg.vector_norm(torch.stack(parts))
+        lengths = Parts.of(layer.weights).norms(dtype=torch.float64)
+        factor = norms[name] / torch.linalg.vector_norm(torch.stack(lengths))
         for parameter in layer.scaled:
-            parameter.mul_(factor.to(parameter.dtype))
+            local(parameter).mul_(factor.to(parameter.dtype))
         mean, var = (getattr(normalisation, f"running_{part}", None) for part in ("mean", "var"))
         if mean is not None and var is not None:
             mean.mul_(factor.to(mean.dtype))
