@@ -11,7 +11,20 @@ from documented import ROOT, commands, snippet_text
 
 @pytest.mark.torchrun
 def test_several_ranks(tmp_path):
+    check_training(tmp_path, snippet_text("kfac-in-practice.md", "several ranks"))
+
+
+@pytest.mark.torchrun
+def test_shards(tmp_path):
     text = snippet_text("kfac-in-practice.md", "several ranks")
+    replicated = "model = DistributedDataParallel(model)\noptimizer = KFAC(model)\n"
+    assert replicated in text
+    shards = snippet_text("kfac-in-practice.md", "shards")
+    check_training(tmp_path, text.replace(replicated, shards))
+
+
+def check_training(tmp_path, text):
+    """Run it by the page's own command: the loss falls."""
     assert "dist.destroy_process_group()\n" in text
     # torch may wait for itself there, if rarely, and all is said and done
     text = text.replace("dist.destroy_process_group()\n", "os._exit(0)\n")

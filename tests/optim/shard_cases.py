@@ -242,6 +242,24 @@ def as_distributed_data_parallel(rank):
 
 
 @case
+def compiled_models(rank):
+    """A refresh runs the eager modules."""
+
+    def blocks_first(model):
+        for block in model.blocks:
+            block.compile(backend="eager")
+        return sharded(model)
+
+    def the_whole(model):
+        return torch.compile(sharded(model), backend="eager")
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute")  # torch's compiler looks there
+        for shard in (blocks_first, the_whole):
+            trains_as_one(rank, build=GPT, batches=text, shard=shard)
+
+
+@case
 def shards_of_columns(rank):
     """Another axis than the first, which must be even."""
 
@@ -542,6 +560,11 @@ def other_kinds_of_shards(rank):
     flattened = FullyShardedDataParallel(seeded(mlp), device_id=torch.device("cpu"))
     with refuses(Conflict, settings=["K-FAC", "FullyShardedDataParallel (FSDP1)"]):
         KFAC(flattened)
+    model = seeded(mlp)
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (1, SIZE), mesh_dim_names=("one", "all")))
+    fully_shard(model, mesh=mesh)
+    with refuses(Conflict, settings=["K-FAC", "parameters sharded on several meshes"]):
+        KFAC(model)
 
 
 @case
@@ -577,11 +600,27 @@ def another_group_than_the_meshs(rank):
 @case
 def a_rank_without_rows(rank):
     """Others would wait for its extra backward pass."""
+    for shard in (sharded, fully_shard):
+        model = shard(seeded(mlp))
+        opt = KFAC(model, logits="observed")
+        logits = model(data(0)[0])
+        with refuses(Lacks, owner="the batch of this rank", what="rows"):
+            opt.observe(logits[:0])
+
+
+@case
+def gathered_parameters_in_a_step(rank):
+    """A forward pass in between gathers them: what the step writes would be overlooked."""
     model = sharded(seeded(mlp))
-    opt = KFAC(model, logits="observed")
-    logits = model(data(0)[0])
-    with refuses(Lacks, owner="the batch of this rank", what="rows"):
-        opt.observe(logits[:0])
+    opt = KFAC(model, refresh_every=1)
+    x, y = share(data(0), rank)
+    cross_entropy(model(x), y).backward()
+    with torch.no_grad():
+        model(x)
+    with refuses(Lacks, what="parameter '1.weight' that KFAC was built with"):
+        opt.step()
+    model.reshard()
+    opt.step()
 
 
 def main(folder, rank, size, device, *chosen):
