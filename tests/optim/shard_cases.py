@@ -114,6 +114,28 @@ class Attention(nn.Module):
         return self.last(outputs[-1])
 
 
+class Experts(nn.Module):
+    """One parameter for all, of which each product has a view; as Mixtral has them."""
+
+    num_experts = 3
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(self.num_experts, 5, 4))
+
+    def forward(self, x):
+        chosen = x[:, :3].argmax(1)
+        outputs = x.new_zeros(len(x), 5)
+        for expert in range(self.num_experts):
+            rows = (chosen == expert).nonzero()[:, 0]
+            outputs = outputs.index_add(0, rows, F.linear(x[rows], self.weight[expert]))
+        return outputs
+
+
+def mixture():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Experts(), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
 def data(step):
     return random(ROWS, 4, seed=step), labels_for(ROWS, classes=CLASSES, seed=step)
 
@@ -214,6 +236,7 @@ for name, given in {
     "convolutions": {"build": conv_net, "steps": 30},
     "convolutions_and_spectral_steps": {"build": conv_net, **SPECTRAL},
     "functional_layers": {"build": Attention, "shard": fully_shard},
+    "experts": {"build": mixture, "shard": fully_shard},
     "a_small_gpt": {"build": GPT, "batches": text, "steps": 30},
     "a_small_gpt_and_spectral_steps": {"build": GPT, "batches": text, "steps": 30, **SPECTRAL},
     "a_functional_head": {"build": lambda: GPT(functional_head=True), "batches": text},
