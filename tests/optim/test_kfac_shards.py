@@ -33,7 +33,10 @@ class Part:
         self.ndim, self._rank, self._size = 1, rank, size
         self.placements = (Shard(axis),)
         parts = whole.chunk(size, axis)
-        self._local_tensor = parts[rank] if rank < len(parts) else whole.narrow(axis, 0, 0)
+        self._own = parts[rank] if rank < len(parts) else whole.narrow(axis, 0, 0)
+
+    def to_local(self):
+        return self._own
 
     def size(self, axis):
         return self._size
