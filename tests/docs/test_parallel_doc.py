@@ -11,9 +11,8 @@ from documented import ROOT, commands, snippet_text
 from decaylab.records import read_recording
 
 
-def launched(folder, page, name):
-    """What the block of that name prints, saved and started as its page says."""
-    text = snippet_text(page, name)
+def launched(folder, page, text):
+    """What this script prints, saved and started as the page says."""
     assert "dist.destroy_process_group()\n" in text
     # torch may wait for itself there, if rarely, and all is said and done
     text = text.replace("dist.destroy_process_group()\n", "os._exit(0)\n")
@@ -37,7 +36,21 @@ def launched(folder, page, name):
 
 @pytest.mark.torchrun
 def test_several_ranks(tmp_path):
-    printed = launched(tmp_path, "kfac-in-practice.md", "several ranks")
+    check_training(tmp_path, snippet_text("kfac-in-practice.md", "several ranks"))
+
+
+@pytest.mark.torchrun
+def test_shards(tmp_path):
+    text = snippet_text("kfac-in-practice.md", "several ranks")
+    replicated = "model = DistributedDataParallel(model)\noptimizer = KFAC(model)\n"
+    assert replicated in text
+    shards = snippet_text("kfac-in-practice.md", "shards")
+    check_training(tmp_path, text.replace(replicated, shards))
+
+
+def check_training(folder, text):
+    """The loss falls."""
+    printed = launched(folder, "kfac-in-practice.md", text)
     losses = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)$", printed, re.M)]
     assert len(losses) == 5
     assert losses[-1] < 0.5
@@ -45,7 +58,7 @@ def test_several_ranks(tmp_path):
 
 @pytest.mark.torchrun
 def test_a_sharded_model_is_watched(tmp_path):
-    printed = launched(tmp_path, "diagnosis.md", "several GPUs")
+    printed = launched(tmp_path, "diagnosis.md", snippet_text("diagnosis.md", "several GPUs"))
     assert "How far each layer turns" in printed
     recording = read_recording(tmp_path / "records" / "sharded")
     assert recording.outcomes["loss"][-1][1] < 0.3

@@ -114,6 +114,28 @@ class Attention(nn.Module):
         return self.last(outputs[-1])
 
 
+class Experts(nn.Module):
+    """One parameter for all, of which each product has a view; as Mixtral has them."""
+
+    num_experts = 3
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(self.num_experts, 5, 4))
+
+    def forward(self, x):
+        chosen = x[:, :3].argmax(1)
+        outputs = x.new_zeros(len(x), 5)
+        for expert in range(self.num_experts):
+            rows = (chosen == expert).nonzero()[:, 0]
+            outputs = outputs.index_add(0, rows, F.linear(x[rows], self.weight[expert]))
+        return outputs
+
+
+def mixture():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Experts(), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
 def data(step):
     return random(ROWS, 4, seed=step), labels_for(ROWS, classes=CLASSES, seed=step)
 
@@ -214,6 +236,7 @@ for name, given in {
     "convolutions": {"build": conv_net, "steps": 30},
     "convolutions_and_spectral_steps": {"build": conv_net, **SPECTRAL},
     "functional_layers": {"build": Attention, "shard": fully_shard},
+    "experts": {"build": mixture, "shard": fully_shard},
     "a_small_gpt": {"build": GPT, "batches": text, "steps": 30},
     "a_small_gpt_and_spectral_steps": {"build": GPT, "batches": text, "steps": 30, **SPECTRAL},
     "a_functional_head": {"build": lambda: GPT(functional_head=True), "batches": text},
@@ -239,6 +262,24 @@ def as_distributed_data_parallel(rank):
             opt = KFAC(network, 0.05, refresh_every=2, weight_decay=0.1, **options)
             train(network, opt, range(12), rank, text)
         assert_close(weights(model), weights(parallel))
+
+
+@case
+def compiled_models(rank):
+    """A refresh runs the eager modules."""
+
+    def blocks_first(model):
+        for block in model.blocks:
+            block.compile(backend="eager")
+        return sharded(model)
+
+    def the_whole(model):
+        return torch.compile(sharded(model), backend="eager")
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute")  # torch's compiler looks there
+        for shard in (blocks_first, the_whole):
+            trains_as_one(rank, build=GPT, batches=text, shard=shard)
 
 
 @case
@@ -542,6 +583,11 @@ def other_kinds_of_shards(rank):
     flattened = FullyShardedDataParallel(seeded(mlp), device_id=torch.device("cpu"))
     with refuses(Conflict, settings=["K-FAC", "FullyShardedDataParallel (FSDP1)"]):
         KFAC(flattened)
+    model = seeded(mlp)
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (1, SIZE), mesh_dim_names=("one", "all")))
+    fully_shard(model, mesh=mesh)
+    with refuses(Conflict, settings=["K-FAC", "parameters sharded on several meshes"]):
+        KFAC(model)
 
 
 @case
@@ -577,11 +623,27 @@ def another_group_than_the_meshs(rank):
 @case
 def a_rank_without_rows(rank):
     """Others would wait for its extra backward pass."""
+    for shard in (sharded, fully_shard):
+        model = shard(seeded(mlp))
+        opt = KFAC(model, logits="observed")
+        logits = model(data(0)[0])
+        with refuses(Lacks, owner="the batch of this rank", what="rows"):
+            opt.observe(logits[:0])
+
+
+@case
+def gathered_parameters_in_a_step(rank):
+    """A forward pass in between gathers them: what the step writes would be overlooked."""
     model = sharded(seeded(mlp))
-    opt = KFAC(model, logits="observed")
-    logits = model(data(0)[0])
-    with refuses(Lacks, owner="the batch of this rank", what="rows"):
-        opt.observe(logits[:0])
+    opt = KFAC(model, refresh_every=1)
+    x, y = share(data(0), rank)
+    cross_entropy(model(x), y).backward()
+    with torch.no_grad():
+        model(x)
+    with refuses(Lacks, what="parameter '1.weight' that KFAC was built with"):
+        opt.step()
+    model.reshard()
+    opt.step()
 
 
 def main(folder, rank, size, device, *chosen):

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from oracle.two_ranks import TESTS, failures
+from refusals import refuses
 from torch.distributed.tensor import Shard
 
-from decaylab.curvature import messages, shards
+from decaylab.curvature import guards, messages, shards
 from decaylab.curvature.shards import Shards, local
+from decaylab.errors import Conflict
 
 SCRIPT = TESTS / "optim" / "shard_cases.py"
 
@@ -26,11 +28,15 @@ class Part:
     """A parameter that a mesh of some ranks has divided, as one of them sees it."""
 
     def __init__(self, whole, axis, rank, size):
+        self.device, self.device_type = whole.device, "cpu"
         self.device_mesh = self
         self.ndim, self._rank, self._size = 1, rank, size
         self.placements = (Shard(axis),)
         parts = whole.chunk(size, axis)
-        self._local_tensor = parts[rank] if rank < len(parts) else whole.narrow(axis, 0, 0)
+        self._own = parts[rank] if rank < len(parts) else whole.narrow(axis, 0, 0)
+
+    def to_local(self):
+        return self._own
 
     def size(self, axis):
         return self._size
@@ -40,6 +46,15 @@ class Part:
 
     def get_group(self, axis):
         return None
+
+
+def test_parameters_offloaded_to_the_host_are_refused():
+    parameter = Part(torch.zeros(4, 2), 0, 1, 2)
+    assert guards.mesh_of_parameter(parameter) is parameter
+    parameter.device_type = "cuda"
+    offloaded = "parameters offloaded to the host (CPUOffloadPolicy)"
+    with refuses(Conflict, settings=["K-FAC", offloaded]):
+        guards.mesh_of_parameter(parameter)
 
 
 def test_the_parts_of_all_ranks_are_the_whole(monkeypatch):

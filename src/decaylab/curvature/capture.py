@@ -328,7 +328,7 @@ class Capture:
         if not self._gathers:
             return self._by_weight.get(weight)
         for site in self._by_weight.values():
-            if site.module._parameters[site.weight_name.rpartition(".")[2]] is weight:
+            if site.module._parameters.get(site.weight_name.rpartition(".")[2]) is weight:
                 return site
         return None
 

@@ -254,7 +254,7 @@ class KroneckerEstimator:
         batches: Iterable[Any],
         forward: Callable[[Any], Any] | None,
         loss: Callable[[Any, Any], Tensor] | None,
-        trained: list[Tensor],
+        trained: Sequence[Tensor],
     ) -> dict[str, Sums]:
         """The sums of forward passes on `batches`, as `KFAC.initialize` takes them."""
         guards.refuse_single_batch(batches)
@@ -270,7 +270,7 @@ class KroneckerEstimator:
                 self.add_loss_gradients()  # a mean over this batch alone
         return self.take()
 
-    def _back_propagate_loss(self, loss: Tensor, trained: list[Tensor]) -> None:
+    def _back_propagate_loss(self, loss: Tensor, trained: Sequence[Tensor]) -> None:
         """Go back to all that is trained, whose gradients stay as they are."""
         if not any(map(guards.is_distributed, trained)):
             torch.autograd.grad(loss, trained, allow_unused=True)

@@ -284,7 +284,8 @@ class Held:
             remedy = (
                 "it was replaced (fully_shard, load_state_dict(assign=True), another module in its "
                 "place), so KFAC would step what nothing uses; rebuild KFAC after such a change "
-                "and load this one's state_dict()"
+                "and load this one's state_dict() (if shards stand gathered after a forward pass, "
+                "call model.reshard())"
             )
             raise Lacks("the model", f"{gone[0]} that KFAC was built with", remedy)
 
@@ -343,8 +344,11 @@ def refuse_static_graph(heads: Sequence[Tensor]) -> None:
 
 def refuse_to_stay_away(model: nn.Module) -> None:
     """Refuse a batch without rows where ranks wait for each other in their extra passes."""
-    waits = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
-    if several() and (waits or any(map(is_distributed, model.parameters()))):
+    if not several():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    if any(isinstance(module, nn.SyncBatchNorm | FSDPModule) for module in model.modules()):
         remedy = (
             "under SyncBatchNorm or fully_shard, others would wait for it; give every rank at "
             "least one row"
@@ -385,7 +389,7 @@ def mesh_of(model: nn.Module, parameters: Iterable[Tensor]) -> Any:
                 "building KFAC"
             )
             raise Lacks("fully_shard", f"shards of {names.get(parameter, 'a parameter')!r}", remedy)
-        meshes.append(_mesh_of(parameter))
+        meshes.append(mesh_of_parameter(parameter))
     if any(mesh != meshes[0] for mesh in meshes):
         remedy = "shard the model on one mesh"
         reason = "gradients are gathered by one group of ranks"
@@ -393,7 +397,7 @@ def mesh_of(model: nn.Module, parameters: Iterable[Tensor]) -> Any:
     return meshes[0] if meshes else None
 
 
-def _mesh_of(parameter: Any) -> Any:
+def mesh_of_parameter(parameter: Any) -> Any:
     """The mesh of a parameter, which is divided over its last axis and copied over the others."""
     from torch.distributed.tensor import Replicate, Shard
 

@@ -31,7 +31,7 @@ from decaylab.curvature.messages import buckets
 
 def local(tensor: Any) -> Any:
     """What this rank holds of a tensor, in the same memory: all of it, if it is not in parts."""
-    return tensor._local_tensor if guards.is_distributed(tensor) else tensor
+    return tensor.to_local() if guards.is_distributed(tensor) else tensor
 
 
 def own_part(parameter: Any, whole: Tensor) -> Tensor:

@@ -86,7 +86,8 @@ class KFAC(torch.optim.Optimizer):
     inverses; at every step two matrix products per layer.
 
     Data-parallel training: give it `DistributedDataParallel(model)`, or name the process group in
-    `KFACOptions`; see `decaylab.curvature.distribution`.
+    `KFACOptions`; see `decaylab.curvature.distribution`. Sharded parameters: give it the model
+    behind `fully_shard`; see `decaylab.curvature.shards`.
 
     Args:
         model: the model whose training-mode forward passes are observed; or `torch.compile(model)`.
@@ -467,7 +468,7 @@ class KFAC(torch.optim.Optimizer):
         if loss is None and self.estimator.measurement.curvature == "empirical-fisher":
             remedy = f"it is made of the loss's gradients; call {caller}(batches, loss=...)"
             raise Lacks("the empirical Fisher", "loss", remedy)
-        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        trained = [p for p in self.model.parameters() if p.requires_grad]
         with self._initialization():
             passes = partial(self.estimator.measured, batches, forward, loss, trained)
             return self.estimator.gather(passes, self.steps)
