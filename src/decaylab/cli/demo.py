@@ -34,12 +34,12 @@ from decaylab.report.mechanisms import (
     moved_as_expected,
 )
 from decaylab.report.names import named
-from decaylab.report.sections import theory_checks
 from decaylab.report.tables import number
 from decaylab.report.write import write_report
 from decaylab.sweeps.plan import PlannedRun
 from decaylab.sweeps.run_index import indexed_runs
 from decaylab.sweeps.worker import Worker, WorkerOptions
+from decaylab.theory import all_checks
 from decaylab.training import RunSpec, TrainingRun
 
 Seed = Annotated[int, typer.Option("--seed", help="First seed, for everything random.")]
@@ -177,7 +177,7 @@ def demo_command(
     demo, left_out = _measured(chosen, store)
     with stages(sys.stderr) as stage:
         stage("checking the paper's statements")
-        checks = theory_checks()
+        checks = all_checks()
         page = write_report(runs, out or runs / "report", checks, stage).page if drawn else None
     warn(*(f"left out: {note}" for note in left_out))
     held = sum(check.holds for check in checks if check.kind == "statement")

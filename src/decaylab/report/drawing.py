@@ -9,11 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decaylab import errors
-from decaylab.errors import BadValue
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,14 +118,6 @@ class Panel:
             else len(mark.x) > 0
             for mark in self.marks
         )
-
-
-def check_page(path: Path) -> None:
-    """Refuse a page that is not named as HTML, or that cannot be drawn here."""
-    if path.suffix not in (".html", ".htm"):
-        wanted = "an HTML file"
-        raise BadValue("the report", path.name, wanted, f"give {path.with_suffix('.html')}")
-    check_extra()
 
 
 def check_extra() -> None:

@@ -4,8 +4,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from decaylab.document import Grid, GridCell, Image, Section, Subsection, Tone
 from decaylab.paper import TIERS, Artefact, Cell, FinishedRuns, artefacts, cells
 from decaylab.paper.claims import Claim, judge
@@ -25,7 +23,7 @@ from decaylab.report.tables import (
     to_grid,
     with_runs,
 )
-from decaylab.theory import STATEMENTS, Check
+from decaylab.theory import Check
 
 VERDICTS: dict[str, Tone] = {"supported": "good", "contradicted": "bad"}
 UNDECAYED = ("0", "none", "baseline", "undecayed")  # values of a table's last key
@@ -358,16 +356,6 @@ def overview(filled: Iterable[Filled]) -> Subsection:
 
 def _fullness(filled: Filled) -> Tone:
     return "good" if filled.done == len(filled.cells) else "near" if filled.done else "plain"
-
-
-def theory_checks() -> list[Check]:
-    """T1-T8 computed now. The matrices are small: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return [check for statement in STATEMENTS.values() for check in statement()]
-    finally:
-        torch.set_num_threads(threads)
 
 
 def theory_section(checks: Sequence[Check]) -> Section:

@@ -12,6 +12,7 @@ from decaylab.paper import FinishedRuns
 from decaylab.paper.claims import Claim
 from decaylab.records import RunStore
 from decaylab.records.files import disk_errors, replace_file, replace_text
+from decaylab.report.beside import beside
 from decaylab.report.diagnoses import diagnosed, diagnoses_section
 from decaylab.report.drawing import check_extra
 from decaylab.report.figures import panels_csv
@@ -32,9 +33,8 @@ from decaylab.report.sections import (
 )
 from decaylab.report.sheets import Sheet, sheets_beside
 from decaylab.report.tables import to_csv
-from decaylab.report.theory import theory_beside
 from decaylab.sweeps.run_index import IndexedRun, indexed_runs
-from decaylab.theory import Check
+from decaylab.theory import Check, all_checks
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def write_report(
     check_extra()
     if checks is not None:
         return _write_report(runs, out, lambda: checks, tell)
-    with theory_beside() as computed:
+    with beside(all_checks) as computed:
         return _write_report(runs, out, computed, tell)
 
 
