@@ -297,8 +297,8 @@ def _mean(evidence: Evidence, what: str = "") -> Evidence:
         first = next(iter(evidence.by_part().values()))
         evidence.value = statistics.fmean(c.value for c in first)
         evidence.effect = "; ".join(_told(part or what, members) for part, members in parts)
-        against = [c.text for c, leaning in evidence.leanings() if leaning == "against"]
-        evidence.notes += [f"against it: {text}" for text in against]
+        against = evidence.against()
+        evidence.notes += [f"against it: {c.text}" for c in against]
         if not against and len(comparisons) <= 4:
             evidence.notes += [c.text for c in comparisons]
     return evidence

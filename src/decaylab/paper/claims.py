@@ -266,23 +266,20 @@ def judge(
     tier: str,
     seeds: int = 10,
     searched_folder: Path | None = None,
-    tell: Callable[[str], None] | None = None,
+    tell: Callable[[str], None] = lambda stage: None,
 ) -> list[Claim]:
     """All claims, from the finished runs of a tier with seeds 0 to `seeds` - 1.
 
-    `tell` is called with each claim's name before it is judged.
+    `tell` is called with each stage, in words. What searches found is looked for
+    in `searched` of the folder of runs, unless told otherwise.
     """
-    bench = Bench(finished_runs, tier, seeds, searched_folder)
-    claims = []
-    for name in CLAIMS:
-        if tell is not None:
-            tell(name)
-        claims.append(_judged(bench, name))
-    return claims
+    folder = searched_folder or finished_runs.store.root / "searched"
+    bench = Bench(finished_runs, tier, seeds, folder)
+    return [_judged(bench, name, rule, tell) for name, rule in CLAIMS.items()]
 
 
-def _judged(bench: Bench, name: str) -> Claim:
-    rule = CLAIMS[name]
+def _judged(bench: Bench, name: str, rule: Rule, tell: Callable[[str], None]) -> Claim:
+    tell(f"judging {name} at tier {bench.tier.name}")
     bench.left_out.clear()
     evidence = rule.weigh(bench)
     runs = evidence.runs
@@ -300,11 +297,7 @@ def _judged(bench: Bench, name: str) -> Claim:
         notes=(*_context(bench, evidence), *evidence.notes, *filter(None, [evidence.doubt])),
         parts=evidence.verdicts(),
         lacking=(evidence.missing, sum(not c.enough for c in evidence.comparisons if c.needed)),
-        against=tuple(
-            dict.fromkeys(
-                c.text for c, leaning in evidence.leanings() if leaning == "against" and c.enough
-            )
-        ),
+        against=tuple(dict.fromkeys(c.text for c in evidence.against() if c.enough)),
     )
 
 

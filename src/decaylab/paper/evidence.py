@@ -130,6 +130,10 @@ class Evidence:
         adjusted = dict(zip(map(id, judged), holm([c.p or 0.0 for c in judged]), strict=True))
         return [(c, c.leaning(adjusted.get(id(c)))) for c in self.comparisons]
 
+    def against(self) -> list[Comparison]:
+        """The comparisons that are against the claim."""
+        return [comparison for comparison, leaning in self.leanings() if leaning == "against"]
+
     def verdicts(self) -> dict[str, Verdict]:
         """A verdict for each part of the claim; one without a name where it has none."""
         leanings = self.leanings()
