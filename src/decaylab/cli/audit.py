@@ -9,7 +9,6 @@ import torch
 import typer
 
 from decaylab.audits import Audit, audit
-from decaylab.audits.words import summary
 from decaylab.cli import options
 from decaylab.cli.terminal import print_json, say, show
 from decaylab.errors import BadValue, Failed, Lacks, did_you_mean
@@ -68,8 +67,7 @@ def audit_command(
     else:
         say(result.title)
         show(_table(result))
-        unmade = sum(check.passed is None for check in result.checks)
-        say(summary(result.passed, len(result.checks) - unmade, unmade))
+        say(result.summary)
     if not result.passed:
         raise typer.Exit(1)
 
