@@ -4,12 +4,4 @@ from decaylab.audits.decay import audit_decay
 from decaylab.audits.kfac import audit
 from decaylab.audits.report import Audit, AuditCheck, DecayAudit, DecayReason, Reason
 
-__all__ = [
-    "Audit",
-    "AuditCheck",
-    "DecayAudit",
-    "DecayReason",
-    "Reason",
-    "audit",
-    "audit_decay",
-]
+__all__ = ["Audit", "AuditCheck", "DecayAudit", "DecayReason", "Reason", "audit", "audit_decay"]

@@ -242,11 +242,7 @@ def _error(measured: MeasuredStep, key: Key, curvature_scale: float) -> float:
 
 
 def _bias_check(
-    name: str,
-    measured: MeasuredStep,
-    key: Key,
-    curvature_scale: float,
-    tolerance: dict[str, float],
+    name: str, measured: MeasuredStep, key: Key, curvature_scale: float, tolerance: dict[str, float]
 ) -> AuditCheck:
     """Weight and bias apart: each part's step beside the joint block's, as a factor."""
     reference = measured.references[key] / curvature_scale

@@ -23,6 +23,7 @@ from decaylab.attribution.recorded_arms import (
     planned_arms,
 )
 from decaylab.cli import options
+from decaylab.cli.options import option
 from decaylab.cli.sweep import EngineOptions, Work, submit
 from decaylab.cli.terminal import print_json, say
 from decaylab.data import DataSet, load
@@ -40,38 +41,32 @@ Spec = Annotated[
     str | None,
     typer.Argument(metavar="SPEC", help="A spec in TOML, or a run with decay: its id or folder."),
 ]
-Seeds = Annotated[int, options.number("--seeds", AT_LEAST_ONE, "How many seeds, from 0.")]
+Seeds = Annotated[int, option("--seeds", "How many seeds, from 0.", allowed=AT_LEAST_ONE)]
 Only = Annotated[
     str,
-    typer.Option(
+    option(
         "--only",
+        "Which layers are held: all that decay, conv (those before the last), fc, or names.",
         metavar="layers=WHICH",
-        help="Which layers are held: all that decay, conv (those before the last), fc, or names.",
     ),
 ]
-Metric = Annotated[str, typer.Option("--metric", help=f"One of {', '.join(METRICS)}.")]
+Metric = Annotated[str, option("--metric", f"One of {', '.join(METRICS)}.")]
 TierOption = Annotated[
-    str | None,
-    typer.Option("--tier", help="Size the spec for a tier: smoke, quick, short or full."),
+    str | None, option("--tier", "Size the spec for a tier: smoke, quick, short or full.")
 ]
-From = Annotated[
-    str | None, typer.Option("--from", metavar="RUN", help="Branch from this run with decay.")
-]
-At = Annotated[int | None, typer.Option("--at", metavar="EPOCH", help="The epoch to branch at.")]
-For = Annotated[
-    int | None, typer.Option("--for", metavar="STEPS", help="How many steps each arm takes.")
-]
+From = Annotated[str | None, option("--from", "Branch from this run with decay.", metavar="RUN")]
+At = Annotated[int | None, option("--at", "The epoch to branch at.", metavar="EPOCH")]
+For = Annotated[int | None, option("--for", "How many steps each arm takes.", metavar="STEPS")]
 NormsAlone = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--norms-alone",
+        "One more arm: no decay, but its norms, set at each step or epoch (Fig. 4).",
         metavar="WHEN",
-        help="One more arm: no decay, but its norms, set at each step or epoch (Fig. 4).",
     ),
 ]
 ReportFile = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="FILE.html", help="Also write a page with figures."),
+    Path | None, option("--report", "Also write a page with figures.", metavar="FILE.html")
 ]
 
 

@@ -4,9 +4,8 @@ import sys
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
-
 from decaylab.cli import options
+from decaylab.cli.options import option
 from decaylab.cli.progress import stages
 from decaylab.cli.terminal import print_json, say, warn
 from decaylab.paper import FinishedRuns
@@ -16,15 +15,12 @@ from decaylab.report.provenance import seeds_of, tiers_of
 from decaylab.sweeps.run_index import indexed_runs
 
 TierOption = Annotated[
-    str | None,
-    typer.Option("--tier", help="smoke, quick, short or full; by default all with runs."),
+    str | None, option("--tier", "smoke, quick, short or full; by default all with runs.")
 ]
 
 
 def claims_command(
-    tier: TierOption = None,
-    runs: options.Runs = options.RUNS,
-    json_output: options.Json = False,
+    tier: TierOption = None, runs: options.Runs = options.RUNS, json_output: options.Json = False
 ) -> None:
     """Judge the paper's claims E1-E17 from the records alone.
 

@@ -9,12 +9,12 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from decaylab.cli import options
+from decaylab.cli.options import option
 from decaylab.cli.progress import Left, stages
 from decaylab.cli.report import Out
 from decaylab.cli.terminal import print_json, say, warn
@@ -42,17 +42,13 @@ from decaylab.sweeps.worker import Worker, WorkerOptions
 from decaylab.theory import all_checks
 from decaylab.training import RunSpec, TrainingRun
 
-Seed = Annotated[int, typer.Option("--seed", help="First seed, for everything random.")]
-Seeds = Annotated[int, typer.Option("--seeds", help="How many seeds to train per setting.")]
-Epochs = Annotated[int | None, typer.Option("--epochs", help="Passes over the training data.")]
-All = Annotated[
-    bool, typer.Option("--all", help="Also train with L2, and every optimizer in every network.")
-]
+Seed = Annotated[int, option("--seed", "First seed, for everything random.")]
+Seeds = Annotated[int, option("--seeds", "How many seeds to train per setting.")]
+Epochs = Annotated[int | None, option("--epochs", "Passes over the training data.")]
+All = Annotated[bool, option("--all", "Also train with L2, and every optimizer in every network.")]
 WithReport = Annotated[
     bool | None,
-    typer.Option(
-        "--report/--no-report", help="Write a page with figures.", show_default="if it can be drawn"
-    ),
+    option("--report/--no-report", "Write a page with figures.", show_default="if it can be drawn"),
 ]
 
 # Per optimizer: learning rate, L2 and decoupled weight decay. Decoupled decay is multiplied by lr
@@ -168,7 +164,7 @@ def demo_command(
     tell: Callable[..., None] = (lambda *sentences: None) if json_output else say
     tell(
         "What does weight decay do to a network? "
-        f"{len(chosen)} small networks learn to read digits, without decay and with it (a -> b).",
+        f"{len(chosen)} small networks learn to read digits, without decay and with it (a -> b)."
     )
     with _bar(len(chosen)) as advance:
         shown = [_measure(m, chosen, store, where, advance, tell) for m in MECHANISMS]

@@ -7,6 +7,7 @@ import typer
 from typer.core import TyperCommand
 
 from decaylab.cli import options
+from decaylab.cli.options import option
 from decaylab.cli.terminal import console, print_json
 from decaylab.diagnosis import diagnose
 from decaylab.diagnosis.card import card
@@ -22,22 +23,15 @@ Runs = Annotated[
 ]
 Against = Annotated[
     list[str] | None,
-    typer.Option(
-        "--against", metavar="BASE...", help="The same without decay: one, or several seeds."
-    ),
+    option("--against", "The same without decay: one, or several seeds.", metavar="BASE..."),
 ]
-Markdown = Annotated[bool, typer.Option("--markdown", help="Print the result as Markdown.")]
+Markdown = Annotated[bool, option("--markdown", "Print the result as Markdown.")]
 AllSeeds = Annotated[
-    bool,
-    typer.Option(
-        "--all-seeds", help="Add RUN's other seeds and its baselines from the same folder."
-    ),
+    bool, option("--all-seeds", "Add RUN's other seeds and its baselines from the same folder.")
 ]
 ReportFile = Annotated[
     Path | None,
-    typer.Option(
-        "--report", metavar="FILE.html", help="Also write a page with figures, as one file."
-    ),
+    option("--report", "Also write a page with figures, as one file.", metavar="FILE.html"),
 ]
 
 

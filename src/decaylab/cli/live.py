@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from decaylab.cli import options
+from decaylab.cli.options import option
 from decaylab.cli.terminal import console
 from decaylab.diagnosis.card import COLOURS
 from decaylab.diagnosis.layout import mechanisms, warnings
@@ -34,25 +34,20 @@ Folder = Annotated[
     ),
 ]
 Against = Annotated[
-    Path | None,
-    typer.Option("--against", metavar="BASE", help="The same run without decay, for the verdict."),
+    Path | None, option("--against", "The same run without decay, for the verdict.", metavar="BASE")
 ]
-Web = Annotated[bool, typer.Option("--web", help="Serve a page on this machine (127.0.0.1).")]
+Web = Annotated[bool, option("--web", "Serve a page on this machine (127.0.0.1).")]
 Port = Annotated[
     int,
-    options.number(
-        "--port", Range(at_least=0, at_most=65535), "Port for --web; 0 picks a free one."
+    option(
+        "--port", "Port for --web; 0 picks a free one.", allowed=Range(at_least=0, at_most=65535)
     ),
 ]
-Once = Annotated[bool, typer.Option("--once", help="Print the current state and exit.")]
+Once = Annotated[bool, option("--once", "Print the current state and exit.")]
 
 
 def live_command(
-    folder: Folder,
-    against: Against = None,
-    web: Web = False,
-    port: Port = 8765,
-    once: Once = False,
+    folder: Folder, against: Against = None, web: Web = False, port: Port = 8765, once: Once = False
 ) -> None:
     """Follow a training run: loss, rotation, effective learning rate, the verdict so far.
 

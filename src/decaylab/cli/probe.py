@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import torch
-import typer
 from torch import Tensor, nn
 
 from decaylab import probes
 from decaylab.cli import options
+from decaylab.cli.options import option
 from decaylab.cli.terminal import print_json, say, show, warn
 from decaylab.data import DataSet, Split, evaluation_batches
 from decaylab.errors import NotFinished, Range
@@ -21,12 +21,9 @@ from decaylab.training import RunSpec, checkpoint
 from decaylab.training.build import build_optimizer, load_run
 
 Example = Annotated[
-    int,
-    options.number("--examples", Range(at_least=2), "Number of images to use from each split."),
+    int, option("--examples", "Number of images to use from each split.", allowed=Range(at_least=2))
 ]
-Record = Annotated[
-    bool, typer.Option("--record", help="Add what the run's records lack at that step.")
-]
+Record = Annotated[bool, option("--record", "Add what the run's records lack at that step.")]
 
 
 def probe_command(

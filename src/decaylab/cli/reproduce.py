@@ -11,6 +11,7 @@ import typer
 
 from decaylab.cli import options
 from decaylab.cli.board import follow
+from decaylab.cli.options import option
 from decaylab.cli.queue import Queue, print_queue, work_off
 from decaylab.cli.search import make_search
 from decaylab.cli.sweep import EngineOptions, Work, submit
@@ -31,20 +32,17 @@ Name = Annotated[
     str | None, typer.Argument(metavar="ARTEFACT", help="table1-3, fig1-9, decay-alone, or all.")
 ]
 TierOption = Annotated[
-    str | None,
-    typer.Option("--tier", help="smoke, quick, short or full.", show_default="smoke"),
+    str | None, option("--tier", "smoke, quick, short or full.", show_default="smoke")
 ]
 Seeds = Annotated[
-    int | None,
-    typer.Option("--seeds", help="Number of runs per cell, with seeds 0, 1, ...", show_default="1"),
+    int | None, option("--seeds", "Number of runs per cell, with seeds 0, 1, ...", show_default="1")
 ]
 QueueFile = Annotated[
-    Path | None,
-    typer.Option("--queue", metavar="FILE", help="Work through a queue, a TOML file, instead."),
+    Path | None, option("--queue", "Work through a queue, a TOML file, instead.", metavar="FILE")
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="KEY=VALUE", help="Run only these cells; may be repeated."),
+    option("--only", "Run only these cells; may be repeated.", metavar="KEY=VALUE"),
 ]
 
 
@@ -59,8 +57,7 @@ def reproduce_command(
         bool, typer.Option(help="First search the settings of cells that have none (L2 of Fig. 1).")
     ] = True,
     run: Annotated[
-        list[str] | None,
-        typer.Option("--run", metavar="ID", help="Train only these runs; may be repeated."),
+        list[str] | None, option("--run", "Train only these runs; may be repeated.", metavar="ID")
     ] = None,
     json_output: options.Json = False,
     *,
@@ -290,7 +287,7 @@ def _summarise(worker: Worker, chosen: list[Cell], tier: str, json_output: bool)
     for run_id, probes in lacking.items():
         say(
             f"{run_id} was finished without {', '.join(probes)}: move its folder away to make it"
-            " again",
+            " again"
         )
     for note in finished_runs.left_out:
         warn(f"left out: {note}")

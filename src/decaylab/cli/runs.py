@@ -88,9 +88,7 @@ def _line(run: RunSummary) -> list[str]:
 
 @app.command("show")
 def show_run(
-    run: options.Run,
-    runs: options.Runs = options.RUNS,
-    json_output: options.Json = False,
+    run: options.Run, runs: options.Runs = options.RUNS, json_output: options.Json = False
 ) -> None:
     """Show one run: its spec, its status, its latest numbers, and what could not be read."""
     folder = options.found_run(run, runs)

@@ -11,6 +11,7 @@ import typer
 
 from decaylab.cli import options
 from decaylab.cli.board import follow
+from decaylab.cli.options import option
 from decaylab.cli.sweep import EngineOptions, Work, submit
 from decaylab.cli.terminal import say
 from decaylab.errors import AT_LEAST_ONE, RUNS_LEFT, BadValue, DecaylabError
@@ -29,8 +30,7 @@ Cell = Annotated[
     ),
 ]
 Config = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="Search around your own spec instead."),
+    Path | None, option("--config", "Search around your own spec instead.", metavar="FILE")
 ]
 Values = Annotated[
     str | None, typer.Option(metavar="A,B,...", help="Values to try; for tpe, the range.")
@@ -41,15 +41,15 @@ Values = Annotated[
 def search_command(
     cell: Cell = None,
     config: Config = None,
-    scheme: Annotated[str, typer.Option("--scheme", help="Kind of decay: l2, wd or none.")] = "l2",
-    tier: Annotated[str, typer.Option("--tier", help="smoke, quick, short or full.")] = "quick",
+    scheme: Annotated[str, option("--scheme", "Kind of decay: l2, wd or none.")] = "l2",
+    tier: Annotated[str, option("--tier", "smoke, quick, short or full.")] = "quick",
     method: Annotated[
-        str, typer.Option("--method", help="grid, lines (decays, then the rest) or tpe (Optuna).")
+        str, option("--method", "grid, lines (decays, then the rest) or tpe (Optuna).")
     ] = "grid",
     trials: Annotated[
         int,
-        options.number(
-            "--trials", AT_LEAST_ONE, "For tpe: number of trials, including recorded ones."
+        option(
+            "--trials", "For tpe: number of trials, including recorded ones.", allowed=AT_LEAST_ONE
         ),
     ] = 30,
     lr: Values = None,
@@ -60,7 +60,7 @@ def search_command(
         bool, typer.Option(help="Try more values while the best of a grid is at its edge.")
     ] = True,
     retrain: Annotated[
-        bool, typer.Option("--retrain", help="Finally train the winner on all training images.")
+        bool, option("--retrain", "Finally train the winner on all training images.")
     ] = False,
     *,
     training: options.TrainingOptions,

@@ -11,6 +11,7 @@ import torch
 import typer
 
 from decaylab.cli import options
+from decaylab.cli.options import option
 from decaylab.cli.terminal import print_json, say, show, warn
 from decaylab.errors import (
     AT_LEAST_ONE,
@@ -61,36 +62,32 @@ class EngineOptions:
     """Which engine trains the runs, and how they are divided."""
 
     panel: ClassVar[str] = "Engine"
-    engine: Annotated[
-        str, typer.Option("--engine", help="Where to train: local, slurm or ray.")
-    ] = "local"
+    engine: Annotated[str, option("--engine", "Where to train: local, slurm or ray.")] = "local"
     jobs: Annotated[
         int | None,
-        options.number(
-            "--jobs", AT_LEAST_ONE, "Processes at a time (local: one per GPU), or fewest jobs."
+        option(
+            "--jobs",
+            "Processes at a time (local: one per GPU), or fewest jobs.",
+            allowed=AT_LEAST_ONE,
         ),
     ] = None
     job_minutes: Annotated[
-        float, options.number("--job-minutes", POSITIVE, "Longest estimated time of a job.")
+        float, option("--job-minutes", "Longest estimated time of a job.", allowed=POSITIVE)
     ] = 60.0
     gpus: Annotated[
         float | None,
-        options.number(
-            "--gpus", NOT_NEGATIVE, "GPUs per job; for Ray also a fraction, such as 0.5."
+        option(
+            "--gpus", "GPUs per job; for Ray also a fraction, such as 0.5.", allowed=NOT_NEGATIVE
         ),
     ] = None
     sbatch: Annotated[
-        list[str] | None,
-        typer.Option("--sbatch", metavar="KEY=VALUE", help="An option of Slurm's sbatch."),
+        list[str] | None, option("--sbatch", "An option of Slurm's sbatch.", metavar="KEY=VALUE")
     ] = None
     wait: Annotated[
-        bool, typer.Option("--wait", help="Slurm: keep running, and submit what is left once more.")
+        bool, option("--wait", "Slurm: keep running, and submit what is left once more.")
     ] = False
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Only print the plan, or the script, and how long it takes."
-        ),
+        bool, option("--dry-run", "Only print the plan, or the script, and how long it takes.")
     ] = False
 
     def __post_init__(self) -> None:
@@ -108,10 +105,10 @@ class EngineOptions:
     def sbatch_options(self) -> dict[str, str]:
         """Options of Slurm's sbatch, by name."""
         by_name = {}
-        for option in self.sbatch or ():
-            key, equals, value = option.partition("=")
+        for setting in self.sbatch or ():
+            key, equals, value = setting.partition("=")
             if not key or key.startswith("-"):
-                raise BadValue("--sbatch", option, "KEY=VALUE, such as partition=gpu")
+                raise BadValue("--sbatch", setting, "KEY=VALUE, such as partition=gpu")
             by_name[key] = value if equals else ""
         return by_name
 
@@ -158,12 +155,7 @@ class Work:
 
 
 def submit(
-    work: Work,
-    training: options.TrainingOptions,
-    how: EngineOptions,
-    *,
-    gpus: bool,
-    stream: TextIO,
+    work: Work, training: options.TrainingOptions, how: EngineOptions, *, gpus: bool, stream: TextIO
 ) -> None:
     """Let an engine make what is left of some runs; exits with 1 or 75 where something is left."""
     runs = training.runs

@@ -26,14 +26,7 @@ from typing import Literal
 
 from decaylab.data.facts import DATA_SETS
 from decaylab.paper.finished_runs import FinishedRun, FinishedRuns
-from decaylab.paper.statistics import (
-    ALPHA,
-    LEAST_DEGREES,
-    Noise,
-    Pool,
-    holm,
-    image_p_value,
-)
+from decaylab.paper.statistics import ALPHA, LEAST_DEGREES, Noise, Pool, holm, image_p_value
 from decaylab.paper.suite import Cell, artefact_of, artefacts, cells
 from decaylab.paper.tiers import TIERS, tier_of
 from decaylab.training import RunSpec

@@ -11,11 +11,7 @@ INPUTS = 5
 DEPTHS = (0, 1, 3)
 WIDTHS = (4, 7)
 SEEDS = (0, 1, 2, 3)
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "relu": nn.ReLU,
-    "linear": nn.Identity,
-    "tanh": nn.Tanh,
-}
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "linear": nn.Identity, "tanh": nn.Tanh}
 # torch refuses an eps of zero in training; this one does not change any float64 variance
 NO_EPS = 1e-300
 
