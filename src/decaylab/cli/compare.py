@@ -42,8 +42,7 @@ def compare_command(
         raise Mismatch("data", {"A": first.data, "B": second.data}, "give one data set")
     chosen: Matched = path  # type: ignore[assignment]  # an unknown one is refused by match
     if engine.dry_run or not engine.in_this_process(training):
-        words = ["compare", a, b, "--match", path, "--seeds", str(seeds)]
-        words += ["--tier", tier] if tier else []
+        words = ["compare", a, b, *options.flags(match=path, seeds=seeds, tier=tier)]
         specs = list(matched_runs(first, second, chosen, range(seeds)).values())
         submit_arms(words, specs, tier, training, engine, json_output)
         if engine.leaves:

@@ -139,17 +139,31 @@ class TrainingOptions:
 
     def words(self) -> list[str]:
         """The same options for a command that an engine starts, elsewhere."""
-        words = ["--runs", str(self.runs.resolve()), "--at-once", str(self.at_once)]
-        words += [] if self.data_dir is None else ["--data-dir", str(self.data_dir.resolve())]
-        words += [] if self.device is None else ["--device", self.device]
-        words += ["--checkpoint-every", f"{self.checkpoint_every:g}"]
-        words += ["--compiled"] * self.compiled
-        return words + ["--keep-checkpoints"] * self.keep_checkpoints
+        return flags(
+            runs=self.runs.resolve(),
+            at_once=self.at_once,
+            data_dir=self.data_dir and self.data_dir.resolve(),
+            device=self.device,
+            checkpoint_every=self.checkpoint_every,
+            compiled=self.compiled,
+            keep_checkpoints=self.keep_checkpoints,
+        )
 
 
-def on_gpus(training: TrainingOptions, *, digits: bool) -> bool:
-    """Whether an engine's jobs need a GPU each: by default, digits do not."""
-    return not digits if training.device in (None, "auto") else training.device != "cpu"
+def flags(**values: Any) -> list[str]:
+    """Options as words of a command line; of a list, one for each item.
+
+    >>> flags(seeds=3, tier=None, only=["network=vgg16"], dry_run=True)
+    ['--seeds', '3', '--only', 'network=vgg16', '--dry-run']
+    """
+    words = []
+    for name, value in values.items():
+        for item in value if isinstance(value, list) else [value]:
+            if item is not None and item is not False:
+                words.append("--" + name.replace("_", "-"))
+                text = f"{item:g}" if isinstance(item, float) else str(item)
+                words += [] if item is True else [text]
+    return words
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:

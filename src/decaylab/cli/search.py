@@ -91,20 +91,11 @@ def search_command(
     runs, on_digits = training.runs, plan.base.data == "digits"
     if engine.dry_run or not engine.in_this_process(training):
         words = ["search", *(cell or ["--config", str(config)])]
-        words += ["--scheme", scheme, "--tier", tier, "--method", method, "--trials", str(trials)]
-        words += ["--widen" if widen else "--no-widen"]
-        for name, text in ranges.items():
-            words += [] if text is None else [f"--{name.replace('_', '-')}", text]
-        planned = [
-            PlannedRun(spec, purposes=("search",), tier=plan.tier) for spec in first_specs(plan)
-        ]
-        submit(
-            Work(words, planned, "searched/runs", shared=True),
-            training,
-            engine,
-            gpus=options.on_gpus(training, digits=on_digits),
-            stream=sys.stdout,
-        )
+        words += options.flags(scheme=scheme, tier=tier, method=method, trials=trials)
+        words += ["--widen" if widen else "--no-widen", *options.flags(**ranges)]
+        planned = [PlannedRun(s, purposes=("search",), tier=plan.tier) for s in first_specs(plan)]
+        work = Work(words, planned, "searched/runs", shared=True)
+        submit(work, training, engine, digits=on_digits, stream=sys.stdout)
         if engine.leaves:
             return
     if on_digits:

@@ -155,9 +155,18 @@ class Work:
 
 
 def submit(
-    work: Work, training: options.TrainingOptions, how: EngineOptions, *, gpus: bool, stream: TextIO
+    work: Work,
+    training: options.TrainingOptions,
+    how: EngineOptions,
+    *,
+    digits: bool,
+    stream: TextIO,
 ) -> None:
-    """Let an engine make what is left of some runs; exits with 1 or 75 where something is left."""
+    """Let an engine make what is left of some runs; exits with 1 or 75 where something is left.
+
+    A job needs a GPU unless another device is asked for; by default, digits do without.
+    """
+    gpus = not digits if training.device in (None, "auto") else training.device != "cpu"
     runs = training.runs
     store = RunStore(runs / work.folder)
     command = [*work.command, *training.words()]
@@ -292,34 +301,31 @@ def _status(sweep: Sweep, runs: Path) -> dict[str, Any]:
     """Counts of a sweep's runs, and the reasons why some are left."""
     store = RunStore(runs / sweep.folder)
     counts = dict.fromkeys(("finished", "diverged", "running", "waiting", "left"), 0)
-    reasons: dict[str, None] = {}
+    reasons: list[str] = []
     assigned = assignments(sweep, runs)
     for assignment in assigned:
         folder, job = store.folder(assignment.run), assignment.job
+        status = ""
         try:
             manifest = folder.manifest()
             status = manifest.status if manifest else ""
         except DecaylabError as error:
-            status = ""
-            reasons[str(error)] = None
-        if status in ("finished", "diverged"):
-            counts[status] += 1
-        elif folder.locked():
-            counts["running"] += 1
-        elif job is not None and job.state in ("waiting", "running"):
-            counts["waiting"] += 1
-            if job.state == "waiting" and job.reason:
-                reasons[f"jobs wait: {job.reason}"] = None
-        else:
-            counts["left"] += 1
-            if job is not None and job.reason:
-                reasons[f"job {job.number} {job.reason}"] = None
+            reasons.append(str(error))
+        if status not in ("finished", "diverged"):
+            status = "running" if folder.locked() else "left"
+        if status == "left" and job is not None:
+            if job.state in ("waiting", "running"):
+                status = "waiting"
+            if job.reason and job.state != "running":
+                told = "jobs wait:" if job.state == "waiting" else f"job {job.number}"
+                reasons.append(f"{told} {job.reason}")
+        counts[status] += 1
     engines = dict.fromkeys(submission.engine for submission in sweep.submissions)
     return {
         "sweep": sweep.name,
         "engine": " ".join(engines),
         "runs": len(assigned),
         **counts,
-        "reasons": list(reasons),
+        "reasons": list(dict.fromkeys(reasons)),
         "command": sweep.command,
     }
