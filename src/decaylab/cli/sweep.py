@@ -29,13 +29,13 @@ from decaylab.sweeps.engines import Engine, JobStatus
 from decaylab.sweeps.engines.local import LocalEngine
 from decaylab.sweeps.engines.ray import RayEngine
 from decaylab.sweeps.engines.slurm import SlurmEngine
+from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun
 from decaylab.sweeps.sweep import (
     Submission,
     Sweep,
     assignments,
     check_owners,
-    estimates,
     folder_of,
     left_of,
     make_jobs,
@@ -186,7 +186,8 @@ def submit(
         if not left:
             break
         if todo:
-            seconds = estimates(todo, store)
+            estimator = Estimator(store)
+            seconds = {run.spec.id: estimator.of(run.spec).seconds for run in todo}
             packs = pack(todo, seconds, jobs=how.count(training), longest=60 * how.job_minutes)
             words = [sys.executable, "-m", "decaylab", *command]
             gpus_per_job = float(gpus) if how.gpus is None else how.gpus

@@ -16,7 +16,6 @@ from decaylab.records.files import replace_text
 from decaylab.sweeps.engines import Job, JobStatus
 from decaylab.sweeps.engines.local import error_line
 from decaylab.sweeps.engines.slurm import SlurmEngine
-from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, has_ended
 
 
@@ -137,12 +136,6 @@ def make_jobs(
         words = ["--engine", "local", "--jobs", "1"] if shared else own
         jobs.append(Job((*command, *words), sum(seconds[name] for name in ids), gpus))
     return jobs
-
-
-def estimates(planned: Iterable[PlannedRun], store: RunStore) -> dict[str, float]:
-    """Seconds by run."""
-    estimator = Estimator(store)
-    return {run.spec.id: estimator.of(run.spec).seconds for run in planned}
 
 
 def check_owners(planned: Iterable[PlannedRun], store: RunStore) -> None:
