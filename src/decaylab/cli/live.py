@@ -1,5 +1,6 @@
 """`decaylab live`: a training run in progress, in the terminal or in a browser."""
 
+import math
 import sys
 import time
 from itertools import pairwise
@@ -143,14 +144,12 @@ def sparkline(values: list[float], width: int = TREND) -> str:
     parts = min(width, len(values))
     edges = [place * len(values) // parts for place in range(parts + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    finite = [value for value in means if abs(value) < float("inf")]
+    finite = [value for value in means if math.isfinite(value)]
     if not finite:
         return ""
-    low, span = min(finite), max(finite) - min(finite)
-    letters = [
-        " "
-        if value not in finite
-        else BLOCKS[round((value - low) / span * (len(BLOCKS) - 1)) if span else 0]
-        for value in means
-    ]
-    return "".join(letters)
+    low, span = min(finite), max(finite) - min(finite) or 1.0
+
+    def letter(value: float) -> str:
+        return BLOCKS[round((value - low) / span * (len(BLOCKS) - 1))]
+
+    return "".join(letter(value) if math.isfinite(value) else " " for value in means)
