@@ -31,7 +31,7 @@ from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, has_ended
 from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, Entry, QueueFile, SearchEntry
 from decaylab.sweeps.search import SEARCHED, SearchPlan, first_specs, read_winner
-from decaylab.sweeps.worker import Worker, WorkerOptions
+from decaylab.sweeps.worker import SOON, Worker, WorkerOptions
 from decaylab.text_table import Column, TextTable, in_words
 from decaylab.training import RunSpec
 from decaylab.training.signals import requests
@@ -249,19 +249,17 @@ def work_off(queue: Queue, limits: WorkerOptions, stream: Any) -> dict[str, str]
     signal is heeded between runs, too, while the next ones are planned.
     """
     failed: dict[str, str] = {}
-    until = math.inf if limits.seconds is None else time.monotonic() + limits.seconds
+    left = limits.running_out()
     allowance = queue.allowance(limits)
     entries = [entry for entry in queue.entries if not entry.hold]
     with requests.listening():
         while entries:
             for stage in stages(entries):
                 requests.check()
-                left = until - time.monotonic()
-                if left <= 0:
+                if left().seconds == SOON:
                     return failed
-                limited = replace(limits, seconds=None if math.isinf(left) else left)
                 try:
-                    failed |= _work_on(queue, stage, limited, allowance, stream)
+                    failed |= _work_on(queue, stage, left(), allowance, stream)
                 except DecaylabError as error:
                     failed[stage[0].name] = str(error)
             # time is left and no other work: a share is no longer in anybody's way

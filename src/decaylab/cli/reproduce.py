@@ -1,7 +1,6 @@
 """`decaylab reproduce`: the runs behind a table or figure of the paper."""
 
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -111,13 +110,13 @@ def reproduce_command(
             f"{len(searches)} searches come first, which only one process can run: run the command"
             " without torchrun, or add --no-search"
         )
-    ends = None if limits.seconds is None else time.monotonic() + limits.seconds
+    left = limits.running_out()
     for search_plan in searches:
-        make_search(search_plan, runs / "searched", _until(limits, ends), stream)
+        make_search(search_plan, runs / "searched", left(), stream)
     if searches:
         chosen, planned = planned_runs()
     with options.together(training.device or "auto", limits.device) as world:
-        worker = Worker(planned, store, replace(_until(limits, ends), world=world))
+        worker = Worker(planned, store, replace(left(), world=world))
         worker.check_data()
         if not world.first:
             worker.assist()
@@ -165,45 +164,31 @@ def _worker_options(training: options.TrainingOptions, on_digits: bool) -> Worke
     return training.worker_options(training.device_for(digits=on_digits))
 
 
-def _until(limits: WorkerOptions, ends: float | None) -> WorkerOptions:
-    """The options with what is left of their time."""
-    if ends is None:
-        return limits
-    return replace(limits, seconds=max(ends - time.monotonic(), 1e-3))
-
-
 def _exit(failed: bool, left: bool) -> None:
     """End with an exit code that says whether the same command has something to go on with."""
     if failed or left:
         raise typer.Exit(1 if failed else RUNS_LEFT)
 
 
-def _plan_entries(planned: list[PlannedRun], store: RunStore) -> list[dict[str, Any]]:
-    """For each run: what it is for, its state, and how long it should take."""
-    estimator = Estimator(store)
-    entries: list[dict[str, Any]] = []
-    for run in planned:
-        try:
-            state: str = state_of(run, store)
-        except DecaylabError as error:
-            state = f"unreadable ({error})"
-        estimate = estimator.of(run.spec)
-        entries.append(
-            {
-                "run": run.spec.id,
-                "artefacts": list(run.purposes),
-                "state": {"ready": "to do", "waiting": "to do, after its source"}.get(state, state),
-                "seconds": estimate.seconds,
-                "recorded": estimate.recorded,
-            }
-        )
-    return entries
+def _plan_entry(run: PlannedRun, store: RunStore, estimator: Estimator) -> dict[str, Any]:
+    """What a run is for, its state, and how long it should take."""
+    try:
+        state: str = state_of(run, store)
+    except DecaylabError as error:
+        state = f"unreadable ({error})"
+    return {
+        "run": run.spec.id,
+        "artefacts": list(run.purposes),
+        "state": {"ready": "to do", "waiting": "to do, after its source"}.get(state, state),
+        **vars(estimator.of(run.spec)),
+    }
 
 
 def _print_plan(
     planned: list[PlannedRun], chosen: list[Cell], store: RunStore, json_output: bool
 ) -> None:
-    entries = _plan_entries(planned, store)
+    estimator = Estimator(store)
+    entries = [_plan_entry(run, store, estimator) for run in planned]
     to_do = [entry for entry in entries if entry["state"].startswith("to do")]
     left = sum(entry["seconds"] for entry in to_do)
     missing = _missing(chosen)
@@ -213,13 +198,8 @@ def _print_plan(
     columns = (Column("run"), Column("for", words=True), Column("state", words=True))
     table = TextTable([*columns, Column("estimate", number=True)])
     for entry in entries:
-        mark = "" if entry["recorded"] else " *"
-        table.add(
-            entry["run"],
-            " ".join(entry["artefacts"]),
-            entry["state"],
-            in_words(entry["seconds"]) + mark,
-        )
+        seconds = in_words(entry["seconds"]) + ("" if entry["recorded"] else " *")
+        table.add(entry["run"], " ".join(entry["artefacts"]), entry["state"], seconds)
     show(table)
     done = sum(entry["state"] == "finished" for entry in entries)
     say(

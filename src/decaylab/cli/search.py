@@ -1,7 +1,6 @@
 """`decaylab search`: learning rate, weight decay and other settings by held-out accuracy."""
 
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -118,13 +117,10 @@ def make_search(
     plan: SearchPlan, folder: Path, worker_options: WorkerOptions, stream: TextIO
 ) -> RunSpec | None:
     """A search's runs, then its winner; None if runs are left, for the same command to go on."""
-    seconds = worker_options.seconds
-    until = None if seconds is None else time.monotonic() + seconds
+    left = worker_options.running_out()
     search = Search(plan, folder, worker_options, search_probe(plan))
     for worker in search.rounds():
-        if until is not None:
-            left = max(until - time.monotonic(), 1e-3)
-            worker.options = replace(worker.options, seconds=left)
+        worker.options = replace(worker.options, seconds=left().seconds)
         worker.check_data()
         follow(worker, stream)
         ended = sum(trial.ended for trial in search.trials())
