@@ -191,16 +191,17 @@ def cells(
     """
     artefact, size = artefact_of(name), tier_of(tier)
     AT_LEAST_ONE.check("seeds", seeds)
-    key = (id(artefact), size.name, seeds, searched_folder, searches_stamp(searched_folder))
+    key = (id(artefact), id(size), seeds, searched_folder, searches_stamp(searched_folder))
     if key not in _MADE:
-        _MADE[key] = (artefact, tuple(_cells(artefact, size, seeds, searched_folder)))
-    return list(_MADE[key][1])
+        made = tuple(_cells(artefact, size, seeds, searched_folder))
+        _MADE[key] = (artefact, size, made)
+    return list(_MADE[key][2])
 
 
-_MADE: dict[tuple[object, ...], tuple[Artefact, tuple[Cell, ...]]] = {}
+_MADE: dict[tuple[object, ...], tuple[Artefact, Tier, tuple[Cell, ...]]] = {}
 """The cells that were made already; a report asks for the same ones many times.
 
-With the artefact, so that its `id` stays its own.
+With the artefact and the tier, so that the `id` of each stays its own.
 """
 
 
