@@ -34,4 +34,4 @@ def without_theory(monkeypatch):
     """Reports without the theory's checks, which take six seconds and have tests of their own."""
     from decaylab.report import write
 
-    monkeypatch.setattr(write, "theory_beside", lambda: nullcontext(list))
+    monkeypatch.setattr(write, "beside", lambda work: nullcontext(list))

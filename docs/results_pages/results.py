@@ -12,11 +12,11 @@ from typing import Any
 from decaylab.document import text_grid
 from decaylab.errors import Damaged
 from decaylab.paper import TIERS, Cell, FinishedRun, FinishedRuns, artefact_of, artefacts
-from decaylab.paper.claims import Claim
+from decaylab.paper.claims import Claim, judge
 from decaylab.records import RunStore
 from decaylab.report.names import differing, key_words, named, percent
 from decaylab.report.provenance import seeds_of, tiers_of
-from decaylab.report.sections import Filled, fill, judged, titled
+from decaylab.report.sections import Filled, fill, titled
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.run_index import IndexedRun, indexed_runs
 from results_pages.searches import by_cell
@@ -51,7 +51,7 @@ class Results:
     @cache  # noqa: B019
     def claims(self, tier: str) -> dict[str, Claim]:
         """The paper's claims by id, judged at a tier."""
-        return {claim.id: claim for claim in judged(self.finished_runs, tier, self.seeds)}
+        return {claim.id: claim for claim in judge(self.finished_runs, tier, self.seeds)}
 
     @cached_property
     def used(self) -> dict[str, FinishedRun]:

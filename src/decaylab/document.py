@@ -5,7 +5,7 @@ of their own.
 """
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,11 @@ class GridCell:
     tone: Tone = ""
     notes: str = ""
     link: str = ""
+
+
+def cells(texts: Iterable[str], kind: Kind = "") -> list[GridCell]:
+    """Fields of one kind."""
+    return [GridCell(text, kind) for text in texts]
 
 
 @dataclass(frozen=True)
@@ -166,19 +171,16 @@ def joined(parts: Sequence[str]) -> str:
 
 def grid_markdown(grid: Grid) -> str:
     """A table as Markdown, without its caption."""
-    rows = [[_plain(cell) for cell in row] for row in (grid.header, *grid.rows)]
-    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "".join(_markdown_row(line) for line in lines)
+    header, *rows = ([_plain(cell) for cell in row] for row in (grid.header, *grid.rows))
+    lines = [header, ["---"] * len(header), *rows]
+    escaped = ([text.replace("|", "\\|") for text in line] for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
 
 
 def text_grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table of plain texts as Markdown."""
-    return grid_markdown(Grid([*map(GridCell, header)], [[*map(GridCell, row)] for row in rows]))
+    return grid_markdown(Grid(cells(header), [*map(cells, rows)]))
 
 
 def _plain(cell: GridCell) -> str:
     return f"{cell.text} ({cell.notes})" if cell.notes else cell.text
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 RUNS_LEFT = 75
 """Exit code of a command that stopped in time with work left: sysexits' EX_TEMPFAIL, try again."""
@@ -63,10 +63,15 @@ class MadeElsewhere(DecaylabError):
 
 @dataclass(eq=False)
 class TypedError(DecaylabError):
-    """An error that many places raise: type and fields say what is wrong, `_sentence` in words."""
+    """An error that many places raise: type and fields say what is wrong, `template` in words."""
+
+    template: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         self.args = tuple(vars(self).values())  # what pickle builds it from again
+
+    def _sentence(self) -> str:
+        return self.template.format(**vars(self))
 
 
 @dataclass(eq=False)
@@ -182,9 +187,7 @@ class NameTaken(TypedError):
 
     kind: str
     name: str
-
-    def _sentence(self) -> str:
-        return f"there is already a {self.kind} {self.name!r}: choose another name"
+    template = "there is already a {kind} {name!r}: choose another name"
 
 
 @dataclass(eq=False)
@@ -250,9 +253,7 @@ class Lacks(TypedError):
     owner: object
     what: str
     remedy: str
-
-    def _sentence(self) -> str:
-        return f"{self.owner} has no {self.what}: {self.remedy}"
+    template = "{owner} has no {what}: {remedy}"
 
 
 @dataclass(eq=False)
@@ -284,8 +285,7 @@ class _Caused(TypedError):
 class Failed(_Caused):
     """Something outside decaylab that raised an error."""
 
-    def _sentence(self) -> str:
-        return f"{self.what} failed ({self.reason}): {self.remedy}"
+    template = "{what} failed ({reason}): {remedy}"
 
 
 class Damaged(_Caused):
@@ -295,8 +295,7 @@ class Damaged(_Caused):
     rows.json is damaged (ValueError: not a row): put the whole file back
     """
 
-    def _sentence(self) -> str:
-        return f"{self.what} is damaged ({self.reason}): {self.remedy}"
+    template = "{what} is damaged ({reason}): {remedy}"
 
 
 class NotRead(_Caused):
@@ -310,8 +309,7 @@ class NotRead(_Caused):
 class NotWritten(_Caused):
     """A file or folder that cannot be written."""
 
-    def _sentence(self) -> str:
-        return f"{self.what} cannot be written ({self.reason}): {self.remedy}"
+    template = "{what} cannot be written ({reason}): {remedy}"
 
 
 @dataclass(eq=False)
@@ -320,9 +318,7 @@ class NotFinished(TypedError):
 
     run: str
     remedy: str
-
-    def _sentence(self) -> str:
-        return f"run {self.run} is not finished: {self.remedy}"
+    template = "run {run} is not finished: {remedy}"
 
 
 @dataclass(eq=False)
@@ -332,9 +328,7 @@ class NotInstalled(TypedError):
     package: str
     extra: str
     what: str
-
-    def _sentence(self) -> str:
-        return f"{self.what} needs {self.package}: pip install 'decaylab[{self.extra}]'"
+    template = "{what} needs {package}: pip install 'decaylab[{extra}]'"
 
 
 def _short(value: object) -> str:

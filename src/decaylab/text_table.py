@@ -89,23 +89,21 @@ class TextTable:
 
     def lines(self, width: int) -> list[Line]:
         """The same with styles, line by line."""
-        everything = list(range(len(self.columns)))
         if self.columns and self.columns[0].path and not self._above:
             nested = self._nested(width)
-            if nested._above and nested._fitted(everything, width) is not None:
+            if nested._above and nested._fitted_all(width):
                 return nested.lines(width)
-        if (layout := self._fitted(everything, width)) is not None:
-            return list(self._drawn(layout))
         shown = self._without_least(width)
         layout = self._fitted(shown, width) or self._fitted(shown, width, PROSE[1])
-        if layout is None:
-            turned = self._on_its_side(shown)
-            if turned is not None and (other := turned._fitted_all(width)) is not None:
-                return list(turned._drawn(other)) + self._left_out(shown, width)
+        turned = None if layout else self._on_its_side(shown)
+        if layout:
+            lines = list(self._drawn(layout))
+        elif turned and (layout := turned._fitted_all(width)):
+            lines = list(turned._drawn(layout))
+        else:
             parts = [list(self._drawn(part)) for part in self._parts(shown, width)]
             lines = [line for part in parts for line in (*part, [Styled("")])][:-1]
-            return lines + self._left_out(shown, width)
-        return list(self._drawn(layout)) + self._left_out(shown, width)
+        return lines + self._left_out(shown, width)
 
     def _nested(self, width: int) -> "TextTable":
         """The same, where names that are too long stand indented under what they share."""
@@ -136,13 +134,10 @@ class TextTable:
     def _without_least(self, width: int) -> list[int]:
         """The columns left when those that may go have gone, one by one, until the rest fits."""
         shown = list(range(len(self.columns)))
-        optional = sorted((i for i in shown if self.columns[i].drop), key=self._order)
+        optional = sorted((column.drop, i) for i, column in enumerate(self.columns) if column.drop)
         while optional and self._fitted(shown, width) is None:
-            shown.remove(optional.pop())
+            shown.remove(optional.pop()[1])
         return shown
-
-    def _order(self, column: int) -> tuple[int, int]:
-        return self.columns[column].drop, column
 
     def _left_out(self, shown: Sequence[int], width: int) -> list[Line]:
         names = [c.heading for i, c in enumerate(self.columns) if i not in shown and c.heading]
@@ -222,10 +217,9 @@ class TextTable:
         return _Layout([first, *part], widths)
 
     def _drawn(self, layout: _Layout) -> Iterator[Line]:
-        if any(self.columns[i].heading for i in layout.columns):
-            yield from self._row(
-                layout, [Styled(self.columns[i].heading, "dim") for i in layout[0]]
-            )
+        headings = [Styled(self.columns[i].heading, "dim") for i in layout.columns]
+        if any(heading.text for heading in headings):
+            yield from self._row(layout, headings)
         width = sum(layout.widths) + len(GAP) * (len(layout.widths) - 1)
         for number, row in enumerate(self.rows):
             if number in self._above:
@@ -240,13 +234,11 @@ class TextTable:
             line: Line = []
             for place, (cell, block) in enumerate(zip(cells, blocks, strict=True)):
                 text = block[height] if height < len(block) else ""
-                width, column = layout.widths[place], self.columns[layout.columns[place]]
-                blanks = " " * (width - len(text))
-                pad = len(cells) - 1 > place
-                line.append(Styled(blanks if column.number else "", ""))
-                line.append(Styled(text, cell.style))
-                line.append(Styled("" if column.number or not pad else blanks, ""))
-                line.append(Styled(GAP if pad else "", ""))
+                blanks = " " * (layout.widths[place] - len(text))
+                pieces = [Styled(text, cell.style), Styled(blanks)]
+                if self.columns[layout.columns[place]].number:
+                    pieces.reverse()
+                line += [Styled(GAP if place else ""), *pieces]
             yield line
 
 
@@ -313,11 +305,7 @@ def _broken(word: str, width: int) -> list[str]:
         if lines[-1] and len(lines[-1]) + len(piece) > width:
             lines.append("")
         lines[-1] += piece
-    return [part for line in lines for part in _chopped(line, width)]
-
-
-def _chopped(line: str, width: int) -> list[str]:
-    return [line[start : start + width] for start in range(0, len(line), width)] or [""]
+    return [line[at : at + width] for line in lines for at in range(0, len(line), width)]
 
 
 def in_words(seconds: float) -> str:

@@ -7,10 +7,9 @@ import torch
 from report.synthetic import everything, fill_artefacts, write_run
 from torch import nn
 
-from decaylab import watch
+from decaylab import diagnose, watch
 from decaylab.cli.demo import demo_specs
 from decaylab.records import RunStore
-from decaylab.report.diagnoses import write_diagnosis
 from decaylab.report.mechanisms import TIER
 from decaylab.report.write import write_report
 from decaylab.theory import Check
@@ -51,7 +50,7 @@ def diagnosis(tmp_path_factory):
                 optimizer.step()
                 optimizer.zero_grad()
         runs.append(watched)
-    write_diagnosis(folder / "diagnosis.html", *runs)
+    diagnose(*runs).report(folder / "diagnosis.html")
     return folder / "diagnosis.html"
 
 

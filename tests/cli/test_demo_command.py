@@ -21,7 +21,7 @@ CHECK = Check("T1", "Lemma 1", "no bias", 1.0, 1.0, 1e-16, 1e-10, True, "stateme
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """The theory has tests of its own; and the demo changes torch's threads."""
-    monkeypatch.setattr(demo_module, "theory_checks", lambda: [CHECK])
+    monkeypatch.setattr(demo_module, "all_checks", lambda: [CHECK])
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

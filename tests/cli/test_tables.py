@@ -81,7 +81,7 @@ def names(folder):
 def computed_once():
     """What takes seconds to compute and is only printed at another width."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli_theory, "theory_checks", cache(cli_theory.theory_checks))
+        patch.setattr(cli_theory, "all_checks", cache(cli_theory.all_checks))
         patch.setattr(cli_audit, "audit", cache(cli_audit.audit))
         yield
 

@@ -6,7 +6,7 @@ from refusals import refuses
 
 from decaylab.errors import BadValue, Damaged, Lacks, Misplaced, UnknownName
 from decaylab.networks import NETWORKS
-from decaylab.paper import artefacts, cells, register_artefact, select
+from decaylab.paper import TIERS, artefacts, cells, register_artefact, select
 from decaylab.paper.pace import pace_spec
 from decaylab.paper.plan import plan
 from decaylab.paper.settings import searched, table
@@ -283,3 +283,10 @@ def test_a_pace_is_that_of_the_first_epochs_of_figure_9():
     for tier in ("smoke", "short", "full"):
         runs = [cell.runs[0] for cell in cells("fig9", tier)]
         assert [pace_spec(run) for run in runs] == [c.runs[0] for c in cells("fig9-pace", tier)]
+
+
+def test_a_tier_that_is_replaced_has_cells_of_its_own(monkeypatch):
+    before = cells("table1", "smoke")[0].runs[0]
+    smaller = {papers: ours // 2 for papers, ours in TIERS["smoke"].batches.items()}
+    monkeypatch.setitem(TIERS, "smoke", replace(TIERS["smoke"], batches=smaller))
+    assert cells("table1", "smoke")[0].runs[0].batch_size == before.batch_size // 2

@@ -25,7 +25,7 @@ BROKEN = Check("T2", "Lemma 2", "biases added", 1.0, 2.0, 0.5, 1e-8, False, "bro
 @pytest.fixture(autouse=True)
 def theory(monkeypatch):
     """The theory has tests of its own; here it must only be shown."""
-    monkeypatch.setattr(write, "theory_beside", lambda: nullcontext(lambda: [CHECK, BROKEN]))
+    monkeypatch.setattr(write, "beside", lambda work: nullcontext(lambda: [CHECK, BROKEN]))
 
 
 class Page(HTMLParser):
@@ -81,7 +81,7 @@ def filled(tmp_path_factory):
     root = tmp_path_factory.mktemp("filled")
     fill_artefacts(root)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write, "theory_beside", lambda: nullcontext(lambda: [CHECK, BROKEN]))
+        patch.setattr(write, "beside", lambda work: nullcontext(lambda: [CHECK, BROKEN]))
         return root, *report(root)
 
 

@@ -1,7 +1,6 @@
-"""Figures drawn in another process: the same pictures; and here, where that process fails."""
+"""Figures drawn in another process: the same pictures."""
 
 import math
-import subprocess
 
 import pytest
 
@@ -43,22 +42,15 @@ def two_cores(monkeypatch):
     monkeypatch.setattr(sheets, "FEW", 0)
 
 
-def test_they_are_what_is_drawn_here(monkeypatch):
+def test_they_are_what_is_drawn_here():
     here = sheets.draw_sheets(FIGURES)
-    monkeypatch.setattr(sheets, "draw_sheets", None)  # so that it is drawn there
     with sheets.sheets_beside(FIGURES) as drawn:
         assert drawn() == here
     assert [len(sheet.alone) for sheet in here.values()] == [0, 1, 1]
 
 
-def test_where_the_other_process_fails_they_are_drawn_here(monkeypatch):
-    monkeypatch.setattr(beside.sys, "executable", "/bin/false")
-    with sheets.sheets_beside(FIGURES) as drawn:
-        assert drawn() == sheets.draw_sheets(FIGURES)
-
-
 def test_few_are_drawn_without_another_process(monkeypatch):
     monkeypatch.setattr(sheets, "FEW", 4)
-    monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setattr(sheets, "beside", None)
     with sheets.sheets_beside(FIGURES) as drawn:
         assert drawn() == sheets.draw_sheets(FIGURES)

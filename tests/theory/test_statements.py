@@ -62,7 +62,7 @@ def test_the_table_names_every_statement(run):
 
 def only(monkeypatch, *numbers):
     chosen = {number: theory.STATEMENTS[number] for number in numbers}
-    monkeypatch.setattr("decaylab.report.sections.STATEMENTS", chosen)
+    monkeypatch.setattr("decaylab.theory.STATEMENTS", chosen)
 
 
 def test_a_bias_added_on_purpose_makes_it_fail(run, monkeypatch):
@@ -101,7 +101,7 @@ def test_the_worst_case_is_kept_and_nan_never_holds(run, monkeypatch):
     assert not worst.holds
     not_a_number = statement.check("", [(one, one), (bad, one), (one, one)])
     assert not not_a_number.holds
-    monkeypatch.setattr("decaylab.report.sections.STATEMENTS", {"T0": lambda: [not_a_number]})
+    monkeypatch.setattr("decaylab.theory.STATEMENTS", {"T0": lambda: [not_a_number]})
     (row,) = json.loads(run("--json").stdout, parse_constant=pytest.fail)  # JSON has no nan
     assert row["error"] is None
     assert not statement.check("", []).holds  # nothing checked is nothing shown

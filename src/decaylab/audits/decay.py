@@ -10,8 +10,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from enum import Enum
 from functools import partial
 from typing import Any, get_args
 
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.audits.building import build, build_optimizer
-from decaylab.audits.words import DECAY_MARKS, explain_decay, joined
+from decaylab.audits.report import AuditCheck, DecayAudit, DecayReason
 from decaylab.errors import WrongType, check_name
 from decaylab.optim.decay_operator import (
     LR,
@@ -36,9 +34,7 @@ from decaylab.optim.decay_operator import (
     times_among,
 )
 from decaylab.optim.optimizer_behaviour import undisturbed
-from decaylab.optim.table import DecayTable, Problem, decay_table, repeated
-from decaylab.optim.table_words import explain_operator
-from decaylab.records.files import without_nan
+from decaylab.optim.table import Problem, decay_table, repeated
 
 Factory = Callable[..., Any]
 SHAPE = (8, 6)
@@ -47,88 +43,6 @@ PARAMETER_NAMES = ("params", "parameters", "param_groups", "groups", "params_or_
 DECOUPLED_FLAGS = ("decoupled_weight_decay", "weight_decouple", "decoupled_decay", "decoupled")
 DECOUPLED_NAMES = ("lion", "adamw", "sgdw", "muon")
 """Classes with one of these in their names are defined with decoupled decay."""
-
-
-class DecayReason(Enum):
-    """Why a check passed or failed; what its `data` hold is in parentheses."""
-
-    NAMED = "named"  # (operator)
-    IGNORED = "ignored"
-    UNKNOWN = "unknown"  # (along, across)
-    NOT_TRIED = "not-tried"  # (error)
-    NOTHING_SEEN = "nothing-seen"
-    OTHER_KIND = "other-kind"  # (kind, expected, why)
-    ONCE = "once"
-    REPEATED = "repeated"  # (times)
-    SCALED = "scaled"  # (least, most)
-    FORMATS_RIGHT = "formats-right"
-    FORMATS_REPEATED = "formats-repeated"  # (times)
-    GROUPS_RIGHT = "groups-right"
-    GROUPS_LOST = "groups-lost"  # (asked, got)
-    VECTORS_ALIKE = "vectors-alike"
-    VECTORS_OTHERWISE = "vectors-otherwise"  # (operator)
-    NOTHING_UNASKED = "nothing-unasked"
-    UNASKED = "unasked"  # (strength)
-    NO_DECAY = "no-decay"
-    TABLE_PROBLEM = "table-problem"  # (problem)
-
-
-@dataclass(frozen=True)
-class DecayCheck:
-    """One thing checked; `passed` is None if it is to be known and not a mistake."""
-
-    name: str
-    passed: bool | None
-    reason: DecayReason
-    data: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def words(self) -> str:
-        """The reason as a sentence."""
-        return explain_decay(self.reason.name, self.data)
-
-
-@dataclass(frozen=True)
-class DecayAudit:
-    """What an audit of weight decay found; `table` if there is a model to look at."""
-
-    optimizer: str
-    operator: DecayOperator
-    checks: tuple[DecayCheck, ...]
-    table: DecayTable | None = None
-
-    @property
-    def passed(self) -> bool:
-        """Whether no check failed."""
-        return all(check.passed is not False for check in self.checks)
-
-    def __getitem__(self, name: str) -> DecayCheck:
-        return next(check for check in self.checks if check.name == name)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        checks = [
-            {
-                "name": check.name,
-                "passed": check.passed,
-                "reason": check.reason.value,
-                "words": check.words,
-            }
-            for check in self.checks
-        ]
-        values = {
-            "passed": self.passed,
-            "optimizer": self.optimizer,
-            "operator": asdict(self.operator),
-            "checks": checks,
-            "rows": None if self.table is None else [asdict(row) for row in self.table],
-        }
-        return dict(without_nan(values))
-
-    def __str__(self) -> str:
-        title = f"{self.optimizer}: {self.operator.kind}, {explain_operator(self.operator)}"
-        text = joined(title, [(c.passed, c.name, c.words) for c in self.checks], DECAY_MARKS)
-        return text if self.table is None else f"{text}\n{self.table}"
 
 
 def audit_decay(factory: Factory, *, expect: str | None = None) -> DecayAudit:
@@ -175,7 +89,7 @@ def _of_class(factory: Factory, expect: str | None) -> DecayAudit:
     name = type(optimizer).__name__
     settings = optimizer.param_groups[0]
     if "weight_decay" not in settings:
-        check = DecayCheck("operator", None, DecayReason.NO_DECAY)
+        check = AuditCheck("operator", None, DecayReason.NO_DECAY)
         return DecayAudit(name, DecayOperator("none"), (check,))
     make = partial(_make, factory)
     operator, error = _tried(make, SHAPE)
@@ -187,9 +101,9 @@ def _of_class(factory: Factory, expect: str | None) -> DecayAudit:
         checks += _vectors_check(make, operator)
     if operator.unasked:
         data = {"strength": operator.unasked}
-        checks.append(DecayCheck("without decay", None, DecayReason.UNASKED, data))
+        checks.append(AuditCheck("without decay", None, DecayReason.UNASKED, data))
     else:
-        checks.append(DecayCheck("without decay", True, DecayReason.NOTHING_UNASKED))
+        checks.append(AuditCheck("without decay", True, DecayReason.NOTHING_UNASKED))
     return DecayAudit(name, operator, tuple(checks))
 
 
@@ -230,47 +144,42 @@ def _kind_check(
     name: str,
     settings: Mapping[str, Any],
     expect: str | None,
-) -> DecayCheck:
+) -> AuditCheck:
     if error is not None:
-        return DecayCheck("operator", None, DecayReason.NOT_TRIED, {"error": error})
+        return AuditCheck("operator", None, DecayReason.NOT_TRIED, {"error": error})
     if operator.kind == "ignored" and expect != "ignored":
-        return DecayCheck("operator", False, DecayReason.IGNORED)
-    flag = next((flag for flag in DECOUPLED_FLAGS if settings.get(flag) is True), None)
-    denied = any(settings.get(flag) is False for flag in DECOUPLED_FLAGS)
-    named_decoupled = any(part in name.lower() for part in DECOUPLED_NAMES) and not denied
+        return AuditCheck("operator", False, DecayReason.IGNORED)
+    flags = {flag: settings.get(flag) for flag in DECOUPLED_FLAGS}
+    why = next((flag for flag, value in flags.items() if value is True), "")
+    if not why and False not in flags.values():
+        why = "name" if any(part in name.lower() for part in DECOUPLED_NAMES) else ""
+    wrong = operator.kind == "l2" and bool(why)
     if expect is not None:
-        expected, why = expect, "asked"
-    elif flag is not None:
-        expected, why = "decoupled", flag
-    elif named_decoupled:
-        expected, why = "decoupled", "name"
-    else:
-        expected, why = None, ""
-    wrong = operator.kind != expected and (why == "asked" or operator.kind == "l2")
-    if expected is not None and wrong:
-        data = {"kind": operator.kind, "expected": expected, "why": why}
-        return DecayCheck("operator", False, DecayReason.OTHER_KIND, data)
+        wrong, why = operator.kind != expect, "asked"
+    if wrong:
+        data = {"kind": operator.kind, "expected": expect or "decoupled", "why": why}
+        return AuditCheck("operator", False, DecayReason.OTHER_KIND, data)
     if operator.kind == "unknown" and math.isnan(operator.along):
-        return DecayCheck("operator", None, DecayReason.NOTHING_SEEN)
+        return AuditCheck("operator", None, DecayReason.NOTHING_SEEN)
     if operator.kind == "unknown":
         numbers = {"along": operator.along, "across": operator.across}
-        return DecayCheck("operator", None, DecayReason.UNKNOWN, numbers)
-    return DecayCheck("operator", True, DecayReason.NAMED, {"operator": operator})
+        return AuditCheck("operator", None, DecayReason.UNKNOWN, numbers)
+    return AuditCheck("operator", True, DecayReason.NAMED, {"operator": operator})
 
 
-def _times_checks(operator: DecayOperator) -> Iterator[DecayCheck]:
+def _times_checks(operator: DecayOperator) -> Iterator[AuditCheck]:
     if operator.times is None:
         return
     if times := repeated(operator):
-        yield DecayCheck("times", False, DecayReason.REPEATED, {"times": times})
+        yield AuditCheck("times", False, DecayReason.REPEATED, {"times": times})
     elif operator.factor is not None and abs(operator.factor - 1) < TOLERANCE:
-        yield DecayCheck("times", True, DecayReason.ONCE)
+        yield AuditCheck("times", True, DecayReason.ONCE)
     else:
         data = {"least": operator.times[0], "most": operator.times[1]}
-        yield DecayCheck("times", None, DecayReason.SCALED, data)
+        yield AuditCheck("times", None, DecayReason.SCALED, data)
 
 
-def _formats_check(make: Any, operator: DecayOperator) -> Iterator[DecayCheck]:
+def _formats_check(make: Any, operator: DecayOperator) -> Iterator[AuditCheck]:
     """Parameters of two number formats in one group."""
     if operator.kind not in ("decoupled", "independent") or operator.factor is None:
         return
@@ -287,12 +196,12 @@ def _formats_check(make: Any, operator: DecayOperator) -> Iterator[DecayCheck]:
     times = together / once
     if times > 1.5:
         data = {"times": round(times)}
-        yield DecayCheck("number formats", False, DecayReason.FORMATS_REPEATED, data)
+        yield AuditCheck("number formats", False, DecayReason.FORMATS_REPEATED, data)
     else:
-        yield DecayCheck("number formats", True, DecayReason.FORMATS_RIGHT)
+        yield AuditCheck("number formats", True, DecayReason.FORMATS_RIGHT)
 
 
-def _groups_check(factory: Factory, operator: DecayOperator) -> Iterator[DecayCheck]:
+def _groups_check(factory: Factory, operator: DecayOperator) -> Iterator[AuditCheck]:
     """Three groups of their own weight decays, none of them that of the constructor."""
     if operator.kind == "masked":
         return
@@ -303,13 +212,8 @@ def _groups_check(factory: Factory, operator: DecayOperator) -> Iterator[DecayCh
             terms, weights = _terms_of_groups(factory, requested, place)
     except Exception:  # some need other groups
         return
-    sizes = [
-        float((term * weight).sum() / weight.square().sum()) / (LR * WEIGHT_DECAY)
-        for term, weight in zip(terms, weights, strict=True)
-    ]
-    moved = [
-        float(term.norm() / weight.norm()) for term, weight in zip(terms, weights, strict=True)
-    ]
+    pairs = list(zip(terms, weights, strict=True))
+    moved = [float(term.norm() / weight.norm()) for term, weight in pairs]
     if not max(moved) > 0:
         return
     # what is shared by all groups, as a mean over them, may carry a little from one to another
@@ -320,6 +224,8 @@ def _groups_check(factory: Factory, operator: DecayOperator) -> Iterator[DecayCh
     if operator.kind in ("decoupled", "independent", "lr-squared") and operator.factor is not None:
         unit = operator.factor * WEIGHT_DECAY * (1 / LR if operator.kind == "independent" else 1)
         unit *= 1 if operator.over_first_lr else LR
+        along = [float((term * weight).sum() / weight.square().sum()) for term, weight in pairs]
+        sizes = [size / (LR * WEIGHT_DECAY) for size in along]
         expected = [wd / WEIGHT_DECAY**2 * unit for wd in requested]
         wrong = [abs(a - b) > 0.15 * max(expected) for a, b in zip(sizes, expected, strict=True)]
         scale = unit / WEIGHT_DECAY
@@ -328,9 +234,9 @@ def _groups_check(factory: Factory, operator: DecayOperator) -> Iterator[DecayCh
         applied = [round(value / max(moved), 4) for value in moved]
     if any(wrong):
         data = {"asked": list(requested), "got": applied}
-        yield DecayCheck("param groups", False, DecayReason.GROUPS_LOST, data)
+        yield AuditCheck("param groups", False, DecayReason.GROUPS_LOST, data)
     else:
-        yield DecayCheck("param groups", True, DecayReason.GROUPS_RIGHT)
+        yield AuditCheck("param groups", True, DecayReason.GROUPS_RIGHT)
 
 
 def _terms_of_groups(
@@ -364,16 +270,16 @@ def _terms_of_groups(
     return [plain - decayed for plain, decayed in zip(*ends, strict=True)], weights
 
 
-def _vectors_check(make: Any, operator: DecayOperator) -> Iterator[DecayCheck]:
+def _vectors_check(make: Any, operator: DecayOperator) -> Iterator[AuditCheck]:
     """Some treat vectors otherwise, or refuse them."""
     vectors, error = _tried(make, (SHAPE[0] * SHAPE[1],))
     if error is not None:
         return
     if vectors.kind == operator.kind:
-        yield DecayCheck("vectors", True, DecayReason.VECTORS_ALIKE)
+        yield AuditCheck("vectors", True, DecayReason.VECTORS_ALIKE)
     else:
         data = {"operator": vectors}
-        yield DecayCheck("vectors", None, DecayReason.VECTORS_OTHERWISE, data)
+        yield AuditCheck("vectors", None, DecayReason.VECTORS_OTHERWISE, data)
 
 
 # ---------------------------------------------------------------- built from a model
@@ -390,14 +296,14 @@ def _of_model(factory: Factory, expect: str | None) -> DecayAudit:
         settings = _settings_of(model, optimizers, row.parameter)
         who = str(row.optimizer)
         check = _kind_check(row.operator, None, who, settings, expect)
-        checks.append(DecayCheck(f"{who}: operator", check.passed, check.reason, check.data))
+        checks.append(AuditCheck(f"{who}: operator", check.passed, check.reason, check.data))
     if not decayed:
-        checks.append(DecayCheck("operator", None, DecayReason.NO_DECAY))
+        checks.append(AuditCheck("operator", None, DecayReason.NO_DECAY))
     worst = (Problem.SHARED, Problem.UNSTEPPED, Problem.IGNORED, Problem.LOST, Problem.REPEATED)
     for problem in table.problems:
         passed = False if problem.problem in worst else None
         name = problem.problem.value
-        checks.append(DecayCheck(name, passed, DecayReason.TABLE_PROBLEM, {"problem": problem}))
+        checks.append(AuditCheck(name, passed, DecayReason.TABLE_PROBLEM, {"problem": problem}))
     return DecayAudit(names, first, tuple(checks), table)
 
 

@@ -126,20 +126,20 @@ def _direction_checks(
     if key[0] == "none":
         uphill = any(m.off(key) > 1 for m in linear + conv)
         reason = Reason.UPHILL if uphill else Reason.PLAIN_GRADIENTS
-        return [AuditCheck("curvature", False, None, reason)]
+        return [AuditCheck("curvature", False, reason)]
     directions = []
     for kind, measured in (("Linear", linear), ("Conv2d", conv)):
         angle = _off(measured, key)
         right = angle <= tolerance["direction"]
         reason = Reason.DIRECTION if right else Reason.UNKNOWN_DIRECTION
-        directions.append(AuditCheck(f"{kind}: direction", right, angle, reason, {"sine": angle}))
+        directions.append(AuditCheck(f"{kind}: direction", right, reason, {"sine": angle}, angle))
     nearest = {"curvature": key[0], "sharing": key[1]}
-    block = AuditCheck("curvature", True, None, Reason.NEAREST_BLOCK, nearest)
+    block = AuditCheck("curvature", True, Reason.NEAREST_BLOCK, nearest)
     if not any(check.passed for check in directions):
-        block = AuditCheck("curvature", False, None, Reason.NO_KNOWN_BLOCK, nearest)
+        block = AuditCheck("curvature", False, Reason.NO_KNOWN_BLOCK, nearest)
     elif asked is not None and key[0] != asked:
         data = {"curvature": key[0], "asked": asked}
-        block = AuditCheck("curvature", False, None, Reason.OTHER_CURVATURE, data)
+        block = AuditCheck("curvature", False, Reason.OTHER_CURVATURE, data)
     return [block, *directions]
 
 
@@ -178,22 +178,22 @@ def _power_checks(
     for axis, power in powers.items():
         name = f"{kind}: {axis}"
         if abs(power) <= tolerance["power"]:
-            checks.append(AuditCheck(name, True, power, Reason.POWER_RIGHT))
+            checks.append(AuditCheck(name, True, Reason.POWER_RIGHT, measured=power))
             continue
         nearest = round(2 * power) / 2
         plain = abs(power - nearest) < max(tolerance["power"], 0.1) and nearest != 0
         data = {"axis": axis, "power": nearest if plain else power, "plain": plain, "known": known}
-        checks.append(AuditCheck(name, False, power, Reason.POWER_OFF, data))
+        checks.append(AuditCheck(name, False, Reason.POWER_OFF, data, power))
     if rest > 10 * tolerance["power"]:
         data = {"off": math.expm1(rest)}
-        checks.append(AuditCheck(f"{kind}: power law", False, rest, Reason.NO_POWER_LAW, data))
+        checks.append(AuditCheck(f"{kind}: power law", False, Reason.NO_POWER_LAW, data, rest))
     if any(check.passed is False for check in checks):
         return checks  # a constant beside wrong powers means nothing
     constant = math.exp(float(logs.mean())) / curvature_scale
     fair = abs(math.log(constant)) <= math.log1p(tolerance["constant"])
     reason = Reason.CONSTANT_RIGHT if fair else Reason.CONSTANT_OFF
     data = {"factor": constant}
-    return [*checks, AuditCheck(f"{kind}: constant", fair, constant, reason, data)]
+    return [*checks, AuditCheck(f"{kind}: constant", fair, reason, data, constant)]
 
 
 def _damped_checks(
@@ -207,14 +207,14 @@ def _damped_checks(
     """Patches, bias and damping at natural scale, where damping matters."""
     names = ("Conv2d: patches", "Linear: bias", "Conv2d: bias", "damping")
     if not right or key[0] == "none":
-        return [AuditCheck(name, None, None, Reason.MEND_FIRST) for name in names]
+        return [AuditCheck(name, None, Reason.MEND_FIRST) for name in names]
     larger = options.larger
     patches = measure(options, Case("Conv2d", larger * 8, 3, 2, LARGE, kernel=2, gain=LARGE))
     angle = patches.off(key)
     fair = angle <= tolerance["direction"]
-    checks = [AuditCheck(names[0], fair, angle, Reason.PATCHES, {"sine": angle})]
+    checks = [AuditCheck(names[0], fair, Reason.PATCHES, {"sine": angle}, angle)]
     if damping is None or not 0 < damping < math.inf:
-        return checks + [AuditCheck(n, None, None, Reason.DAMPING_UNKNOWN) for n in names[1:]]
+        return checks + [AuditCheck(n, None, Reason.DAMPING_UNKNOWN) for n in names[1:]]
     lam = damping / curvature_scale
     plain = measure(options, Case("Linear", larger * 16, scale=1.0), lam)
     errors = {kind: _error(plain, (key[0], key[1], kind), curvature_scale) for kind in DAMPINGS}
@@ -224,9 +224,9 @@ def _damped_checks(
     passing = [other for other in errors if errors[other] <= tolerance["damping"]]
     others = [other for other in passing if other != kind] if fair else []
     data = {"kind": kind, "damping": damping, "error": error, "others": others}
-    damped = AuditCheck("damping", fair, error, Reason.DAMPING, data)
+    damped = AuditCheck("damping", fair, Reason.DAMPING, data, error)
     if not fair:
-        unmade = [AuditCheck(n, None, None, Reason.MEND_DAMPING_FIRST) for n in names[1:3]]
+        unmade = [AuditCheck(n, None, Reason.MEND_DAMPING_FIRST) for n in names[1:3]]
         return [*checks, *unmade, damped]
     cases = (Case("Linear", larger * 16, bias=True), Case("Conv2d", larger * 8, 2, bias=True))
     for name, case in zip(names[1:3], cases, strict=True):
@@ -242,11 +242,7 @@ def _error(measured: MeasuredStep, key: Key, curvature_scale: float) -> float:
 
 
 def _bias_check(
-    name: str,
-    measured: MeasuredStep,
-    key: Key,
-    curvature_scale: float,
-    tolerance: dict[str, float],
+    name: str, measured: MeasuredStep, key: Key, curvature_scale: float, tolerance: dict[str, float]
 ) -> AuditCheck:
     """Weight and bias apart: each part's step beside the joint block's, as a factor."""
     reference = measured.references[key] / curvature_scale
@@ -258,6 +254,6 @@ def _bias_check(
     }
     factor = float(step[:, -1].norm() / reference[:, -1].norm())
     if max(errors.values()) <= allowed:
-        return AuditCheck(name, True, factor, Reason.JOINT_BIAS)
+        return AuditCheck(name, True, Reason.JOINT_BIAS, measured=factor)
     data = {"weight_error": errors["weight"], "bias_error": errors["bias"], "factor": factor}
-    return AuditCheck(name, False, factor, Reason.BIAS_OFF, data)
+    return AuditCheck(name, False, Reason.BIAS_OFF, data, factor)

@@ -19,6 +19,7 @@ from decaylab.cli.data import data_app
 from decaylab.cli.decay import audit_decay_command, decay_table_command
 from decaylab.cli.diagnose import SeveralAgainst, diagnose_command
 from decaylab.cli.live import live_command
+from decaylab.cli.options import option
 from decaylab.cli.probe import probe_command
 from decaylab.cli.report import report_command
 from decaylab.cli.reproduce import reproduce_command
@@ -94,15 +95,10 @@ def _options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version",
-            callback=_print_version,
-            is_eager=True,
-            help="Print the version and exit.",
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show errors with their traceback.")
-    ] = False,
+    debug: Annotated[bool, option("--debug", "Show errors with their traceback.")] = False,
 ) -> None:
     """Measure what weight decay does to a network."""
 

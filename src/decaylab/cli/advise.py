@@ -9,6 +9,7 @@ import typer
 
 from decaylab.cli import options
 from decaylab.cli.diagnose import found_records
+from decaylab.cli.options import option
 from decaylab.cli.terminal import print_json, say, show, warn
 from decaylab.diagnosis import (
     Stepping,
@@ -28,14 +29,13 @@ from decaylab.text_table import Column, TextTable
 app = typer.Typer(help="Choose, convert or replace weight decay.", no_args_is_help=True)
 
 Rotation = Annotated[
-    float | None, typer.Option("--rotation", help="Turn the weights by this many radians per step.")
+    float | None, option("--rotation", "Turn the weights by this many radians per step.")
 ]
 NormAt = Annotated[
-    int | None, typer.Option("--norm-at", help="Keep the norms of this step instead of the first.")
+    int | None, option("--norm-at", "Keep the norms of this step instead of the first.")
 ]
 Steps = Annotated[
-    int | None,
-    typer.Option("--steps", help="Act within this many steps; by default the run's own."),
+    int | None, option("--steps", "Act within this many steps; by default the run's own.")
 ]
 LEGEND = (
     "norm: now, in the records used; leads to: the norm that the suggested decay leads to; balance:"
@@ -90,15 +90,13 @@ def scale_command(
     weight_decay: Annotated[
         float, typer.Argument(metavar="DECAY", help="AdamW's weight decay now.")
     ],
-    lr: Annotated[float, typer.Option("--lr", help="Its learning rate now.")],
+    lr: Annotated[float, option("--lr", "Its learning rate now.")],
     batch: Annotated[
-        str, typer.Option("--batch", metavar="FROM:TO", help="Batch size, as in 64:256.")
+        str, option("--batch", "Batch size, as in 64:256.", metavar="FROM:TO")
     ] = "1:1",
-    steps: Annotated[
-        str, typer.Option("--steps", metavar="FROM:TO", help="Steps of the run.")
-    ] = "1:1",
+    steps: Annotated[str, option("--steps", "Steps of the run.", metavar="FROM:TO")] = "1:1",
     width: Annotated[
-        str, typer.Option("--width", metavar="FROM:TO", help="Width; lr follows muP, lr / width.")
+        str, option("--width", "Width; lr follows muP, lr / width.", metavar="FROM:TO")
     ] = "1:1",
     json_output: options.Json = False,
 ) -> None:
@@ -138,21 +136,21 @@ def convert_command(
     weight_decay: Annotated[
         float, typer.Argument(metavar="DECAY", help="The weight decay to convert.")
     ],
-    source: Annotated[str, typer.Option("--from", help=OPTIMIZER_HELP)],
-    source_lr: Annotated[float, typer.Option("--from-lr", help="Learning rate of --from.")],
-    target: Annotated[str, typer.Option("--to", help=OPTIMIZER_HELP)],
-    target_lr: Annotated[float, typer.Option("--to-lr", help="Learning rate of --to.")],
+    source: Annotated[str, option("--from", OPTIMIZER_HELP)],
+    source_lr: Annotated[float, option("--from-lr", "Learning rate of --from.")],
+    target: Annotated[str, option("--to", OPTIMIZER_HELP)],
+    target_lr: Annotated[float, option("--to-lr", "Learning rate of --to.")],
     source_decay: Annotated[
-        str, typer.Option("--from-decay", help="Its kind: l2, decoupled or independent.")
+        str, option("--from-decay", "Its kind: l2, decoupled or independent.")
     ] = "",
     target_decay: Annotated[
-        str, typer.Option("--to-decay", help="Its kind: l2, decoupled or independent.")
+        str, option("--to-decay", "Its kind: l2, decoupled or independent.")
     ] = "",
     source_momentum: Annotated[
-        float | None, typer.Option("--from-momentum", help="Momentum of --from (Adam: beta1).")
+        float | None, option("--from-momentum", "Momentum of --from (Adam: beta1).")
     ] = None,
     target_momentum: Annotated[
-        float | None, typer.Option("--to-momentum", help="Momentum of --to (Adam: beta1).")
+        float | None, option("--to-momentum", "Momentum of --to (Adam: beta1).")
     ] = None,
     json_output: options.Json = False,
 ) -> None:
@@ -205,7 +203,7 @@ def _named(weight_decay: float, stepping: Stepping) -> str:
 @app.command("schedule")
 def schedule_command(
     run: options.Run,
-    out: Annotated[Path, typer.Option("--out", help="File to write, .csv or .toml.")],
+    out: Annotated[Path, option("--out", "File to write, .csv or .toml.")],
     runs: options.Runs = options.RUNS,
     json_output: options.Json = False,
 ) -> None:
@@ -223,7 +221,7 @@ def schedule_command(
     if fisher:
         warn(
             f"{run}: the Fisher matrix shrinks as the network fits the data, so this schedule is"
-            " not reliable for K-FAC-F (docs/diagnosis.md)",
+            " not reliable for K-FAC-F (docs/diagnosis.md)"
         )
     schedule = equivalent_schedule(source)
     schedule.save(out)

@@ -23,6 +23,7 @@ from decaylab.attribution.recorded_arms import (
     planned_arms,
 )
 from decaylab.cli import options
+from decaylab.cli.options import option
 from decaylab.cli.sweep import EngineOptions, Work, submit
 from decaylab.cli.terminal import print_json, say
 from decaylab.data import DataSet, load
@@ -40,38 +41,32 @@ Spec = Annotated[
     str | None,
     typer.Argument(metavar="SPEC", help="A spec in TOML, or a run with decay: its id or folder."),
 ]
-Seeds = Annotated[int, options.number("--seeds", AT_LEAST_ONE, "How many seeds, from 0.")]
+Seeds = Annotated[int, option("--seeds", "How many seeds, from 0.", allowed=AT_LEAST_ONE)]
 Only = Annotated[
     str,
-    typer.Option(
+    option(
         "--only",
+        "Which layers are held: all that decay, conv (those before the last), fc, or names.",
         metavar="layers=WHICH",
-        help="Which layers are held: all that decay, conv (those before the last), fc, or names.",
     ),
 ]
-Metric = Annotated[str, typer.Option("--metric", help=f"One of {', '.join(METRICS)}.")]
+Metric = Annotated[str, option("--metric", f"One of {', '.join(METRICS)}.")]
 TierOption = Annotated[
-    str | None,
-    typer.Option("--tier", help="Size the spec for a tier: smoke, quick, short or full."),
+    str | None, option("--tier", "Size the spec for a tier: smoke, quick, short or full.")
 ]
-From = Annotated[
-    str | None, typer.Option("--from", metavar="RUN", help="Branch from this run with decay.")
-]
-At = Annotated[int | None, typer.Option("--at", metavar="EPOCH", help="The epoch to branch at.")]
-For = Annotated[
-    int | None, typer.Option("--for", metavar="STEPS", help="How many steps each arm takes.")
-]
+From = Annotated[str | None, option("--from", "Branch from this run with decay.", metavar="RUN")]
+At = Annotated[int | None, option("--at", "The epoch to branch at.", metavar="EPOCH")]
+For = Annotated[int | None, option("--for", "How many steps each arm takes.", metavar="STEPS")]
 NormsAlone = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--norms-alone",
+        "One more arm: no decay, but its norms, set at each step or epoch (Fig. 4).",
         metavar="WHEN",
-        help="One more arm: no decay, but its norms, set at each step or epoch (Fig. 4).",
     ),
 ]
 ReportFile = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="FILE.html", help="Also write a page with figures."),
+    Path | None, option("--report", "Also write a page with figures.", metavar="FILE.html")
 ]
 
 
@@ -110,25 +105,35 @@ def attribute_command(
     where = options.chosen_device(training.device or "auto")
     base = spec_from(start or spec or "", runs, tier)
     data = load(base.data, training.data_dir)
-    extra = _norms_alone(norms_alone, base, data)
+    extra, layers = _norms_alone(norms_alone, base, data), _layers(only)
     if start is not None:
         if training.at_once > 1 or training.max_minutes is not None or training.compiled:
             settings = ["--at-once", "--max-minutes", "--compiled"]
             raise Misplaced(settings, "arms that do not branch")
         if not engine.in_this_process(training):
             raise Misplaced(["--engine", "--jobs"], "arms that do not branch")
-        branch = runs / "attribution" / f"{base.id}-at-{at}"
-        result = _branched(
-            base, at, steps, seeds, _layers(only), extra, metric, data, where, branch
+        if at is None or steps is None:
+            raise Lacks("--from RUN", "--at EPOCH or no --for STEPS", "give both")
+        folder = runs / "attribution" / f"{base.id}-at-{at}"
+        path = train_to(base, at, data=data, folder=folder, device=where)
+        result = attribute(
+            branch_from(path, base, data, where),
+            steps=steps,
+            seeds=seeds,
+            only=layers.split(",") if "," in layers else layers,
+            extra=extra,
+            metric=metric,
+            folder=folder / f"{steps}-steps-{layers.replace(',', '+')}",
         )
     else:
         if at is not None or steps is not None:
             raise Misplaced(["--at", "--for"], "--from RUN")
-        specs = arm_specs(base, data, range(seeds), _layers(only), extra)
+        specs = arm_specs(base, data, range(seeds), layers, extra)
         if engine.dry_run or not engine.in_this_process(training):
-            words = ["attribute", spec or "", "--seeds", str(seeds), "--only", only]
-            words += ["--metric", metric, *(["--tier", tier] if tier else [])]
-            words += ["--norms-alone", norms_alone] if norms_alone else []
+            chosen = options.flags(
+                seeds=seeds, only=only, metric=metric, tier=tier, norms_alone=norms_alone
+            )
+            words = ["attribute", spec or "", *chosen]
             submit_arms(words, specs, tier, training, engine, json_output)
             if engine.leaves:
                 return
@@ -137,7 +142,7 @@ def attribute_command(
             data=data,
             store=arm_store(runs),
             seeds=range(seeds),
-            only=_layers(only),
+            only=layers,
             extra=extra,
             metric=metric,
             options=training.worker_options(where),
@@ -155,41 +160,10 @@ def submit_arms(
     json_output: bool,
 ) -> None:
     """Let an engine train arms, every job any of them."""
-    planned = planned_arms(specs, tier or "custom")
-    submit(
-        Work(words, planned, FOLDER, shared=True),
-        training,
-        engine,
-        gpus=options.on_gpus(training, digits=all(spec.data == "digits" for spec in specs)),
-        stream=sys.stderr if json_output else sys.stdout,
-    )
-
-
-def _branched(
-    spec: RunSpec,
-    epoch: int | None,
-    steps: int | None,
-    seeds: int,
-    only: str,
-    extra: Sequence[Arm],
-    metric: str,
-    data: DataSet,
-    device: torch.device,
-    folder: Path,
-) -> Attribution:
-    if epoch is None or steps is None:
-        raise Lacks("--from RUN", "--at EPOCH or no --for STEPS", "give both")
-    path = train_to(spec, epoch, data=data, folder=folder, device=device)
-    make = branch_from(path, spec, data, device)
-    return attribute(
-        make,
-        steps=steps,
-        seeds=seeds,
-        only=only.split(",") if "," in only else only,
-        extra=extra,
-        metric=metric,
-        folder=folder / f"{steps}-steps-{only.replace(',', '+')}",
-    )
+    work = Work(words, planned_arms(specs, tier or "custom"), FOLDER, shared=True)
+    digits = all(spec.data == "digits" for spec in specs)
+    stream = sys.stderr if json_output else sys.stdout
+    submit(work, training, engine, digits=digits, stream=stream)
 
 
 def spec_from(name: str, runs: Path, tier: str | None) -> RunSpec:
@@ -203,11 +177,6 @@ def spec_from(name: str, runs: Path, tier: str | None) -> RunSpec:
         return spec
     values = {item.name: getattr(spec.resolved(), item.name) for item in fields(RunSpec)}
     return RunSpec.from_mapping(sized(values, tier_of(tier)))
-
-
-def _words(spec: RunSpec) -> str:
-    extra = [name for name, on in (("BN", spec.batch_norm), ("Aug", spec.augment)) if on]
-    return " ".join([f"{named(spec.optimizer)}, {named(spec.network)}", " + ".join(extra)]).strip()
 
 
 def _layers(only: str) -> str:
@@ -240,7 +209,9 @@ def _show(
             "version": __version__,
             "commit": code_commit(),
         }
-        title = f"{_words(spec)} on {named(spec.data)}"
+        extra = [name for name, on in (("BN", spec.batch_norm), ("Aug", spec.augment)) if on]
+        words = f"{named(spec.optimizer)}, {named(spec.network)} {' + '.join(extra)}".strip()
+        title = f"{words} on {named(spec.data)}"
         print_json({"title": title, "spec": spec.id, "about": about, **result.as_dict()})
         return
     say(f"\n{result}")

@@ -9,8 +9,8 @@ import torch
 import typer
 
 from decaylab.audits import Audit, audit
-from decaylab.audits.words import summary
 from decaylab.cli import options
+from decaylab.cli.options import option
 from decaylab.cli.terminal import print_json, say, show
 from decaylab.errors import BadValue, Failed, Lacks, did_you_mean
 from decaylab.text_table import Column, Styled, TextTable
@@ -19,19 +19,13 @@ Optimizer = Annotated[
     str, typer.Argument(metavar="MODULE:NAME", help="A function that builds the optimizer.")
 ]
 Curvature = Annotated[
-    str | None,
-    typer.Option("--curvature", help="Require fisher, gauss-newton or empirical-fisher."),
+    str | None, option("--curvature", "Require fisher, gauss-newton or empirical-fisher.")
 ]
 Damping = Annotated[
-    float | None,
-    typer.Option("--damping", help="Damping lambda, if it is not in the optimizer."),
+    float | None, option("--damping", "Damping lambda, if it is not in the optimizer.")
 ]
-Scale = Annotated[
-    float, typer.Option("--curvature-scale", help="Intended factor on the curvature.")
-]
-Steps = Annotated[
-    int, typer.Option("--steps", help="Steps from the same weights; the last one counts.")
-]
+Scale = Annotated[float, option("--curvature-scale", "Intended factor on the curvature.")]
+Steps = Annotated[int, option("--steps", "Steps from the same weights; the last one counts.")]
 MARKS = {True: Styled("ok", "green"), False: Styled("WRONG", "bold red"), None: Styled("-", "dim")}
 
 
@@ -68,8 +62,7 @@ def audit_command(
     else:
         say(result.title)
         show(_table(result))
-        unmade = sum(check.passed is None for check in result.checks)
-        say(summary(result.passed, len(result.checks) - unmade, unmade))
+        say(result.summary)
     if not result.passed:
         raise typer.Exit(1)
 

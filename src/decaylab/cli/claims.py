@@ -1,33 +1,26 @@
 """`decaylab claims`: what the records say about the paper's claims."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated
 
-import typer
-
 from decaylab.cli import options
+from decaylab.cli.options import option
 from decaylab.cli.progress import stages
 from decaylab.cli.terminal import print_json, say, warn
 from decaylab.paper import FinishedRuns
-from decaylab.paper.claims import Claim
+from decaylab.paper.claims import Claim, judge
 from decaylab.records import RunStore
 from decaylab.report.provenance import seeds_of, tiers_of
-from decaylab.report.sections import judged
 from decaylab.sweeps.run_index import indexed_runs
 
 TierOption = Annotated[
-    str | None,
-    typer.Option("--tier", help="smoke, quick, short or full; by default all with runs."),
+    str | None, option("--tier", "smoke, quick, short or full; by default all with runs.")
 ]
 
 
 def claims_command(
-    tier: TierOption = None,
-    runs: options.Runs = options.RUNS,
-    json_output: options.Json = False,
+    tier: TierOption = None, runs: options.Runs = options.RUNS, json_output: options.Json = False
 ) -> None:
     """Judge the paper's claims E1-E17 from the records alone.
 
@@ -41,8 +34,7 @@ def claims_command(
     with stages(sys.stderr) as tell:
         indexed, left_out = indexed_runs(store)
         for name in [tier] if tier is not None else tiers_of(indexed):
-            at_tier = partial(_tell, tell, name)
-            claims += judged(finished_runs, name, seeds_of(indexed), at_tier)
+            claims += judge(finished_runs, name, seeds_of(indexed), tell=tell)
     for note in dict.fromkeys([*left_out, *finished_runs.left_out]):
         warn(f"left out: {note}")
     if json_output:
@@ -52,10 +44,6 @@ def claims_command(
         say(f"no runs of any tier in {runs}: make some with `decaylab reproduce table1`")
     for claim in claims:
         say(_told(claim))
-
-
-def _tell(tell: Callable[[str], None], tier: str, claim: str) -> None:
-    tell(f"judging {claim} at tier {tier}")
 
 
 def _told(claim: Claim) -> str:

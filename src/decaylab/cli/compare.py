@@ -7,21 +7,15 @@ import typer
 from decaylab.attribution.matching import Matched, match, matched_runs
 from decaylab.attribution.recorded_arms import arm_store
 from decaylab.cli import options
-from decaylab.cli.attribute import (
-    Seeds,
-    TierOption,
-    spec_from,
-    submit_arms,
-)
+from decaylab.cli.attribute import Seeds, TierOption, spec_from, submit_arms
+from decaylab.cli.options import option
 from decaylab.cli.sweep import EngineOptions
 from decaylab.cli.terminal import print_json, say
 from decaylab.errors import Mismatch
 
 First = Annotated[str, typer.Argument(metavar="A", help="A spec in TOML, or a run.")]
 Second = Annotated[str, typer.Argument(metavar="B", help="Another one; it is made to follow A.")]
-Path = Annotated[
-    str, typer.Option("--match", help="What B takes over from A: rotation, norm or timescale.")
-]
+Path = Annotated[str, option("--match", "What B takes over from A: rotation, norm or timescale.")]
 
 
 @options.spread
@@ -48,8 +42,7 @@ def compare_command(
         raise Mismatch("data", {"A": first.data, "B": second.data}, "give one data set")
     chosen: Matched = path  # type: ignore[assignment]  # an unknown one is refused by match
     if engine.dry_run or not engine.in_this_process(training):
-        words = ["compare", a, b, "--match", path, "--seeds", str(seeds)]
-        words += ["--tier", tier] if tier else []
+        words = ["compare", a, b, *options.flags(match=path, seeds=seeds, tier=tier)]
         specs = list(matched_runs(first, second, chosen, range(seeds)).values())
         submit_arms(words, specs, tier, training, engine, json_output)
         if engine.leaves:

@@ -5,13 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    TaskID,
-    TextColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
 from rich.progress import Progress as Bar
 
 from decaylab.cli import options
@@ -35,14 +29,9 @@ def list_data(data_dir: options.DataDir = None, json_output: options.Json = Fals
     if json_output:
         print_json(entries)
         return
-    columns = (
-        Column("name"),
-        Column("images", drop=1),
-        Column("classes", number=True, drop=2),
-        Column("shape", drop=3),
-        Column("where", words=True),
-    )
-    table = TextTable(columns)
+    classes = Column("classes", number=True, drop=2)
+    columns = [Column("name"), Column("images", drop=1), classes, Column("shape", drop=3)]
+    table = TextTable([*columns, Column("where", words=True)])
     for entry in entries:
         table.add(
             entry["name"],
@@ -56,20 +45,16 @@ def list_data(data_dir: options.DataDir = None, json_output: options.Json = Fals
 
 def _entry(facts: Facts, data_dir: Path | None) -> dict[str, Any]:
     """A data set in plain values; `place` is null if it was not found, `problem` says why."""
-    place: str | None = None
-    layout = problem = None
+    place = layout = problem = None
     if facts.name == "digits":
         place, layout = "scikit-learn", "built in"
-    else:
-        try:
-            source = find(facts.name, data_dir)
-        except NoFolder:
-            raise
-        except DecaylabError as error:
-            problem = str(error)
-        else:
-            if source is not None:
-                place, layout = str(source.place), source.format
+    try:
+        if source := find(facts.name, data_dir):
+            place, layout = str(source.place), source.format
+    except NoFolder:
+        raise
+    except DecaylabError as error:
+        problem = str(error)
     return {
         "name": facts.name,
         "train": facts.splits["train"].count,

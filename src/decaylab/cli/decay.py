@@ -8,6 +8,7 @@ import typer
 from decaylab.audits import audit_decay
 from decaylab.cli import options
 from decaylab.cli.audit import imported
+from decaylab.cli.options import option
 from decaylab.cli.terminal import print_json, say
 from decaylab.errors import Lacks
 from decaylab.networks import build
@@ -22,22 +23,16 @@ Network = Annotated[
         " network (mlp, vgg11/13/16/19, resnet20/32/44/56), to which the options apply.",
     ),
 ]
-Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, adam, adamw, kfac-f or kfac-g.")]
-Decay = Annotated[str, typer.Option("--decay", help="none, l2, decoupled or independent.")]
-WeightDecay = Annotated[float, typer.Option("--weight-decay", help="Strength of the decay.")]
-Scope = Annotated[str, typer.Option("--scope", help="What is decayed: all, conv or fc.")]
-LearningRate = Annotated[
-    float | None,
-    typer.Option("--lr", help="Learning rate; by default the paper's."),
-]
+Optimizer = Annotated[str, option("--optimizer", "sgd, adam, adamw, kfac-f or kfac-g.")]
+Decay = Annotated[str, option("--decay", "none, l2, decoupled or independent.")]
+WeightDecay = Annotated[float, option("--weight-decay", "Strength of the decay.")]
+Scope = Annotated[str, option("--scope", "What is decayed: all, conv or fc.")]
+LearningRate = Annotated[float | None, option("--lr", "Learning rate; by default the paper's.")]
 Momentum = Annotated[
-    float | None,
-    typer.Option("--momentum", help="Momentum of SGD and K-FAC; by default the paper's."),
+    float | None, option("--momentum", "Momentum of SGD and K-FAC; by default the paper's.")
 ]
-BatchNorm = Annotated[
-    bool, typer.Option("--batch-norm/--no-batch-norm", help="Batch normalisation.")
-]
-Width = Annotated[float, typer.Option("--width", help="Factor on the number of channels.")]
+BatchNorm = Annotated[bool, option("--batch-norm/--no-batch-norm", "Batch normalisation.")]
+Width = Annotated[float, option("--width", "Factor on the number of channels.")]
 
 
 def decay_table_command(
@@ -98,7 +93,7 @@ Factory = Annotated[
     str, typer.Argument(metavar="MODULE:FACTORY", help="An optimizer class, or a function.")
 ]
 Expect = Annotated[
-    str | None, typer.Option("--expect", help="Fail unless it is this operator, e.g. decoupled.")
+    str | None, option("--expect", "Fail unless it is this operator, e.g. decoupled.")
 ]
 
 

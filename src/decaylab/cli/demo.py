@@ -2,19 +2,19 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from decaylab.cli import options
+from decaylab.cli.options import option
 from decaylab.cli.progress import Left, stages
 from decaylab.cli.report import Out
 from decaylab.cli.terminal import print_json, say, warn
@@ -34,25 +34,21 @@ from decaylab.report.mechanisms import (
     moved_as_expected,
 )
 from decaylab.report.names import named
-from decaylab.report.sections import theory_checks
 from decaylab.report.tables import number
 from decaylab.report.write import write_report
 from decaylab.sweeps.plan import PlannedRun
 from decaylab.sweeps.run_index import indexed_runs
 from decaylab.sweeps.worker import Worker, WorkerOptions
+from decaylab.theory import all_checks
 from decaylab.training import RunSpec, TrainingRun
 
-Seed = Annotated[int, typer.Option("--seed", help="First seed, for everything random.")]
-Seeds = Annotated[int, typer.Option("--seeds", help="How many seeds to train per setting.")]
-Epochs = Annotated[int | None, typer.Option("--epochs", help="Passes over the training data.")]
-All = Annotated[
-    bool, typer.Option("--all", help="Also train with L2, and every optimizer in every network.")
-]
+Seed = Annotated[int, option("--seed", "First seed, for everything random.")]
+Seeds = Annotated[int, option("--seeds", "How many seeds to train per setting.")]
+Epochs = Annotated[int | None, option("--epochs", "Passes over the training data.")]
+All = Annotated[bool, option("--all", "Also train with L2, and every optimizer in every network.")]
 WithReport = Annotated[
     bool | None,
-    typer.Option(
-        "--report/--no-report", help="Write a page with figures.", show_default="if it can be drawn"
-    ),
+    option("--report/--no-report", "Write a page with figures.", show_default="if it can be drawn"),
 ]
 
 # Per optimizer: learning rate, L2 and decoupled weight decay. Decoupled decay is multiplied by lr
@@ -103,34 +99,29 @@ def demo_specs(seed: int = 0, seeds: int = 1, epochs: int | None = None) -> list
 # What a mechanism needs, without --all: no L2, and two optimizers for the Jacobian.
 PAIR = ("none", "decoupled")
 SHOWN = {"mechanism2": ("sgd", "kfac-g")}
-ASKED = {
+# Of each: what it is, what its runs show, and that in the summary.
+SAYS = {
     "mechanism1": (
         "Batch normalisation cancels the size of the weights W; it only sets how far a step turns"
-        " them: by lr / |W|^2 under SGD. Decay keeps |W| small."
+        " them: by lr / |W|^2 under SGD. Decay keeps |W| small.",
+        "with decay, the same learning rate turns the weights further.",
+        "Under batch normalisation, weight decay does not make the network simpler: it acts as a"
+        " larger learning rate.",
     ),
     "mechanism2": (
         "The Jacobian says how strongly the outputs react to a change of the input. Under K-FAC,"
-        " decay is close to a penalty on it."
+        " decay is close to a penalty on it.",
+        "with decay, the network reacts less to a change of its input.",
+        "Without normalisation, it makes the function smoother, above all under K-FAC.",
     ),
     "mechanism3": (
         "K-FAC adds a damping to the curvature, which counts for more as the weights grow: its"
-        " steps turn into SGD's. Decay keeps the weights small."
+        " steps turn into SGD's. Decay keeps the weights small.",
+        "with decay, the damping counts for less against the curvature.",
+        "Under K-FAC with normalisation, it keeps the damping from taking over.",
     ),
 }
-LEARNED = {
-    "mechanism1": "Learned: with decay, the same learning rate turns the weights further.",
-    "mechanism2": "Learned: with decay, the network reacts less to a change of its input.",
-    "mechanism3": "Learned: with decay, the damping counts for less against the curvature.",
-}
-OTHERWISE = "Learned: one short run does not show it everywhere; --seeds 3 shows more."
-SUMMARY = {
-    "mechanism1": (
-        "Under batch normalisation, weight decay does not make the network simpler: it acts as a"
-        " larger learning rate."
-    ),
-    "mechanism2": "Without normalisation, it makes the function smoother, above all under K-FAC.",
-    "mechanism3": "Under K-FAC with normalisation, it keeps the damping from taking over.",
-}
+OTHERWISE = "one short run does not show it everywhere; --seeds 3 shows more."
 UNSHOWN = "The paper says more than these runs show: {title}."
 
 
@@ -168,7 +159,7 @@ def demo_command(
     tell: Callable[..., None] = (lambda *sentences: None) if json_output else say
     tell(
         "What does weight decay do to a network? "
-        f"{len(chosen)} small networks learn to read digits, without decay and with it (a -> b).",
+        f"{len(chosen)} small networks learn to read digits, without decay and with it (a -> b)."
     )
     with _bar(len(chosen)) as advance:
         shown = [_measure(m, chosen, store, where, advance, tell) for m in MECHANISMS]
@@ -177,40 +168,42 @@ def demo_command(
     demo, left_out = _measured(chosen, store)
     with stages(sys.stderr) as stage:
         stage("checking the paper's statements")
-        checks = theory_checks()
+        checks = all_checks()
         page = write_report(runs, out or runs / "report", checks, stage).page if drawn else None
     warn(*(f"left out: {note}" for note in left_out))
-    held = sum(check.holds for check in checks if check.kind == "statement")
-    stated = sum(check.kind == "statement" for check in checks)
+    holding = [check.holds for check in checks if check.kind == "statement"]
+    held, stated = sum(holding), len(holding)
     if json_output:
         print_json(_plain(demo, held, stated, page))
         return
     say("", "What decay did:")
     for mechanism, was_shown in zip(MECHANISMS, shown, strict=True):
-        unshown = UNSHOWN.format(title=mechanism.title)
-        say(f"- {SUMMARY[mechanism.anchor] if was_shown else unshown}")
+        summary = SAYS[mechanism.anchor][2]
+        say(f"- {summary if was_shown else UNSHOWN.format(title=mechanism.title)}")
     say("", f"{held} of {stated} checks of the paper's statements hold (`decaylab theory`).")
     if page is not None:
         say(f"A page with the curves: {page}")
     elif report is None:
         say("For a page with the curves: pip install 'decaylab[report]'")
-    run = next(spec for spec in chosen if spec.batch_norm and spec.decay == "decoupled")
-    base = next(spec for spec in chosen if spec.batch_norm and spec.decay == "none")
-    names = [spec.id.rpartition("-")[2] for spec in (run, base)]  # the ends of their ids suffice
+    run, base = (
+        next(spec.id for spec in chosen if spec.batch_norm and spec.decay == decay).rpartition("-")[
+            2
+        ]  # the ends of their ids suffice
+        for decay in reversed(PAIR)
+    )
     say("", "Next, the full verdict on the first network:")
-    print(f"  decaylab diagnose {names[0]} --against {names[1]} --runs {runs}")
+    print(f"  decaylab diagnose {run} --against {base} --runs {runs}")
 
 
 def _can_draw(report: bool | None) -> bool:
     """Whether a report is written: where the libraries are there, unless one is asked for."""
-    try:
-        if report is not False:
+    if report is None:
+        with suppress(DecaylabError):
             check_extra()
-    except DecaylabError:
-        if report:
-            raise
-        return False
-    return report is not False
+            return True
+    elif report:
+        check_extra()
+    return bool(report)
 
 
 def _is_shown(spec: RunSpec) -> bool:
@@ -235,12 +228,12 @@ def _measure(
 ) -> bool:
     """Train a mechanism's networks, print what decay did in each; whether it did as expected."""
     quantity = mechanism.quantities[0]
-    tell("", mechanism.title, ASKED[mechanism.anchor])
+    says, learned, _ = SAYS[mechanism.anchor]
+    tell("", mechanism.title, says)
     expected = True
     for optimizer in mechanism.optimizers:
-        mine = [
-            s for s in specs if (s.batch_norm, s.optimizer) == (mechanism.batch_norm, optimizer)
-        ]
+        net = (mechanism.batch_norm, optimizer)
+        mine = [spec for spec in specs if (spec.batch_norm, spec.optimizer) == net]
         if not mine:
             continue
         _train(mine, store, device, advance)
@@ -252,7 +245,7 @@ def _measure(
             f" {_times(ratios)}"
         )
         expected = expected and all(moved_as_expected(quantity, ratio) for ratio in ratios)
-    tell(f"  {LEARNED[mechanism.anchor] if expected else OTHERWISE}")
+    tell(f"  Learned: {learned if expected else OTHERWISE}")
     return expected
 
 
@@ -270,9 +263,8 @@ def _measured(specs: Sequence[RunSpec], store: RunStore) -> tuple[Demo, list[str
     """The records of some runs, and what could not be read."""
     ids = {spec.id for spec in specs}
     indexed, left_out = indexed_runs(store)
-    return demo_runs(
-        (run for run in indexed if run.manifest.id in ids), FinishedRuns(store)
-    ), left_out
+    mine = [run for run in indexed if run.manifest.id in ids]
+    return demo_runs(mine, FinishedRuns(store)), left_out
 
 
 def _train(

@@ -7,13 +7,15 @@ import typer
 from typer.core import TyperCommand
 
 from decaylab.cli import options
+from decaylab.cli.options import option
 from decaylab.cli.terminal import console, print_json
 from decaylab.diagnosis import diagnose
 from decaylab.diagnosis.card import card
 from decaylab.diagnosis.runs import read_run
 from decaylab.errors import Conflict, NotFinished
 from decaylab.records import RunFolder, RunStore
-from decaylab.report.diagnoses import same_but_decay, same_but_seed, write_diagnosis
+from decaylab.report.diagnoses import other_seeds
+from decaylab.report.page import check_page
 from decaylab.sweeps.run_index import indexed_runs
 
 Runs = Annotated[
@@ -21,22 +23,15 @@ Runs = Annotated[
 ]
 Against = Annotated[
     list[str] | None,
-    typer.Option(
-        "--against", metavar="BASE...", help="The same without decay: one, or several seeds."
-    ),
+    option("--against", "The same without decay: one, or several seeds.", metavar="BASE..."),
 ]
-Markdown = Annotated[bool, typer.Option("--markdown", help="Print the result as Markdown.")]
+Markdown = Annotated[bool, option("--markdown", "Print the result as Markdown.")]
 AllSeeds = Annotated[
-    bool,
-    typer.Option(
-        "--all-seeds", help="Add RUN's other seeds and its baselines from the same folder."
-    ),
+    bool, option("--all-seeds", "Add RUN's other seeds and its baselines from the same folder.")
 ]
 ReportFile = Annotated[
     Path | None,
-    typer.Option(
-        "--report", metavar="FILE.html", help="Also write a page with figures, as one file."
-    ),
+    option("--report", "Also write a page with figures, as one file.", metavar="FILE.html"),
 ]
 
 
@@ -82,6 +77,8 @@ def diagnose_command(
     """
     if json_output and markdown:
         raise Conflict(["--json", "--markdown"], "a result is printed once")
+    if report:
+        check_page(report)  # before the work, not after it
     if all_seeds:
         run, against = seeds_beside(run[0], runs)
     mine: list[Any] = [found_records(name, runs) for name in run]
@@ -91,7 +88,9 @@ def diagnose_command(
         if any(decays):
             others = [source for source, decay in zip(mine, decays, strict=True) if not decay]
             mine = [source for source, decay in zip(mine, decays, strict=True) if decay]
-    result = write_diagnosis(report, mine, others) if report else diagnose(mine, others)
+    result = diagnose(mine, others)
+    if report:
+        result.report(report)
     if json_output:
         print_json(result.as_dict())
     elif markdown:
@@ -109,4 +108,5 @@ def seeds_beside(name: str, runs: Path) -> tuple[list[str], list[str]]:
     indexed_run = next((run for run in known if run.folder.id == folder.id), None)
     if indexed_run is None:
         raise NotFinished(name, "train it first; it has not started")
-    return same_but_seed(indexed_run, known), same_but_decay(indexed_run, known)
+    alike, baselines = other_seeds(indexed_run, known)
+    return [str(run.folder.path) for run in alike], [str(run.folder.path) for run in baselines]

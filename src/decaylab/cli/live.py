@@ -1,5 +1,6 @@
 """`decaylab live`: a training run in progress, in the terminal or in a browser."""
 
+import math
 import sys
 import time
 from itertools import pairwise
@@ -14,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from decaylab.cli import options
+from decaylab.cli.options import option
 from decaylab.cli.terminal import console
 from decaylab.diagnosis.card import COLOURS
 from decaylab.diagnosis.layout import mechanisms, warnings
@@ -34,25 +35,20 @@ Folder = Annotated[
     ),
 ]
 Against = Annotated[
-    Path | None,
-    typer.Option("--against", metavar="BASE", help="The same run without decay, for the verdict."),
+    Path | None, option("--against", "The same run without decay, for the verdict.", metavar="BASE")
 ]
-Web = Annotated[bool, typer.Option("--web", help="Serve a page on this machine (127.0.0.1).")]
+Web = Annotated[bool, option("--web", "Serve a page on this machine (127.0.0.1).")]
 Port = Annotated[
     int,
-    options.number(
-        "--port", Range(at_least=0, at_most=65535), "Port for --web; 0 picks a free one."
+    option(
+        "--port", "Port for --web; 0 picks a free one.", allowed=Range(at_least=0, at_most=65535)
     ),
 ]
-Once = Annotated[bool, typer.Option("--once", help="Print the current state and exit.")]
+Once = Annotated[bool, option("--once", "Print the current state and exit.")]
 
 
 def live_command(
-    folder: Folder,
-    against: Against = None,
-    web: Web = False,
-    port: Port = 8765,
-    once: Once = False,
+    folder: Folder, against: Against = None, web: Web = False, port: Port = 8765, once: Once = False
 ) -> None:
     """Follow a training run: loss, rotation, effective learning rate, the verdict so far.
 
@@ -148,14 +144,12 @@ def sparkline(values: list[float], width: int = TREND) -> str:
     parts = min(width, len(values))
     edges = [place * len(values) // parts for place in range(parts + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    finite = [value for value in means if abs(value) < float("inf")]
+    finite = [value for value in means if math.isfinite(value)]
     if not finite:
         return ""
-    low, span = min(finite), max(finite) - min(finite)
-    letters = [
-        " "
-        if value not in finite
-        else BLOCKS[round((value - low) / span * (len(BLOCKS) - 1)) if span else 0]
-        for value in means
-    ]
-    return "".join(letters)
+    low, span = min(finite), max(finite) - min(finite) or 1.0
+
+    def letter(value: float) -> str:
+        return BLOCKS[round((value - low) / span * (len(BLOCKS) - 1))]
+
+    return "".join(letter(value) if math.isfinite(value) else " " for value in means)

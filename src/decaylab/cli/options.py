@@ -27,71 +27,68 @@ from decaylab.records.packing import has_rows
 from decaylab.sweeps.worker import WorkerOptions
 from decaylab.training.world import World, joined, launched
 
-Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder that holds the runs.")]
+
+def option(
+    flag: str, text: str, *, allowed: Range | None = None, why: str = "", **others: Any
+) -> Any:
+    """An option and its help; `allowed`: the range its number must be in."""
+
+    def check(value: float | None) -> float | None:
+        if allowed is not None and value is not None:
+            allowed.check(flag, value, why)
+        return value
+
+    return typer.Option(flag, callback=check if allowed else None, help=text, **others)
+
+
+Runs = Annotated[Path, option("--runs", "Folder that holds the runs.", metavar="DIR")]
 DataDir = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--data-dir",
+        "Folder of the data sets; by default $DECAYLAB_DATA and the user's cache.",
         metavar="DIR",
-        help="Folder of the data sets; by default $DECAYLAB_DATA and the user's cache.",
     ),
 ]
 Run = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's id, the start or end of it, or a folder.")
 ]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto (cuda if there is one).")]
+Device = Annotated[str, option("--device", "cpu, cuda, or auto (cuda if there is one).")]
 Compiled = Annotated[
-    bool,
-    typer.Option("--compiled", help="Compile the network; pays off in long runs on CUDA."),
+    bool, option("--compiled", "Compile the network; pays off in long runs on CUDA.")
 ]
-
-
-def number(flag: str, allowed: Range, text: str, why: str = "") -> Any:
-    """An option whose number must be in a range."""
-
-    def check(value: float | None) -> float | None:
-        if value is not None:
-            allowed.check(flag, value, why)
-        return value
-
-    return typer.Option(flag, callback=check, help=text)
-
-
 CheckpointEvery = Annotated[
     float,
-    number(
+    option(
         "--checkpoint-every",
-        NOT_NEGATIVE,
         "Least number of seconds between checkpoints.",
-        "0 is after every step",
+        allowed=NOT_NEGATIVE,
+        why="0 is after every step",
     ),
 ]
 Processes = Annotated[
     int,
-    number(
+    option(
         "--processes",
-        AT_LEAST_ONE,
         "How many copies of this command you run side by side on the device.",
+        allowed=AT_LEAST_ONE,
     ),
 ]
 AtOnce = Annotated[
     int,
-    number(
-        "--at-once", AT_LEAST_ONE, "How many runs to interleave on the device; 2 to 4 suit a GPU."
+    option(
+        "--at-once",
+        "How many runs to interleave on the device; 2 to 4 suit a GPU.",
+        allowed=AT_LEAST_ONE,
     ),
 ]
 WholeRuns = Annotated[
-    bool,
-    typer.Option(
-        "--whole-runs", help="With --max-minutes: start only runs that should end in time."
-    ),
+    bool, option("--whole-runs", "With --max-minutes: start only runs that should end in time.")
 ]
-
-
 MaxMinutes = Annotated[
-    float | None, number("--max-minutes", POSITIVE, "Stop cleanly after this many minutes.")
+    float | None, option("--max-minutes", "Stop cleanly after this many minutes.", allowed=POSITIVE)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Json = Annotated[bool, option("--json", "Print the result as JSON.")]
 
 RUNS = Path("runs")
 NO_RUNS = "make runs with `decaylab demo`, or give their folder with --runs"
@@ -106,9 +103,7 @@ class TrainingOptions:
     data_dir: DataDir = None
     device: Annotated[
         str | None,
-        typer.Option(
-            "--device", help="cpu, cuda, or auto (cuda if there is one; digits stay on the CPU)."
-        ),
+        option("--device", "cpu, cuda, or auto (cuda if there is one; digits stay on the CPU)."),
     ] = None
     at_once: AtOnce = 1
     processes: Processes = 1
@@ -118,9 +113,9 @@ class TrainingOptions:
     checkpoint_every: CheckpointEvery = 60.0
     keep_checkpoints: Annotated[
         bool,
-        typer.Option(
+        option(
             "--keep-checkpoints",
-            help="Keep the models of finished runs, for `decaylab probe` (K-FAC: gigabytes).",
+            "Keep the models of finished runs, for `decaylab probe` (K-FAC: gigabytes).",
         ),
     ] = False
 
@@ -144,17 +139,31 @@ class TrainingOptions:
 
     def words(self) -> list[str]:
         """The same options for a command that an engine starts, elsewhere."""
-        words = ["--runs", str(self.runs.resolve()), "--at-once", str(self.at_once)]
-        words += [] if self.data_dir is None else ["--data-dir", str(self.data_dir.resolve())]
-        words += [] if self.device is None else ["--device", self.device]
-        words += ["--checkpoint-every", f"{self.checkpoint_every:g}"]
-        words += ["--compiled"] * self.compiled
-        return words + ["--keep-checkpoints"] * self.keep_checkpoints
+        return flags(
+            runs=self.runs.resolve(),
+            at_once=self.at_once,
+            data_dir=self.data_dir and self.data_dir.resolve(),
+            device=self.device,
+            checkpoint_every=self.checkpoint_every,
+            compiled=self.compiled,
+            keep_checkpoints=self.keep_checkpoints,
+        )
 
 
-def on_gpus(training: TrainingOptions, *, digits: bool) -> bool:
-    """Whether an engine's jobs need a GPU each: by default, digits do not."""
-    return not digits if training.device in (None, "auto") else training.device != "cpu"
+def flags(**values: Any) -> list[str]:
+    """Options as words of a command line; of a list, one for each item.
+
+    >>> flags(seeds=3, tier=None, only=["network=vgg16"], dry_run=True)
+    ['--seeds', '3', '--only', 'network=vgg16', '--dry-run']
+    """
+    words = []
+    for name, value in values.items():
+        for item in value if isinstance(value, list) else [value]:
+            if item is not None and item is not False:
+                words.append("--" + name.replace("_", "-"))
+                text = f"{item:g}" if isinstance(item, float) else str(item)
+                words += [] if item is True else [text]
+    return words
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
@@ -197,7 +206,7 @@ def _in_panel(annotation: Any, panel: str) -> Any:
     """An option, which other commands may have too, as one of a panel of this command's help."""
     kind, option = get_args(annotation)
     option = copy(option)
-    option.rich_help_panel = panel
+    option.rich_help_panel = panel or option.rich_help_panel
     return Annotated[kind, option]
 
 

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import torch
-import typer
 from torch import Tensor, nn
 
 from decaylab import probes
 from decaylab.cli import options
+from decaylab.cli.options import option
+from decaylab.cli.runs import layer_table
 from decaylab.cli.terminal import print_json, say, show, warn
 from decaylab.data import DataSet, Split, evaluation_batches
 from decaylab.errors import NotFinished, Range
@@ -21,12 +22,9 @@ from decaylab.training import RunSpec, checkpoint
 from decaylab.training.build import build_optimizer, load_run
 
 Example = Annotated[
-    int,
-    options.number("--examples", Range(at_least=2), "Number of images to use from each split."),
+    int, option("--examples", "Number of images to use from each split.", allowed=Range(at_least=2))
 ]
-Record = Annotated[
-    bool, typer.Option("--record", help="Add what the run's records lack at that step.")
-]
+Record = Annotated[bool, option("--record", "Add what the run's records lack at that step.")]
 
 
 def probe_command(
@@ -66,7 +64,9 @@ def probe_command(
     say(f"{folder.id}: {counted} images of {data.name}, BN in eval mode", "")
     show(_totals(readings))
     print()
-    show(_by_layer(readings))
+    rows = {name: value for reading in readings for name, value in reading.rows().items()}
+    of_layers = {name: value for name, value in rows.items() if "/" in name}
+    show(layer_table(of_layers, "{:.3g}", Column("layer", path=True)))
 
 
 def _measured(
@@ -137,21 +137,4 @@ def _totals(readings: list[Reading]) -> TextTable:
         if reading.total is not None:
             error = "" if reading.total_error is None else f"{reading.total_error:.2g}"
             table.add(reading.name, f"{reading.total:.5g}", error, reading.unit)
-    return table
-
-
-def _by_layer(readings: list[Reading]) -> TextTable:
-    cells: dict[str, dict[str, float]] = {}
-    columns: dict[str, None] = {}
-    for reading in readings:
-        for name, value in reading.rows().items():
-            quantity, _, layer = name.partition("/")
-            if layer:
-                cells.setdefault(layer, {})[quantity] = value
-                columns[quantity] = None
-    quantities = [Column(quantity.replace("_", " "), number=True) for quantity in columns]
-    table = TextTable([Column("layer", path=True), *quantities])
-    for layer, values in cells.items():
-        numbers = [f"{values[q]:.3g}" if q in values else "" for q in columns]
-        table.add(layer, *numbers)
     return table

@@ -19,7 +19,7 @@ from decaylab.cli.terminal import print_json, say, show
 from decaylab.data import find
 from decaylab.errors import DecaylabError
 from decaylab.paper import Cell
-from decaylab.paper.finished_runs import REPEATS, FinishedRun, FinishedRuns
+from decaylab.paper.finished_runs import REPEATS, FinishedRuns
 from decaylab.paper.plan import chosen_cells, plan
 from decaylab.paper.searches import cell_plan
 from decaylab.paper.superseded import is_listed, superseded
@@ -30,8 +30,8 @@ from decaylab.sweeps.engines.local import ending_with_parent
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, has_ended
 from decaylab.sweeps.queue import ArtefactEntry, CommandEntry, Entry, QueueFile, SearchEntry
-from decaylab.sweeps.search import SearchPlan, first_specs, read_winner
-from decaylab.sweeps.worker import Worker, WorkerOptions
+from decaylab.sweeps.search import SEARCHED, SearchPlan, first_specs, read_winner
+from decaylab.sweeps.worker import SOON, Worker, WorkerOptions
 from decaylab.text_table import Column, TextTable, in_words
 from decaylab.training import RunSpec
 from decaylab.training.signals import requests
@@ -118,38 +118,28 @@ class Queue:
 
     def standing(self) -> list[Standing]:
         """Where each entry stands; a run that several want counts as left in the first only."""
-        estimators = {store.root: Estimator(store) for store in (self.store, self.searches)}
+        of_runs, of_searches = Estimator(self.store), Estimator(self.searches)
         counted: set[str] = set()
         standings = []
         for entry in self.entries:
             if isinstance(entry, CommandEntry):
-                done, runs, lacking, seconds = int(self._is_there(entry)), 1, 0, 60 * entry.minutes
+                complete = Path(entry.writes).exists()
+                done, runs, lacking, seconds = int(complete), 1, 0, 60 * entry.minutes
             else:
                 work = self._work(entry)
                 again = isinstance(entry, ArtefactEntry) and entry.again
                 left = [r.spec for r in work.left if again or r.spec.id not in counted]
                 counted |= {spec.id for spec in left}
-                done, runs, lacking = (
-                    len(work.planned) - len(work.left),
-                    len(work.planned),
-                    work.lacking,
-                )
-                estimator = self.searches if work.store is self.searches else self.store
-                seconds = estimators[estimator.root].total(left)
-            if isinstance(entry, SearchEntry):
-                complete = self._is_there(entry)
-            else:
+                runs, lacking = len(work.planned), work.lacking
+                done = runs - len(work.left)
+                seconds = (of_searches if work.store is self.searches else of_runs).total(left)
                 complete = done == runs and not lacking
+                if isinstance(entry, SearchEntry):
+                    complete = self.is_searched(_search_plan(entry))
             state: State = "done" if complete else "held" if entry.hold else "to do"
             seconds = 0.0 if complete else seconds
             standings.append(Standing(entry, state, done, runs, seconds, lacking))
         return standings
-
-    def _is_there(self, entry: CommandEntry | SearchEntry) -> bool:
-        """Whether there is what an entry ends with: a file, or a winner."""
-        if isinstance(entry, CommandEntry):
-            return Path(entry.writes).exists()
-        return self.is_searched(_search_plan(entry))
 
     def allowance(self, limits: WorkerOptions) -> Allowance | None:
         """The shares of this process's part of the device, where there are any."""
@@ -180,15 +170,13 @@ class Queue:
         assert isinstance(entry, ArtefactEntry)
         if entry.again:
             return self.remaking(entry)
-        chosen = self._cells(entry)
-        planned = self._plan(entry, chosen)
+        chosen, planned = self._plan(entry)
         lacking = sum(bool(cell.missing) for cell in chosen)
         return Work(self.store, planned, _ended(planned, self.store), lacking)
 
     def remaking(self, entry: ArtefactEntry) -> Work:
         """The finished runs of an entry that are to be made again, and where."""
-        chosen = self._cells(entry)
-        planned = self._plan(entry, chosen)
+        chosen, planned = self._plan(entry)
         if entry.again == "superseded":
             planned = [run for run in planned if is_listed(run.spec.id)]
             manifests = {run.spec.id: self.store.folder(run.spec.id).manifest() for run in planned}
@@ -196,13 +184,14 @@ class Queue:
             return Work(self.remade, planned, frozenset(done))
         runs, again = FinishedRuns(self.store), FinishedRuns(self.repeats)
         wanted = {spec.id: cell.probes for cell in chosen for spec in cell.runs}
-        lacks = [run for run in planned if _lacks(runs.of(run.spec), wanted.get(run.spec.id, ()))]
-        done = {
-            run.spec.id
-            for run in lacks
-            if (repeat := again.of(run.spec)) is not None
-            and not repeat.lacking(wanted[run.spec.id])
-        }
+
+        def lacking(spec: RunSpec, finished_runs: FinishedRuns) -> list[str] | None:
+            """What a run lacks of what the artefact wants; None without a run."""
+            run = finished_runs.of(spec)
+            return None if run is None else run.lacking(wanted.get(spec.id, ()))
+
+        lacks = [run for run in planned if lacking(run.spec, runs)]
+        done = {run.spec.id for run in lacks if lacking(run.spec, again) == []}
         return Work(self.repeats, lacks, frozenset(done))
 
     def take_over(self, work: Work) -> None:
@@ -218,9 +207,10 @@ class Queue:
                 old.rename(superseded / name)
             (self.remade.root / name).rename(old)
 
-    def _plan(self, entry: ArtefactEntry, chosen: list[Cell]) -> list[PlannedRun]:
+    def _plan(self, entry: ArtefactEntry) -> tuple[list[Cell], list[PlannedRun]]:
+        chosen = self._cells(entry)
         everything = chosen_cells("all", entry.tier, entry.seeds, [], self.runs)
-        return plan(chosen, everything, tier=entry.tier)
+        return chosen, plan(chosen, everything, tier=entry.tier)
 
     def _cells(self, entry: ArtefactEntry) -> list[Cell]:
         return chosen_cells(entry.reproduce, entry.tier, entry.seeds, entry.only, self.runs)
@@ -237,7 +227,8 @@ def print_queue(standing: Sequence[Standing], json_output: bool) -> None:
     """What is done and what is left, with an estimate."""
     left = sum(s.seconds for s in standing if s.state == "to do")
     if json_output:
-        print_json({"entries": [_plain(s) for s in standing], "seconds_left": left})
+        entries = [vars(s) | {"entry": s.entry.name} for s in standing]
+        print_json({"entries": entries, "seconds_left": left})
         return
     columns = (Column("entry", words=True), Column("state", words=True), Column("runs", words=True))
     table = TextTable([*columns, Column("left", number=True)])
@@ -247,8 +238,8 @@ def print_queue(standing: Sequence[Standing], json_output: bool) -> None:
         minutes = in_words(s.seconds) if s.seconds else ""
         table.add(s.entry.name, s.state + why, f"{s.done} of {s.runs}{lacking}", minutes)
     show(table)
-    entries = sum(s.state == "to do" for s in standing)
-    say(f"\n{entries} of {len(standing)} entries to do, about {in_words(left)}")
+    to_do = sum(s.state == "to do" for s in standing)
+    say(f"\n{to_do} of {len(standing)} entries to do, about {in_words(left)}")
 
 
 def work_off(queue: Queue, limits: WorkerOptions, stream: Any) -> dict[str, str]:
@@ -257,29 +248,23 @@ def work_off(queue: Queue, limits: WorkerOptions, stream: Any) -> dict[str, str]
     Ends early when the time is up; a stage that fails does not keep the next from its turn. A
     signal is heeded between runs, too, while the next ones are planned.
     """
-    with requests.listening():
-        return _in_stages(queue, limits, stream)
-
-
-def _in_stages(queue: Queue, limits: WorkerOptions, stream: Any) -> dict[str, str]:
     failed: dict[str, str] = {}
-    until = math.inf if limits.seconds is None else time.monotonic() + limits.seconds
+    left = limits.running_out()
     allowance = queue.allowance(limits)
     entries = [entry for entry in queue.entries if not entry.hold]
-    while entries:
-        for stage in stages(entries):
-            requests.check()
-            left = until - time.monotonic()
-            if left <= 0:
-                return failed
-            limited = replace(limits, seconds=None if math.isinf(left) else left)
-            try:
-                failed |= _work_on(queue, stage, limited, allowance, stream)
-            except DecaylabError as error:
-                failed[stage[0].name] = str(error)
-        # time is left and no other work: a share is no longer in anybody's way
-        entries = [e for e in entries if allowance is not None and e.name in allowance.refused]
-        allowance = None
+    with requests.listening():
+        while entries:
+            for stage in stages(entries):
+                requests.check()
+                if left().seconds == SOON:
+                    return failed
+                try:
+                    failed |= _work_on(queue, stage, left(), allowance, stream)
+                except DecaylabError as error:
+                    failed[stage[0].name] = str(error)
+            # time is left and no other work: a share is no longer in anybody's way
+            entries = [e for e in entries if allowance is not None and e.name in allowance.refused]
+            allowance = None
     return failed
 
 
@@ -379,10 +364,6 @@ def _ended(planned: Sequence[PlannedRun], store: RunStore) -> frozenset[str]:
     return frozenset(run.spec.id for run in planned if has_ended(run, store))
 
 
-def _lacks(run: FinishedRun | None, probes: Sequence[str]) -> bool:
-    return run is not None and bool(run.lacking(probes))
-
-
 def _run_command(entry: CommandEntry, limits: WorkerOptions, stream: Any) -> str:
     """Run a command to its end or the end of the time; why it failed, else nothing."""
     if Path(entry.writes).exists():
@@ -431,11 +412,5 @@ def _exit_code(words: list[str], seconds: float | None, output: TextIO | None) -
 
 
 def _search_plan(entry: SearchEntry) -> SearchPlan:
-    settings = {"lr": entry.lr, "weight_decay": entry.weight_decay, "damping": entry.damping}
-    settings["kl_clip"] = entry.kl_clip
-    space = {name: values for name, values in settings.items() if values}
+    space = {name: values for name in SEARCHED if (values := getattr(entry, name))}
     return cell_plan(entry.search, entry.scheme, entry.tier, space, method=entry.method)
-
-
-def _plain(s: Standing) -> dict[str, Any]:
-    return vars(s) | {"entry": s.entry.name}

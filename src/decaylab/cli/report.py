@@ -4,9 +4,8 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from decaylab.cli import options
+from decaylab.cli.options import option
 from decaylab.cli.progress import stages
 from decaylab.cli.terminal import print_json, say, warn
 from decaylab.errors import Lacks, NoFolder
@@ -14,16 +13,13 @@ from decaylab.records import RunStore
 from decaylab.report.write import Written, write_report
 
 Out = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="DIR", help="Folder of the report; by default RUNS/report."),
+    Path | None, option("--out", "Folder of the report; by default RUNS/report.", metavar="DIR")
 ]
 WATCHED = "there are records of `watch`: `decaylab diagnose FOLDER --report FILE.html` shows them"
 
 
 def report_command(
-    runs: options.Runs = options.RUNS,
-    out: Out = None,
-    json_output: options.Json = False,
+    runs: options.Runs = options.RUNS, out: Out = None, json_output: options.Json = False
 ) -> None:
     """Write a report of the runs in a folder: one offline HTML page, Markdown, CSV and figures.
 

@@ -1,16 +1,16 @@
 """`decaylab reproduce`: the runs behind a table or figure of the paper."""
 
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import torch
 import typer
 
 from decaylab.cli import options
 from decaylab.cli.board import follow
+from decaylab.cli.options import option
 from decaylab.cli.queue import Queue, print_queue, work_off
 from decaylab.cli.search import make_search
 from decaylab.cli.sweep import EngineOptions, Work, submit
@@ -31,20 +31,17 @@ Name = Annotated[
     str | None, typer.Argument(metavar="ARTEFACT", help="table1-3, fig1-9, decay-alone, or all.")
 ]
 TierOption = Annotated[
-    str | None,
-    typer.Option("--tier", help="smoke, quick, short or full.", show_default="smoke"),
+    str | None, option("--tier", "smoke, quick, short or full.", show_default="smoke")
 ]
 Seeds = Annotated[
-    int | None,
-    typer.Option("--seeds", help="Number of runs per cell, with seeds 0, 1, ...", show_default="1"),
+    int | None, option("--seeds", "Number of runs per cell, with seeds 0, 1, ...", show_default="1")
 ]
 QueueFile = Annotated[
-    Path | None,
-    typer.Option("--queue", metavar="FILE", help="Work through a queue, a TOML file, instead."),
+    Path | None, option("--queue", "Work through a queue, a TOML file, instead.", metavar="FILE")
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="KEY=VALUE", help="Run only these cells; may be repeated."),
+    option("--only", "Run only these cells; may be repeated.", metavar="KEY=VALUE"),
 ]
 
 
@@ -59,8 +56,7 @@ def reproduce_command(
         bool, typer.Option(help="First search the settings of cells that have none (L2 of Fig. 1).")
     ] = True,
     run: Annotated[
-        list[str] | None,
-        typer.Option("--run", metavar="ID", help="Train only these runs; may be repeated."),
+        list[str] | None, option("--run", "Train only these runs; may be repeated.", metavar="ID")
     ] = None,
     json_output: options.Json = False,
     *,
@@ -75,60 +71,31 @@ def reproduce_command(
     """
     if (artefact is None) == (queue is None):
         raise DecaylabError("give an artefact (table1, fig4, all ...) or --queue FILE")
-    if queue is not None and (tier or seeds or only or training.keep_checkpoints):
-        settings = ["--tier", "--seeds", "--only", "--keep-checkpoints"]
-        raise Misplaced(settings, "an artefact; the entries of a queue set their own")
+    stream = sys.stderr if json_output else sys.stdout
+    if queue is not None:
+        if tier or seeds or only or training.keep_checkpoints:
+            settings = ["--tier", "--seeds", "--only", "--keep-checkpoints"]
+            raise Misplaced(settings, "an artefact; the entries of a queue set their own")
+        _reproduce_queue(queue, training, engine, json_output, stream)
+        return
+    runs, store = training.runs, RunStore(training.runs)
     tier, seeds = tier or "smoke", 1 if seeds is None else seeds
 
-    runs, stream = training.runs, sys.stderr if json_output else sys.stdout
+    def planned_runs() -> tuple[list[Cell], list[PlannedRun]]:
+        chosen = chosen_cells(artefact or "", tier, seeds, only or [], runs)
+        return chosen, plan(chosen, chosen_cells("all", tier, seeds, [], runs), tier=tier)
 
-    def worker_options(*tiers: str) -> WorkerOptions:
-        """For runs of these tiers; an error if they would take weeks here."""
-        on_digits = all(tier_of(name).on_digits for name in tiers)
-        if training.device is None and not on_digits and not torch.cuda.is_available():
-            raise DecaylabError(
-                "tiers short and full are for a GPU, and torch sees none: use --tier quick, or"
-                " --device cpu to train anyway"
-            )
-        return training.worker_options(training.device_for(digits=on_digits))
-
-    if queue is not None:
-        if launched():
-            raise DecaylabError("torchrun takes an artefact, not a queue: name one")
-        work = Queue(read_queue(queue), runs)
-        entries = work.entries
-        tiers = [entry.tier for entry in entries if not isinstance(entry, CommandEntry)]
-        if engine.dry_run and engine.engine == "local":
-            print_queue(work.standing(), json_output)
-        elif engine.in_this_process(training):
-            _work_off(work, worker_options(*tiers), json_output)
-        else:
-            on_digits = all(tier_of(name).on_digits for name in tiers)
-            planned = work.planned([e for e in entries if isinstance(e, ArtefactEntry)])
-            submit(
-                Work(["reproduce", "--queue", str(queue.resolve())], planned, shared=True),
-                training,
-                engine,
-                gpus=options.on_gpus(training, digits=on_digits),
-                stream=stream,
-            )
-        return
-    store = RunStore(runs)
-    chosen = chosen_cells(artefact or "", tier, seeds, only or [], runs)
-    planned = plan(chosen, chosen_cells("all", tier, seeds, [], runs), tier=tier)
+    chosen, planned = planned_runs()
     if run:
-        planned = _only_these(planned, run)
+        known = {planned_run.spec.id for planned_run in planned}
+        for name in run:
+            if name not in known:
+                raise UnknownName("run", name, known, f"--dry-run lists these {len(planned)}")
+        planned = [planned_run for planned_run in planned if planned_run.spec.id in run]
     on_digits = tier_of(tier).on_digits
     if not run and not engine.in_this_process(training):
-        words = ["reproduce", artefact or "", "--tier", tier, "--seeds", str(seeds)]
-        words += [word for condition in only or [] for word in ("--only", condition)]
-        submit(
-            Work(words, planned),
-            training,
-            engine,
-            gpus=options.on_gpus(training, digits=on_digits),
-            stream=stream,
-        )
+        words = ["reproduce", artefact or "", *options.flags(tier=tier, seeds=seeds, only=only)]
+        submit(Work(words, planned), training, engine, digits=on_digits, stream=stream)
         _say_missing({} if engine.dry_run else _missing(chosen))
         return
     if engine.dry_run:
@@ -136,21 +103,20 @@ def reproduce_command(
         return
     if on_digits:
         torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
-    limits = worker_options(tier)
+    limits = _worker_options(training, on_digits)
     searches = missing_searches(chosen, tier) if search and not run else []
     if searches and launched():
         raise DecaylabError(
             f"{len(searches)} searches come first, which only one process can run: run the command"
             " without torchrun, or add --no-search"
         )
-    ends = None if limits.seconds is None else time.monotonic() + limits.seconds
+    left = limits.running_out()
     for search_plan in searches:
-        make_search(search_plan, runs / "searched", _until(limits, ends), stream)
+        make_search(search_plan, runs / "searched", left(), stream)
     if searches:
-        chosen = chosen_cells(artefact or "", tier, seeds, only or [], runs)
-        planned = plan(chosen, chosen_cells("all", tier, seeds, [], runs), tier=tier)
+        chosen, planned = planned_runs()
     with options.together(training.device or "auto", limits.device) as world:
-        worker = Worker(planned, store, replace(_until(limits, ends), world=world))
+        worker = Worker(planned, store, replace(left(), world=world))
         worker.check_data()
         if not world.first:
             worker.assist()
@@ -160,20 +126,42 @@ def reproduce_command(
     _exit(bool(worker.outcome.failed), bool(worker.outcome.left))
 
 
-def _only_these(planned: list[PlannedRun], ids: list[str]) -> list[PlannedRun]:
-    """Some of the planned runs, by id."""
-    known = {run.spec.id for run in planned}
-    for run in ids:
-        if run not in known:
-            raise UnknownName("run", run, known, f"--dry-run lists these {len(planned)}")
-    return [run for run in planned if run.spec.id in ids]
+def _reproduce_queue(
+    file: Path,
+    training: options.TrainingOptions,
+    engine: EngineOptions,
+    json_output: bool,
+    stream: TextIO,
+) -> None:
+    """Work through a queue, and print what is left; or only the latter."""
+    if launched():
+        raise DecaylabError("torchrun takes an artefact, not a queue: name one")
+    queue = Queue(read_queue(file), training.runs)
+    tiers = [entry.tier for entry in queue.entries if not isinstance(entry, CommandEntry)]
+    on_digits = all(tier_of(name).on_digits for name in tiers)
+    if engine.dry_run and engine.engine == "local":
+        print_queue(queue.standing(), json_output)
+    elif engine.in_this_process(training):
+        failed = work_off(queue, _worker_options(training, on_digits), stream)
+        standing = queue.standing()
+        print_queue(standing, json_output)
+        for name, reason in failed.items():
+            warn(f"failed: {name}: {reason}")
+        _exit(bool(failed), any(entry.state == "to do" for entry in standing))
+    else:
+        planned = queue.planned([e for e in queue.entries if isinstance(e, ArtefactEntry)])
+        work = Work(["reproduce", "--queue", str(file.resolve())], planned, shared=True)
+        submit(work, training, engine, digits=on_digits, stream=stream)
 
 
-def _until(limits: WorkerOptions, ends: float | None) -> WorkerOptions:
-    """The options with what is left of their time."""
-    if ends is None:
-        return limits
-    return replace(limits, seconds=max(ends - time.monotonic(), 1e-3))
+def _worker_options(training: options.TrainingOptions, on_digits: bool) -> WorkerOptions:
+    """An error if the runs would take weeks here."""
+    if training.device is None and not on_digits and not torch.cuda.is_available():
+        raise DecaylabError(
+            "tiers short and full are for a GPU, and torch sees none: use --tier quick, or"
+            " --device cpu to train anyway"
+        )
+    return training.worker_options(training.device_for(digits=on_digits))
 
 
 def _exit(failed: bool, left: bool) -> None:
@@ -182,42 +170,25 @@ def _exit(failed: bool, left: bool) -> None:
         raise typer.Exit(1 if failed else RUNS_LEFT)
 
 
-def _work_off(queue: Queue, worker_options: WorkerOptions, json_output: bool) -> None:
-    """Work through a queue, and print what is left."""
-    failed = work_off(queue, worker_options, sys.stderr if json_output else sys.stdout)
-    standing = queue.standing()
-    print_queue(standing, json_output)
-    for name, reason in failed.items():
-        warn(f"failed: {name}: {reason}")
-    _exit(bool(failed), any(entry.state == "to do" for entry in standing))
-
-
-def _plan_entries(planned: list[PlannedRun], store: RunStore) -> list[dict[str, Any]]:
-    """For each run: what it is for, its state, and how long it should take."""
-    estimator = Estimator(store)
-    entries: list[dict[str, Any]] = []
-    for run in planned:
-        try:
-            state: str = state_of(run, store)
-        except DecaylabError as error:
-            state = f"unreadable ({error})"
-        estimate = estimator.of(run.spec)
-        entries.append(
-            {
-                "run": run.spec.id,
-                "artefacts": list(run.purposes),
-                "state": {"ready": "to do", "waiting": "to do, after its source"}.get(state, state),
-                "seconds": estimate.seconds,
-                "recorded": estimate.recorded,
-            }
-        )
-    return entries
+def _plan_entry(run: PlannedRun, store: RunStore, estimator: Estimator) -> dict[str, Any]:
+    """What a run is for, its state, and how long it should take."""
+    try:
+        state: str = state_of(run, store)
+    except DecaylabError as error:
+        state = f"unreadable ({error})"
+    return {
+        "run": run.spec.id,
+        "artefacts": list(run.purposes),
+        "state": {"ready": "to do", "waiting": "to do, after its source"}.get(state, state),
+        **vars(estimator.of(run.spec)),
+    }
 
 
 def _print_plan(
     planned: list[PlannedRun], chosen: list[Cell], store: RunStore, json_output: bool
 ) -> None:
-    entries = _plan_entries(planned, store)
+    estimator = Estimator(store)
+    entries = [_plan_entry(run, store, estimator) for run in planned]
     to_do = [entry for entry in entries if entry["state"].startswith("to do")]
     left = sum(entry["seconds"] for entry in to_do)
     missing = _missing(chosen)
@@ -227,13 +198,8 @@ def _print_plan(
     columns = (Column("run"), Column("for", words=True), Column("state", words=True))
     table = TextTable([*columns, Column("estimate", number=True)])
     for entry in entries:
-        mark = "" if entry["recorded"] else " *"
-        table.add(
-            entry["run"],
-            " ".join(entry["artefacts"]),
-            entry["state"],
-            in_words(entry["seconds"]) + mark,
-        )
+        seconds = in_words(entry["seconds"]) + ("" if entry["recorded"] else " *")
+        table.add(entry["run"], " ".join(entry["artefacts"]), entry["state"], seconds)
     show(table)
     done = sum(entry["state"] == "finished" for entry in entries)
     say(
@@ -290,7 +256,7 @@ def _summarise(worker: Worker, chosen: list[Cell], tier: str, json_output: bool)
     for run_id, probes in lacking.items():
         say(
             f"{run_id} was finished without {', '.join(probes)}: move its folder away to make it"
-            " again",
+            " again"
         )
     for note in finished_runs.left_out:
         warn(f"left out: {note}")

@@ -88,9 +88,7 @@ def _line(run: RunSummary) -> list[str]:
 
 @app.command("show")
 def show_run(
-    run: options.Run,
-    runs: options.Runs = options.RUNS,
-    json_output: options.Json = False,
+    run: options.Run, runs: options.Runs = options.RUNS, json_output: options.Json = False
 ) -> None:
     """Show one run: its spec, its status, its latest numbers, and what could not be read."""
     folder = options.found_run(run, runs)
@@ -118,30 +116,27 @@ def show_run(
 
 def latest_values(values: dict[str, float]) -> list[TextTable]:
     """The last numbers as tables: those of the whole run, then a layer a row, a probe a column."""
-    whole: dict[str, float] = {}
-    layers: dict[str, dict[str, float]] = {}
+    whole = TextTable([Column("name"), Column("latest", number=True)])
+    of_layers: dict[str, float] = {}
     for name, value in values.items():
         quantity, _, layer = name.partition("/")
         if layer and quantity not in OF_THE_WHOLE:
-            layers.setdefault(layer, {})[quantity] = value
+            of_layers[name] = value
         else:
-            whole[name] = value
-    first = _numbers_table("name", ["latest"])
-    for name, value in whole.items():
-        first.add(name, f"{value:.6g}")
-    if not layers:
-        return [first]
-    quantities = list(dict.fromkeys(name for numbers in layers.values() for name in numbers))
-    second = _numbers_table("layer", quantities)
-    for layer, by_quantity in layers.items():
-        numbers = [f"{by_quantity[q]:.5g}" if q in by_quantity else "" for q in quantities]
-        second.add(layer, *numbers)
-    return [first, second]
+            whole.add(name, f"{value:.6g}")
+    return [whole, layer_table(of_layers, "{:.5g}", Column("layer"))] if of_layers else [whole]
 
 
-def _numbers_table(first: str, numbers: list[str]) -> TextTable:
-    headings = [Column(heading.replace("_", " "), number=True) for heading in numbers]
-    return TextTable([Column(first), *headings])
+def layer_table(values: dict[str, float], digits: str, first: Column) -> TextTable:
+    """Numbers named QUANTITY/LAYER: a layer a row, a quantity a column."""
+    by_layer: dict[str, dict[str, str]] = {}
+    quantities: dict[str, Column] = {}
+    for name, value in values.items():
+        quantity, _, layer = name.partition("/")
+        by_layer.setdefault(layer, {})[quantity] = digits.format(value)
+        quantities[quantity] = Column(quantity.replace("_", " "), number=True)
+    rows = [(layer, *(texts.get(q, "") for q in quantities)) for layer, texts in by_layer.items()]
+    return TextTable([first, *quantities.values()], rows)
 
 
 @app.command("pack")

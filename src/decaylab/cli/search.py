@@ -1,7 +1,6 @@
 """`decaylab search`: learning rate, weight decay and other settings by held-out accuracy."""
 
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -11,6 +10,7 @@ import typer
 
 from decaylab.cli import options
 from decaylab.cli.board import follow
+from decaylab.cli.options import option
 from decaylab.cli.sweep import EngineOptions, Work, submit
 from decaylab.cli.terminal import say
 from decaylab.errors import AT_LEAST_ONE, RUNS_LEFT, BadValue, DecaylabError
@@ -29,8 +29,7 @@ Cell = Annotated[
     ),
 ]
 Config = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="Search around your own spec instead."),
+    Path | None, option("--config", "Search around your own spec instead.", metavar="FILE")
 ]
 Values = Annotated[
     str | None, typer.Option(metavar="A,B,...", help="Values to try; for tpe, the range.")
@@ -41,15 +40,15 @@ Values = Annotated[
 def search_command(
     cell: Cell = None,
     config: Config = None,
-    scheme: Annotated[str, typer.Option("--scheme", help="Kind of decay: l2, wd or none.")] = "l2",
-    tier: Annotated[str, typer.Option("--tier", help="smoke, quick, short or full.")] = "quick",
+    scheme: Annotated[str, option("--scheme", "Kind of decay: l2, wd or none.")] = "l2",
+    tier: Annotated[str, option("--tier", "smoke, quick, short or full.")] = "quick",
     method: Annotated[
-        str, typer.Option("--method", help="grid, lines (decays, then the rest) or tpe (Optuna).")
+        str, option("--method", "grid, lines (decays, then the rest) or tpe (Optuna).")
     ] = "grid",
     trials: Annotated[
         int,
-        options.number(
-            "--trials", AT_LEAST_ONE, "For tpe: number of trials, including recorded ones."
+        option(
+            "--trials", "For tpe: number of trials, including recorded ones.", allowed=AT_LEAST_ONE
         ),
     ] = 30,
     lr: Values = None,
@@ -60,7 +59,7 @@ def search_command(
         bool, typer.Option(help="Try more values while the best of a grid is at its edge.")
     ] = True,
     retrain: Annotated[
-        bool, typer.Option("--retrain", help="Finally train the winner on all training images.")
+        bool, option("--retrain", "Finally train the winner on all training images.")
     ] = False,
     *,
     training: options.TrainingOptions,
@@ -91,20 +90,11 @@ def search_command(
     runs, on_digits = training.runs, plan.base.data == "digits"
     if engine.dry_run or not engine.in_this_process(training):
         words = ["search", *(cell or ["--config", str(config)])]
-        words += ["--scheme", scheme, "--tier", tier, "--method", method, "--trials", str(trials)]
-        words += ["--widen" if widen else "--no-widen"]
-        for name, text in ranges.items():
-            words += [] if text is None else [f"--{name.replace('_', '-')}", text]
-        planned = [
-            PlannedRun(spec, purposes=("search",), tier=plan.tier) for spec in first_specs(plan)
-        ]
-        submit(
-            Work(words, planned, "searched/runs", shared=True),
-            training,
-            engine,
-            gpus=options.on_gpus(training, digits=on_digits),
-            stream=sys.stdout,
-        )
+        words += options.flags(scheme=scheme, tier=tier, method=method, trials=trials)
+        words += ["--widen" if widen else "--no-widen", *options.flags(**ranges)]
+        planned = [PlannedRun(s, purposes=("search",), tier=plan.tier) for s in first_specs(plan)]
+        work = Work(words, planned, "searched/runs", shared=True)
+        submit(work, training, engine, digits=on_digits, stream=sys.stdout)
         if engine.leaves:
             return
     if on_digits:
@@ -127,13 +117,10 @@ def make_search(
     plan: SearchPlan, folder: Path, worker_options: WorkerOptions, stream: TextIO
 ) -> RunSpec | None:
     """A search's runs, then its winner; None if runs are left, for the same command to go on."""
-    seconds = worker_options.seconds
-    until = None if seconds is None else time.monotonic() + seconds
+    left = worker_options.running_out()
     search = Search(plan, folder, worker_options, search_probe(plan))
     for worker in search.rounds():
-        if until is not None:
-            left = max(until - time.monotonic(), 1e-3)
-            worker.options = replace(worker.options, seconds=left)
+        worker.options = replace(worker.options, seconds=left().seconds)
         worker.check_data()
         follow(worker, stream)
         ended = sum(trial.ended for trial in search.trials())

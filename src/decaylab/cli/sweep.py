@@ -11,6 +11,7 @@ import torch
 import typer
 
 from decaylab.cli import options
+from decaylab.cli.options import option
 from decaylab.cli.terminal import print_json, say, show, warn
 from decaylab.errors import (
     AT_LEAST_ONE,
@@ -28,13 +29,13 @@ from decaylab.sweeps.engines import Engine, JobStatus
 from decaylab.sweeps.engines.local import LocalEngine
 from decaylab.sweeps.engines.ray import RayEngine
 from decaylab.sweeps.engines.slurm import SlurmEngine
+from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun
 from decaylab.sweeps.sweep import (
     Submission,
     Sweep,
     assignments,
     check_owners,
-    estimates,
     folder_of,
     left_of,
     make_jobs,
@@ -61,36 +62,32 @@ class EngineOptions:
     """Which engine trains the runs, and how they are divided."""
 
     panel: ClassVar[str] = "Engine"
-    engine: Annotated[
-        str, typer.Option("--engine", help="Where to train: local, slurm or ray.")
-    ] = "local"
+    engine: Annotated[str, option("--engine", "Where to train: local, slurm or ray.")] = "local"
     jobs: Annotated[
         int | None,
-        options.number(
-            "--jobs", AT_LEAST_ONE, "Processes at a time (local: one per GPU), or fewest jobs."
+        option(
+            "--jobs",
+            "Processes at a time (local: one per GPU), or fewest jobs.",
+            allowed=AT_LEAST_ONE,
         ),
     ] = None
     job_minutes: Annotated[
-        float, options.number("--job-minutes", POSITIVE, "Longest estimated time of a job.")
+        float, option("--job-minutes", "Longest estimated time of a job.", allowed=POSITIVE)
     ] = 60.0
     gpus: Annotated[
         float | None,
-        options.number(
-            "--gpus", NOT_NEGATIVE, "GPUs per job; for Ray also a fraction, such as 0.5."
+        option(
+            "--gpus", "GPUs per job; for Ray also a fraction, such as 0.5.", allowed=NOT_NEGATIVE
         ),
     ] = None
     sbatch: Annotated[
-        list[str] | None,
-        typer.Option("--sbatch", metavar="KEY=VALUE", help="An option of Slurm's sbatch."),
+        list[str] | None, option("--sbatch", "An option of Slurm's sbatch.", metavar="KEY=VALUE")
     ] = None
     wait: Annotated[
-        bool, typer.Option("--wait", help="Slurm: keep running, and submit what is left once more.")
+        bool, option("--wait", "Slurm: keep running, and submit what is left once more.")
     ] = False
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Only print the plan, or the script, and how long it takes."
-        ),
+        bool, option("--dry-run", "Only print the plan, or the script, and how long it takes.")
     ] = False
 
     def __post_init__(self) -> None:
@@ -108,10 +105,10 @@ class EngineOptions:
     def sbatch_options(self) -> dict[str, str]:
         """Options of Slurm's sbatch, by name."""
         by_name = {}
-        for option in self.sbatch or ():
-            key, equals, value = option.partition("=")
+        for setting in self.sbatch or ():
+            key, equals, value = setting.partition("=")
             if not key or key.startswith("-"):
-                raise BadValue("--sbatch", option, "KEY=VALUE, such as partition=gpu")
+                raise BadValue("--sbatch", setting, "KEY=VALUE, such as partition=gpu")
             by_name[key] = value if equals else ""
         return by_name
 
@@ -162,10 +159,14 @@ def submit(
     training: options.TrainingOptions,
     how: EngineOptions,
     *,
-    gpus: bool,
+    digits: bool,
     stream: TextIO,
 ) -> None:
-    """Let an engine make what is left of some runs; exits with 1 or 75 where something is left."""
+    """Let an engine make what is left of some runs; exits with 1 or 75 where something is left.
+
+    A job needs a GPU unless another device is asked for; by default, digits do without.
+    """
+    gpus = not digits if training.device in (None, "auto") else training.device != "cpu"
     runs = training.runs
     store = RunStore(runs / work.folder)
     command = [*work.command, *training.words()]
@@ -185,7 +186,8 @@ def submit(
         if not left:
             break
         if todo:
-            seconds = estimates(todo, store)
+            estimator = Estimator(store)
+            seconds = {run.spec.id: estimator.of(run.spec).seconds for run in todo}
             packs = pack(todo, seconds, jobs=how.count(training), longest=60 * how.job_minutes)
             words = [sys.executable, "-m", "decaylab", *command]
             gpus_per_job = float(gpus) if how.gpus is None else how.gpus
@@ -300,34 +302,31 @@ def _status(sweep: Sweep, runs: Path) -> dict[str, Any]:
     """Counts of a sweep's runs, and the reasons why some are left."""
     store = RunStore(runs / sweep.folder)
     counts = dict.fromkeys(("finished", "diverged", "running", "waiting", "left"), 0)
-    reasons: dict[str, None] = {}
+    reasons: list[str] = []
     assigned = assignments(sweep, runs)
     for assignment in assigned:
         folder, job = store.folder(assignment.run), assignment.job
+        status = ""
         try:
             manifest = folder.manifest()
             status = manifest.status if manifest else ""
         except DecaylabError as error:
-            status = ""
-            reasons[str(error)] = None
-        if status in ("finished", "diverged"):
-            counts[status] += 1
-        elif folder.locked():
-            counts["running"] += 1
-        elif job is not None and job.state in ("waiting", "running"):
-            counts["waiting"] += 1
-            if job.state == "waiting" and job.reason:
-                reasons[f"jobs wait: {job.reason}"] = None
-        else:
-            counts["left"] += 1
-            if job is not None and job.reason:
-                reasons[f"job {job.number} {job.reason}"] = None
+            reasons.append(str(error))
+        if status not in ("finished", "diverged"):
+            status = "running" if folder.locked() else "left"
+        if status == "left" and job is not None:
+            if job.state in ("waiting", "running"):
+                status = "waiting"
+            if job.reason and job.state != "running":
+                told = "jobs wait:" if job.state == "waiting" else f"job {job.number}"
+                reasons.append(f"{told} {job.reason}")
+        counts[status] += 1
     engines = dict.fromkeys(submission.engine for submission in sweep.submissions)
     return {
         "sweep": sweep.name,
         "engine": " ".join(engines),
         "runs": len(assigned),
         **counts,
-        "reasons": list(reasons),
+        "reasons": list(dict.fromkeys(reasons)),
         "command": sweep.command,
     }

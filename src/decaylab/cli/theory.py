@@ -6,9 +6,8 @@ import typer
 
 from decaylab.cli import options
 from decaylab.cli.terminal import print_json, say, show
-from decaylab.report.sections import theory_checks
 from decaylab.text_table import Column, Styled, TextTable
-from decaylab.theory import Check
+from decaylab.theory import Check, all_checks
 
 
 def theory_command(json_output: options.Json = False) -> None:
@@ -17,7 +16,7 @@ def theory_command(json_output: options.Json = False) -> None:
     Computes both sides of each statement. Takes seconds on a CPU; exits with 1 if one does not
     hold.
     """
-    checks = theory_checks()
+    checks = all_checks()
     stated = [check for check in checks if check.kind == "statement"]
     held = sum(check.holds for check in stated)
     if json_output:

@@ -1,15 +1,14 @@
 """`decaylab train`: every field of a run's spec as an option, from a TOML file or from both."""
 
-import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import Field, fields
+from dataclasses import Field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_origin
 
 import typer
 
 from decaylab.cli import options
+from decaylab.cli.options import option
 from decaylab.cli.progress import follow
 from decaylab.cli.runs import summary
 from decaylab.cli.terminal import print_json, say
@@ -22,14 +21,12 @@ from decaylab.training.spec import field_kinds
 
 Config = Annotated[
     Path | None,
-    typer.Option(
-        "--config", metavar="FILE", help="A spec in TOML; options on the command line override it."
-    ),
+    option("--config", "A spec in TOML; options on the command line override it.", metavar="FILE"),
 ]
 TrainSet = Annotated[
-    bool, typer.Option("--train-set", help="Also evaluate the training set after each epoch.")
+    bool, option("--train-set", "Also evaluate the training set after each epoch.")
 ]
-Tier = Annotated[str, typer.Option("--tier", help="A label stored with the results.")]
+Tier = Annotated[str, option("--tier", "A label stored with the results.")]
 
 # Else a newcomer takes 10 % accuracy beside a training loss of 0.01 for a bug.
 LAGGING = (
@@ -37,52 +34,6 @@ LAGGING = (
     " norm's running averages, which are slow (about 100 steps, as in the paper) and lag behind"
     " after {} steps: train for longer, or drop the learning rate earlier"
 )
-
-
-def _train(
-    overrides: dict[str, Any],
-    *,
-    config: Config = None,
-    runs: options.Runs = options.RUNS,
-    data_dir: options.DataDir = None,
-    device: options.Device = "auto",
-    compiled: options.Compiled = False,
-    checkpoint_every: options.CheckpointEvery = 60.0,
-    train_set: TrainSet = False,
-    tier: Tier = "custom",
-    json_output: options.Json = False,
-) -> None:
-    options_set = {name: value for name, value in overrides.items() if value is not None}
-    spec = RunSpec.from_file(config, options_set) if config else RunSpec.from_mapping(options_set)
-    if spec.decay != "none" and not spec.weight_decay and "weight_decay" not in options_set:
-        remedy = "add --weight-decay (0 trains without it)"
-        raise Lacks(f"decay {spec.decay}", "strength", remedy)
-    where = options.chosen_device(device)
-    stream = sys.stderr if json_output else sys.stdout
-    store = RunStore(runs)
-    folder = store.folder(spec.id)
-    if _ended_before(folder, spec):
-        say(f"run {spec.id} is already finished: nothing to train", stream=stream)
-    else:
-        data = load(spec.data, data_dir)
-        with options.together(device, where) as world, world.output(stream) as shown:
-            execution = Execution(
-                probes=DIAGNOSED,
-                checkpoint_every=checkpoint_every,
-                every_step=shown.isatty(),  # for the bar
-                train_set_each_epoch=train_set,
-                tier=tier,
-                compiled=compiled,
-                world=world,
-            )
-            training = train(spec, data=data, device=where, store=store, execution=execution)
-            begun = " (continued)" if folder.has_checkpoint() else ""
-            together = f" by {world.size} processes" if world.size > 1 else ""
-            say(f"run {spec.id}{begun} in {folder.path}{together}", stream=shown)
-            follow(training, shown)
-        if not world.first:
-            return
-    _say_result(spec, summary(folder), json_output)
 
 
 def _say_result(spec: RunSpec, result: dict[str, Any], json_output: bool) -> None:
@@ -113,35 +64,24 @@ def _numbers(text: str) -> tuple[float, ...] | tuple[int, ...]:
     """`128,64` or `0.9,0.999` as a tuple; the spec checks how many there are, and their type."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     try:
-        return tuple(int(part) for part in parts)
+        return tuple(map(int, parts))
     except ValueError:
         try:
-            return tuple(float(part) for part in parts)
+            return tuple(map(float, parts))
         except ValueError:
             raise typer.BadParameter(f"{text!r} is not a list of numbers such as 1,2") from None
 
 
-def _option(item: "Field[Any]") -> inspect.Parameter:
-    """One field of the spec as an optional option: None if it is not given."""
-    kind = field_kinds()[item.name][0]
+def _spec_option(item: "Field[Any]") -> Any:
+    """A field of the spec as an option: None if it is not given."""
+    kind: Any = field_kinds()[item.name][0]
     flag = "--" + item.name.replace("_", "-")
-    arguments: dict[str, Any] = {
-        "help": item.metadata["help"],
-        "rich_help_panel": item.metadata["panel"],
-        "show_default": _shown(item.default),
-    }
-    annotation: Any
+    details = {"rich_help_panel": item.metadata["panel"], "show_default": _shown(item.default)}
     if get_origin(kind) is tuple:
-        annotation = Annotated[
-            Any, typer.Option(flag, parser=_numbers, metavar="A,B,...", **arguments)
-        ]
+        kind, details = Any, {**details, "parser": _numbers, "metavar": "A,B,..."}
     elif kind is bool:
-        names = f"{flag}/--no-{item.name.replace('_', '-')}"
-        annotation = Annotated[bool | None, typer.Option(names, **arguments)]
-    else:
-        annotation = Annotated[kind | None, typer.Option(flag, **arguments)]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(item.name, keyword, default=None, annotation=annotation)
+        flag += f"/--no-{flag[2:]}"
+    return Annotated[kind | None, option(flag, item.metadata["help"], **details)]
 
 
 def _shown(default: Any) -> str | bool:
@@ -151,25 +91,60 @@ def _shown(default: Any) -> str | bool:
     return f"{default:g}" if isinstance(default, float) else str(default) if default else False
 
 
-def _command() -> Callable[..., None]:
-    """`_train` with one option per field of the spec in its signature."""
-    spec_options = {item.name: _option(item) for item in fields(RunSpec)}
-    signature = inspect.signature(_train)
-    others = [p for name, p in signature.parameters.items() if name != "overrides"]
-
-    def train_command(**given: Any) -> None:
-        overrides = {name: given.pop(name) for name in spec_options}
-        _train(overrides, **given)
-
-    parameters = [*spec_options.values(), *others]
-    train_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    train_command.__annotations__ = {p.name: p.annotation for p in parameters}
-    train_command.__doc__ = (
-        "Train a network and record the run.\n\n"
-        "Options without a default take the paper's settings for the optimizer. Running the same"
-        " command again resumes a stopped run, and does nothing if the run is finished."
-    )
-    return train_command
+SpecOptions = make_dataclass(
+    "SpecOptions",
+    [(item.name, _spec_option(item), None) for item in fields(RunSpec)],
+    namespace={"panel": ""},  # each field has its own
+)
 
 
-train_command = _command()
+@options.spread
+def train_command(
+    *,
+    spec_options: SpecOptions,  # type: ignore[valid-type]
+    config: Config = None,
+    runs: options.Runs = options.RUNS,
+    data_dir: options.DataDir = None,
+    device: options.Device = "auto",
+    compiled: options.Compiled = False,
+    checkpoint_every: options.CheckpointEvery = 60.0,
+    train_set: TrainSet = False,
+    tier: Tier = "custom",
+    json_output: options.Json = False,
+) -> None:
+    """Train a network and record the run.
+
+    Options without a default take the paper's settings for the optimizer. Running the same command
+    again resumes a stopped run, and does nothing if the run is finished.
+    """
+    options_set = {name: value for name, value in vars(spec_options).items() if value is not None}
+    spec = RunSpec.from_file(config, options_set) if config else RunSpec.from_mapping(options_set)
+    if spec.decay != "none" and not spec.weight_decay and "weight_decay" not in options_set:
+        remedy = "add --weight-decay (0 trains without it)"
+        raise Lacks(f"decay {spec.decay}", "strength", remedy)
+    where = options.chosen_device(device)
+    stream = sys.stderr if json_output else sys.stdout
+    store = RunStore(runs)
+    folder = store.folder(spec.id)
+    if _ended_before(folder, spec):
+        say(f"run {spec.id} is already finished: nothing to train", stream=stream)
+    else:
+        data = load(spec.data, data_dir)
+        with options.together(device, where) as world, world.output(stream) as shown:
+            execution = Execution(
+                probes=DIAGNOSED,
+                checkpoint_every=checkpoint_every,
+                every_step=shown.isatty(),  # for the bar
+                train_set_each_epoch=train_set,
+                tier=tier,
+                compiled=compiled,
+                world=world,
+            )
+            training = train(spec, data=data, device=where, store=store, execution=execution)
+            begun = " (continued)" if folder.has_checkpoint() else ""
+            together = f" by {world.size} processes" if world.size > 1 else ""
+            say(f"run {spec.id}{begun} in {folder.path}{together}", stream=shown)
+            follow(training, shown)
+        if not world.first:
+            return
+    _say_result(spec, summary(folder), json_output)

@@ -52,10 +52,7 @@ CIFAR = {
     "cifar10": CifarLayout(
         "cifar-10-binary.tar.gz",
         "cifar-10-batches-bin",
-        {
-            "train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
-            "test": ("test_batch.bin",),
-        },
+        {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)},
         label_bytes=1,
         pickled=("cifar-10-python.tar.gz", "cifar-10-batches-py/data_batch_1", "data_batch_1"),
     ),

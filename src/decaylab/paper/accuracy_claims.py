@@ -118,18 +118,15 @@ def e6(bench: Bench) -> Evidence:
             evidence.lack()
             continue
         first, second = (_share(samples, name, gap) for name in ("wn-conv", "wd-fc+wn-conv"))
-        closed = (first >= CLOSED_BY_TRANSFER or rest.value >= 0) and (
-            second >= CLOSED_BY_BOTH or both.value >= 0
-        )
+        almost = first >= CLOSED_BY_TRANSFER or rest.value >= 0
+        closed = almost and (second >= CLOSED_BY_BOTH or both.value >= 0)
         text = f"{named(key)}: gap {gap.value:+.2f}, closed by wn-conv {_percent(first)}"
         text += f", by wd-fc+wn-conv {_percent(second)}"
         comparison = replace(
             rest, text=text, enough=gap.enough, runs=(*rest.runs, *both.runs), headline=first
         )
-        if closed:
-            comparison = replace(comparison, p=None, rule="for")
-        elif first >= CLOSED_BY_TRANSFER or rest.value >= 0:
-            comparison = replace(comparison, p=None, rule="unclear")
+        if almost:
+            comparison = replace(comparison, p=None, rule="for" if closed else "unclear")
         evidence.add(_against_gap(gap, replace(comparison, noise=None)))
     return evidence.summarised()
 
@@ -141,12 +138,9 @@ def e9(bench: Bench) -> Evidence:
     taken over a baseline at theirs, too (`undecayed`).
     """
     evidence = Evidence()
-    larger, helps, gains_more = (
-        "wd-fc over wd-conv",
-        "wd-conv over none",
-        "wd-conv's gain, F over G",
-    )
-    gains: dict[object, dict[object, dict[str, tuple[Sample | None, Sample | None]]]] = {}
+    larger, helps = "wd-fc over wd-conv", "wd-conv over none"
+    gains_more = "wd-conv's gain, F over G"
+    gains: dict[object, dict[object, dict[str, Terms]]] = {}
     for key, schemes in bench.groups("fig6"):
         samples = {name: bench.sample(cell) for name, cell in schemes.items()}
         conv, fc, name = samples["wd-conv"], samples["wd-fc"], named(key)
@@ -154,15 +148,15 @@ def e9(bench: Bench) -> Evidence:
         baselines = {"": samples["baseline"]}
         if "undecayed" in schemes and schemes["undecayed"].runs != schemes["baseline"].runs:
             baselines[" at the same lr"] = samples["undecayed"]
-        for same, base in baselines.items():
-            evidence.add(bench.difference(name + same, (1, conv), (-1, base), part=helps), helps)
-        pairs = {same: (conv, base) for same, base in baselines.items()}
-        gains.setdefault(key["network"], {})[key["optimizer"]] = pairs
+        gain: dict[str, Terms] = {s: [(1.0, conv), (-1.0, base)] for s, base in baselines.items()}
+        for same, terms in gain.items():
+            evidence.add(bench.difference(name + same, *terms, part=helps), helps)
+        gains.setdefault(key["network"], {})[key["optimizer"]] = gain
     for network, by_optimizer in gains.items():
-        (conv_g, base_g) = by_optimizer["kfac-g"][""]
-        for same, (conv_f, base_f) in by_optimizer["kfac-f"].items():
-            terms = ((1.0, conv_f), (-1.0, base_f), (-1.0, conv_g), (1.0, base_g))
-            evidence.add(bench.difference(f"{network}{same}", *terms, part=gains_more), gains_more)
+        for same, terms in by_optimizer["kfac-f"].items():
+            against_g = [*terms, *_times(-1, by_optimizer["kfac-g"][""])]
+            more = bench.difference(f"{network}{same}", *against_g, part=gains_more)
+            evidence.add(more, gains_more)
     return _mean(evidence)
 
 
@@ -172,26 +166,24 @@ def e11(bench: Bench) -> Evidence:
     The paper tunes learning rate and decay at each batch size: cells whose learning rate (and,
     with decay, weight decay) was not searched are not judged.
     """
-    losses: dict[str, dict[object, Terms]] = {}
     evidence = Evidence(every=True)
-    unsearched: dict[str, None] = {}
-    rows: dict[str, dict[object, dict[object, Sample | None]]] = {}
+    unsearched: list[str] = []
+    rows: dict[str, dict[tuple[object, object], Sample | None]] = {}
     for key, pair in bench.groups("table3"):
-        row = named(key, "dataset", "network", "optimizer")
-        samples = {decay: bench.sample(cell) for decay, cell in pair.items()}
-        if not bench.tier.on_digits and key["batch_size"] != 128:
-            for decay, cell in pair.items():
-                if not _tuned(cell, bool(decay)):
-                    samples[decay] = None
-                    unsearched[search_command(cell, bench.tier.name)] = None
-        rows.setdefault(row, {})[key["batch_size"]] = samples
-    for row, batches in rows.items():
-        small, large = batches.get(128, {}), batches.get(2000, {})
-        losses[row] = {d: [(1.0, small.get(d)), (-1.0, large.get(d))] for d in (0, 1)}
+        samples = rows.setdefault(named(key, "dataset", "network", "optimizer"), {})
+        for decay, cell in pair.items():
+            published = bench.tier.on_digits or key["batch_size"] == 128
+            tuned = published or _tuned(cell, bool(decay))
+            samples[key["batch_size"], decay] = bench.sample(cell) if tuned else None
+            unsearched += [] if tuned else [search_command(cell, bench.tier.name)]
+    losses = {
+        row: {d: [(1.0, samples.get((128, d))), (-1.0, samples.get((2000, d)))] for d in (0, 1)}
+        for row, samples in rows.items()
+    }
     if unsearched:
         evidence.notes.append(
-            f"{len(unsearched)} cells are not tuned as the paper's are (learning rate, and decay"
-            f" where there is some): {next(iter(unsearched))}"
+            f"{len(dict.fromkeys(unsearched))} cells are not tuned as the paper's are (learning"
+            f" rate, and decay where there is some): {unsearched[0]}"
         )
     return _most_closed(bench, evidence, "lost at batch 2000", losses)
 
@@ -206,18 +198,16 @@ def e13(bench: Bench) -> Evidence:
     evidence.notes.append(
         "judged on the rows with BN: without it the paper's own numbers move apart, as E3 says"
     )
-    spreads: dict[str, dict[object, Terms]] = {}
+    spreads: dict[str, dict[int, Terms]] = {}
     for row, pairs in _rows(bench, evidence, batch_norm=True).items():
         for side in (0, 1):
-            ordered = sorted(
-                (pair[side] for pair in pairs.values()), key=lambda sample: sample.mean
-            )
-            spreads.setdefault(row, {})[side] = [(1.0, ordered[-1]), (-1.0, ordered[0])]
+            low, *_, high = sorted((p[side] for p in pairs.values()), key=lambda s: s.mean)
+            spreads.setdefault(row, {})[side] = [(1.0, high), (-1.0, low)]
     return _most_closed(bench, evidence, "spread", spreads)
 
 
 def _most_closed(
-    bench: Bench, evidence: Evidence, what: str, rows: Mapping[str, Mapping[object, Terms]]
+    bench: Bench, evidence: Evidence, what: str, rows: Mapping[str, Mapping[int, Terms]]
 ) -> Evidence:
     """Judge whether decay leaves less than half of what there is without it, all rows together.
 
@@ -235,21 +225,20 @@ def _most_closed(
             continue
         text = f"{name} {what}: {before.value:.2f} without decay, {rest.value:.2f} with"
         evidence.notes.append(text)
-        enough = shrinks.enough
-        by_row.append(replace(shrinks, text=text, enough=enough))
-        grown.append(replace(before, text=text, enough=enough, needed=False))
+        by_row.append(replace(shrinks, text=text))
+        grown.append(replace(before, text=text, enough=shrinks.enough, needed=False))
         whole, left = whole + terms[0], left + terms[1]
     evidence.comparisons = [*by_row, *grown]
     if not whole:
         return evidence
-    gap, rest = bench.difference("", *whole), bench.difference("", *left)
-    shrinks, halved = (
-        bench.difference("", *_times(share, whole), *_times(-1, left)) for share in (1, 0.5)
-    )
-    assert shrinks is not None
-    assert gap is not None
-    assert rest is not None
-    assert halved is not None
+
+    def total(*terms: tuple[float, Sample | None]) -> Comparison:
+        comparison = bench.difference("", *terms)
+        assert comparison is not None  # no sample is missing in these rows
+        return comparison
+
+    gap, rest = total(*whole), total(*left)
+    shrinks, halved = (total(*_times(share, whole), *_times(-1, left)) for share in (1, 0.5))
     evidence.value = 1 - rest.value / gap.value if gap.value else float("nan")
     evidence.effect = (
         f"{what}, {'rows so far' if evidence.missing else 'all rows'} together: {gap.value:.2f}"
@@ -297,8 +286,8 @@ def _mean(evidence: Evidence, what: str = "") -> Evidence:
         first = next(iter(evidence.by_part().values()))
         evidence.value = statistics.fmean(c.value for c in first)
         evidence.effect = "; ".join(_told(part or what, members) for part, members in parts)
-        against = [c.text for c, leaning in evidence.leanings() if leaning == "against"]
-        evidence.notes += [f"against it: {text}" for text in against]
+        against = evidence.against()
+        evidence.notes += [f"against it: {c.text}" for c in against]
         if not against and len(comparisons) <= 4:
             evidence.notes += [c.text for c in comparisons]
     return evidence

@@ -56,8 +56,7 @@ CLAIMS: dict[str, Rule] = {
         "Table 1",
         "without BN, K-FAC gains most from weight decay",
         "weight decay gave an especially strong performance boost to the K-FAC optimizer when BN"
-        " was"
-        " disabled",
+        " was disabled",
         "the smaller gain of K-FAC-F and -G is on average significantly above the larger one of SGD"
         " and Adam",
         "it is significantly below it on a network after Holm's correction",
@@ -81,10 +80,9 @@ CLAIMS: dict[str, Rule] = {
         "without decay the first layer's effective lr falls from the start over the first stage;"
         " with decay it is flat",
         "Without weight decay, the normalization effects cause an additional effective learning"
-        " rate"
-        " decay ..., which reduces the effective learning rate by a factor of 10 over the first 50"
-        " epochs. By contrast, when weight decay is applied, the effective learning rate remains"
-        " more or less constant in each stage",
+        " rate decay ..., which reduces the effective learning rate by a factor of 10 over the"
+        " first 50 epochs. By contrast, when weight decay is applied, the effective learning rate"
+        " remains more or less constant in each stage",
         "under SGD, its largest over its smallest value from the initialisation through the first"
         " stage is at least twice as large without decay as with it",
         "it is no larger without decay",
@@ -131,9 +129,8 @@ CLAIMS: dict[str, Rule] = {
     "E10": Rule(
         "Fig. 7",
         "tr F of the first layer falls 10^4 times in 50 epochs, tr G changes about 2 times",
-        "While the norm of F decays by 4 orders of magnitude over the first 50 epochs, the norm"
-        " of G"
-        " increases by only a factor of 2",
+        "While the norm of F decays by 4 orders of magnitude over the first 50 epochs, the norm of"
+        " G increases by only a factor of 2",
         "on ResNet32, with decay and without it (the paper does not say which), BN in train mode,"
         " from the initialisation over the first 50 of 100 epochs (the median over seeds): tr F"
         " falls at least 100x, and 10x more than tr G changes",
@@ -143,12 +140,10 @@ CLAIMS: dict[str, Rule] = {
     "E11": Rule(
         "Table 3",
         "large batches lose accuracy without decay; decay closes most of it",
-        "Weight decay closed most of the generalization gaps ... between small and large"
-        " batches; We"
-        " tune weight decay factor and learning rate using held-out validation set",
+        "Weight decay closed most of the generalization gaps ... between small and large batches;"
+        " We tune weight decay factor and learning rate using held-out validation set",
         "over all rows together, the loss from batch 128 to 2000 shrinks significantly, by more"
-        " than"
-        " half; learning rate and decay searched at each batch size",
+        " than half; learning rate and decay searched at each batch size",
         "a loss is significantly negative or larger with decay, or less than half of it closes",
         accuracy.e11,
     ),
@@ -194,8 +189,7 @@ CLAIMS: dict[str, Rule] = {
         "App. G.3, Fig. 9",
         "K-FAC-G converges ahead of K-FAC-F",
         "K-FAC-G outperforms both K-FAC-F and other baselines in term of optimization per epoch,"
-        " and"
-        " compute time",
+        " and compute time",
         "without BN, it reaches 1e-4 in fewer epochs, and in fewer seconds, on both networks, at"
         " settings that were searched for both",
         "K-FAC-F is ahead in either on a network",
@@ -266,23 +260,20 @@ def judge(
     tier: str,
     seeds: int = 10,
     searched_folder: Path | None = None,
-    tell: Callable[[str], None] | None = None,
+    tell: Callable[[str], None] = lambda stage: None,
 ) -> list[Claim]:
     """All claims, from the finished runs of a tier with seeds 0 to `seeds` - 1.
 
-    `tell` is called with each claim's name before it is judged.
+    `tell` is called with each stage, in words. What searches found is looked for
+    in `searched` of the folder of runs, unless told otherwise.
     """
-    bench = Bench(finished_runs, tier, seeds, searched_folder)
-    claims = []
-    for name in CLAIMS:
-        if tell is not None:
-            tell(name)
-        claims.append(_judged(bench, name))
-    return claims
+    folder = searched_folder or finished_runs.store.root / "searched"
+    bench = Bench(finished_runs, tier, seeds, folder)
+    return [_judged(bench, name, rule, tell) for name, rule in CLAIMS.items()]
 
 
-def _judged(bench: Bench, name: str) -> Claim:
-    rule = CLAIMS[name]
+def _judged(bench: Bench, name: str, rule: Rule, tell: Callable[[str], None]) -> Claim:
+    tell(f"judging {name} at tier {bench.tier.name}")
     bench.left_out.clear()
     evidence = rule.weigh(bench)
     runs = evidence.runs
@@ -299,25 +290,20 @@ def _judged(bench: Bench, name: str) -> Claim:
         data=" and ".join(sorted({run.spec.data for run in runs.values()})),
         notes=(*_context(bench, evidence), *evidence.notes, *filter(None, [evidence.doubt])),
         parts=evidence.verdicts(),
-        lacking=(evidence.missing, sum(not c.enough for c in evidence.comparisons if c.needed)),
-        against=tuple(
-            dict.fromkeys(
-                c.text for c, leaning in evidence.leanings() if leaning == "against" and c.enough
-            )
-        ),
+        lacking=evidence.lacking,
+        against=tuple(dict.fromkeys(c.text for c in evidence.against() if c.enough)),
     )
 
 
 def _context(bench: Bench, evidence: Evidence) -> list[str]:
     """How these runs differ from the paper's, and what is missing."""
     runs, notes = list(evidence.runs.values()), []
-    needed = [comparison for comparison in evidence.comparisons if comparison.needed]
-    if evidence.missing:
-        total = evidence.missing + len(needed)
-        notes.append(f"{evidence.missing} of {total} comparisons lack runs")
-    short = sum(not comparison.enough for comparison in needed)
+    missing, short = evidence.lacking
+    needed = sum(comparison.needed for comparison in evidence.comparisons)
+    if missing:
+        notes.append(f"{missing} of {missing + needed} comparisons lack runs")
     if short:
-        notes.append(f"{short} of {len(needed)} comparisons lack schedule")
+        notes.append(f"{short} of {needed} comparisons lack schedule")
     if runs and bench.tier.on_digits:
         notes.append("on digits with small stand-in nets, not on the paper's data")
         notes.append(f"names are the paper's, the nets are {stand_ins(run.spec for run in runs)}")
@@ -326,6 +312,7 @@ def _context(bench: Bench, evidence: Evidence) -> list[str]:
     seeds = {run.spec.seed for run in runs}
     if len(seeds) == 1:
         notes.append("one seed")
-    for why, names in bench.superseded().items():
+    for why in dict.fromkeys(bench.left_out.values()):
+        names = [name for name, other in bench.left_out.items() if other == why]
         notes.append(f"left out, since {why}: {', '.join(names)}")
     return notes

@@ -21,19 +21,13 @@ import statistics as plain_statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
 from decaylab.data.facts import DATA_SETS
 from decaylab.paper.finished_runs import FinishedRun, FinishedRuns
-from decaylab.paper.statistics import (
-    ALPHA,
-    LEAST_DEGREES,
-    Noise,
-    Pool,
-    holm,
-    image_p_value,
-)
+from decaylab.paper.statistics import ALPHA, LEAST_DEGREES, Noise, Pool, holm, image_p_value
 from decaylab.paper.suite import Cell, artefact_of, artefacts, cells
 from decaylab.paper.tiers import TIERS, tier_of
 from decaylab.training import RunSpec
@@ -41,6 +35,7 @@ from decaylab.training import RunSpec
 Verdict = Literal["supported", "contradicted", "not enough runs", "not enough schedule"]
 Leaning = Literal["for", "against", "unclear"]
 LEAST_EXPOSURE = 1.0
+Group = tuple[dict[str, object], dict[object, Cell]]
 
 
 @dataclass(frozen=True)
@@ -124,11 +119,20 @@ class Evidence:
         """Comparisons without runs."""
         return sum(self.missing_by_part.values())
 
+    @property
+    def lacking(self) -> tuple[int, int]:
+        """How many comparisons lack runs, and how many lack schedule."""
+        return self.missing, sum(not c.enough for c in self.comparisons if c.needed)
+
     def leanings(self) -> list[tuple[Comparison, Leaning]]:
         """Each comparison with its leaning, corrected for how many are judged."""
         judged = [c for c in self.comparisons if c.p is not None and c.enough]
         adjusted = dict(zip(map(id, judged), holm([c.p or 0.0 for c in judged]), strict=True))
         return [(c, c.leaning(adjusted.get(id(c)))) for c in self.comparisons]
+
+    def against(self) -> list[Comparison]:
+        """The comparisons that are against the claim."""
+        return [comparison for comparison, leaning in self.leanings() if leaning == "against"]
 
     def verdicts(self) -> dict[str, Verdict]:
         """A verdict for each part of the claim; one without a name where it has none."""
@@ -227,31 +231,27 @@ class Bench:
         self.finished_runs, self.tier = finished_runs, tier_of(tier)
         self._seeds, self._folder = seeds, searched_folder
         self.left_out: dict[str, str] = {}  # run -> why its numerics are superseded
-        self._cells: dict[str, list[Cell]] = {}
+
         self._pools: dict[tuple[str, str], Pool | None] = {}
 
     def cells(self, artefact: str) -> list[Cell]:
         """The cells of an artefact."""
-        if artefact not in self._cells:
-            self._cells[artefact] = cells(
-                artefact, self.tier.name, self._seeds, searched_folder=self._folder
-            )
-        return self._cells[artefact]
+        return cells(artefact, self.tier.name, self._seeds, searched_folder=self._folder)
 
-    def groups(self, artefact: str) -> list[tuple[dict[str, object], dict[object, Cell]]]:
+    def groups(self, artefact: str) -> list[Group]:
         """Cells by all key columns but the last, as (key, last column -> cell).
 
         Groups of the same runs (on digits, where CIFAR-10 and CIFAR-100 are one) count once.
         """
         last = artefact_of(artefact).keys[-1]
-        by_key: dict[tuple[object, ...], tuple[dict[str, object], dict[object, Cell]]] = {}
+        by_key: dict[tuple[object, ...], Group] = {}
         for cell in self.cells(artefact):
             rest = {name: value for name, value in cell.key.items() if name != last}
             by_key.setdefault(tuple(rest.values()), (rest, {}))[1][cell.key[last]] = cell
-        unique: dict[object, tuple[dict[str, object], dict[object, Cell]]] = {}
-        for rest, by_last in by_key.values():
-            runs = tuple(cell.runs[0].id if cell.runs else cell.label for cell in by_last.values())
-            unique.setdefault(runs, (rest, by_last))
+        unique: dict[tuple[str, ...], Group] = {}
+        for group in by_key.values():
+            runs = (cell.runs[0].id if cell.runs else cell.label for cell in group[1].values())
+            unique.setdefault(tuple(runs), group)
         return list(unique.values())
 
     def runs(self, cell: Cell) -> list[FinishedRun]:
@@ -259,13 +259,6 @@ class Bench:
         finished = [run for spec in cell.runs if (run := self.finished_runs.of(spec)) is not None]
         self.left_out |= {run.spec.id: run.superseded for run in finished if run.superseded}
         return [run for run in finished if not run.superseded]
-
-    def superseded(self) -> dict[str, list[str]]:
-        """What was wrong with runs that were asked for and left out -> which."""
-        by_reason: dict[str, list[str]] = {}
-        for name, why in self.left_out.items():
-            by_reason.setdefault(why, []).append(name)
-        return by_reason
 
     def sample(self, cell: Cell | None, metric: str = "test/accuracy") -> Sample | None:
         """A metric in the finished runs of a cell; None if there is none."""
@@ -289,12 +282,11 @@ class Bench:
         """
         if self.tier.whole:
             return True
-        decayed = [
-            run
+        return all(
+            run.first_stage_exposure() >= least
             for run in runs
             if run.spec.weight_decay > 0 and (run.spec.decay != "l2" or run.spec.optimizer == "sgd")
-        ]
-        return all(run.first_stage_exposure() >= least for run in decayed)
+        )
 
     def difference(
         self,
@@ -356,42 +348,30 @@ class Bench:
     def _replicated(self) -> list[tuple[RunSpec, list[float]]]:
         """All cells with several seeds, of all tiers on the same kind of data, in points."""
         tiers = [t.name for t in TIERS.values() if t.on_digits == self.tier.on_digits]
+        names = [artefact.name for artefact in artefacts().values() if artefact.percent]
         chosen: dict[str, tuple[RunSpec, list[float]]] = {}
-        for tier in tiers:
-            for artefact in artefacts().values():
-                if not artefact.percent:
-                    continue
-                artefact_cells = cells(
-                    artefact.name, tier, self._seeds, searched_folder=self._folder
-                )
-                for cell in artefact_cells:
-                    finished = [spec for spec in cell.runs if self.finished_runs.exists(spec)]
-                    if len(finished) > 1 and finished[0].id not in chosen:
-                        chosen[finished[0].id] = (finished[0], self._accuracies(finished))
+        for tier, name in product(tiers, names):
+            for cell in cells(name, tier, self._seeds, searched_folder=self._folder):
+                begun = [spec for spec in cell.runs if self.finished_runs.exists(spec)]
+                if len(begun) > 1 and begun[0].id not in chosen:
+                    runs = filter(None, map(self.finished_runs.of, begun))
+                    values = [run.final("test/accuracy") for run in runs if not run.superseded]
+                    accuracies = [100 * value for value in values if value is not None]
+                    chosen[begun[0].id] = begun[0], accuracies
         return [entry for entry in chosen.values() if len(entry[1]) > 1]
-
-    def _accuracies(self, specs: Sequence[RunSpec]) -> list[float]:
-        runs = [run for spec in specs if (run := self.finished_runs.of(spec)) is not None]
-        values = [run.final("test/accuracy") for run in runs if not run.superseded]
-        return [100 * value for value in values if value is not None]
 
 
 def _on_images(terms: Sequence[tuple[float, Sample]], expected: float) -> float:
     """The p-value on the same test images; 0, which decides nothing, where some have no hits."""
-    runs = [run for _, sample in terms for run in sample.runs]
-    hits = [run.manifest.test_hits for run in runs]
-    first = hits[0]
-    if first is None or not all(
-        run_hits is not None and run_hits.comparable(first) for run_hits in hits
-    ):
-        return 0.0
-    return image_p_value(
-        [
-            (factor, [run.manifest.test_hits.unpack() for run in sample.runs])  # type: ignore[union-attr]
-            for factor, sample in terms
-        ],
-        expected,
-    )
+    by_term = []
+    first = terms[0][1].runs[0].manifest.test_hits
+    for factor, sample in terms:
+        hits = [run.manifest.test_hits for run in sample.runs]
+        known = [each for each in hits if first and each and each.comparable(first)]
+        if len(known) < len(hits):
+            return 0.0
+        by_term.append((factor, [each.unpack() for each in known]))
+    return image_p_value(by_term, expected)
 
 
 def _spread(terms: Sequence[tuple[float, Sample]]) -> float | None:

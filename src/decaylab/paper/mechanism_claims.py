@@ -3,6 +3,8 @@
 import math
 import statistics
 from collections.abc import Callable, Mapping
+from functools import partial
+from operator import attrgetter
 
 from decaylab.paper.evidence import Bench, Comparison, Evidence, Leaning, Sample, named
 from decaylab.paper.finished_runs import TRAINED, FinishedRun
@@ -56,31 +58,18 @@ def e5(bench: Bench) -> Evidence:
 
 def e7(bench: Bench) -> Evidence:
     """K-FAC GN norm goes with Jacobian norm and generalization gap, over nets at 100 % (Fig. 5)."""
-    pairs = {
-        "jacobian": (_kfac_gn_norm, _jacobian_norm),
-        "gap": (_kfac_gn_norm, _generalization_gap),
-    }
-    return _correlations(bench, pairs)
+    return _correlations(bench, {"jacobian": (GN_NORM, JACOBIAN), "gap": (GN_NORM, GAP)})
 
 
 def e17(bench: Bench) -> Evidence:
     """The Jacobian norm goes with the generalization gap, over nets at 100 % (Sec. 4.2)."""
-    return _correlations(bench, {"jacobian and gap": (_jacobian_norm, _generalization_gap)})
+    return _correlations(bench, {"jacobian and gap": (JACOBIAN, GAP)})
 
 
 Quantity = Callable[[FinishedRun], float | None]
-
-
-def _kfac_gn_norm(run: FinishedRun) -> float | None:
-    return run.final("kfac_gn_norm")
-
-
-def _jacobian_norm(run: FinishedRun) -> float | None:
-    return run.final("jacobian_norm")
-
-
-def _generalization_gap(run: FinishedRun) -> float | None:
-    return run.generalization_gap
+GN_NORM: Quantity = partial(FinishedRun.final, name="kfac_gn_norm")
+JACOBIAN: Quantity = partial(FinishedRun.final, name="jacobian_norm")
+GAP: Quantity = attrgetter("generalization_gap")
 
 
 def _correlations(bench: Bench, pairs: Mapping[str, tuple[Quantity, Quantity]]) -> Evidence:
@@ -107,16 +96,11 @@ def _correlated(
     name: str, runs: list[FinishedRun], first: Quantity, second: Quantity
 ) -> Comparison | None:
     """Rank correlation with its 95 % interval, and what of it is within an optimizer."""
-    points = [
-        (x, y, run)
-        for run in runs
-        if (x := first(run)) is not None and (y := second(run)) is not None
-    ]
+    points = [(x, y, run) for run in runs if None not in (x := first(run), y := second(run))]
     if len(points) < LEAST_NETS:
         return None
-    measured = tuple(run for _, _, run in points)
-    groups = [run.spec.optimizer for run in measured]
-    result = correlation([x for x, _, _ in points], [y for _, y, _ in points], groups)
+    xs, ys, measured = zip(*points, strict=True)
+    result = correlation(xs, ys, [run.spec.optimizer for run in measured])
     text = f"{name}: rank correlation {result.rank:.2f} [{result.low:.2f}, {result.high:.2f}]"
     if math.isfinite(result.within):
         text += f", within an optimizer {result.within:.2f} ({100 * result.share_within:.0f} %)"
@@ -197,9 +181,8 @@ def e10(bench: Bench) -> Evidence:
             part = "with decay" if decay else "without decay"
             finished = bench.runs(cell)
             runs = [run for run in finished if not run.lacking(("traces",))]
-            others = [run.spec.id for run in finished if run.first_layer(EVAL_TRACES)]
-            others = [name for name in others if name not in {run.spec.id for run in runs}]
-            if others:
+            left_out = (run for run in finished if run not in runs)
+            if others := [run.spec.id for run in left_out if run.first_layer(EVAL_TRACES)]:
                 evidence.notes.append(
                     f"left out, since their traces are of batch norm in eval mode, where Eq. 13"
                     f" does not hold: {', '.join(others)}"
@@ -211,11 +194,8 @@ def e10(bench: Bench) -> Evidence:
                 continue
             fisher = _log_median([_fall(run, FISHER_TRACE) for run in runs])
             newton = _log_median([_change(run, NEWTON_TRACE) for run in runs])
-            rule: Leaning = "unclear"
-            if fisher >= 100 and fisher >= 10 * newton:
-                rule = "for"
-            elif fisher <= newton:
-                rule = "against"
+            falls = fisher >= max(100, 10 * newton)
+            rule: Leaning = "for" if falls else "against" if fisher <= newton else "unclear"
             text = f"{named(key)} {part}: tr F falls {fisher:.3g}x, tr G changes {newton:.2g}x"
             if not papers_own:
                 evidence.unjudged.append(f"{text} (not in the paper)")
@@ -435,8 +415,9 @@ def e14(bench: Bench) -> Evidence:
                 evidence.lack()
                 continue
             accuracy = sample.mean
-            rule: Leaning = "for" if accuracy >= TRAINED else "unclear"
-            rule = "against" if accuracy < PRINTED else rule
+            rule: Leaning = (
+                "for" if accuracy >= TRAINED else "against" if accuracy < PRINTED else "unclear"
+            )
             text = f"{named(key)} decay={decay}: {100 * accuracy:.2f} %"
             enough = rule == "for" or bench.tier.whole
             evidence.add(Comparison(text, enough, sample.runs, 100 * accuracy, rule=rule))
@@ -446,8 +427,8 @@ def e14(bench: Bench) -> Evidence:
         evidence.value = min(c.value for c in comparisons)
         evidence.effect = (
             f"{len(comparisons) - len(below)} of {len(comparisons)} cells end at {TRAINED:.1%} or"
+            f" more training accuracy, the lowest at {evidence.value:.2f} %"
         )
-        evidence.effect += f" more training accuracy, the lowest at {evidence.value:.2f} %"
     evidence.notes += [f"below: {c.text}" for c in below[:8]]
     evidence.notes += [f"and {len(below) - 8} more"] if len(below) > 8 else []
     return evidence

@@ -37,28 +37,23 @@ def plan(
     takes over, which is added where no cell has it.
     """
     cells = list(cells)
-    probes: dict[str, dict[str, None]] = {}
-    serves: dict[str, dict[str, None]] = {}
-    ordered: dict[str, RunSpec] = {}
+    wanted: dict[str, tuple[RunSpec, dict[str, None], set[str]]] = {}  # spec, artefacts, probes
+
+    def want(specs: Iterable[RunSpec], artefact: str, probes: Iterable[str]) -> None:
+        for spec in specs:
+            _, serves, names = wanted.setdefault(spec.id, (spec, {}, set()))
+            serves[artefact] = None
+            names.update(probes)
+
     for seed in range(max((len(cell.runs) for cell in cells), default=0)):
         for cell in cells:
-            wanted = (
-                (cell.sources, ()),
-                (cell.runs, cell.probes),
-                (cell.searched_runs, cell.probes),
-            )
-            for runs, names in wanted:
-                for spec in runs[seed : seed + 1]:
-                    ordered.setdefault(spec.id, spec)
-                    serves.setdefault(spec.id, {})[cell.artefact] = None
-                    probes.setdefault(spec.id, {}).update(dict.fromkeys(names))
+            want(cell.sources[seed : seed + 1], cell.artefact, ())
+            want(cell.runs[seed : seed + 1], cell.artefact, cell.probes)
+            want(cell.searched_runs[seed : seed + 1], cell.artefact, cell.probes)
     for cell in others:
-        for spec in (*cell.runs, *cell.searched_runs):
-            if spec.id in ordered:
-                serves[spec.id][cell.artefact] = None
-                probes[spec.id].update(dict.fromkeys(cell.probes))
-    planned = []
-    for run_id, spec in ordered.items():
-        names = tuple(sorted(probes[run_id]))
-        planned.append(PlannedRun(spec, names, tuple(serves[run_id]), tier, epoch_probe(names)))
-    return planned
+        runs = (spec for spec in (*cell.runs, *cell.searched_runs) if spec.id in wanted)
+        want(runs, cell.artefact, cell.probes)
+    return [
+        PlannedRun(spec, tuple(sorted(names)), tuple(serves), tier, epoch_probe(names))
+        for spec, serves, names in wanted.values()
+    ]

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import resources
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,10 @@ def searched(
     wanted = {name: key[name] for name in ROW} | {"scheme": scheme}
     wanted["batch_size"] = key.get("batch_size", 128)
     wanted["constant_lr"] = int(bool(key.get("constant_lr")))
-    for name in tiers:
-        for search in _all_searched(folder):
-            if search.tier == name and all(
-                str(search.cell.get(part, 0)) == str(value) for part, value in wanted.items()
-            ):
-                return search
+    for name, search in product(tiers, _all_searched(folder)):
+        cell = {part: search.cell.get(part, 0) for part in wanted}
+        if search.tier == name and all(str(cell[part]) == str(wanted[part]) for part in wanted):
+            return search
     return None
 
 

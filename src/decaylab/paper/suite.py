@@ -191,16 +191,17 @@ def cells(
     """
     artefact, size = artefact_of(name), tier_of(tier)
     AT_LEAST_ONE.check("seeds", seeds)
-    key = (id(artefact), size.name, seeds, searched_folder, searches_stamp(searched_folder))
+    key = (id(artefact), id(size), seeds, searched_folder, searches_stamp(searched_folder))
     if key not in _MADE:
-        _MADE[key] = (artefact, tuple(_cells(artefact, size, seeds, searched_folder)))
-    return list(_MADE[key][1])
+        made = tuple(_cells(artefact, size, seeds, searched_folder))
+        _MADE[key] = (artefact, size, made)
+    return list(_MADE[key][2])
 
 
-_MADE: dict[tuple[object, ...], tuple[Artefact, tuple[Cell, ...]]] = {}
+_MADE: dict[tuple[object, ...], tuple[Artefact, Tier, tuple[Cell, ...]]] = {}
 """The cells that were made already; a report asks for the same ones many times.
 
-With the artefact, so that its `id` stays its own.
+With the artefact and the tier, so that the `id` of each stays its own.
 """
 
 
@@ -285,12 +286,10 @@ def searched_cell(key: Mapping[str, Any], tier: Tier) -> dict[str, Any]:
 
 def search_command(cell: Cell, tier: str) -> str:
     """The command that searches the settings of a cell."""
-    key = {**cell.columns}
-    if "constant_lr" in key:
-        key["constant_lr"] = int(key["constant_lr"])
-    columns = [name for name in (*ROW, "batch_size", "constant_lr") if name in key]
-    chosen = " ".join(f"{name}={key[name]}" for name in columns)
-    return f"decaylab search {chosen} --scheme {_scheme(key)} --tier {tier}"
+    names = [name for name in (*ROW, "batch_size", "constant_lr") if name in cell.columns]
+    key = {name: cell.columns[name] for name in names}
+    chosen = " ".join(f"{n}={int(v) if isinstance(v, bool) else v}" for n, v in key.items())
+    return f"decaylab search {chosen} --scheme {_scheme(cell.columns)} --tier {tier}"
 
 
 def _runs(key: Mapping[str, Any], tier: Tier, seeds: int, folder: Path | None) -> dict[str, Any]:
@@ -373,9 +372,7 @@ def _decay(scheme: str, optimizer: str, weight_decay: float) -> dict[str, Any]:
 
 def _paper_number(artefact: Artefact, key: Mapping[str, Any]) -> float | None:
     """The number the paper prints for a cell."""
-    if not artefact.reference:
-        return None
-    for row in table(f"reference/{artefact.reference}"):
+    for row in table(f"reference/{artefact.reference}") if artefact.reference else ():
         *names, value = row
         if all(str(key.get(name)) == row[name] for name in names):
             return float(row[value])

@@ -66,11 +66,6 @@ class Tier:
         """Whether digits stand in for the paper's data sets."""
         return self.epochs is not None
 
-    @property
-    def device(self) -> str:
-        """Where it runs unless told otherwise."""
-        return "cpu" if self.on_digits else "auto"
-
 
 TIERS: dict[str, Tier] = {
     "smoke": Tier(
@@ -138,12 +133,9 @@ def _on_digits(values: Mapping[str, Any], tier: Tier) -> dict[str, Any]:
     assert tier.batches is not None
     kfac = values["optimizer"].startswith("kfac")
     epochs, every = tier.epochs[kfac]
-    row = next(
-        row
-        for row in table("chosen/digits.csv")
-        if row["optimizer"] == values["optimizer"]
-        and row["batch_norm"] == str(int(values["batch_norm"]))
-    )
+    setting = values["optimizer"], str(int(values["batch_norm"]))
+    rows = {(row["optimizer"], row["batch_norm"]): row for row in table("chosen/digits.csv")}
+    row = rows[setting]
     check_name(f"batch size of tier {tier.name}", values["batch_size"], tier.batches)
     batch_size = tier.batches[values["batch_size"]]
     by_batch = math.sqrt(batch_size / tier.batches[128])

@@ -6,7 +6,7 @@ A moment (step, epoch, seconds) and a name are stored once, and every row points
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
@@ -14,6 +14,7 @@ from typing import overload
 import numpy as np
 
 PART = 1 << 15  # rows that are looked at together
+NOWHERE = np.empty(0, np.intp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +69,13 @@ class RowColumns(Sequence[Row]):
             self.value[places].tolist(),
         )
 
+    def series(self, name: str) -> Iterator[Row]:
+        """The rows of one name, by step; nothing where it was not recorded."""
+        return self.at(self.places.get(name, NOWHERE))
+
     def points(self, name: str) -> Iterator[tuple[int, float]]:
-        """(step, value) of one name, by step; nothing where it was not recorded."""
-        places = self.places.get(name)
-        if places is None:
-            return iter(())
+        """(step, value) of one name, by step."""
+        places = self.places.get(name, NOWHERE)
         steps = self.steps[self.moment[places]].tolist()
         return zip(steps, self.value[places].tolist(), strict=True)
 
@@ -111,28 +114,6 @@ class RowColumns(Sequence[Row]):
             steps[name[last]], has_value[name[last]] = part_steps[last], True
             values[name[last]] = self.value[part][last]
         return {self.names[n]: float(values[n]) for n in np.flatnonzero(has_value)}
-
-
-class ColumnSeries(Mapping[str, list[Row]]):
-    """The rows of each name by step, made when they are asked for."""
-
-    def __init__(self, rows: RowColumns) -> None:
-        self._rows = rows
-        self._made: dict[str, list[Row]] = {}
-
-    def __getitem__(self, name: str) -> list[Row]:
-        if name not in self._made:
-            self._made[name] = list(self._rows.at(self._rows.places[name]))
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows.places)
-
-    def __len__(self) -> int:
-        return len(self._rows.places)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows.places
 
 
 class ColumnBuilder:
@@ -189,18 +170,10 @@ class ColumnBuilder:
             np.frombuffer(self._name, np.uint32),
             np.frombuffer(self._value),
         )
-        places = None
         if (np.diff(moments[0]) <= 0).any():  # else no step comes twice
-            places = _last_places(moments[0][columns[0]], columns[1])
-        if places is not None:
-            columns = columns[0][places], columns[1][places], columns[2][places]
+            steps, names = moments[0][columns[0]], columns[1]
+            order = np.lexsort((steps, names))  # stable: of equals the last one stands last
+            again = (np.diff(names[order]) == 0) & (np.diff(steps[order]) == 0)
+            last = np.sort(order[np.append(~again, True)[: len(order)]])
+            columns = columns[0][last], columns[1][last], columns[2][last]
         return RowColumns(moments, list(self._numbers), columns)
-
-
-def _last_places(steps: np.ndarray, names: np.ndarray) -> np.ndarray | None:
-    """Where the last of each (step, name) stands, in order; None where all differ."""
-    order = np.lexsort((steps, names))  # stable: of equals the last one stands last
-    again = (np.diff(names[order]) == 0) & (np.diff(steps[order]) == 0)
-    if not again.any():
-        return None
-    return np.sort(order[np.concatenate([~again, [True]])])

@@ -19,7 +19,9 @@ from decaylab.errors import DecaylabError, NotRead
 from decaylab.records.files import READABLE, UNREADABLE, number_or_text, replace_text
 from decaylab.records.store import Manifest, RunFolder, RunStore, manifest_from
 
-FORMAT = 1
+FORMAT = 2
+FACTS = ("spec", "epoch", "step", "seconds", "damaged", "left_out")
+"""What of a `RunSummary` is JSON as it stands."""
 UNSTABLE = ("owner.json", "checkpoint", ".now-")
 """How files begin that come and go without changing what a run says."""
 ENDED = ("finished", "diverged", "pruned")
@@ -113,38 +115,24 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _entry(summary: RunSummary, signature: list[list[Any]]) -> dict[str, Any]:
-    return {
+    values = {name: number_or_text(value) for name, value in summary.values.items()}
+    facts = {name: getattr(summary, name) for name in FACTS}
+    return facts | {
         "signature": signature,
-        "spec": dict(summary.spec),
-        "manifest": None if summary.manifest is None else _fields(summary.manifest),
-        "reached": [summary.epoch, summary.step, summary.seconds],
-        "values": {name: number_or_text(value) for name, value in summary.values.items()},
-        "damaged": list(summary.damaged),
-        "left_out": list(summary.left_out),
+        "manifest": summary.manifest and _fields(summary.manifest),
+        "values": values,
     }
 
 
 def _fields(manifest: Manifest) -> dict[str, Any]:
     """As `asdict`, which copies each value."""
-    hits = manifest.test_hits
-    return {
-        **vars(manifest),
-        "test_hits": hits and vars(hits),
-        "starts": [vars(start) for start in manifest.starts],
-    }
+    hits, starts = manifest.test_hits, [vars(start) for start in manifest.starts]
+    return {**vars(manifest), "test_hits": hits and vars(hits), "starts": starts}
 
 
 def _summary(folder: RunFolder, entry: Mapping[str, Any]) -> RunSummary:
-    manifest = entry["manifest"]
-    epoch, step, seconds = entry["reached"]
-    return RunSummary(
-        folder,
-        spec=entry["spec"],
-        manifest=None if manifest is None else manifest_from(manifest),
-        epoch=epoch,
-        step=step,
-        seconds=seconds,
-        values={name: float(value) for name, value in entry["values"].items()},
-        damaged=tuple(entry["damaged"]),
-        left_out=tuple(entry["left_out"]),
-    )
+    facts = {name: entry[name] for name in FACTS}
+    facts |= {name: tuple(facts[name]) for name in ("damaged", "left_out")}
+    manifest = entry["manifest"] and manifest_from(entry["manifest"])
+    values = {name: float(value) for name, value in entry["values"].items()}
+    return RunSummary(folder, manifest=manifest, values=values, **facts)

@@ -184,13 +184,8 @@ def read_owner(path: Path) -> Owner | None:
     """The owner that a file names; None if there is no file, or nothing readable in it."""
     try:
         entry = json.loads(path.read_bytes())
-        return Owner(
-            str(entry["token"]),
-            str(entry["host"]),
-            str(entry["name"]),
-            int(entry["pid"]),
-            int(entry["started"]),
-        )
+        token, host, name = (str(entry[key]) for key in ("token", "host", "name"))
+        return Owner(token, host, name, int(entry["pid"]), int(entry["started"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -4,7 +4,7 @@ Everything that judges a run reads a `Recording` and nothing else.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,34 +107,27 @@ def read_recording(source: str | Path | RunFolder) -> Recording:
         return recording_of(str(path), contents, folder=folder)
     run = RunFolder(folder)
     manifest, spec = run.manifest(), run.spec_values()
-    return recording_of(
-        run.id,
-        contents,
-        folder=folder,
-        spec=spec,
-        batch_size=spec.get("batch_size"),
-        epochs=spec.get("epochs"),
-        status=manifest.status if manifest else "not started",
-        message=manifest.message if manifest else "",
-        **({"version": manifest.version} if manifest else {}),
-    )
+    facts: dict[str, Any] = {"status": "not started"}
+    if manifest is not None:
+        facts = {name: getattr(manifest, name) for name in ("version", "status", "message")}
+    facts |= {"spec": spec, "batch_size": spec.get("batch_size"), "epochs": spec.get("epochs")}
+    return recording_of(run.id, contents, folder=folder, **facts)
 
 
 def _no_records(path: Path) -> Lacks:
-    folders = (
-        [inner for inner in sorted(path.iterdir()) if has_rows(inner)] if path.is_dir() else []
-    )
     remedy = "give a run folder, or a folder that watch(folder=...) wrote"
-    return Lacks(
-        path, "records", f"give one of its folders, such as {folders[0]}" if folders else remedy
-    )
+    for inner in sorted(path.iterdir()) if path.is_dir() else ():
+        if has_rows(inner):
+            remedy = f"give one of its folders, such as {inner}"
+            break
+    return Lacks(path, "records", remedy)
 
 
 def recording_of(name: str, contents: Contents, **facts: Any) -> Recording:
     """The recording of a file's contents; `facts` are further known fields of `Meta`."""
     rows, changes = contents.rows, list(contents.settings)
     known = {key: value for key, value in contents.meta.items() if key in Meta.__annotations__}
-    meta = Meta(**{**known, **facts})
+    meta = Meta(**(known | facts))
     if not changes and meta.spec is not None:
         try:
             changes = migration.settings_from_spec(meta.spec, rows)
@@ -143,7 +136,7 @@ def recording_of(name: str, contents: Contents, **facts: Any) -> Recording:
     elif not changes:
         rows, changes = migration.settings_from_rows(rows)
     if meta.steps_per_epoch is None:
-        meta = Meta(**{**vars(meta), "steps_per_epoch": migration.steps_per_epoch(rows)})
+        meta = replace(meta, steps_per_epoch=migration.steps_per_epoch(rows))
     return Recording(name, rows, _timelines(changes), _outcomes(rows), contents.events, meta)
 
 

@@ -12,7 +12,6 @@ Older files have a line for each number, with `name` and `value`.
 """
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from decaylab.errors import needed, printable
-from decaylab.records.columns import ColumnBuilder, ColumnSeries, Row, RowColumns
+from decaylab.records.columns import ColumnBuilder, Row, RowColumns
 from decaylab.records.files import MALFORMED, disk_errors, json_text, number_or_text
 from decaylab.records.settings import LayerSettings
 
@@ -52,50 +51,43 @@ class Rows:
         return (*self.damaged, voided)
 
     @cached_property
+    def columns(self) -> RowColumns:
+        """The same in columns."""
+        if isinstance(self.rows, RowColumns):
+            return self.rows
+        builder = ColumnBuilder()
+        builder.extend(self.rows)
+        return builder.rows()
+
+    @cached_property
     def by_name(self) -> Mapping[str, list[Row]]:
         """All rows of each name, by step; names in the order of their first row."""
-        if isinstance(self.rows, RowColumns):
-            return ColumnSeries(self.rows)
-        series: dict[str, list[Row]] = {}
-        for row in self.rows:
-            series.setdefault(row.name, []).append(row)
-        for rows in series.values():
-            rows.sort(key=lambda row: row.step)
-        return series
+        return {name: self.series(name) for name in self.names()}
 
     def names(self) -> list[str]:
         """The recorded names, in the order of their first row."""
-        return list(self.by_name)
+        return list(self.columns.places)
 
     def series(self, name: str) -> list[Row]:
         """All rows of one name, by step."""
-        return list(self.by_name.get(name, ()))
+        return list(self.columns.series(name))
 
     def points(self, name: str) -> tuple[tuple[int, float], ...]:
         """(step, value) of one name, by step; nothing where it was not recorded."""
-        if isinstance(self.rows, RowColumns):
-            return tuple(self.rows.points(name))
-        return tuple((row.step, row.value) for row in self.by_name.get(name, ()))
+        return tuple(self.columns.points(name))
 
     def not_finite(self) -> list[Row]:
         """The rows whose value is infinite or not a number."""
-        if isinstance(self.rows, RowColumns):
-            return list(self.rows.not_finite())
-        return [row for row in self.rows if not math.isfinite(row.value)]
+        return list(self.columns.not_finite())
 
     def last(self, name: str) -> float | None:
         """The latest value of one name, or None."""
-        if isinstance(self.rows, RowColumns):
-            return self.rows.latest.get(name)
-        series = self.by_name.get(name)
-        return series[-1].value if series else None
+        return self.columns.latest.get(name)
 
     @property
     def latest(self) -> Mapping[str, float]:
         """The latest value of each name."""
-        if isinstance(self.rows, RowColumns):
-            return self.rows.latest
-        return {name: series[-1].value for name, series in self.by_name.items()}
+        return self.columns.latest
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame with a line per number: step, epoch, seconds, quantity, layer, value.
@@ -105,16 +97,12 @@ class Rows:
         columns="layer", values="value").plot()` draws one quantity of every layer.
         """
         pandas = needed("pandas", extra="notebook", what="to_pandas()")
-        columns: dict[str, list[Any]] = {
-            "step": [row.step for row in self.rows],
-            "epoch": [row.epoch for row in self.rows],
-            "seconds": [row.seconds for row in self.rows],
-        }
-        parts = [row.name.partition("/") for row in self.rows]
-        columns["quantity"] = [quantity for quantity, _, _ in parts]
-        columns["layer"] = [layer for _, _, layer in parts]
-        columns["value"] = [row.value for row in self.rows]
-        return pandas.DataFrame(columns)
+        names = ("step", "epoch", "seconds", "quantity", "layer", "value")
+        lines = (
+            (row.step, row.epoch, row.seconds, *row.name.partition("/")[::2], row.value)
+            for row in self.rows
+        )
+        return pandas.DataFrame(lines, columns=names)
 
 
 class Tracker(Protocol):

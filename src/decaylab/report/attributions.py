@@ -1,5 +1,6 @@
 """An attribution as a page of its own: shares, arms, and the paths that the arms followed."""
 
+import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,11 +10,10 @@ from torch import Tensor
 
 import decaylab
 from decaylab.attribution import Attribution, Shares, words
-from decaylab.document import Grid, GridCell, Image, Report, Section, Subsection
+from decaylab.document import Grid, Image, Report, Section, Subsection, cells
 from decaylab.errors import Lacks
-from decaylab.records.files import disk_errors, replace_text
-from decaylab.report.drawing import Bars, Line, Panel, check_page, draw, figure_of
-from decaylab.report.page import to_html
+from decaylab.report.drawing import Bars, Line, Panel, draw, figure_of
+from decaylab.report.page import check_page, write_html
 from decaylab.training.paths import LayerPaths
 
 POINTS = 200  # of a drawn path
@@ -22,9 +22,7 @@ POINTS = 200  # of a drawn path
 def write_attribution(path: Path, result: Attribution, title: str = "") -> None:
     """Write an attribution with its figures as one offline HTML file."""
     check_page(path)
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, to_html(attribution_report(result, title)))
+    write_html(path, attribution_report(result, title))
 
 
 def attribution_figure(result: Attribution) -> Any:
@@ -39,13 +37,8 @@ def attribution_report(result: Attribution, title: str = "") -> Report:
     """The sections of the page."""
     answers = [words.sentence(result.shares_of(metric)) for metric in result.metrics]
     shares = [_shares_block(result.shares_of(metric)) for metric in result.metrics]
-    arms = Grid(
-        [*map(GridCell, words.ARM_HEADER)],
-        [
-            [*map(GridCell, row)]
-            for row in words.arm_rows(result.results, result.shares_of(result.metric))
-        ],
-    )
+    rows = words.arm_rows(result.results, result.shares_of(result.metric))
+    arms = Grid(cells(words.ARM_HEADER), [*map(cells, rows)])
     return Report(
         title or "What carries the effect of weight decay",
         f"{words.counted(len(result.seeds), 'seed')}, {result.steps} steps,"
@@ -63,35 +56,26 @@ def attribution_report(result: Attribution, title: str = "") -> Report:
 
 
 def _shares_block(shares: Shares) -> Subsection:
-    rows = [[*map(GridCell, row)] for row in words.share_rows(shares)]
+    rows = [*map(cells, words.share_rows(shares))]
     panel = effects_panel(shares)
     return Subsection(
         f"shares-{shares.metric.replace('/', '-')}",
         shares.metric,
         images=[] if panel.empty else [Image(draw(panel), words.sentence(shares))],
-        grids=[Grid([*map(GridCell, words.share_header(shares))], rows)],
+        grids=[Grid(cells(words.share_header(shares)), rows)],
     )
 
 
 def effects_panel(shares: Shares) -> Panel:
     """The total and its parts as bars, with intervals as whiskers."""
     factor = 100 if shares.in_points else 1
-    bars = {"total": shares.total, **shares.effects}
+    bars = {"total": shares.total, **shares.effects} if shares.effects else {}
+    values = [effect.value * factor for effect in bars.values()]
     halves = [(effect.high - effect.low) / 2 * factor for effect in bars.values()]
-    drawn = bool(shares.effects)
-    return Panel(
-        shares.metric,
-        "",
-        "effect, points" if factor == 100 else "effect",
-        [
-            Bars(
-                "",
-                [effect.value * factor for effect in bars.values()] if drawn else [],
-                [half if half == half else None for half in halves] if drawn else [],
-            )
-        ],
-        [words.SHORT_NAMES.get(name, name) for name in bars] if drawn else [],
-    )
+    marks = [Bars("", values, [None if math.isnan(half) else half for half in halves])]
+    y_label = "effect, points" if shares.in_points else "effect"
+    names = [words.SHORT_NAMES.get(name, name) for name in bars]
+    return Panel(shares.metric, "", y_label, marks, names)
 
 
 def _paths_block(result: Attribution) -> Subsection:
@@ -113,20 +97,13 @@ def path_panels(by_arm: Mapping[str, LayerPaths], layer: str) -> list[Panel]:
         "radians per step": {arm: paths.angles for arm, paths in by_arm.items()},
         "λ|W|²": {arm: p.dampings for arm, p in by_arm.items() if p.dampings is not None},
     }
-    return [
-        Panel(
-            f"{quantity}, {layer}",
-            "step",
-            quantity,
-            [
-                _line(arm, table[:, by_arm[arm].layers.index(layer)])
-                for arm, table in by_quantity.items()
-            ],
-            log_y=quantity != "size",
-        )
-        for quantity, by_quantity in tables.items()
-        if by_quantity
-    ]
+    column = {arm: paths.layers.index(layer) for arm, paths in by_arm.items()}
+    panels = []
+    for quantity, by_quantity in tables.items():
+        lines = [_line(arm, table[:, column[arm]]) for arm, table in by_quantity.items()]
+        log = quantity != "size"
+        panels.append(Panel(f"{quantity}, {layer}", "step", quantity, lines, log_y=log))
+    return [panel for panel in panels if panel.marks]
 
 
 def _line(arm: str, values: Tensor) -> Line:

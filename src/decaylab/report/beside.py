@@ -1,38 +1,38 @@
-"""Another process that works alongside this one."""
+"""Work in another process while this one goes on."""
 
 import os
-import subprocess
-import sys
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryFile
+from multiprocessing import get_context
+from typing import Any, TypeVar
 
-import decaylab
+Result = TypeVar("Result")
 
 
 @contextmanager
-def module_beside(*arguments: str, text: bytes = b"") -> Iterator[Callable[[], bytes]]:
-    """Begin `python -m ARGUMENTS` with a text as its input; what is given waits for its output.
+def beside(work: Callable[..., Result], *arguments: Any) -> Iterator[Callable[[], Result]]:
+    """Begin work; what is given waits for its result.
 
-    With one core there is no other process; then, and where it fails, the output is empty.
+    The work is done here instead with a single core, or if the other process is killed.
     """
     if (os.cpu_count() or 1) < 2:
-        yield lambda: b""
+        yield lambda: work(*arguments)
         return
-    package_root = str(Path(decaylab.__file__).parents[1])
-    paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    with TemporaryFile() as stdin:  # unlike a pipe, it need not be read before this goes on
-        stdin.write(text)
-        stdin.seek(0)
-        with subprocess.Popen(
-            [sys.executable, "-m", *arguments],
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        ) as process:
+    with ProcessPoolExecutor(
+        1,
+        get_context("spawn"),
+        initializer=signal.signal,  # a Ctrl-C is for this process, which then waits for the other
+        initargs=(signal.SIGINT, signal.SIG_IGN),
+    ) as pool:
+        future = pool.submit(work, *arguments)
+
+        def result() -> Result:
             try:
-                yield lambda: process.communicate()[0]
-            finally:
-                process.kill()
+                return future.result()
+            except BrokenProcessPool:
+                return work(*arguments)
+
+        yield result

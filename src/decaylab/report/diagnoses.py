@@ -1,10 +1,11 @@
 """Diagnoses as a part of the report, and one diagnosis as a page of its own."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,12 @@ from decaylab.diagnosis.comparable import FREE_TO_DIFFER
 from decaylab.diagnosis.layers import RecordedLayer
 from decaylab.diagnosis.layout import TONES, mechanism, sections, warnings
 from decaylab.diagnosis.runs import Run, read_run
-from decaylab.document import Grid, GridCell, Report, Section, Subsection
+from decaylab.document import Grid, GridCell, Report, Section, Subsection, cells
 from decaylab.errors import DecaylabError, Lacks
 from decaylab.optim.laws.dynamics import Series
-from decaylab.records.files import disk_errors, replace_text
-from decaylab.records.sources import Source
-from decaylab.report.drawing import Line, Panel, check_page, figure_of, line
+from decaylab.report.drawing import Line, Panel, figure_of, line
 from decaylab.report.names import counted_seeds, differing, named
-from decaylab.report.page import to_html
+from decaylab.report.page import check_page, write_html
 from decaylab.sweeps.run_index import IndexedRun
 from decaylab.training import RunSpec
 
@@ -38,6 +37,7 @@ SAYS = {
 WITH, WITHOUT = "weight decay", "baseline"
 LAYERS = "Layers whose size does not count"
 FREE = frozenset({*FREE_TO_DIFFER, "seed"})
+Setting = tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -48,34 +48,33 @@ class DiagnosedSetting:
     seeds: tuple[int, ...]
     diagnoses: tuple[Diagnosis, ...]
 
+    @property
+    def by_mechanism(self) -> list[tuple[Finding, ...]]:
+        """The findings on each mechanism, by seed."""
+        return list(zip(*(result.findings for result in self.diagnoses), strict=True))
+
 
 def diagnosed(indexed: Sequence[IndexedRun]) -> tuple[list[DiagnosedSetting], list[str]]:
     """Every run with decay against its baseline, by setting; and what could not be, in words."""
-    cases: dict[tuple[object, ...], dict[int, tuple[RunSpec, Diagnosis]]] = {}
+    by_setting = defaultdict[Setting, dict[int, tuple[RunSpec, Diagnosis]]](dict)
     left_out, baselines = [], _baselines(indexed)
-    read: dict[str, Run] = {}  # a baseline serves several runs
+    read = cache(read_run)  # a baseline serves several runs
     for run in indexed:
         if run.spec.decay == "none":
             continue
         nearest = _nearest(run.spec, baselines[_setting(run.spec, FREE)])
         try:
-            if nearest is not None and nearest.folder.id not in read:
-                read[nearest.folder.id] = read_run(nearest.folder)
-            baseline = read[nearest.folder.id] if nearest is not None else None
-            result = diagnose(run.folder, baseline)
+            result = diagnose(run.folder, nearest and read(nearest.folder))
         except DecaylabError as error:
             left_out.append(str(error))
             continue
-        of_setting = cases.setdefault(_setting(run.spec, {"seed"}), {})
-        of_setting[run.spec.seed] = (run.spec, result)
-    return [_case(by_seed) for by_seed in cases.values()], left_out
-
-
-def _case(by_seed: dict[int, tuple[RunSpec, Diagnosis]]) -> DiagnosedSetting:
-    seeds = sorted(by_seed)
-    return DiagnosedSetting(
-        by_seed[seeds[0]][0], tuple(seeds), tuple(by_seed[seed][1] for seed in seeds)
-    )
+        by_setting[_setting(run.spec, {"seed"})][run.spec.seed] = run.spec, result
+    cases = []
+    for by_seed in by_setting.values():
+        seeds = sorted(by_seed)
+        specs, results = zip(*(by_seed[seed] for seed in seeds), strict=True)
+        cases.append(DiagnosedSetting(specs[0], tuple(seeds), results))
+    return cases, left_out
 
 
 def baseline_of(spec: RunSpec, indexed: Iterable[IndexedRun]) -> IndexedRun | None:
@@ -87,35 +86,27 @@ def _nearest(spec: RunSpec, alike: Iterable[IndexedRun]) -> IndexedRun | None:
     return min(alike, key=lambda r: (r.spec.seed != spec.seed, r.spec.seed), default=None)
 
 
-def _baselines(indexed: Iterable[IndexedRun]) -> Mapping[tuple[object, ...], list[IndexedRun]]:
+def _baselines(indexed: Iterable[IndexedRun]) -> Mapping[Setting, list[IndexedRun]]:
     """The finished runs without decay, of any seed, by what a run must share with them."""
-    baselines: dict[tuple[object, ...], list[IndexedRun]] = defaultdict(list)
+    baselines = defaultdict[Setting, list[IndexedRun]](list)
     for run in indexed:
         if (run.spec.decay, run.spec.norm_source, run.manifest.status) == ("none", "", "finished"):
             baselines[_setting(run.spec, FREE)].append(run)
     return baselines
 
 
-def same_but_seed(chosen: IndexedRun, indexed: Iterable[IndexedRun]) -> list[str]:
-    """The folders of a run and of the finished ones that differ from it in the seed alone."""
+def other_seeds(
+    chosen: IndexedRun, indexed: Iterable[IndexedRun]
+) -> tuple[list[IndexedRun], list[IndexedRun]]:
+    """A run with the finished ones that differ in the seed alone; and those without decay."""
     ours = _setting(chosen.spec, {"seed"})
-    others = [
-        run
-        for run in indexed
-        if run.folder.id != chosen.folder.id
-        and run.manifest.status == "finished"
-        and _setting(run.spec, {"seed"}) == ours
-    ]
-    return [str(run.folder.path) for run in (chosen, *sorted(others, key=lambda r: r.spec.seed))]
+    finished = [run for run in indexed if run.manifest.status == "finished"]
+    finished.sort(key=lambda run: run.spec.seed)
+    others = [run for run in finished if _setting(run.spec, {"seed"}) == ours and run is not chosen]
+    return [chosen, *others], _baselines(finished)[_setting(chosen.spec, FREE)]
 
 
-def same_but_decay(chosen: IndexedRun, indexed: Iterable[IndexedRun]) -> list[str]:
-    """The folders of the finished runs that differ from it in decay and seed alone."""
-    alike = _baselines(indexed)[_setting(chosen.spec, FREE)]
-    return [str(run.folder.path) for run in sorted(alike, key=lambda run: run.spec.seed)]
-
-
-def _setting(spec: RunSpec, without: AbstractSet[str]) -> tuple[object, ...]:
+def _setting(spec: RunSpec, without: AbstractSet[str]) -> Setting:
     return tuple(getattr(spec, item.name) for item in fields(spec) if item.name not in without)
 
 
@@ -124,11 +115,13 @@ def _setting(spec: RunSpec, without: AbstractSet[str]) -> tuple[object, ...]:
 
 def diagnoses_section(cases: Sequence[DiagnosedSetting]) -> Section:
     """A row per setting with the verdict on each mechanism, and what it rests on, folded."""
-    header = [GridCell("run"), *(GridCell(name) for name in Mechanism), GridCell("compared with")]
-    titles = _titles(cases)
+    named_cases = [
+        (f"diagnosis-{number}", title, case)
+        for number, (title, case) in enumerate(zip(_titles(cases), cases, strict=True), start=1)
+    ]
     rows = [
-        [GridCell(title, "words"), *_verdicts(case, f"diagnosis-{number}"), _compared(case)]
-        for number, (title, case) in enumerate(zip(titles, cases, strict=True), start=1)
+        [GridCell(title, "words"), *_verdicts(case, anchor), GridCell(_compared(case))]
+        for anchor, title, case in named_cases
     ]
     text = [
         "Which of the three mechanisms decay acts through, for every run with decay, judged from"
@@ -138,11 +131,9 @@ def diagnoses_section(cases: Sequence[DiagnosedSetting]) -> Section:
         " largest. A run is judged alone if no run without decay is otherwise the same, which is"
         " common at the paper's settings: without decay they use another learning rate."
     ]
-    overview = Subsection("diagnoses", "Verdicts", grids=[Grid(header, rows)])
-    details = [
-        _details(number, title, case)
-        for number, (title, case) in enumerate(zip(titles, cases, strict=True), start=1)
-    ]
+    grid = Grid(cells(["run", *Mechanism, "compared with"]), rows)
+    overview = Subsection("diagnoses", "Verdicts", grids=[grid])
+    details = [_details(*named_case) for named_case in named_cases]
     return Section("diagnosis", "Diagnosis", text, [overview, *details])
 
 
@@ -152,11 +143,8 @@ def _titles(cases: Sequence[DiagnosedSetting]) -> list[str]:
     distinct = []
     for title, case in zip(titles, cases, strict=True):
         alike = [other.spec for words, other in zip(titles, cases, strict=True) if words == title]
-        names = [name for name in differing(*alike) if name != "seed"]
-        values = {name: getattr(case.spec, name) for name in names}
-        differences = [
-            f"no {name}" if value == "" else f"{name} {value}" for name, value in values.items()
-        ]
+        values = {name: getattr(case.spec, name) for name in differing(*alike) if name != "seed"}
+        differences = (f"no {n}" if value == "" else f"{n} {value}" for n, value in values.items())
         distinct.append(", ".join([title, *differences]))
     return distinct
 
@@ -176,53 +164,47 @@ def _words(spec: RunSpec) -> str:
 
 
 def _verdicts(case: DiagnosedSetting, link: str) -> Iterable[GridCell]:
-    for place in range(len(Mechanism)):
-        findings = [result.findings[place] for result in case.diagnoses]
-        kinds = list(dict.fromkeys(finding.verdict for finding in findings))
-        # seeds that disagree are not told apart by a colour
-        verdict = kinds[0] if len(kinds) == 1 else "; ".join(_counted(kinds, findings))
+    for findings in case.by_mechanism:
+        counts = Counter(finding.verdict for finding in findings)
+        verdict, *others = counts
+        text, tone = str(verdict), TONES[verdict]
+        if others:  # seeds that disagree are not told apart by a colour
+            text = "; ".join(f"{kind} {n} of {len(findings)}" for kind, n in counts.items())
+            tone = "near"
         factors = [finding.effect.value for finding in findings if finding.effect]
         if factors:
             low, high = words.three_digits(min(factors)), words.three_digits(max(factors))
-            verdict += f" ({low}x)" if low == high else f" ({low}x to {high}x)"
-        tone = TONES[kinds[0]] if len(kinds) == 1 else "near"
-        yield GridCell(verdict, tone=tone, link=link)
+            text += f" ({low}x)" if low == high else f" ({low}x to {high}x)"
+        yield GridCell(text, tone=tone, link=link)
 
 
-def _counted(kinds: Iterable[str], findings: Sequence[Finding]) -> Iterable[str]:
-    return (
-        f"{kind} {sum(f.verdict == kind for f in findings)} of {len(findings)}" for kind in kinds
-    )
-
-
-def _compared(case: DiagnosedSetting) -> GridCell:
+def _compared(case: DiagnosedSetting) -> str:
     with_baseline = sum(bool(result.baselines) for result in case.diagnoses)
     seeds = counted_seeds(len(case.seeds))
-    if with_baseline == len(case.diagnoses):
-        return GridCell(f"no decay, {seeds}")
     if not with_baseline:
-        return GridCell(f"judged alone, {seeds}")
-    return GridCell(f"no decay in {with_baseline} of {seeds}")
+        return f"judged alone, {seeds}"
+    some = f" in {with_baseline} of" if with_baseline < len(case.seeds) else ","
+    return f"no decay{some} {seeds}"
 
 
-def _details(number: int, title: str, case: DiagnosedSetting) -> Subsection:
+def _details(anchor: str, title: str, case: DiagnosedSetting) -> Subsection:
     """The evidence of a setting: what to know first, the reasons, factors by layer and seed."""
     first = [text for result in case.diagnoses for text in warnings(result)]
     seeds = [str(seed) for seed in case.seeds]
     follows = _by_seed([words.follow_texts(result) for result in case.diagnoses], seeds)
-    grids = [_reasons(case.diagnoses, seeds)]
-    for place in range(len(Mechanism)):
-        findings = [result.findings[place] for result in case.diagnoses]
-        if any(row.effect for finding in findings for row in finding.layers):
-            grids.append(_layers_by_seed(findings, seeds))
+    by_layer = [
+        _layers_by_seed(findings, seeds)
+        for findings in case.by_mechanism
+        if any(row.effect for finding in findings for row in finding.layers)
+    ]
     left_out = words.left_out(case.diagnoses[0]).items()
     skipped = [f"Left out: {layers} ({why})." for why, layers in left_out]
     return Subsection(
-        f"diagnosis-{number}",
+        anchor,
         title,
         text=[*dict.fromkeys(first), *follows, *skipped],
         note="Runs: " + ", ".join(name for result in case.diagnoses for name in result.runs) + ".",
-        grids=grids,
+        grids=[_reasons(case, seeds), *by_layer],
         folded=True,
     )
 
@@ -244,70 +226,43 @@ def _by_seed(texts: Sequence[Sequence[str]], seeds: Sequence[str]) -> list[str]:
     return lines
 
 
-def _reasons(diagnoses: Sequence[Diagnosis], seeds: Sequence[str]) -> Grid:
+def _reasons(case: DiagnosedSetting, seeds: Sequence[str]) -> Grid:
     """A row per mechanism and seed; seeds of which the same is to be said share one."""
-    places = diagnoses[0].places  # what to do is said of one seed, for all
-    header = [
-        GridCell("mechanism"),
-        GridCell("seeds"),
-        GridCell("verdict"),
-        GridCell("why"),
-        GridCell("records"),
-    ]
+    places = case.diagnoses[0].places  # what to do is said of one seed, for all
     rows = []
-    for place, name in enumerate(Mechanism):
-        seeds_by_reason: dict[tuple[str, str, str], list[str]] = {}
-        for result, seed in zip(diagnoses, seeds, strict=True):
-            finding = result.findings[place]
+    for name, findings in zip(Mechanism, case.by_mechanism, strict=True):
+        seeds_by_reason = defaultdict[tuple[str, str, str], list[str]](list)
+        for finding, seed in zip(findings, seeds, strict=True):
             section = mechanism(finding, places)
-            reason = section.badge, " ".join(section.text), section.note
-            seeds_by_reason.setdefault(reason, []).append(seed)
-        rows += [
-            [
-                GridCell(name),
-                GridCell(", ".join(same)),
-                GridCell(verdict, tone=TONES[verdict]),
-                *(GridCell(words, "words") for words in texts),
-            ]
-            for (verdict, *texts), same in seeds_by_reason.items()
-        ]
-    return Grid(header, rows)
+            seeds_by_reason[section.badge, " ".join(section.text), section.note].append(seed)
+        for (verdict, *texts), same in seeds_by_reason.items():
+            badge = GridCell(verdict, tone=TONES[verdict])
+            rows.append([*cells([name, ", ".join(same)]), badge, *cells(texts, "words")])
+    return Grid(cells(["mechanism", "seeds", "verdict", "why", "records"]), rows)
 
 
 def _layers_by_seed(findings: Sequence[Finding], seeds: Sequence[str]) -> Grid:
     """A row per layer, a column per seed; a layer without a factor says why."""
     names = dict.fromkeys(row.layer for finding in findings for row in finding.layers)
-    header = [GridCell("layer"), *(GridCell(f"seed {seed}") for seed in seeds)]
     rows: list[list[GridCell]] = []
     for name in names:
         layer_rows = [next((x for x in f.layers if x.layer == name), None) for f in findings]
-        cells = [GridCell(words.layer_text(x) if x else "—", "words") for x in layer_rows]
-        if rows and rows[-1][1:] == cells and not any(x and x.effect for x in layer_rows):
+        texts = cells([words.layer_text(x) if x else "—" for x in layer_rows], "words")
+        if rows and rows[-1][1:] == texts and not any(x and x.effect for x in layer_rows):
             rows[-1][0] = GridCell(f"{rows[-1][0].text}, {name}", "words")  # layers for one reason
         else:
-            rows.append([GridCell(name, "key"), *cells])
+            rows.append([GridCell(name, "key"), *texts])
+    header = cells(["layer", *(f"seed {seed}" for seed in seeds)])
     return Grid(header, rows, f"By layer: {words.layer_heading(findings[0])}")
 
 
 # ---------------------------------------------------------------- a page of its own
 
 
-def write_diagnosis(
-    path: Path, runs: Source | Sequence[Source], baselines: Source | Sequence[Source] = ()
-) -> Diagnosis:
-    """Diagnose, and write the result with its figures as one offline HTML file; the result."""
-    check_page(path)
-    result = diagnose(runs, baselines)
-    write_page(result, path)
-    return result
-
-
 def write_page(result: Diagnosis, path: Path) -> Path:
     """Write a result with its figures as one offline HTML file; its path."""
     check_page(path)
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, to_html(diagnosis_report(result)))
+    write_html(path, diagnosis_report(result))
     return path
 
 
@@ -326,7 +281,13 @@ def diagnosis_report(result: Diagnosis) -> Report:
     against = f"against {others}" if others else "from this run alone"
     blocks = sections(result)
     evidence = [
-        _evidence(number, block, finding, result)
+        replace(
+            block,
+            anchor=f"mechanism-{number}",
+            title=f"{number}. {block.title}",
+            text=[SAYS[finding.mechanism], *block.text],
+            charts=_panels(finding, result),
+        )
         for number, (block, finding) in enumerate(zip(blocks, result.findings, strict=False), 1)
     ]
     return Report(
@@ -348,7 +309,6 @@ def diagnosis_report(result: Diagnosis) -> Report:
 
 def _overview(result: Diagnosis) -> Subsection:
     """The answer, and a row per mechanism that leads to its evidence."""
-    header = [GridCell(name) for name in ("mechanism", "verdict", "effect")]
     rows = [
         [
             GridCell(finding.mechanism, "key"),
@@ -357,17 +317,8 @@ def _overview(result: Diagnosis) -> Subsection:
         ]
         for number, finding in enumerate(result.findings, start=1)
     ]
-    return Subsection("verdicts", "Verdicts", [words.headline(result)], grids=[Grid(header, rows)])
-
-
-def _evidence(number: int, block: Subsection, finding: Finding, result: Diagnosis) -> Subsection:
-    return replace(
-        block,
-        anchor=f"mechanism-{number}",
-        title=f"{number}. {block.title}",
-        text=[SAYS[finding.mechanism], *block.text],
-        charts=_panels(finding, result),
-    )
+    grid = Grid(cells(["mechanism", "verdict", "effect"]), rows)
+    return Subsection("verdicts", "Verdicts", [words.headline(result)], grids=[grid])
 
 
 def _panels(finding: Finding, result: Diagnosis) -> list[Panel]:

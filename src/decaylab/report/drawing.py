@@ -9,11 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decaylab import errors
-from decaylab.errors import BadValue
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -122,14 +120,6 @@ class Panel:
         )
 
 
-def check_page(path: Path) -> None:
-    """Refuse a page that is not named as HTML, or that cannot be drawn here."""
-    if path.suffix not in (".html", ".htm"):
-        wanted = "an HTML file"
-        raise BadValue("the report", path.name, wanted, f"give {path.with_suffix('.html')}")
-    check_extra()
-
-
 def check_extra() -> None:
     """An error unless the extra `report` is installed: before the work, not after it."""
     needed("matplotlib")
@@ -228,7 +218,7 @@ def _marks(axes: "Axes", panel: Panel) -> None:
         if isinstance(mark, Bars):
             _bars(axes, mark, bars.index(mark), len(bars), colour)
         elif isinstance(mark, Points):
-            axes.scatter(mark.x, mark.y, s=16, color=colour, label=label, alpha=0.8, linewidths=0)
+            _scatter(axes, mark, colour, label)
         else:
             shape: dict[str, Any] = {"marker": "o", "markersize": 3} if len(mark.x) < 12 else {}
             if mark.published:
@@ -242,9 +232,12 @@ def _marks(axes: "Axes", panel: Panel) -> None:
         axes.set_xticks(range(len(panel.groups)), panel.groups)
         axes.set_xlim(-0.5, len(panel.groups) - 0.5)  # groups without a bar have room too
         axes.grid(visible=False, axis="x")
-        _room_for(axes, bars, from_zero=not panel.log_y)
+    limits = _bar_limits(bars) if bars and not panel.log_y else None
     if panel.late:
-        _room_for_ends(axes, [mark for mark in panel.marks if isinstance(mark, Line)])
+        limits = _end_limits([mark for mark in panel.marks if isinstance(mark, Line)])
+    if limits:
+        axes.set_ylim(*limits)
+        axes.set_ylabel(f"{axes.get_ylabel()}, axis cut")
     for axis, logarithmic in (("x", panel.log_x), ("y", panel.log_y)):
         if logarithmic and _any_positive(panel, axis):
             getattr(axes, f"set_{axis}scale")("log", nonpositive="clip" if bars else "mask")
@@ -262,9 +255,12 @@ def _unframed(axes: "Axes", mark: Points, colour: str) -> None:
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     pairs = zip(mark.x, mark.y, strict=True)
     outside = sum(not (left <= x <= right and low <= y <= high) for x, y in pairs)
-    label = f"{mark.label} ({outside} outside)" if outside else mark.label
-    axes.scatter(mark.x, mark.y, s=16, color=colour, label=label, alpha=0.8, linewidths=0)
+    _scatter(axes, mark, colour, f"{mark.label} ({outside} outside)" if outside else mark.label)
     axes.set(xlim=(left, right), ylim=(low, high))
+
+
+def _scatter(axes: "Axes", mark: Points, colour: str, label: str) -> None:
+    axes.scatter(mark.x, mark.y, s=16, color=colour, label=label, alpha=0.8, linewidths=0)
 
 
 def _log_ticks(axes: "Axes", name: str) -> None:
@@ -300,12 +296,11 @@ def _bars(axes: "Axes", mark: Bars, place: int, count: int, colour: str) -> None
         if value is not None
     ]
     if at:
-        x, heights, whiskers = zip(*at, strict=True)
+        x, heights, _ = zip(*at, strict=True)
         axes.bar(x, heights, width * 0.92, color=colour, label=mark.label)
-        drawn = [(a, h, w) for a, h, w in at if w]
-        if drawn:
-            x, heights, whiskers = zip(*drawn, strict=True)
-            axes.errorbar(x, heights, whiskers, fmt="none", ecolor="#333333", elinewidth=1)
+    if drawn := [bar for bar in at if bar[2]]:
+        x, heights, whiskers = zip(*drawn, strict=True)
+        axes.errorbar(x, heights, whiskers, fmt="none", ecolor="#333333", elinewidth=1)
     for group, value in enumerate(mark.published):
         if value is not None:
             middle = group + (place - (count - 1) / 2) * width
@@ -314,15 +309,13 @@ def _bars(axes: "Axes", mark: Bars, place: int, count: int, colour: str) -> None
             axes.plot(ends, [value, value], color="#111111", linewidth=1.6, label=label)
 
 
-def _room_for(axes: "Axes", bars: Sequence[Bars], *, from_zero: bool) -> None:
-    """The range of the bars: cut below the lowest where all are close, and said so."""
+def _bar_limits(bars: Sequence[Bars]) -> tuple[float, float] | None:
+    """The range of the bars, cut below the lowest; None where they are not all close."""
     numbers = [value for mark in bars for value in (*mark.values, *mark.published)]
     values = [value for value in numbers if value is not None]
     low, high = min(values), max(values)
-    if from_zero and high > low > 0.7 * high:
-        edge = 0.35 * (high - low)
-        axes.set_ylim(low - edge, high + edge)
-        axes.set_ylabel(f"{axes.get_ylabel()}, axis cut")
+    edge = 0.35 * (high - low)
+    return (low - edge, high + edge) if high > low > 0.7 * high else None
 
 
 def cut_below(lines: Sequence[Line]) -> float | None:
@@ -339,12 +332,12 @@ def cut_below(lines: Sequence[Line]) -> float | None:
     return cut if high > low and min(values) < cut else None
 
 
-def _room_for_ends(axes: "Axes", lines: Sequence[Line]) -> None:
+def _end_limits(lines: Sequence[Line]) -> tuple[float, float] | None:
     cut = cut_below(lines)
-    if cut is not None:
-        high = max(value for line in lines for value in line.y)
-        axes.set_ylim(cut, high + 0.05 * (high - cut))
-        axes.set_ylabel(f"{axes.get_ylabel()}, axis cut")
+    if cut is None:
+        return None
+    high = max(value for line in lines for value in line.y)
+    return cut, high + 0.05 * (high - cut)
 
 
 def _legend(axes: "Axes", panel: Panel) -> None:

@@ -4,10 +4,10 @@ Lines and bars are means over seeds; a line has a band from the lowest to the hi
 point is one net.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import combinations
 from statistics import fmean
-from typing import TypeGuard
 
 from decaylab.paper import Artefact, Cell, FinishedRun, FinishedRuns
 from decaylab.paper import cells as paper_cells
@@ -26,29 +26,28 @@ def panels(artefact: Artefact, cells: Sequence[Cell], finished_runs: FinishedRun
 
 def panels_csv(figures: Iterable[tuple[str, Sequence[Panel]]]) -> str:
     """What the panels show, per tier: `panel, label, x, y, spread, tier`."""
-    rows = []
-    for tier, drawn in figures:
-        for panel in drawn:
-            for mark in panel.marks:
-                if isinstance(mark, Bars):
-                    points = zip(panel.groups, mark.values, mark.spreads, strict=True)
-                    rows += [
-                        [panel.title, mark.label, group, plain(value), plain(spread), tier]
-                        for group, value, spread in points
-                        if value is not None
-                    ]
-                else:
-                    ends = zip(mark.low, mark.high, strict=True) if _is_band(mark) else []
-                    spreads = [plain((high - low) / 2) for low, high in ends] or [""] * len(mark.x)
-                    rows += [
-                        [panel.title, mark.label, plain(x), plain(y), spread, tier]
-                        for x, y, spread in zip(mark.x, mark.y, spreads, strict=True)
-                    ]
+    rows = (
+        [panel.title, mark.label, x, plain(y), plain(spread), tier]
+        for tier, drawn in figures
+        for panel in drawn
+        for mark in panel.marks
+        for x, y, spread in _points(panel, mark)
+    )
     return csv_text(["panel", "label", "x", "y", "spread", "tier"], rows)
 
 
-def _is_band(mark: Line | Points) -> TypeGuard[Line]:
-    return isinstance(mark, Line) and len(mark.low) > 0
+def _points(
+    panel: Panel, mark: Line | Bars | Points
+) -> Iterator[tuple[str, float | None, float | None]]:
+    """What a mark shows: x, y and the spread, if there is one."""
+    if isinstance(mark, Bars):
+        bars = zip(panel.groups, mark.values, mark.spreads, strict=True)
+        yield from (bar for bar in bars if bar[1] is not None)
+        return
+    spreads: Sequence[float | None] = [None] * len(mark.x)
+    if isinstance(mark, Line) and mark.low:
+        spreads = [(high - low) / 2 for low, high in zip(mark.low, mark.high, strict=True)]
+    yield from zip(map(plain, mark.x), mark.y, spreads, strict=True)
 
 
 def over_seeds(
@@ -59,13 +58,12 @@ def over_seeds(
     Runs that were not recorded at the same places are lines of their own.
     """
     places = [[x for x, _ in run] for run in runs]
-    if len(runs) < 2 or any(xs != places[0] for xs in places):
-        names = [f"seed {n}" for n in range(len(runs))] if len(runs) > 1 else [""]
-        return (
-            [line(label, run, factor, name) for run, name in zip(runs, names, strict=True)]
-            if runs
-            else []
-        )
+    if len(runs) == 1:
+        return [line(label, runs[0], factor)]
+    if any(xs != places[0] for xs in places):
+        return [line(label, run, factor, f"seed {seed}") for seed, run in enumerate(runs)]
+    if not runs:
+        return []
     columns = [[factor * y for _, y in at] for at in zip(*runs, strict=True)]
     means, low, high = map(fmean, columns), map(min, columns), map(max, columns)
     return [Line(label, places[0], [*means], f"mean of {len(runs)} seeds", [*low], [*high])]
@@ -127,18 +125,11 @@ def _accuracy_curves(
     factor, y_label = _shown(artefact)
     drawn = []
     for title, group in groups(cells, artefact.keys[:-1]):
-        lines = [
-            curve
-            for cell in group
-            for curve in over_seeds(
-                label_of(cell),
-                [
-                    run.curve(artefact.metric)
-                    for run in _with_metric(cell, artefact.metric, finished_runs)
-                ],
-                factor,
-            )
-        ]
+        lines: list[Line] = []
+        for cell in group:
+            runs = _with_metric(cell, artefact.metric, finished_runs)
+            curves = [run.curve(artefact.metric) for run in runs]
+            lines += over_seeds(label_of(cell), curves, factor)
         marks = [*lines, *_published_lines(artefact, group, lines)]
         drawn.append(Panel(title, "epoch", y_label, marks, late=True))
     return drawn
@@ -152,20 +143,17 @@ def _bars(artefact: Artefact, cells: Sequence[Cell], finished_runs: FinishedRuns
     for title, group in groups(cells, columns):
         names = [named(cell.key.get("optimizer", "")) for cell in group]  # no key: there is one
         optimizers = list(dict.fromkeys(names))
-        measured: dict[str, dict[str, OverSeeds]] = {}
-        printed: dict[tuple[str, str], float | None] = {}
+        by_label: dict[str, dict[str, tuple[OverSeeds, float | None]]] = {}
         for cell, name in zip(group, names, strict=True):
-            values = tuple(
-                factor * value for value in finished_runs.values(cell.runs, artefact.metric)
-            )
-            measured.setdefault(label_of(cell), {})[name] = OverSeeds(values)
-            printed[label_of(cell), name] = _published(artefact, cell) if values else None
+            values = finished_runs.values(cell.runs, artefact.metric)
+            ours = OverSeeds(tuple(factor * value for value in values))
+            printed = _published(artefact, cell) if values else None
+            by_label.setdefault(label_of(cell), {})[name] = ours, printed
         bars = []
-        for label, by_optimizer in measured.items():
-            ours = [by_optimizer.get(name, OverSeeds()) for name in optimizers]
-            means, spreads = [item.mean for item in ours], [item.spread for item in ours]
-            numbers = [printed.get((label, name)) for name in optimizers]
-            bars.append(Bars(label, means, spreads, numbers))
+        for label, by_optimizer in by_label.items():
+            shown = [by_optimizer.get(name, (OverSeeds(), None)) for name in optimizers]
+            means, spreads = [ours.mean for ours, _ in shown], [ours.spread for ours, _ in shown]
+            bars.append(Bars(label, means, spreads, [printed for _, printed in shown]))
         bar_panels.append(Panel(title, "", y_label, bars, optimizers))
     return bar_panels
 
@@ -177,13 +165,10 @@ def _effective_lr(
     laws = {"SGD": "lr / |W|²", "Adam": "lr / |W|"}
     lr_panels = []
     for title, group in groups(cells, artefact.keys[:-1]):
-        lines = [
-            curve
-            for cell in group
-            for curve in over_seeds(
-                label_of(cell), _of_first_layer(cell, finished_runs, "effective_lr")
-            )
-        ]
+        lines: list[Line] = []
+        for cell in group:
+            curves = _of_first_layer(cell, finished_runs, "effective_lr")
+            lines += over_seeds(label_of(cell), curves)
         law = laws.get(named(group[0].key["optimizer"]), "")
         lr_panels.append(Panel(title, "epoch", f"effective lr, {law}", lines, log_y=True))
     return lr_panels
@@ -203,20 +188,14 @@ def _traces(artefact: Artefact, cells: Sequence[Cell], finished_runs: FinishedRu
     With batch normalisation in train mode; rows of older runs, in eval mode, are not drawn.
     """
     quantities = {"tr F": "fisher_trace_normalised_train", "tr G": "gn_trace_normalised_train"}
-    return [
-        Panel(
-            f"{key_title(cell.key, artefact.keys[:-1])}, K-FAC-F, {label_of(cell)}",
-            "epoch",
-            "trace, first layer",
-            [
-                curve
-                for label, quantity in quantities.items()
-                for curve in over_seeds(label, _of_first_layer(cell, finished_runs, quantity))
-            ],
-            log_y=True,
-        )
-        for cell in cells
-    ]
+    trace_panels = []
+    for cell in cells:
+        lines: list[Line] = []
+        for label, quantity in quantities.items():
+            lines += over_seeds(label, _of_first_layer(cell, finished_runs, quantity))
+        title = f"{key_title(cell.key, artefact.keys[:-1])}, K-FAC-F, {label_of(cell)}"
+        trace_panels.append(Panel(title, "epoch", "trace, first layer", lines, log_y=True))
+    return trace_panels
 
 
 def _convergence(
@@ -225,17 +204,14 @@ def _convergence(
     """Fig. 9: training loss over epochs and over seconds of training, alone on the device."""
     name, drawn = artefact.metric, []
     for title, group in groups(cells, ["network"]):
-        runs = [
-            (named(c.key["optimizer"]), run)
-            for c in group
-            for run in _with_metric(c, name, finished_runs)
-        ]
-        by_epoch = [line(label, curve) for label, run in runs if (curve := run.curve(name))]
-        by_second = [
-            line(label, seconds.points)
-            for label, run in runs
-            if (seconds := timed(run, name, finished_runs))
-        ]
+        by_epoch, by_second = list[Line](), list[Line]()
+        for cell in group:
+            label = named(cell.key["optimizer"])
+            for run in _with_metric(cell, name, finished_runs):
+                if curve := run.curve(name):
+                    by_epoch.append(line(label, curve))
+                if seconds := timed(run, name, finished_runs):
+                    by_second.append(line(label, seconds.points))
         for x_label, lines in (("epoch", by_epoch), ("seconds of training", by_second)):
             drawn.append(Panel(title, x_label, "training loss", lines, log_y=True))
     return drawn
@@ -246,15 +222,12 @@ def _with_metric(cell: Cell, name: str, finished_runs: FinishedRuns) -> list[Fin
 
     Or if that alone has seconds of its own.
     """
-    chosen = []
-    for run in finished_runs.of_cell(cell):
-        again = finished_runs.repeats.of(run.spec)
-        better = again is not None and (
-            (bool(again.curve(name)), bool(again.timed_curve(name)))
-            > (bool(run.curve(name)), bool(run.timed_curve(name)))
-        )
-        chosen.append(again if again is not None and better else run)
-    return chosen
+
+    def recorded(run: FinishedRun) -> tuple[bool, bool]:
+        return bool(run.curve(name)), bool(run.timed_curve(name))
+
+    pairs = [(run, finished_runs.repeats.of(run.spec)) for run in finished_runs.of_cell(cell)]
+    return [again if again and recorded(again) > recorded(run) else run for run, again in pairs]
 
 
 def _correlation(
@@ -262,28 +235,26 @@ def _correlation(
 ) -> list[Panel]:
     """Fig. 5: K-FAC GN norm, Jacobian norm and test loss - train loss, two by two."""
     scatters = []
-    gn, jacobian, gap = "K-FAC GN norm", "squared Jacobian norm", "generalization gap"
-    quantities: dict[str, Callable[[FinishedRun], float | None]] = {
-        gn: lambda run: run.final("kfac_gn_norm"),
-        jacobian: lambda run: run.final("jacobian_norm"),
-        gap: lambda run: run.generalization_gap,
-    }
+    quantities = ("K-FAC GN norm", "squared Jacobian norm", "generalization gap")
     for title, group in groups(cells, ["dataset"]):
-        runs = [(named(c.key["optimizer"]), run) for c in group for run in finished_runs.of_cell(c)]
-        for x_label, y_label in ((gn, jacobian), (gn, gap), (jacobian, gap)):
+        measured: list[tuple[str, dict[str, float | None]]] = []
+        for cell in group:
+            for run in finished_runs.of_cell(cell):
+                label = named(cell.key["optimizer"]) if run.trained else NOT_FITTED
+                gn_norm, jacobian = run.final("kfac_gn_norm"), run.final("jacobian_norm")
+                numbers = (gn_norm, jacobian, run.generalization_gap)
+                measured.append((label, dict(zip(quantities, numbers, strict=True))))
+        for x_label, y_label in combinations(quantities, 2):
             points: dict[str, list[tuple[float, float]]] = {}
-            for optimizer, run in runs:
-                x, y = quantities[x_label](run), quantities[y_label](run)
+            for label, values in measured:
+                x, y = values[x_label], values[y_label]
                 if x is not None and y is not None:
-                    label = optimizer if run.trained else NOT_FITTED
                     points.setdefault(label, []).append((x, y))
-            marks = [
-                Points(
-                    label, [x for x, _ in pairs], [y for _, y in pairs], framed=label != NOT_FITTED
-                )
-                for label, pairs in sorted(points.items())
-            ]
-            log_y = y_label != gap
+            marks = []
+            for label, pairs in sorted(points.items()):
+                xs, ys = zip(*pairs, strict=True)
+                marks.append(Points(label, xs, ys, framed=label != NOT_FITTED))
+            log_y = y_label != quantities[-1]
             scatters.append(Panel(title, x_label, y_label, marks, log_x=True, log_y=log_y))
     return scatters
 

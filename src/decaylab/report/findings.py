@@ -1,9 +1,9 @@
 """The findings: the first section of a report, before the evidence."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from decaylab.diagnosis import Mechanism, Verdict
-from decaylab.document import Grid, GridCell, Section, Subsection, Tone
+from decaylab.document import Grid, GridCell, Section, Subsection, Tone, cells
 from decaylab.paper.claims import Claim
 from decaylab.report.diagnoses import DiagnosedSetting
 from decaylab.theory import Check
@@ -26,75 +26,64 @@ def findings_section(
     `claims`: by tier, the fullest first.
     """
     rows = [*_effects(claims), *_mechanisms(settings), *_claims(claims), *_theory(checks)]
-    header = [GridCell(""), GridCell("finding")]
     text = ["What the records show. Every verdict links to its evidence."]
-    blocks = [Subsection("findings-table", "In short", grids=[Grid(header, rows)])] if rows else []
+    grid = Grid(cells(["", "finding"]), rows)
+    blocks = [Subsection("findings-table", "In short", grids=[grid])] if rows else []
     return Section("findings", "Findings", text, blocks)
 
 
-def _effects(claims: Mapping[str, Sequence[Claim]]) -> list[list[GridCell]]:
+def _row(badge: str, tone: Tone, link: str, text: str, notes: str = "") -> list[GridCell]:
+    return [GridCell(badge, tone=tone, link=link), GridCell(text, "words", notes=notes)]
+
+
+def _effects(claims: Mapping[str, Sequence[Claim]]) -> Iterator[list[GridCell]]:
     """What decay does to the test accuracy (E1), at each tier that has pairs."""
-    rows = []
     for tier, judged in claims.items():
-        pairs = next((claim for claim in judged if claim.id == "E1" and claim.effect), None)
-        if pairs is not None:
-            text = f"Test accuracy {pairs.effect}, tier {tier}."
-            link = f"table1-{tier}"
-            rows.append([GridCell("accuracy", tone="plain", link=link), GridCell(text, "words")])
-    return rows
+        for claim in judged:
+            if claim.id == "E1" and claim.effect:
+                text = f"Test accuracy {claim.effect}, tier {tier}."
+                yield _row("accuracy", "plain", f"table1-{tier}", text)
 
 
-def _claims(claims: Mapping[str, Sequence[Claim]]) -> list[list[GridCell]]:
+def _claims(claims: Mapping[str, Sequence[Claim]]) -> Iterator[list[GridCell]]:
     """Each claim at the fullest tier that settles it, and how many are open."""
     settled: dict[str, tuple[str, Claim]] = {}
     for tier, judged in claims.items():
         for claim in judged:
             if claim.verdict in TONES:
                 settled.setdefault(claim.id, (tier, claim))
-    rows = []
     for verdict, tone in TONES.items():
         for tier, claim in settled.values():
             if claim.verdict == verdict:
-                seen = f"{claim.id}, {claim.where}, tier {tier}: {claim.effect or '—'}"
-                badge = GridCell(verdict, tone=tone, link=f"claims-{tier}")
                 text = f"The paper's claim {claim.id}: {claim.claim}."
-                rows.append([badge, GridCell(text, "words", notes=seen)])
-    first = next(iter(claims.items()), None)
-    unsettled = [c.id for c in first[1] if c.id not in settled] if first else []
-    if first and unsettled:
-        text = f"{len(unsettled)} of the paper's {len(first[1])} claims are open."
-        badge = GridCell("open", tone="plain", link=f"claims-{first[0]}")
-        rows.append([badge, GridCell(text, "words", notes=", ".join(unsettled))])
-    return rows
+                seen = f"{claim.id}, {claim.where}, tier {tier}: {claim.effect or '—'}"
+                yield _row(verdict, tone, f"claims-{tier}", text, seen)
+    for tier, judged in list(claims.items())[:1]:
+        if unsettled := [claim.id for claim in judged if claim.id not in settled]:
+            text = f"{len(unsettled)} of the paper's {len(judged)} claims are open."
+            yield _row("open", "plain", f"claims-{tier}", text, ", ".join(unsettled))
 
 
-def _mechanisms(settings: Sequence[DiagnosedSetting]) -> list[list[GridCell]]:
-    rows = []
-    for place, mechanism in enumerate(Mechanism):
-        verdicts = [
-            {result.findings[place].verdict for result in setting.diagnoses} for setting in settings
-        ]
+def _mechanisms(settings: Sequence[DiagnosedSetting]) -> Iterator[list[GridCell]]:
+    by_setting = [setting.by_mechanism for setting in settings]
+    for mechanism, cases in zip(Mechanism, zip(*by_setting, strict=True), strict=False):
+        verdicts = [{finding.verdict for finding in findings} for findings in cases]
         decided = [kinds for kinds in verdicts if Verdict.CANNOT_TELL not in kinds]
-        if not decided:
-            continue
-        acting = sum(kinds == {Verdict.ACTS} for kinds in decided)
-        badge = GridCell(
-            f"{acting} of {len(decided)}", tone="good" if acting else "plain", link="diagnosis"
-        )
-        text = f"{DOES[mechanism]}, in {acting} of the {len(decided)} settings that can be judged."
-        unjudged = len(settings) - len(decided)
-        seen = f"{unjudged} more settings lack the records for it" if unjudged else ""
-        rows.append([badge, GridCell(text, "words", notes=seen)])
-    return rows
+        if decided:
+            acting = sum(kinds == {Verdict.ACTS} for kinds in decided)
+            share = f"{acting} of the {len(decided)} settings that can be judged"
+            unjudged = len(settings) - len(decided)
+            seen = f"{unjudged} more settings lack the records for it" if unjudged else ""
+            tone: Tone = "good" if acting else "plain"
+            badge = f"{acting} of {len(decided)}"
+            yield _row(badge, tone, "diagnosis", f"{DOES[mechanism]}, in {share}.", seen)
 
 
-def _theory(checks: Sequence[Check]) -> list[list[GridCell]]:
+def _theory(checks: Sequence[Check]) -> Iterator[list[GridCell]]:
     stated = [check for check in checks if check.kind == "statement"]
-    if not stated:
-        return []
-    holding = sum(check.holds for check in stated)
-    tone: Tone = "good" if holding == len(stated) else "bad"
-    badge = GridCell(f"{holding} of {len(stated)}", tone=tone, link="theory")
-    text = "The paper's lemmas, theorem and equations hold on random networks."
-    seen = "both sides of each are computed in double precision"
-    return [[badge, GridCell(text, "words", notes=seen)]]
+    if stated:
+        holding = sum(check.holds for check in stated)
+        tone: Tone = "good" if holding == len(stated) else "bad"
+        text = "The paper's lemmas, theorem and equations hold on random networks."
+        seen = "both sides of each are computed in double precision"
+        yield _row(f"{holding} of {len(stated)}", tone, "theory", text, seen)

@@ -7,7 +7,7 @@ import http.server
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -93,7 +93,7 @@ class Follower:
 
     def __init__(self, folder: Path, baseline: Path | None = None) -> None:
         self.folder, self.baseline = folder, baseline
-        self._seen: tuple[Path, float, int] | None = None
+        self._seen: tuple[Path, list[tuple[float, int]]] | None = None
         self._standing: Standing | None = None
 
     def standing(self) -> Standing | None:
@@ -101,31 +101,26 @@ class Follower:
         path = newest_records(self.folder)
         if path is None:
             return None
-        rows = path / "rows.jsonl"
-        size = rows.stat().st_size if rows.exists() else 0
-        manifest = path / "manifest.json"
-        changed = manifest.stat().st_mtime if manifest.exists() else 0.0
-        if self._standing is None or (path, changed, size) != self._seen:
-            self._seen = path, changed, size
-            self._standing = read_standing(path, self.baseline)
-        age = max(0.0, time.time() - _written(path))
-        return Standing(**{**vars(self._standing), "age": age})
+        files = (path / "rows.jsonl", path / "manifest.json")
+        stats = [file.stat() for file in files if file.exists()]
+        seen = path, [(stat.st_mtime, stat.st_size) for stat in stats]
+        if self._standing is None or seen != self._seen:
+            self._seen, self._standing = seen, read_standing(path, self.baseline)
+        return replace(self._standing, age=max(0.0, time.time() - _written(path)))
 
 
 def read_standing(folder: Path, baseline: Path | None = None) -> Standing:
     """How the run that writes to a folder stands."""
     run = read_run(folder)
     recording, meta = run.recording, run.recording.meta
-    planned = None
-    if meta.epochs and meta.steps_per_epoch:
-        planned = meta.epochs * meta.steps_per_epoch
+    planned = (meta.epochs or 0) * (meta.steps_per_epoch or 0)
     rows = recording.rows.rows
     judgeable = any(len(layer.norms) > 1 for layer in run.layers.values())
     return Standing(
         recording.name,
         meta.status,
         max((row.step for row in rows), default=0),
-        planned,
+        planned or None,
         0.0,
         max((row.seconds for row in rows), default=0.0),
         {name: series for name, series in recording.outcomes.items() if series},
@@ -144,8 +139,9 @@ def _by_layer(run: Run) -> dict[str, dict[str, Series]]:
         angle: {name: layer.series.get("rotation", ()) for name, layer in judged.items()},
         norm: {name: layer.norms for name, layer in judged.items()},
     }
-    shown = {k: {name: s for name, s in by_layer.items() if s} for k, by_layer in series.items()}
-    return {quantity: by_layer for quantity, by_layer in shown.items() if by_layer}
+    for quantity, by_layer in series.items():
+        series[quantity] = {name: points for name, points in by_layer.items() if points}
+    return {quantity: by_layer for quantity, by_layer in series.items() if by_layer}
 
 
 def mean_curve(by_layer: Mapping[str, Series]) -> list[tuple[int, float]]:

@@ -1,10 +1,10 @@
 """The demo's part of a report: the three mechanisms in small nets on digits, from records alone."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
-from decaylab.document import Grid, GridCell, Section, Subsection, Tone
+from decaylab.document import Grid, GridCell, Section, Subsection, Tone, cells
 from decaylab.paper import FinishedRun, FinishedRuns
 from decaylab.report.drawing import Panel, line
 from decaylab.report.names import counted_seeds, named
@@ -95,13 +95,13 @@ def demo_runs(indexed: Iterable[IndexedRun], finished_runs: FinishedRuns) -> Dem
     """
     specs = [run.spec for run in indexed if run.manifest.tier == TIER]
     specs = [spec for spec in specs if spec.optimizer in OPTIMIZERS and spec.decay in DECAYS]
-    done = [reading for spec in specs if (reading := finished_runs.of(spec)) is not None]
-    longest = max((reading.spec.epochs or 0 for reading in done), default=0)
+    specs.sort(key=lambda spec: spec.seed)
+    done = [(spec, run) for spec in specs if (run := finished_runs.of(spec)) is not None]
+    longest = max((spec.epochs or 0 for spec, _ in done), default=0)
     runs: Demo = {}
-    for reading in sorted(done, key=lambda run: run.spec.seed):
-        spec = reading.spec
+    for spec, run in done:
         if spec.epochs == longest:
-            runs.setdefault((spec.batch_norm, spec.optimizer, spec.decay), []).append(reading)
+            runs.setdefault((spec.batch_norm, spec.optimizer, spec.decay), []).append(run)
     return runs
 
 
@@ -115,85 +115,69 @@ def demo_section(runs: Demo) -> Section:
         f" {specs[0].epochs} epochs, {counted}, settings picked by hand. They show the mechanisms,"
         " which is what they are for; digits are too easy for a verdict on accuracy."
     ]
-    blocks = [
-        Subsection(
-            "demo",
-            "Test accuracy in % with no decay, L2 and weight decay",
-            text=[
-                "L2 adds to the gradient, before the optimizer's own scaling; weight decay"
-                " shrinks the weights directly. For SGD the two are the same, apart from momentum."
-            ],
-            note="One seed; one test image is 0.28."
-            if len(seeds) == 1
-            else f"Mean ± standard deviation of {counted}; one test image is 0.28.",
-            grids=[short_accuracy_grid(runs)],
-        ),
-        *(_block(mechanism, runs) for mechanism in MECHANISMS),
-        Subsection(
-            "demo-settings", "Settings and losses", grids=[accuracy_grid(runs)], folded=True
-        ),
-    ]
+    spread = "One seed" if len(seeds) == 1 else f"Mean ± standard deviation of {counted}"
+    accuracies = Subsection(
+        "demo",
+        "Test accuracy in % with no decay, L2 and weight decay",
+        text=[
+            "L2 adds to the gradient, before the optimizer's own scaling; weight decay"
+            " shrinks the weights directly. For SGD the two are the same, apart from momentum."
+        ],
+        note=f"{spread}; one test image is 0.28.",
+        grids=[short_accuracy_grid(runs)],
+    )
+    details = Subsection(
+        "demo-settings", "Settings and losses", grids=[accuracy_grid(runs)], folded=True
+    )
+    blocks = [accuracies, *(_block(mechanism, runs) for mechanism in MECHANISMS), details]
     return Section("demo-section", "Demo: three mechanisms on digits", text, blocks)
 
 
 def accuracy_grid(runs: Demo) -> Grid:
     """Test accuracy and losses of every setting."""
-    header = [GridCell("network"), GridCell("optimizer"), GridCell("decay")]
-    header += [GridCell(n, "number") for n in ("test accuracy (%)", "test loss", "train loss")]
+    header = cells(["network", "optimizer", "decay"])
+    header += cells(["test accuracy (%)", "test loss", "train loss"], "number")
     rows = []
     for key in sorted(runs, key=_order):
-        seed_runs = runs[key]
-        strength = seed_runs[0].spec.weight_decay
+        strength = runs[key][0].spec.weight_decay
         decay = GridCell(named(key[2]) + (f" {strength:g}" if strength else ""))
-        losses = [
-            _over_seeds(run.final(name) for run in seed_runs)
-            for name in ("test/loss", "train/loss")
-        ]
-        numbers = [_accuracy(seed_runs), *losses]
-        rows.append([*_net(key), decay, *(GridCell(value.words(), "number") for value in numbers)])
+        losses = [_over_seeds(runs[key], name) for name in ("test/loss", "train/loss")]
+        numbers = [_accuracy(runs[key]), *losses]
+        rows.append([*_net(key), decay, *cells([n.words() for n in numbers], "number")])
     return Grid(header, rows)
 
 
 def short_accuracy_grid(runs: Demo) -> Grid:
-    """Test accuracy alone, kinds of decay side by side: for a terminal."""
+    """Test accuracy alone, kinds of decay side by side."""
     decays = _decays(runs)
-    header = [
-        GridCell("network"),
-        GridCell("optimizer"),
-        *(GridCell(named(decay), "number") for decay in decays),
-    ]
-    nets = dict.fromkeys((*key[:2], "none") for key in sorted(runs, key=_order))
-    rows = [
-        [
-            *_net(key),
-            *(GridCell(_accuracy(runs.get((*key[:2], d), [])).short(), "number") for d in decays),
-        ]
-        for key in nets
-    ]
+    header = cells(["network", "optimizer"]) + cells(map(named, decays), "number")
+    rows = []
+    for net in dict.fromkeys(key[:2] for key in sorted(runs, key=_order)):
+        accuracies = (_accuracy(runs.get((*net, decay), [])) for decay in decays)
+        rows.append([*_net((*net, "")), *cells([a.short() for a in accuracies], "number")])
     return Grid(header, rows)
 
 
 def mechanism_grid(mechanism: MechanismSection, quantity: Quantity, runs: Demo) -> Grid:
     """A quantity at the end of training by kind of decay, and whether it moved as expected."""
     decays = _decays(runs)
-    header = [GridCell("optimizer"), *(GridCell(named(decay), "number") for decay in decays)]
+    header = [GridCell("optimizer"), *cells(map(named, decays), "number")]
     header += [GridCell(RATIO, "number"), GridCell("as the paper says")]
     rows = []
     for optimizer in mechanism.optimizers:
         if runs and not any((mechanism.batch_norm, optimizer, decay) in runs for decay in DECAYS):
             continue
         ends = ends_by_decay(mechanism, optimizer, quantity, runs)
-        numbers = [
-            GridCell(OverSeeds(tuple(ends[decay].values())).short(), "number") for decay in decays
-        ]
-        verdict = _verdict(quantity, ends["none"], ends["decoupled"])
-        rows.append([GridCell(named(optimizer)), *numbers, *verdict])
+        numbers = [OverSeeds(tuple(ends[decay].values())).short() for decay in decays]
+        verdict = _verdict(quantity, decay_ratios(ends))
+        rows.append([GridCell(named(optimizer)), *cells(numbers, "number"), *verdict])
     return Grid(header, rows, f"At the end: {quantity.words}")
 
 
 def decay_ratios(ends: Mapping[str, Mapping[int, float]]) -> list[float]:
     """By seed, the quantity at the end with weight decay over that without."""
-    return _ratios(ends["none"], ends["decoupled"])
+    without, decayed = ends["none"], ends["decoupled"]
+    return [decayed[s] / without[s] for s in without if s in decayed and without[s] > 0]
 
 
 def moved_as_expected(quantity: Quantity, ratio: float) -> bool:
@@ -209,10 +193,6 @@ def ends_by_decay(
         decay: _by_seed(runs.get((mechanism.batch_norm, optimizer, decay), []), quantity)
         for decay in DECAYS
     }
-
-
-def _ratios(without: Mapping[int, float], with_decay: Mapping[int, float]) -> list[float]:
-    return [with_decay[s] / without[s] for s in without if s in with_decay and without[s] > 0]
 
 
 def _decays(runs: Demo) -> tuple[str, ...]:
@@ -264,33 +244,32 @@ def _by_seed(runs: Iterable[FinishedRun], quantity: Quantity) -> dict[int, float
     return {seed: value for seed, value in ends.items() if value is not None}
 
 
-def _verdict(
-    quantity: Quantity, without: dict[int, float], with_decay: dict[int, float]
-) -> list[GridCell]:
+def _verdict(quantity: Quantity, ratios: list[float]) -> list[GridCell]:
     """The mean ratio, and in how many seeds it went as expected, by more than `LEAST`."""
-    ratios = _ratios(without, with_decay)
     if not ratios:
         return [GridCell("—", "number"), GridCell("no runs yet", tone="plain")]
-    shown = GridCell(f"× {number(fmean(ratios))}", "number")
-    up = sum(ratio > LEAST for ratio in ratios)
-    down = sum(ratio < 1 / LEAST for ratio in ratios)
-    right, wrong = (up, down) if quantity.up else (down, up)
-    if not right and not wrong:
-        outcome = "about equal" + ", one seed" * (len(ratios) == 1)
-        return [shown, GridCell(outcome, tone="plain")]
+    right = sum(moved_as_expected(quantity, ratio) for ratio in ratios)
+    opposite = replace(quantity, up=not quantity.up)
+    wrong = sum(moved_as_expected(opposite, ratio) for ratio in ratios)
+    tone: Tone = "plain"
     if len(ratios) == 1:
-        return [shown, GridCell("yes, one seed" if right else "no, one seed", tone="plain")]
-    tone: Tone = "good" if right == len(ratios) else "bad" if wrong == len(ratios) else "near"
-    return [shown, GridCell(f"{right} of {len(ratios)} seeds", tone=tone)]
+        outcome = "yes" if right else "no" if wrong else "about equal"
+        outcome += ", one seed"
+    elif not right and not wrong:
+        outcome = "about equal"
+    else:
+        outcome = f"{right} of {len(ratios)} seeds"
+        tone = "good" if right == len(ratios) else "bad" if wrong == len(ratios) else "near"
+    return [GridCell(f"× {number(fmean(ratios))}", "number"), GridCell(outcome, tone=tone)]
 
 
-def _over_seeds(values: Iterable[float | None]) -> OverSeeds:
-    return OverSeeds(tuple(value for value in values if value is not None))
+def _over_seeds(runs: Iterable[FinishedRun], name: str, factor: float = 1.0) -> OverSeeds:
+    values = (run.final(name) for run in runs)
+    return OverSeeds(tuple(factor * value for value in values if value is not None))
 
 
 def _accuracy(runs: Iterable[FinishedRun]) -> OverSeeds:
-    fractions = _over_seeds(run.final("test/accuracy") for run in runs)
-    return OverSeeds(tuple(100 * value for value in fractions.values))
+    return _over_seeds(runs, "test/accuracy", 100)
 
 
 def _net(key: Key) -> list[GridCell]:

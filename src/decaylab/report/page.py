@@ -4,9 +4,28 @@ The HTML needs nothing but itself: images, styles and the script that draws curv
 there is no font and no address.
 """
 
+from pathlib import Path
+
 from decaylab.document import Report
+from decaylab.errors import BadValue
+from decaylab.records.files import disk_errors, replace_text
 from decaylab.report.curves import asset, curves, script
-from decaylab.report.drawing import needed
+from decaylab.report.drawing import check_extra, needed
+
+
+def check_page(path: Path) -> None:
+    """Refuse a page that is not named as HTML, or that cannot be drawn here."""
+    if path.suffix not in (".html", ".htm"):
+        wanted = "an HTML file"
+        raise BadValue("the report", path.name, wanted, f"give {path.with_suffix('.html')}")
+    check_extra()
+
+
+def write_html(path: Path, report: Report) -> None:
+    """Write a report as one HTML file."""
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, to_html(report))
 
 
 def to_html(report: Report) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from decaylab.document import Grid, GridCell, Section, Subsection, Tone
+from decaylab.document import Grid, GridCell, Section, Subsection, Tone, cells
 from decaylab.paper import TIERS
 from decaylab.sweeps.run_index import IndexedRun
 
@@ -23,37 +23,31 @@ def tiers_of(indexed: Sequence[IndexedRun]) -> list[str]:
 
 def provenance(indexed: Sequence[IndexedRun]) -> Section:
     """The table of runs."""
-    names = ("run", "status", "tier", "seed", "device", "code", "torch", "epochs", "seconds")
-    numeric = ("seed", "epochs", "seconds")
-    header = [GridCell(name, "number" if name in numeric else "") for name in names]
-    rows = [_row(run) for run in indexed]
     total = sum(run.device_seconds for run in indexed)
     took = f"{total / 60:.1f} minutes" if total < 7200 else f"{total / 3600:.1f} hours"
     title = f"{len(indexed)} runs, {took} of device time in all"
-    missing = "" if rows else "No runs yet: `decaylab demo` makes some in minutes."
-    block = Subsection(
-        "runs",
-        title,
-        grids=[Grid(header, rows)] if rows else (),
-        missing=missing,
-        folded=bool(rows),
-    )
+    if indexed:
+        header = [*cells(["run", "status", "tier"]), GridCell("seed", "number")]
+        header += cells(["device", "code", "torch"]) + cells(["epochs", "seconds"], "number")
+        grid = Grid(header, [_row(run) for run in indexed])
+        block = Subsection("runs", title, grids=[grid], folded=True)
+    else:
+        missing = "No runs yet: `decaylab demo` makes some in minutes."
+        block = Subsection("runs", title, missing=missing)
     return Section("provenance", "Runs", blocks=[block])
 
 
 def _row(run: IndexedRun) -> list[GridCell]:
     manifest = run.manifest
     commit = "" if manifest.commit is None else f" ({_short(manifest.commit)})"
+    epochs, seconds = f"{run.epochs} of {run.spec.epochs}", f"{run.device_seconds:.1f}"
     return [
         GridCell(manifest.id, "key"),
         GridCell(manifest.status, tone=TONES.get(manifest.status, "near")),
         GridCell(manifest.tier),
         GridCell(str(manifest.seed), "number"),
-        GridCell(manifest.device),
-        GridCell(manifest.version + commit),
-        GridCell(manifest.torch),
-        GridCell(f"{run.epochs} of {run.spec.epochs}", "number"),
-        GridCell(f"{run.device_seconds:.1f}", "number"),
+        *cells([manifest.device, manifest.version + commit, manifest.torch]),
+        *cells([epochs, seconds], "number"),
     ]
 
 

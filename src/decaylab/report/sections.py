@@ -1,14 +1,14 @@
 """The sections of a report: claims, tables, figures and theory, each from what is recorded."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from decaylab.document import Grid, GridCell, Image, Section, Subsection, Tone
-from decaylab.paper import TIERS, Artefact, Cell, FinishedRuns, artefacts, cells
-from decaylab.paper.claims import Claim, judge
+from decaylab.document import Grid, GridCell, Image, Kind, Section, Subsection, Tone, cells
+from decaylab.paper import TIERS, Artefact, Cell, FinishedRuns, artefacts
+from decaylab.paper import cells as paper_cells
+from decaylab.paper.claims import Claim
 from decaylab.paper.tiers import stand_ins
 from decaylab.report.curves import is_curves
 from decaylab.report.drawing import Panel
@@ -25,7 +25,8 @@ from decaylab.report.tables import (
     to_grid,
     with_runs,
 )
-from decaylab.theory import STATEMENTS, Check
+from decaylab.theory import Check
+from decaylab.training import RunSpec
 
 VERDICTS: dict[str, Tone] = {"supported": "good", "contradicted": "bad"}
 UNDECAYED = ("0", "none", "baseline", "undecayed")  # values of a table's last key
@@ -61,43 +62,40 @@ class Filled:
 def fill(artefact: Artefact, tier: str, finished_runs: FinishedRuns, seeds: int) -> Filled:
     """An artefact at a tier, with up to `seeds` finished runs a cell."""
     folder = finished_runs.store.root / "searched"
-    artefact_cells = cells(artefact.name, tier, seeds, searched_folder=folder)
+    chosen = paper_cells(artefact.name, tier, seeds, searched_folder=folder)
     if artefact.kind == "table":
-        table = _table(artefact, tier, artefact_cells, finished_runs)
-        return Filled(artefact, tier, artefact_cells, table.filled, table)
-    done = sum(bool(finished_runs.of_cell(cell)) for cell in artefact_cells)
-    return Filled(
-        artefact, tier, artefact_cells, done, panels=panels(artefact, artefact_cells, finished_runs)
-    )
+        table = _table(artefact, tier, chosen, finished_runs)
+        return Filled(artefact, tier, chosen, table.filled, table)
+    done = sum(bool(finished_runs.of_cell(cell)) for cell in chosen)
+    return Filled(artefact, tier, chosen, done, panels=panels(artefact, chosen, finished_runs))
 
 
 def _table(
-    artefact: Artefact, tier: str, artefact_cells: Sequence[Cell], finished_runs: FinishedRuns
+    artefact: Artefact, tier: str, chosen: Sequence[Cell], finished_runs: FinishedRuns
 ) -> Table:
-    factor, metric = 100.0 if artefact.percent else 1.0, artefact.metric
+    factor = 100.0 if artefact.percent else 1.0
     *columns, last = artefact.keys
-    schemes = [str(cell.key.get(last, 0)) for cell in artefact_cells]
-    sides = [scheme not in UNDECAYED for scheme in set(schemes)]
-    several = sides.count(True) > 1 or sides.count(False) > 1
-    entries = []
-    for cell, scheme in zip(artefact_cells, schemes, strict=True):
-        ours, searched = (
-            OverSeeds(tuple(factor * value for value in finished_runs.values(specs, metric)))
-            for specs in (cell.runs, cell.searched_runs)
+    schemes = [str(cell.key.get(last, 0)) for cell in chosen]
+    sides = Counter(scheme in UNDECAYED for scheme in set(schemes))
+
+    def over_seeds(specs: Sequence[RunSpec]) -> OverSeeds:
+        values = finished_runs.values(specs, artefact.metric)
+        return OverSeeds(tuple(factor * value for value in values))
+
+    entries = [
+        Entry(
+            key=tuple(str(cell.key.get(name, "")) for name in columns),
+            decayed=scheme not in UNDECAYED,
+            paper=cell.paper,
+            ours=over_seeds(cell.runs),
+            tier=tier,
+            comparable=not TIERS[tier].on_digits,
+            searched=over_seeds(cell.searched_runs),
+            setting=_setting(cell),
+            scheme=scheme if max(sides.values()) > 1 else "",
         )
-        entries.append(
-            Entry(
-                key=tuple(str(cell.key.get(name, "")) for name in columns),
-                decayed=scheme not in UNDECAYED,
-                paper=cell.paper,
-                ours=ours,
-                tier=tier,
-                comparable=not TIERS[tier].on_digits,
-                searched=searched,
-                setting=_setting(cell),
-                scheme=scheme if several else "",
-            )
-        )
+        for cell, scheme in zip(chosen, schemes, strict=True)
+    ]
     effect = "difference" if artefact.percent else "ratio"
     return Table(artefact.keys, tuple(entries), effect)  # type: ignore[arg-type]
 
@@ -119,10 +117,8 @@ def _setting(cell: Cell) -> str:
 
 def tables_section(filled: Sequence[Filled], finished_runs: FinishedRuns, tier: str) -> Section:
     """The paper's tables at one tier."""
-    tables = [filled_table for filled_table in filled if filled_table.table is not None]
-    blocks = [
-        _table_block(filled_table, finished_runs) for filled_table in tables if filled_table.done
-    ]
+    tables = [item for item in filled if item.table is not None]
+    blocks = [_table_block(item, finished_runs) for item in tables if item.done]
     text = [
         "The colour says how close a number is to the paper's: green within 0.5 points (norms: a"
         " factor of 1.5), yellow within 1.5 points (a factor of 3), red beyond, grey if the two"
@@ -138,12 +134,8 @@ def figures_section(
     filled: Sequence[Filled], finished_runs: FinishedRuns, tier: str, sheets: Mapping[str, Sheet]
 ) -> Section:
     """The paper's figures at one tier; `sheets`: the pictures of each, by its anchor."""
-    figures = [filled_figure for filled_figure in filled if filled_figure.table is None]
-    blocks = [
-        _figure_block(filled_figure, finished_runs, sheets)
-        for filled_figure in figures
-        if filled_figure.done
-    ]
+    figures = [item for item in filled if item.table is None]
+    blocks = [_figure_block(item, finished_runs, sheets) for item in figures if item.done]
     text = [
         "Lines and bars are means over seeds; the band goes from the lowest to the highest run."
         " Each point is one network. Dashed lines and marks on bars are the numbers the paper"
@@ -156,11 +148,7 @@ def figures_section(
 
 def _not_run(filled: Sequence[Filled], tier: str) -> list[str]:
     """Which artefacts have no run at a tier, in a sentence."""
-    names = [
-        _number(filled_artefact.artefact) or filled_artefact.artefact.name
-        for filled_artefact in filled
-        if not filled_artefact.done
-    ]
+    names = [_number(item.artefact) or item.artefact.name for item in filled if not item.done]
     command = f"`decaylab reproduce NAME --tier {tier}`"
     return [f"No runs yet: {', '.join(names)} ({command})."] if names else []
 
@@ -186,7 +174,6 @@ def _figure_block(
     filled: Filled, finished_runs: FinishedRuns, sheets: Mapping[str, Sheet]
 ) -> Subsection:
     titles = {panel.title for panel in filled.drawn}
-    charts = [panel for panel in filled.drawn if is_curves(panel)]
     still = [panel for panel in filled.drawn if not is_curves(panel)]
     empty = dict.fromkeys(
         f"{panel.title} over {panel.x_label}" if panel.title in titles else panel.title
@@ -196,16 +183,14 @@ def _figure_block(
     missing = _without_setting(filled)
     if empty:
         missing = f"Nothing recorded yet for {_first(list(empty))}. {missing}".strip()
-    pictures = sheets[filled.anchor].alone if still else []
+    pictures = zip(sheets[filled.anchor].alone, still, strict=True) if still else ()
     return Subsection(
         filled.anchor,
         titled(filled.artefact),
         text=_shows(filled.artefact),
         note=_note(filled, finished_runs),
-        images=[
-            Image(image, _alternative(panel)) for image, panel in zip(pictures, still, strict=True)
-        ],
-        charts=charts,
+        images=[Image(image, _alternative(panel)) for image, panel in pictures],
+        charts=[panel for panel in filled.drawn if is_curves(panel)],
         missing=missing,
     )
 
@@ -241,18 +226,14 @@ def _note(filled: Filled, finished_runs: FinishedRuns) -> str:
     parts = [f"{filled.coverage}, tier {filled.tier}" + (f", on {devices}" if devices else "")]
     if runs and TIERS[filled.tier].on_digits:
         nets = stand_ins((run.spec for run in runs), named)
-        parts.append(
-            f"the names are the paper's, but the numbers are from stand-ins on digits: {nets}"
-        )
+        names = "the names are the paper's, but the numbers are from stand-ins on digits"
+        parts.append(f"{names}: {nets}")
     elif runs:
-        networks_by_data: dict[str, dict[str, None]] = {}
+        networks_by_data = defaultdict[str, dict[str, None]](dict)
         for run in runs:
-            networks_by_data.setdefault(named(run.spec.data), {})[named(run.spec.network)] = None
-        parts.append(
-            ", ".join(
-                f"{data} ({', '.join(networks)})" for data, networks in networks_by_data.items()
-            )
-        )
+            networks_by_data[named(run.spec.data)][named(run.spec.network)] = None
+        trained = (f"{data} ({', '.join(nets)})" for data, nets in networks_by_data.items())
+        parts.append(", ".join(trained))
     if seeds:
         least, most = min(seeds), max(seeds)
         parts.append(counted_seeds(most) if least == most else f"{least} to {most} seeds")
@@ -282,36 +263,27 @@ def _first(names: Sequence[str], most: int = 4) -> str:
 
 def claims_section(claims: Sequence[Claim], tier: str, shown: Collection[str]) -> Section:
     """E1-E17, judged from the records of one tier; links go to the artefacts that are `shown`."""
-    header = [GridCell(name) for name in ("", "verdict", "claim", "where", "what was seen")]
-    header += [GridCell(name, "number") for name in ("effect", "spread", "runs")]
-    rows = [
-        [
-            GridCell(claim.id),
-            GridCell(
-                claim.status_by_part,
-                "words" if len(claim.parts) > 1 else "",
-                tone=VERDICTS.get(claim.verdict, "plain"),
-                link=evidence,
-            ),
-            GridCell(claim.claim, "words"),
-            GridCell(claim.where, link=evidence),
-            GridCell(claim.effect or "—", "words", notes="; ".join(claim.notes)),
-            GridCell(number(claim.value), "number"),
-            GridCell(number(claim.spread), "number"),
-            GridCell(str(claim.n), "number"),
-        ]
-        for claim in claims
-        for evidence in [_evidence(claim, tier, shown)]
-    ]
-    counts: dict[str, int] = {}
+    header = cells(["", "verdict", "claim", "where", "what was seen"])
+    header += cells(["effect", "spread", "runs"], "number")
+    rows = []
     for claim in claims:
-        counts[claim.status] = counts.get(claim.status, 0) + 1
+        link, tone = _evidence(claim, tier, shown), VERDICTS.get(claim.verdict, "plain")
+        kind: Kind = "words" if len(claim.parts) > 1 else ""
+        numbers = [number(claim.value), number(claim.spread), str(claim.n)]
+        rows.append(
+            [
+                GridCell(claim.id),
+                GridCell(claim.status_by_part, kind, tone=tone, link=link),
+                GridCell(claim.claim, "words"),
+                GridCell(claim.where, link=link),
+                GridCell(claim.effect or "—", "words", notes="; ".join(claim.notes)),
+                *cells(numbers, "number"),
+            ]
+        )
+    counts = Counter(claim.status for claim in claims)
     tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    block = Subsection(
-        f"claims-{tier}",
-        f"The paper's claims at tier {tier}: {tally}",
-        grids=[Grid(header, rows)],
-    )
+    title = f"The paper's claims at tier {tier}: {tally}"
+    block = Subsection(f"claims-{tier}", title, grids=[Grid(header, rows)])
     return Section(f"claims-section-{tier}", f"Claims, tier {tier}", blocks=[block])
 
 
@@ -322,36 +294,22 @@ def _evidence(claim: Claim, tier: str, shown: Collection[str]) -> str:
     return next((f"{name}-{tier}" for name in names if name in shown), "")
 
 
-def judged(
-    finished_runs: FinishedRuns, tier: str, seeds: int, tell: Callable[[str], None] | None = None
-) -> list[Claim]:
-    """The claims at a tier; calls `tell` with the one that is judged next."""
-    return judge(finished_runs, tier, seeds, finished_runs.store.root / "searched", tell)
-
-
 def overview(filled: Iterable[Filled]) -> Subsection:
     """How much of each artefact there is, a column a tier."""
-    by_artefact: dict[str, dict[str, Filled]] = {}
-    for filled_artefact in filled:
-        by_artefact.setdefault(filled_artefact.artefact.name, {})[filled_artefact.tier] = (
-            filled_artefact
-        )
-    tiers = dict.fromkeys(tier for by_tier in by_artefact.values() for tier in by_tier)
-    header = [GridCell("table or figure"), *(GridCell(f"tier {tier}") for tier in tiers)]
-    header.append(GridCell("what the paper shows"))
+    by_artefact = defaultdict[str, list[Filled]](list)
+    for item in filled:
+        by_artefact[item.artefact.name].append(item)
+    tiers = dict.fromkeys(f"tier {item.tier}" for items in by_artefact.values() for item in items)
+    header = cells(["table or figure", *tiers, "what the paper shows"])
     rows = []
-    for by_tier in by_artefact.values():
-        artefact = next(iter(by_tier.values())).artefact
-        row = [GridCell(titled(artefact), "words")]
-        row += [
-            GridCell(
-                filled_artefact.coverage,
-                tone=_fullness(filled_artefact),
-                link=filled_artefact.anchor if filled_artefact.done else "",
-            )
-            for filled_artefact in by_tier.values()
+    for items in by_artefact.values():
+        artefact = items[0].artefact
+        coverage = [
+            GridCell(item.coverage, tone=_fullness(item), link=item.anchor if item.done else "")
+            for item in items
         ]
-        rows.append([*row, GridCell(artefact.shows, "words")])
+        title, shows = cells([titled(artefact), artefact.shows], "words")
+        rows.append([title, *coverage, shows])
     text = ["A cell is one setting of a table or figure, such as a network, optimizer and decay."]
     return Subsection("overview", "How much there is", text=text, grids=[Grid(header, rows)])
 
@@ -360,51 +318,22 @@ def _fullness(filled: Filled) -> Tone:
     return "good" if filled.done == len(filled.cells) else "near" if filled.done else "plain"
 
 
-def theory_checks() -> list[Check]:
-    """T1-T8 computed now. The matrices are small: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return [check for statement in STATEMENTS.values() for check in statement()]
-    finally:
-        torch.set_num_threads(threads)
-
-
 def theory_section(checks: Sequence[Check]) -> Section:
     """Both sides of each statement, and how far apart they are; broken conditions too."""
-    header = [
-        GridCell(""),
-        GridCell("where"),
-        GridCell("checked on"),
-        *(
-            GridCell(n, "number")
-            for n in ("left side", "right side", "relative error", "tolerance")
-        ),
-        GridCell(""),
-    ]
+    numbers = cells(["left side", "right side", "relative error", "tolerance"], "number")
+    header = [*cells(["", "where", "checked on"]), *numbers, GridCell("")]
     rows = []
     for check in checks:
         if check.kind == "broken":
             verdict = GridCell("broken" + ", but holds" * check.holds, tone="plain")
+        elif check.holds:
+            verdict = GridCell("holds", tone="good")
         else:
-            verdict = (
-                GridCell("holds", tone="good") if check.holds else GridCell("FAILS", tone="bad")
-            )
-        sides = (
-            f"{check.left:.4g}",
-            f"{check.right:.4g}",
-            f"{check.error:.1e}",
-            f"{check.tolerance:g}",
-        )
-        rows.append(
-            [
-                GridCell(check.id),
-                GridCell(check.where),
-                GridCell(check.condition),
-                *(GridCell(side, "number") for side in sides),
-                verdict,
-            ]
-        )
+            verdict = GridCell("FAILS", tone="bad")
+        sides = [f"{check.left:.4g}", f"{check.right:.4g}", f"{check.error:.1e}"]
+        numbers = cells([*sides, f"{check.tolerance:g}"], "number")
+        words = cells([check.id, check.where, check.condition])
+        rows.append([*words, *numbers, verdict])
     stated = [check for check in checks if check.kind == "statement"]
     title = f"{sum(check.holds for check in stated)} of {len(stated)} checks of the statements hold"
     text = [
@@ -418,12 +347,4 @@ def theory_section(checks: Sequence[Check]) -> Section:
 
 def all_artefacts() -> list[Artefact]:
     """Tables first, then figures, in the paper's order; of each, those not in the paper last."""
-
-    def place(artefact: Artefact) -> tuple[bool, bool, str]:
-        return (
-            artefact.kind != "table",
-            not re.fullmatch(r"(table|fig)\d", artefact.name),
-            artefact.name,
-        )
-
-    return sorted(artefacts().values(), key=place)
+    return sorted(artefacts().values(), key=lambda a: (a.kind != "table", not _number(a), a.name))

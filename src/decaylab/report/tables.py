@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from decaylab.document import Grid, GridCell, Tone
+from decaylab.document import Grid, GridCell, Tone, cells
 from decaylab.report.names import key_title, key_words, named
 
 Effect = Literal["difference", "ratio"]
@@ -115,12 +115,10 @@ class Pair:
 
     def effect(self, kind: Effect, *, paper: bool) -> float | None:
         """What decay changes: in the paper's numbers or in ours."""
-        without, with_decay = self.sides
-        if without is None or with_decay is None:
-            return None
-        if paper:
-            return change(without.paper, with_decay.paper, kind)
-        return change(without.ours.mean, with_decay.ours.mean, kind)
+        before, after = (
+            None if side is None else side.paper if paper else side.ours.mean for side in self.sides
+        )
+        return change(before, after, kind)
 
     def interval(self, kind: Effect) -> tuple[float, float] | None:
         """Where our effect lies with 95 % confidence; None with fewer than two seeds a side.
@@ -159,14 +157,11 @@ class Pair:
 
     def words(self, kind: Effect) -> str:
         """Our effect as read by people, with its interval if there is one."""
-        change_text, interval = (
-            change_words(self.effect(kind, paper=False), kind),
-            self.interval(kind),
-        )
-        if interval is None:
-            return change_text
+        effect = change_words(self.effect(kind, paper=False), kind)
+        if (interval := self.interval(kind)) is None:
+            return effect
         low, high = (change_words(end, kind) for end in interval)
-        return f"{change_text} ({low} to {high})"
+        return f"{effect} ({low} to {high})"
 
 
 def number(value: float | None) -> str:
@@ -247,18 +242,16 @@ def to_grid(table: Table, shown: Sequence[Pair] | None = None) -> Grid:
     alone.
     """
     distance = "ours − paper" if table.effect == "difference" else "ours / paper"
-    header = [GridCell("network"), *(GridCell(named(column)) for column in _apart(table))]
-    first, numbers = len(header), list[str]()
-    for side in ("no decay", "decay"):
-        numbers += [f"{side}: paper", "ours", distance]
-    numbers += ["effect of decay: paper", "ours"]
-    header += [*(GridCell(name, "number") for name in numbers), GridCell("seeds", "number")]
+    header = cells(["network", *map(named, _apart(table))])
+    first = len(header)
+    names = ["no decay: paper", "ours", distance, "decay: paper", "ours", distance]
+    header += cells([*names, "effect of decay: paper", "ours", "seeds"], "number")
     shown = with_runs(table) if shown is None else shown
     rows = [[*_key_cells(pair, table), *_pair_row(pair, table.effect)] for pair in shown]
     if all(entry.paper is None for entry in table.entries):
-        ours = {first + 1: "no decay", first + 4: "decay", first + 7: "effect of decay"}
-        columns = [*range(first), *ours, len(header) - 1]
-        header = [GridCell(ours[i], "number") if i in ours else header[i] for i in columns]
+        columns = [*range(first), first + 1, first + 4, first + 7, len(header) - 1]
+        ours = cells(["no decay", "decay", "effect of decay"], "number")
+        header = [*header[:first], *ours, header[-1]]
         rows = [[row[i] for i in columns] for row in rows]
     return Grid(header, rows)
 
@@ -302,14 +295,14 @@ def _apart(table: Table) -> list[str]:
 def _key_cells(pair: Pair, table: Table) -> list[GridCell]:
     key, apart = table.by_column(pair.key), _apart(table)
     network = key_title(key, [column for column in key if column not in apart])
-    return [GridCell(network, "key"), *(GridCell(named(key[column])) for column in apart)]
+    return [GridCell(network, "key"), *cells(named(key[column]) for column in apart)]
 
 
 def _pair_row(pair: Pair, effect: Effect) -> list[GridCell]:
     row: list[GridCell] = []
     for entry in pair.sides:
         if entry is None:
-            row += [GridCell("—", "number")] * 3
+            row += cells(["—"] * 3, "number")
             continue
         distance = change_words(change(entry.paper, entry.ours.mean, effect), effect)
         ours = entry.ours.short()
@@ -317,12 +310,15 @@ def _pair_row(pair: Pair, effect: Effect) -> list[GridCell]:
             ours = f"{ours}, {OWN} {entry.searched.short()}"
             searched = change_words(change(entry.paper, entry.searched.mean, effect), effect)
             distance = f"{distance}, {OWN} {searched}"
-        row += [GridCell(number(entry.paper), "number"), GridCell(ours, "number")]
+        row += cells([number(entry.paper), ours], "number")
         row.append(GridCell(distance, "number", agreement(entry, effect)))
-    row.append(GridCell(change_words(pair.effect(effect, paper=True), effect), "number"))
-    row.append(GridCell(pair.words(effect), "number", pair.tone()))
     counts = dict.fromkeys(entry.ours.n for entry in pair.sides if entry and entry.ours.n)
-    return [*row, GridCell(seeds_words(*counts), "number")]
+    return [
+        *row,
+        GridCell(change_words(pair.effect(effect, paper=True), effect), "number"),
+        GridCell(pair.words(effect), "number", pair.tone()),
+        GridCell(seeds_words(*counts), "number"),
+    ]
 
 
 def seeds_words(*counts: int) -> str:

@@ -1,5 +1,6 @@
 """From a folder of runs to the files of a report."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -9,9 +10,10 @@ from pathlib import Path
 import decaylab
 from decaylab.document import Report, Section, to_markdown
 from decaylab.paper import FinishedRuns
-from decaylab.paper.claims import Claim
+from decaylab.paper.claims import Claim, judge
 from decaylab.records import RunStore
 from decaylab.records.files import disk_errors, replace_file, replace_text
+from decaylab.report.beside import beside
 from decaylab.report.diagnoses import diagnosed, diagnoses_section
 from decaylab.report.drawing import check_extra
 from decaylab.report.figures import panels_csv
@@ -25,16 +27,14 @@ from decaylab.report.sections import (
     claims_section,
     figures_section,
     fill,
-    judged,
     overview,
     tables_section,
     theory_section,
 )
 from decaylab.report.sheets import Sheet, sheets_beside
 from decaylab.report.tables import to_csv
-from decaylab.report.theory import theory_beside
-from decaylab.sweeps.run_index import IndexedRun, indexed_runs
-from decaylab.theory import Check
+from decaylab.sweeps.run_index import indexed_runs
+from decaylab.theory import Check, all_checks
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def write_report(
     check_extra()
     if checks is not None:
         return _write_report(runs, out, lambda: checks, tell)
-    with theory_beside() as computed:
+    with beside(all_checks) as computed:
         return _write_report(runs, out, computed, tell)
 
 
@@ -74,7 +74,11 @@ def _write_report(
     finished_runs = FinishedRuns(store)
     tell(f"reading the runs in {runs}")
     indexed, left_out = indexed_runs(store)
-    filled = _filled(indexed, finished_runs, tell)
+    seeds, filled = seeds_of(indexed), []
+    for tier in tiers_of(indexed) or ["full"]:
+        for artefact in all_artefacts():
+            tell(f"filling {artefact.name} at tier {tier}")
+            filled.append(fill(artefact, tier, finished_runs, seeds))
     demo = demo_runs(indexed, finished_runs)
     demo_sections = [demo_section(demo)] if demo else []
     figures = {
@@ -85,7 +89,8 @@ def _write_report(
         tell(f"diagnosing {len(indexed)} runs")
         cases, undiagnosed = diagnosed(indexed)
         tell("judging the claims")
-        claims = _claims(indexed, filled, finished_runs)
+        shown_tiers = dict.fromkeys(item.tier for item in filled if item.done)
+        claims = {tier: judge(finished_runs, tier, seeds) for tier in shown_tiers}
         tell("drawing the figures")
         theory, sheets = checks(), drawn_sheets()
     notices = tuple(dict.fromkeys([*left_out, *finished_runs.left_out, *undiagnosed]))
@@ -108,33 +113,10 @@ def _write_report(
     )
     tell("writing the files")
     files = _write(report, filled, sheets, out)
-    coverage: dict[str, dict[str, tuple[int, int]]] = {}
-    for filled_artefact in filled:
-        coverage.setdefault(filled_artefact.tier, {})[filled_artefact.artefact.name] = (
-            filled_artefact.done,
-            len(filled_artefact.cells),
-        )
+    coverage = defaultdict[str, dict[str, tuple[int, int]]](dict)
+    for item in filled:
+        coverage[item.tier][item.artefact.name] = item.done, len(item.cells)
     return Written(out / "index.html", tuple(files), len(indexed), coverage, notices)
-
-
-def _filled(
-    indexed: Sequence[IndexedRun], finished_runs: FinishedRuns, tell: Callable[[str], None]
-) -> list[Filled]:
-    """Every artefact at each tier there are runs of; at none, at the paper's own."""
-    filled = []
-    for tier in tiers_of(indexed) or ["full"]:
-        for artefact in all_artefacts():
-            tell(f"filling {artefact.name} at tier {tier}")
-            filled.append(fill(artefact, tier, finished_runs, seeds_of(indexed)))
-    return filled
-
-
-def _claims(
-    indexed: Sequence[IndexedRun], filled: Sequence[Filled], finished_runs: FinishedRuns
-) -> dict[str, list[Claim]]:
-    """The paper's claims at each tier that something is shown of."""
-    tiers = dict.fromkeys(artefact.tier for artefact in filled if artefact.done)
-    return {tier: judged(finished_runs, tier, seeds_of(indexed)) for tier in tiers}
 
 
 def _paper_sections(
@@ -144,11 +126,11 @@ def _paper_sections(
     sheets: Mapping[str, Sheet],
 ) -> list[Section]:
     sections = []
-    for tier, at_tier_claims in claims.items():
-        at_tier = [artefact for artefact in filled if artefact.tier == tier]
-        shown = {artefact.artefact.name for artefact in at_tier if artefact.done}
+    for tier, judged in claims.items():
+        at_tier = [item for item in filled if item.tier == tier]
+        shown = {item.artefact.name for item in at_tier if item.done}
         sections += [
-            claims_section(at_tier_claims, tier, shown),
+            claims_section(judged, tier, shown),
             tables_section(at_tier, finished_runs, tier),
             figures_section(at_tier, finished_runs, tier, sheets),
         ]
@@ -158,29 +140,19 @@ def _paper_sections(
 def _write(
     report: Report, filled: Sequence[Filled], sheets: Mapping[str, Sheet], out: Path
 ) -> list[Path]:
-    figures = out / "figures"
     with disk_errors(out):
-        figures.mkdir(parents=True, exist_ok=True)
-    texts = {"index.html": to_html(report), "report.md": to_markdown(report)}
-    for name in dict.fromkeys(filled_artefact.artefact.name for filled_artefact in filled):
-        tiers = [
-            filled_artefact for filled_artefact in filled if filled_artefact.artefact.name == name
-        ]
-        tables = [
-            filled_artefact.table for filled_artefact in tiers if filled_artefact.table is not None
-        ]
-        texts[f"{name}.csv"] = (
-            to_csv(tables)
-            if tables
-            else panels_csv(
-                (filled_artefact.tier, filled_artefact.panels) for filled_artefact in tiers
-            )
-        )
-    for name, text in texts.items():
+        (out / "figures").mkdir(parents=True, exist_ok=True)
+    contents = {"index.html": to_html(report), "report.md": to_markdown(report)}
+    by_artefact = defaultdict[str, list[Filled]](list)
+    for item in filled:
+        by_artefact[item.artefact.name].append(item)
+    for name, tiers in by_artefact.items():
+        tables = [item.table for item in tiers if item.table is not None]
+        drawn = ((item.tier, item.panels) for item in tiers)
+        contents[f"{name}.csv"] = to_csv(tables) if tables else panels_csv(drawn)
+    for name, text in contents.items():
         replace_text(out / name, text)
-    files = [out / name for name in texts]
-    for name, sheet in sheets.items():
-        path = figures / f"{name}.png"
-        replace_file(path, partial(Path.write_bytes, data=sheet.png))
-        files.append(path)
-    return files
+    pictures = {f"figures/{name}.png": sheet.png for name, sheet in sheets.items()}
+    for name, png in pictures.items():
+        replace_file(out / name, partial(Path.write_bytes, data=png))
+    return [out / name for name in (*contents, *pictures)]

@@ -64,8 +64,7 @@ class Estimator:
         """What one run should take from its start to its end."""
         steps = (spec.resolved().epochs or 0) * steps_per_epoch(spec)
         startup = _startup(spec, self._device)
-        like = self._like.get(_kind(spec))
-        if like:
+        if like := self._like.get(_kind(spec)):
             return TimeEstimate(_from_like(like, steps, startup), recorded=True)
         return TimeEstimate(_from_table(spec, steps, startup), recorded=False)
 
@@ -111,15 +110,14 @@ def _startup(spec: RunSpec, device: torch.device | None) -> float:
 
 def _timed(store: RunStore, device: torch.device | None) -> list[IndexedRun]:
     """Finished runs whose seconds say something about others on such a device."""
-    timed = []
-    for run in indexed_runs(store)[0]:
+
+    def tells(run: IndexedRun) -> bool:
         manifest = run.manifest
-        on_cpu = _on_cpu(run.spec, device)
         stopped = manifest.at_once > 1 and manifest.resumes  # its seconds say nothing
-        like = manifest.status == "finished" and on_cpu == (manifest.device == "cpu")
-        if like and run.steps and not stopped:
-            timed.append(run)
-    return timed
+        alike = _on_cpu(run.spec, device) == (manifest.device == "cpu")
+        return manifest.status == "finished" and alike and run.steps > 0 and not stopped
+
+    return list(filter(tells, indexed_runs(store)[0]))
 
 
 def _by_kind(runs: Iterable[IndexedRun]) -> dict[tuple[object, ...], list[IndexedRun]]:

@@ -55,8 +55,7 @@ def indexed_runs(store: RunStore) -> tuple[list[IndexedRun], list[str]]:
     times = [(run.manifest, run.device_seconds) for run in indexed]
     beside = [summary.manifest for other in stores_beside(store) for summary in summaries(other)[0]]
     others = [(manifest, 0.0) for manifest in beside if manifest is not None]
-    shares = device_seconds(times + others)[: len(indexed)]
-    pairs = zip(indexed, shares, strict=True)
+    pairs = zip(indexed, device_seconds(times + others), strict=False)  # the others come last
     return [replace(run, device_seconds=share) for run, share in pairs], left_out
 
 

@@ -5,7 +5,7 @@ kept. What to try next and which settings won are functions of these records, so
 be stopped anywhere, continued on another machine, and shared by several processes: each counts the
 runs that the others have under way.
 
-    FOLDER/NAME.toml              the winner, for the cell it was searched for
+    FOLDER/NAME.toml              the winner, what was tried, and the cell it was searched for
            NAME/winner.toml       the winner as a spec, on all training images
            runs/                  the records of all trials
 """
@@ -166,16 +166,15 @@ class Search:
         others = [item.name for item in fields(RunSpec) if item.name not in self.plan.space]
         trials = []
         for folder in self.store.runs():
-            if folder.id not in self._read:
-                try:
-                    spec = RunSpec.of_run(folder).resolved()
-                except DecaylabError:  # not one of ours, or damaged
-                    continue
-                if any(getattr(spec, name) != getattr(base, name) for name in others):
-                    continue
-                trials.append(self._trial(spec))
-            else:
+            if folder.id in self._read:
                 trials.append(self._read[folder.id])
+                continue
+            try:
+                spec = RunSpec.of_run(folder).resolved()
+            except DecaylabError:  # not one of ours, or damaged
+                continue
+            if all(getattr(spec, name) == getattr(base, name) for name in others):
+                trials.append(self._trial(spec))
         return trials
 
     def write_winner(self, winner: Winner) -> Winner:
@@ -185,7 +184,7 @@ class Search:
         only what was tried is added.
         """
         path = self.folder / f"{self.plan.name}.toml"
-        standing = read_winner(path, self.plan) if self.plan.cell else self._standing_spec()
+        standing = read_winner(path, self.plan)
         if standing is not None:
             names = dict.fromkeys([*winner.tried, *standing.tried])
             tried = {
@@ -200,23 +199,9 @@ class Search:
         (self.folder / self.plan.name).mkdir(parents=True, exist_ok=True)
         spec = on_all_images(self.plan, winner.values)
         replace_text(self.folder / self.plan.name / "winner.toml", spec.to_toml())
-        if self.plan.cell is not None:
-            devices = dict.fromkeys(trial.device for trial in self.trials() if trial.ended)
-            replace_text(path, _winner_text(self.plan, winner, ", ".join(devices)))
+        devices = dict.fromkeys(trial.device for trial in self.trials() if trial.ended)
+        replace_text(path, _winner_text(self.plan, winner, ", ".join(devices)))
         return winner
-
-    def _standing_spec(self) -> Winner | None:
-        """The winner that stands there as a spec alone; its records say how good it is."""
-        path = self.folder / self.plan.name / "winner.toml"
-        if not path.exists():
-            return None
-        spec, base = RunSpec.from_file(path).resolved(), self.plan.base.resolved()
-        score = self._trial(replace(spec, held_out=True)).score
-        if score is None:
-            return None
-        differs = [n for n in SEARCHED if getattr(spec, n) != getattr(base, n)]
-        values = {n: getattr(spec, n) for n in SEARCHED if n in self.plan.space or n in differs}
-        return Winner(values, score, {n: [value] for n, value in values.items()}, trials=1)
 
     def _trial(self, spec: RunSpec) -> Trial:
         if spec.id not in self._read:
@@ -290,34 +275,29 @@ class Search:
             name: distribution(min(values), max(values), log=True)
             for name, values in self.plan.space.items()
         }
-        taken = {trial.spec.id for trial in known} | {spec.id for spec in asked}
-        points: list[tuple[RunSpec, Any, Trial | None]] = [
-            (trial.spec, kinds.get(trial.status, states.RUNNING), trial) for trial in known
-        ]
-        points += [(spec, states.RUNNING, None) for spec in asked]
-        seed = len(points)
+        trials = [*known, *(Trial(spec, "running", "") for spec in asked)]
+        taken = {trial.spec.id for trial in trials}
+        warm_up = max(1, (self.plan.base.resolved().epochs or 0) // 3)
+        seed = len(trials)
         while True:
             study = optuna.create_study(
                 direction="maximize",
                 sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=True),
-                pruner=optuna.pruners.MedianPruner(
-                    n_warmup_steps=max(1, (self.plan.base.resolved().epochs or 0) // 3)
-                ),
+                pruner=optuna.pruners.MedianPruner(n_warmup_steps=warm_up),
             )
-            for spec, state, trial in points:
-                point = self.plan.point(spec)
+            for trial in trials:
                 inside = {
                     name: value
-                    for name, value in point.items()
+                    for name, value in self.plan.point(trial.spec).items()
                     if ranges[name].low <= value <= ranges[name].high
                 }
                 study.add_trial(
                     optuna.trial.create_trial(
-                        state=state,
-                        value=trial.score if trial and state == states.COMPLETE else None,
+                        state=kinds.get(trial.status, states.RUNNING),
+                        value=trial.score if trial.status == "finished" else None,
                         params=inside,
                         distributions={name: ranges[name] for name in inside},
-                        intermediate_values=dict(trial.course) if trial else {},
+                        intermediate_values=dict(trial.course),
                     )
                 )
             chosen = study.ask(ranges)
@@ -465,12 +445,9 @@ def _epochs(plan: SearchPlan) -> int | None:
 
 
 def _winner_text(plan: SearchPlan, winner: Winner, devices: str) -> str:
-    epochs = _epochs(plan)
-    measured = (
-        {"held_out_accuracy": winner.score}
-        if plan.by == ACCURACY
-        else {"by": plan.by, "value": -winner.score, "epochs": epochs}
-    )
+    measured: dict[str, Any] = {"held_out_accuracy": winner.score}
+    if plan.by != ACCURACY:
+        measured = {"by": plan.by, "value": -winner.score, "epochs": _epochs(plan)}
     tables: dict[str, Mapping[str, Any]] = {
         "cell": plan.cell or {},
         "winner": winner.values,

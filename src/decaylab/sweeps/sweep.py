@@ -16,7 +16,6 @@ from decaylab.records.files import replace_text
 from decaylab.sweeps.engines import Job, JobStatus
 from decaylab.sweeps.engines.local import error_line
 from decaylab.sweeps.engines.slurm import SlurmEngine
-from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, has_ended
 
 
@@ -130,24 +129,13 @@ def make_jobs(
     shared: bool = False,
 ) -> list[Job]:
     """A job for each pack: the command, with the runs that are its own unless they are shared."""
-    alone = ("--engine", "local", "--jobs", "1")
-    return [
-        Job(
-            command=(
-                *command,
-                *(alone if shared else [w for run in runs for w in ("--run", run.spec.id)]),
-            ),
-            seconds=sum(seconds[run.spec.id] for run in runs),
-            gpus=gpus,
-        )
-        for runs in packs
-    ]
-
-
-def estimates(planned: Iterable[PlannedRun], store: RunStore) -> dict[str, float]:
-    """Seconds by run."""
-    estimator = Estimator(store)
-    return {run.spec.id: estimator.of(run.spec).seconds for run in planned}
+    jobs = []
+    for runs in packs:
+        ids = [run.spec.id for run in runs]
+        own = [word for name in ids for word in ("--run", name)]
+        words = ["--engine", "local", "--jobs", "1"] if shared else own
+        jobs.append(Job((*command, *words), sum(seconds[name] for name in ids), gpus))
+    return jobs
 
 
 def check_owners(planned: Iterable[PlannedRun], store: RunStore) -> None:
@@ -189,8 +177,5 @@ def assignments(sweep: Sweep, runs: Path) -> list[Assignment]:
 
 def under_way(sweep: Sweep, runs: Path) -> set[str]:
     """The runs that a job of an engine has now, or will have."""
-    return {
-        assignment.run
-        for assignment in assignments(sweep, runs)
-        if assignment.job is not None and assignment.job.state in ("waiting", "running")
-    }
+    assigned = assignments(sweep, runs)
+    return {a.run for a in assigned if a.job and a.job.state in ("waiting", "running")}

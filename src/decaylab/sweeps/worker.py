@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,7 @@ from decaylab.training import Execution, Interrupted, Progress, Pruned, interlea
 from decaylab.training.signals import is_stopping, requests
 from decaylab.training.world import World
 
+SOON = 1e-3  # seconds: a time limit that has passed
 MARGIN = 1.1  # times its estimate that a run may take (how good estimates are: docs/scale.md)
 
 
@@ -86,6 +87,13 @@ class WorkerOptions:
     def __post_init__(self) -> None:
         if self.world.size > 1 and self.at_once > 1:
             raise Misplaced(["--at-once"], "runs that one process trains")
+
+    def running_out(self) -> Callable[[], "WorkerOptions"]:
+        """Begin to count: what is given has these options with the seconds left by then."""
+        if self.seconds is None:
+            return lambda: self
+        ends = time.monotonic() + self.seconds
+        return lambda: replace(self, seconds=max(ends - time.monotonic(), SOON))
 
 
 class Worker:
@@ -371,7 +379,7 @@ def _time_limit(seconds: float | None) -> Iterator[None]:
             requests.received = number
 
     previous = signal.signal(signal.SIGALRM, ask)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), 0.2)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, SOON), 0.2)
     try:
         yield
     finally:

@@ -1,5 +1,7 @@
 """The paper's numbered statements T1 to T8, both sides computed on random nets."""
 
+import torch
+
 from decaylab.theory.check import Check
 from decaylab.theory.decay import decay_as_descent
 from decaylab.theory.identities import (
@@ -22,4 +24,14 @@ STATEMENTS = {
     "T8": affine_invariance,
 }
 
-__all__ = ["STATEMENTS", "Check"]
+__all__ = ["STATEMENTS", "Check", "all_checks"]
+
+
+def all_checks() -> list[Check]:
+    """T1-T8 computed now. The matrices are small: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [check for statement in STATEMENTS.values() for check in statement()]
+    finally:
+        torch.set_num_threads(threads)

@@ -1,7 +1,6 @@
 """T7: weight decay as preconditioned descent on |theta|_C^2; L2 for SGD (Sec. 3)."""
 
-from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -51,27 +50,12 @@ def _adam(decay: str) -> Make:
 
 
 def _kfac(decay: str, curvature: str = "fisher") -> Make:
-    return lambda net: KFAC(
-        net,
-        lr=LR,
-        params=_groups(net, decay),
-        curvature=curvature,  # type: ignore[arg-type]
-        outputs="exact",
-        step_scaling="none",
-        momentum=0.0,
-        damping=DAMPING,
-    )
+    return lambda net: nets.kfac(net, curvature, LR, DAMPING, _groups(net, decay))
 
 
 def _problem(width: int, seed: int) -> tuple[nn.Module, Tensor, Tensor]:
     net = nets.mlp(1, width, seed, bias=True)
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(nets.CLASSES, (12,), generator=generator)
-    return net, nets.inputs_for(net, seed), labels
-
-
-def _cases() -> Iterator[tuple[int, int]]:
-    return product(nets.WIDTHS, nets.SEEDS)
+    return net, nets.inputs_for(net, seed), nets.labels_for(seed)
 
 
 def _moved(make: Make, width: int, seed: int, steps: int = 1) -> Tensor:
@@ -88,13 +72,13 @@ def _moved(make: Make, width: int, seed: int, steps: int = 1) -> Tensor:
 
 
 def _between(left: Make, right: Make, steps: int = 1) -> Pairs:
-    for width, seed in _cases():
+    for width, seed in nets.CASES:
         yield _moved(left, width, seed, steps), _moved(right, width, seed, steps)
 
 
 def _kfac_descent(curvature: str) -> Pairs:
     """A real K-FAC step with decay; -lr C^-1 grad(L + wd/2 theta' C theta), C written out."""
-    for width, seed in _cases():
+    for width, seed in nets.CASES:
         left = _moved(_kfac("decoupled", curvature), width, seed)
         net, inputs, labels = _problem(width, seed)
         kfac = _kfac("none", curvature)(net)
@@ -130,7 +114,7 @@ def _adam_descent(fixed: bool = True) -> Pairs:
     At the first step Adam's averages are the gradient g and its square, so C = diag(|g| + eps); it
     depends on theta, and not `fixed` differentiates that as well.
     """
-    for width, seed in _cases():
+    for width, seed in nets.CASES:
         left = _moved(_adam("decoupled"), width, seed)
         net, inputs, labels = _problem(width, seed)
         parameters = list(net.parameters())

@@ -12,7 +12,7 @@ from decaylab.theory import nets
 from decaylab.theory.check import Check, Pairs, Statement
 
 SCALES = (0.03, 10.0)
-EXAMPLES = 12
+
 LR, DAMPING = 1e-3, 0.05
 LAYER = "0.weight"
 
@@ -56,9 +56,8 @@ class _FirstLayer:
 
     def __init__(self, width: int, seed: int, kind: str = "linear", **options: object) -> None:
         self.net = nets.normalised_net(width, seed, kind=kind, **options).train()  # type: ignore[arg-type]
-        self.inputs = nets.inputs_for(self.net, seed, EXAMPLES)
-        generator = torch.Generator().manual_seed(seed)
-        self.labels = torch.randint(nets.CLASSES, (EXAMPLES,), generator=generator)
+        self.inputs = nets.inputs_for(self.net, seed)
+        self.labels = nets.labels_for(seed)
         for module in self.net.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 module.track_running_stats = False  # batch statistics, and no trace of them
@@ -110,21 +109,21 @@ def _sgd_without_norm(layer: _FirstLayer, weight: Tensor) -> tuple[Tensor, Tenso
 
 
 def _damped(matrix: str, with_norm: bool = True) -> Rule:
+    def step(layer: _FirstLayer, weight: Tensor, damping: Tensor | float) -> Tensor:
+        damped = layer.curvature(weight, matrix) + damping * torch.eye(weight.numel()).double()
+        return torch.linalg.solve(damped, layer.gradient(weight))
+
     def rule(layer: _FirstLayer, weight: Tensor) -> tuple[Tensor, Tensor]:
         norm = weight.norm()
-        eye = torch.eye(weight.numel(), dtype=weight.dtype)
-        real = layer.curvature(weight, matrix) + DAMPING * eye
         effective = DAMPING * norm**2 if with_norm else DAMPING
-        formula = layer.curvature(weight / norm, matrix) + effective * eye
-        step = torch.linalg.solve(real, layer.gradient(weight))
-        return step, torch.linalg.solve(formula, layer.gradient(weight / norm))
+        return step(layer, weight, DAMPING), step(layer, weight / norm, effective)
 
     return rule
 
 
 def _rests(rule: Rule, norm: bool = True) -> Pairs:
     """Pairs (rest(lr) / rest(lr/2), 4); the rest is real direction minus formula."""
-    for width, seed in product(nets.WIDTHS, nets.SEEDS):
+    for width, seed in nets.CASES:
         layer = _FirstLayer(width, seed, norm=norm)
         weight = 2.0 * layer.weight
         step, formula = rule(layer, weight)

@@ -3,19 +3,21 @@
 `depth` is the paper's L, the number of hidden layers: a net of depth L has L + 1 weight layers.
 """
 
+from itertools import product
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+from decaylab.optim.kfac import KFAC
 
 CLASSES = 3
 INPUTS = 5
 DEPTHS = (0, 1, 3)
 WIDTHS = (4, 7)
 SEEDS = (0, 1, 2, 3)
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "relu": nn.ReLU,
-    "linear": nn.Identity,
-    "tanh": nn.Tanh,
-}
+CASES = tuple(product(WIDTHS, SEEDS))
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "linear": nn.Identity, "tanh": nn.Tanh}
 # torch refuses an eps of zero in training; this one does not change any float64 variance
 NO_EPS = 1e-300
 
@@ -78,6 +80,26 @@ def inputs_for(net: nn.Module, seed: int, examples: int = 12) -> Tensor:
             shape = (examples, 2, 8, 8)
     draws = torch.randn(shape, generator=generator, dtype=torch.float64)
     return draws * torch.linspace(0.5, 2.0, shape[-1], dtype=torch.float64) + 0.3
+
+
+def labels_for(seed: int, examples: int = 12) -> Tensor:
+    """Random labels."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(CLASSES, (examples,), generator=generator)
+
+
+def kfac(net: nn.Module, curvature: str, lr: float, damping: float, params: Any = None) -> KFAC:
+    """K-FAC as the paper writes it: no sampling, no momentum, no scaling of steps."""
+    return KFAC(
+        net,
+        lr=lr,
+        params=params,
+        curvature=curvature,  # type: ignore[arg-type]
+        outputs="exact",
+        step_scaling="none",
+        momentum=0.0,
+        damping=damping,
+    )
 
 
 def whitened(inputs: Tensor) -> Tensor:

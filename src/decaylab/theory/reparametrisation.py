@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from decaylab.optim.kfac import KFAC
 from decaylab.theory import nets
 from decaylab.theory.check import Check, Pairs, Statement
 
@@ -60,9 +59,7 @@ class _Affine(nn.Module):
 def _problem(width: int, seed: int, *, bias: bool = True) -> tuple[nn.Sequential, Tensor, Tensor]:
     net = nets.mlp(2, width, seed, activation="tanh", bias=bias)
     assert isinstance(net, nn.Sequential)
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(nets.CLASSES, (EXAMPLES,), generator=generator)
-    return net, nets.inputs_for(net, seed, EXAMPLES), labels
+    return net, nets.inputs_for(net, seed, EXAMPLES), nets.labels_for(seed, EXAMPLES)
 
 
 def _reparametrised(net: nn.Sequential, seed: int) -> nn.Sequential:
@@ -92,7 +89,7 @@ def _reparametrised(net: nn.Sequential, seed: int) -> nn.Sequential:
 
 def _mapped(step: Step, frozen_head: bool = False) -> Pairs:
     """How a step moves the logits, in the net's own parametrisation and in another."""
-    for width, seed in product(nets.WIDTHS, nets.SEEDS):
+    for width, seed in nets.CASES:
         net, inputs, labels = _problem(width, seed)
         if frozen_head:
             net[-1].requires_grad_(False)  # the Fisher matrix at the logits has no inverse
@@ -126,23 +123,11 @@ def _moved(net: nn.Module, step: Step, inputs: Tensor, labels: Tensor) -> Tensor
     return net(inputs).detach() - before
 
 
-def _kfac(net: nn.Module, curvature: str, damping: float) -> KFAC:
-    return KFAC(
-        net,
-        lr=LR,
-        curvature=curvature,  # type: ignore[arg-type]
-        outputs="exact",
-        step_scaling="none",
-        momentum=0.0,
-        damping=damping,
-    )
-
-
 def _damped(damping: float) -> Step:
     """A real step of K-FAC-G."""
 
     def step(net: nn.Module, inputs: Tensor, labels: Tensor) -> None:
-        kfac = _kfac(net, "gauss-newton", damping)
+        kfac = nets.kfac(net, "gauss-newton", LR, damping)
         F.cross_entropy(net(inputs), labels).backward()
         kfac.step()
         kfac.detach()
@@ -154,7 +139,7 @@ def _undamped(curvature: str = "gauss-newton") -> Step:
     """-lr S^-1 G A^-1 / T by K-FAC's own factors, which the optimizer would damp."""
 
     def step(net: nn.Module, inputs: Tensor, labels: Tensor) -> None:
-        kfac = _kfac(net, curvature, DAMPING)
+        kfac = nets.kfac(net, curvature, LR, DAMPING)
         kfac.initialize([inputs])
         factors = kfac.factors()
         kfac.detach()

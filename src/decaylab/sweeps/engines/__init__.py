@@ -31,19 +31,13 @@ class JobStatus:
 
 
 class Engine(Protocol):
-    """Starts jobs; `handle` is what finds them again from another process."""
+    """Starts jobs."""
 
     def check(self, jobs: Sequence[Job]) -> None:
         """Raise, in a sentence with the remedy, where it is known that they could not run."""
 
     def start(self, jobs: Sequence[Job]) -> str:
-        """Start all of them, now or when there is room; returns the handle."""
-
-    def look(self, handle: str) -> list[JobStatus]:
-        """Where those stand that the engine still knows."""
+        """Start all of them, now or when there is room; returns a name for what was started."""
 
     def wait(self) -> list[JobStatus]:
-        """Stay until all of them have ended, and say how."""
-
-    def cancel(self, handle: str) -> None:
-        """Stop them; runs under way save a checkpoint first."""
+        """Stay until all of them have ended, and say how; a signal stops them."""

@@ -62,7 +62,7 @@ class LocalEngine:
         self._fill()
         return str(os.getpid())
 
-    def look(self, handle: str = "") -> list[JobStatus]:
+    def look(self) -> list[JobStatus]:
         """Where all jobs stand."""
         for slot, (number, process) in list(self._running.items()):
             code = process.poll()
@@ -89,7 +89,7 @@ class LocalEngine:
                 self.cancel()
                 raise
 
-    def cancel(self, handle: str = "") -> None:
+    def cancel(self) -> None:
         """Ask all to stop, and wait until they have."""
         self._waiting = []
         for _, process in self._running.values():

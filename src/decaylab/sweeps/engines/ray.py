@@ -62,7 +62,7 @@ class RayEngine:
             self._tasks[work.options(**options).remote(*words)] = number
         return "ray"
 
-    def look(self, handle: str = "", timeout: float = 0.0) -> list[JobStatus]:
+    def look(self, timeout: float = 0.0) -> list[JobStatus]:
         """Where all tasks stand."""
         if self._tasks:
             ready, _ = self._ray.wait(list(self._tasks), num_returns=1, timeout=timeout)
@@ -90,7 +90,7 @@ class RayEngine:
                 self.cancel()
                 raise
 
-    def cancel(self, handle: str = "") -> None:
+    def cancel(self) -> None:
         """Stop the tasks: a run under way goes on from its last checkpoint later."""
         for task in self._tasks:
             self._ray.cancel(task, force=True)
