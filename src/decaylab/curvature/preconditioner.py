@@ -232,10 +232,13 @@ class Inverses:
 
 
 def are_halved(banks: Iterable[Bank], device: torch.device) -> bool:
-    """Whether large inverses are kept in float16 by default: on CUDA, if they are over 1 GiB.
+    """Whether large inverses are kept in float16 by default: on CUDA with TF32, if over 1 GiB.
 
-    A TF32 product would read as many bits of them.
+    A TF32 product would read as many bits of them. Torch's setting counts as it is now.
     """
+    matmul: Any = torch.backends.cuda.matmul  # shows what its older settings say, too
+    if device.type != "cuda" or matmul.fp32_precision != "tf32":
+        return False
     numbers = sum(
         bank.count * length**2
         for bank in banks
@@ -245,7 +248,7 @@ def are_halved(banks: Iterable[Bank], device: torch.device) -> bool:
         )
         if length > LARGEST_PRECISE and not diagonal
     )
-    return device.type == "cuda" and 4 * numbers > LARGEST_KEPT
+    return 4 * numbers > LARGEST_KEPT
 
 
 class Preconditioner:

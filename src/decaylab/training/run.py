@@ -74,7 +74,8 @@ class TrainingRun:
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.model = build_model(spec, data)
         forward: Any = torch.compile(self.model) if compiled else self.model
-        self.optimizer = build_optimizer(spec, forward, world.group)
+        with arithmetic(spec.precision):  # K-FAC looks whether products are in TF32
+            self.optimizer = build_optimizer(spec, forward, world.group)
         assert spec.lr_drop_every is not None
         every = spec.lr_drop_steps or spec.lr_drop_every  # steps, or epochs
         self._schedule = schedules.step(every, spec.lr_drop_factor)
