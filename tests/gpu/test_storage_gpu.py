@@ -95,6 +95,7 @@ def test_a_large_model_has_room_for_steps_in_steps_alone(monkeypatch, capture):
     """The same steps, launched or captured as a whole, and less memory between them."""
     weights, memory = [], []
     inputs, labels = data()
+    nn.functional.cross_entropy(wide()(inputs), labels).backward()  # workspaces stay
     for most in (2**30, 0):
         monkeypatch.setattr(preconditioner, "LARGEST_KEPT", most)
         gc.collect()  # what tests before, and the other optimizer, have left in cycles
@@ -118,7 +119,7 @@ def test_a_large_model_has_room_for_steps_in_steps_alone(monkeypatch, capture):
         del model, opt, step, take
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
     if not capture:
-        assert memory[1] - weights[0].nbytes < memory[0]
+        assert memory[1] < memory[0]
 
 
 def test_attention_and_embeddings_on_cuda():
