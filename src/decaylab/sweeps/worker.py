@@ -321,6 +321,7 @@ class Worker:
     def _training(self, planned: PlannedRun) -> Generator[Progress, None, None]:
         execution = Execution(
             checkpoint_every=self.options.checkpoint_every,
+            keep_checkpoint=self.options.keep_checkpoints,
             every_step=self.options.at_once > 1,
             at_once=self.options.at_once * self.options.processes,
             compiled=self.options.compiled,
