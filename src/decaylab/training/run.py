@@ -28,7 +28,13 @@ from decaylab.probes.watch import Watch
 from decaylab.records import TestHits
 from decaylab.training.arithmetic import arithmetic, prepare_deterministic
 from decaylab.training.backlog import Backlog
-from decaylab.training.build import CAPTURED, build_batches, build_model, build_optimizer
+from decaylab.training.build import (
+    CAPTURED,
+    build_batches,
+    build_model,
+    build_optimizer,
+    compile_network,
+)
 from decaylab.training.evaluate import Evaluation, Evaluator
 from decaylab.training.held_layers import select
 from decaylab.training.interventions import Intervention
@@ -73,7 +79,7 @@ class TrainingRun:
         self._labels = zlib.crc32(data.train.labels.cpu().numpy().tobytes())
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.model = build_model(spec, data)
-        forward: Any = torch.compile(self.model) if compiled else self.model
+        forward: Any = compile_network(self.model) if compiled else self.model
         with arithmetic(spec.precision):  # K-FAC looks whether products are in TF32
             self.optimizer = build_optimizer(spec, forward, world.group)
         assert spec.lr_drop_every is not None
