@@ -221,6 +221,18 @@ def test_runs_whose_data_are_not_there_wait_and_the_others_are_made(queue, monke
     assert [state for state, _, _ in standing(queue, text)] == ["to do", "done", "to do"]
 
 
+def test_runs_of_a_data_set_with_a_missing_file_wait_and_the_others_are_made(queue, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "nowhere")
+    monkeypatch.setenv("DECAYLAB_DATA", "data")
+    Path("data/mnist").mkdir(parents=True)
+    Path("data/mnist/t10k-labels-idx1-ubyte.gz").touch()
+    text = TABLE2 + '[[entry]]\nname = "nets"\nreproduce = "fig5"\nonly = ["dataset=mnist"]\n'
+    result = queue(text + 'tier = "short"\n')
+    assert result.exit_code == 1
+    assert "train-images-idx3-ubyte" in result.stderr
+    assert standing(queue, text + 'tier = "short"\n')[0] == ("done", 2, 2)
+
+
 def test_what_is_held_is_listed_with_its_reason_and_not_run(queue):
     text = TABLE2 + 'hold = "waits for a fix"\n'
     result = queue(text)

@@ -362,10 +362,17 @@ def _make_runs(
 def _missing_data(
     planned: Sequence[PlannedRun], store: RunStore, data_dir: Path | None
 ) -> dict[str, str]:
-    """Data sets that this machine lacks: their runs wait for another."""
+    """Data sets that this machine lacks, or has a part of: their runs wait for another."""
     needed = {run.spec.data for run in planned if not has_ended(run, store)} - {"digits"}
     remedy = "is not on this machine: give the folder that holds it by --data-dir or DECAYLAB_DATA"
-    return {name: f"{name} {remedy}" for name in sorted(needed) if find(name, data_dir) is None}
+    missing = {}
+    for name in sorted(needed):
+        try:
+            if find(name, data_dir) is None:
+                missing[name] = f"{name} {remedy}"
+        except DecaylabError as error:
+            missing[name] = str(error)
+    return missing
 
 
 def _company(entry: Entry) -> int | None:
