@@ -47,7 +47,9 @@ MEGABYTE = 2**20
 PIECE = re.compile(r"(.+)\.(\d+)-of-(\d+)")
 ATTEMPTS = 5
 # Of a run in progress and of an index, which no other machine may take for its own.
-NOT_COLLECTED = re.compile(r"owner\.json.*|\..*|.*\.part|checkpoint\.previous\.safetensors")
+NOT_COLLECTED = re.compile(
+    r"owner\.json.*|queue-.*\.json|\..*|.*\.part|checkpoint\.previous\.safetensors"
+)
 # Beside the compressed contents of a file in a tar.
 OVERHEAD = 1024
 LEVEL = 6  # of compression
