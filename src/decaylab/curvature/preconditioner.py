@@ -15,6 +15,7 @@ from decaylab.curvature.inverses import factored_damping, ieee_products, invert_
 from decaylab.curvature.kinds.kind import Shape
 from decaylab.curvature.polar import polar_factors
 from decaylab.curvature.storage import InverseStack, diagonal_of
+from decaylab.curvature.streams import own_stream
 
 # Bytes of factors that are inverted in one go: more are no faster, and need room for all of them.
 INVERTED_AT_ONCE = 2**24
@@ -271,7 +272,7 @@ class Preconditioner:
         self.blocks, self._factors, self._workers = factors.blocks, factors, workers
         self.device = device = factors.device
         streams = STREAMS - 1 if device.type == "cuda" else 0  # beside the current one
-        self._streams = [torch.cuda.Stream(device) for _ in range(streams)]
+        self._streams = [own_stream(device) for _ in range(streams)]
         self._vectors: dict[Any, Tensor] = {}
         self._pending: dict[Shape, list[Inversion]] = {}  # by bank: of each of its parts
         self._tried = factors.ready  # which entries it is for

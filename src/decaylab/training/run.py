@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decaylab.curvature.streams import own_stream
 from decaylab.data import DataSet, Split, evaluation_batches
 from decaylab.errors import Lacks, Mismatch
 from decaylab.optim import schedules
@@ -102,7 +103,7 @@ class TrainingRun:
         self.loss_sum, self.correct = self._steps.loss_sum, self._steps.correct
         cuda = self.device.type == "cuda"
         # ahead of the stream on which K-FAC inverts beside it
-        self._stream = torch.cuda.Stream(self.device, priority=-1) if cuda else None
+        self._stream = own_stream(self.device, priority=-1) if cuda else None
         self.backlog = Backlog()
         self._behind = True  # whether the outer stream has work that the run's must wait for
         self.beside_others = False  # whether other runs take turns with this one
