@@ -185,9 +185,9 @@ def test_a_command_ends_with_the_queue_that_began_it(tmp_path, stop):
 def test_a_signal_while_the_queue_plans_is_a_stop_like_any_other(queue, monkeypatch):
     planned = Queue.planned
 
-    def planned_at_the_signal(*given):
+    def planned_at_the_signal(*given, **how):
         signal.raise_signal(signal.SIGTERM)
-        return planned(*given)
+        return planned(*given, **how)
 
     with monkeypatch.context() as patch:
         patch.setattr(Queue, "planned", planned_at_the_signal)
@@ -270,6 +270,7 @@ def test_killed_in_any_run_the_next_call_goes_on(queue, tmp_path):
         (TABLE2 + "seeds = '3'\n", "not '3'"),
         (TABLE2 + TABLE2.replace("vgg16", "vgg99").replace("pairs", "more"), "'vgg99'"),
         (command("pass").replace("minutes = 1", "minutes = -1"), "not -1"),
+        (command("pass") + 'needs = ["cifar"]\n', "unknown data set 'cifar'"),
         (command("pass").replace('writes = "out.json"', ""), "has no writes"),
         ("[[entry]\n", "queue in TOML"),
     ],
@@ -360,6 +361,31 @@ def test_an_artefact_has_its_share_and_what_is_left_when_nothing_else_is(
     """Of 20 minutes, each run is said to take eight: one fits in 12; in two, one is begun."""
     monkeypatch.setattr(Estimator, "of", lambda self, spec: TimeEstimate(8 * 60.0, recorded=True))
     assert shared_out(share) == order
+
+
+def test_runs_without_data_take_no_part_of_a_share(queue, monkeypatch):
+    """Of 20 minutes, table2 has 12, and each run is said to take eight."""
+    monkeypatch.setattr(Estimator, "of", lambda self, spec: TimeEstimate(8 * 60.0, recorded=True))
+    monkeypatch.setenv("DECAYLAB_DATA", "nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", "nowhere")
+    text = TABLE2.replace("pairs", "not there").replace("smoke", "short") + TABLE2
+    text += '[shares]\ntable2 = 0.6\n[[entry]]\nname = "other"\nreproduce = "table1"\n'
+    text += 'only = ["dataset=cifar10", "network=vgg16", "batch_norm=0", "optimizer=adam"]\n'
+    assert queue(text + 'tier = "smoke"\nat_once = 1\n', "--max-minutes", 20).exit_code == 1
+    made = sorted(RunStore("runs").runs(), key=lambda run: run.manifest().started)
+    assert [run.id.split("-")[2] for run in made] == ["sgd", "adam", "adam", "sgd"]
+
+
+def test_a_command_is_not_started_without_the_data_that_it_needs(queue, monkeypatch):
+    monkeypatch.setenv("DECAYLAB_DATA", "nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", "nowhere")
+    script = "open('out.json', 'w')"
+    result = queue(command(script) + 'needs = ["digits", "cifar10"]\n' + TABLE2)
+    assert result.exit_code == 1
+    assert "cifar10 is not on this machine" in result.stderr
+    assert not Path("out.json").exists()
+    assert len(RunStore("runs").runs()) == 2
+    assert queue(command(script) + 'needs = ["digits"]\n').exit_code == 0
 
 
 def test_two_processes_on_a_device_have_half_of_a_share_each(queue, monkeypatch):

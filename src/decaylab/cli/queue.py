@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -158,16 +158,26 @@ class Queue:
         return Allowance(self.shares, limits.seconds / limits.processes, Estimator(self.store))
 
     def planned(
-        self, entries: Sequence[ArtefactEntry], allowance: Allowance | None = None
+        self,
+        entries: Sequence[ArtefactEntry],
+        allowance: Allowance | None = None,
+        without: Collection[str] = (),
     ) -> list[PlannedRun]:
-        """The runs of neighbouring entries that share the device, each once."""
+        """The runs of neighbouring entries that share the device, each once.
+
+        `without`: data sets whose runs are left out, and take no part of a share.
+        """
         runs: dict[str, PlannedRun] = {}
         for entry in entries:
             work = self._work(entry)
             for run in work.left if entry.again else work.planned:
                 name = run.spec.id
-                if name not in runs and (
-                    allowance is None or name in work.done or allowance.grants(entry, run.spec)
+                if (
+                    name not in runs
+                    and run.spec.data not in without
+                    and (
+                        allowance is None or name in work.done or allowance.grants(entry, run.spec)
+                    )
                 ):
                     runs[name] = run
         return list(runs.values())
@@ -345,11 +355,12 @@ def _make_runs(
     elif first.at_once:
         limits = replace(limits, at_once=min(limits.at_once, first.at_once))
     work = queue.remaking(first) if first.again else None
-    planned = queue.planned(artefacts, allowance)
-    requests.check()
     store = queue.store if work is None else work.store
-    missing = _missing_data(planned, store, limits.data_dir)
-    worker = Worker([run for run in planned if run.spec.data not in missing], store, limits)
+    wanted = {run.spec.data for run in queue.planned(artefacts) if not has_ended(run, store)}
+    missing = _missing_data(wanted, limits.data_dir)
+    planned = queue.planned(artefacts, allowance, without=missing)
+    requests.check()
+    worker = Worker(planned, store, limits)
     worker.check_data()
     try:
         follow(worker, stream)
@@ -359,14 +370,11 @@ def _make_runs(
     return missing | worker.outcome.failed
 
 
-def _missing_data(
-    planned: Sequence[PlannedRun], store: RunStore, data_dir: Path | None
-) -> dict[str, str]:
+def _missing_data(needed: Collection[str], data_dir: Path | None) -> dict[str, str]:
     """Data sets that this machine lacks, or has a part of: their runs wait for another."""
-    needed = {run.spec.data for run in planned if not has_ended(run, store)} - {"digits"}
     remedy = "is not on this machine: give the folder that holds it by --data-dir or DECAYLAB_DATA"
     missing = {}
-    for name in sorted(needed):
+    for name in sorted(set(needed) - {"digits"}):
         try:
             if find(name, data_dir) is None:
                 missing[name] = f"{name} {remedy}"
@@ -396,6 +404,8 @@ def _run_command(entry: CommandEntry, limits: WorkerOptions, stream: Any) -> str
         return ""
     if limits.whole_runs and limits.seconds is not None and 60 * entry.minutes > limits.seconds:
         return ""
+    if missing := _missing_data(entry.needs, limits.data_dir):
+        return "; ".join(missing.values())
     program = PROGRAMS.get(entry.command[0], [entry.command[0]])
     say(f"{entry.name}: {' '.join(entry.command)}", stream=stream)
     printed = Path(f"{entry.writes}.part")

@@ -19,6 +19,7 @@
     command = ["python", "benchmarks/inverses.py", "--json", "results/inverses.json"]
     writes = "results/inverses.json"      # done once it is there
     minutes = 4
+    needs = ["cifar10"]                   # data sets without which it is not started
     hold = "waits for the new kernels"    # any entry: listed, not run, until the line is gone
 
     [shares]
@@ -32,6 +33,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from decaylab.data import DATA_SETS
 from decaylab.errors import (
     NOT_NEGATIVE,
     BadValue,
@@ -96,6 +98,7 @@ class CommandEntry:
 
     Attributes:
         prints: the file is what the command prints, written here once it has ended well.
+        needs: data sets; on a machine without one of them the command is not started.
     """
 
     name: str
@@ -103,6 +106,7 @@ class CommandEntry:
     writes: str
     minutes: float
     prints: bool = False
+    needs: list[str] = field(default_factory=list)
     hold: str = ""
 
 
@@ -165,6 +169,8 @@ def _entry(values: dict[str, Any]) -> Entry:
             raise BadValue(key, value, _in_words(types[key]))
     if again := values.get("again"):
         check_name("again", again, ("superseded", "lacking"))
+    for name in values.get("needs", []):
+        check_name("data set", name, DATA_SETS)
     NOT_NEGATIVE.check("at_once", values.get("at_once", 0))
     return entry_type(**values)
 
