@@ -325,6 +325,16 @@ def test_runs_whose_seconds_count_have_the_device_to_themselves(queue):
     assert {at_once for name, at_once in made.items() if "kfac" in name} == {2}
 
 
+def test_of_several_processes_none_makes_runs_whose_seconds_count(queue):
+    text = TABLE2 + "alone = true\n"
+    refused = queue(text, "--processes", 2)
+    assert refused.exit_code == 1
+    assert "pairs: it needs the device to itself" in refused.stderr.replace("\n", " ")
+    assert not RunStore("runs").runs()
+    assert queue(text).exit_code == 0
+    assert queue(text, "--processes", 2).exit_code == 0
+
+
 def test_an_entry_says_how_many_of_its_runs_go_beside_each_other_at_most(queue):
     text = TABLE2 + 'at_once = 2\n[[entry]]\nname = "others"\nreproduce = "table2"\n'
     text += 'only = ["network=vgg16", "optimizer=kfac-g"]\ntier = "smoke"\n'

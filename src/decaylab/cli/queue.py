@@ -351,12 +351,14 @@ def _make_runs(
     artefacts = [entry for entry in entries if isinstance(entry, ArtefactEntry)]
     first = artefacts[0]
     if first.alone:
-        limits = replace(limits, at_once=1, processes=1, compiled=False)
+        limits = replace(limits, at_once=1, compiled=False)
     elif first.at_once:
         limits = replace(limits, at_once=min(limits.at_once, first.at_once))
     work = queue.remaking(first) if first.again else None
     store = queue.store if work is None else work.store
     wanted = {run.spec.data for run in queue.planned(artefacts) if not has_ended(run, store)}
+    if first.alone and limits.processes > 1 and wanted:
+        return {first.name: "it needs the device to itself: run the queue without --processes"}
     missing = _missing_data(wanted, limits.data_dir)
     planned = queue.planned(artefacts, allowance, without=missing)
     requests.check()

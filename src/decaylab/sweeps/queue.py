@@ -55,7 +55,7 @@ class ArtefactEntry:
         at_once: the most runs beside each other, however many the command line allows; 0 is as it
             says.
         alone: each run has the device to itself and is not compiled, whatever the command line
-            says: for runs whose seconds count.
+            says, and is left to calls without other processes: for runs whose seconds count.
         again: which finished runs to make again, and no others: "superseded", those whose numerics
             were fixed since (the new run takes the place of the old, which goes to `superseded/`),
             or "lacking", those without what the artefact wants measured (the new run goes to
