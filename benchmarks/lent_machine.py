@@ -17,8 +17,9 @@ and works. To `start` again does nothing while it runs, and continues after it h
 `collect` waits until the work has ended, or for so many seconds, and writes whatever has changed
 since the first `start` to tars that are each below a size: the run folders and other files in
 `--folders` (`results`; attributions have their arms in `runs`), then checkpoints and recorded paths
-where they fit, smallest first. Each call writes all of it again, so that only the last one counts. `unpack` lets a run folder take the place of the
-one that is there; `tar x` does too, but for rows of a run that was made again.
+where they fit, smallest first. Each call writes all of it again, so that only the last one counts.
+`unpack` lets a run folder take the place of the one that is there; `tar x` does too, but for rows
+of a run that was made again.
 """
 
 import argparse
