@@ -7,7 +7,8 @@
     python benchmarks/lent_machine.py collect OUT --wait 500               # there, now and then
     python benchmarks/lent_machine.py unpack OUT/*.tar.gz                  # at home
 
-All of it in a copy of this repository; a git history or an installed decaylab is not needed.
+All of it in a copy of this repository; a git history or an installed decaylab is not needed. Set
+DECAYLAB_COMMIT before `start`, so that records say which commit made them.
 
 `start` hands what stands behind `--` to `decaylab reproduce`, and leaves that running when the
 shell goes; it ends by itself when the minutes are over. What is killed, or ends early with an
