@@ -8,7 +8,8 @@
     python benchmarks/lent_machine.py unpack OUT/*.tar.gz                  # at home
 
 All of it in a copy of this repository; a git history or an installed decaylab is not needed. Set
-DECAYLAB_COMMIT before `start`, so that records say which commit made them.
+DECAYLAB_COMMIT before `start`, so that records say which commit made them. Where a machine brings
+its tree up to date with yours at each call, work in a copy of it, or new records may be gone.
 
 `start` hands what stands behind `--` to `decaylab reproduce`, and leaves that running when the
 shell goes; it ends by itself when the minutes are over. What is killed, or ends early with an
@@ -47,7 +48,7 @@ LOG, LOCK = LENT / "log.txt", LENT / "lock"
 BEGAN = LENT / "began"  # written at the first start: what is newer is collected
 MEGABYTE = 2**20
 PIECE = re.compile(r"(.+)\.(\d+)-of-(\d+)")
-ATTEMPTS = 5
+ATTEMPTS = 3
 # Of a run in progress and of an index, which no other machine may take for its own.
 NOT_COLLECTED = re.compile(
     r"owner\.json.*|queue-.*\.json|\..*|.*\.part|checkpoint\.previous\.safetensors"

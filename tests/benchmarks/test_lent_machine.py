@@ -93,6 +93,7 @@ def until(condition):
     return value
 
 
+@pytest.mark.slow
 def test_from_start_to_the_records_at_home(machine, tmp_path):
     old = machine.folder / "results" / "old.json"
     old.write_text("{}")
@@ -137,6 +138,7 @@ def test_from_start_to_the_records_at_home(machine, tmp_path):
     assert list(home.glob("page*"))
 
 
+@pytest.mark.slow
 def test_without_a_working_mps_processes_share_the_device_as_they_are(machine, tmp_path):
     """A fake one, which says that it has begun; there is no device."""
     tools = tmp_path / "tools"
