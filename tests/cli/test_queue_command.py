@@ -22,6 +22,7 @@ from decaylab.paper.plan import chosen_cells
 from decaylab.records import RunStore
 from decaylab.sweeps.estimate import Estimator, TimeEstimate
 from decaylab.sweeps.queue import CommandEntry, read_queue
+from decaylab.training import TrainingRun
 
 ROOT = Path(__file__).parents[2]
 QUEUE = ROOT / "results" / "queue.toml"
@@ -247,6 +248,23 @@ def test_when_the_time_is_up_the_exit_code_says_that_something_is_left(queue):
     assert not list(Path("runs").glob("*/spec.toml"))
     slow = queue(command("import time; time.sleep(600)"), "--max-minutes", 0.01)
     assert slow.exit_code == RUNS_LEFT
+
+
+def test_a_stage_that_is_out_of_time_is_no_signal_to_the_queue(queue, monkeypatch):
+    """Its alarm comes in the first step: the runs are left, and what follows has its turn."""
+    step, alarms = TrainingRun.train_step, [signal.SIGALRM]
+
+    def train_step(run):
+        if alarms:
+            signal.raise_signal(alarms.pop())
+        return step(run)
+
+    monkeypatch.setattr(TrainingRun, "train_step", train_step)
+    text = TABLE2 + command("open('out.json', 'w')")
+    result = queue(text, "--at-once", 2, "--max-minutes", 20)
+    assert result.exit_code == RUNS_LEFT, result.output
+    assert standing(queue, text) == [("to do", 0, 2), ("done", 1, 1)]
+    assert queue(text, "--max-minutes", 20).exit_code == 0
 
 
 def test_killed_in_any_run_the_next_call_goes_on(queue, tmp_path):
