@@ -1,10 +1,9 @@
 import os
 import signal
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 # A shell or a CI may have set these, and they change what is printed. Before typer is imported.
 for name in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "NO_COLOR", "PY_COLORS", "TERMINAL_WIDTH"):
@@ -17,11 +16,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # No file of a test need survive a power cut, and there are thousands to wait for the disk for.
 os.fsync = lambda handle: None
 
-# The same examples in every run, however long each takes on this machine.
-settings.register_profile(
-    "any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("any machine")
+# The same examples in every run, however long each takes on this machine. A lent GPU may be without
+# hypothesis, which tests/gpu does not need.
+with suppress(ModuleNotFoundError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("any machine")
 
 
 def pytest_runtest_setup():

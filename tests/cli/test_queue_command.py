@@ -22,6 +22,7 @@ from decaylab.paper.plan import chosen_cells
 from decaylab.records import RunStore
 from decaylab.sweeps.estimate import Estimator, TimeEstimate
 from decaylab.sweeps.queue import CommandEntry, read_queue
+from decaylab.training import TrainingRun
 
 ROOT = Path(__file__).parents[2]
 QUEUE = ROOT / "results" / "queue.toml"
@@ -185,9 +186,9 @@ def test_a_command_ends_with_the_queue_that_began_it(tmp_path, stop):
 def test_a_signal_while_the_queue_plans_is_a_stop_like_any_other(queue, monkeypatch):
     planned = Queue.planned
 
-    def planned_at_the_signal(*given):
+    def planned_at_the_signal(*given, **how):
         signal.raise_signal(signal.SIGTERM)
-        return planned(*given)
+        return planned(*given, **how)
 
     with monkeypatch.context() as patch:
         patch.setattr(Queue, "planned", planned_at_the_signal)
@@ -221,6 +222,18 @@ def test_runs_whose_data_are_not_there_wait_and_the_others_are_made(queue, monke
     assert [state for state, _, _ in standing(queue, text)] == ["to do", "done", "to do"]
 
 
+def test_runs_of_a_data_set_with_a_missing_file_wait_and_the_others_are_made(queue, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "nowhere")
+    monkeypatch.setenv("DECAYLAB_DATA", "data")
+    Path("data/mnist").mkdir(parents=True)
+    Path("data/mnist/t10k-labels-idx1-ubyte.gz").touch()
+    text = TABLE2 + '[[entry]]\nname = "nets"\nreproduce = "fig5"\nonly = ["dataset=mnist"]\n'
+    result = queue(text + 'tier = "short"\n')
+    assert result.exit_code == 1
+    assert "train-images-idx3-ubyte" in result.stderr
+    assert standing(queue, text + 'tier = "short"\n')[0] == ("done", 2, 2)
+
+
 def test_what_is_held_is_listed_with_its_reason_and_not_run(queue):
     text = TABLE2 + 'hold = "waits for a fix"\n'
     result = queue(text)
@@ -235,6 +248,23 @@ def test_when_the_time_is_up_the_exit_code_says_that_something_is_left(queue):
     assert not list(Path("runs").glob("*/spec.toml"))
     slow = queue(command("import time; time.sleep(600)"), "--max-minutes", 0.01)
     assert slow.exit_code == RUNS_LEFT
+
+
+def test_a_stage_that_is_out_of_time_is_no_signal_to_the_queue(queue, monkeypatch):
+    """Its alarm comes in the first step: the runs are left, and what follows has its turn."""
+    step, alarms = TrainingRun.train_step, [signal.SIGALRM]
+
+    def train_step(run):
+        if alarms:
+            signal.raise_signal(alarms.pop())
+        return step(run)
+
+    monkeypatch.setattr(TrainingRun, "train_step", train_step)
+    text = TABLE2 + command("open('out.json', 'w')")
+    result = queue(text, "--at-once", 2, "--max-minutes", 20)
+    assert result.exit_code == RUNS_LEFT, result.output
+    assert standing(queue, text) == [("to do", 0, 2), ("done", 1, 1)]
+    assert queue(text, "--max-minutes", 20).exit_code == 0
 
 
 def test_killed_in_any_run_the_next_call_goes_on(queue, tmp_path):
@@ -258,6 +288,7 @@ def test_killed_in_any_run_the_next_call_goes_on(queue, tmp_path):
         (TABLE2 + "seeds = '3'\n", "not '3'"),
         (TABLE2 + TABLE2.replace("vgg16", "vgg99").replace("pairs", "more"), "'vgg99'"),
         (command("pass").replace("minutes = 1", "minutes = -1"), "not -1"),
+        (command("pass") + 'needs = ["cifar"]\n', "unknown data set 'cifar'"),
         (command("pass").replace('writes = "out.json"', ""), "has no writes"),
         ("[[entry]\n", "queue in TOML"),
     ],
@@ -312,6 +343,16 @@ def test_runs_whose_seconds_count_have_the_device_to_themselves(queue):
     assert {at_once for name, at_once in made.items() if "kfac" in name} == {2}
 
 
+def test_of_several_processes_none_makes_runs_whose_seconds_count(queue):
+    text = TABLE2 + "alone = true\n"
+    refused = queue(text, "--processes", 2)
+    assert refused.exit_code == 1
+    assert "pairs: it needs the device to itself" in refused.stderr.replace("\n", " ")
+    assert not RunStore("runs").runs()
+    assert queue(text).exit_code == 0
+    assert queue(text, "--processes", 2).exit_code == 0
+
+
 def test_an_entry_says_how_many_of_its_runs_go_beside_each_other_at_most(queue):
     text = TABLE2 + 'at_once = 2\n[[entry]]\nname = "others"\nreproduce = "table2"\n'
     text += 'only = ["network=vgg16", "optimizer=kfac-g"]\ntier = "smoke"\n'
@@ -348,6 +389,31 @@ def test_an_artefact_has_its_share_and_what_is_left_when_nothing_else_is(
     """Of 20 minutes, each run is said to take eight: one fits in 12; in two, one is begun."""
     monkeypatch.setattr(Estimator, "of", lambda self, spec: TimeEstimate(8 * 60.0, recorded=True))
     assert shared_out(share) == order
+
+
+def test_runs_without_data_take_no_part_of_a_share(queue, monkeypatch):
+    """Of 20 minutes, table2 has 12, and each run is said to take eight."""
+    monkeypatch.setattr(Estimator, "of", lambda self, spec: TimeEstimate(8 * 60.0, recorded=True))
+    monkeypatch.setenv("DECAYLAB_DATA", "nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", "nowhere")
+    text = TABLE2.replace("pairs", "not there").replace("smoke", "short") + TABLE2
+    text += '[shares]\ntable2 = 0.6\n[[entry]]\nname = "other"\nreproduce = "table1"\n'
+    text += 'only = ["dataset=cifar10", "network=vgg16", "batch_norm=0", "optimizer=adam"]\n'
+    assert queue(text + 'tier = "smoke"\nat_once = 1\n', "--max-minutes", 20).exit_code == 1
+    made = sorted(RunStore("runs").runs(), key=lambda run: run.manifest().started)
+    assert [run.id.split("-")[2] for run in made] == ["sgd", "adam", "adam", "sgd"]
+
+
+def test_a_command_is_not_started_without_the_data_that_it_needs(queue, monkeypatch):
+    monkeypatch.setenv("DECAYLAB_DATA", "nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", "nowhere")
+    script = "open('out.json', 'w')"
+    result = queue(command(script) + 'needs = ["digits", "cifar10"]\n' + TABLE2)
+    assert result.exit_code == 1
+    assert "cifar10 is not on this machine" in result.stderr
+    assert not Path("out.json").exists()
+    assert len(RunStore("runs").runs()) == 2
+    assert queue(command(script) + 'needs = ["digits"]\n').exit_code == 0
 
 
 def test_two_processes_on_a_device_have_half_of_a_share_each(queue, monkeypatch):

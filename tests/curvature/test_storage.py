@@ -230,8 +230,18 @@ def test_how_much_is_kept():
     assert inverses.weight_step.nbytes == size
 
 
-def test_by_default_large_inverses_are_halved_on_cuda():
+@pytest.fixture
+def matmul():
+    """Torch's setting of products in float32 on CUDA, which comes back after the test."""
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    yield setting
+    setting.fp32_precision = before
+
+
+def test_by_default_large_inverses_are_halved_on_cuda(matmul):
     """If they would need over 1 GiB. Short sides, diagonals and the CPU do not count."""
+    matmul.fp32_precision = "tf32"
 
     def are_halved(*sides, device="cuda", diagonal=False):
         shapes = [Shape(*side, False, diagonal, diagonal, torch.float32) for side in sides]
@@ -245,6 +255,25 @@ def test_by_default_large_inverses_are_halved_on_cuda():
     assert not are_halved((whole, whole), diagonal=True)
     opt = KFAC(nn.Linear(700, 700), 0.1)
     assert not opt._preconditioner.banks[0].A.half
+
+
+@pytest.mark.parametrize(
+    ("allow", "halved"),
+    [
+        (lambda matmul: torch.set_float32_matmul_precision("highest"), False),
+        (lambda matmul: torch.set_float32_matmul_precision("high"), True),
+        (lambda matmul: setattr(matmul, "allow_tf32", False), False),
+        (lambda matmul: setattr(matmul, "allow_tf32", True), True),
+        (lambda matmul: setattr(matmul, "fp32_precision", "ieee"), False),
+        (lambda matmul: setattr(matmul, "fp32_precision", "tf32"), True),
+    ],
+)
+def test_by_default_inverses_are_halved_only_for_tf32_products(matmul, allow, halved):
+    """By torch's newer settings and by its older ones."""
+    shape = Shape(2**15, 1, False, False, False, torch.float32)
+    allow(matmul)
+    banks = [SimpleNamespace(count=1, shape=shape)]
+    assert preconditioner.are_halved(banks, torch.device("cuda")) is halved
 
 
 def room_for_steps(opt: KFAC) -> int:

@@ -181,6 +181,23 @@ def test_runs_at_once_go_at_their_own_pace(data, monkeypatch):
         assert_same_state(finished[spec].model.state_dict(), expected.model.state_dict())
 
 
+def test_runs_at_once_save_checkpoints_while_others_capture(tmp_path, data):
+    """Which a thread writes: waiting for its copies, it must not spoil a capture."""
+    chosen = [SPECS["kfac-g, lag"], SPECS["sgd"], SPECS["kfac-f"]]
+    specs = [replace(s, precision="bf16", seed=i, epochs=3) for i, s in enumerate(chosen)]
+    alone = [train_to_end(spec, data=data, device="cuda") for spec in specs]
+    how = Execution(every_step=True, at_once=3, checkpoint_every=0.01, keep_checkpoint=False)
+    store = RunStore(tmp_path)
+    runs = {s: train(s, data=data, device="cuda", store=store, execution=how) for s in specs}
+    last = dict(interleave(runs))
+    for spec, expected in zip(specs, alone, strict=True):
+        assert last[spec].kind == "finished"
+        assert_same_state(last[spec].model.state_dict(), expected.model.state_dict())
+        folder = store.folder(spec.id)
+        assert folder.is_finished()
+        assert not folder.has_checkpoint()
+
+
 @pytest.mark.parametrize("name", ["sgd", "kfac-g, lag"])
 def test_a_run_that_was_left_continues_bit_for_bit(tmp_path, data, name):
     spec = replace(SPECS[name], precision="bf16", epochs=3)

@@ -1,5 +1,7 @@
 """Large inverses in halves on CUDA: the steps, no synchronisation, and what is kept."""
 
+import gc
+
 import pytest
 import torch
 from oracle.kfac_runs import train_step
@@ -93,8 +95,11 @@ def test_a_large_model_has_room_for_steps_in_steps_alone(monkeypatch, capture):
     """The same steps, launched or captured as a whole, and less memory between them."""
     weights, memory = [], []
     inputs, labels = data()
+    nn.functional.cross_entropy(wide()(inputs), labels).backward()  # workspaces stay
     for most in (2**30, 0):
         monkeypatch.setattr(preconditioner, "LARGEST_KEPT", most)
+        gc.collect()  # what tests before, and the other optimizer, have left in cycles
+        before = torch.cuda.memory_allocated()
         model = wide()
         options = KFACOptions(seed=0, replay=False)
         rate = torch.tensor(1e-3, device="cuda")
@@ -108,13 +113,13 @@ def test_a_large_model_has_room_for_steps_in_steps_alone(monkeypatch, capture):
         take = decaylab.captured(step, model, opt) if capture else step
         for _ in range(14):
             take(inputs, labels)
-        memory.append(torch.cuda.memory_allocated())
+        memory.append(torch.cuda.memory_allocated() - before)
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
         opt.detach()
         del model, opt, step, take
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
     if not capture:
-        assert memory[1] - weights[0].nbytes < memory[0]
+        assert memory[1] < memory[0]
 
 
 def test_attention_and_embeddings_on_cuda():

@@ -81,6 +81,29 @@ def test_a_live_process_keeps_others_out_and_a_killed_one_does_not(path):
     assert read_owner(path).pid == os.getpid()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="by /proc")
+def test_a_killed_process_owns_nothing_where_the_system_hides_when_processes_began(
+    path, monkeypatch
+):
+    read = Path.read_text
+
+    def read_text(file, *given, **how):
+        if file.match("/proc/*/stat"):
+            file.stat()  # there, or an error
+            return "1 (python) S" + 50 * " 0"
+        return read(file, *given, **how)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    mine = Ownership(path)
+    assert mine.take() is None
+    assert is_owned(path)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    entry = json.loads(path.read_bytes()) | {"pid": gone.pid}
+    path.write_text(json.dumps(entry))
+    assert not is_owned(path)
+
+
 def test_an_id_that_a_new_process_has_got_is_not_the_owner(path):
     Ownership(path).take()
     entry = json.loads(path.read_text())

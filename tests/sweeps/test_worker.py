@@ -244,6 +244,22 @@ def test_checkpoints_are_kept_only_when_asked_for(tmp_path):
     assert not checkpoint.exists()
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_last_checkpoint_that_is_not_kept_is_not_written(tmp_path, monkeypatch, at_once):
+    """Nor is an earlier one left behind."""
+    epochs, save = [], checkpoint.Writer.save
+    monkeypatch.setattr(
+        checkpoint.Writer, "save", lambda w, state: (epochs.append(state["epoch"]), save(w, state))
+    )
+    list(reproduction([TINY], tmp_path, at_once=at_once, checkpoint_every=0.0).run())
+    assert set(epochs) == {0, 1}
+    steps = len(load("digits").train.labels) // TINY.batch_size
+    assert len(epochs) == 2 * steps - 1
+    folder = RunStore(tmp_path).folder(TINY.id)
+    assert folder.is_finished()
+    assert not folder.has_checkpoint()
+
+
 def test_a_damaged_folder_is_one_runs_trouble(tmp_path):
     list(reproduction([TINY], tmp_path).run())
     (tmp_path / TINY.id / "manifest.json").write_text("{")

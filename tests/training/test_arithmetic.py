@@ -7,9 +7,10 @@ import pytest
 import torch
 from refusals import refuses
 
+from decaylab.curvature import preconditioner
 from decaylab.data import load
 from decaylab.errors import BadValue
-from decaylab.training import Execution, RunSpec, train_to_end
+from decaylab.training import Execution, RunSpec, TrainingRun, train_to_end
 from decaylab.training.arithmetic import arithmetic, prepare_deterministic
 
 SPEC = RunSpec(hidden=(8,), batch_size=256, epochs=1, lr_drop_every=2)
@@ -87,3 +88,18 @@ def test_cublas_workspace(monkeypatch):
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     prepare_deterministic(CUDA)
+
+
+def test_a_run_halves_inverses_as_its_own_precision_wants(monkeypatch):
+    """Not as torch's settings outside of it."""
+    asked = []
+
+    def are_halved(banks, device):
+        asked.append(torch.backends.cuda.matmul.fp32_precision)
+        return False
+
+    monkeypatch.setattr(preconditioner, "are_halved", are_halved)
+    for precision in ("fp32", "tf32", "bf16"):
+        spec = RunSpec(hidden=(4,), optimizer="kfac-f", precision=precision).resolved()
+        TrainingRun(spec, load("digits"))
+    assert asked == ["ieee", "tf32", "tf32"]

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from decaylab.training import (
     Execution,
     Interrupted,
     RunSpec,
+    TrainingRun,
     checkpoint,
     evaluate,
     journal,
@@ -437,8 +439,33 @@ def test_a_run_that_begins_anew_is_no_resumed_one(tmp_path):
 
 def test_compiling_is_recorded_and_no_other_run(monkeypatch, tmp_path):
     compiled = []
-    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
+    monkeypatch.setattr(torch, "compile", lambda model, **how: compiled.append(model) or model)
     spec, store = replace(SPEC, epochs=1), RunStore(tmp_path)
     last = finish(spec, store=store, execution=Execution(compiled=True))
     assert compiled == [last.model]
     assert store.folder(spec.id).manifest().compiled
+
+
+def test_every_network_and_batch_size_of_a_process_is_compiled_for_itself(digits, monkeypatch):
+    """More of them than torch would compile, and none for any batch size."""
+    compiled, compile_ = [], torch.compile
+
+    def backend(graph, inputs):
+        sizes = [tuple(x.shape) for x in inputs if isinstance(x, torch.Tensor) and x.dim() == 4]
+        assert all(isinstance(size, int) for size in sizes[0])
+        compiled.append((len(inputs), sizes[0][0]))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(compile_, backend=backend))
+    wanted = []
+    for depth in range(1, 6):
+        for batch_size in (256, 512):
+            spec = replace(SPEC, hidden=(8,) * depth, batch_size=batch_size).resolved()
+            for _ in range(2):  # the second takes what was compiled for the first
+                run = TrainingRun(spec, digits, compiled=True)
+                run.begin_epoch()
+                run.train_step()
+            wanted.append((batch_size, depth))
+    assert [size for _, size in compiled] == [size for size, _ in wanted]
+    assert len({inputs for inputs, _ in compiled}) == 5
+    assert len(compiled) > 8

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -148,16 +148,26 @@ class Queue:
         return Allowance(self.shares, limits.seconds / limits.processes, Estimator(self.store))
 
     def planned(
-        self, entries: Sequence[ArtefactEntry], allowance: Allowance | None = None
+        self,
+        entries: Sequence[ArtefactEntry],
+        allowance: Allowance | None = None,
+        without: Collection[str] = (),
     ) -> list[PlannedRun]:
-        """The runs of neighbouring entries that share the device, each once."""
+        """The runs of neighbouring entries that share the device, each once.
+
+        `without`: data sets whose runs are left out, and take no part of a share.
+        """
         runs: dict[str, PlannedRun] = {}
         for entry in entries:
             work = self._work(entry)
             for run in work.left if entry.again else work.planned:
                 name = run.spec.id
-                if name not in runs and (
-                    allowance is None or name in work.done or allowance.grants(entry, run.spec)
+                if (
+                    name not in runs
+                    and run.spec.data not in without
+                    and (
+                        allowance is None or name in work.done or allowance.grants(entry, run.spec)
+                    )
                 ):
                     runs[name] = run
         return list(runs.values())
@@ -326,15 +336,18 @@ def _make_runs(
     artefacts = [entry for entry in entries if isinstance(entry, ArtefactEntry)]
     first = artefacts[0]
     if first.alone:
-        limits = replace(limits, at_once=1, processes=1, compiled=False)
+        limits = replace(limits, at_once=1, compiled=False)
     elif first.at_once:
         limits = replace(limits, at_once=min(limits.at_once, first.at_once))
     work = queue.remaking(first) if first.again else None
-    planned = queue.planned(artefacts, allowance)
-    requests.check()
     store = queue.store if work is None else work.store
-    missing = _missing_data(planned, store, limits.data_dir)
-    worker = Worker([run for run in planned if run.spec.data not in missing], store, limits)
+    wanted = {run.spec.data for run in queue.planned(artefacts) if not has_ended(run, store)}
+    if first.alone and limits.processes > 1 and wanted:
+        return {first.name: "it needs the device to itself: run the queue without --processes"}
+    missing = _missing_data(wanted, limits.data_dir)
+    planned = queue.planned(artefacts, allowance, without=missing)
+    requests.check()
+    worker = Worker(planned, store, limits)
     worker.check_data()
     try:
         follow(worker, stream)
@@ -344,13 +357,17 @@ def _make_runs(
     return missing | worker.outcome.failed
 
 
-def _missing_data(
-    planned: Sequence[PlannedRun], store: RunStore, data_dir: Path | None
-) -> dict[str, str]:
-    """Data sets that this machine lacks: their runs wait for another."""
-    needed = {run.spec.data for run in planned if not has_ended(run, store)} - {"digits"}
+def _missing_data(needed: Collection[str], data_dir: Path | None) -> dict[str, str]:
+    """Data sets that this machine lacks, or has a part of: their runs wait for another."""
     remedy = "is not on this machine: give the folder that holds it by --data-dir or DECAYLAB_DATA"
-    return {name: f"{name} {remedy}" for name in sorted(needed) if find(name, data_dir) is None}
+    missing = {}
+    for name in sorted(set(needed) - {"digits"}):
+        try:
+            if find(name, data_dir) is None:
+                missing[name] = f"{name} {remedy}"
+        except DecaylabError as error:
+            missing[name] = str(error)
+    return missing
 
 
 def _company(entry: Entry) -> int | None:
@@ -370,6 +387,8 @@ def _run_command(entry: CommandEntry, limits: WorkerOptions, stream: Any) -> str
         return ""
     if limits.whole_runs and limits.seconds is not None and 60 * entry.minutes > limits.seconds:
         return ""
+    if missing := _missing_data(entry.needs, limits.data_dir):
+        return "; ".join(missing.values())
     program = PROGRAMS.get(entry.command[0], [entry.command[0]])
     say(f"{entry.name}: {' '.join(entry.command)}", stream=stream)
     printed = Path(f"{entry.writes}.part")

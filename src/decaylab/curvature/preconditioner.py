@@ -16,6 +16,7 @@ from decaylab.curvature.kinds.kind import Shape
 from decaylab.curvature.polar import polar_factors
 from decaylab.curvature.shards import Shards, own_part
 from decaylab.curvature.storage import InverseStack, diagonal_of
+from decaylab.curvature.streams import own_stream
 
 # Bytes of factors that are inverted in one go: more are no faster, and need room for all of them.
 INVERTED_AT_ONCE = 2**24
@@ -235,10 +236,13 @@ class Inverses:
 
 
 def are_halved(banks: Iterable[Bank], device: torch.device) -> bool:
-    """Whether large inverses are kept in float16 by default: on CUDA, if they are over 1 GiB.
+    """Whether large inverses are kept in float16 by default: on CUDA with TF32, if over 1 GiB.
 
-    A TF32 product would read as many bits of them.
+    A TF32 product would read as many bits of them. Torch's setting counts as it is now.
     """
+    matmul: Any = torch.backends.cuda.matmul  # shows what its older settings say, too
+    if device.type != "cuda" or matmul.fp32_precision != "tf32":
+        return False
     numbers = sum(
         bank.count * length**2
         for bank in banks
@@ -248,7 +252,7 @@ def are_halved(banks: Iterable[Bank], device: torch.device) -> bool:
         )
         if length > LARGEST_PRECISE and not diagonal
     )
-    return device.type == "cuda" and 4 * numbers > LARGEST_KEPT
+    return 4 * numbers > LARGEST_KEPT
 
 
 class Preconditioner:
@@ -273,7 +277,7 @@ class Preconditioner:
         self.shards = shards
         self.device = device = factors.device
         streams = STREAMS - 1 if device.type == "cuda" else 0  # beside the current one
-        self._streams = [torch.cuda.Stream(device) for _ in range(streams)]
+        self._streams = [own_stream(device) for _ in range(streams)]
         self._vectors: dict[Any, Tensor] = {}
         self._pending: dict[Shape, list[Inversion]] = {}  # by bank: of each of its parts
         self._tried = factors.ready  # which entries it is for

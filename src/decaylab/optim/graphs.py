@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from decaylab.curvature.streams import own_stream
 from decaylab.errors import warn_user
 
 Result = TypeVar("Result")
@@ -79,7 +80,7 @@ class CudaGraphs:
         if current != torch.cuda.default_stream(self._device):
             return current
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = own_stream(self._device)
         return self._stream
 
     @contextmanager

@@ -35,7 +35,8 @@ class KFACOptions:
             models with more than 1 GiB of gradients.
         half_inverses: store inverses with sides longer than 640 in float16, with one power-of-two
             scale per matrix: as precise as a TF32 product reads them, in half the memory. None does
-            so on CUDA if they would need more than 1 GiB.
+            so on CUDA if they would need more than 1 GiB and torch allows TF32 products when KFAC
+            is built (`torch.set_float32_matmul_precision("high")`).
         momentum_first: precondition the momentum of the gradients, instead of taking the momentum
             of preconditioned steps. `step_scaling="spectral"` does so in any case.
         others_betas: Adam's coefficients for parameters outside the blocks.

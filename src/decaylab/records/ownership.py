@@ -250,7 +250,7 @@ def _started(pid: int) -> int:
     """
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return 0 if state in "ZX" else int(fields[18])
+        return 0 if state in "ZX" else max(int(fields[18]), 1)  # 0: it is not known here
     except FileNotFoundError:
         if Path("/proc/self/stat").exists():
             return 0

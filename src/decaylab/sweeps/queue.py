@@ -19,6 +19,7 @@
     command = ["python", "benchmarks/inverses.py", "--json", "results/inverses.json"]
     writes = "results/inverses.json"      # done once it is there
     minutes = 4
+    needs = ["cifar10"]                   # data sets without which it is not started
     hold = "waits for the new kernels"    # any entry: listed, not run, until the line is gone
 
     [shares]
@@ -32,6 +33,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from decaylab.data import DATA_SETS
 from decaylab.errors import (
     NOT_NEGATIVE,
     BadValue,
@@ -53,7 +55,7 @@ class ArtefactEntry:
         at_once: the most runs beside each other, however many the command line allows; 0 is as it
             says.
         alone: each run has the device to itself and is not compiled, whatever the command line
-            says: for runs whose seconds count.
+            says, and is left to calls without other processes: for runs whose seconds count.
         again: which finished runs to make again, and no others: "superseded", those whose numerics
             were fixed since (the new run takes the place of the old, which goes to `superseded/`),
             or "lacking", those without what the artefact wants measured (the new run goes to
@@ -96,6 +98,7 @@ class CommandEntry:
 
     Attributes:
         prints: the file is what the command prints, written here once it has ended well.
+        needs: data sets; on a machine without one of them the command is not started.
     """
 
     name: str
@@ -103,6 +106,7 @@ class CommandEntry:
     writes: str
     minutes: float
     prints: bool = False
+    needs: list[str] = field(default_factory=list)
     hold: str = ""
 
 
@@ -165,6 +169,8 @@ def _entry(values: dict[str, Any]) -> Entry:
             raise BadValue(key, value, _in_words(types[key]))
     if again := values.get("again"):
         check_name("again", again, ("superseded", "lacking"))
+    for name in values.get("needs", []):
+        check_name("data set", name, DATA_SETS)
     NOT_NEGATIVE.check("at_once", values.get("at_once", 0))
     return entry_type(**values)
 

@@ -329,6 +329,7 @@ class Worker:
     def _training(self, planned: PlannedRun) -> Generator[Progress, None, None]:
         execution = Execution(
             checkpoint_every=self.options.checkpoint_every,
+            keep_checkpoint=self.options.keep_checkpoints,
             every_step=self.options.at_once > 1,
             at_once=self.options.at_once * self.options.processes,
             compiled=self.options.compiled,
@@ -385,3 +386,5 @@ def _time_limit(seconds: float | None) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+        if requests.received == signal.SIGALRM:  # heeded; a caller that listens, too, goes on
+            requests.received = None

@@ -87,6 +87,21 @@ def build_model(spec: RunSpec, data: DataSet) -> nn.Module:
     return model.to(device)
 
 
+# Networks and batch sizes that a process may compile: after eight, torch would leave all others be.
+COMPILED_KINDS = 64
+
+
+def compile_network(model: nn.Module) -> Any:
+    """`torch.compile`, each batch size for itself.
+
+    Left alone, torch compiles every network that comes after a second batch size for any size, and
+    after eight of them none.
+    """
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, COMPILED_KINDS)
+    return torch.compile(model, dynamic=False)
+
+
 def _sgd(spec: RunSpec, model: nn.Module, groups: Groups) -> torch.optim.Optimizer:
     return sgd(groups, **spec.optimizer_settings())
 

@@ -16,6 +16,8 @@ class Execution:
 
     Attributes:
         checkpoint_every: seconds between checkpoints, at least; 0: after every step.
+        keep_checkpoint: whether a finished run has one: it may be over a gigabyte, and the runs
+            beside it wait until it is written.
         every_step: yield after each step too.
         train_set_each_epoch: evaluate the training set after each epoch, not the last one alone.
         tier: a label kept with the results.
@@ -31,6 +33,7 @@ class Execution:
     """
 
     checkpoint_every: float = 60.0
+    keep_checkpoint: bool = True
     every_step: bool = False
     train_set_each_epoch: bool = False
     tier: str = "custom"

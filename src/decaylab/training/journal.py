@@ -126,12 +126,21 @@ class Journal:
         """Wait until the checkpoint is on disk; raises what went wrong with it."""
         self._writer.wait()
 
-    def end(self, status: Status, message: str = "", hits: TestHits | None = None) -> None:
+    def end(
+        self,
+        status: Status,
+        message: str = "",
+        hits: TestHits | None = None,
+        *,
+        keep_checkpoint: bool = True,
+    ) -> None:
         """Say how the run ended; where even that cannot be written, it reads as interrupted."""
         self.ended = True
         ended = replace(self._manifest, status=status, message=message, test_hits=hits)
         if status == "finished":
             self.settle()
+            if not keep_checkpoint:  # before: an earlier one must not pass for the last
+                self.folder.remove_checkpoints()
             self.folder.write_manifest(ended)
             self.folder.previous_checkpoint.unlink(missing_ok=True)
         else:

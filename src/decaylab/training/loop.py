@@ -164,7 +164,7 @@ def _epochs(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterat
     _start(run, journal, how)
     if run.epoch == run.epochs:  # stopped before its last word alone
         if journal is not None:
-            _end(run, journal)
+            _end(run, journal, how)
         yield _progress(run, "finished", _recorded(run, journal))
     while run.epoch < run.epochs:
         run.begin_epoch()
@@ -176,22 +176,23 @@ def _epochs(run: TrainingRun, journal: Journal | None, how: Execution) -> Iterat
                 yield _progress(run, "step", loss=loss)
         last = run.epoch + 1 == run.epochs
         values = _finish_epoch(run, journal, how)
-        if journal is not None and (last or journal.due(how.checkpoint_every)):
-            with run.at_work():
-                journal.save(run.state_dict())
+        if journal is not None:
+            if how.keep_checkpoint if last else journal.due(how.checkpoint_every):
+                with run.at_work():
+                    journal.save(run.state_dict())
             if last:
-                _end(run, journal)
+                _end(run, journal, how)
         yield _progress(run, "finished" if last else "epoch", values)
         run.next_epoch()
 
 
-def _end(run: TrainingRun, journal: Journal) -> None:
+def _end(run: TrainingRun, journal: Journal, how: Execution) -> None:
     with run.at_work():
         hits = run.test_hits()
         paths = None if run.intervention is None else run.intervention.paths()
     if paths is not None:
         paths.save(paths_file(journal.folder))
-    journal.end("finished", hits=hits)
+    journal.end("finished", hits=hits, keep_checkpoint=how.keep_checkpoint)
 
 
 def _start(run: TrainingRun, journal: Journal | None, how: Execution) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decaylab.curvature.streams import own_stream
 from decaylab.data import DataSet, Split, evaluation_batches
 from decaylab.errors import Lacks, Mismatch
 from decaylab.optim import schedules
@@ -28,7 +29,13 @@ from decaylab.probes.watch import Watch
 from decaylab.records import TestHits
 from decaylab.training.arithmetic import arithmetic, prepare_deterministic
 from decaylab.training.backlog import Backlog
-from decaylab.training.build import CAPTURED, build_batches, build_model, build_optimizer
+from decaylab.training.build import (
+    CAPTURED,
+    build_batches,
+    build_model,
+    build_optimizer,
+    compile_network,
+)
 from decaylab.training.evaluate import Evaluation, Evaluator
 from decaylab.training.held_layers import select
 from decaylab.training.interventions import Intervention
@@ -73,8 +80,9 @@ class TrainingRun:
         self._labels = zlib.crc32(data.train.labels.cpu().numpy().tobytes())
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.model = build_model(spec, data)
-        forward: Any = torch.compile(self.model) if compiled else self.model
-        self.optimizer = build_optimizer(spec, forward, world.group)
+        forward: Any = compile_network(self.model) if compiled else self.model
+        with arithmetic(spec.precision):  # K-FAC looks whether products are in TF32
+            self.optimizer = build_optimizer(spec, forward, world.group)
         assert spec.lr_drop_every is not None
         every = spec.lr_drop_steps or spec.lr_drop_every  # steps, or epochs
         self._schedule = schedules.step(every, spec.lr_drop_factor)
@@ -95,7 +103,7 @@ class TrainingRun:
         self.loss_sum, self.correct = self._steps.loss_sum, self._steps.correct
         cuda = self.device.type == "cuda"
         # ahead of the stream on which K-FAC inverts beside it
-        self._stream = torch.cuda.Stream(self.device, priority=-1) if cuda else None
+        self._stream = own_stream(self.device, priority=-1) if cuda else None
         self.backlog = Backlog()
         self._behind = True  # whether the outer stream has work that the run's must wait for
         self.beside_others = False  # whether other runs take turns with this one
