@@ -425,3 +425,55 @@ def trained_by_both(model, first, second):
                 optimizer.zero_grad()
             watched.log(loss=loss)
     return watched
+
+
+class Repeated(nn.Module):
+    """One block under several names, as in `nn.ModuleList([block] * depth)`, and a tied weight."""
+
+    def __init__(self):
+        super().__init__()
+        block = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.ReLU())
+        self.blocks = nn.ModuleList([block] * 3)
+        self.tied, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.tied.weight = block[0].weight
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.tied(x))
+
+
+def test_watching_a_block_under_several_names_leaves_it_as_it_was():
+    weights = []
+    everything = {"inputs": INPUTS, "probes": ("size_response", "jacobian_norm", "gn_norm")}
+    for watching in (None, everything):
+        torch.manual_seed(0)
+        model = Repeated()
+        named = dict(model.named_parameters(remove_duplicate=False))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for x, y in [(INPUTS, INPUTS.argmax(1) % 3)] * 5:
+            if watching:
+                with watch(model, optimizer, every=1, **watching):
+                    pass
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        after = dict(model.named_parameters(remove_duplicate=False))
+        assert {name: id(p) for name, p in after.items()} == {n: id(p) for n, p in named.items()}
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+def test_the_response_of_a_block_under_several_names_is_of_all_its_uses():
+    torch.manual_seed(0)
+    model, inputs = Repeated().double(), INPUTS.double()
+    responses = measure_invariance(model, inputs)
+    step = 1e-6
+    with torch.no_grad():
+        logits = model(inputs)
+        for parameter in (model.tied.weight, model.tied.bias, model.blocks[0][0].bias):
+            parameter.mul_(1 + step)
+        change = (model(inputs) - logits) / step
+    along = float((change * logits).sum() / logits.square().sum())
+    scaled = {n: 1.0 for n in responses.layers if n in ("blocks.0.0", "tied", "tied.bias")}
+    assert responses.response_along(scaled).size == pytest.approx(along, rel=1e-4)
