@@ -477,3 +477,39 @@ def test_the_response_of_a_block_under_several_names_is_of_all_its_uses():
     along = float((change * logits).sum() / logits.square().sum())
     scaled = {n: 1.0 for n in responses.layers if n in ("blocks.0.0", "tied", "tied.bias")}
     assert responses.response_along(scaled).size == pytest.approx(along, rel=1e-4)
+
+
+def turning(weight_decay, step_length):
+    """A layer whose size hardly matters, turned by steps of this length."""
+    layer = ScriptedLayer(invariant=False, power=1, weight_decay=weight_decay)
+    rows = records({"a": layer}).rows
+    angles = [
+        Row(row.step, 0, 0.0, "rotation/a", step_length / row.value)
+        for row in rows
+        if row.name == "weight_norm/a"
+    ]
+    sizes = [Row(1, 0, 0.0, f"{part}_response/a", 1e-4) for part in ("size", "direction")]
+    return Rows((*rows, *angles, *sizes))
+
+
+def test_angles_that_gradients_change_too_are_taken_apart():
+    """A baseline that fits its data hardly steps; the norms alone say that decay acts."""
+    run, baseline = turning(0.02, 1e-2), turning(0.0, 1e-2 / 40)
+    finding = diagnose(run, baseline)["effective l"]
+    norms = [row.value for row in run.series("weight_norm/a")]
+    late = norms[len(norms) // 2 :]
+    smaller = math.exp(-sum(map(math.log, late)) / len(late))
+    assert finding.effect.value == pytest.approx(40 * smaller)
+    assert finding.effect.value > RULES.acts * math.exp(2 * 1000 * 0.1 * 0.02)  # all of decay's
+    assert finding.verdict is Verdict.ACTS
+    why = finding.because_of(Reason.LONGER_STEPS)
+    assert (why["smaller"], why["longer"]) == (pytest.approx(smaller), pytest.approx(40))
+
+
+def test_angles_that_gradients_change_alone_are_not_put_down_to_decay():
+    finding = diagnose(turning(1e-3, 1e-2), turning(0.0, 1e-2 / 40))["effective l"]
+    assert finding.verdict is Verdict.CANNOT_TELL
+    assert reasons(finding) >= {Reason.MORE_THAN_DECAY}
+    assert diagnose(turning(0.02, 1e-2), turning(0.0, 1e-2))["effective l"].because_of(
+        Reason.LONGER_STEPS
+    ) is None

@@ -73,6 +73,7 @@ DATA = {
     "limit": 0.25,
     "seen": 3.0,
     "share": 0.25,
+    "smaller": 3.1,
     "shares": SecondOrderShares(0.5, 0.2, estimated=True),
     "status": "interrupted",
     "step": 40,

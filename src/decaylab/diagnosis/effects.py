@@ -147,6 +147,14 @@ def rotation_effect(layer: RecordedLayer, baseline: RecordedLayer | None) -> Eff
     return None if layer.natural else _turned_more(layer)
 
 
+def norm_effect(layer: RecordedLayer, baseline: RecordedLayer | None) -> Effect | None:
+    """The factor by which its norm is smaller than the baseline's."""
+    if baseline is None:
+        return None
+    ratios = ratio(baseline.norms, layer.norms)
+    return effect_of(ratios, ("weight_norm",), ComparedWith.BASELINE)
+
+
 def _turned_more(layer: RecordedLayer) -> Effect | None:
     """The factor on how far a step turns a layer, against the reconstruction without decay."""
     probes = _lr_probes(layer) if layer.invariant else ("weight_norm",)

@@ -20,6 +20,7 @@ from decaylab.diagnosis.effects import (
     effective_lr_effect,
     judged_part,
     longer_by_memory,
+    norm_effect,
     pooled,
     rotation_effect,
     share_without_decay,
@@ -250,8 +251,10 @@ def _turned(compared: Comparison, damping: Finding) -> Finding:
     by_angle = recorded and (bool(unknown) or not all(layer.invariant for layer in layers))
     rows = _layer_rows(compared, rotation_effect if by_angle else effective_lr_effect)
     quantity = "rotation" if by_angle or not invariant else "effective_lr"
-    finding = _judged_factor(mechanism, quantity, pooled(row.effect for row in rows), rows, run)
-    return _unless_hidden(finding, run)
+    effect = pooled(row.effect for row in rows)
+    norms = pooled(norm_effect(layer, compared.other(layer)) for layer in layers)
+    smaller = norms.value if norms is not None and by_angle else None
+    return _unless_hidden(_judged_factor(mechanism, quantity, effect, rows, run, smaller), run)
 
 
 def _unless_hidden(finding: Finding, run: Run) -> Finding:
@@ -316,7 +319,9 @@ def _jacobian(compared: Comparison) -> Finding:
         reason = because(Reason.NO_SENSITIVITY)
         return _cannot_tell(mechanism, reason, Reason.RECORD_IN_BOTH, layers=rows)
     thresholds = (RULES.jacobian_acts, RULES.jacobian_nothing)
-    finding = _judged_factor(mechanism, quantity, effect, rows, run, thresholds, joint=True)
+    finding = _judged_factor(
+        mechanism, quantity, effect, rows, run, thresholds=thresholds, joint=True
+    )
     ways = list(dict.fromkeys(way for layer in run.turned_layers for way in _ways(layer)))
     if finding.verdict is ACTS and ways:
         through = because(Reason.THROUGH_OTHERS, mechanisms=ways)
@@ -339,9 +344,8 @@ def _function_row(layer: RecordedLayer, other: RecordedLayer | None) -> LayerRow
         why = because(Reason.INVARIANT if layer.invariant else Reason.NEEDS_BASELINE)
         return LayerRow(layer.name, None, None, why)
     curvature = ratio(*(x.series.get("kfac_gn_norm", ()) for x in (other, layer)))
-    probe = "kfac_gn_norm" if curvature else "weight_norm"
-    ratios = curvature or ratio(other.norms, layer.norms)
-    effect = effect_of(ratios, (probe,), ComparedWith.BASELINE)
+    by_curvature = effect_of(curvature, ("kfac_gn_norm",), ComparedWith.BASELINE)
+    effect = by_curvature or norm_effect(layer, other)
     return LayerRow(layer.name, None, effect, None if effect else because(Reason.NO_COMMON_STEP))
 
 
@@ -436,11 +440,16 @@ def _judged_factor(
     effect: Effect | None,
     rows: tuple[LayerRow, ...],
     run: Run,
+    smaller: float | None = None,
     thresholds: tuple[float, float] = (RULES.acts, RULES.nothing),
     *,
     joint: bool = False,
 ) -> Finding:
-    """The finding on a measured factor; `joint`: as in `_nothing_acts`."""
+    """The finding on a measured factor; `joint`: as in `_nothing_acts`.
+
+    `smaller`: of angles, by which factor norms are smaller than the baseline's. An angle is the
+    step's length over the norm, so the rest of its factor is in the steps: gradients differ, too.
+    """
     if effect is None:
         why = distinct(row.why for row in rows if row.verdict and row.why)
         remedy = Reason.SAME_STEPS if has(why, Reason.NO_COMMON_STEP) else Reason.GIVE_BASELINE
@@ -452,12 +461,16 @@ def _judged_factor(
         [run.layers[row.layer] for row in rows if row.effect] or run.layers.values(),
         effect.steps[1],
     )
-    if (early := _implausible(finding, change, taken, joint=joint)) is not None:
+    by_norm = smaller is not None and smaller >= RULES.acts
+    if (early := _implausible(finding, change, taken, joint=joint, by_norm=by_norm)) is not None:
         return early
     acting_layers = [row.layer for row in rows if row.effect and row.effect.value >= RULES.acts]
     against_baseline = effect.source is ComparedWith.BASELINE
     remedies = [because(Reason.MORE_SEEDS)]
     reasons = _said_of_change(change, verdict, thresholds[0], taken)
+    if smaller is not None and effect.value >= RULES.acts * max(smaller, 1.0):
+        longer = effect.value / smaller
+        reasons.append(because(Reason.LONGER_STEPS, smaller=smaller, longer=longer))
     if verdict is DOES_NOT_ACT and acting_layers and not joint:
         verdict = CANNOT_TELL  # one layer of many is not lost in the mean
         reasons.append(because(Reason.SOME_LAYERS_MORE, layers=acting_layers))
@@ -484,16 +497,21 @@ def _said_of_change(
 
 
 def _implausible(
-    finding: Finding, change: Change, taken: Sequence[float], *, joint: bool
+    finding: Finding, change: Change, taken: Sequence[float], *, joint: bool, by_norm: bool
 ) -> Finding | None:
-    """Where decay cannot have changed so much by then: 1/|W|^2 by exp(2 x exposure) at most."""
+    """Where decay cannot have changed so much by then: 1/|W|^2 by exp(2 x exposure) at most.
+
+    `by_norm`: the norms alone have changed enough, so that it does not depend on the rest.
+    """
     if not taken:
         return None
     effect, most = change.effect, math.exp(min(2 * max(taken), 700))
     if (sum(taken) if joint else max(taken)) < RULES.too_little_exposure:
         reason = because(Reason.TOO_EARLY, step=effect.steps[1], taken=max(taken))
         remedy = because(Reason.RECORD_FURTHER)
-    elif joint or effect.source is not ComparedWith.BASELINE or effect.value <= RULES.acts * most:
+    elif joint or by_norm or effect.source is not ComparedWith.BASELINE:
+        return None
+    elif effect.value <= RULES.acts * most:
         return None
     else:
         reason = because(Reason.MORE_THAN_DECAY, change=change, taken=max(taken), most=most)

@@ -204,6 +204,10 @@ class Reason(Enum):
     THROUGH_OTHERS = "Part of it may come through the {mechanisms:and the} of the other layers."
     NOTHING_TO_COMPARE = "There is nothing to compare with: {why:sentences}."
     CHANGED = "{change:change}."
+    LONGER_STEPS = (
+        "Of this, smaller norms make {smaller:times}. The steps are {longer:times} as long as"
+        " without decay, as they can be once only one of the runs fits its data."
+    )
     HARDLY_CHANGED = "{change:change}, too little to matter."
     MAY_SHOW_MORE = (
         "Decay has removed {taken:removed} of the initial weights, and a longer run may show more."
@@ -219,7 +223,8 @@ class Reason(Enum):
     )
     MORE_THAN_DECAY = (
         "{change:change}. Decay has removed {taken:removed} of the initial weights, which explains"
-        " {most:times} at most: the runs must differ in something else too."
+        " {most:times} at most. Something else differs too: data, batch size, or how well the runs"
+        " fit their data."
     )
     SEEDS_DISAGREE = "The seeds disagree: {counts:counts}."
     # what would decide it
