@@ -15,6 +15,8 @@ from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.runs import read_run
 from decaylab.diagnosis.words import insight, motion_table, next_reason
 from decaylab.networks.scale_invariance import measure_invariance
+from decaylab.probes import jacobian_norm
+from decaylab.probes.layers import layers_of
 from decaylab.records import Row, Rows
 
 
@@ -513,3 +515,137 @@ def test_angles_that_gradients_change_alone_are_not_put_down_to_decay():
     assert diagnose(turning(0.02, 1e-2), turning(0.0, 1e-2))["effective l"].because_of(
         Reason.LONGER_STEPS
     ) is None
+
+
+class Sine(nn.Module):
+    """A linear layer as SIREN has it, with its own forward."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(outputs, inputs) - 0.5)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        return torch.sin(F.linear(x, self.weight, self.bias))
+
+
+class Gate(nn.Module):
+    """A weight per channel, broadcast over examples and places."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, channels, 1))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_a_matrix_of_one_row_or_column_is_a_weight_and_a_gate_no_gain():
+    model = nn.ModuleDict({"first": Sine(1, 8), "last": Sine(8, 1), "gate": Gate(8)})
+    layers = layers_of(model)
+    assert set(layers.weights) == {"first", "last"}
+    assert layers.roles["gate"] == "vector"
+
+
+class Spectral(nn.Module):
+    """A convolution by complex weights in Fourier space, as in a neural operator."""
+
+    def __init__(self, channels):
+        super().__init__()
+        real = torch.randn(channels, channels, 3, 2) / channels
+        self.weight = nn.Parameter(torch.view_as_complex(real))
+
+    def forward(self, x):
+        modes = torch.einsum("bif,iof->bof", torch.fft.rfft(x)[..., :3], self.weight)
+        return torch.fft.irfft(modes, n=x.shape[-1])
+
+
+def test_complex_weights_turn_as_pairs_of_real_numbers():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv1d(1, 4, 1), Spectral(4), nn.InstanceNorm1d(4), nn.ReLU(), nn.Conv1d(4, 2, 1)
+    )
+    inputs, targets = torch.randn(8, 1, 16), torch.randn(8, 2, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=5.0)
+    pairs = []
+    with watch(model, optimizer, every=1, probes="diagnosis", inputs=inputs) as watched:
+        for _ in range(20):
+            before = torch.view_as_real(model[1].weight.detach()).clone().flatten()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            pairs.append((before, torch.view_as_real(model[1].weight.detach()).flatten().clone()))
+            optimizer.zero_grad()
+    last = watched.records.last
+    assert last("weight_norm/1") == pytest.approx(float(pairs[-1][1].norm()))
+    cosine = float(F.cosine_similarity(*(side.double() for side in pairs[-1]), dim=0))
+    assert last("rotation/1") == pytest.approx(math.acos(cosine), rel=1e-3)
+    moment = torch.view_as_real(optimizer.state[model[1].weight]["exp_avg_sq"]).sum()
+    assert last("second_moment/1") == pytest.approx(float(moment))
+    assert not watched.recording.events
+    assert read_run(watched).layers["1"].invariant  # a normalisation follows, without a bias before
+
+
+class Bags(nn.Module):
+    """An embedding whose backward pass has no derivative, before a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.EmbeddingBag(9, 6), nn.Linear(6, 3)
+
+    def forward(self, tokens):
+        return self.head(self.words(tokens))
+
+
+def test_a_measurement_that_failed_is_not_asked_for_again():
+    tokens = torch.randint(9, (16, 4), generator=torch.Generator().manual_seed(0))
+    runs = []
+    for decay in (0.5, 0.0):
+        torch.manual_seed(0)
+        model = Bags()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=decay)
+        watching = watch(model, optimizer, every=5, probes="diagnosis", inputs=tokens)
+        with pytest.warns(UserWarning, match="gn_norm"), watching as watched:
+            for _ in range(20):
+                F.cross_entropy(model(tokens), tokens[:, 0] % 3).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        runs.append(watched)
+    compared, alone = (diagnose(*pair)["Jacobian"] for pair in (runs, runs[:1]))
+    assert compared.because_of(Reason.SENSITIVITY_FAILED)["probe"] == "gn_norm"
+    assert reasons(compared.remedies) == {Reason.RECORD_ANOTHER}
+    assert reasons(alone.remedies) == {Reason.GIVE_BASELINE, Reason.RECORD_ANOTHER}
+
+
+def test_maps_of_logits_take_few_backward_passes():
+    passes = []
+
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            passes.append(1)
+            return gradient
+
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(1, 3, 3, padding=1)
+    inputs = torch.randn(4, 1, 8, 8)
+    exact = jacobian_norm(convolution, inputs).total
+
+    class Map(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = convolution
+
+        def forward(self, x):
+            return self.inner(Counted.apply(x))
+
+    model = Map()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watching = {"every": 1, "probes": ["jacobian_norm"], "inputs": inputs}
+    with watch(model, optimizer, **watching) as watched:
+        optimizer.step()
+    assert len(passes) == 16
+    assert watched.records.last("jacobian_norm") == pytest.approx(exact, rel=0.25)

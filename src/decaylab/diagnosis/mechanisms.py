@@ -305,9 +305,12 @@ def _jacobian(compared: Comparison) -> Finding:
     known = not run.unwatched and not run.gains
     if known and all(layer.invariant for layer in run.decayed_layers):
         return _no(mechanism, because(Reason.ALL_INVARIANT), layers=rows)
+    runs = [run] if baseline is None else [run, baseline]
+    failed = {name: error for each in runs for name, error in each.failed_probes.items()}
+    probe = next((name for name in SENSITIVITY if name in failed), None)
+    record = Reason.RECORD_IN_BOTH if probe is None else Reason.RECORD_ANOTHER
     if baseline is None:
-        recorded = any(row in run.totals for row in SENSITIVITY)
-        too = Reason.RECORD_SAME_WAY if recorded else Reason.RECORD_IN_BOTH
+        too = Reason.RECORD_SAME_WAY if any(row in run.totals for row in SENSITIVITY) else record
         reason = because(Reason.JACOBIAN_ALONE)
         return _cannot_tell(mechanism, reason, Reason.GIVE_BASELINE, too, layers=rows)
     for quantity in SENSITIVITY:
@@ -317,7 +320,9 @@ def _jacobian(compared: Comparison) -> Finding:
             break
     else:
         reason = because(Reason.NO_SENSITIVITY)
-        return _cannot_tell(mechanism, reason, Reason.RECORD_IN_BOTH, layers=rows)
+        if probe is not None:
+            reason = because(Reason.SENSITIVITY_FAILED, probe=probe, error=failed[probe])
+        return _cannot_tell(mechanism, reason, record, layers=rows)
     thresholds = (RULES.jacobian_acts, RULES.jacobian_nothing)
     finding = _judged_factor(
         mechanism, quantity, effect, rows, run, thresholds=thresholds, joint=True

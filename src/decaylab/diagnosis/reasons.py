@@ -201,6 +201,7 @@ class Reason(Enum):
     NO_SENSITIVITY = (
         "Neither a Jacobian nor a Gauss-Newton norm is recorded in both runs at a common step."
     )
+    SENSITIVITY_FAILED = "`{probe}` could not be measured: {error}."
     THROUGH_OTHERS = "Part of it may come through the {mechanisms:and the} of the other layers."
     NOTHING_TO_COMPARE = "There is nothing to compare with: {why:sentences}."
     CHANGED = "{change:change}."
@@ -230,6 +231,10 @@ class Reason(Enum):
     # what would decide it
     GIVE_BASELINE = "{places:give baseline}"
     RECORD_IN_BOTH = "record the Jacobian norm{places:record}"
+    RECORD_ANOTHER = (
+        "record another of jacobian_norm, gn_norm and kfac_gn_norm in all runs, with watch(...,"
+        " probes=[...], inputs=batch)"
+    )
     RECORD_SAME_WAY = "{places:record the same}"
     RECORD_SHARE = "record it{places:record}"
     SAME_STEPS = "record both runs at the same steps (the same every=)"

@@ -238,7 +238,7 @@ Units = Mapping[str, Sequence[Tensor]]
 
 
 def _units(model: nn.Module, inputs: Inputs) -> dict[str, list[Tensor]]:
-    """Every floating-point parameter in one unit, in the order in which they run first.
+    """Every floating-point or complex parameter in one unit, in the order in which they run first.
 
     Units of which nothing is trained are left out, unless that is all of them.
     """
@@ -246,7 +246,7 @@ def _units(model: nn.Module, inputs: Inputs) -> dict[str, list[Tensor]]:
     units: dict[str, list[Tensor]] = {}
     modules: dict[str, str] = {}
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
+        if not (parameter.is_floating_point() or parameter.is_complex()):
             continue
         layer = known[name].layer
         apart = layer in layers and all(parameter is not p for p in layers[layer].scaled)

@@ -42,7 +42,10 @@ def check_groups(groups: list[dict[str, Any]]) -> None:
         for p in group["params"]:
             if p.is_complex():
                 name = f"the numbers of a parameter of shape {list(p.shape)}"
-                remedy = "step such parameters with a separate optimizer"
+                remedy = (
+                    "build KFAC with params=[p for p in model.parameters() if not p.is_complex()]"
+                    " and step the others with a torch optimizer"
+                )
                 raise BadValue(name, p.dtype, "real", remedy)
             if group["law"] != "kfac" and p.requires_grad and has_gaps(p):
                 name = f"the strides of a parameter of shape {list(p.shape)}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from decaylab.probes.layers import Layers
+from decaylab.probes.layers import Layers, real
 from decaylab.probes.reading import numbers, row_name
 
 
@@ -20,7 +20,7 @@ def gradient_sizes(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str
     take away (fused ones, K-FAC). No pass; one host synchronisation.
     """
     held = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    gradients = [g.detach() for g in held if g is not None and g.layout == torch.strided]
+    gradients = [real(g.detach()) for g in held if g is not None and g.layout == torch.strided]
     if not gradients:
         return {}
     largest = _norms(gradients, math.inf).max()
@@ -29,7 +29,7 @@ def gradient_sizes(optimizer: torch.optim.Optimizer, layers: Layers) -> dict[str
     if scale is not None:
         parts = {name: value / scale.squeeze() for name, value in parts.items()}
     for layer, weights in layers.weights.items():
-        layer_gradients = [w.grad.detach() for w in weights.values() if w.grad is not None]
+        layer_gradients = [real(w.grad.detach()) for w in weights.values() if w.grad is not None]
         if layer_gradients and all(g.layout == torch.strided for g in layer_gradients):
             at = torch.stack(
                 [(g.abs() >= largest.to(g.dtype)).sum() for g in layer_gradients]
@@ -81,6 +81,6 @@ def radial_gradients(layers: Layers, before: Scaled) -> dict[str, float]:
 
 
 def _precise(tensor: Tensor) -> Tensor:
-    """Flat, in at least 32 bits."""
-    flat = tensor.detach().flatten()
+    """Flat and real, in at least 32 bits."""
+    flat = real(tensor.detach()).flatten()
     return flat.float() if flat.element_size() < 4 else flat

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decaylab.probes.layers import Layers, layers_of
+from decaylab.probes.layers import Layers, layers_of, real
 from decaylab.probes.reading import Reading
 from decaylab.probes.registry import Moment, Probe, register
 
@@ -33,7 +33,8 @@ def second_moments(model: nn.Module | Layers, optimizer: torch.optim.Optimizer) 
         names = [_name(optimizer.state.get(p, {})) for p in weights.values()]
         if None not in names:
             held = zip(weights.values(), names, strict=True)
-            sums = [optimizer.state[p][k].detach().sum(dtype=torch.float64) for p, k in held]
+            moments = [real(optimizer.state[p][k].detach()) for p, k in held]
+            sums = [moment.sum(dtype=torch.float64) for moment in moments]
             totals[layer] = torch.stack(sums).sum()
     if not totals:
         return []

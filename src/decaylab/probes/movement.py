@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.errors import DecaylabError
-from decaylab.probes.layers import Layers, joined, layers_of, listed, places_in, summed
+from decaylab.probes.layers import Layers, joined, layers_of, listed, places_in, real, summed
 from decaylab.probes.reading import Reading
 from decaylab.probes.registry import Moment, Probe, register
 
@@ -72,7 +72,8 @@ def movement(model: nn.Module | Layers, before: Snapshot) -> tuple[Reading, Read
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In at least 32 bits: products of 16-bit numbers leave their range."""
+    """Real, and in at least 32 bits: products of 16-bit numbers leave their range."""
+    tensor = real(tensor)
     return tensor.float() if tensor.element_size() < 4 else tensor
 
 
