@@ -69,7 +69,8 @@ def check_measured(factors: RunningFactors, sums: Mapping[str, Sums]) -> None:
             raise Lacks(
                 "the first step",
                 "observed forward pass before it",
-                "run the model that KFAC was built with, in train mode and with grad enabled (a "
+                "run the model that KFAC was built with, in train mode, with grad enabled and "
+                "outside torch.func (a "
                 "compiled model: build KFAC with what torch.compile returned, or after "
                 "model.compile(); a compiled function that calls the model: compile the model "
                 "instead)",
