@@ -512,9 +512,12 @@ def test_angles_that_gradients_change_alone_are_not_put_down_to_decay():
     finding = diagnose(turning(1e-3, 1e-2), turning(0.0, 1e-2 / 40))["effective l"]
     assert finding.verdict is Verdict.CANNOT_TELL
     assert reasons(finding) >= {Reason.MORE_THAN_DECAY}
-    assert diagnose(turning(0.02, 1e-2), turning(0.0, 1e-2))["effective l"].because_of(
-        Reason.LONGER_STEPS
-    ) is None
+    assert (
+        diagnose(turning(0.02, 1e-2), turning(0.0, 1e-2))["effective l"].because_of(
+            Reason.LONGER_STEPS
+        )
+        is None
+    )
 
 
 class Sine(nn.Module):
@@ -596,6 +599,13 @@ class Bags(nn.Module):
         return self.head(self.words(tokens))
 
 
+def train_on(tokens, model, optimizer):
+    for _ in range(20):
+        F.cross_entropy(model(tokens), tokens[:, 0] % 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_a_measurement_that_failed_is_not_asked_for_again():
     tokens = torch.randint(9, (16, 4), generator=torch.Generator().manual_seed(0))
     runs = []
@@ -603,12 +613,10 @@ def test_a_measurement_that_failed_is_not_asked_for_again():
         torch.manual_seed(0)
         model = Bags()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=decay)
-        watching = watch(model, optimizer, every=5, probes="diagnosis", inputs=tokens)
-        with pytest.warns(UserWarning, match="gn_norm"), watching as watched:
-            for _ in range(20):
-                F.cross_entropy(model(tokens), tokens[:, 0] % 3).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        watched = watch(model, optimizer, every=5, probes="diagnosis", inputs=tokens)
+        with pytest.warns(UserWarning, match="gn_norm"):
+            train_on(tokens, model, optimizer)
+        watched.detach()
         runs.append(watched)
     compared, alone = (diagnose(*pair)["Jacobian"] for pair in (runs, runs[:1]))
     assert compared.because_of(Reason.SENSITIVITY_FAILED)["probe"] == "gn_norm"
@@ -649,3 +657,18 @@ def test_maps_of_logits_take_few_backward_passes():
         optimizer.step()
     assert len(passes) == 16
     assert watched.records.last("jacobian_norm") == pytest.approx(exact, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("power", "exposure", "least"), [(2, 1.5, False), (2, 5.0, True), (1, 5.0, False)]
+)
+def test_one_run_of_sgd_gives_a_lower_estimate_after_much_decay(power, exposure, least):
+    """2: SGD's law, 1: that of Adam and its kin."""
+    layer = ScriptedLayer(power=power, weight_decay=exposure / 1000 / 0.1, growth=1e-4)
+    finding = diagnose(records({"a": layer}))["effective l"]
+    assert finding.verdict is Verdict.ACTS
+    assert finding.effect.least is least
+    assert (finding.because_of(Reason.LOWER_ESTIMATE) is not None) is least
+    plain = ScriptedLayer(power=power, growth=1e-4)
+    compared = diagnose(records({"a": layer}), records({"a": plain}))["effective l"]
+    assert not compared.effect.least

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from decaylab.diagnosis.layers import RecordedLayer, ratio
 from decaylab.diagnosis.rules import RULES
+from decaylab.optim.laws import Sgd
 from decaylab.optim.laws.dynamics import Series
 from decaylab.optim.laws.memory import interpolated
 
@@ -39,6 +40,7 @@ class Effect:
         low, high: the smallest and largest of them; None if there is one only. spread: of what.
         probes: the rows it was read from. steps: first and last judged step. records: how many.
         source: what it was compared with.
+        least: whether it is a lower estimate (`Rules.lower_estimate`).
     """
 
     value: float
@@ -49,11 +51,12 @@ class Effect:
     records: int
     source: ComparedWith
     spread: Spread = Spread.RECORDS
+    least: bool = False
 
     def inverse(self) -> "Effect":
         """The same change, as a factor the other way."""
         low, high = (None if end is None else 1 / end for end in (self.high, self.low))
-        return replace(self, value=1 / self.value, low=low, high=high)
+        return replace(self, value=1 / self.value, low=low, high=high, least=False)
 
 
 class Change(NamedTuple):
@@ -102,6 +105,7 @@ def pooled(effects: Iterable[Effect | None], spread: Spread = Spread.LAYERS) -> 
         min(e.records for e in known),
         known[0].source,
         spread if several else known[0].spread,
+        any(effect.least for effect in known),
     )
 
 
@@ -158,7 +162,12 @@ def norm_effect(layer: RecordedLayer, baseline: RecordedLayer | None) -> Effect 
 def _turned_more(layer: RecordedLayer) -> Effect | None:
     """The factor on how far a step turns a layer, against the reconstruction without decay."""
     probes = _lr_probes(layer) if layer.invariant else ("weight_norm",)
-    return effect_of(layer.turned_further, (*probes, "decay_exposure"), ComparedWith.RECONSTRUCTION)
+    probes = (*probes, "decay_exposure")
+    effect = effect_of(layer.turned_further, probes, ComparedWith.RECONSTRUCTION)
+    if effect is None or not isinstance(layer.law, Sgd):
+        return effect
+    exposure = max(total for step, total in layer.exposure if step <= effect.steps[1])
+    return replace(effect, least=exposure >= RULES.lower_estimate)
 
 
 def _without_moments(layer: RecordedLayer) -> RecordedLayer:

@@ -473,6 +473,8 @@ def _judged_factor(
     against_baseline = effect.source is ComparedWith.BASELINE
     remedies = [because(Reason.MORE_SEEDS)]
     reasons = _said_of_change(change, verdict, thresholds[0], taken)
+    if effect.least:
+        reasons.append(because(Reason.LOWER_ESTIMATE))
     if smaller is not None and effect.value >= RULES.acts * max(smaller, 1.0):
         longer = effect.value / smaller
         reasons.append(because(Reason.LONGER_STEPS, smaller=smaller, longer=longer))
@@ -511,12 +513,11 @@ def _implausible(
     if not taken:
         return None
     effect, most = change.effect, math.exp(min(2 * max(taken), 700))
+    beyond = effect.source is ComparedWith.BASELINE and effect.value > RULES.acts * most
     if (sum(taken) if joint else max(taken)) < RULES.too_little_exposure:
         reason = because(Reason.TOO_EARLY, step=effect.steps[1], taken=max(taken))
         remedy = because(Reason.RECORD_FURTHER)
-    elif joint or by_norm or effect.source is not ComparedWith.BASELINE:
-        return None
-    elif effect.value <= RULES.acts * most:
+    elif joint or by_norm or not beyond:
         return None
     else:
         reason = because(Reason.MORE_THAN_DECAY, change=change, taken=max(taken), most=most)

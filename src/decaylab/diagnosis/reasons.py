@@ -205,6 +205,11 @@ class Reason(Enum):
     THROUGH_OTHERS = "Part of it may come through the {mechanisms:and the} of the other layers."
     NOTHING_TO_COMPARE = "There is nothing to compare with: {why:sentences}."
     CHANGED = "{change:change}."
+    LOWER_ESTIMATE = (
+        "This is a lower estimate: after so much decay, SGD's gradients are no longer those of a"
+        " run without it. In all pairs of such runs in our records, both together gave more"
+        " (docs/diagnosis.md)."
+    )
     LONGER_STEPS = (
         "Of this, smaller norms make {smaller:times}. The steps are {longer:times} as long as"
         " without decay, as they can be once only one of the runs fits its data."

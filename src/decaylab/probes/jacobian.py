@@ -108,9 +108,7 @@ def _pull_back(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Callable[[Tens
         raise detached
 
     def pull_back(vector: Tensor) -> Tensor:
-        gradients = torch.autograd.grad(
-            outputs, leaf, vector, retain_graph=True, allow_unused=True
-        )
+        gradients = torch.autograd.grad(outputs, leaf, vector, retain_graph=True, allow_unused=True)
         if gradients[0] is None:
             raise detached
         return gradients[0]
