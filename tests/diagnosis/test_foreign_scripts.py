@@ -672,3 +672,40 @@ def test_one_run_of_sgd_gives_a_lower_estimate_after_much_decay(power, exposure,
     plain = ScriptedLayer(power=power, growth=1e-4)
     compared = diagnose(records({"a": layer}), records({"a": plain}))["effective l"]
     assert not compared.effect.least
+
+
+@pytest.mark.parametrize(
+    ("level", "scatter", "verdict"),
+    [
+        (1.0, 0.05, Verdict.DOES_NOT_ACT),
+        (1.0, 1.5, Verdict.CANNOT_TELL),
+        (2.0, 0.05, Verdict.ACTS),
+        (2.0, 1.5, Verdict.CANNOT_TELL),
+    ],
+)
+def test_a_mean_of_records_that_scatter_says_nothing(level, scatter, verdict):
+    """A flow's Gauss-Newton norm is 0.2 to 21 times the baseline's, and 1.03 times on average."""
+    runs = []
+    for weight_decay, size, spread in ((0.01, 1.0, scatter), (0.0, level, 0.0)):
+        layer = ScriptedLayer(invariant=False, weight_decay=weight_decay)
+        rows = records({"a": layer}).rows
+        steps = sorted({row.step for row in rows})
+        norms = [size * math.exp(spread * (-1) ** at) for at in range(len(steps))]
+        pairs = zip(steps, norms, strict=True)
+        runs.append(Rows((*rows, *(Row(s, 0, 0.0, "jacobian_norm", v) for s, v in pairs))))
+    finding = diagnose(*runs)["Jacobian"]
+    assert finding.verdict is verdict
+    scatters = finding.because_of(Reason.SCATTERS) is not None
+    assert scatters is (verdict is Verdict.CANNOT_TELL)
+
+
+def test_too_short_a_run_is_told_how_long_it_takes():
+    """Adam's factor is exp(exposure) at most, SGD's exp(2 exposure): ln 1.25 is enough for both."""
+    short = records({"a": ScriptedLayer(weight_decay=1e-4, growth=1e-4)})  # 1e-5 a step
+    why = diagnose(short)["effective l"].because_of(Reason.TOO_LITTLE)
+    assert why["enough"] == pytest.approx(math.log(RULES.acts) / 1e-5, rel=1e-6)
+    layers = [ScriptedLayer(power=1, weight_decay=wd, growth=1e-4) for wd in (2.5e-3, 0.0)]
+    between = diagnose(*(records({"a": layer}) for layer in layers))["effective l"]
+    assert between.because_of(Reason.BETWEEN) is not None
+    more = between.because_of(Reason.MAY_SHOW_MORE)
+    assert more["full"] == pytest.approx(1 / 2.5e-4)

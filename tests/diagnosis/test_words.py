@@ -74,6 +74,8 @@ DATA = {
     "seen": 3.0,
     "share": 0.25,
     "smaller": 3.1,
+    "full": 400.0,
+    "enough": 22300.0,
     "probe": "jacobian_norm",
     "error": "RuntimeError: no such operation",
     "shares": SecondOrderShares(0.5, 0.2, estimated=True),

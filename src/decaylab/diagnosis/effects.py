@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from statistics import fmean, geometric_mean
+from statistics import fmean, geometric_mean, stdev
 from typing import NamedTuple
 
 from decaylab.diagnosis.layers import RecordedLayer, ratio
@@ -41,6 +41,7 @@ class Effect:
         probes: the rows it was read from. steps: first and last judged step. records: how many.
         source: what it was compared with.
         least: whether it is a lower estimate (`Rules.lower_estimate`).
+        error: the standard error of its logarithm, over records; 0 where it is not over records.
     """
 
     value: float
@@ -52,6 +53,7 @@ class Effect:
     source: ComparedWith
     spread: Spread = Spread.RECORDS
     least: bool = False
+    error: float = 0.0
 
     def inverse(self) -> "Effect":
         """The same change, as a factor the other way."""
@@ -86,6 +88,7 @@ def effect_of(ratios: Series, probes: Sequence[str], source: ComparedWith) -> Ef
         (sound[0][0], sound[-1][0]),
         len(values),
         source,
+        error=stdev(map(math.log, values)) / math.sqrt(len(values)) if several else 0.0,
     )
 
 

@@ -129,8 +129,10 @@ def _too_little(
         return None
     if together(exposures) >= RULES.too_little_exposure:
         return None
-    steps = min(step for layer in layers for step, _ in layer.norms), run.steps
-    return _no(mechanism, because(Reason.TOO_LITTLE, taken=max(exposures), steps=steps))
+    first, taken = min(step for layer in layers for step, _ in layer.norms), max(exposures)
+    enough = run.steps * math.log(RULES.acts) / taken if taken else None
+    reason = because(Reason.TOO_LITTLE, taken=taken, steps=(first, run.steps), enough=enough)
+    return _no(mechanism, reason)
 
 
 def _nothing_turns(run: Run, mechanism: Mechanism) -> Finding | None:
@@ -481,13 +483,27 @@ def _judged_factor(
     if verdict is DOES_NOT_ACT and acting_layers and not joint:
         verdict = CANNOT_TELL  # one layer of many is not lost in the mean
         reasons.append(because(Reason.SOME_LAYERS_MORE, layers=acting_layers))
+    elif joint and _scatters(effect, verdict, thresholds):
+        verdict = CANNOT_TELL
+        reasons = [because(Reason.SCATTERS, change=change)]
+        remedies.append(because(Reason.RECORD_DENSELY))
     elif verdict is CANNOT_TELL:
         reasons.append(because(Reason.BETWEEN, nothing=thresholds[1], acts=thresholds[0]))
+        reasons += _more_to_come(effect, taken)
         further = Reason.ATTRIBUTE if against_baseline else Reason.GIVE_BASELINE
         remedies.append(because(further))
     else:
         remedies = []
     return replace(finding, verdict=verdict, reasons=tuple(reasons), remedies=tuple(remedies))
+
+
+def _scatters(effect: Effect, verdict: Verdict, thresholds: tuple[float, float]) -> bool:
+    """Whether the records scatter so widely that another verdict is as likely."""
+    acts, nothing = thresholds
+    off = math.exp(RULES.standard_errors * effect.error)
+    if verdict is DOES_NOT_ACT:
+        return effect.value * off >= acts
+    return verdict is ACTS and effect.value / off <= nothing
 
 
 def _said_of_change(
@@ -497,10 +513,15 @@ def _said_of_change(
         return [because(Reason.OPPOSITE, change=change)]
     if verdict is not DOES_NOT_ACT:
         return [because(Reason.CHANGED, change=change)]
-    hardly = because(Reason.HARDLY_CHANGED, change=change)
-    if not taken or max(taken) >= 1:
-        return [hardly]
-    return [hardly, because(Reason.MAY_SHOW_MORE, taken=max(taken))]
+    return [because(Reason.HARDLY_CHANGED, change=change), *_more_to_come(change.effect, taken)]
+
+
+def _more_to_come(effect: Effect, taken: Sequence[float]) -> list[Because]:
+    """That decay has not had the 1/(lr wd) steps that it needs, and how many these are."""
+    if not taken or not 0 < max(taken) < 1:
+        return []
+    full = effect.steps[1] / max(taken)
+    return [because(Reason.MAY_SHOW_MORE, taken=max(taken), full=full)]
 
 
 def _implausible(

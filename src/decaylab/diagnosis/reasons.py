@@ -152,7 +152,8 @@ class Reason(Enum):
     NO_LAYER_DECAYS = "No layer has weight decay."
     ALL_LOST = "Rounding undoes all weight decay."
     TOO_LITTLE = (
-        "Over {steps:steps}, decay removed {taken:taken} of the weights: too little to act."
+        "Over {steps:steps}, decay removed {taken:taken} of the weights: too little to"
+        " act.{enough:enough steps}"
     )
     NO_INVARIANT_DECAYS = (
         "No scale-invariant layer has decay. This mechanism acts on layers whose size does not"
@@ -215,8 +216,10 @@ class Reason(Enum):
         " without decay, as they can be once only one of the runs fits its data."
     )
     HARDLY_CHANGED = "{change:change}, too little to matter."
+    SCATTERS = "{change:change}, but the records scatter too widely to tell."
     MAY_SHOW_MORE = (
-        "Decay has removed {taken:removed} of the initial weights, and a longer run may show more."
+        "Decay has removed {taken:removed} of the initial weights so far and needs about"
+        " {full:digits} steps to take full effect: a longer run may show more."
     )
     OPPOSITE = "{change:change}. The mechanism predicts the opposite."
     SOME_LAYERS_MORE = "But in some layers it changes more: {layers:names}."
@@ -236,6 +239,7 @@ class Reason(Enum):
     # what would decide it
     GIVE_BASELINE = "{places:give baseline}"
     RECORD_IN_BOTH = "record the Jacobian norm{places:record}"
+    RECORD_DENSELY = "record it more often, or on a larger batch (every= and inputs= of watch)"
     RECORD_ANOTHER = (
         "record another of jacobian_norm, gn_norm and kfac_gn_norm in all runs, with watch(...,"
         " probes=[...], inputs=batch)"

@@ -15,6 +15,9 @@ class Rules:
     # |J|^2 of two seeds differs by tens of per cent, and the paper's effects are 3 to 30 (Table 2).
     jacobian_acts: float = 1.5
     jacobian_nothing: float = 1.2
+    # Where records scatter so that the mean of the logarithm, give or take so many of its standard
+    # errors, reaches from no effect to one, nothing is said.
+    standard_errors: float = 2.0
     # Early records show the start, not the decay: this part of them, the last, is judged.
     judged_share: float = 0.5
     # Decay that has taken less of the weights cannot have done much.

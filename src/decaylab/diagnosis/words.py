@@ -258,6 +258,9 @@ KINDS: dict[str, Callable[[Any], str]] = {
     "more like it": _more_like_it,
     # what is added to a sentence under a condition
     "at": lambda step: "" if step is None else f" at step {step}",
+    "enough steps": lambda x: (
+        f" At this rate it takes about {three_digits(x)} steps, or as much more decay." if x else ""
+    ),
     "clip": lambda x: f", under a KL clip that cuts them to {times(x)} on average" if x else "",
     # Adam's law is SGD's as long as it remembers the norms of the start (`laws.memory`)
     "at least": lambda power: "at least " if power == 1 else "about ",

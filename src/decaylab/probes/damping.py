@@ -21,7 +21,8 @@ class LayerDamping:
     """One layer's damping and curvature, in the curvature's unit (except norm and shares).
 
     Attributes:
-        damping: lambda, as this layer gets it, the mean over groups. norm: |W_l|, of the weight without its bias.
+        damping: lambda, as this layer gets it (the mean over groups). norm: |W_l|, of the weight
+            without its bias.
         effective: lambda |W_l|^2, which is added to C(W_l / |W_l|) in Eq. 14.
         share: mean over directions of e / (e + lambda |W_l|^2), e the eigenvalues of
             C(W_l / |W_l|); 1: every direction is second-order, 0: the step is SGD's.
