@@ -227,8 +227,11 @@ def reconstructed(records: Records) -> str:
         both, alone = (diagnose(*sources) for sources in (folders, folders[:1]))
         effects = [result.findings[0].effect for result in (alone, both)]
         if both.baselines and all(effects):
-            rows.append([*words, *(number(e.value) for e in effects if e), tier])
-    header = ["network", "optimizer", "from the run alone", "against its baseline", "tier"]
+            layers = both.compared[0][0].turned_layers
+            exposure = fmean(x.total_exposure or 0.0 for x in layers)
+            rows.append([*words, number(exposure), *(number(e.value) for e in effects if e), tier])
+    header = ["network", "optimizer", "exposure", "from the run alone", "against its baseline"]
+    header += ["tier"]
     return text_grid(header, rows) if rows else _commands("table1")
 
 

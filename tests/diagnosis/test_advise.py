@@ -188,6 +188,8 @@ def test_undamped_kfac_and_layers_without_a_push():
     assert still.notes[-1].reason is Reason.NO_SUGGESTION
     plain = suggest(records({"head": ScriptedLayer(growth=0.004, invariant=False)}))
     assert reasons(plain.notes) == {Reason.NO_CANDIDATE}
+    once = suggest(records({"head": ScriptedLayer(invariant=False)}, steps=10))
+    assert once.notes[-1].reason is Reason.NO_SUGGESTION  # no layer could be judged
 
 
 def test_conversion_keeps_the_equilibrium_rotation_in_simulation():
@@ -256,5 +258,6 @@ def test_one_value_for_layers_that_disagree_is_the_weakest_that_acts():
     # e = 0: two timescales 1/(2 s) in 1,000 steps, s = lr wd
     assert group.weight_decay == pytest.approx(2 / (2 * 1000) / 1e-2, rel=1e-6)
     assert low <= group.weight_decay <= high
+    assert group.steps == pytest.approx(1000 / 2)  # the value's own, not those of what layers ask
     agreeing = suggest(records({"a": fast, "b": fast}, steps=1000)).groups[0]
     assert agreeing.weight_decay == pytest.approx(agreeing.spread[0])

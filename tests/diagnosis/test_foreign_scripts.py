@@ -15,6 +15,8 @@ from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.runs import read_run
 from decaylab.diagnosis.words import insight, motion_table, next_reason
 from decaylab.networks.scale_invariance import measure_invariance
+from decaylab.probes import jacobian_norm
+from decaylab.probes.layers import layers_of
 from decaylab.records import Row, Rows
 
 
@@ -425,3 +427,285 @@ def trained_by_both(model, first, second):
                 optimizer.zero_grad()
             watched.log(loss=loss)
     return watched
+
+
+class Repeated(nn.Module):
+    """One block under several names, as in `nn.ModuleList([block] * depth)`, and a tied weight."""
+
+    def __init__(self):
+        super().__init__()
+        block = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.ReLU())
+        self.blocks = nn.ModuleList([block] * 3)
+        self.tied, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.tied.weight = block[0].weight
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.tied(x))
+
+
+def test_watching_a_block_under_several_names_leaves_it_as_it_was():
+    weights = []
+    everything = {"inputs": INPUTS, "probes": ("size_response", "jacobian_norm", "gn_norm")}
+    for watching in (None, everything):
+        torch.manual_seed(0)
+        model = Repeated()
+        named = dict(model.named_parameters(remove_duplicate=False))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for x, y in [(INPUTS, INPUTS.argmax(1) % 3)] * 5:
+            if watching:
+                with watch(model, optimizer, every=1, **watching):
+                    pass
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        after = dict(model.named_parameters(remove_duplicate=False))
+        assert {name: id(p) for name, p in after.items()} == {n: id(p) for n, p in named.items()}
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+def test_the_response_of_a_block_under_several_names_is_of_all_its_uses():
+    torch.manual_seed(0)
+    model, inputs = Repeated().double(), INPUTS.double()
+    responses = measure_invariance(model, inputs)
+    step = 1e-6
+    with torch.no_grad():
+        logits = model(inputs)
+        for parameter in (model.tied.weight, model.tied.bias, model.blocks[0][0].bias):
+            parameter.mul_(1 + step)
+        change = (model(inputs) - logits) / step
+    along = float((change * logits).sum() / logits.square().sum())
+    scaled = {n: 1.0 for n in responses.layers if n in ("blocks.0.0", "tied", "tied.bias")}
+    assert responses.response_along(scaled).size == pytest.approx(along, rel=1e-4)
+
+
+def turning(weight_decay, step_length):
+    """A layer whose size hardly matters, turned by steps of this length."""
+    layer = ScriptedLayer(invariant=False, power=1, weight_decay=weight_decay)
+    rows = records({"a": layer}).rows
+    angles = [
+        Row(row.step, 0, 0.0, "rotation/a", step_length / row.value)
+        for row in rows
+        if row.name == "weight_norm/a"
+    ]
+    sizes = [Row(1, 0, 0.0, f"{part}_response/a", 1e-4) for part in ("size", "direction")]
+    return Rows((*rows, *angles, *sizes))
+
+
+def test_angles_that_gradients_change_too_are_taken_apart():
+    """A baseline that fits its data hardly steps; the norms alone say that decay acts."""
+    run, baseline = turning(0.02, 1e-2), turning(0.0, 1e-2 / 40)
+    finding = diagnose(run, baseline)["effective l"]
+    norms = [row.value for row in run.series("weight_norm/a")]
+    late = norms[len(norms) // 2 :]
+    smaller = math.exp(-sum(map(math.log, late)) / len(late))
+    assert finding.effect.value == pytest.approx(40 * smaller)
+    assert finding.effect.value > RULES.acts * math.exp(2 * 1000 * 0.1 * 0.02)  # all of decay's
+    assert finding.verdict is Verdict.ACTS
+    why = finding.because_of(Reason.LONGER_STEPS)
+    assert (why["smaller"], why["longer"]) == (pytest.approx(smaller), pytest.approx(40))
+
+
+def test_angles_that_gradients_change_alone_are_not_put_down_to_decay():
+    finding = diagnose(turning(1e-3, 1e-2), turning(0.0, 1e-2 / 40))["effective l"]
+    assert finding.verdict is Verdict.CANNOT_TELL
+    assert reasons(finding) >= {Reason.MORE_THAN_DECAY}
+    assert (
+        diagnose(turning(0.02, 1e-2), turning(0.0, 1e-2))["effective l"].because_of(
+            Reason.LONGER_STEPS
+        )
+        is None
+    )
+
+
+class Sine(nn.Module):
+    """A linear layer as SIREN has it, with its own forward."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(outputs, inputs) - 0.5)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        return torch.sin(F.linear(x, self.weight, self.bias))
+
+
+class Gate(nn.Module):
+    """A weight per channel, broadcast over examples and places."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, channels, 1))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_a_matrix_of_one_row_or_column_is_a_weight_and_a_gate_no_gain():
+    model = nn.ModuleDict({"first": Sine(1, 8), "last": Sine(8, 1), "gate": Gate(8)})
+    layers = layers_of(model)
+    assert set(layers.weights) == {"first", "last"}
+    assert layers.roles["gate"] == "vector"
+
+
+class Spectral(nn.Module):
+    """A convolution by complex weights in Fourier space, as in a neural operator."""
+
+    def __init__(self, channels):
+        super().__init__()
+        real = torch.randn(channels, channels, 3, 2) / channels
+        self.weight = nn.Parameter(torch.view_as_complex(real))
+
+    def forward(self, x):
+        modes = torch.einsum("bif,iof->bof", torch.fft.rfft(x)[..., :3], self.weight)
+        return torch.fft.irfft(modes, n=x.shape[-1])
+
+
+def test_complex_weights_turn_as_pairs_of_real_numbers():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv1d(1, 4, 1), Spectral(4), nn.InstanceNorm1d(4), nn.ReLU(), nn.Conv1d(4, 2, 1)
+    )
+    inputs, targets = torch.randn(8, 1, 16), torch.randn(8, 2, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=5.0)
+    pairs = []
+    with watch(model, optimizer, every=1, probes="diagnosis", inputs=inputs) as watched:
+        for _ in range(20):
+            before = torch.view_as_real(model[1].weight.detach()).clone().flatten()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            pairs.append((before, torch.view_as_real(model[1].weight.detach()).flatten().clone()))
+            optimizer.zero_grad()
+    last = watched.records.last
+    assert last("weight_norm/1") == pytest.approx(float(pairs[-1][1].norm()))
+    cosine = float(F.cosine_similarity(*(side.double() for side in pairs[-1]), dim=0))
+    assert last("rotation/1") == pytest.approx(math.acos(cosine), rel=1e-3)
+    moment = torch.view_as_real(optimizer.state[model[1].weight]["exp_avg_sq"]).sum()
+    assert last("second_moment/1") == pytest.approx(float(moment))
+    assert not watched.recording.events
+    assert read_run(watched).layers["1"].invariant  # a normalisation follows, without a bias before
+
+
+class Bags(nn.Module):
+    """An embedding whose backward pass has no derivative, before a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.EmbeddingBag(9, 6), nn.Linear(6, 3)
+
+    def forward(self, tokens):
+        return self.head(self.words(tokens))
+
+
+def train_on(tokens, model, optimizer):
+    for _ in range(20):
+        F.cross_entropy(model(tokens), tokens[:, 0] % 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_measurement_that_failed_is_not_asked_for_again():
+    tokens = torch.randint(9, (16, 4), generator=torch.Generator().manual_seed(0))
+    runs = []
+    for decay in (0.5, 0.0):
+        torch.manual_seed(0)
+        model = Bags()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=decay)
+        watched = watch(model, optimizer, every=5, probes="diagnosis", inputs=tokens)
+        with pytest.warns(UserWarning, match="gn_norm"):
+            train_on(tokens, model, optimizer)
+        watched.detach()
+        runs.append(watched)
+    compared, alone = (diagnose(*pair)["Jacobian"] for pair in (runs, runs[:1]))
+    assert compared.because_of(Reason.SENSITIVITY_FAILED)["probe"] == "gn_norm"
+    assert reasons(compared.remedies) == {Reason.RECORD_ANOTHER}
+    assert reasons(alone.remedies) == {Reason.GIVE_BASELINE, Reason.RECORD_ANOTHER}
+
+
+def test_maps_of_logits_take_few_backward_passes():
+    passes = []
+
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            passes.append(1)
+            return gradient
+
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(1, 3, 3, padding=1)
+    inputs = torch.randn(4, 1, 8, 8)
+    exact = jacobian_norm(convolution, inputs).total
+
+    class Map(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = convolution
+
+        def forward(self, x):
+            return self.inner(Counted.apply(x))
+
+    model = Map()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watching = {"every": 1, "probes": ["jacobian_norm"], "inputs": inputs}
+    with watch(model, optimizer, **watching) as watched:
+        optimizer.step()
+    assert len(passes) == 16
+    assert watched.records.last("jacobian_norm") == pytest.approx(exact, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("power", "exposure", "least"), [(2, 1.5, False), (2, 5.0, True), (1, 5.0, False)]
+)
+def test_one_run_of_sgd_gives_a_lower_estimate_after_much_decay(power, exposure, least):
+    """2: SGD's law, 1: that of Adam and its kin."""
+    layer = ScriptedLayer(power=power, weight_decay=exposure / 1000 / 0.1, growth=1e-4)
+    finding = diagnose(records({"a": layer}))["effective l"]
+    assert finding.verdict is Verdict.ACTS
+    assert finding.effect.least is least
+    assert (finding.because_of(Reason.LOWER_ESTIMATE) is not None) is least
+    plain = ScriptedLayer(power=power, growth=1e-4)
+    compared = diagnose(records({"a": layer}), records({"a": plain}))["effective l"]
+    assert not compared.effect.least
+
+
+@pytest.mark.parametrize(
+    ("level", "scatter", "verdict"),
+    [
+        (1.0, 0.05, Verdict.DOES_NOT_ACT),
+        (1.0, 1.5, Verdict.CANNOT_TELL),
+        (2.0, 0.05, Verdict.ACTS),
+        (2.0, 1.5, Verdict.CANNOT_TELL),
+    ],
+)
+def test_a_mean_of_records_that_scatter_says_nothing(level, scatter, verdict):
+    """A flow's Gauss-Newton norm is 0.2 to 21 times the baseline's, and 1.03 times on average."""
+    runs = []
+    for weight_decay, size, spread in ((0.01, 1.0, scatter), (0.0, level, 0.0)):
+        layer = ScriptedLayer(invariant=False, weight_decay=weight_decay)
+        rows = records({"a": layer}).rows
+        steps = sorted({row.step for row in rows})
+        norms = [size * math.exp(spread * (-1) ** at) for at in range(len(steps))]
+        pairs = zip(steps, norms, strict=True)
+        runs.append(Rows((*rows, *(Row(s, 0, 0.0, "jacobian_norm", v) for s, v in pairs))))
+    finding = diagnose(*runs)["Jacobian"]
+    assert finding.verdict is verdict
+    scatters = finding.because_of(Reason.SCATTERS) is not None
+    assert scatters is (verdict is Verdict.CANNOT_TELL)
+
+
+def test_too_short_a_run_is_told_how_long_it_takes():
+    """Adam's factor is exp(exposure) at most, SGD's exp(2 exposure): ln 1.25 is enough for both."""
+    short = records({"a": ScriptedLayer(weight_decay=1e-4, growth=1e-4)})  # 1e-5 a step
+    why = diagnose(short)["effective l"].because_of(Reason.TOO_LITTLE)
+    assert why["enough"] == pytest.approx(math.log(RULES.acts) / 1e-5, rel=1e-6)
+    layers = [ScriptedLayer(power=1, weight_decay=wd, growth=1e-4) for wd in (2.5e-3, 0.0)]
+    between = diagnose(*(records({"a": layer}) for layer in layers))["effective l"]
+    assert between.because_of(Reason.BETWEEN) is not None
+    more = between.because_of(Reason.MAY_SHOW_MORE)
+    assert more["full"] == pytest.approx(1 / 2.5e-4)

@@ -517,3 +517,27 @@ def test_on_the_gpu_the_model_and_its_generator_are_left_alone():
     assert defects["head"] == pytest.approx(1.0)
     assert torch.equal(torch.cuda.get_rng_state(), generator)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_embeddings_that_are_added_up_are_not_invariant_one_by_one():
+    """As BERT's, of which the types were said to be: the normalisation follows the sum of three."""
+
+    class Embeddings(nn.Module):
+        def __init__(self, types: bool) -> None:
+            super().__init__()
+            self.words = nn.Embedding(11, 8)
+            if types:
+                self.types = nn.Embedding(2, 8)
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, tokens):
+            types = self.types(tokens % 2) if hasattr(self, "types") else 0
+            return self.norm(self.words(tokens) + types)
+
+    tokens = torch.arange(6).view(2, 3)
+    for types, role in ((True, "weight"), (False, "invariant")):
+        torch.manual_seed(0)
+        model = nn.Sequential(Embeddings(types), nn.Linear(8, 3))
+        for known in (roles(model), roles(model, tokens)):
+            assert known["0.words.weight"].role == role
+            assert not types or known["0.types.weight"].role == role

@@ -40,6 +40,19 @@ def test_factored_damping_of_groups(grouped):
     assert layer.factored_share == pytest.approx(float(torch.cat(shares).mean()), **CLOSE)
 
 
+def test_groups_with_dampings_of_their_own(grouped):
+    """KFAC raises the damping of a group whose inverse fails, and gives one for each."""
+    model, factors = grouped
+    dampings = torch.tensor([0.3, 0.1], dtype=torch.float64)
+    layer = probes.effective_damping(model, factors, {"0": dampings, "2": 0.02}).details["0"]
+    values = probes.spectrum(factors["0"]).view(2, -1)
+    shares = values / (values + dampings[:, None])
+    assert layer.share == pytest.approx(float(shares.mean()), **CLOSE)
+    assert layer.damping == pytest.approx(0.2)
+    both = [probes.effective_damping(model, factors, each).details["0"] for each in (0.3, 0.1)]
+    assert both[0].factored_share < layer.factored_share < both[1].factored_share
+
+
 def test_the_total_weighs_layers_by_their_directions(grouped):
     model, factors = grouped
     found = probes.effective_damping(model, factors, {"0": 0.3, "2": 0.02})

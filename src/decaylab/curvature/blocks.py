@@ -87,7 +87,9 @@ def plan_blocks(
             )
             role = "weight" if places[parameter][0][1] == block_parts[0].weight else "bias"
             members.setdefault(placement.block, {})[role] = parameter
-    guards.refuse_without_blocks(members)
+    left_out = (Reason.FROZEN, Reason.EXCLUDED)
+    tried = [p for p, placement in placements.items() if placement.reason not in left_out]
+    guards.refuse_without_blocks(members, [layers[places[p][0][0]] for p in tried])
     blocks = {}
     for name, trained in members.items():
         part, tied_part = homes[name]

@@ -42,11 +42,18 @@ def check_excluded(
             raise UnknownName("layer to exclude", name, inside, remedy)
 
 
-def refuse_without_blocks(blocks: Collection[str]) -> None:
-    """Refuse a model without a layer that has a block."""
-    if not blocks:
-        remedy = "use a torch.optim optimizer for this model"
-        raise Lacks("the model", "layer that K-FAC covers", remedy)
+def refuse_without_blocks(blocks: Collection[str], owners: Iterable[nn.Module]) -> None:
+    """Refuse a model without a layer that has a block; `owners` hold those it trains."""
+    if blocks:
+        return
+    remedy = "none of its parameters is trained here: unfreeze some, or exclude fewer"
+    if kinds := sorted({f"{type(owner).__module__}.{type(owner).__name__}" for owner in owners}):
+        remedy = (
+            f"its parameters are in {', '.join(kinds[:4])}; blocks are for torch's own layers "
+            "(nn.Linear ...) and subclasses that inherit their forward, so use those, or a "
+            "torch.optim optimizer"
+        )
+    raise Lacks("the model", "layer that K-FAC covers", remedy)
 
 
 def one_device(parameters: Iterable[Tensor]) -> torch.device:

@@ -11,12 +11,12 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from decaylab.curvature.capture import _Hook, innermost, logits_of
 from decaylab.errors import AT_LEAST_ONE, BadValue, Lacks, Mismatch, WrongType, check_name
+from decaylab.networks.calling import call_with
 from decaylab.networks.preserve import preserved
 from decaylab.networks.sharded import device_of, passing, team_of
 
@@ -159,7 +159,7 @@ def as_function(model: nn.Module, inputs: Tensor) -> Callable[[dict[str, Tensor]
     constants = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def logits(parameters: dict[str, Tensor]) -> Tensor:
-        return check_logits(functional_call(model, constants | parameters, (inputs,)))
+        return check_logits(call_with(model, constants | parameters, (inputs,)))
 
     return logits
 

@@ -273,7 +273,7 @@ def _jvp_by_two_backward_passes(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise _not_twice() from error
+        raise _not_twice(f" ({str(error).splitlines()[0].partition('. ')[0]})") from error
     # terms of random signs add up to about their root sum of squares; half precision, TF32 and a
     # model's own autocast round them by less than a tenth of it. Where J v is zero (a bias in front
     # of BN) there is nothing but rounding: beside the logits it is small.
@@ -286,9 +286,9 @@ def _jvp_by_two_backward_passes(
     return logits, tangent
 
 
-def _not_twice() -> Lacks:
+def _not_twice(which: str = "") -> Lacks:
     return Lacks(
-        "an operation of the model",
+        f"an operation of the model{which}",
         "derivative in forward mode or of its backward pass",
         "give its torch.autograd.Function a `setup_context` and a `jvp`, or leave this quantity"
         " out",

@@ -189,7 +189,8 @@ class LayerAdvice:
 class GroupAdvice:
     """One value for layers that are stepped alike; `spread`: the smallest and largest of theirs.
 
-    The value is the geometric mean of layers that nearly agree (`Rules.rough`). Otherwise it is the
+    `steps`: until the value, not what each layer asked for, has acted, in the mean over layers. The
+    value is the geometric mean of layers that nearly agree (`Rules.rough`). Otherwise it is the
     weakest that acts within the budget, kept within their range: layers that start tiny, such as
     the last ones of a transformer's branches, would need far more to stay so, and had better grow.
     """
@@ -267,7 +268,9 @@ def suggest(
     if len(groups) > 1:
         notes.append(because(Reason.NO_ONE_VALUE))
     elif not groups:
-        notes.append(because(Reason.NO_SUGGESTION if candidates else Reason.NO_CANDIDATE))
+        judged = any(not x.skipped for x in watched.layers.values())
+        counting = judged and not candidates
+        notes.append(because(Reason.NO_CANDIDATE if counting else Reason.NO_SUGGESTION))
     first = next((_in_kind(layer.first) for layer in candidates if layer.settings), None)
     only_group = groups[0] if len(groups) == 1 else None
     return Suggestion(
@@ -296,7 +299,9 @@ def _groups(run: Run, advice: Sequence[LayerAdvice]) -> list[GroupAdvice]:
     groups = []
     for (optimizer, decay, _), rows in by_stepping.items():
         values = [row.suggested or 0.0 for row, _ in rows]
-        waits = [row.steps for row, _ in rows if row.steps]
+        value = _one_value(values, [row.least for row, _ in rows if row.least])
+        # a timescale goes with 1 / decay, and layers may have asked for others
+        waits = [row.steps * (row.suggested or 0.0) / value for row, _ in rows if row.steps]
         names = tuple(
             name for row, _ in rows for name in run.layers[row.layer].members or (row.layer,)
         )
@@ -306,7 +311,7 @@ def _groups(run: Run, advice: Sequence[LayerAdvice]) -> list[GroupAdvice]:
                 optimizer,
                 decay,
                 rows[0][1].lr or math.nan,
-                _one_value(values, [row.least for row, _ in rows if row.least]),
+                value,
                 (min(values), max(values)),
                 geometric_mean(waits) if waits else None,
             )

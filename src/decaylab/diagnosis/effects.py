@@ -4,11 +4,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from statistics import fmean, geometric_mean
+from statistics import fmean, geometric_mean, stdev
 from typing import NamedTuple
 
 from decaylab.diagnosis.layers import RecordedLayer, ratio
 from decaylab.diagnosis.rules import RULES
+from decaylab.optim.laws import Sgd
 from decaylab.optim.laws.dynamics import Series
 from decaylab.optim.laws.memory import interpolated
 
@@ -39,6 +40,8 @@ class Effect:
         low, high: the smallest and largest of them; None if there is one only. spread: of what.
         probes: the rows it was read from. steps: first and last judged step. records: how many.
         source: what it was compared with.
+        least: whether it is a lower estimate (`Rules.lower_estimate`).
+        error: the standard error of its logarithm, over records; 0 where it is not over records.
     """
 
     value: float
@@ -49,11 +52,13 @@ class Effect:
     records: int
     source: ComparedWith
     spread: Spread = Spread.RECORDS
+    least: bool = False
+    error: float = 0.0
 
     def inverse(self) -> "Effect":
         """The same change, as a factor the other way."""
         low, high = (None if end is None else 1 / end for end in (self.high, self.low))
-        return replace(self, value=1 / self.value, low=low, high=high)
+        return replace(self, value=1 / self.value, low=low, high=high, least=False)
 
 
 class Change(NamedTuple):
@@ -83,6 +88,7 @@ def effect_of(ratios: Series, probes: Sequence[str], source: ComparedWith) -> Ef
         (sound[0][0], sound[-1][0]),
         len(values),
         source,
+        error=stdev(map(math.log, values)) / math.sqrt(len(values)) if several else 0.0,
     )
 
 
@@ -102,6 +108,7 @@ def pooled(effects: Iterable[Effect | None], spread: Spread = Spread.LAYERS) -> 
         min(e.records for e in known),
         known[0].source,
         spread if several else known[0].spread,
+        any(effect.least for effect in known),
     )
 
 
@@ -147,10 +154,23 @@ def rotation_effect(layer: RecordedLayer, baseline: RecordedLayer | None) -> Eff
     return None if layer.natural else _turned_more(layer)
 
 
+def norm_effect(layer: RecordedLayer, baseline: RecordedLayer | None) -> Effect | None:
+    """The factor by which its norm is smaller than the baseline's."""
+    if baseline is None:
+        return None
+    ratios = ratio(baseline.norms, layer.norms)
+    return effect_of(ratios, ("weight_norm",), ComparedWith.BASELINE)
+
+
 def _turned_more(layer: RecordedLayer) -> Effect | None:
     """The factor on how far a step turns a layer, against the reconstruction without decay."""
     probes = _lr_probes(layer) if layer.invariant else ("weight_norm",)
-    return effect_of(layer.turned_further, (*probes, "decay_exposure"), ComparedWith.RECONSTRUCTION)
+    probes = (*probes, "decay_exposure")
+    effect = effect_of(layer.turned_further, probes, ComparedWith.RECONSTRUCTION)
+    if effect is None or not isinstance(layer.law, Sgd):
+        return effect
+    exposure = max(total for step, total in layer.exposure if step <= effect.steps[1])
+    return replace(effect, least=exposure >= RULES.lower_estimate)
 
 
 def _without_moments(layer: RecordedLayer) -> RecordedLayer:

@@ -20,6 +20,7 @@ from decaylab.diagnosis.effects import (
     effective_lr_effect,
     judged_part,
     longer_by_memory,
+    norm_effect,
     pooled,
     rotation_effect,
     share_without_decay,
@@ -128,8 +129,10 @@ def _too_little(
         return None
     if together(exposures) >= RULES.too_little_exposure:
         return None
-    steps = min(step for layer in layers for step, _ in layer.norms), run.steps
-    return _no(mechanism, because(Reason.TOO_LITTLE, taken=max(exposures), steps=steps))
+    first, taken = min(step for layer in layers for step, _ in layer.norms), max(exposures)
+    enough = run.steps * math.log(RULES.acts) / taken if taken else None
+    reason = because(Reason.TOO_LITTLE, taken=taken, steps=(first, run.steps), enough=enough)
+    return _no(mechanism, reason)
 
 
 def _nothing_turns(run: Run, mechanism: Mechanism) -> Finding | None:
@@ -250,8 +253,10 @@ def _turned(compared: Comparison, damping: Finding) -> Finding:
     by_angle = recorded and (bool(unknown) or not all(layer.invariant for layer in layers))
     rows = _layer_rows(compared, rotation_effect if by_angle else effective_lr_effect)
     quantity = "rotation" if by_angle or not invariant else "effective_lr"
-    finding = _judged_factor(mechanism, quantity, pooled(row.effect for row in rows), rows, run)
-    return _unless_hidden(finding, run)
+    effect = pooled(row.effect for row in rows)
+    norms = pooled(norm_effect(layer, compared.other(layer)) for layer in layers)
+    smaller = norms.value if norms is not None and by_angle else None
+    return _unless_hidden(_judged_factor(mechanism, quantity, effect, rows, run, smaller), run)
 
 
 def _unless_hidden(finding: Finding, run: Run) -> Finding:
@@ -302,9 +307,12 @@ def _jacobian(compared: Comparison) -> Finding:
     known = not run.unwatched and not run.gains
     if known and all(layer.invariant for layer in run.decayed_layers):
         return _no(mechanism, because(Reason.ALL_INVARIANT), layers=rows)
+    runs = [run] if baseline is None else [run, baseline]
+    failed = {name: error for each in runs for name, error in each.failed_probes.items()}
+    probe = next((name for name in SENSITIVITY if name in failed), None)
+    record = Reason.RECORD_IN_BOTH if probe is None else Reason.RECORD_ANOTHER
     if baseline is None:
-        recorded = any(row in run.totals for row in SENSITIVITY)
-        too = Reason.RECORD_SAME_WAY if recorded else Reason.RECORD_IN_BOTH
+        too = Reason.RECORD_SAME_WAY if any(row in run.totals for row in SENSITIVITY) else record
         reason = because(Reason.JACOBIAN_ALONE)
         return _cannot_tell(mechanism, reason, Reason.GIVE_BASELINE, too, layers=rows)
     for quantity in SENSITIVITY:
@@ -314,9 +322,13 @@ def _jacobian(compared: Comparison) -> Finding:
             break
     else:
         reason = because(Reason.NO_SENSITIVITY)
-        return _cannot_tell(mechanism, reason, Reason.RECORD_IN_BOTH, layers=rows)
+        if probe is not None:
+            reason = because(Reason.SENSITIVITY_FAILED, probe=probe, error=failed[probe])
+        return _cannot_tell(mechanism, reason, record, layers=rows)
     thresholds = (RULES.jacobian_acts, RULES.jacobian_nothing)
-    finding = _judged_factor(mechanism, quantity, effect, rows, run, thresholds, joint=True)
+    finding = _judged_factor(
+        mechanism, quantity, effect, rows, run, thresholds=thresholds, joint=True
+    )
     ways = list(dict.fromkeys(way for layer in run.turned_layers for way in _ways(layer)))
     if finding.verdict is ACTS and ways:
         through = because(Reason.THROUGH_OTHERS, mechanisms=ways)
@@ -339,9 +351,8 @@ def _function_row(layer: RecordedLayer, other: RecordedLayer | None) -> LayerRow
         why = because(Reason.INVARIANT if layer.invariant else Reason.NEEDS_BASELINE)
         return LayerRow(layer.name, None, None, why)
     curvature = ratio(*(x.series.get("kfac_gn_norm", ()) for x in (other, layer)))
-    probe = "kfac_gn_norm" if curvature else "weight_norm"
-    ratios = curvature or ratio(other.norms, layer.norms)
-    effect = effect_of(ratios, (probe,), ComparedWith.BASELINE)
+    by_curvature = effect_of(curvature, ("kfac_gn_norm",), ComparedWith.BASELINE)
+    effect = by_curvature or norm_effect(layer, other)
     return LayerRow(layer.name, None, effect, None if effect else because(Reason.NO_COMMON_STEP))
 
 
@@ -436,11 +447,16 @@ def _judged_factor(
     effect: Effect | None,
     rows: tuple[LayerRow, ...],
     run: Run,
+    smaller: float | None = None,
     thresholds: tuple[float, float] = (RULES.acts, RULES.nothing),
     *,
     joint: bool = False,
 ) -> Finding:
-    """The finding on a measured factor; `joint`: as in `_nothing_acts`."""
+    """The finding on a measured factor; `joint`: as in `_nothing_acts`.
+
+    `smaller`: of angles, by which factor norms are smaller than the baseline's. An angle is the
+    step's length over the norm, so the rest of its factor is in the steps: gradients differ, too.
+    """
     if effect is None:
         why = distinct(row.why for row in rows if row.verdict and row.why)
         remedy = Reason.SAME_STEPS if has(why, Reason.NO_COMMON_STEP) else Reason.GIVE_BASELINE
@@ -452,22 +468,42 @@ def _judged_factor(
         [run.layers[row.layer] for row in rows if row.effect] or run.layers.values(),
         effect.steps[1],
     )
-    if (early := _implausible(finding, change, taken, joint=joint)) is not None:
+    by_norm = smaller is not None and smaller >= RULES.acts
+    if (early := _implausible(finding, change, taken, joint=joint, by_norm=by_norm)) is not None:
         return early
     acting_layers = [row.layer for row in rows if row.effect and row.effect.value >= RULES.acts]
     against_baseline = effect.source is ComparedWith.BASELINE
     remedies = [because(Reason.MORE_SEEDS)]
     reasons = _said_of_change(change, verdict, thresholds[0], taken)
+    if effect.least:
+        reasons.append(because(Reason.LOWER_ESTIMATE))
+    if smaller is not None and effect.value >= RULES.acts * max(smaller, 1.0):
+        longer = effect.value / smaller
+        reasons.append(because(Reason.LONGER_STEPS, smaller=smaller, longer=longer))
     if verdict is DOES_NOT_ACT and acting_layers and not joint:
         verdict = CANNOT_TELL  # one layer of many is not lost in the mean
         reasons.append(because(Reason.SOME_LAYERS_MORE, layers=acting_layers))
+    elif joint and _scatters(effect, verdict, thresholds):
+        verdict = CANNOT_TELL
+        reasons = [because(Reason.SCATTERS, change=change)]
+        remedies.append(because(Reason.RECORD_DENSELY))
     elif verdict is CANNOT_TELL:
         reasons.append(because(Reason.BETWEEN, nothing=thresholds[1], acts=thresholds[0]))
+        reasons += _more_to_come(effect, taken)
         further = Reason.ATTRIBUTE if against_baseline else Reason.GIVE_BASELINE
         remedies.append(because(further))
     else:
         remedies = []
     return replace(finding, verdict=verdict, reasons=tuple(reasons), remedies=tuple(remedies))
+
+
+def _scatters(effect: Effect, verdict: Verdict, thresholds: tuple[float, float]) -> bool:
+    """Whether the records scatter so widely that another verdict is as likely."""
+    acts, nothing = thresholds
+    off = math.exp(RULES.standard_errors * effect.error)
+    if verdict is DOES_NOT_ACT:
+        return effect.value * off >= acts
+    return verdict is ACTS and effect.value / off <= nothing
 
 
 def _said_of_change(
@@ -477,23 +513,32 @@ def _said_of_change(
         return [because(Reason.OPPOSITE, change=change)]
     if verdict is not DOES_NOT_ACT:
         return [because(Reason.CHANGED, change=change)]
-    hardly = because(Reason.HARDLY_CHANGED, change=change)
-    if not taken or max(taken) >= 1:
-        return [hardly]
-    return [hardly, because(Reason.MAY_SHOW_MORE, taken=max(taken))]
+    return [because(Reason.HARDLY_CHANGED, change=change), *_more_to_come(change.effect, taken)]
+
+
+def _more_to_come(effect: Effect, taken: Sequence[float]) -> list[Because]:
+    """That decay has not had the 1/(lr wd) steps that it needs, and how many these are."""
+    if not taken or not 0 < max(taken) < 1:
+        return []
+    full = effect.steps[1] / max(taken)
+    return [because(Reason.MAY_SHOW_MORE, taken=max(taken), full=full)]
 
 
 def _implausible(
-    finding: Finding, change: Change, taken: Sequence[float], *, joint: bool
+    finding: Finding, change: Change, taken: Sequence[float], *, joint: bool, by_norm: bool
 ) -> Finding | None:
-    """Where decay cannot have changed so much by then: 1/|W|^2 by exp(2 x exposure) at most."""
+    """Where decay cannot have changed so much by then: 1/|W|^2 by exp(2 x exposure) at most.
+
+    `by_norm`: the norms alone have changed enough, so that it does not depend on the rest.
+    """
     if not taken:
         return None
     effect, most = change.effect, math.exp(min(2 * max(taken), 700))
+    beyond = effect.source is ComparedWith.BASELINE and effect.value > RULES.acts * most
     if (sum(taken) if joint else max(taken)) < RULES.too_little_exposure:
         reason = because(Reason.TOO_EARLY, step=effect.steps[1], taken=max(taken))
         remedy = because(Reason.RECORD_FURTHER)
-    elif joint or effect.source is not ComparedWith.BASELINE or effect.value <= RULES.acts * most:
+    elif joint or by_norm or not beyond:
         return None
     else:
         reason = because(Reason.MORE_THAN_DECAY, change=change, taken=max(taken), most=most)

@@ -152,7 +152,8 @@ class Reason(Enum):
     NO_LAYER_DECAYS = "No layer has weight decay."
     ALL_LOST = "Rounding undoes all weight decay."
     TOO_LITTLE = (
-        "Over {steps:steps}, decay removed {taken:taken} of the weights: too little to act."
+        "Over {steps:steps}, decay removed {taken:taken} of the weights: too little to"
+        " act.{enough:enough steps}"
     )
     NO_INVARIANT_DECAYS = (
         "No scale-invariant layer has decay. This mechanism acts on layers whose size does not"
@@ -201,12 +202,24 @@ class Reason(Enum):
     NO_SENSITIVITY = (
         "Neither a Jacobian nor a Gauss-Newton norm is recorded in both runs at a common step."
     )
+    SENSITIVITY_FAILED = "`{probe}` could not be measured: {error}."
     THROUGH_OTHERS = "Part of it may come through the {mechanisms:and the} of the other layers."
     NOTHING_TO_COMPARE = "There is nothing to compare with: {why:sentences}."
     CHANGED = "{change:change}."
+    LOWER_ESTIMATE = (
+        "This is a lower estimate: after so much decay, SGD's gradients are no longer those of a"
+        " run without it. In all pairs of such runs in our records, both together gave more"
+        " (docs/diagnosis.md)."
+    )
+    LONGER_STEPS = (
+        "Of this, smaller norms make {smaller:times}. The steps are {longer:times} as long as"
+        " without decay, as they can be once only one of the runs fits its data."
+    )
     HARDLY_CHANGED = "{change:change}, too little to matter."
+    SCATTERS = "{change:change}, but the records scatter too widely to tell."
     MAY_SHOW_MORE = (
-        "Decay has removed {taken:removed} of the initial weights, and a longer run may show more."
+        "Decay has removed {taken:removed} of the initial weights so far and needs about"
+        " {full:digits} steps to take full effect: a longer run may show more."
     )
     OPPOSITE = "{change:change}. The mechanism predicts the opposite."
     SOME_LAYERS_MORE = "But in some layers it changes more: {layers:names}."
@@ -219,12 +232,18 @@ class Reason(Enum):
     )
     MORE_THAN_DECAY = (
         "{change:change}. Decay has removed {taken:removed} of the initial weights, which explains"
-        " {most:times} at most: the runs must differ in something else too."
+        " {most:times} at most. Something else differs too: data, batch size, or how well the runs"
+        " fit their data."
     )
     SEEDS_DISAGREE = "The seeds disagree: {counts:counts}."
     # what would decide it
     GIVE_BASELINE = "{places:give baseline}"
     RECORD_IN_BOTH = "record the Jacobian norm{places:record}"
+    RECORD_DENSELY = "record it more often, or on a larger batch (every= and inputs= of watch)"
+    RECORD_ANOTHER = (
+        "record another of jacobian_norm, gn_norm and kfac_gn_norm in all runs, with watch(...,"
+        " probes=[...], inputs=batch)"
+    )
     RECORD_SAME_WAY = "{places:record the same}"
     RECORD_SHARE = "record it{places:record}"
     SAME_STEPS = "record both runs at the same steps (the same every=)"

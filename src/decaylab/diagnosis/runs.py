@@ -69,6 +69,12 @@ class Run:
         return Address("" if folder is None else str(folder), spec is not None, seed)
 
     @cached_property
+    def failed_probes(self) -> dict[str, str]:
+        """The probes that could not be measured, and what they ended in."""
+        events = [event for event in self.recording.events if event.kind == "probe-failed"]
+        return {event.data["probe"]: event.data["error"] for event in events}
+
+    @cached_property
     def decays(self) -> bool:
         """Whether any layer decays."""
         return any(layer.decayed for layer in self.layers.values())

@@ -95,6 +95,11 @@ def effect_range(effect: Effect) -> str:
     return f"{times(effect.value)}{_spread(effect)}"
 
 
+def _least(effect: Effect) -> str:
+    """The factor, and whether it is a lower estimate: "22x", "at least 22x"."""
+    return f"at least {times(effect.value)}" if effect.least else times(effect.value)
+
+
 def _range(values: Sequence[float], written: Callable[[float], str]) -> str:
     """From the smallest to the largest; one value if both are written alike."""
     low, high = written(min(values)), written(max(values))
@@ -253,6 +258,9 @@ KINDS: dict[str, Callable[[Any], str]] = {
     "more like it": _more_like_it,
     # what is added to a sentence under a condition
     "at": lambda step: "" if step is None else f" at step {step}",
+    "enough steps": lambda x: (
+        f" At this rate it takes about {three_digits(x)} steps, or as much more decay." if x else ""
+    ),
     "clip": lambda x: f", under a KL clip that cuts them to {times(x)} on average" if x else "",
     # Adam's law is SGD's as long as it remembers the norms of the start (`laws.memory`)
     "at least": lambda power: "at least " if power == 1 else "about ",
@@ -377,7 +385,7 @@ def _ways(diagnosis: Diagnosis) -> list[str]:
     for finding in diagnosis.findings:
         if finding.verdict is not Verdict.ACTS or finding.effect is None:
             continue
-        changed = times(finding.effect.value)
+        changed = _least(finding.effect)
         raises = f"raises the effective learning rate {changed}"
         if finding.quantity == "rotation":
             raises = f"makes each step turn {_turned_layers(finding, diagnosis)} {changed} as far"
@@ -654,7 +662,8 @@ def insight(diagnosis: Diagnosis) -> list[str]:
         )
     if turned:
         most = max(turned, key=_turned)
-        text = f"Decay makes {_layer(most.layer)} turn {times(_turned(most))} as far per step"
+        further = _least(most.turned) if most.turned is not None else ""
+        text = f"Decay makes {_layer(most.layer)} turn {further} as far per step"
         text += "" if diagnosis.baselines else " as the same gradients would without it"
         if most.by_decay is not None:
             text += f", at {times(most.by_decay)} the norm"

@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from decaylab.errors import Lacks, WrongType
 from decaylab.networks.sharded import whole
@@ -37,6 +38,24 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
     if callable(inputs):
         return inputs(model)
     return model(inputs)
+
+
+def call_with(
+    model: nn.Module, parameters: Mapping[str, Tensor], arguments: tuple[Any, ...] = ()
+) -> Any:
+    """The model's output with other parameters, by their names in `named_parameters`.
+
+    A tied parameter is replaced wherever it is. Each module is visited once: torch's own tying
+    visits one that the model holds under two names twice, and leaves the replacement in it.
+    """
+    replacements = {id(p): parameters[n] for n, p in model.named_parameters() if n in parameters}
+    values = {
+        f"{module_name}.{attribute}".lstrip("."): replacements[id(parameter)]
+        for module_name, module in model.named_modules()
+        for attribute, parameter in module.named_parameters(recurse=False)
+        if id(parameter) in replacements
+    }
+    return functional_call(model, values, arguments, tie_weights=False)
 
 
 def find_logits(output: Any, rule: LogitsRule = None) -> list[Tensor]:

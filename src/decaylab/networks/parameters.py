@@ -123,24 +123,36 @@ def _layers(name: str, module: nn.Module) -> dict[str, Layer]:
         layer_name(name, weight): Layer(
             name,
             kind,
-            [p for p in without_gains[weight] if _long_axes(p.shape, kind) >= 2],
-            [p for p in without_gains[weight] if _long_axes(p.shape, kind) < 2]
+            matrices,
+            [p for p in without_gains[weight] if all(p is not matrix for matrix in matrices)]
             + [p for bias in biases for p in without_gains[bias]],
             [p for p in own[weight] if id(p) in gain_ids],
             parametrised,
         )
         for weight, biases in paired.items()
+        for matrices in [_matrices(without_gains[weight], kind)]
     }
+
+
+def _matrices(parameters: list[Tensor], kind: Kind) -> list[Tensor]:
+    """Those with two axes or more; if there is none, the largest, as of a single output."""
+    matrices = [p for p in parameters if _long_axes(p.shape, kind) >= 2]
+    return matrices or [max(parameters, key=lambda p: p.numel())]
 
 
 def _paired(shapes: Mapping[str, torch.Size], kind: Kind) -> dict[str, list[str]]:
     """The weights among a module's parameters, each with its biases; the rest stand alone.
 
-    A bias is called as its weight is (`weight_ih_l0` and `bias_ih_l0`, `w1` and `b1`, `up_proj` and
+    A matrix with one row or column is a weight if it has a bias as long as its columns. A bias is
+    called as its weight is (`weight_ih_l0` and `bias_ih_l0`, `w1` and `b1`, `up_proj` and
     `up_proj_bias`) and has fewer axes. Beside a single weight without one, it is every vector
     registered later that is as long as the weight has rows or columns.
     """
     axes = {attribute: _long_axes(shape, kind) for attribute, shape in shapes.items()}
+    for attribute, shape in shapes.items():
+        biases = [shapes.get(bias) for bias in _bias_names(attribute, alone=False)]
+        if len(shape) == 2 and shape[:1] in biases:
+            axes[attribute] = 2
     weights = [attribute for attribute in shapes if axes[attribute] >= 2]
     owner: dict[str, str] = {}
     for weight in weights:

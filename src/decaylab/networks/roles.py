@@ -6,6 +6,7 @@ which bias belongs to which weight (`parameters.find_layers`).
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,6 +67,8 @@ def _invariant_by_order(model: nn.Module, layers: dict[str, Layer]) -> dict[str,
     by_module: dict[str, list[str]] = {}
     for name, layer in layers.items():
         by_module.setdefault(layer.module, []).append(name)
+    embeddings = [layer.module for layer in layers.values() if layer.kind == "embedding"]
+    beside = Counter(module.rpartition(".")[0] for module in embeddings)
     previous: str | None = None
     for name, module in model.named_modules():
         if module in parametrisations:
@@ -77,6 +80,8 @@ def _invariant_by_order(model: nn.Module, layers: dict[str, Layer]) -> dict[str,
             known = layers[by_module[name][0]].kind != "other"
             previous = by_module[name][0] if known or not parts else None
             previous = previous if len(by_module[name]) == 1 else None
+            if name in embeddings and beside[name.rpartition(".")[0]] > 1:
+                previous = None  # words, positions and types are added up in front of it
         elif isinstance(module, NORMALISATIONS):
             if previous is not None:
                 norms[previous] = module

@@ -27,11 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from decaylab.errors import POSITIVE, DecaylabError, check_name
-from decaylab.networks.calling import Inputs, LogitsRule, call
+from decaylab.networks.calling import Inputs, LogitsRule, call, call_with
 from decaylab.networks.parameters import find_layers
 from decaylab.networks.rescaling import (
     INVARIANCE_THRESHOLD,
@@ -237,7 +236,7 @@ Units = Mapping[str, Sequence[Tensor]]
 
 
 def _units(model: nn.Module, inputs: Inputs) -> dict[str, list[Tensor]]:
-    """Every floating-point parameter in one unit, in the order in which they run first.
+    """Every floating-point or complex parameter in one unit, in the order in which they run first.
 
     Units of which nothing is trained are left out, unless that is all of them.
     """
@@ -245,7 +244,7 @@ def _units(model: nn.Module, inputs: Inputs) -> dict[str, list[Tensor]]:
     units: dict[str, list[Tensor]] = {}
     modules: dict[str, str] = {}
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
+        if not (parameter.is_floating_point() or parameter.is_complex()):
             continue
         layer = known[name].layer
         apart = layer in layers and all(parameter is not p for p in layers[layer].scaled)
@@ -416,7 +415,7 @@ def _columns(
 
 
 class _Called(nn.Module):
-    """A model with its inputs: what `functional_call` needs where inputs are a function."""
+    """A model with its inputs: what `call_with` needs where inputs are a function."""
 
     def __init__(self, model: nn.Module, inputs: Inputs):
         super().__init__()
@@ -445,7 +444,7 @@ def _dual_derivative(evaluate: RepeatedForward, parameters: Sequence[Tensor]) ->
             for name, p in called.named_parameters()
             if id(p) in chosen
         }
-        outputs = evaluate.output_of(called, lambda model: functional_call(model, duals, ()))
+        outputs = evaluate.output_of(called, lambda model: call_with(model, duals))
         pairs = [forward_ad.unpack_dual(tensor) for tensor in outputs]
         return [torch.zeros_like(z) if dz is None else dz for z, dz in pairs]
 

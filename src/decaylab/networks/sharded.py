@@ -46,9 +46,14 @@ def is_sharded(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, which have the same norms and scalar products."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, without a graph; shares memory with it."""
-    return _settled(tensor.detach()).to_local() if is_sharded(tensor) else tensor.detach()
+    """What this process holds of a tensor: real numbers, without a graph, in the same memory."""
+    return real(_settled(tensor.detach()).to_local() if is_sharded(tensor) else tensor.detach())
 
 
 def whole(tensor: Tensor) -> Tensor:

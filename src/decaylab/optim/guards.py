@@ -44,7 +44,10 @@ def check_groups(groups: list[dict[str, Any]]) -> None:
         for p in group["params"]:
             if p.is_complex():
                 name = f"the numbers of a parameter of shape {list(p.shape)}"
-                remedy = "step such parameters with a separate optimizer"
+                remedy = (
+                    "build KFAC with params=[p for p in model.parameters() if not p.is_complex()]"
+                    " and step the others with a torch optimizer"
+                )
                 raise BadValue(name, p.dtype, "real", remedy)
             if group["law"] != "kfac" and p.requires_grad and has_gaps(p):
                 name = f"the strides of a parameter of shape {list(p.shape)}"
@@ -68,7 +71,8 @@ def check_measured(factors: RunningFactors, sums: Mapping[str, Sums]) -> None:
             raise Lacks(
                 "the first step",
                 "observed forward pass before it",
-                "run the model that KFAC was built with, in train mode and with grad enabled (a "
+                "run the model that KFAC was built with, in train mode, with grad enabled and "
+                "outside torch.func (a "
                 "compiled model: build KFAC with what torch.compile returned, or after "
                 "model.compile(); a compiled function that calls the model: compile the model "
                 "instead)",

@@ -21,7 +21,8 @@ class LayerDamping:
     """One layer's damping and curvature, in the curvature's unit (except norm and shares).
 
     Attributes:
-        damping: lambda, as this layer gets it. norm: |W_l|, of the weight without its bias.
+        damping: lambda, as this layer gets it (the mean over groups). norm: |W_l|, of the weight
+            without its bias.
         effective: lambda |W_l|^2, which is added to C(W_l / |W_l|) in Eq. 14.
         share: mean over directions of e / (e + lambda |W_l|^2), e the eigenvalues of
             C(W_l / |W_l|); 1: every direction is second-order, 0: the step is SGD's.
@@ -80,7 +81,7 @@ def effective_damping(
         weight = weight_of(parameters, factor)
         if weight is not None:
             value = damping if isinstance(damping, int | float) else damping[layer]
-            details[layer] = _layer_damping(weight, factor, float(value))
+            details[layer] = _layer_damping(weight, factor, value)
             counts[layer] = weight.numel()
     if not details:
         remedy = "unfreeze a weight whose damping to measure"
@@ -105,24 +106,29 @@ def _sides(factors: KroneckerFactors) -> tuple[Tensor, Tensor]:
     return a, weight_factors.T.double() * s
 
 
-def _layer_damping(weight: Tensor, factors: KroneckerFactors, damping: float) -> LayerDamping:
+def _layer_damping(
+    weight: Tensor, factors: KroneckerFactors, damping: float | Tensor
+) -> LayerDamping:
+    """`damping`: one number, or one for each group."""
     square = float(weight.detach().double().square().sum())
     a, g = _sides(factors)
     T = factors.T.double()
     A, G = factors.A.double(), T * factors.S.double()
     if not grouped(factors):
         A, G = A[None], G[None]
-    lambdas = torch.full((len(A),), damping, dtype=torch.float64, device=T.device)
+    given = torch.as_tensor(damping, dtype=torch.float64, device=T.device)
+    lambdas = given.flatten().expand(len(A))
+    added = lambdas[:, None, None] if grouped(factors) else lambdas
     extra_a, extra_g = factored_damping(mean_diagonal(A), mean_diagonal(G), lambdas)
     if not grouped(factors):
         extra_a, extra_g = extra_a[0], extra_g[0]
     plain = a[..., :, None] * g[..., None, :]
     used = (a + extra_a[..., None])[..., :, None] * (g + extra_g[..., None])[..., None, :]
     return LayerDamping(
-        damping=damping,
+        damping=float(lambdas.mean()),
         norm=square**0.5,
-        effective=damping * square,
-        share=float((plain / (plain + damping)).mean()),
+        effective=float(lambdas.mean()) * square,
+        share=float((plain / (plain + added)).mean()),
         factored=float((used - plain).mean()) * square,
         factored_share=float((plain / used).mean()),
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from decaylab.networks.sharded import Parts, local
+from decaylab.networks.sharded import Parts, local, real
 from decaylab.probes.layers import Layers
 from decaylab.probes.reading import numbers, row_name
 
@@ -77,7 +77,7 @@ def radial_gradients(layers: Layers, before: Scaled) -> dict[str, float]:
         ratios: dict[str, Tensor] = {}
         for layer, several in pairs.items():
             dot, g2, w2 = (_stacked([next(column) for _ in several]).sum() for column in columns)
-            size = sum(weight.numel() for _, weight in several)
+            size = sum(real(weight).numel() for _, weight in several)
             ratios[layer] = dot.abs() * math.sqrt(size) / (g2 * w2).sqrt()
     values = numbers(ratios)
     return {row_name("radial_gradient", k): v for k, v in values.items() if math.isfinite(v)}

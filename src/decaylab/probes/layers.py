@@ -82,11 +82,11 @@ def layers_of(model: nn.Module | Layers, inputs: Tensor | None = None) -> Layers
             kinds.setdefault(role.layer, "embedding" if embedding else kind)
             if name in parameters:
                 weights.setdefault(role.layer, {})[name] = parameter
-        elif name in parameters and (role.role == "other" or _is_gain(role)):
+        elif name in parameters and (role.role == "other" or _is_gain(role, parameter)):
             # the gain of a normalised weight shares its layer with the weight
             layer = role.layer if role.kind in ("norm", "other") else name
             vectors.setdefault(layer, {})[name] = parameter
-            kinds.setdefault(layer, "gain" if _is_gain(role) else "vector")
+            kinds.setdefault(layer, "gain" if _is_gain(role, parameter) else "vector")
     normalised = {role.layer for role in known.values() if role.role == "invariant"}
     frozen = tuple(layer for layer in kinds if layer not in weights and layer not in vectors)
     if inputs is None:
@@ -101,10 +101,12 @@ def layers_of(model: nn.Module | Layers, inputs: Tensor | None = None) -> Layers
     return Layers(weights, defects, scaled, vectors, kinds, frozen)
 
 
-def _is_gain(role: ParameterRole) -> bool:
+def _is_gain(role: ParameterRole, parameter: Tensor) -> bool:
     """Of a normalisation, torch's or another (a vector called `weight`); shifts are none."""
     last = role.parameter.rpartition(".")[2]
-    return last != "bias" if role.role == "norm" else role.role == "other" and last == "weight"
+    if role.role == "norm":
+        return last != "bias"
+    return role.role == "other" and last == "weight" and parameter.ndim == 1
 
 
 def groups_of(layers: Layers, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
