@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from decaylab.attribution.reasons import LIMIT, Fault, Unused
 from decaylab.errors import BadValue, Lacks, WrongType
-from decaylab.networks.parameters import whole
+from decaylab.networks.sharded import whole
 from decaylab.training.held_layers import Selection, select
 from decaylab.training.interventions import Intervention
 from decaylab.training.paths import LayerPaths, Targets
@@ -344,7 +344,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 def _fingerprint(parts: Sequence[Tensor]) -> float:
     """A number that tells the weights of two starts apart."""
-    values = [whole(part).double().flatten().cpu() for part in parts]
+    values = [whole(part.detach()).double().flatten().cpu() for part in parts]
     return float(sum(value @ torch.linspace(1, 2, len(value)).double() for value in values))
 
 

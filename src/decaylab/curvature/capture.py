@@ -28,6 +28,7 @@ from decaylab.curvature import guards
 from decaylab.curvature.kinds.kind import Site
 from decaylab.curvature.kinds.recurrent import UNROLLED
 from decaylab.networks.preserve import preserved
+from decaylab.networks.sharded import is_sharded
 
 # Functions that are called with (input, weight, bias, ...) for a layer's product, and one that is
 # called with (inputs, weights, offs=...), for rows that each belong to one of many matrices.
@@ -167,7 +168,7 @@ class Capture:
         self._sites = sites
         self._hooked = {name: s.module for name, s in sites.items() if s.kind.hooked}
         self._by_weight = {s.weight: s for s in sites.values() if s.kind.functional}
-        self._gathers = any(map(guards.is_distributed, self._by_weight))
+        self._gathers = any(map(is_sharded, self._by_weight))
         self._unrolled: dict[nn.Module, list[Site]] = {}
         for site in sites.values():
             if site.kind.unrolled:

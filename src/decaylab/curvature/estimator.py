@@ -35,6 +35,7 @@ from decaylab.curvature.factors import KroneckerFactors, RunningFactors, Sums
 from decaylab.curvature.kinds.rows import Sharing
 from decaylab.curvature.outputs import Curvature, Likelihood, check_names, exact, of_whole, sampled
 from decaylab.errors import POSITIVE, check_name
+from decaylab.networks.sharded import is_sharded
 
 CountedRows = Callable[[Mapping[str, Any], Tensor], Tensor | None]
 """From the model's keyword arguments and its logits [..., C], which rows count; None: all."""
@@ -272,7 +273,7 @@ class KroneckerEstimator:
 
     def _back_propagate_loss(self, loss: Tensor, trained: Sequence[Tensor]) -> None:
         """Go back to all that is trained, whose gradients stay as they are."""
-        if not any(map(guards.is_distributed, trained)):
+        if not any(map(is_sharded, trained)):
             torch.autograd.grad(loss, trained, allow_unused=True)
             return
         gradients = [parameter.grad for parameter in trained]  # shards are not in the graph

@@ -22,6 +22,7 @@ from decaylab.errors import (
     WrongType,
     check_name,
 )
+from decaylab.networks.sharded import is_sharded
 
 # -- planning --
 
@@ -363,11 +364,6 @@ def refuse_to_stay_away(model: nn.Module) -> None:
         raise Lacks("the batch of this rank", "rows", remedy)
 
 
-def is_distributed(tensor: Any) -> bool:
-    """Whether ranks hold a tensor together: each a part of it, or the same."""
-    return hasattr(tensor, "device_mesh")
-
-
 def mesh_of(model: nn.Module, parameters: Iterable[Tensor]) -> Any:
     """The mesh on which `fully_shard` has divided the parameters of a model; None: they are whole.
 
@@ -382,14 +378,14 @@ def mesh_of(model: nn.Module, parameters: Iterable[Tensor]) -> Any:
         reason = "the latter flattens layers into one vector"
         raise Conflict(["K-FAC", "FullyShardedDataParallel (FSDP1)"], reason, remedy)
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    if not sharded and not any(map(is_distributed, model.parameters())):
+    if not sharded and not any(map(is_sharded, model.parameters())):
         return None
     if not sharded:
         _refuse_parallel_layers()
     meshes = []
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     for parameter in (p for p in parameters if p.requires_grad):
-        if not is_distributed(parameter):
+        if not is_sharded(parameter):
             remedy = (
                 "it was told to ignore it, and ranks would drift apart: freeze it or let it be "
                 "sharded; or it is gathered after a forward pass: call model.reshard() before "

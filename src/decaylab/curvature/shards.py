@@ -27,16 +27,17 @@ from torch import Tensor, nn
 
 from decaylab.curvature import guards
 from decaylab.curvature.messages import buckets
+from decaylab.networks.sharded import is_sharded
 
 
 def local(tensor: Any) -> Any:
     """What this rank holds of a tensor, in the same memory: all of it, if it is not in parts."""
-    return tensor.to_local() if guards.is_distributed(tensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def own_part(parameter: Any, whole: Tensor) -> Tensor:
     """The view of a whole tensor that is this rank's, as the parameter is divided."""
-    if not guards.is_distributed(parameter):
+    if not is_sharded(parameter):
         return whole
     mesh, axis = parameter.device_mesh, _axis(parameter)
     longest = _longest(parameter, whole)

@@ -33,12 +33,6 @@ def is_normalisation(module: nn.Module) -> bool:
     return named and vectors and not any(module.children())
 
 
-def whole(tensor: Any) -> Tensor:
-    """All of a tensor, detached; of a DTensor, whose processes must all ask, a copy."""
-    gathered: Tensor = tensor.detach()
-    return gathered.full_tensor() if hasattr(gathered, "full_tensor") else gathered
-
-
 KINDS: tuple[tuple[tuple[type[nn.Module], ...], Kind], ...] = (
     ((nn.modules.conv._ConvNd,), "conv"),
     ((nn.Linear, nn.Bilinear, nn.MultiheadAttention), "linear"),

@@ -41,9 +41,8 @@ Spread = tuple[Any, tuple[bool, ...]]
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether it is a DTensor; torch's module of these is not imported to find out."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    """Whether it is a DTensor: processes hold it together, each a part of it, or each all of it."""
+    return hasattr(tensor, "device_mesh")
 
 
 def real(tensor: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.factors import RunningFactors, Sums
-from decaylab.curvature.guards import is_distributed
 from decaylab.curvature.shards import local
 from decaylab.errors import (
     FRACTION,
@@ -20,6 +19,7 @@ from decaylab.errors import (
     WrongType,
     warn_user,
 )
+from decaylab.networks.sharded import is_sharded
 from decaylab.optim.decay import check_decay
 from decaylab.optim.update import skipped_when_fused
 
@@ -133,7 +133,7 @@ def check_saved_shards(state: Mapping[str, Any], groups: list[dict[str, Any]]) -
         for parameter, number in zip(group["params"], saved["params"], strict=False)
     ]
     for entry, parameter in pairs:
-        for value in filter(is_distributed, entry.values()):
+        for value in filter(is_sharded, entry.values()):
             parts = {"this state dict": _part(value), "the model": _part(parameter)}
             if parts["this state dict"] != parts["the model"]:
                 remedy = (
@@ -145,7 +145,7 @@ def check_saved_shards(state: Mapping[str, Any], groups: list[dict[str, Any]]) -
 
 def _part(tensor: Any) -> str:
     """Which part of a tensor a rank holds."""
-    if not is_distributed(tensor):
+    if not is_sharded(tensor):
         return "all"
     mesh = tensor.device_mesh
     return f"{mesh.get_coordinate()} of {tuple(mesh.shape)}, {tensor.placements}"

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from decaylab.curvature.preserve import bare
 from decaylab.errors import DecaylabError, Lacks, WrongType, check_name
 from decaylab.networks import roles
-from decaylab.networks.parameters import find_layers, whole
+from decaylab.networks.parameters import find_layers
+from decaylab.networks.sharded import whole
 from decaylab.optim.decay import decay_of
 from decaylab.optim.laws import law_of
 from decaylab.optim.optimizer_behaviour import unwrapped
@@ -187,7 +188,7 @@ def _note(
         return LayerNote.OWN_WEIGHTS
     if getattr(module, "sparse", False):
         return LayerNote.SPARSE
-    if not all(bool(whole(part).any()) for part in parts):
+    if not all(bool(whole(part.detach()).any()) for part in parts):
         return LayerNote.ZERO
     return LayerNote.TIED if any(id(part) in tied for part in parts) else None
 

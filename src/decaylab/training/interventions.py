@@ -31,10 +31,10 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from decaylab.errors import DecaylabError, Mismatch
+from decaylab.networks.sharded import Parts
 from decaylab.optim.decay import OUTSIDE
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.scale_free import ScaleFree
@@ -131,8 +131,8 @@ class _Stepper:
         self.optimizer, self.layers, self._undecayed = optimizer, tuple(weights), undecayed
         self._damped = has_damping_path(optimizer)
         self._steps = steps
-        held = [part for parts in weights.values() for part in parts]
-        self._parts = [_local(part) for part in held]
+        self._shares = Parts.of(part for parts in weights.values() for part in parts)
+        self._parts = self._shares.tensors
         devices = {part.device for part in self._parts}
         if len(devices) > 1:
             raise DecaylabError(
@@ -143,10 +143,6 @@ class _Stepper:
         owner = [i for i, parts in enumerate(weights.values()) for _ in parts]
         self._owner = torch.tensor(owner, device=self.device)
         self._owners = owner
-        self._sharded = [
-            (group, torch.tensor(members, device=self.device))
-            for group, members in _shard_groups(held).items()
-        ]
         self._before = [torch.empty_like(part) for part in self._parts]
         self._old = torch.empty(0, device=self.device)  # |W| before the step, by layer
         count = len(self.layers)
@@ -320,13 +316,8 @@ class _Stepper:
 
     def _norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """By layer, in float64."""
-        norms = torch._foreach_norm([t.detach() for t in tensors], 2, dtype=torch.float64)
-        squares = torch.stack(norms).square()
-        for group, members in self._sharded:
-            sums = squares[members]
-            dist.all_reduce(sums, group=group)
-            squares[members] = sums
-        return self._by_layer(squares).sqrt()
+        norms = self._shares.norms(tensors, dtype=torch.float64)
+        return self._by_layer(torch.stack(norms).square()).sqrt()
 
     def _by_layer(self, values: Tensor) -> Tensor:
         zero = torch.zeros(len(self.layers), dtype=torch.float64, device=self.device)
@@ -403,22 +394,6 @@ def _members(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, Any]
         key: [value for value, taken in zip(group[key], chosen, strict=True) if taken]
         for key in listed
     }
-
-
-def _local(tensor: Any) -> Tensor:
-    """What this process holds of a tensor, in the same memory: of a DTensor its shard."""
-    local: Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
-    return local
-
-
-def _shard_groups(tensors: Sequence[Any]) -> dict[Any, list[int]]:
-    """Process group -> which of the tensors are divided among its processes."""
-    groups: dict[Any, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        for axis, placement in enumerate(getattr(tensor, "placements", ())):
-            if placement.is_shard():
-                groups.setdefault(tensor.device_mesh.get_group(axis), []).append(index)
-    return groups
 
 
 def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -27,6 +27,7 @@ from decaylab.curvature.capture import wrappings
 from decaylab.curvature.distribution import Ranks
 from decaylab.data import Batches, Split
 from decaylab.errors import BadValue, DecaylabError, Misplaced
+from decaylab.networks.sharded import team_of
 from decaylab.training import checkpoint
 from decaylab.training.evaluate import Evaluation
 
@@ -292,27 +293,27 @@ def joined(device: torch.device, *, shared: bool = False) -> Iterator[World]:
 def world_of(model: nn.Module) -> World:
     """The processes that train a model together in a loop that is not ours.
 
-    Those of its DistributedDataParallel; all, if its parameters are sharded (DTensors). Where each
-    trains a model of its own, a single one. All must call this together.
+    Those of its DistributedDataParallel, or those that its parameters are sharded between. Where
+    each trains a model of its own, a single one. All must call this together.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return World()
     parallel = nn.parallel.DistributedDataParallel
-    group: Any = next((m.process_group for m in wrappings(model) if isinstance(m, parallel)), None)
-    if group is None:
-        if not any(hasattr(p, "placements") for p in model.parameters()):
-            return World()
-        group = dist.group.WORLD
-    return World(dist.get_rank(group), dist.get_world_size(group), group, _host_group(group))
+    wrapper: Any = next((m for m in wrappings(model) if isinstance(m, parallel)), None)
+    team = team_of(model)
+    if wrapper is None and team is None:
+        return World()
+    ranks = team.ranks if team else dist.get_process_group_ranks(wrapper.process_group)
+    host = _host_group(dist.group.WORLD, tuple(ranks))
+    return World(ranks.index(dist.get_rank()), len(ranks), host, host)
 
 
 @cache
-def _host_group(group: Any) -> Any:
-    """The same processes, for tensors on the host."""
-    if dist.get_backend(group) == "gloo":
-        return group
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+def _host_group(everyone: Any, ranks: tuple[int, ...]) -> Any:
+    """A group of some of all processes, for tensors on the host."""
+    if dist.get_backend(everyone) == "gloo" and len(ranks) == dist.get_world_size(everyone):
+        return everyone
+    return dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
 
 
 def leave(code: int) -> NoReturn:
