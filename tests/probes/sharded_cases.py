@@ -496,6 +496,24 @@ def one_rank_may_read_and_diagnose(rank):
 
 
 @case
+def training_is_left_alone(rank):
+    """Bit for bit, as are the generators."""
+    ends = []
+    for probes in (None, EVERYTHING):
+        model = fully(new(Language))
+        optimizer, inputs = adamw(model), batch(Language, -1, 4)[0]
+        if probes is None:
+            train(model, optimizer, Language, share_of=(rank, SIZE))
+        else:
+            with watch(model, optimizer, every=3, inputs=inputs, probes=probes):
+                train(model, optimizer, Language, share_of=(rank, SIZE))
+        state = [p.detach().to_local() for p in model.parameters()]
+        state += [optimizer.state[p]["exp_avg_sq"].to_local() for p in model.parameters()]
+        ends.append([*state, torch.get_rng_state()])
+    assert all(map(torch.equal, *ends))
+
+
+@case
 def messages(rank):
     """Nothing is sent between records; of weights, as many messages however many layers."""
     counts = {}
