@@ -4,7 +4,6 @@ import copy
 import math
 import sys
 import warnings
-from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -691,13 +690,18 @@ def what_is_refused(rank):
     model = fully(new(Perceptron))
     with refuses(Lacks, owner="the sharded model"):
         curvature_traces(model, inputs, samples=2)
-    watched = watch(model, adamw(model), every=1, inputs=inputs, probes=["weight_norm", "gn_trace"])
-    warned = pytest.warns(UserWarning, match="gn_trace") if rank == 0 else nullcontext()
-    with watched as w, warned:
-        train(model, w.optimizer, Perceptron, share_of=(rank, SIZE), steps=2)
-    assert {name for _, name in numbers(w)} >= {"weight_norm"}
-    (event,) = w.recording.events
-    assert event.kind == "probe-failed"
+    refused = ["gn_trace", "fisher_trace", "kfac_gn_norm"]
+    watched = watch(model, adamw(model), every=1, inputs=inputs, probes=[*refused, "weight_norm"])
+    with warnings.catch_warnings(record=True) as caught, watched:
+        warnings.simplefilter("always")
+        train(model, watched.optimizer, Perceptron, share_of=(rank, SIZE), steps=2)
+    said = [name for name in refused if any(f"{name} at step" in str(w.message) for w in caught)]
+    assert said == (refused if rank == 0 else [])
+    assert "weight_norm" in {name for _, name in numbers(watched)}
+    events = watched.recording.events
+    assert [(event.kind, event.data["probe"]) for event in events] == [
+        ("probe-failed", name) for name in refused
+    ]
 
 
 @case
