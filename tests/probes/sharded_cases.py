@@ -22,7 +22,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -750,6 +749,9 @@ def data_parallel(rank):
 @case
 def optimizer_states_divided_between_replicas(rank):
     """ZeRO: a process has the moments of some parameters, and steps these."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch scripts what is beside it
+        from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def redundant(model):
         return ZeroRedundancyOptimizer(
