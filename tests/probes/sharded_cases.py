@@ -4,7 +4,6 @@ import copy
 import math
 import sys
 import warnings
-from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -503,6 +502,24 @@ def one_rank_may_read_and_diagnose(rank):
 
 
 @case
+def training_is_left_alone(rank):
+    """Bit for bit, as are the generators."""
+    ends = []
+    for probes in (None, EVERYTHING):
+        model = fully(new(Language))
+        optimizer, inputs = adamw(model), batch(Language, -1, 4)[0]
+        if probes is None:
+            train(model, optimizer, Language, share_of=(rank, SIZE))
+        else:
+            with watch(model, optimizer, every=3, inputs=inputs, probes=probes):
+                train(model, optimizer, Language, share_of=(rank, SIZE))
+        state = [p.detach().to_local() for p in model.parameters()]
+        state += [optimizer.state[p]["exp_avg_sq"].to_local() for p in model.parameters()]
+        ends.append([*state, torch.get_rng_state()])
+    assert all(map(torch.equal, *ends))
+
+
+@case
 def messages(rank):
     """Nothing is sent between records; of weights, as many messages however many layers."""
     counts = {}
@@ -680,13 +697,18 @@ def what_is_refused(rank):
     model = fully(new(Perceptron))
     with refuses(Lacks, owner="the sharded model"):
         curvature_traces(model, inputs, samples=2)
-    watched = watch(model, adamw(model), every=1, inputs=inputs, probes=["weight_norm", "gn_trace"])
-    warned = pytest.warns(UserWarning, match="gn_trace") if rank == 0 else nullcontext()
-    with watched as w, warned:
-        train(model, w.optimizer, Perceptron, share_of=(rank, SIZE), steps=2)
-    assert {name for _, name in numbers(w)} >= {"weight_norm"}
-    (event,) = w.recording.events
-    assert event.kind == "probe-failed"
+    refused = ["gn_trace", "fisher_trace", "kfac_gn_norm"]
+    watched = watch(model, adamw(model), every=1, inputs=inputs, probes=[*refused, "weight_norm"])
+    with warnings.catch_warnings(record=True) as caught, watched:
+        warnings.simplefilter("always")
+        train(model, watched.optimizer, Perceptron, share_of=(rank, SIZE), steps=2)
+    said = [name for name in refused if any(f"{name} at step" in str(w.message) for w in caught)]
+    assert said == (refused if rank == 0 else [])
+    assert "weight_norm" in {name for _, name in numbers(watched)}
+    events = watched.recording.events
+    assert [(event.kind, event.data["probe"]) for event in events] == [
+        ("probe-failed", name) for name in refused
+    ]
 
 
 @case
@@ -735,6 +757,9 @@ def data_parallel(rank):
 @case
 def optimizer_states_divided_between_replicas(rank):
     """ZeRO: a process has the moments of some parameters, and steps these."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch scripts what is beside it
+        from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def redundant(model):
         return zero_redundancy()(model.parameters(), torch.optim.AdamW, lr=0.02, weight_decay=0.5)

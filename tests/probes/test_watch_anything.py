@@ -14,6 +14,7 @@ from decaylab import diagnose, watch
 from decaylab.diagnosis import Reason
 from decaylab.errors import Lacks, NameTaken, WrongType
 from decaylab.probes import PROBES, Probe, Reading, head_ranks, register, spectra
+from decaylab.probes.applied import applied
 from decaylab.probes.registry import load_all
 from decaylab.probes.size_response import measured_invariance
 from decaylab.records import read_recording
@@ -427,3 +428,40 @@ def test_frozen_layers_are_measured_once_they_are_thawed():
         assert watched.layers.invariant("0")
     model.requires_grad_(False)  # where nothing is trained, all are measured
     assert measured_invariance(model, inputs).layers == ("0", "1", "3")
+
+
+def test_hooks_of_the_model_run_once_per_pass():
+    """A hook that doubles the inputs would act twice where it is called twice."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    inputs = torch.randn(5, 3)
+    plain = applied(model, (inputs,))[0](inputs)
+    model.register_forward_pre_hook(lambda _, arguments: (2 * arguments[0],))
+    view, tensor = applied(model, (inputs / 2,))
+    assert torch.equal(view(tensor), plain)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's, of what it compiles
+def test_measuring_compiles_nothing():
+    """Modules compiled in place are measured uncompiled: torch allows few recompilations."""
+    compiled = []
+
+    def counted(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    class Own(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).tanh()
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), Own(4, 4), torch.nn.Linear(4, 2))
+    model[1].compile(backend=counted)
+    optimizer, inputs = torch.optim.AdamW(model.parameters()), torch.randn(5, 3)
+    torch.compiler.reset()
+    with watch(model, optimizer, every=1, inputs=inputs, probes="diagnosis") as watched:
+        assert not compiled
+        for _ in range(3):
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(compiled) == 1
+    assert watched.records.series("jacobian_norm")
