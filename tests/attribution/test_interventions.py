@@ -309,6 +309,7 @@ def test_layers_that_cannot_be_held_are_noted_and_the_others_go_on():
             "frozen": nn.Linear(4, 4),
             "tied": nn.Embedding(4, 4),
             "left": nn.Linear(4, 4),
+            "complex": nn.Linear(4, 4, dtype=torch.complex64),
             "head": nn.Linear(4, 4, bias=False),
         }
     )
@@ -324,6 +325,7 @@ def test_layers_that_cannot_be_held_are_noted_and_the_others_go_on():
         "sparse": LayerNote.SPARSE,
         "frozen": LayerNote.FROZEN,
         "left": LayerNote.NOT_STEPPED,
+        "complex": LayerNote.COMPLEX,
     }
     assert len(chosen.weights) == 1  # the tied weight, once
 

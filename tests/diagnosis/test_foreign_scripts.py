@@ -709,3 +709,31 @@ def test_too_short_a_run_is_told_how_long_it_takes():
     assert between.because_of(Reason.BETWEEN) is not None
     more = between.because_of(Reason.MAY_SHOW_MORE)
     assert more["full"] == pytest.approx(1 / 2.5e-4)
+
+
+class ActorCritic(nn.Module):
+    """Two nets in one module, of which the outputs that are measured see one."""
+
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = nn.Linear(6, 3), nn.Linear(6, 1)
+
+    def forward(self, x):
+        return self.actor(x), self.critic(x)
+
+
+def test_of_a_layer_that_the_outputs_do_not_depend_on_no_size_is_known():
+    torch.manual_seed(0)
+    model = ActorCritic()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1.0)
+    with watch(model, optimizer, every=5, inputs=INPUTS, logits=0) as watched:
+        for _ in range(20):
+            logits, value = model(INPUTS)
+            (F.cross_entropy(logits, INPUTS.argmax(1) % 3) + (value - 1).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    layers = read_run(watched).layers
+    assert layers["critic"].size_counts is None
+    assert layers["actor"].size_counts is True
+    finding = diagnose(watched)["effective l"]
+    assert finding.because_of(Reason.INVARIANCE_UNKNOWN)["layers"] == ["critic"]

@@ -14,6 +14,7 @@ from report.synthetic import everything, write_run
 
 from decaylab.cli.demo import demo_specs
 from decaylab.diagnosis import diagnose
+from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.runs import read_run
 from decaylab.errors import UnknownName
 from decaylab.paper import cells, select
@@ -247,8 +248,10 @@ def test_one_run_tells_nearly_what_two_tell():
     text = pages.reconstructed(pages.Records())
     rows = [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
     assert rows
-    for _, _, alone, against, _ in rows:
+    for _, optimizer, exposure, alone, against, _ in rows:
         assert math.log(float(alone)) == pytest.approx(math.log(float(against)), rel=0.2)
+        if optimizer == "SGD" and float(exposure) >= RULES.lower_estimate:
+            assert float(alone) < float(against)
 
 
 def test_runs_are_judged_against_baselines_that_are_not_table_1s(tmp_path):

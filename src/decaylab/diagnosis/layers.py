@@ -228,6 +228,8 @@ class RecordedLayer:
             return True
         if self.invariant:
             return False
+        if self.invariant is None and self.size_response == 0:
+            return None  # the measured outputs do not depend on it: a value head, a gain of zero
         if self.size_response is not None:
             return self.size_response > self.size_limit
         may_hardly = self.normalised_net and self.role == "weight"

@@ -124,8 +124,8 @@ class Reason(Enum):
     GAIN = "a normalisation's gain: part of the function"
     ADAPTER = "an adapter: what it adds to the frozen network depends on its size"
     INVARIANCE_UNKNOWN = (
-        "How much the size of {layers:names} counts is not known: it was not measured, or a gain of"
-        " zero hides it"
+        "How much the size of {layers:names} counts is not known: it was not measured, a gain of"
+        " zero hides it, or the measured outputs do not depend on it"
     )
     SIZE_IN_DOUBT = (
         "The verdict depends on whether the size of {responses:names} counts, which is a close"
@@ -261,7 +261,7 @@ class Reason(Enum):
     TRAIN_LONGER = "train it for a few epochs, at a learning rate where it does not diverge"
     GIVE_INPUTS = (
         'pass probes="diagnosis" and inputs=batch to watch, which then measures how the outputs'
-        " respond to each layer's size"
+        " respond to each layer's size (logits= says which outputs)"
     )
     WATCH_ALL = "watch all optimizers: watch(model, [first, second])"
     # what follows
@@ -297,8 +297,8 @@ class Reason(Enum):
         " react to the inputs."
     )
     SIZES_UNKNOWN = (
-        "What decay of {layers:names} does is open: how much size counts there was not measured, or"
-        " a gain of zero hides it."
+        "What decay of {layers:names} does is open: how much size counts there was not measured, a"
+        " gain of zero hides it, or the measured outputs do not depend on it."
     )
     REACTS_MORE = (
         "Decay of the layers whose size counts ({counting:counting}) comes with outputs that react"

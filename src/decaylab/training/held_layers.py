@@ -28,6 +28,7 @@ class LayerNote(Enum):
     FROZEN = "frozen"
     TIED = "tied"
     SPARSE = "sparse"
+    COMPLEX = "complex"
     ZERO = "zero"
     SEVERAL_STEPS = "several steps in one"
     OWN_WEIGHTS = "stepped as an average of other weights"
@@ -43,6 +44,8 @@ class LayerNote(Enum):
 WHY_NOT_HELD = {
     LayerNote.FROZEN: "it is frozen, so nothing changes it",
     LayerNote.SPARSE: "its gradients are sparse; build its nn.Embedding with sparse=False",
+    LayerNote.COMPLEX: "its weight is complex, and paths are measured on real numbers; store it as"
+    " its real and imaginary parts (torch.view_as_real)",
     LayerNote.ZERO: "its weight is zero and has no direction; start from a later checkpoint",
     LayerNote.SEVERAL_STEPS: "its optimizer takes several steps in one (LBFGS), which cannot be"
     " rescaled afterwards; use another optimizer",
@@ -188,6 +191,8 @@ def _note(
         return LayerNote.OWN_WEIGHTS
     if getattr(module, "sparse", False):
         return LayerNote.SPARSE
+    if any(part.is_complex() for part in parts):
+        return LayerNote.COMPLEX
     if not all(bool(whole(part.detach()).any()) for part in parts):
         return LayerNote.ZERO
     return LayerNote.TIED if any(id(part) in tied for part in parts) else None
