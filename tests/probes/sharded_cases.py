@@ -244,14 +244,6 @@ def same_as_alone(rank, build, optimizer, wrap, *, tolerance=TOLERANCE, data=Non
 # -- fully_shard --
 
 
-def zero_redundancy():
-    """Torch's class; the module that has it compiles others with a function that is deprecated."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script`", DeprecationWarning)
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    return ZeroRedundancyOptimizer
-
-
 @case
 def fully_sharded(rank):
     found, expected = same_as_alone(rank, Language, adamw, fully, probes=EVERYTHING)
@@ -762,7 +754,9 @@ def optimizer_states_divided_between_replicas(rank):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def redundant(model):
-        return zero_redundancy()(model.parameters(), torch.optim.AdamW, lr=0.02, weight_decay=0.5)
+        return ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, lr=0.02, weight_decay=0.5
+        )
 
     model = new(Language)
     shown, optimizer = DistributedDataParallel(model), redundant(model)
