@@ -370,3 +370,12 @@ def test_what_is_left_out(given, chosen):
     assert opt.momentum_first
     with refuses(errors.Conflict, settings=["step_scaling='spectral'", "kl_clip"]):
         KFAC(seeded(net), step_scaling="spectral", kl_clip=1e-3)
+
+
+def test_the_default_learning_rate_goes_by_the_kind_of_steps():
+    def rates(**options):
+        return {group["lr"] for group in KFAC(net(), others="sgd", **options).param_groups}
+
+    assert rates(step_scaling="spectral") == {1e-2}
+    assert rates() == rates(kl_clip=1e-3) == {1e-3}
+    assert rates(lr=0.5, step_scaling="spectral") == {0.5}

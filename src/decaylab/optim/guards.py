@@ -29,7 +29,7 @@ def check_arguments(model: Any, lr: Any) -> None:
     if not isinstance(model, nn.Module):
         remedy = "KFAC(model, lr=...); parameters or param groups go to params=..."
         raise WrongType("model", model, "the model itself, whose layers KFAC observes", remedy)
-    if not isinstance(lr, Real | Tensor):
+    if not isinstance(lr, Real | Tensor | None):
         remedy = "KFAC(model, lr=0.03, params=groups) takes param groups"
         raise WrongType("lr", lr, "a number or a tensor", remedy)
 

@@ -43,6 +43,7 @@ from decaylab.optim.guards import (
 from decaylab.optim.health import Health, Skips
 from decaylab.optim.kfac_state import add_curvature, curvature_state, without_curvature
 from decaylab.optim.options import (
+    LEARNING_RATES,
     KFACOptions,
     chosen_steps,
     first_order,
@@ -91,7 +92,7 @@ class KFAC(torch.optim.Optimizer):
 
     Args:
         model: the model whose training-mode forward passes are observed; or `torch.compile(model)`.
-        lr: learning rate, a number or a scalar tensor; the default suits `step_scaling="rms"`.
+        lr: learning rate, a number or a scalar tensor; by default 1e-3, or 1e-2 for spectral steps.
         params: parameters or param groups as in torch (`lr`, `weight_decay`, `decay`, `momentum`
             per group; weight and bias of a layer may be in different groups); None takes all of
             the model's.
@@ -147,7 +148,7 @@ class KFAC(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor | None = None,
         *,
         params: Iterable[Any] | None = None,
         curvature: Curvature = "fisher",
@@ -178,6 +179,8 @@ class KFAC(torch.optim.Optimizer):
         scaling, damping, scaled_damping = chosen_steps(
             kl_clip, step_scaling, damping, damping_scaling
         )
+        if lr is None:
+            lr = LEARNING_RATES[scaling]
         POSITIVE.check("damping", damping)
         POSITIVE.check("step_rms", step_rms)
         if kl_clip is not None:
