@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from decaylab.errors import DecaylabError, Mismatch
-from decaylab.networks.sharded import Parts
+from decaylab.networks.sharded import Parts, is_sharded, local
 from decaylab.optim.decay import OUTSIDE
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.scale_free import ScaleFree
@@ -131,8 +131,8 @@ class _Stepper:
         self.optimizer, self.layers, self._undecayed = optimizer, tuple(weights), undecayed
         self._damped = has_damping_path(optimizer)
         self._steps = steps
-        self._shares = Parts.of(part for parts in weights.values() for part in parts)
-        self._parts = self._shares.tensors
+        self._held = [part for parts in weights.values() for part in parts]
+        self._shares = Parts.of(self._held)
         devices = {part.device for part in self._parts}
         if len(devices) > 1:
             raise DecaylabError(
@@ -170,6 +170,11 @@ class _Stepper:
         assert source is not None
         where = [paths.layers.index(layer) for layer in self.layers]
         return source[:, where].to(self.device)
+
+    @property
+    def _parts(self) -> list[Tensor]:
+        """What this process has of the held tensors; asked anew, as a step may replace `p.data`."""
+        return [local(part) if is_sharded(part) else part for part in self._held]
 
     # ------------------------------------------------------------ around the optimizer's step
 
