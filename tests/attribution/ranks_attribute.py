@@ -1,7 +1,7 @@
 """Attributions in every process of a training, under torchrun: `ranks_attribute.py FOLDER KIND ...`
 
-KIND is ddp, ddp-kfac, fsdp (fully_shard), tp (tensor parallelism) or seeds (a model of its own for
-each). Writes each process's answers, by kind, to FOLDER/answers-RANK.json.
+KIND is ddp, ddp-kfac, fsdp (fully_shard), fsdp-kfac, tp (tensor parallelism) or seeds (a model of
+its own for each). Writes each process's answers, by kind, to FOLDER/answers-RANK.json.
 """
 
 import json

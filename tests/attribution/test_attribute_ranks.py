@@ -10,7 +10,7 @@ from attribution.ranks_attribute import answer, maker
 
 SCRIPT = Path(__file__).with_name("ranks_attribute.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-TOGETHER = ("ddp", "ddp-kfac", "fsdp", "tp")
+TOGETHER = ("ddp", "ddp-kfac", "fsdp", "fsdp-kfac", "tp")
 
 
 @pytest.mark.torchrun
