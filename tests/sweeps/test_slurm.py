@@ -91,7 +91,11 @@ def end_soon(environment, task):
     """Give a task one to two minutes more: it is told at the next look of Slurm."""
     squeue = ["squeue", "-h", "-j", task, "-o", "%M"]
     *_, minutes, _ = subprocess.check_output(squeue, env=environment, text=True).split(":")
-    update = ["scontrol", "update", f"JobId={task}", f"TimeLimit={int(minutes) + 2}"]
+    limit_time(environment, task, int(minutes) + 2)
+
+
+def limit_time(environment, task, minutes):
+    update = ["scontrol", "update", f"JobId={task}", f"TimeLimit={minutes}"]
     subprocess.check_call(update, env=environment)
 
 
@@ -110,11 +114,13 @@ def test_requeued_killed_and_timed_out_tasks_end_as_an_undisturbed_local_sweep(s
     requeued, _ = tasks.stopped_in_the_middle()
     subprocess.check_call(["scontrol", "requeue", task_of(slurm, requeued)], env=slurm)
     late, pid = tasks.stopped_in_the_middle()
-    end_soon(slurm, task_of(slurm, late))
+    task = task_of(slurm, late)
+    end_soon(slurm, task)
     deadline = time.monotonic() + PATIENCE
     while not pending(pid, signal.SIGUSR1):  # Slurm looks at time limits every 30 s
         assert time.monotonic() < deadline
         time.sleep(0.2)
+    limit_time(slurm, task, 60)  # or Slurm could tell it each time that it has just begun again
     os.kill(pid, signal.SIGCONT)
     output, _ = submitted.communicate(timeout=2 * PATIENCE)
     assert submitted.returncode == 0, output
