@@ -581,7 +581,7 @@ def other_kinds_of_shards(rank):
     with refuses(Conflict, settings=["K-FAC", "tensor parallelism"]):
         KFAC(columns)
     flattened = FullyShardedDataParallel(seeded(mlp), device_id=torch.device("cpu"))
-    with refuses(Conflict, settings=["K-FAC", "FullyShardedDataParallel (FSDP1)"]):
+    with refuses(Conflict, settings=["decaylab", "FullyShardedDataParallel"]):
         KFAC(flattened)
     model = seeded(mlp)
     fully_shard(model[0], mesh=init_device_mesh("cpu", (1, SIZE), mesh_dim_names=("one", "all")))
@@ -598,14 +598,14 @@ def a_parameter_that_is_not_sharded(rank):
     """
     model = seeded(mlp)
     fully_shard(model, ignored_params={model[3].bias})
-    with refuses(Lacks, owner="fully_shard", what="shards of '3.bias'"):
+    with refuses(Lacks, owner="the parameter '3.bias'", what="shards"):
         KFAC(model)
     KFAC(model, params=[p for p in model.parameters() if p is not model[3].bias])
     model[3].bias.requires_grad_(False)
     train(model, KFAC(model), range(2), rank)
     model = fully_shard(seeded(mlp))
     model(data(0)[0])
-    with refuses(Lacks, owner="fully_shard", what="shards of '0.weight'"):
+    with refuses(Lacks, owner="the parameter '0.weight'", what="shards"):
         KFAC(model)
     model.reshard()
     train(model, KFAC(model), range(2), rank)

@@ -7,7 +7,7 @@ from refusals import refuses
 from torch.distributed.tensor import Shard
 
 from decaylab.curvature import guards, messages, shards
-from decaylab.curvature.shards import Shards, local
+from decaylab.curvature.shards import Shards, own
 from decaylab.errors import Conflict
 
 SCRIPT = TESTS / "optim" / "shard_cases.py"
@@ -78,7 +78,7 @@ def test_the_parts_of_all_ranks_are_the_whole(monkeypatch):
         )
         places = [torch.full_like(whole, torch.nan) for whole in wholes]
         for parameter, place in zip(parameters, places, strict=True):
-            shards.own_part(parameter, place).copy_(local(parameter))
+            shards.own_part(parameter, place).copy_(own(parameter))
         Shards(parameters[0]).complete(parameters, places)
         sent.append(messages_of_rank)
     for parameters in ranks:
@@ -92,7 +92,7 @@ def test_the_parts_of_all_ranks_are_the_whole(monkeypatch):
         monkeypatch.setattr(torch.distributed, "all_gather", gather)
         places = [torch.full_like(whole, torch.nan) for whole in wholes]
         for parameter, place in zip(parameters, places, strict=True):
-            shards.own_part(parameter, place).copy_(local(parameter))
+            shards.own_part(parameter, place).copy_(own(parameter))
         Shards(parameters[0]).complete(parameters, places)
         assert all(map(torch.equal, places, wholes))
     assert 1 < len(sent[0]) < len(wholes)

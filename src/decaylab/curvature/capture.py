@@ -571,6 +571,12 @@ def wrappings(model: nn.Module) -> Iterator[nn.Module]:
         yield from wrappings(inner)
 
 
+def data_parallel(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """The DistributedDataParallel among the `wrappings`."""
+    kind = nn.parallel.DistributedDataParallel
+    return next((wrapped for wrapped in wrappings(model) if isinstance(wrapped, kind)), None)
+
+
 def innermost(model: nn.Module) -> nn.Module:
     """The last of the `wrappings`: the user's own module, whose forward pass is that of a rank."""
     return list(wrappings(model))[-1]

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from decaylab.curvature import guards
-from decaylab.curvature.capture import wrappings
+from decaylab.curvature.capture import data_parallel
 from decaylab.curvature.factors import Sums
 from decaylab.curvature.kinds.kind import Site
 from decaylab.curvature.messages import buckets
@@ -300,8 +300,7 @@ def distribution_of(
         return Alone(early=True)
     if mesh is not None:
         group = guards.group_of(mesh, group)
-    parallel = nn.parallel.DistributedDataParallel
-    wrapper: Any = next((m for m in wrappings(model) if isinstance(m, parallel)), None)
+    wrapper = data_parallel(model)
     if group is None and wrapper is not None:
         group = wrapper.process_group
     if group is not None:

@@ -22,7 +22,7 @@ from decaylab.errors import (
     WrongType,
     check_name,
 )
-from decaylab.networks.sharded import is_sharded
+from decaylab.networks.sharded import is_sharded, refuse_flat_parameters
 
 # -- planning --
 
@@ -371,12 +371,9 @@ def mesh_of(model: nn.Module, parameters: Iterable[Tensor]) -> Any:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp import FSDPModule
 
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        remedy = "shard it with torch.distributed.fsdp.fully_shard, or use DistributedDataParallel"
-        reason = "the latter flattens layers into one vector"
-        raise Conflict(["K-FAC", "FullyShardedDataParallel (FSDP1)"], reason, remedy)
+    refuse_flat_parameters(model)
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     if not sharded and not any(map(is_sharded, model.parameters())):
         return None
@@ -387,11 +384,10 @@ def mesh_of(model: nn.Module, parameters: Iterable[Tensor]) -> Any:
     for parameter in (p for p in parameters if p.requires_grad):
         if not is_sharded(parameter):
             remedy = (
-                "it was told to ignore it, and ranks would drift apart: freeze it or let it be "
-                "sharded; or it is gathered after a forward pass: call model.reshard() before "
-                "building KFAC"
+                "call model.reshard() before building KFAC if a forward pass has gathered it; if "
+                "fully_shard was told to ignore it, freeze it or let it be sharded"
             )
-            raise Lacks("fully_shard", f"shards of {names.get(parameter, 'a parameter')!r}", remedy)
+            raise Lacks(f"the parameter {names.get(parameter, '')!r}", "shards", remedy)
         meshes.append(mesh_of_parameter(parameter))
     if any(mesh != meshes[0] for mesh in meshes):
         remedy = "shard the model on one mesh"

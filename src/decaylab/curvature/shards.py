@@ -30,7 +30,7 @@ from decaylab.curvature.messages import buckets
 from decaylab.networks.sharded import is_sharded
 
 
-def local(tensor: Any) -> Any:
+def own(tensor: Any) -> Any:
     """What this rank holds of a tensor, in the same memory: all of it, if it is not in parts."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
@@ -42,7 +42,7 @@ def own_part(parameter: Any, whole: Tensor) -> Tensor:
     mesh, axis = parameter.device_mesh, _axis(parameter)
     longest = _longest(parameter, whole)
     first = min(mesh.get_local_rank(mesh.ndim - 1) * longest[axis], whole.shape[axis])
-    return whole.narrow(axis, first, local(parameter).shape[axis])
+    return whole.narrow(axis, first, own(parameter).shape[axis])
 
 
 def _axis(parameter: Any) -> int:
@@ -107,7 +107,7 @@ class Shards:
         """The norm of each whole tensor, in float32 at least."""
         norms = [
             torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32))
-            for part in map(local, tensors)
+            for part in map(own, tensors)
         ]
         if self.mesh is None or not norms:
             return norms

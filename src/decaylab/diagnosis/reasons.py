@@ -208,12 +208,12 @@ class Reason(Enum):
     CHANGED = "{change:change}."
     LOWER_ESTIMATE = (
         "This is a lower estimate: after so much decay, SGD's gradients are no longer those of a"
-        " run without it. In all pairs of such runs in our records, both together gave more"
-        " (docs/diagnosis.md)."
+        " run without it. In all pairs of such runs in our records, comparing with the baseline"
+        " gave a larger factor (docs/diagnosis.md)."
     )
     LONGER_STEPS = (
-        "Of this, smaller norms make {smaller:times}. The steps are {longer:times} as long as"
-        " without decay, as they can be once only one of the runs fits its data."
+        "Smaller norms account for {smaller:times} of this. The steps are also {longer:times} as"
+        " long as without decay, which can happen once only one of the runs fits its data."
     )
     HARDLY_CHANGED = "{change:change}, too little to matter."
     SCATTERS = "{change:change}, but the records scatter too widely to tell."

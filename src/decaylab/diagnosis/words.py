@@ -259,7 +259,9 @@ KINDS: dict[str, Callable[[Any], str]] = {
     # what is added to a sentence under a condition
     "at": lambda step: "" if step is None else f" at step {step}",
     "enough steps": lambda x: (
-        f" At this rate it takes about {three_digits(x)} steps, or as much more decay." if x else ""
+        f" At this rate it takes about {three_digits(x)} steps, or proportionally more decay."
+        if x
+        else ""
     ),
     "clip": lambda x: f", under a KL clip that cuts them to {times(x)} on average" if x else "",
     # Adam's law is SGD's as long as it remembers the norms of the start (`laws.memory`)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from decaylab.curvature.shards import local, own_part
+from decaylab.curvature.shards import own, own_part
 from decaylab.errors import FRACTION, NOT_NEGATIVE
 from decaylab.networks.sharded import is_sharded
 from decaylab.optim.decay import OUTSIDE, add_decay, check_decay
@@ -167,6 +167,6 @@ def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                own = local(value) if is_sharded(value) else own_part(parameter, value)
+                part = own(value) if is_sharded(value) else own_part(parameter, value)
                 state[name] = torch.empty_like(parameter, dtype=value.dtype)
-                local(state[name]).copy_(own)
+                own(state[name]).copy_(part)

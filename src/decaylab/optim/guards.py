@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.factors import RunningFactors, Sums
-from decaylab.curvature.shards import local
+from decaylab.curvature.shards import own
 from decaylab.errors import (
     FRACTION,
     NOT_NEGATIVE,
@@ -101,7 +101,7 @@ def check_measured(factors: RunningFactors, sums: Mapping[str, Sums]) -> None:
 
 def has_gaps(tensor: Tensor) -> bool:
     """Whether it is a part of a larger tensor that does not lie there in one piece."""
-    tensor = local(tensor)
+    tensor = own(tensor)
     return tensor.stride() != torch.empty_like(tensor, device="meta").stride()
 
 

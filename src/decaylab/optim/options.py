@@ -76,7 +76,8 @@ DAMPING_SCALINGS = ("fixed", "scale-free", "trace")
 # Where nothing is given: lambda; relative to a block's mean eigenvalue, by kind of steps.
 DAMPING = 1e-3
 RELATIVE_DAMPINGS = {"none": 1.0, "rms": 1.0, "spectral": 0.1}
-# As large in every direction, a step of the same size takes the loss less far (docs/kfac.md).
+# A spectral step is spread over all directions, so that little of its length goes where the loss
+# falls: it needs a larger learning rate (docs/kfac.md).
 LEARNING_RATES = {"none": 1e-3, "rms": 1e-3, "spectral": 1e-2}
 
 

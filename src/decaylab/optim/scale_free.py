@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from decaylab.curvature.blocks import Block
-from decaylab.curvature.shards import Shards, local
+from decaylab.curvature.shards import Shards, own
 from decaylab.errors import check_name, warn_user
 from decaylab.networks import roles
 from decaylab.networks.roles import normalised_layers
@@ -50,10 +50,10 @@ class ScaleFree:
             for parameter in self._parts[name]:
                 if not parameter.requires_grad:
                     continue
-                local(parameter).mul_(back)
+                own(parameter).mul_(back)
                 velocity = state.get(parameter, {}).get("momentum_buffer")
                 if velocity is not None:
-                    local(velocity).mul_(back)
+                    own(velocity).mul_(back)
 
     def _norms(self) -> dict[str, Tensor]:
         """|W_l| now, in float32 at least."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from decaylab.curvature.preconditioner import Preconditioner, norms_of
-from decaylab.curvature.shards import local
+from decaylab.curvature.shards import own
 from decaylab.errors import BadValue
 from decaylab.optim.decay import add_decay, check_decay
 from decaylab.optim.graphs import Captured, Graphs
@@ -111,13 +111,13 @@ class _Pattern:
             for dtype in dict.fromkeys(p.dtype for p in params):  # one at a time, on CUDA
                 same = [p for p in params if p.dtype == dtype]
                 steps = [slots[p].own for p in same]
-                velocities = [local(state[p]["momentum_buffer"]) for p in same]
-                self.members.append(_Members(index, [*map(local, same)], steps, velocities))
+                velocities = [own(state[p]["momentum_buffer"]) for p in same]
+                self.members.append(_Members(index, [*map(own, same)], steps, velocities))
                 self.gathered.append((same, steps))
             self.covered += params
             if group["decay"] == "l2" and group["weight_decay"]:
                 steps = [slots[p].own for p in params]
-                self.l2.append((group["weight_decay"], steps, [*map(local, params)]))
+                self.l2.append((group["weight_decay"], steps, [*map(own, params)]))
             entries = [entry for p in params for entry in places[p]]
             whole = len(entries) == every
             self.clipped.append((index, None if whole else blocks.vector(entries, torch.int64)))
@@ -212,7 +212,7 @@ class Updater:
             *(v if isinstance(v, bool) else id(v) for v in velocities),
         )
         if replay or self.blocks.shards.exist:  # what a graph, or a list of shards, has built in
-            key = (*key, *(local(p).data_ptr() for p in params))
+            key = (*key, *(own(p).data_ptr() for p in params))
         if replay:
             rates = (group["lr"] for group in groups)
             key = (*key, id(state), *(id(lr) for lr in rates if isinstance(lr, Tensor)))
@@ -378,10 +378,10 @@ class Updater:
             group, lr = groups[index], rates[index]
             weight_decay = group["weight_decay"]
             for p, gradient in zip(params, _gradients_of(params), strict=True):
-                if not _same_order(local(p), gradient):  # fused kernels run through memory
+                if not _same_order(own(p), gradient):  # fused kernels run through memory
                     p.grad = _laid_out_like(p, gradient)
             l2 = weight_decay if group["decay"] == "l2" else 0.0
-            weights = [*map(local, params)]
+            weights = [*map(own, params)]
             if group["decay"] in ("decoupled", "independent") and weight_decay:
                 one = weights[0].new_ones(())
                 rate = one * (lr if group["decay"] == "decoupled" else 1.0)
@@ -394,7 +394,7 @@ class Updater:
             sgd(
                 weights,
                 _gradients_of(params),
-                [local(_velocity(state[p], p)) if momentum else None for p in params],
+                [own(_velocity(state[p], p)) if momentum else None for p in params],
                 fused=True,
                 grad_scale=loss_scale.scale,
                 found_inf=stay,
@@ -443,7 +443,7 @@ def _gradients(params: list[Tensor], gradients: list[Tensor]) -> Iterator[None]:
 
 def _gradients_of(params: list[Tensor]) -> list[Any]:
     """Gradients of parameters that have one; of shards, this rank's own."""
-    return [local(p.grad) for p in params]
+    return [own(p.grad) for p in params]
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from decaylab.curvature.capture import wrappings
+from decaylab.curvature.capture import data_parallel
 from decaylab.curvature.distribution import Ranks
 from decaylab.data import Batches, Split
 from decaylab.errors import BadValue, DecaylabError, Misplaced
@@ -298,12 +298,14 @@ def world_of(model: nn.Module) -> World:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return World()
-    parallel = nn.parallel.DistributedDataParallel
-    wrapper: Any = next((m for m in wrappings(model) if isinstance(m, parallel)), None)
+    wrapper = data_parallel(model)
     team = team_of(model)
-    if wrapper is None and team is None:
+    if team is not None:
+        ranks = team.ranks
+    elif wrapper is not None:
+        ranks = dist.get_process_group_ranks(wrapper.process_group)
+    else:
         return World()
-    ranks = team.ranks if team else dist.get_process_group_ranks(wrapper.process_group)
     host = _host_group(dist.group.WORLD, tuple(ranks))
     return World(ranks.index(dist.get_rank()), len(ranks), host, host)
 
