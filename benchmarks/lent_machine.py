@@ -38,7 +38,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -221,7 +221,11 @@ def changed(folders: Sequence[Path], largest: int) -> list[Content]:
     paths = [p for folder in folders for p in folder.rglob("*") if p.is_file()]
     paths = [p for p in paths if not NOT_COLLECTED.fullmatch(p.name)]
     runs = {p.parent for p in paths if p.name == "spec.toml"}
-    new = {p.parent if p.parent in runs else p for p in paths if p.stat().st_mtime >= began}
+    written = {}
+    for path in paths:
+        with suppress(FileNotFoundError):  # the checkpoint of a run that has ended meanwhile
+            written[path] = path.stat().st_mtime
+    new = {p.parent if p.parent in runs else p for p, time in written.items() if time >= began}
     chosen = [p for p in paths if p in new or p.parent in new]
     chosen.sort(key=lambda p: (p.name != "manifest.json", p.suffix != ".safetensors", p))
     contents = []
@@ -232,7 +236,7 @@ def changed(folders: Sequence[Path], largest: int) -> list[Content]:
                 print(f"left out: {path} ({status.st_size / MEGABYTE:.0f} MB)")
                 continue
             contents.append(Content(path, path.read_bytes(), status.st_mtime))
-        except FileNotFoundError:  # the checkpoint of a run that has ended meanwhile
+        except FileNotFoundError:
             continue
     return contents
 

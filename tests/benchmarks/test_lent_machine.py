@@ -242,3 +242,18 @@ def test_a_manifest_is_read_before_rows_and_a_checkpoint_too(begun):
     run_folder("a", checkpoint=b"c")
     names = [content.path.name for content in begun.changed([Path("results")], 100)]
     assert names == ["manifest.json", "checkpoint.safetensors", "rows.jsonl", "spec.toml"]
+
+
+def test_a_checkpoint_that_goes_while_it_is_collected_is_left_out(begun, monkeypatch):
+    run_folder("a", checkpoint=b"c")
+    is_file = Path.is_file
+
+    def last_look(path):
+        there = is_file(path)
+        if path.name == "checkpoint.safetensors":
+            path.unlink(missing_ok=True)
+        return there
+
+    monkeypatch.setattr(Path, "is_file", last_look)
+    names = {content.path.name for content in begun.changed([Path("results")], 100)}
+    assert names == {"manifest.json", "rows.jsonl", "spec.toml"}

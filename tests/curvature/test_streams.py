@@ -50,6 +50,20 @@ def test_where_all_are_taken_it_is_one_of_them(torchs):
     assert len({stream.cuda_stream for stream in kept}) == 32
 
 
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_one_that_two_share_is_taken_while_either_lives(torchs, leaves):
+    kept = [own_stream(CUDA) for _ in range(32)]
+    shared = own_stream(CUDA)
+    pair = [kept.pop(shared.cuda_stream), shared]
+    del shared, pair[leaves]
+    gc.collect()
+    gone = kept.pop(3).cuda_stream
+    gc.collect()
+    kept.append(own_stream(CUDA))
+    assert kept[-1].cuda_stream == gone
+    assert own_stream(CUDA).cuda_stream != pair[0].cuda_stream
+
+
 @pytest.mark.gpu
 def test_torch_has_so_many():
     every = [torch.cuda.Stream() for _ in range(3 * streams.IN_TORCH)]

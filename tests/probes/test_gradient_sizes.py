@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from decaylab import watch
+from decaylab.networks.sharded import Parts
 from decaylab.probes.gradients import gradient_sizes, radial_gradients
 from decaylab.probes.layers import layers_of
 
@@ -84,6 +85,18 @@ def test_norms_that_are_over_the_range_of_float16():
     assert found == pytest.approx({**sizes, "gradient_at_max/0": 1.0}, rel=1e-6)
 
 
+def test_norms_of_several_precisions_stand_in_the_order_of_their_tensors():
+    kinds = [torch.float16, torch.float32, torch.bfloat16, torch.float64, torch.float16]
+    tensors = [torch.full((n,), 512.0 * n, dtype=kind) for n, kind in enumerate(kinds, start=1)]
+    tensors[4] = torch.full((10_000,), 1024.0, dtype=torch.float16)
+    parts = Parts.of(tensors)
+    expected = [512.0 * n**1.5 for n in range(1, 5)] + [102_400.0]
+    assert [float(norm) for norm in parts.norms()] == pytest.approx(expected, rel=1e-6)
+    dots = parts.dots(parts.tensors, parts.tensors)
+    assert [float(dot) for dot in dots] == pytest.approx([n**2 for n in expected], rel=1e-6)
+    assert {norm.dtype for norm in parts.norms(dtype=torch.float64)} == {torch.float64}
+
+
 def test_gradients_of_zero_have_a_size_and_those_that_are_not_finite_have_none():
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -155,3 +168,17 @@ def test_a_step_whose_gradients_cannot_be_measured_has_none(monkeypatch):
     steps = {row.step for row in watched.records.rows if row.name.startswith("radial_gradient/")}
     assert steps == {1, 3}
     assert {row.step for row in watched.records.series("gradient_norm")} == {1, 3}
+
+
+def test_radial_gradients_of_layers_in_several_precisions():
+    """Those of 16 bits are taken in 32, beside others in 32 and 64."""
+    kinds = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    model = nn.Sequential(*(normalized(kind)[0] for kind in kinds))
+    before = {}
+    for i, kind in enumerate(kinds):
+        part, values = normalized(kind, 512.0)
+        for mine, parameter in zip(model[i][0].parameters(), part[0].parameters(), strict=True):
+            mine.grad = parameter.grad
+        before[f"{i}.0"] = values["0"]
+    expected = {f"radial_gradient/{i}.0": RADIAL for i in range(len(kinds))}
+    assert radial_gradients(layers_of(model), before) == pytest.approx(expected, rel=1e-6)

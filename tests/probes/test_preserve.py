@@ -392,3 +392,17 @@ def test_every_normalisation_uses_the_batch_where_it_is_told_to():
     assert same(before, model.state_dict())
     assert model[1].track_running_stats
     assert model[4].track_running_stats
+
+
+@pytest.mark.parametrize("outputs", [3, probes.jacobian.SAMPLES + 1])
+def test_no_pass_of_the_jacobian_probe_has_more_than_a_chunk_of_the_inputs(outputs):
+    """Neither that which counts the outputs, nor those that measure, exactly or from samples."""
+    model, sizes = nn.Linear(4, outputs), []
+    optimizer, inputs = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(300, 4)
+    chosen = {"every": 1, "probes": ["jacobian_norm"], "inputs": inputs}
+    with probes.watch(model, optimizer, **chosen) as watched:
+        model.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    assert sizes == [128, 128, 128, 44]  # the first is counted on
+    assert watched.records.last("jacobian_norm") > 0

@@ -368,6 +368,24 @@ def test_spectra():
     assert outliers["1.out_proj"] < 0.4
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_spectra_of_complex_weights(dtype):
+    """U diag(3, 2, 1) V' with unitary U and V, and heads whose W_Q' W_K has one singular value."""
+    torch.manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(n, n, dtype=dtype))[0] for n in (4, 3))
+    model = nn.Sequential(nn.Linear(3, 4, dtype=dtype), nn.MultiheadAttention(4, 2, dtype=dtype))
+    with torch.no_grad():
+        model[0].weight.copy_(u[:, :3] * torch.tensor([3.0, 2.0, 1.0]) @ v)
+        for rows, factor in ((slice(0, 2), 1j), (slice(4, 6), 1)):  # of head 0: W_Q and W_K
+            real = factor * torch.outer(torch.ones(2), torch.randn(4))
+            model[1].in_proj_weight[rows] = real.to(dtype)
+    norms, ranks, _ = (reading.layers for reading in spectra(model))
+    assert norms["0"] == pytest.approx(3.0, rel=1e-5)
+    assert ranks["0"] == pytest.approx(14 / 9, rel=1e-5)
+    heads = head_ranks(model).layers
+    assert (heads["1.0"], heads["1.1"]) == (1.0, 2.0)
+
+
 def test_a_probe_is_one_file(tmp_path, monkeypatch):
     text = (
         "from decaylab.probes import Probe, Reading, register\n"

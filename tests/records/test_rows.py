@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from decaylab.errors import NotWritten
 from decaylab.records.packing import read_rows
-from decaylab.records.rows import Row, RowWriter
+from decaylab.records.rows import Row, Rows, RowWriter
 
 
 def row(step, name="loss", value=1.0):
@@ -181,3 +181,13 @@ def test_a_large_file_takes_less_memory_than_it_has_bytes(tmp_path):
         tracemalloc.stop()
     assert len(rows.rows) == 60_000
     assert peak < path.stat().st_size
+
+
+def test_rows_in_memory_are_all_there_also_several_of_one_step():
+    """As they were logged: what a file has of them is the last of each step and name."""
+    every = [row(step, value=value) for step in (20, 10) for value in (3.0, math.inf, 1.0)]
+    rows = Rows(tuple(every))
+    assert rows.series("loss") == every[3:] + every[:3]
+    assert rows.points("loss") == tuple((r.step, r.value) for r in every[3:] + every[:3])
+    assert rows.not_finite() == [every[1], every[4]]
+    assert rows.last("loss") == 1.0

@@ -265,6 +265,51 @@ def test_stopped_between_its_last_checkpoint_and_its_manifest_it_is_finished_nex
     assert last.values | seconds == whole.values | seconds
 
 
+class Killed(BaseException):
+    pass
+
+
+def killed_at_the_last_manifest(data, store, *, written):
+    """A run that keeps no checkpoint, up to its last manifest, or to just after it."""
+    write = RunFolder.write_manifest
+
+    def last_write(folder, manifest):
+        if manifest.status == "running" or (written and manifest.status == "finished"):
+            write(folder, manifest)
+        if manifest.status != "running":
+            raise Killed
+
+    execution = replace(EAGER, keep_checkpoint=False)
+    with mock.patch.object(RunFolder, "write_manifest", last_write), pytest.raises(Killed):
+        finish(SPEC, data=data, store=store, execution=execution)
+    return execution
+
+
+def test_without_its_last_manifest_a_run_continues_though_it_keeps_no_checkpoint(digits, tmp_path):
+    store = RunStore(tmp_path)
+    execution = killed_at_the_last_manifest(digits, store, written=False)
+    last = finish(SPEC, data=digits, store=store, execution=execution)
+    folder = store.folder(SPEC.id)
+    assert [start.step for start in folder.manifest().starts] == [0, 14]
+    assert same(last.model.state_dict(), finish(SPEC, data=digits).model.state_dict())
+    assert folder.is_finished()
+    assert not folder.has_checkpoint()
+
+
+def test_an_earlier_checkpoint_beside_a_finished_manifest_is_not_taken_for_the_last(
+    digits, tmp_path
+):
+    store = RunStore(tmp_path)
+    execution = killed_at_the_last_manifest(digits, store, written=True)
+    folder = store.folder(SPEC.id)
+    assert folder.is_finished()
+    assert folder.has_checkpoint()
+    with pytest.raises(Lacks):
+        load_run(folder)
+    with refuses(Lacks, what="checkpoint"):
+        finish(SPEC, data=digits, store=store, execution=execution)
+
+
 def test_an_error_is_a_failed_run_that_continues(digits, tmp_path):
     store = RunStore(tmp_path)
 

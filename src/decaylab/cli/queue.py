@@ -343,7 +343,9 @@ def _make_runs(
     store = queue.store if work is None else work.store
     wanted = {run.spec.data for run in queue.planned(artefacts) if not has_ended(run, store)}
     if first.alone and limits.processes > 1 and wanted:
-        return {first.name: "it needs the device to itself: run the queue without --processes"}
+        why = "it needs the device to itself: run the queue without --processes"
+        say(f"{first.name} waits: {why}", stream=stream)
+        return {}
     missing = _missing_data(wanted, limits.data_dir)
     planned = queue.planned(artefacts, allowance, without=missing)
     requests.check()

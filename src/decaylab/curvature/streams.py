@@ -7,6 +7,7 @@ import torch
 # How many streams of a priority torch makes; it hands them out in turn, again and again.
 IN_TORCH = 32
 
+# By their `id`: where there were no more, two objects have one stream, which both still own.
 _owned: WeakValueDictionary[int, torch.cuda.Stream] = WeakValueDictionary()
 
 
@@ -17,9 +18,10 @@ def own_stream(device: torch.device | None, priority: int = 0) -> torch.cuda.Str
     captured there: those of two owners would write to it at the same time, or one would free the
     other's (pytorch/pytorch issue 193402).
     """
+    taken = {stream.cuda_stream for stream in _owned.values()}
     for _ in range(IN_TORCH):
         stream = torch.cuda.Stream(device, priority=priority)
-        if stream.cuda_stream not in _owned:
+        if stream.cuda_stream not in taken:
             break
-    _owned[stream.cuda_stream] = stream
+    _owned[id(stream)] = stream
     return stream

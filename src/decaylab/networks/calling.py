@@ -52,7 +52,7 @@ def call_with(
     values = {
         f"{module_name}.{attribute}".lstrip("."): replacements[id(parameter)]
         for module_name, module in model.named_modules()
-        for attribute, parameter in module.named_parameters(recurse=False)
+        for attribute, parameter in module._parameters.items()  # with every name of each
         if id(parameter) in replacements
     }
     return functional_call(model, values, arguments, tie_weights=False)

@@ -104,18 +104,19 @@ class Parts:
         chosen = self.tensors if parts is None else list(parts)
         if not chosen:
             return []
-        if dtype is None and any(part.element_size() < 4 for part in chosen):
-            chosen = [part.float() if part.element_size() < 4 else part for part in chosen]
-        norms = list(torch._foreach_norm(chosen, 2, dtype=dtype))
+        norms = _norms(chosen, dtype)
         if not any(self.spreads):
             return norms
         squares = self.sums([norm.double().square() for norm in norms])
         return [square.sqrt() for square in squares]
 
     def dots(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
-        """The dot products of pairs of whole tensors that are divided as these are."""
+        """The dot products of pairs of whole tensors that are divided as these are.
+
+        Those of 16 bits are taken in 32; one pair at a time is copied for it.
+        """
         pairs = zip(first, second, strict=True)
-        return self.sums([torch.dot(a.flatten(), b.flatten()) for a, b in pairs])
+        return self.sums([torch.dot(_precise(a), _precise(b)) for a, b in pairs])
 
     def sums(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Numbers of the parts, added up over the processes that hold different parts."""
@@ -136,6 +137,22 @@ class Parts:
             for i, value in zip(places, reduced.to(table.device), strict=True):
                 totals[i] = value
         return totals
+
+
+def _norms(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    """Summed in `dtype`; None: in at least 32 bits, which copies none of them."""
+    types = [dtype or (torch.float32 if t.element_size() < 4 else None) for t in tensors]
+    norms: dict[int, Tensor] = {}
+    for kind in dict.fromkeys(types):
+        places = [i for i, other in enumerate(types) if other == kind]
+        several = torch._foreach_norm([tensors[i] for i in places], 2, dtype=kind)
+        norms |= zip(places, several, strict=True)
+    return [norms[i] for i in range(len(tensors))]
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    """A vector of its entries, in at least 32 bits."""
+    return (tensor.float() if tensor.element_size() < 4 else tensor).flatten()
 
 
 def _spread(tensor: Any) -> Spread | None:

@@ -69,8 +69,8 @@ def radial_gradients(layers: Layers, before: Scaled) -> dict[str, float]:
             pairs[layer] = several
     with torch.no_grad():
         parts = Parts.of(w for several in pairs.values() for _, w in several)
-        w = [_precise(tensor) for tensor in parts.tensors]
-        g = [_precise(local(g)) for several in pairs.values() for g, _ in several]
+        w = parts.tensors
+        g = [local(g) for several in pairs.values() for g, _ in several]
         columns = [
             iter(column) for column in (parts.dots(g, w), parts.dots(g, g), parts.dots(w, w))
         ]
@@ -86,8 +86,3 @@ def radial_gradients(layers: Layers, before: Scaled) -> dict[str, float]:
 def _stacked(numbers_of_tensors: Sequence[Tensor]) -> Tensor:
     """In double."""
     return torch.stack([number.double() for number in numbers_of_tensors])
-
-
-def _precise(tensor: Tensor) -> Tensor:
-    """In at least 32 bits."""
-    return tensor.float() if tensor.element_size() < 4 else tensor

@@ -152,11 +152,12 @@ def _by_example(gradient: Tensor) -> Tensor:
     return gradient.flatten(1).double().square().sum(1)
 
 
-def _exact_passes(model: nn.Module, inputs: Tensor) -> int:
-    """How many backward passes the exact norm of one chunk takes; costs a forward pass."""
+def _exact_passes(model: nn.Module, inputs: Tensor, chunk: int | None) -> int:
+    """How many backward passes the exact norm of one chunk takes; costs its forward pass."""
     with untouched(model) as bare_model, torch.no_grad():
-        entries = check_logits(bare_model(inputs)).numel()
-        return entries if tied(bare_model, "eval") else entries // len(inputs)
+        first = next(iter(chunks(bare_model, inputs, chunk, "eval")))
+        entries = check_logits(bare_model(first)).numel()
+        return entries if tied(bare_model, "eval") else entries // len(first)
 
 
 def _measure(moment: Moment) -> list[Reading]:
@@ -166,8 +167,8 @@ def _measure(moment: Moment) -> list[Reading]:
     """
     if moment.images is None:
         model, inputs = applied(moment.model, moment.inputs, moment.logits)
-        samples = SAMPLES if _exact_passes(model, inputs) > SAMPLES else None
         chunk = None if whole(moment.inputs) else 128
+        samples = SAMPLES if _exact_passes(model, inputs, chunk) > SAMPLES else None
         return [jacobian_norm(model, inputs, samples=samples, chunk=chunk)]
     parts = moment.images.test(8 * CHUNK)
     norms = torch.cat([jacobian_norms(moment.model, part, chunk=CHUNK) for part in parts])

@@ -38,7 +38,7 @@ def spectra(model: nn.Module) -> list[Reading]:
         if min(m, n) > LONGEST:
             continue
         matrix = whole(largest_weight).flatten(1)
-        squares = torch.linalg.svdvals(matrix.float()).double().square()
+        squares = torch.linalg.svdvals(_single(matrix)).double().square()
         total, largest = float(squares.sum()), float(squares[0])
         if not (math.isfinite(total) and largest > 0):
             continue
@@ -63,7 +63,7 @@ def head_ranks(model: nn.Module) -> Reading:
     values = {}
     for name, module in model.named_modules():
         for head, (query, key) in enumerate(_heads(module)):
-            squares = torch.linalg.svdvals(query.T.float() @ key.float()).double().square()
+            squares = torch.linalg.svdvals(_single(query).mH @ _single(key)).double().square()
             reached = torch.cumsum(squares, 0) >= RANK_SHARE * squares.sum()
             values[f"{name or 'model'}.{head}"] = float(reached.double().argmax() + 1)
     return Reading("head_rank", "1", values)
@@ -107,6 +107,11 @@ def _matrix(module: object) -> Tensor | None:
         return None
     weight = whole(weight)
     return weight.T if type(module).__name__ == "Conv1D" else weight
+
+
+def _single(matrix: Tensor) -> Tensor:
+    """In 32 bits, or pairs of 32 where complex: of 16, torch has no singular values."""
+    return matrix.to(torch.cfloat if matrix.is_complex() else torch.float)
 
 
 def _measure(moment: Moment) -> list[Reading]:

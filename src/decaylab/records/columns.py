@@ -117,7 +117,7 @@ class RowColumns(Sequence[Row]):
 
 
 class ColumnBuilder:
-    """Takes numbers as they are read; of several with one step and name the last one counts."""
+    """Takes numbers as they are read."""
 
     def __init__(self) -> None:
         self._steps, self._epochs, self._seconds = array("q"), array("q"), array("d")
@@ -158,8 +158,8 @@ class ColumnBuilder:
         self._value = array("d", rows.value[keep].tobytes())
         return int(len(keep) - keep.sum())
 
-    def rows(self) -> RowColumns:
-        """What was taken."""
+    def every_row(self) -> RowColumns:
+        """All that was taken, also several with one step and name."""
         moments = (
             np.array(self._steps, np.int64),
             np.array(self._epochs, np.int64),
@@ -170,10 +170,16 @@ class ColumnBuilder:
             np.frombuffer(self._name, np.uint32),
             np.frombuffer(self._value),
         )
-        if (np.diff(moments[0]) <= 0).any():  # else no step comes twice
-            steps, names = moments[0][columns[0]], columns[1]
-            order = np.lexsort((steps, names))  # stable: of equals the last one stands last
-            again = (np.diff(names[order]) == 0) & (np.diff(steps[order]) == 0)
-            last = np.sort(order[np.append(~again, True)[: len(order)]])
-            columns = columns[0][last], columns[1][last], columns[2][last]
         return RowColumns(moments, list(self._numbers), columns)
+
+    def rows(self) -> RowColumns:
+        """What was taken; of several with one step and name the last one."""
+        every = self.every_row()
+        if not (np.diff(every.steps) <= 0).any():  # no step comes twice
+            return every
+        steps, names = every.steps[every.moment], every.name
+        order = np.lexsort((steps, names))  # stable: of equals the last one stands last
+        again = (np.diff(names[order]) == 0) & (np.diff(steps[order]) == 0)
+        last = np.sort(order[np.append(~again, True)[: len(order)]])
+        columns = every.moment[last], names[last], every.value[last]
+        return RowColumns((every.steps, every.epochs, every.seconds), every.names, columns)

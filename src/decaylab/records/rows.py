@@ -57,7 +57,7 @@ class Rows:
             return self.rows
         builder = ColumnBuilder()
         builder.extend(self.rows)
-        return builder.rows()
+        return builder.every_row()
 
     @cached_property
     def by_name(self) -> Mapping[str, list[Row]]:

@@ -68,7 +68,7 @@ class Journal:
             path = self.folder.previous_checkpoint
             if not path.exists():
                 raise
-            self._fell_back = True
+            self._fell_back = self.folder.checkpoint.exists()
             return checkpoint.load(path)
 
     def check_rows(self, run: TrainingRun) -> None:
@@ -139,8 +139,9 @@ class Journal:
         ended = replace(self._manifest, status=status, message=message, test_hits=hits)
         if status == "finished":
             self.settle()
-            if not keep_checkpoint:  # before: an earlier one must not pass for the last
-                self.folder.remove_checkpoints()
+            if not keep_checkpoint:  # an earlier one: what reads a finished run must not find it,
+                with suppress(FileNotFoundError):  # but without this manifest, the run needs it
+                    self.folder.checkpoint.replace(self.folder.previous_checkpoint)
             self.folder.write_manifest(ended)
             self.folder.previous_checkpoint.unlink(missing_ok=True)
         else:

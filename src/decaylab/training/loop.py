@@ -324,7 +324,7 @@ def _recorded(run: TrainingRun, journal: Journal | None) -> dict[str, float]:
 
 
 def _finished_before(run: TrainingRun, journal: Journal | None) -> Progress:
-    if not _resume(run, journal):
+    if not _resume(run, journal) or run.epoch < run.epochs:
         where = "its folder" if journal is None else journal.folder.path
         remedy = f"move {where} away to train it again"
         raise Lacks(f"run {run.spec.id}, which is finished,", "checkpoint", remedy)
