@@ -1,9 +1,11 @@
 """Watching sharded models, as one process: `sharded_cases.py FOLDER RANK SIZE DEVICE [CASE]`."""
 
 import copy
+import errno
 import math
 import sys
 import warnings
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -35,6 +37,7 @@ from decaylab.networks import measure_invariance, sharded
 from decaylab.optim.optimizer_behaviour import behaviour
 from decaylab.probes import curvature_traces, gauss_newton_norm, weight_norms
 from decaylab.records import read_recording
+from decaylab.records.rows import RowWriter
 from decaylab.training import NormTransfer
 
 SIZE = int(sys.argv[3]) if __name__ == "__main__" else 2
@@ -491,6 +494,27 @@ def one_rank_may_read_and_diagnose(rank):
     gathered = [torch.zeros(STEPS, dtype=torch.float64) for _ in range(SIZE)]
     dist.all_gather(gathered, torch.tensor(losses, dtype=torch.float64))
     assert not torch.equal(*gathered)
+
+
+@case
+def a_disk_that_is_full(rank):
+    """It fails the first one's writes alone, and no measurement that the others wait in."""
+    model = fully(new(Perceptron))
+    probes = ("weight_norm", "update_correlation")
+    watched = watch(model, adamw(model), every=2, probes=probes, folder=f"{FOLDER}/full")
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with (
+        mock.patch.object(RowWriter, "append", full),
+        pytest.warns(UserWarning, match="No space") if rank == 0 else nullcontext(),
+        watched,
+    ):
+        train(model, watched.optimizer, Perceptron, share_of=(rank, SIZE), steps=6)
+    names = {(step, name.partition("/")[0]) for step, name in numbers(watched)}
+    assert names >= {(step, "weight_norm") for step in (1, 2, 4, 6)}
+    assert names >= {(step, "update_correlation") for step in (2, 3, 5)}
 
 
 @case

@@ -408,10 +408,12 @@ class Watch:
         if self._before is None:
             return
         try:
-            if self._earlier is not None:
-                self._record_following()
+            if self._earlier is not None:  # written below: the first process's disk may be full
+                self._unwritten.extend(self._following_rows())
             if due := self._due_probes(self.steps):
                 self.record(due, self._gradients)
+            else:
+                self._flush()
         except Exception as error:
             self._warn_once("records", error)
         self._before = None
@@ -452,11 +454,11 @@ class Watch:
         self._changes.extend(changes)
         return changes
 
-    def _record_following(self) -> None:
+    def _following_rows(self) -> list[Row]:
         following = [probe for probe in self.probes if probe.follows]
         moment = replace(self._moment(), earlier=self._earlier)
         self._earlier = None
-        self._keep(self._as_rows(self._measured(following, moment)))
+        return self._as_rows(self._measured(following, moment))
 
     def _last_move(self) -> Snapshot:
         assert self._before is not None
