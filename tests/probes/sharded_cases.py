@@ -15,6 +15,7 @@ from oracle.two_ranks import run_cases
 from pytorch_optimizer import Lion
 from refusals import refuses
 from torch import nn
+from torch.distributed import new_group
 from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -684,14 +685,26 @@ def an_optimizer_that_waits_for_others_is_not_tried(rank):
             dist.all_reduce(torch.ones(1))
             return super().step(closure)
 
+    class Founding(torch.optim.SGD):
+        def __init__(self, params, lr=0.1, weight_decay=0.1):
+            super().__init__(params, lr=lr, weight_decay=weight_decay)
+            self.group = new_group()
+
+    class Meshed(torch.optim.SGD):
+        def __init__(self, params, lr=0.1, weight_decay=0.1):
+            super().__init__(params, lr=lr, weight_decay=weight_decay)
+            self.mesh = init_device_mesh("cpu", (SIZE, 1))
+
     class Own(torch.optim.AdamW):
         def step(self, closure=None):
             return super().step(closure)
 
     model = fully(new(Perceptron))
+    kinds = (Waiting, Founding, Meshed)
+    unknown = [kind(model.parameters(), lr=0.1, weight_decay=0.1) for kind in kinds]
     if rank == 0:
-        waiting = Waiting(model.parameters(), lr=0.1, weight_decay=0.1)
-        assert behaviour(waiting, waiting.param_groups[0]).operator.kind == "unknown"
+        for waiting in unknown:
+            assert behaviour(waiting, waiting.param_groups[0]).operator.kind == "unknown"
         own = Own(model.parameters(), lr=0.1, weight_decay=0.1)
         assert behaviour(own, own.param_groups[0]).decay == "decoupled"
     dist.barrier()
