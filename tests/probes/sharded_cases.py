@@ -437,11 +437,21 @@ def one_rank_alone_is_refused(rank):
             ):
                 watch(model, optimizer, inputs=inputs)
         else:
-            next(sharded._meetings)  # a call of watch that never came
+            next(sharded._meetings[tuple(range(SIZE))])  # a call of watch that never came
     finally:
         sharded.SECONDS_TO_WARN, sharded.SECONDS_TO_WAIT = before
     dist.barrier()
     train(model, optimizer, Perceptron, steps=1, share_of=(rank, SIZE))
+
+
+def teams_that_overlap(rank):
+    """Two of the four processes have met before all do."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("many", "shards"))
+    with mock.patch.object(sharded, "SECONDS_TO_WAIT", 5.0):
+        if rank < 2:
+            sharded.Team(mesh["shards"]).meet("watch(...)", {"steps between records": 1})
+        dist.barrier()
+        sharded.Team(mesh).meet("watch(...)", {"steps between records": 2})
 
 
 @case
@@ -815,7 +825,11 @@ def main(folder, rank, size, device, *chosen):
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     warnings.filterwarnings("ignore", "The .grad attribute")  # torch.compile of a sharded block
-    of_four = (tensor_parallelism_in_fully_shard, replicas_and_shards_of_four)
+    of_four = (
+        tensor_parallelism_in_fully_shard,
+        replicas_and_shards_of_four,
+        teams_that_overlap,
+    )
     cases = {name: CASES.get(name) for name in chosen or CASES}
     cases |= {function.__name__: function for function in of_four}
     run_cases(cases, folder, int(rank), SIZE, chosen or tuple(CASES))

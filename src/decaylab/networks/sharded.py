@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ from torch.autograd import forward_ad
 from decaylab.errors import Conflict, Lacks, Mismatch, warn_user
 
 SECONDS_TO_WARN, SECONDS_TO_WAIT = 30.0, 600.0  # for the other processes, at a meeting
-_meetings = count()
+_meetings: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
+"""The number of the next meeting of these ranks: processes need not be in the same teams."""
 
 Spread = tuple[Any, tuple[bool, ...]]
 """A device mesh, and along which of its axes a tensor is divided (not replicated)."""
@@ -203,8 +205,9 @@ class Team:
         if len(self.ranks) == 1:
             return
         store, begun, warned = _store(), time.monotonic(), False
-        number, own = next(_meetings), dist.get_rank()
-        keys = {rank: f"decaylab/{number}/{rank}" for rank in self.ranks}
+        number, own = next(_meetings[tuple(self.ranks)]), dist.get_rank()
+        meeting = f"decaylab/{','.join(map(str, self.ranks))}/{number}"
+        keys = {rank: f"{meeting}/{rank}" for rank in self.ranks}
         store.set(keys[own], json.dumps({"what": what, **facts}, default=str))
         while missing := [rank for rank, key in keys.items() if not store.check([key])]:
             waited = time.monotonic() - begun
