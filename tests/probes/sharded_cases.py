@@ -6,6 +6,7 @@ import math
 import sys
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -33,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from decaylab import audit_decay, decay_table, diagnose, watch
 from decaylab.diagnosis import suggest
-from decaylab.errors import Conflict, Lacks, Mismatch, WrongType
+from decaylab.errors import Conflict, Failed, Lacks, Mismatch, NotWritten, WrongType
 from decaylab.networks import measure_invariance, sharded
 from decaylab.optim.optimizer_behaviour import behaviour
 from decaylab.probes import curvature_traces, gauss_newton_norm, weight_norms
@@ -526,6 +527,26 @@ def a_disk_that_is_full(rank):
     names = {(step, name.partition("/")[0]) for step, name in numbers(watched)}
     assert names >= {(step, "weight_norm") for step in (1, 2, 4, 6)}
     assert names >= {(step, "update_correlation") for step in (2, 3, 5)}
+
+
+@case
+def folders_that_fail_on_the_first_rank(rank):
+    """All are told, and none waits; the others may name no folder."""
+    model = fully(new(Perceptron))
+    path = Path(FOLDER, "a file")
+    path.touch()
+    folder = path / "in it" if rank == 0 else None
+    with pytest.raises(NotADirectoryError if rank == 0 else Failed):
+        watch(model, adamw(model), folder=folder)
+    folder = f"{FOLDER}/damaged" if rank == 0 else None
+    with watch(model, adamw(model), every=1, folder=folder) as watched:
+        if rank == 0:
+            Path(FOLDER, "damaged", "rows.jsonl").mkdir()
+        with pytest.raises(NotWritten if rank == 0 else Failed):
+            watched.resume(0)
+        if rank == 0:
+            Path(FOLDER, "damaged", "rows.jsonl").rmdir()
+        train(model, watched.optimizer, Perceptron, share_of=(rank, SIZE), steps=1)
 
 
 @case

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from decaylab.errors import Conflict, Lacks, Mismatch, warn_user
+from decaylab.errors import Conflict, Failed, Lacks, Mismatch, warn_user
 
 SECONDS_TO_WARN, SECONDS_TO_WAIT = 30.0, 600.0  # for the other processes, at a meeting
 _meetings: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
@@ -195,6 +195,25 @@ class Team:
         if self.first:
             letters = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return json.loads(bytes(self.from_first(letters).tolist()))
+
+    def by_first(self, what: str, work: Callable[[], Any]) -> Any:
+        """What `work` returns on the first one, which alone does it; its error is one of all.
+
+        It returns plain values, as for `told`.
+        """
+        values, failure = None, None
+        if self.first:
+            try:
+                values = work()
+            except Exception as error:  # the others are told before it is raised
+                failure = error
+        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+        values, reason = self.told([values, reason])
+        if failure is not None:
+            raise failure
+        if reason is not None:
+            raise Failed(f"{what} on rank {self.ranks[0]}", reason, "see its own error")
+        return values
 
     def meet(self, what: str, facts: Mapping[str, object]) -> None:
         """Wait until all are here, and refuse to go on where they differ in what they were given.

@@ -210,19 +210,28 @@ class Watch:
         self._logged, self._unwritten = [], []
         self._settings = {}  # those that changed past the checkpoint are to be recorded again
         self._carried, self._anew = {}, False
-        if self._writer is not None:
-            self._writer.resume(step)
-            contents = read_contents(self._writer.path)
-            self._rows, self._changes = list(contents.rows.rows), list(contents.settings)
-            self._events = list(contents.events)
-            self._carried = _last_exposure(contents.rows)
-        if self._team is not None:  # all count records alike, and go on with the first one's
-            known = {"rows": [astuple(row) for row in self._rows], "carried": self._carried}
-            known = self._team.told(known)
-            self._rows, self._carried = [Row(*row) for row in known["rows"]], known["carried"]
+        if self._team is None:
+            self._read_again(step)
+        else:  # all count records alike, and go on with the first one's
+
+            def known() -> list[Any]:
+                self._read_again(step)
+                return [[astuple(row) for row in self._rows], self._carried]
+
+            rows, self._carried = self._team.by_first("watched.resume(...)", known)
+            self._rows = [Row(*row) for row in rows]
         self._records = len({row.step for row in self._rows})
         if self._handles:  # runs of ours have it in their manifest
             self.note("resumed")
+
+    def _read_again(self, step: int) -> None:
+        if self._writer is None:
+            return
+        self._writer.resume(step)
+        contents = read_contents(self._writer.path)
+        self._rows, self._changes = list(contents.rows.rows), list(contents.settings)
+        self._events = list(contents.events)
+        self._carried = _last_exposure(contents.rows)
 
     def detach(self) -> None:
         """Take the hooks off the optimizers; the records stay."""
@@ -708,8 +717,16 @@ def watch(
         inputs = _shared(team, inputs, {probe.name: steps for probe, steps in chosen.items()})
     first = _writes(given, team)
     if folder is not None and first:
-        Path(folder).mkdir(parents=True, exist_ok=True)
         writer = RowWriter(Path(folder) / "rows.jsonl")
+
+    def make_folder() -> None:
+        if writer is not None:
+            writer.path.parent.mkdir(parents=True, exist_ok=True)
+
+    if team is None:
+        make_folder()
+    else:
+        team.by_first("watch(...)", make_folder)
     return Watch(
         model,
         optimizers,
