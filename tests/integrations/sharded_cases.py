@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
@@ -133,6 +134,23 @@ def lightning(rank):
         recording = read_recording(f"{FOLDER}/lightning")
         assert values(recording.rows.rows) == values(callback.watched.records.rows)
         assert "train_loss" in recording.outcomes
+
+
+@case
+def lightning_interrupted_on_one_rank(rank):
+    """Amid a round of two optimizers: it waits for nobody."""
+    model = network()
+    fully_shard(model)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[3])]
+    callback = lightning_watch.WatchCallback()
+    callback._watched = watch(model, optimizers, every=1)
+    if rank == 0:
+        optimizers[0].step()
+        callback.on_exception(None, model, KeyboardInterrupt())
+        assert not callback.watched.records.rows
+        optimizers[0].step()
+        assert callback.watched.steps == 0
+    dist.barrier()
 
 
 BY_SIZE = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 20}

@@ -157,8 +157,9 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
         self._metrics = now
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Also take the hooks off when training is interrupted."""
-        self._detach()
+        """Also take the hooks off when training is interrupted, maybe on this process alone."""
+        if self._watched is not None:
+            self._watched.__exit__(type(exception))
 
     def _detach(self) -> None:
         if self._watched is not None:

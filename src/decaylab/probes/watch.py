@@ -10,9 +10,10 @@ It uses the optimizers' step hooks, so it works in plain loops and under Lightni
 step. The trainer of `decaylab train` uses the same object, and tells it of steps itself.
 
 A sharded model (`fully_shard`, tensor parallelism) is watched by all of its processes together: all
-call `watch`, and `resume`, alike. Each then has all numbers, of the whole model, and the first one
-writes them. Processes send each other something in these two calls and in steps that are recorded,
-and nowhere else: `records`, `log`, `detach` and `diagnose` may be used by one alone.
+call `watch`, `resume` and `detach` (or leave the `with` block) alike. Each then has all numbers, of
+the whole model, and the first one writes them. Processes send each other something in these calls
+and in steps that are recorded, and nowhere else: `records`, `log` and `diagnose` may be used by one
+alone. A `with` block that an error ends sends nothing.
 """
 
 import math
@@ -234,7 +235,11 @@ class Watch:
         self._carried = _last_exposure(contents.rows)
 
     def detach(self) -> None:
-        """Take the hooks off the optimizers; the records stay."""
+        """Take the hooks off the optimizers; the records stay.
+
+        A round that only some of the optimizers have stepped in ends here, and may be recorded: all
+        processes of a sharded model must call this.
+        """
         if self._stepped:  # a round that not all have taken part in
             self._end_round()
         self._flush()
