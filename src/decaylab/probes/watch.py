@@ -671,7 +671,9 @@ def watch(
     tensor parallelism, DistributedDataParallel) all call this; the first one writes.
 
     Args:
-        model: the model that is trained, wrapped or not.
+        model: the model that is trained, wrapped or not; where DistributedDataParallel wraps it,
+            the wrapper itself, which says which process is the first. With `wrapper.module` each
+            process would take itself for the only one, and write.
         optimizer: the optimizer that steps it, or a list; also wrappers that hold it as
             `.optimizer`.
         every: steps between two records.
