@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
@@ -28,6 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from decaylab import watch
 from decaylab.integrations import lightning as lightning_watch
 from decaylab.integrations import transformers as transformers_watch
+from decaylab.probes import FREE, Probe
 from decaylab.records import read_recording
 
 CASES = {}
@@ -133,6 +135,75 @@ def lightning(rank):
         recording = read_recording(f"{FOLDER}/lightning")
         assert values(recording.rows.rows) == values(callback.watched.records.rows)
         assert "train_loss" in recording.outcomes
+
+
+@case
+def lightning_data_parallel(rank):
+    """The first one alone writes, and warns."""
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x):
+            return self.net(x)
+
+        def training_step(self, batch, _):
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return adamw(self)
+
+    def broken(moment):
+        raise ZeroDivisionError
+
+    x, y = examples()
+    folder = f"{FOLDER}/lightning-parallel"
+    callback = lightning_watch.WatchCallback(
+        every=2, probes=[*FREE, Probe("broken", "free", broken)], inputs=x[:4], folder=folder
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=int(SIZE),
+        strategy="ddp",
+        max_steps=4,
+        callbacks=[callback],
+        default_root_dir=FOLDER,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        logger=False,
+        use_distributed_sampler=False,
+    )
+    own = TensorDataset(x[rank :: int(SIZE)], y[rank :: int(SIZE)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Module(), DataLoader(own, batch_size=4))
+    assert sum("ZeroDivisionError" in str(w.message) for w in caught) == (rank == 0)
+    found = values(callback.watched.records.rows)
+    assert (4, "weight_norm/net.0") in found
+    if rank == 0:
+        rows = read_recording(folder).rows
+        assert rows.superseded == 0
+        assert values(rows.rows) == found
+
+
+@case
+def lightning_interrupted_on_one_rank(rank):
+    """Amid a round of two optimizers: it waits for nobody."""
+    model = network()
+    fully_shard(model)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[3])]
+    callback = lightning_watch.WatchCallback()
+    callback._watched = watch(model, optimizers, every=1)
+    if rank == 0:
+        optimizers[0].step()
+        callback.on_exception(None, model, KeyboardInterrupt())
+        assert not callback.watched.records.rows
+        optimizers[0].step()
+        assert callback.watched.steps == 0
+    dist.barrier()
 
 
 BY_SIZE = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 20}

@@ -1,9 +1,12 @@
 """Watching sharded models, as one process: `sharded_cases.py FOLDER RANK SIZE DEVICE [CASE]`."""
 
 import copy
+import errno
 import math
 import sys
 import warnings
+from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,6 +16,7 @@ from oracle.two_ranks import run_cases
 from pytorch_optimizer import Lion
 from refusals import refuses
 from torch import nn
+from torch.distributed import new_group
 from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,11 +34,12 @@ from torch.utils.checkpoint import checkpoint
 
 from decaylab import audit_decay, decay_table, diagnose, watch
 from decaylab.diagnosis import suggest
-from decaylab.errors import Conflict, Lacks, Mismatch, WrongType
+from decaylab.errors import Conflict, Failed, Lacks, Mismatch, NotWritten, WrongType
 from decaylab.networks import measure_invariance, sharded
 from decaylab.optim.optimizer_behaviour import behaviour
 from decaylab.probes import curvature_traces, gauss_newton_norm, weight_norms
 from decaylab.records import read_recording
+from decaylab.records.rows import RowWriter
 from decaylab.training import NormTransfer
 
 SIZE = int(sys.argv[3]) if __name__ == "__main__" else 2
@@ -433,11 +438,21 @@ def one_rank_alone_is_refused(rank):
             ):
                 watch(model, optimizer, inputs=inputs)
         else:
-            next(sharded._meetings)  # a call of watch that never came
+            next(sharded._meetings[tuple(range(SIZE))])  # a call of watch that never came
     finally:
         sharded.SECONDS_TO_WARN, sharded.SECONDS_TO_WAIT = before
     dist.barrier()
     train(model, optimizer, Perceptron, steps=1, share_of=(rank, SIZE))
+
+
+def teams_that_overlap(rank):
+    """Two of the four processes have met before all do."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("many", "shards"))
+    with mock.patch.object(sharded, "SECONDS_TO_WAIT", 5.0):
+        if rank < 2:
+            sharded.Team(mesh["shards"]).meet("watch(...)", {"steps between records": 1})
+        dist.barrier()
+        sharded.Team(mesh).meet("watch(...)", {"steps between records": 2})
 
 
 @case
@@ -491,6 +506,47 @@ def one_rank_may_read_and_diagnose(rank):
     gathered = [torch.zeros(STEPS, dtype=torch.float64) for _ in range(SIZE)]
     dist.all_gather(gathered, torch.tensor(losses, dtype=torch.float64))
     assert not torch.equal(*gathered)
+
+
+@case
+def a_disk_that_is_full(rank):
+    """It fails the first one's writes alone, and no measurement that the others wait in."""
+    model = fully(new(Perceptron))
+    probes = ("weight_norm", "update_correlation")
+    watched = watch(model, adamw(model), every=2, probes=probes, folder=f"{FOLDER}/full")
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with (
+        mock.patch.object(RowWriter, "append", full),
+        pytest.warns(UserWarning, match="No space") if rank == 0 else nullcontext(),
+        watched,
+    ):
+        train(model, watched.optimizer, Perceptron, share_of=(rank, SIZE), steps=6)
+    names = {(step, name.partition("/")[0]) for step, name in numbers(watched)}
+    assert names >= {(step, "weight_norm") for step in (1, 2, 4, 6)}
+    assert names >= {(step, "update_correlation") for step in (2, 3, 5)}
+
+
+@case
+def folders_that_fail_on_the_first_rank(rank):
+    """All are told, and none waits; the others may name no folder."""
+    model = fully(new(Perceptron))
+    path = Path(FOLDER, "a file")
+    path.touch()
+    folder = path / "in it" if rank == 0 else None
+    with pytest.raises(NotADirectoryError if rank == 0 else Failed):
+        watch(model, adamw(model), folder=folder)
+    folder = f"{FOLDER}/damaged" if rank == 0 else None
+    with watch(model, adamw(model), every=1, folder=folder) as watched:
+        if rank == 0:
+            Path(FOLDER, "damaged", "rows.jsonl").mkdir()
+        with pytest.raises(NotWritten if rank == 0 else Failed):
+            watched.resume(0)
+        if rank == 0:
+            Path(FOLDER, "damaged", "rows.jsonl").rmdir()
+        train(model, watched.optimizer, Perceptron, share_of=(rank, SIZE), steps=1)
 
 
 @case
@@ -660,14 +716,26 @@ def an_optimizer_that_waits_for_others_is_not_tried(rank):
             dist.all_reduce(torch.ones(1))
             return super().step(closure)
 
+    class Founding(torch.optim.SGD):
+        def __init__(self, params, lr=0.1, weight_decay=0.1):
+            super().__init__(params, lr=lr, weight_decay=weight_decay)
+            self.group = new_group()
+
+    class Meshed(torch.optim.SGD):
+        def __init__(self, params, lr=0.1, weight_decay=0.1):
+            super().__init__(params, lr=lr, weight_decay=weight_decay)
+            self.mesh = init_device_mesh("cpu", (SIZE, 1))
+
     class Own(torch.optim.AdamW):
         def step(self, closure=None):
             return super().step(closure)
 
     model = fully(new(Perceptron))
+    kinds = (Waiting, Founding, Meshed)
+    unknown = [kind(model.parameters(), lr=0.1, weight_decay=0.1) for kind in kinds]
     if rank == 0:
-        waiting = Waiting(model.parameters(), lr=0.1, weight_decay=0.1)
-        assert behaviour(waiting, waiting.param_groups[0]).operator.kind == "unknown"
+        for waiting in unknown:
+            assert behaviour(waiting, waiting.param_groups[0]).operator.kind == "unknown"
         own = Own(model.parameters(), lr=0.1, weight_decay=0.1)
         assert behaviour(own, own.param_groups[0]).decay == "decoupled"
     dist.barrier()
@@ -778,7 +846,11 @@ def main(folder, rank, size, device, *chosen):
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
     warnings.filterwarnings("ignore", "The .grad attribute")  # torch.compile of a sharded block
-    of_four = (tensor_parallelism_in_fully_shard, replicas_and_shards_of_four)
+    of_four = (
+        tensor_parallelism_in_fully_shard,
+        replicas_and_shards_of_four,
+        teams_that_overlap,
+    )
     cases = {name: CASES.get(name) for name in chosen or CASES}
     cases |= {function.__name__: function for function in of_four}
     run_cases(cases, folder, int(rank), SIZE, chosen or tuple(CASES))

@@ -6,7 +6,11 @@ import pytest
 from oracle.two_ranks import failures
 
 CASES = Path(__file__).with_name("sharded_cases.py")
-OF_FOUR = ("tensor_parallelism_in_fully_shard", "replicas_and_shards_of_four")
+OF_FOUR = (
+    "tensor_parallelism_in_fully_shard",
+    "replicas_and_shards_of_four",
+    "teams_that_overlap",
+)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from decaylab.curvature.preserve import bare
 from decaylab.errors import Lacks, needed
 from decaylab.integrations.trackers import by_step
 from decaylab.networks.calling import Inputs, LogitsRule
@@ -99,12 +100,14 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
         refuse_flat_parameters(trainer.model)  # it wraps the module
         optimizers = list(trainer.optimizers)
         alone = optimizers[0] if len(optimizers) == 1 else None
-        model = alone.model if isinstance(alone, KFAC) else pl_module
+        # DistributedDataParallel, where it wraps the module: it tells watch which process is first
+        wrapped = trainer.model if bare(trainer.model) is bare(pl_module) else pl_module
+        model = alone.model if isinstance(alone, KFAC) else wrapped
         if self._module is not None:
             model = pl_module.get_submodule(self._module)
-        elif self._inputs is not None and type(model).forward is _library.LightningModule.forward:
+        elif self._inputs is not None and _has_no_forward(bare(model)):
             remedy = 'name the part that returns the logits: WatchCallback(module="net")'
-            raise Lacks(type(model).__name__, "forward for the inputs", remedy)
+            raise Lacks(type(bare(model)).__name__, "forward for the inputs", remedy)
         first = trainer.is_global_zero  # one process writes
         trackers = [*self._trackers, *([_Loggers(trainer)] if self._log else [])]
         self._watched = watch(
@@ -157,8 +160,9 @@ class WatchCallback(_library.Callback):  # type: ignore[misc,unused-ignore]
         self._metrics = now
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Also take the hooks off when training is interrupted."""
-        self._detach()
+        """Also take the hooks off when training is interrupted, maybe on this process alone."""
+        if self._watched is not None:
+            self._watched.__exit__(type(exception))
 
     def _detach(self) -> None:
         if self._watched is not None:
@@ -175,6 +179,10 @@ class _Loggers:
         for step, values in by_step(rows).items():
             for logger in self.trainer.loggers:
                 logger.log_metrics(values, step=step)
+
+
+def _has_no_forward(model: nn.Module) -> bool:
+    return type(model).forward is _library.LightningModule.forward
 
 
 def _steps_per_epoch(trainer: Any) -> int | None:

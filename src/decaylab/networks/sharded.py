@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,10 +32,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from decaylab.errors import Conflict, Lacks, Mismatch, warn_user
+from decaylab.errors import Conflict, Failed, Lacks, Mismatch, warn_user
 
 SECONDS_TO_WARN, SECONDS_TO_WAIT = 30.0, 600.0  # for the other processes, at a meeting
-_meetings = count()
+_meetings: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
+"""The number of the next meeting of these ranks: processes need not be in the same teams."""
 
 Spread = tuple[Any, tuple[bool, ...]]
 """A device mesh, and along which of its axes a tensor is divided (not replicated)."""
@@ -211,6 +213,25 @@ class Team:
             letters = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return json.loads(bytes(self.from_first(letters).tolist()))
 
+    def by_first(self, what: str, work: Callable[[], Any]) -> Any:
+        """What `work` returns on the first one, which alone does it; its error is one of all.
+
+        It returns plain values, as for `told`.
+        """
+        values, failure = None, None
+        if self.first:
+            try:
+                values = work()
+            except Exception as error:  # the others are told before it is raised
+                failure = error
+        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+        values, reason = self.told([values, reason])
+        if failure is not None:
+            raise failure
+        if reason is not None:
+            raise Failed(f"{what} on rank {self.ranks[0]}", reason, "see its own error")
+        return values
+
     def meet(self, what: str, facts: Mapping[str, object]) -> None:
         """Wait until all are here, and refuse to go on where they differ in what they were given.
 
@@ -220,8 +241,9 @@ class Team:
         if len(self.ranks) == 1:
             return
         store, begun, warned = _store(), time.monotonic(), False
-        number, own = next(_meetings), dist.get_rank()
-        keys = {rank: f"decaylab/{number}/{rank}" for rank in self.ranks}
+        number, own = next(_meetings[tuple(self.ranks)]), dist.get_rank()
+        meeting = f"decaylab/{','.join(map(str, self.ranks))}/{number}"
+        keys = {rank: f"{meeting}/{rank}" for rank in self.ranks}
         store.set(keys[own], json.dumps({"what": what, **facts}, default=str))
         while missing := [rank for rank, key in keys.items() if not store.check([key])]:
             waited = time.monotonic() - begun

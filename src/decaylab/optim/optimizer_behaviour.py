@@ -31,6 +31,7 @@ from torch.nn.functional import normalize
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from decaylab.curvature.guards import several
 from decaylab.optim.decay_operator import (
     HALVED,
     LR,
@@ -88,8 +89,8 @@ def behaviour(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Beh
 
     The optimizer itself, its parameters and the random generators are left alone. The result is
     reused while flags, the presence of momentum and decay, and whether all parameters are vectors
-    stay the same; numbers that a schedule may change do not matter. One whose step sends something
-    to other processes cannot be tested by one of them, and is not known.
+    stay the same; numbers that a schedule may change do not matter. One that sends something
+    to other processes, or makes a process group, cannot be tested by one of them: it is not known.
     """
     telling = [item for item in group.items() if isinstance(item[1], bool | str)]
     telling += [(name, bool(group.get(name))) for name in ("momentum", "weight_decay")]
@@ -171,11 +172,6 @@ def _operator(replica: Replica) -> DecayOperator:
     return operator
 
 
-def several() -> bool:
-    """Whether there are other processes that a step might send to."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 class _NothingSent(TorchDispatchMode):
     """Refuses to send to other processes, which do not take part in a trial."""
 
@@ -183,8 +179,26 @@ class _NothingSent(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if function.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-            raise RuntimeError("the step waits for other processes")
+            _refuse()
         return function(*args, **(kwargs or {}))
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise RuntimeError("the optimizer waits for other processes")
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Nothing is sent in here, and no process group made, which others would have to make too."""
+    if not several():
+        yield
+        return
+    # every way to make a group names it, and not all ways are looked up in `torch.distributed`
+    with (
+        _NothingSent(),
+        mock.patch.object(dist.distributed_c10d, "_process_group_name", _refuse),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -201,7 +215,7 @@ def undisturbed() -> Iterator[None]:
             mock.patch.dict(_global_optimizer_pre_hooks, clear=True),
             mock.patch.dict(_global_optimizer_post_hooks, clear=True),
             contextlib.redirect_stdout(io.StringIO()),
-            _NothingSent() if several() else contextlib.nullcontext(),
+            _alone(),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")

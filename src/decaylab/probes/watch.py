@@ -10,9 +10,10 @@ It uses the optimizers' step hooks, so it works in plain loops and under Lightni
 step. The trainer of `decaylab train` uses the same object, and tells it of steps itself.
 
 A sharded model (`fully_shard`, tensor parallelism) is watched by all of its processes together: all
-call `watch`, and `resume`, alike. Each then has all numbers, of the whole model, and the first one
-writes them. Processes send each other something in these two calls and in steps that are recorded,
-and nowhere else: `records`, `log`, `detach` and `diagnose` may be used by one alone.
+call `watch`, `resume` and `detach` (or leave the `with` block) alike. Each then has all numbers, of
+the whole model, and the first one writes them. Processes send each other something in these calls
+and in steps that are recorded, and nowhere else: `records`, `log` and `diagnose` may be used by one
+alone. A `with` block that an error ends sends nothing.
 """
 
 import math
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import decaylab
-from decaylab.curvature.capture import wrappings
+from decaylab.curvature.capture import data_parallel
 from decaylab.curvature.preserve import bare
 from decaylab.errors import AT_LEAST_ONE, BadValue, Lacks, WrongType
 from decaylab.networks.calling import Inputs, LogitsRule
@@ -210,22 +211,35 @@ class Watch:
         self._logged, self._unwritten = [], []
         self._settings = {}  # those that changed past the checkpoint are to be recorded again
         self._carried, self._anew = {}, False
-        if self._writer is not None:
-            self._writer.resume(step)
-            contents = read_contents(self._writer.path)
-            self._rows, self._changes = list(contents.rows.rows), list(contents.settings)
-            self._events = list(contents.events)
-            self._carried = _last_exposure(contents.rows)
-        if self._team is not None:  # all count records alike, and go on with the first one's
-            known = {"rows": [astuple(row) for row in self._rows], "carried": self._carried}
-            known = self._team.told(known)
-            self._rows, self._carried = [Row(*row) for row in known["rows"]], known["carried"]
+        if self._team is None:
+            self._read_again(step)
+        else:  # all count records alike, and go on with the first one's
+
+            def known() -> list[Any]:
+                self._read_again(step)
+                return [[astuple(row) for row in self._rows], self._carried]
+
+            rows, self._carried = self._team.by_first("watched.resume(...)", known)
+            self._rows = [Row(*row) for row in rows]
         self._records = len({row.step for row in self._rows})
         if self._handles:  # runs of ours have it in their manifest
             self.note("resumed")
 
+    def _read_again(self, step: int) -> None:
+        if self._writer is None:
+            return
+        self._writer.resume(step)
+        contents = read_contents(self._writer.path)
+        self._rows, self._changes = list(contents.rows.rows), list(contents.settings)
+        self._events = list(contents.events)
+        self._carried = _last_exposure(contents.rows)
+
     def detach(self) -> None:
-        """Take the hooks off the optimizers; the records stay."""
+        """Take the hooks off the optimizers; the records stay.
+
+        A round that only some of the optimizers have stepped in ends here, and may be recorded: all
+        processes of a sharded model must call this.
+        """
         if self._stepped:  # a round that not all have taken part in
             self._end_round()
         self._flush()
@@ -408,10 +422,12 @@ class Watch:
         if self._before is None:
             return
         try:
-            if self._earlier is not None:
-                self._record_following()
+            if self._earlier is not None:  # written below: the first process's disk may be full
+                self._unwritten.extend(self._following_rows())
             if due := self._due_probes(self.steps):
                 self.record(due, self._gradients)
+            else:
+                self._flush()
         except Exception as error:
             self._warn_once("records", error)
         self._before = None
@@ -452,11 +468,11 @@ class Watch:
         self._changes.extend(changes)
         return changes
 
-    def _record_following(self) -> None:
+    def _following_rows(self) -> list[Row]:
         following = [probe for probe in self.probes if probe.follows]
         moment = replace(self._moment(), earlier=self._earlier)
         self._earlier = None
-        self._keep(self._as_rows(self._measured(following, moment)))
+        return self._as_rows(self._measured(following, moment))
 
     def _last_move(self) -> Snapshot:
         assert self._before is not None
@@ -655,7 +671,9 @@ def watch(
     tensor parallelism, DistributedDataParallel) all call this; the first one writes.
 
     Args:
-        model: the model that is trained, wrapped or not.
+        model: the model that is trained, wrapped or not; where DistributedDataParallel wraps it,
+            the wrapper itself, which says which process is the first. With `wrapper.module` each
+            process would take itself for the only one, and write.
         optimizer: the optimizer that steps it, or a list; also wrappers that hold it as
             `.optimizer`.
         every: steps between two records.
@@ -706,8 +724,16 @@ def watch(
         inputs = _shared(team, inputs, {probe.name: steps for probe, steps in chosen.items()})
     first = _writes(given, team)
     if folder is not None and first:
-        Path(folder).mkdir(parents=True, exist_ok=True)
         writer = RowWriter(Path(folder) / "rows.jsonl")
+
+    def make_folder() -> None:
+        if writer is not None:
+            writer.path.parent.mkdir(parents=True, exist_ok=True)
+
+    if team is None:
+        make_folder()
+    else:
+        team.by_first("watch(...)", make_folder)
     return Watch(
         model,
         optimizers,
@@ -725,8 +751,7 @@ def _writes(model: nn.Module, team: Team | None) -> bool:
     """Whether this process writes the records: the first of those that train a model together."""
     if team is not None:
         return team.first
-    parallel = nn.parallel.DistributedDataParallel
-    wrapper: Any = next((m for m in wrappings(model) if isinstance(m, parallel)), None)
+    wrapper = data_parallel(model)
     return wrapper is None or dist.get_rank(wrapper.process_group) == 0
 
 
