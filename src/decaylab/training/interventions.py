@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from decaylab.errors import DecaylabError, Mismatch
-from decaylab.networks.sharded import Parts, is_sharded, local
+from decaylab.networks.sharded import Parts, local
 from decaylab.optim.decay import OUTSIDE
 from decaylab.optim.kfac import KFAC
 from decaylab.optim.scale_free import ScaleFree
@@ -174,7 +174,7 @@ class _Stepper:
     @property
     def _parts(self) -> list[Tensor]:
         """What this process has of the held tensors; asked anew, as a step may replace `p.data`."""
-        return [local(part) if is_sharded(part) else part for part in self._held]
+        return [local(part) for part in self._held]
 
     # ------------------------------------------------------------ around the optimizer's step
 

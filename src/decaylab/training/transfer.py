@@ -46,7 +46,8 @@ def rescale(model: nn.Module, norms: Mapping[str, float]) -> None:
     model = bare(model)
     put_back(model)
     normalised = normalised_layers(model)
-    for name in {role.layer for role in roles(model).values() if role.role == "invariant"}:
+    invariant = [role.layer for role in roles(model).values() if role.role == "invariant"]
+    for name in dict.fromkeys(invariant):  # in the same order on every process: norms are sums
         layer, normalisation = normalised[name]
         if not any(weight.requires_grad for weight in layer.weights):
             continue
