@@ -11,12 +11,25 @@ from decaylab.curvature.shards import Shards, own
 from decaylab.errors import Conflict
 
 SCRIPT = TESTS / "optim" / "shard_cases.py"
+OF_THREE = (
+    "as_one_process_with_spectral_steps",
+    "as_one_process_with_a_kl_clip",
+    "as_one_process_with_convolutions",
+    "as_distributed_data_parallel",
+    "a_gradient_of_one_rank_that_is_not_finite",
+    "each_ranks_own_state",
+    "a_distributed_checkpoint",
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_with_shards(tmp_path, size):
-    assert failures(tmp_path, "cpu", size=size, script=SCRIPT) == []
+def test_two_ranks_with_shards(tmp_path):
+    assert failures(tmp_path, "cpu", script=SCRIPT) == []
+
+
+@pytest.mark.slow
+def test_three_ranks_with_uneven_and_empty_shards(tmp_path):
+    assert failures(tmp_path, "cpu", *OF_THREE, size=3, script=SCRIPT) == []
 
 
 @pytest.mark.slow
