@@ -68,7 +68,8 @@ class OverSeeds:
 class Entry:
     """One cell: its key without the decay, the paper's number, ours, and where ours comes from.
 
-    `comparable`: data and network are the paper's; else the difference says nothing. `searched`
+    `first` is that of seed 0 alone. `comparable`: data and network are the paper's; else the
+    difference says nothing. `searched`
     is the number at the settings of our own search, `setting`, where they differ from those of
     `ours`.
     `scheme`: what is done about decay, in a table that has more than one kind of it.
@@ -79,6 +80,7 @@ class Entry:
     paper: float | None
     ours: OverSeeds
     tier: str
+    first: float | None = None
     comparable: bool = False
     searched: OverSeeds = OverSeeds()
     setting: str = ""
