@@ -12,6 +12,7 @@ from decaylab.document import grid_markdown, text_grid
 from decaylab.errors import DecaylabError, check_name
 from decaylab.paper import TIERS, Cell
 from decaylab.paper.claims import CLAIMS, Claim
+from decaylab.paper.further_seeds import NEAR
 from decaylab.paper.superseded import superseded as superseded_why
 from decaylab.records.files import replace_text
 from decaylab.report.figures import groups, label_of
@@ -43,7 +44,6 @@ from results_pages.searches import searches
 
 BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 ADDED = ("undecayed",)  # schemes that a row is shown without, too
-WITHIN = 1.0  # points of accuracy that a full run may be off the paper
 
 
 def table(results: Results, name: str) -> str:
@@ -101,14 +101,14 @@ def misses(results: Results) -> str:
     filled = results.filled("table1", "full")
     assert filled.table is not None
     entries = [entry for entry in filled.table.entries if entry.first is not None]
-    near = [entry for entry in entries if _distance(entry, entry.first) <= WITHIN]
+    near = [entry for entry in entries if _distance(entry, entry.first) <= NEAR]
     marked = [
         e
         for e in entries
-        if e not in near and e.searched.n and _distance(e, e.searched.mean) <= WITHIN
+        if e not in near and e.searched.n and _distance(e, e.searched.mean) <= NEAR
     ]
     text = f"{len(near)} of the {len(entries)} cells that were run at tier full are within"
-    text += f" {WITHIN:g} point of the paper at seed 0 and the published settings"
+    text += f" {NEAR:g} point of the paper at seed 0 and the published settings"
     text += f", {len(marked)} more at those of our own search (‡)." if marked else "."
     wrong = [pair for pair in pairs(filled.table) if _other_order(pair)]
     by_column = filled.table.by_column
