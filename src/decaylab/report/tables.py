@@ -68,11 +68,11 @@ class OverSeeds:
 class Entry:
     """One cell: its key without the decay, the paper's number, ours, and where ours comes from.
 
-    `first` is that of seed 0 alone. `comparable`: data and network are the paper's; else the
-    difference says nothing. `searched`
+    `comparable`: data and network are the paper's; else the difference says nothing. `searched`
     is the number at the settings of our own search, `setting`, where they differ from those of
     `ours`.
     `scheme`: what is done about decay, in a table that has more than one kind of it.
+    `first`: ours of seed 0 alone.
     """
 
     key: tuple[str, ...]
@@ -80,11 +80,11 @@ class Entry:
     paper: float | None
     ours: OverSeeds
     tier: str
-    first: float | None = None
     comparable: bool = False
     searched: OverSeeds = OverSeeds()
     setting: str = ""
     scheme: str = ""
+    first: float | None = None
 
 
 @dataclass(frozen=True)
