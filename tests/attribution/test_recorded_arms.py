@@ -296,6 +296,9 @@ def test_the_command(spec_file, tmp_path):
     assert set(found["metrics"]["train/loss"]["shares"]) == {"size", "rotation", "interaction"}
     by_run = run(SPEC.id, "--runs", tmp_path / "runs" / "attribution", "--seeds", 1, "--json")
     assert by_run.exit_code == 0, by_run.output
+    assert found["title"] == "SGD, MLP BN on digits"
+    held = run(spec_file, "--seeds", 1, *runs, "--json", "--only", "layers=conv")
+    assert json.loads(held.stdout)["title"] == "SGD, MLP BN on digits, held: conv"
 
 
 def test_the_command_from_the_middle_of_a_run(spec_file, tmp_path):

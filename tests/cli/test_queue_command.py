@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from decaylab.cli import app
 from decaylab.cli.queue import Queue
 from decaylab.errors import RUNS_LEFT
-from decaylab.paper import select
+from decaylab.paper import FinishedRuns, select
 from decaylab.paper import superseded as supersession
+from decaylab.paper.further_seeds import with_doubt
 from decaylab.paper.plan import chosen_cells
 from decaylab.records import RunStore
 from decaylab.sweeps.estimate import Estimator, TimeEstimate
@@ -476,3 +477,36 @@ def test_what_to_make_again_has_two_kinds(queue):
     result = queue(TABLE2 + 'again = "everything"\n')
     assert result.exit_code == 2
     assert "unknown again 'everything'" in result.output
+
+
+def accuracies(tier, label, *values):
+    """Finished runs of Table 1's cells of a label, seed 0."""
+    for cell, value in zip(
+        select(chosen_cells("table1", tier, 1, [], Path("runs")), label), values, strict=True
+    ):
+        write_run(
+            RunStore("runs"), cell.runs[0], {"test/accuracy": value}, tier=tier, device="a GPU"
+        )
+
+
+def test_a_second_seed_is_for_what_one_leaves_in_doubt(queue):
+    """A number over a point off the paper, or a pair whose effect may be noise: by seed 0."""
+    net = ["dataset=cifar10", "network=vgg16", "batch_norm=1", "augment=0"]
+    accuracies("full", [*net, "optimizer=sgd"], 0.8580, 0.8885)  # the paper: 86.99 and 88.85
+    accuracies("full", [*net, "optimizer=kfac-f"], 0.8850, 0.8880)  # 87.97 and 89.02
+    accuracies("full", [*net, "optimizer=kfac-g"], 0.8817, 0.8977)  # the paper's own
+    text = (
+        '[[entry]]\nname = "d"\nreproduce = "table1"\ntier = "full"\nseeds = 2\ndoubtful = true\n'
+    )
+    assert standing(queue, text) == [("to do", 3, 6)]
+    cells = with_doubt(
+        chosen_cells("table1", "full", 2, [], Path("runs")), FinishedRuns(RunStore("runs")), "full"
+    )
+    assert [(cell.key["optimizer"], cell.key["weight_decay"]) for cell in cells] == [
+        ("sgd", 0),
+        ("kfac-f", 0),
+        ("kfac-f", 1),
+    ]
+    refused = queue(text.replace("table1", "fig2"), "--dry-run")
+    assert refused.exit_code == 2
+    assert "table1, table3" in refused.stderr.replace("\n", " ")

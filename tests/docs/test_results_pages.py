@@ -7,7 +7,7 @@ import pytest
 from refusals import refuses
 from report.synthetic import CLOCK, write_run, write_searched
 from results_pages.__main__ import main
-from results_pages.blocks import BLOCKS, decided, refreshed
+from results_pages.blocks import BLOCKS, because, decided, refreshed
 from results_pages.results import Results
 
 from decaylab.errors import UnknownName
@@ -126,6 +126,24 @@ def test_misses_are_what_is_over_a_point_off_and_own_settings_count_when_marked(
         "-0.45",
         "1",
     ]
+
+
+def test_a_second_seed_does_not_take_a_miss_away(store):
+    """Nor makes one: the paper has one seed, and ours of the same place is compared with it."""
+    plain, decayed = select(cells("table1", "full", 2), SGD)
+    for cell, accuracies in ((plain, (0.8585, 0.8815)), (decayed, (0.8885, 0.8585))):
+        for spec, accuracy in zip(cell.runs, accuracies, strict=True):
+            write(store, spec, accuracy)  # the paper: 86.99 and 88.85
+    text = block("misses", store)
+    assert text.startswith("1 of the 2 cells that were run at tier full are within 1 point")
+    (row,) = rows(text)
+    assert row[1:5] == ["no", "86.99", "85.85", "-1.14"]
+    assert row[-1] == "2: 87.00 ± 1.6"
+
+
+def test_without_seed_0_a_cell_is_not_counted(store):
+    write(store, select(cells("table1", "full", 2), SGD)[0].runs[1], 0.87)
+    assert block("misses", store).startswith("0 of the 0 cells")
 
 
 def test_the_last_and_the_best_epoch_of_first_order_decay_under_bn(store):
@@ -356,6 +374,32 @@ def test_the_report_takes_the_fullest_schedule_that_settles_a_claim(store):
     every = [block(f"report-{name}", store) for name in ("supported", "contradicted", "open")]
     assert sum(text.count("- **E") for text in every) == 17
     assert "3 runs" in block("report-effort", store)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "tier"), [((1, 0), "short"), ((0, 1), "short"), ((0, 0), "full")]
+)
+def test_what_is_open_with_every_run_of_a_fuller_schedule_stays_open(
+    store, monkeypatch, lacking, tier
+):
+    for name in ("full", "short"):
+        write(store, select(cells("table1", name), SGD)[0].runs[0], 0.9, tier=name)
+    results = Results(store.root)
+    e6 = results.claims("full")["E6"]
+    full = replace(e6, n=1, verdict="not enough runs", lacking=lacking)
+    short = replace(e6, n=1, verdict="supported", tier="short")
+    judged = {name: {**results.claims(name)} for name in ("full", "short")}
+    judged["full"]["E6"], judged["short"]["E6"] = full, short
+    monkeypatch.setattr(results, "claims", judged.__getitem__)
+    assert decided(results)["E6"].tier == tier
+
+
+def test_a_cause_is_said_only_of_the_part_it_explains(store):
+    """E8 of VGG16: not where ResNet32 contradicts it, too, or instead."""
+    judged = Results(store.root).claims("full")["E8"]
+    for parts, explained in ((["vgg16"], True), (["resnet32"], False), ([*"ab"], False)):
+        claim = replace(judged, verdict="contradicted", parts=dict.fromkeys(parts, "contradicted"))
+        assert ("under SGD without decay" in because(claim)) == explained
 
 
 def test_the_line_of_a_readme_counts_every_claim_once(store, monkeypatch):

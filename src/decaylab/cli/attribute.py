@@ -148,7 +148,7 @@ def attribute_command(
             options=training.worker_options(where),
             tier=tier or "custom",
         )
-    _show(result, base, where, report, json_output)
+    _show(result, base, layers, where, report, json_output)
 
 
 def submit_arms(
@@ -196,7 +196,12 @@ def _norms_alone(when: str | None, spec: RunSpec, data: DataSet) -> list[Arm]:
 
 
 def _show(
-    result: Attribution, spec: RunSpec, device: torch.device, report: Path | None, json_output: bool
+    result: Attribution,
+    spec: RunSpec,
+    layers: str,
+    device: torch.device,
+    report: Path | None,
+    json_output: bool,
 ) -> None:
     result.shares_of(result.metric)
     if report is not None:
@@ -212,6 +217,7 @@ def _show(
         extra = [name for name, on in (("BN", spec.batch_norm), ("Aug", spec.augment)) if on]
         words = f"{named(spec.optimizer)}, {named(spec.network)} {' + '.join(extra)}".strip()
         title = f"{words} on {named(spec.data)}"
+        title += "" if layers == "all" else f", held: {layers}"
         print_json({"title": title, "spec": spec.id, "about": about, **result.as_dict()})
         return
     say(f"\n{result}")

@@ -20,6 +20,7 @@ from decaylab.data import find
 from decaylab.errors import DecaylabError
 from decaylab.paper import Cell
 from decaylab.paper.finished_runs import REPEATS, FinishedRuns
+from decaylab.paper.further_seeds import with_doubt
 from decaylab.paper.plan import chosen_cells, plan
 from decaylab.paper.searches import cell_plan
 from decaylab.paper.superseded import is_listed, superseded
@@ -223,7 +224,10 @@ class Queue:
         return chosen, plan(chosen, everything, tier=entry.tier)
 
     def _cells(self, entry: ArtefactEntry) -> list[Cell]:
-        return chosen_cells(entry.reproduce, entry.tier, entry.seeds, entry.only, self.runs)
+        chosen = chosen_cells(entry.reproduce, entry.tier, entry.seeds, entry.only, self.runs)
+        if not entry.doubtful:
+            return chosen
+        return with_doubt(chosen, FinishedRuns(self.store), entry.tier)
 
     def is_searched(self, search: SearchPlan) -> bool:
         """Whether there is a winner, chosen among at least the values of this search."""

@@ -89,6 +89,7 @@ def _table(
             paper=cell.paper,
             ours=over_seeds(cell.runs),
             tier=tier,
+            first=over_seeds(cell.runs[:1]).mean,
             comparable=not TIERS[tier].on_digits,
             searched=over_seeds(cell.searched_runs),
             setting=_setting(cell),

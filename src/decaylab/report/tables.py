@@ -72,6 +72,7 @@ class Entry:
     is the number at the settings of our own search, `setting`, where they differ from those of
     `ours`.
     `scheme`: what is done about decay, in a table that has more than one kind of it.
+    `first`: ours of seed 0 alone.
     """
 
     key: tuple[str, ...]
@@ -83,6 +84,7 @@ class Entry:
     searched: OverSeeds = OverSeeds()
     setting: str = ""
     scheme: str = ""
+    first: float | None = None
 
 
 @dataclass(frozen=True)

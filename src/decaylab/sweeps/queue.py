@@ -8,6 +8,8 @@
     at_once = 2                           # at most so many runs beside each other
     alone = true                          # one run at a time, not compiled: its seconds count
     again = "superseded"                  # only runs whose numerics were fixed since
+    seeds = 2                             # seeds 0 and 1
+    doubtful = true                       # only cells of which a further seed would tell something
 
     [[entry]]
     name = "Fig. 1: L2 of Adam"
@@ -60,6 +62,8 @@ class ArtefactEntry:
             were fixed since (the new run takes the place of the old, which goes to `superseded/`),
             or "lacking", those without what the artefact wants measured (the new run goes to
             `repeats/`, the old stays).
+        doubtful: only cells that seed 0 leaves in doubt: over a point off the paper, or of a pair
+            whose effect of decay may be noise.
     """
 
     name: str
@@ -70,6 +74,7 @@ class ArtefactEntry:
     at_once: int = 0
     alone: bool = False
     again: str = ""
+    doubtful: bool = False
     hold: str = ""
 
 
