@@ -3,8 +3,6 @@
 Parts of several processes, over gloo on a CPU: tests/optim/shard_cases.py, tests/probes.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -98,9 +96,9 @@ def test_what_is_watched(device, tmp_path):
     for shard in (False, True):
         model = model_on(device, shard=shard)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
-        inputs, folder = batch(device, -1)[0], Path(tmp_path / str(shard))
-        recorded = dict(every=EVERY, probes=PROBES, inputs=inputs, folder=folder)
-        with watch(model, optimizer, **recorded) as watched:
+        inputs, folder = batch(device, -1)[0], tmp_path / str(shard)
+        options = {"every": EVERY, "probes": PROBES, "inputs": inputs, "folder": folder}
+        with watch(model, optimizer, **options) as watched:
             for step in range(3 * EVERY):
                 x, y = batch(device, step)
                 cross_entropy(model(x), y).backward()
