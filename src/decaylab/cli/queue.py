@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -406,7 +407,7 @@ def _run_command(entry: CommandEntry, limits: WorkerOptions, stream: Any) -> str
                 output = opened.enter_context(printed.open("w", encoding="utf-8"))
         if shutil.which(program[0]) is None:
             return f"there is no program {program[0]} that can be started"
-        code = _exit_code([*program, *entry.command[1:]], limits.seconds, output)
+        code = _exit_code([*program, *entry.command[1:]], limits, output)
     if code is None:
         return ""  # out of time: the next call starts it again
     if code:
@@ -416,11 +417,14 @@ def _run_command(entry: CommandEntry, limits: WorkerOptions, stream: Any) -> str
     return "" if Path(entry.writes).exists() else f"it ended well but wrote no {entry.writes}"
 
 
-def _exit_code(words: list[str], seconds: float | None, output: TextIO | None) -> int | None:
+def _exit_code(words: list[str], limits: WorkerOptions, output: TextIO | None) -> int | None:
     """Run a command; None where the time was up. It never outlives this process's wait for it."""
-    until = math.inf if seconds is None else time.monotonic() + seconds
+    until = math.inf if limits.seconds is None else time.monotonic() + limits.seconds
+    environment = dict(os.environ)
+    if limits.data_dir is not None:
+        environment["DECAYLAB_DATA"] = str(limits.data_dir)
     with requests.listening():
-        process = subprocess.Popen(ending_with_parent(words), stdout=output)
+        process = subprocess.Popen(ending_with_parent(words), stdout=output, env=environment)
         try:
             while process.poll() is None and time.monotonic() < until:
                 requests.check()

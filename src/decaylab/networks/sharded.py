@@ -324,10 +324,28 @@ def put_back(model: nn.Module, *, failed: bool = False) -> None:
     failed: a pass was cut short. Nothing is sent.
     """
     for module in _fsdp_modules(model):
-        if failed and hasattr(module, "reset_iter_state"):
-            with suppress(RuntimeError, AttributeError):  # it is no root, or has never run
-                module.reset_iter_state()
+        if failed:
+            _forget_pass(module)
         module.reshard()
+
+
+def _forget_pass(module: Any) -> None:
+    """Let a module be in no pass, where one was cut short: it would keep what it has gathered."""
+    if hasattr(module, "reset_iter_state"):
+        with suppress(RuntimeError, AttributeError):  # it is no root, or has never run
+            module.reset_iter_state()
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = module._get_fsdp_state()  # before torch 2.13
+    groups = getattr(state, "_fsdp_param_groups", None)  # before 2.12 there is one, or none
+    groups = [*filter(None, [state._fsdp_param_group] if groups is None else groups)]
+    for group in groups:
+        group.wait_for_unshard()  # what was asked for ahead
+    for part in (state, *groups):
+        part._training_state = TrainingState.IDLE
+    state._modules_to_run_forward.clear()
+    state._state_ctx.iter_forward_root = None
 
 
 @contextmanager
