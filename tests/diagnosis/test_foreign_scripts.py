@@ -13,7 +13,7 @@ from decaylab.diagnosis import Reason, Verdict, suggest
 from decaylab.diagnosis.reasons import has
 from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.runs import read_run
-from decaylab.diagnosis.words import insight, motion_table, next_reason
+from decaylab.diagnosis.words import headline, insight, motion_table, next_reason
 from decaylab.networks.scale_invariance import measure_invariance
 from decaylab.probes import jacobian_norm
 from decaylab.probes.layers import layers_of
@@ -183,6 +183,23 @@ def test_weights_that_explode_are_a_divergence():
     # neither do layers that grow from next to nothing, nor scale-invariant ones at a high lr
     for grown in (scripted(0.02, 9.0, start=1e-3), scripted(0.02, 5e6, 5e6, invariant=True)):
         assert Reason.DIVERGED not in reasons(diagnose(grown).troubles)
+
+
+def test_a_run_that_diverged_is_not_asked_for_a_baseline():
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e4, weight_decay=0.1)
+    with pytest.warns(UserWarning, match="not finite"):
+        watched = trained(model, optimizer, labels=lambda x: x[:, :3])
+    result = diagnose(watched)
+    assert result.outcome.diverged == (1, 0)
+    assert next_reason(result) is None
+    assert headline(result).startswith("The run diverged. Next: less decay")
+
+
+def test_of_records_without_a_number_no_decay_is_denied(tmp_path):
+    """Somebody else's rows.jsonl, say."""
+    (tmp_path / "rows.jsonl").write_text('{"iter": 3, "loss": 1.0}\n')
+    assert headline(diagnose(tmp_path)).startswith("There is nothing to judge. Next: train inside")
 
 
 @pytest.mark.parametrize("invariant", [True, False])
