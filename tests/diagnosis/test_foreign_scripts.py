@@ -196,6 +196,34 @@ def test_a_run_that_diverged_is_not_asked_for_a_baseline():
     assert headline(result).startswith("The run diverged. Next: less decay")
 
 
+class Sharpness(torch.optim.Optimizer):
+    """As SAM: holds another optimizer, which makes the steps, under a name of its own."""
+
+    def __init__(self, parameters, base, **settings):
+        super().__init__(parameters, settings)
+        self.base_optimizer = base(self.param_groups, **settings)
+
+    def step(self, closure=None):
+        raise NotImplementedError("call second_step")
+
+    def second_step(self):
+        self.base_optimizer.step()
+        self.zero_grad()
+
+
+def test_an_optimizer_that_another_holds_did_not_change_on_the_way():
+    model = normalised_net()
+    optimizer = Sharpness(model.parameters(), torch.optim.SGD, lr=0.1, weight_decay=0.1)
+    with watch(model, optimizer, every=5) as watched:
+        for _ in range(20):
+            model(INPUTS).square().mean().backward()
+            optimizer.second_step()
+    result = diagnose(watched)
+    assert watched.steps == 20
+    assert Reason.OPTIMIZER_CHANGED not in reasons(result.troubles)
+    assert result["effective l"].effect is not None
+
+
 def test_of_records_without_a_number_no_decay_is_denied(tmp_path):
     """Somebody else's rows.jsonl, say."""
     (tmp_path / "rows.jsonl").write_text('{"iter": 3, "loss": 1.0}\n')

@@ -245,6 +245,7 @@ def test_the_table_of_one_that_is_not_known_says_so():
     assert [problem.problem for problem in table.problems] == [Problem.UNKNOWN]
     with pytest.warns(UserWarning, match="none of the known kinds"):
         assert decay_of(optimizer.param_groups[0], optimizer) == ("l2", 0.2)
+    decay_of(optimizer.param_groups[0], optimizer)  # said once, not at each record
 
 
 def test_flags_of_a_group_that_are_no_defaults():

@@ -20,6 +20,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -167,6 +168,7 @@ USUAL_KINDS = {
     "in-momentum": "decoupled",
 }
 """What operators of `decay_operator` come to; the others have no counterpart."""
+_warned_of: WeakSet[torch.optim.Optimizer] = WeakSet()  # that their decay is of no known kind
 
 
 def strength(
@@ -227,11 +229,13 @@ def decay_of(
         weight_decay = weight_decay * operator.share
     if operator.kind in USUAL_KINDS:
         return USUAL_KINDS[operator.kind], weight_decay
-    warnings.warn(
-        f"the weight decay of {type(optimizer).__name__} is none of the known kinds and counts as"
-        ' L2; if that is wrong, set "decay" in the param groups (docs/extend.md)',
-        stacklevel=2,
-    )
+    if optimizer is not None and optimizer not in _warned_of:
+        _warned_of.add(optimizer)
+        warnings.warn(
+            f"the weight decay of {type(optimizer).__name__} is none of the known kinds and counts"
+            ' as L2; if that is wrong, set "decay" in the param groups (docs/extend.md)',
+            stacklevel=2,
+        )
     return "l2", weight_decay
 
 
