@@ -782,3 +782,6 @@ def test_of_a_layer_that_the_outputs_do_not_depend_on_no_size_is_known():
     assert layers["actor"].size_counts is True
     finding = diagnose(watched)["effective l"]
     assert finding.because_of(Reason.INVARIANCE_UNKNOWN)["layers"] == ["critic"]
+    sizes = {motion.layer: motion.size_response for motion in diagnose(watched).motions}
+    assert sizes["critic"] is None
+    assert sizes["actor"] == pytest.approx(1, rel=1e-3)
