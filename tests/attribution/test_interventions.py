@@ -37,7 +37,21 @@ class Replacing(torch.optim.SGD):
                 p.data = p.data - group["lr"] * (p.grad + group["weight_decay"] * p.data)
 
 
+class OtherName(torch.optim.SGD):
+    """Calls its weight decay `wd`."""
+
+    def __init__(self, params, lr, wd):
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "wd": wd})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * (p.grad + group["wd"] * p))
+
+
 OPTIMIZERS = {
+    "other name": lambda m: OtherName(m.parameters(), lr=0.1, wd=0.01),
     "replacing": lambda m: Replacing(m.parameters(), lr=0.1, weight_decay=0.01),
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
     "nesterov": lambda m: torch.optim.SGD(
@@ -103,7 +117,7 @@ def test_without_decay_is_the_optimizer_built_without_it(name):
         optimizers = OPTIMIZERS[name](model)
         for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
             for group in optimizer.param_groups:
-                group["weight_decay"] = 0.0
+                group["wd" if "wd" in group else "weight_decay"] = 0.0
         return optimizers
 
     _, model = trained(OPTIMIZERS[name], off=True)

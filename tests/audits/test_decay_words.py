@@ -14,7 +14,7 @@ OPERATORS = {
     DecayOperator("decoupled", (2.0, 2.0)): "outside the step, times lr, 2 times",
     DecayOperator(
         "decoupled", (0.1, 1.0)
-    ): "outside the step, times lr, 0.1 to 1 times, depending on gradients and shape",
+    ): "outside the step, times lr, 0.1 to 1 times, depending on step, gradients or shape",
     DecayOperator(
         "masked", ONCE, share=0.5
     ): "outside the step, at some entries at a time (50% of them)",

@@ -7,7 +7,7 @@ from refusals import refused
 from typer.testing import CliRunner
 
 from decaylab.cli import app
-from decaylab.errors import BadValue, Lacks, NotFinished, OutOfRange, Range, UnknownName
+from decaylab.errors import BadValue, Lacks, Misplaced, NotFinished, OutOfRange, Range, UnknownName
 
 runner = CliRunner()
 TINY = ["--hidden", "32,32", "--batch-norm", "--batch-size", "64", "--epochs", "12"]
@@ -134,6 +134,7 @@ def test_folders_of_watch_where_a_run_is_needed(tmp_path):
     (tmp_path / "mine" / "rows.jsonl").touch()
     for words in (["probe"], ["runs", "show"]):
         assert "mine holds records of `watch`" in str(refused(*words, tmp_path / "mine"))
+    assert isinstance(refused("diagnose", tmp_path / "mine", "--all-seeds"), Misplaced)
     page = run("report", "--runs", tmp_path)
     assert "decaylab diagnose FOLDER --report" in page.stderr
     (tmp_path / "mine" / "spec.toml").write_text("damaged")  # a run, though it cannot be read

@@ -13,7 +13,7 @@ from decaylab.diagnosis import Reason, Verdict, suggest
 from decaylab.diagnosis.reasons import has
 from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.runs import read_run
-from decaylab.diagnosis.words import insight, motion_table, next_reason
+from decaylab.diagnosis.words import headline, insight, motion_table, next_reason
 from decaylab.networks.scale_invariance import measure_invariance
 from decaylab.probes import jacobian_norm
 from decaylab.probes.layers import layers_of
@@ -183,6 +183,51 @@ def test_weights_that_explode_are_a_divergence():
     # neither do layers that grow from next to nothing, nor scale-invariant ones at a high lr
     for grown in (scripted(0.02, 9.0, start=1e-3), scripted(0.02, 5e6, 5e6, invariant=True)):
         assert Reason.DIVERGED not in reasons(diagnose(grown).troubles)
+
+
+def test_a_run_that_diverged_is_not_asked_for_a_baseline():
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e4, weight_decay=0.1)
+    with pytest.warns(UserWarning, match="not finite"):
+        watched = trained(model, optimizer, labels=lambda x: x[:, :3])
+    result = diagnose(watched)
+    assert result.outcome.diverged == (1, 0)
+    assert next_reason(result) is None
+    assert headline(result).startswith("The run diverged. Next: less decay")
+
+
+class Sharpness(torch.optim.Optimizer):
+    """As SAM: holds another optimizer, which makes the steps, under a name of its own."""
+
+    def __init__(self, parameters, base, **settings):
+        super().__init__(parameters, settings)
+        self.base_optimizer = base(self.param_groups, **settings)
+
+    def step(self, closure=None):
+        raise NotImplementedError("call second_step")
+
+    def second_step(self):
+        self.base_optimizer.step()
+        self.zero_grad()
+
+
+def test_an_optimizer_that_another_holds_did_not_change_on_the_way():
+    model = normalised_net()
+    optimizer = Sharpness(model.parameters(), torch.optim.SGD, lr=0.1, weight_decay=0.1)
+    with watch(model, optimizer, every=5) as watched:
+        for _ in range(20):
+            model(INPUTS).square().mean().backward()
+            optimizer.second_step()
+    result = diagnose(watched)
+    assert watched.steps == 20
+    assert Reason.OPTIMIZER_CHANGED not in reasons(result.troubles)
+    assert result["effective l"].effect is not None
+
+
+def test_of_records_without_a_number_no_decay_is_denied(tmp_path):
+    """Somebody else's rows.jsonl, say."""
+    (tmp_path / "rows.jsonl").write_text('{"iter": 3, "loss": 1.0}\n')
+    assert headline(diagnose(tmp_path)).startswith("There is nothing to judge. Next: train inside")
 
 
 @pytest.mark.parametrize("invariant", [True, False])
@@ -737,3 +782,6 @@ def test_of_a_layer_that_the_outputs_do_not_depend_on_no_size_is_known():
     assert layers["actor"].size_counts is True
     finding = diagnose(watched)["effective l"]
     assert finding.because_of(Reason.INVARIANCE_UNKNOWN)["layers"] == ["critic"]
+    sizes = {motion.layer: motion.size_response for motion in diagnose(watched).motions}
+    assert sizes["critic"] is None
+    assert sizes["actor"] == pytest.approx(1, rel=1e-3)

@@ -3,6 +3,7 @@
 import io
 import math
 import re
+from dataclasses import replace
 from html import unescape
 
 import pytest
@@ -130,6 +131,21 @@ def test_a_figure_has_the_recorded_curves(result):
     (run, baseline), *_ = result.compared
     assert drawn == {tuple(value for _, value in of.layers["conv"].norms) for of in (run, baseline)}
     assert Image.open(io.BytesIO(figure._repr_png_())).width > 600
+
+
+def test_a_layer_is_drawn_of_both_runs_though_its_size_counts_in_one_alone():
+    def run(response, **settings):
+        layer = ScriptedLayer(invariant=False, power=1, growth=2e-3, **settings)
+        rows = records({"a": layer, "b": replace(layer, invariant=True)}).rows
+        return Rows((*rows, Row(1000, 0, 0.0, "size_response/a", response / 100)))
+
+    figure = diagnose(run(0.2, weight_decay=0.02), run(0.3)).plot()
+    norms = figure.axes[1]
+    assert [line.get_label() for line in norms.lines if line.get_label()[0] != "_"] == [
+        "weight decay",
+        "baseline",
+    ]
+    assert len(norms.lines) == 4
 
 
 def test_a_page_is_written_where_one_says(result, tmp_path):

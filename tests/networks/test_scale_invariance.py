@@ -297,6 +297,28 @@ class Opaque(torch.autograd.Function):
         return gradient
 
 
+@pytest.mark.parametrize("width", [10, 40_000])
+def test_the_head_of_a_small_output_counts_as_that_of_a_large_one(width):
+    """Also beside so many logits that only some of all entries are looked at."""
+
+    class TwoTasks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.norm = nn.Linear(6, 8), nn.LayerNorm(8)
+            self.classes, self.depth = nn.Linear(8, width, False), nn.Linear(8, 1, False)
+
+        def forward(self, x):
+            features = self.norm(self.body(x))
+            return 100 * self.classes(features), self.depth(features)
+
+    torch.manual_seed(0)
+    measured = measure_invariance(TwoTasks().double(), torch.randn(16, 6).double())
+    heads = [measured.size_response(name).total for name in ("classes", "depth")]
+    assert heads == pytest.approx([math.sqrt(0.5)] * 2, rel=1e-9)
+    assert measured.size_response("norm").total == pytest.approx(1, rel=1e-9)
+    assert measured.size_response("body").total == pytest.approx(0, abs=1e-3)
+
+
 def test_where_there_is_no_forward_mode_differences_do():
     model, x = transformer(), tokens()
     wanted = measure_invariance(model, x)

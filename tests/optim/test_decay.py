@@ -334,6 +334,16 @@ def test_the_table_says_which_decay_is_lost_to_rounding():
     assert str(late).splitlines()[-1] == "decoupled: outside the step, times lr (0 now)"
 
 
+def test_names_that_share_a_line_keep_the_numbers_they_share():
+    pairs = [[nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)] for _ in range(3)]
+    blocks = nn.ModuleList(map(nn.ModuleList, pairs))
+    weights = [[pair[i].weight for pair in pairs] for i in (0, 1)]
+    groups = [{"params": weights[0]}, {"params": weights[1], "weight_decay": 0.0}]
+    table = str(decay_table(blocks, torch.optim.AdamW(groups, lr=0.1, weight_decay=0.5)))
+    names = [line.partition(")")[0] + ")" for line in table.splitlines() if "*" in line]
+    assert names == ["*.0.weight (3)", "*.1.weight (2)"]  # the last of all is the head
+
+
 def test_scope_conv_leaves_out_parameters_that_no_layer_owns():
     class Scaled(nn.Module):
         def __init__(self) -> None:

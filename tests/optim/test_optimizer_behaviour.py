@@ -34,6 +34,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from decaylab.diagnosis.layers import decay_rate
+from decaylab.diagnosis.reasons import Because
 from decaylab.optim import optimizer_behaviour
 from decaylab.optim.decay import decay_of
 from decaylab.optim.laws import GRADIENT_SCALE_FREE, exposure_rate, law_of
@@ -243,6 +245,7 @@ def test_the_table_of_one_that_is_not_known_says_so():
     assert [problem.problem for problem in table.problems] == [Problem.UNKNOWN]
     with pytest.warns(UserWarning, match="none of the known kinds"):
         assert decay_of(optimizer.param_groups[0], optimizer) == ("l2", 0.2)
+    decay_of(optimizer.param_groups[0], optimizer)  # said once, not at each record
 
 
 def test_flags_of_a_group_that_are_no_defaults():
@@ -400,6 +403,53 @@ def test_an_optimizer_that_finds_its_own_learning_rate_is_watched():
     assert layer_settings([optimizer], layers_of(model))["0"].lr is None
     row, *_ = decay_table(model, optimizer)
     assert (row.decay, row.factor, row.long_run) == ("decoupled", None, None)
+
+
+class Moonlight(torch.optim.Optimizer):
+    """Calls its weight decay `wd`, as Moonshot's Muon does."""
+
+    def __init__(self, params, lr=0.02, wd=0.1, momentum=0.9, steps=5):
+        super().__init__(params, {"lr": lr, "wd": wd, "momentum": momentum, "steps": steps})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                m.mul_(group["momentum"]).add_(p.grad)
+                p.mul_(1 - group["lr"] * group["wd"])
+                p.sub_(group["lr"] * m.sign())
+
+
+def test_a_weight_decay_of_another_name_is_found():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "wd": 0.0}]
+    optimizer = Moonlight(groups, lr=0.1, wd=0.2)
+    assert decay_of(optimizer.param_groups[0], optimizer) == ("decoupled", 0.2)
+    assert decay_of(optimizer.param_groups[1], optimizer) == ("none", 0.0)
+    assert behaviour(optimizer, optimizer.param_groups[0]) == Behaviour("decoupled", 1)
+    assert [row.weight_decay for row in decay_table(model, optimizer)] == [0.2, 0.2, 0.0, 0.0]
+    optimizer.param_groups[0]["wd"] = 0.4  # a schedule of the decay
+    assert exposure_rate(optimizer, optimizer.param_groups[0]) == pytest.approx(0.04)
+
+
+class BiasCorrected(Formula):
+    """Scales its decay by Adam's bias corrections, which take thousands of steps to vanish."""
+
+    def move(self, group, state, p, grad):
+        state["step"] = state.get("step", 0) + 1
+        corrected = group["lr"] * (1 - 0.999 ** state["step"]) ** 0.5
+        return -corrected * (grad.sign() + group["weight_decay"] * p)
+
+
+@pytest.mark.parametrize("kind", [BiasCorrected, ByShape])
+def test_decay_scaled_by_what_changes_takes_no_known_part(kind):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 12, bias=False), torch.nn.LayerNorm(12))
+    optimizer = kind(model.parameters(), lr=0.1, weight_decay=0.2)
+    assert math.isnan(exposure_rate(optimizer, optimizer.param_groups[0]))
+    settings = layer_settings([optimizer], layers_of(model))["0"]
+    assert settings.decays
+    assert isinstance(decay_rate(settings), Because)
 
 
 def test_nothing_is_compiled_for_a_trial():

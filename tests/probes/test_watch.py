@@ -13,7 +13,7 @@ from oracle.tiny_nets import tiny_net, train
 from refusals import refuses
 from torch import nn
 
-from decaylab import probes
+from decaylab import diagnose, probes
 from decaylab.errors import (
     BadValue,
     Failed,
@@ -75,6 +75,22 @@ def test_exposure_follows_the_schedule():
             schedule.step()
     assert watched.records.last("decay_exposure/2") == pytest.approx(0.2 * (0.2 + 0.02))
     assert watched.records.last("decay_exposure/0") == 0.0
+
+
+def test_gains_are_exposed_as_the_weights_of_their_group_are():
+    """Summed up from the learning rates at records, under a schedule, they would not be."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+    groups = [{"params": model[:2].parameters()}, {"params": model[2].parameters()}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.5)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with probes.watch(model, optimizer, every=10) as watched:
+        for _ in range(20):
+            model(torch.randn(8, 4)).square().sum().backward()
+            optimizer.step()
+            schedule.step()
+    layers = diagnose(watched).motions
+    assert {motion.layer for motion in layers} == {"0", "1", "2"}
+    assert len({motion.timescale for motion in layers}) == 1
 
 
 def test_exposure_is_counted_from_where_a_run_is_resumed():

@@ -12,7 +12,7 @@ from decaylab.cli.terminal import console, print_json
 from decaylab.diagnosis import diagnose
 from decaylab.diagnosis.card import card
 from decaylab.diagnosis.runs import read_run
-from decaylab.errors import Conflict, NotFinished
+from decaylab.errors import Conflict, Misplaced, NotFinished
 from decaylab.records import RunFolder, RunStore
 from decaylab.report.diagnoses import other_seeds
 from decaylab.report.page import check_page
@@ -103,7 +103,10 @@ def diagnose_command(
 
 def seeds_beside(name: str, runs: Path) -> tuple[list[str], list[str]]:
     """The finished runs that differ from this one in nothing but the seed; those without decay."""
-    folder = options.found_run(name, runs)
+    folder = found_records(name, runs)
+    if not isinstance(folder, RunFolder):
+        remedy = "name all folders: decaylab diagnose SEED SEED --against BASE BASE"
+        raise Misplaced(["--all-seeds"], "runs of `decaylab train`", remedy)
     known, _ = indexed_runs(RunStore(folder.path.parent))
     indexed_run = next((run for run in known if run.folder.id == folder.id), None)
     if indexed_run is None:

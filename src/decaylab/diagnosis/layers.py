@@ -210,11 +210,16 @@ class RecordedLayer:
 
     @property
     def size_response(self) -> float | None:
-        """Per cent by which the logits change, in size and direction, per per cent of its size."""
+        """Per cent by which the logits change, in size and direction, per per cent of its size.
+
+        None where they do not depend on it at all: a value head, what stands before a gain of zero.
+        """
         if self.members:
             return 0.0  # which is how such layers are found
         size, direction = self.last("size_response"), self.last("direction_response")
-        return None if size is None else 100 * math.hypot(size, direction or 0.0)
+        if size is None or (self.invariant is None and not (size or direction)):
+            return None
+        return 100 * math.hypot(size, direction or 0.0)
 
     @cached_property
     def size_counts(self) -> bool | None:
@@ -228,8 +233,6 @@ class RecordedLayer:
             return True
         if self.invariant:
             return False
-        if self.invariant is None and self.size_response == 0:
-            return None  # the measured outputs do not depend on it: a value head, a gain of zero
         if self.size_response is not None:
             return self.size_response > self.size_limit
         may_hardly = self.normalised_net and self.role == "weight"

@@ -69,11 +69,12 @@ def outcome_of(runs: Sequence[Run], baselines: Sequence[Run]) -> Outcome:
     before: where runs did, that is the outcome.
     """
     diverged = (sum(run.diverged for run in runs), sum(run.diverged for run in baselines))
-    if baselines and any(diverged):
-        shares = diverged[0] / len(runs), diverged[1] / len(baselines)
-        verdict = Helped.UNDECIDED
-        if shares[0] != shares[1]:
+    if any(diverged):
+        verdict = Helped.NOT_COMPARED
+        if baselines:
+            shares = diverged[0] / len(runs), diverged[1] / len(baselines)
             verdict = Helped.WORSE if shares[0] > shares[1] else Helped.BETTER
+            verdict = Helped.UNDECIDED if shares[0] == shares[1] else verdict
         return Outcome(verdict, seeds=(len(runs), len(baselines)), diverged=diverged)
     ends = [end_values(run) for run in runs]
     names = [name for name in ends[0] if all(name in end for end in ends)] if ends else []

@@ -71,7 +71,10 @@ class Reason(Enum):
         "decay has removed nearly all of {layers:names}: it is too strong. Weights that small are"
         " no longer scale-invariant, and the factors below mean little"
     )
-    NO_DECAY = "no layer has weight decay"
+    NO_DECAY = (
+        "no layer has weight decay in its optimizer (a penalty in the loss, or decay that the loop"
+        " does itself, is not seen)"
+    )
     LOST_TO_ROUNDING = (
         "rounding undoes all weight decay of {layers:names}: W (1 - lr x decay) is W in the number"
         " format of these weights. Keep them in float32, with autocast if need be"

@@ -240,6 +240,8 @@ def _said_of_optimizers(recording: Recording) -> list[Because]:
             parameters[event.kind] = event.data["parameters"]
         elif event.kind in ("optimizer-changed", "optimizer-joined"):
             parameters = {}  # what holds of those that are there now is recorded after it
+            if event.data.get("was") and not event.step:
+                continue  # one that another holds, and steps in its place (SAM)
             reason = Reason.OPTIMIZER_CHANGED
             if not event.data.get("was"):
                 reason = Reason.OPTIMIZER_JOINED

@@ -307,10 +307,13 @@ def headline(diagnosis: Diagnosis) -> str:
     """Whether decay helped, through what, and what to try next."""
     outcome, acts = diagnosis.outcome, " and ".join(_ways(diagnosis))
     if not diagnosis.decays:
-        what = "Rounding undoes all weight decay of this run"
-        what = what if _lost(diagnosis) else "This run has no weight decay"
+        what = "This run has no weight decay"
+        if _troubled(diagnosis, Reason.LOST_TO_ROUNDING):
+            what = "Rounding undoes all weight decay of this run"
+        elif _troubled(diagnosis, Reason.NOTHING_RECORDED):
+            what = "There is nothing to judge"
         return f"{what}. {_next(diagnosis)}."
-    if outcome.verdict in (Helped.UNKNOWN, Helped.NOT_COMPARED):
+    if outcome.verdict in (Helped.UNKNOWN, Helped.NOT_COMPARED) and not any(outcome.diverged):
         missing = "no loss or score was logged"
         if outcome.name:
             missing = f"the name {outcome.name!r} does not say whether larger is better"
@@ -362,6 +365,8 @@ def _told_apart(*values: float) -> list[str]:
 
 def _diverged(outcome: Outcome) -> str:
     (with_decay, without), (runs, baselines) = outcome.diverged, outcome.seeds
+    if not baselines:
+        return "The run diverged" if runs == 1 else f"{with_decay} of {runs} runs diverged"
     if runs == baselines == 1:
         if with_decay and without:
             return "Both runs diverged, with decay and without"
@@ -435,12 +440,9 @@ def _other_way(finding: Finding) -> str:
     return text[0].lower() + text[1:]
 
 
-def _lost(diagnosis: Diagnosis) -> bool:
-    """Whether rounding undoes all decay of the run."""
-    return any(
-        name in diagnosis.runs and why.reason is Reason.LOST_TO_ROUNDING
-        for name, why in diagnosis.first
-    )
+def _troubled(diagnosis: Diagnosis, reason: Reason) -> bool:
+    """Whether this is said of a run with decay, before all else."""
+    return any(name in diagnosis.runs and why.reason is reason for name, why in diagnosis.first)
 
 
 def next_reason(diagnosis: Diagnosis) -> Reason | None:
@@ -459,10 +461,13 @@ def next_reason(diagnosis: Diagnosis) -> Reason | None:
 def _next(diagnosis: Diagnosis) -> str:
     """What to try next: something to type or do."""
     places, outcome = diagnosis.places, diagnosis.outcome
+    if _troubled(diagnosis, Reason.NOTHING_RECORDED):
+        return f"Next: {sentence(Because(Reason.RECORD_MORE))}"
     if not diagnosis.decays:
-        precise = " and float32 weights" if _lost(diagnosis) else ""
+        lost = _troubled(diagnosis, Reason.LOST_TO_ROUNDING)
+        precise = " and float32 weights" if lost else ""
         return f"Next: train the same with decay{precise}, and compare"
-    if outcome.verdict is Helped.UNKNOWN:
+    if outcome.verdict is Helped.UNKNOWN and not any(outcome.diverged):
         named = "under a name with loss or score in it " if outcome.name else ""
         log = f"log the outcome {named}(`watched.log(test_loss=...)`)"
         return f"Next: {log} in runs with and without decay"

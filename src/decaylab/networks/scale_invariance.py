@@ -390,28 +390,39 @@ class _Columns:
 def _columns(
     evaluate: RepeatedForward, units: Units, reference: list[Tensor], coarsest: torch.dtype
 ) -> _Columns:
-    entries = sum(tensor.numel() for tensor in reference)
-    chosen = torch.arange(entries)
-    if entries > ENTRIES:
-        generator = torch.Generator().manual_seed(0)
-        chosen = torch.randint(entries, (ENTRIES,), generator=generator)
+    generator, most = torch.Generator().manual_seed(0), ENTRIES // len(reference)
+    chosen = [
+        torch.randint(tensor.numel(), (most,), generator=generator)
+        if tensor.numel() > most
+        else torch.arange(tensor.numel())
+        for tensor in reference
+    ]
 
-    def at_chosen(tensors: Iterable[Tensor]) -> Tensor:
-        flat = torch.cat([tensor.detach().flatten().to(reference[0].device) for tensor in tensors])
-        return flat[chosen.to(flat.device)].double().cpu()
+    def at_chosen(tensors: Iterable[Tensor]) -> list[Tensor]:
+        flat = [tensor.detach().flatten() for tensor in tensors]
+        pairs = zip(flat, chosen, strict=True)
+        return [tensor[places.to(tensor.device)].double().cpu() for tensor, places in pairs]
+
+    logits = at_chosen(reference)
+    # several outputs count alike: the head of a small one is none whose size hardly matters
+    lengths = [float(torch.linalg.vector_norm(part)) for part in logits]
+    scales = [length if length > 0 and len(logits) > 1 else 1.0 for length in lengths]
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([part / scale for part, scale in zip(parts, scales, strict=True)])
 
     def column(parameters: Sequence[Tensor]) -> Tensor:
         try:
-            return at_chosen(_derivative(evaluate, parameters))
+            return joined(at_chosen(_derivative(evaluate, parameters)))
         except DecaylabError:  # an operation without a forward-mode derivative
             ratio = 1 + (2**-6 if torch.finfo(coarsest).bits > 16 else 2**-4)
             ends = [evaluate.rescaled([(p, by) for p in parameters]) for by in (ratio, 1 / ratio)]
-            larger, smaller = map(at_chosen, ends)
+            larger, smaller = (joined(at_chosen(end)) for end in ends)
             return (larger - smaller) / (2 * math.log(ratio))
 
     columns = [column(parameters) for parameters in units.values()]
-    matrix, logits = torch.stack(columns, dim=1), at_chosen(reference)
-    return _Columns.of(tuple(units), matrix, logits, evaluate.team)
+    matrix = torch.stack(columns, dim=1)
+    return _Columns.of(tuple(units), matrix, joined(logits), evaluate.team)
 
 
 class _Called(nn.Module):

@@ -20,6 +20,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from decaylab.errors import NOT_NEGATIVE, Lacks, check_name
 from decaylab.networks import ParameterRole, roles
 from decaylab.optim.decay_operator import DecayOperator
-from decaylab.optim.optimizer_behaviour import behaviour, is_torchs, unwrapped
+from decaylab.optim.optimizer_behaviour import behaviour, decay_setting, is_torchs, unwrapped
 
 Decay = Literal["none", "l2", "decoupled", "independent"]
 LawName = Literal["sgd", "adam", "lion", "muon", "shampoo", "kfac", "schedule-free", "unknown"]
@@ -167,6 +168,14 @@ USUAL_KINDS = {
     "in-momentum": "decoupled",
 }
 """What operators of `decay_operator` come to; the others have no counterpart."""
+_warned_of: WeakSet[torch.optim.Optimizer] = WeakSet()  # that their decay is of no known kind
+
+
+def strength(
+    group: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
+) -> float | Tensor:
+    """The weight decay of a param group, under whatever name, or applied by a hook; 0 for none."""
+    return group.get(OUTSIDE, 0.0) or group.get(decay_setting(optimizer, group)) or 0.0
 
 
 def operator_of(
@@ -177,14 +186,13 @@ def operator_of(
     Torch's own optimizers ignore what a group says under "decay" (unless a hook of ours reads it).
     In others, the group may state its kind; if not, the optimizer is tested (`behaviour`).
     """
-    outside = group.get(OUTSIDE, 0.0)
     optimizer = optimizer and unwrapped(optimizer)
     torchs = optimizer is not None and is_torchs(optimizer)
     unasked = float(group.get("lambd") or 0.0) if torchs else 0.0  # of ASGD
-    if not (outside or group.get("weight_decay", 0.0)):
+    if not strength(group, optimizer):
         return DecayOperator("none", unasked=unasked)
     kind = group.get("decay")
-    if kind not in DECAYS or (torchs and not outside):
+    if kind not in DECAYS or (torchs and not group.get(OUTSIDE)):
         if optimizer is not None and not torchs:
             return behaviour(optimizer, group).operator
         decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, ALWAYS_DECOUPLED))
@@ -199,7 +207,8 @@ def decay_of(
 
     The weight decay is that of the usual operator that removes as much: times k if it is applied k
     times, times lr / lr_0 for lr-squared decay, times the share of the weights that is decayed at a
-    time; none if it is ignored. Anything else counts as L2, with a warning.
+    time; none if it is ignored. "scaled" has no usual operator: k depends on gradients, shapes or
+    the step. Anything else counts as L2, with a warning.
 
     >>> decay_of({"weight_decay": 0.1, "decoupled_weight_decay": True})
     ('decoupled', 0.1)
@@ -207,8 +216,10 @@ def decay_of(
     operator = operator_of(group, optimizer)
     if operator.kind in ("none", "ignored"):
         return "none", 0.0
-    weight_decay = group.get(OUTSIDE, 0.0) or group["weight_decay"]
-    factor = 1.0 if operator.factor is None else operator.factor
+    weight_decay: Any = strength(group, optimizer)
+    factor = 1.0 if operator.times is None or operator.kind == "averaged" else operator.factor
+    if factor is None:
+        return "scaled", weight_decay
     if abs(factor - 1) > 1e-3:
         weight_decay = factor * weight_decay
     if operator.kind == "lr-squared" and optimizer is not None and group.get("lr") is not None:
@@ -218,11 +229,13 @@ def decay_of(
         weight_decay = weight_decay * operator.share
     if operator.kind in USUAL_KINDS:
         return USUAL_KINDS[operator.kind], weight_decay
-    warnings.warn(
-        f"the weight decay of {type(optimizer).__name__} is none of the known kinds and counts as"
-        ' L2; if that is wrong, set "decay" in the param groups (docs/extend.md)',
-        stacklevel=2,
-    )
+    if optimizer is not None and optimizer not in _warned_of:
+        _warned_of.add(optimizer)
+        warnings.warn(
+            f"the weight decay of {type(optimizer).__name__} is none of the known kinds and counts"
+            ' as L2; if that is wrong, set "decay" in the param groups (docs/extend.md)',
+            stacklevel=2,
+        )
     return "l2", weight_decay
 
 

@@ -17,7 +17,8 @@ class Health:
 
     Attributes:
         steps: steps taken, the skipped ones included.
-        skipped: steps whose gradient or update was not finite, and which changed nothing.
+        skipped: steps whose gradient or update was not finite, and which changed nothing. Those
+            that a GradScaler leaves out are not among them: its scale says that it does.
         skipped_in_a_row: skipped steps since the last good one.
         failed_inversions: by layer, how often its Cholesky factorisation failed and the old
             inverse was kept.

@@ -57,6 +57,10 @@ TOLERANCE = 0.02  # relative; of the power: 0.05
 WRAPPERS = ("accelerate", "lightning", "pytorch_lightning")
 ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
+USUAL_SETTING = "weight_decay"
+NO_DECAY = ("none", "ignored", "rescaled", "unknown")
+
+_settings: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()
 _measured: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[Any, ...], Behaviour]] = (
     WeakKeyDictionary()
 )
@@ -93,12 +97,36 @@ def behaviour(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Beh
     to other processes, or makes a process group, cannot be tested by one of them: it is not known.
     """
     telling = [item for item in group.items() if isinstance(item[1], bool | str)]
-    telling += [(name, bool(group.get(name))) for name in ("momentum", "weight_decay")]
+    names = ("momentum", decay_setting(optimizer, group))
+    telling += [(name, bool(group.get(name))) for name in names]
     telling += [("vectors", _vectors(group)), ("formats", _formats(optimizer, group))]
     by_settings, key = _measured.setdefault(optimizer, {}), tuple(sorted(map(str, telling)))
     if key not in by_settings:
         by_settings[key] = _tried(optimizer, group)
     return by_settings[key]
+
+
+def decay_setting(optimizer: torch.optim.Optimizer | None, group: Mapping[str, Any]) -> str:
+    """The setting of a param group that says how strong its decay is: "weight_decay".
+
+    Some name it otherwise (`wd`): where there is none of that name, the one that a new optimizer's
+    decay is found to follow.
+    """
+    if optimizer is None or USUAL_SETTING in group:
+        return USUAL_SETTING
+    optimizer = unwrapped(optimizer)
+    if is_torchs(optimizer):
+        return USUAL_SETTING
+    if optimizer not in _settings:
+        numbers = [name for name, value in group.items() if type(value) in (int, float)]
+        tried = {
+            name: _in_some_place(optimizer, group, _operator, name)
+            for name in numbers
+            if name != "lr"
+        }
+        decaying = (name for name, seen in tried.items() if seen and seen.kind not in NO_DECAY)
+        _settings[optimizer] = next(decaying, USUAL_SETTING)
+    return _settings[optimizer]
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
@@ -134,8 +162,9 @@ def _formats(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list
 
 
 def _tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Behaviour:
-    operator = _in_some_place(optimizer, group, _operator) or UNKNOWN
-    measured = _in_some_place(optimizer, group, _experiment) or Behaviour()
+    setting = decay_setting(optimizer, group)
+    operator = _in_some_place(optimizer, group, _operator, setting) or UNKNOWN
+    measured = _in_some_place(optimizer, group, _experiment, setting) or Behaviour()
     usual = operator.kind in USUAL and operator.factor is not None
     usual = usual and abs((operator.factor or 0.0) - 1) < TOLERANCE
     return replace(measured, decay=operator.kind if usual else None, operator=operator)
@@ -145,7 +174,10 @@ Seen = TypeVar("Seen")
 
 
 def _in_some_place(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], look: Callable[[Replica], Seen]
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    look: Callable[[Replica], Seen],
+    setting: str,
 ) -> Seen | None:
     """On the CPU in double precision; else, some are written so, where the parameters are."""
     places = [(torch.device("cpu"), torch.float64)]
@@ -153,14 +185,14 @@ def _in_some_place(
     for device, dtype in places:
         try:
             with undisturbed():
-                return look(Replica(optimizer, group, device, dtype))
+                return look(Replica(optimizer, group, device, dtype, setting))
         except Exception:  # whatever somebody's optimizer may raise
             continue
     return None
 
 
 def _operator(replica: Replica) -> DecayOperator:
-    if "weight_decay" not in replica.group:
+    if replica.decay_setting not in replica.group:
         return NONE
     shape = tuple(replica.matrix().shape)
     operator = decay_operator(replica.new, Place(shape, replica.device, replica.dtype))
@@ -227,12 +259,16 @@ def undisturbed() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Replica:
-    """New optimizers like one group of `optimizer`, and matrices for them."""
+    """New optimizers like one group of `optimizer`, and matrices for them.
+
+    decay_setting: the setting of the group that says how strong the decay is.
+    """
 
     optimizer: torch.optim.Optimizer
     group: Mapping[str, Any]
     device: torch.device
     dtype: torch.dtype
+    decay_setting: str
 
     def matrix(self) -> Tensor:
         """Its entries are between 0.5 and 1.5, of either sign."""
@@ -254,8 +290,8 @@ class Replica:
             if name in defaults or (isinstance(value, SETTING) and name != "initial_lr")
         }
         settings["lr"] = LR
-        if "weight_decay" in settings:
-            settings["weight_decay"] = weight_decay
+        if self.decay_setting in settings:
+            settings[self.decay_setting] = weight_decay
         settings = copy.deepcopy(settings)
         available = _flags(self.optimizer) | settings
         arguments = {
@@ -276,7 +312,8 @@ class Replica:
         if momentum := self.group.get("momentum"):
             more = {name: self.group.get(name) or 0 for name in ("dampening", "nesterov")}
             sgd.param_groups[0].update(momentum=momentum, **more)
-        return replace(self, optimizer=sgd, group=sgd.param_groups[0])
+        group = sgd.param_groups[0]
+        return replace(self, optimizer=sgd, group=group, decay_setting=USUAL_SETTING)
 
     def path(
         self,
@@ -287,7 +324,7 @@ class Replica:
         """The matrix after each step, and whether squared gradients are remembered."""
         torch.default_generator.manual_seed(0)
         weight = start.clone().requires_grad_()
-        nearly = NEARLY_NONE if self.group.get("weight_decay") else 0.0
+        nearly = NEARLY_NONE if self.group.get(self.decay_setting) else 0.0
         stepped = self.new([weight], weight_decay or nearly)
         points = [start]
         for gradient, lr in zip(gradients, HALVED, strict=True):

@@ -12,11 +12,11 @@ from torch import nn
 from decaylab.errors import WrongType, needed
 from decaylab.networks import ParameterRole, roles
 from decaylab.optim.decay import (
-    OUTSIDE,
     first_lr,
     learning_rate,
     lost_to_rounding,
     operator_of,
+    strength,
 )
 from decaylab.optim.decay_operator import NONE, TOLERANCE, DecayOperator
 from decaylab.optim.laws import sums_up
@@ -188,7 +188,7 @@ def _row(
     if operator.kind == "none":
         factors = _factors(operator, 0.0, group, optimizer)
         return DecayRow(*who, "none", 0.0, *factors, operator, optimizer=name)
-    weight_decay = float(group.get(OUTSIDE, 0.0) or group["weight_decay"])
+    weight_decay = float(strength(group, optimizer))
     plain = isinstance(optimizer, torch.optim.ASGD) or sums_up(optimizer, group)
     through = operator.kind == "l2" and (group.get("law") == "kfac" or not plain)
     factors = (None, None) if through else _factors(operator, weight_decay, group, optimizer)

@@ -46,7 +46,7 @@ def explain_operator(
     if operator.times is not None:
         least, most = operator.times
         if operator.factor is None:
-            words += f", {least:.2g} to {most:.2g} times, depending on gradients and shape"
+            words += f", {least:.2g} to {most:.2g} times, depending on step, gradients or shape"
         elif abs(operator.factor - 1) > TOLERANCE:
             words += f", {operator.factor:.3g} times"
     if operator.kind == "unknown" and not math.isnan(operator.along):
@@ -126,13 +126,15 @@ def table_html(cells: Iterable[Cells], meanings: Mapping[str, str], problems: Se
 
 
 def _merged(cells: Iterable[Cells]) -> list[Cells]:
-    """Merge parameters whose names differ only in a number: `blocks.*.weight (12)`."""
-    counts: dict[tuple[Any, ...], list[str]] = {}
+    """Merge parameters whose names differ only in numbers: `blocks.*.mlp.0.weight (12)`."""
+    alike: dict[tuple[Any, ...], list[str]] = {}
     for name, *rest in cells:
-        counts.setdefault((re.sub(r"\d+", "*", name), *rest), []).append(name)
+        alike.setdefault((re.sub(r"\d+", "*", name), *rest), []).append(name)
     merged: list[Cells] = []
-    for (pattern, *rest), names in counts.items():
-        name = names[0] if len(names) == 1 else f"{pattern} ({len(names)})"
+    for (_, *rest), names in alike.items():
+        pieces = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
+        name = "".join(piece[0] if len({*piece}) == 1 else "*" for piece in pieces)
+        name += f" ({len(names)})" if len(names) > 1 else ""
         merged.append((name, *rest))  # type: ignore[arg-type]
     return merged
 

@@ -72,7 +72,8 @@ def effective_learning_rate(
         if power is None:
             raise DecaylabError(
                 f"the effective learning rate of {type(optimizer).__name__} is not known: say which"
-                " law it follows with law='sgd', 'adam' or 'kfac', or as 'law' in its param groups"
+                " law it follows, 'sgd', 'adam' or 'kfac', as group['law'] in its param groups"
+                " (docs/extend.md)"
             )
         lr = learning_rate(groups[layer], optimizer)
         if lr is None:

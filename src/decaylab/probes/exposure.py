@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decaylab.optim.decay import OUTSIDE
+from decaylab.optim.decay import strength
 from decaylab.optim.laws import exposure_rate
 from decaylab.probes.layers import Layers, groups_of
 from decaylab.probes.reading import Reading
@@ -32,7 +32,7 @@ class Exposure:
         for i, group in enumerate(self._optimizer.param_groups):
             get = group.get
             settings = (
-                *(get("lr"), get("weight_decay"), get(OUTSIDE)),
+                *(get("lr"), strength(group, self._optimizer)),
                 *(get("decay"), get("decoupled_weight_decay"), get("momentum"), get("dampening")),
             )
             # a learning rate on the device stays there: comparing it would wait for it

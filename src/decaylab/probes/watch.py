@@ -340,12 +340,12 @@ class Watch:
         for old in replaced:
             for handle in self._handles.pop(old, []):
                 handle.remove()
-            totals = self._exposures.pop(old).by_layer(self._layers)
+            totals = self._exposures.pop(old).by_layer(with_vectors(self._layers))
             for layer, total in totals.items():
                 self._carried[layer] = self._carried.get(layer, 0.0) + total
         self.optimizers = (*remaining, optimizer)
         self._exposures[optimizer] = Exposure(optimizer)
-        self._exposures[optimizer].begin(self._layers)
+        self._exposures[optimizer].begin(with_vectors(self._layers))
         self._attach(optimizer)
         self._note_parameters()
 
@@ -499,7 +499,7 @@ class Watch:
         """The decay exposure of each layer since the start."""
         totals: dict[str, float] = {}
         for exposure in self._exposures.values():
-            totals |= exposure.by_layer(self._layers)
+            totals |= exposure.by_layer(with_vectors(self._layers))
         return {layer: total + self._carried.get(layer, 0.0) for layer, total in totals.items()}
 
     def _measured(self, probes: Sequence[Probe], moment: Moment) -> dict[str, float]:
@@ -595,7 +595,7 @@ class Watch:
 
     def _begin_exposure(self) -> None:
         for exposure in self._exposures.values():
-            exposure.begin(self._layers)
+            exposure.begin(with_vectors(self._layers))
 
     def _measure_invariance_again(self) -> None:
         try:

@@ -14,7 +14,7 @@ from decaylab.diagnosis import Diagnosis, Finding, Mechanism, diagnose, words
 from decaylab.diagnosis.comparable import FREE_TO_DIFFER
 from decaylab.diagnosis.layers import RecordedLayer
 from decaylab.diagnosis.layout import TONES, mechanism, sections, warnings
-from decaylab.diagnosis.runs import Run, read_run
+from decaylab.diagnosis.runs import Comparison, read_run
 from decaylab.document import Grid, GridCell, Report, Section, Subsection, cells
 from decaylab.errors import DecaylabError, Lacks
 from decaylab.optim.laws.dynamics import Series
@@ -336,16 +336,16 @@ def _panels(finding: Finding, result: Diagnosis) -> list[Panel]:
         panels = [Panel("Whole model", "step", quantity, lines, log_y=True)]
     elif finding.mechanism is Mechanism.EFFECTIVE_LR:
         kfac = all(layer.preconditioned for run in mine for layer in run.layers.values())
-        effective = [] if kfac else _of_layers(runs, lambda layer: layer.effective)
-        turns = _of_layers(runs, lambda layer: layer.series.get("rotation", ()))
+        effective = [] if kfac else _of_layers(result, lambda layer: layer.effective)
+        turns = _of_layers(result, lambda layer: layer.series.get("rotation", ()))
         panels = [
             Panel(LAYERS, "step", "effective learning rate", effective, log_y=True),
-            Panel(LAYERS, "step", "norm |W|", _of_layers(runs, lambda x: x.norms), log_y=True),
+            Panel(LAYERS, "step", "norm |W|", _of_layers(result, lambda x: x.norms), log_y=True),
             Panel(LAYERS, "step", "angle per step", turns, log_y=True),
         ]
     else:
-        damping = _of_layers(runs, lambda layer: layer.series.get("effective_damping", ()))
-        share = _of_layers(runs, lambda layer: layer.series.get("second_order_share", ()))
+        damping = _of_layers(result, lambda layer: layer.series.get("effective_damping", ()))
+        share = _of_layers(result, lambda layer: layer.series.get("second_order_share", ()))
         panels = [
             Panel(LAYERS, "step", "effective damping λ|W|²", damping, log_y=True),
             Panel(LAYERS, "step", "second-order share", share),
@@ -353,12 +353,16 @@ def _panels(finding: Finding, result: Diagnosis) -> list[Panel]:
     return [panel for panel in panels if not panel.empty]
 
 
-def _of_layers(
-    runs: Sequence[tuple[str, Run]], what: Callable[[RecordedLayer], Series]
-) -> list[Line]:
-    return [
-        line(label, what(layer), name=layer.name)
-        for label, run in runs
-        for layer in run.layers.values()
-        if layer.size_counts is False and not layer.skipped
-    ]
+def _of_layers(result: Diagnosis, what: Callable[[RecordedLayer], Series]) -> list[Line]:
+    """Of the layers whose size does not count in the runs, and of the same in their baselines."""
+    lines: dict[tuple[int, str], Line] = {}
+    for compared in (Comparison(*pair) for pair in result.compared):
+        for layer in compared.run.layers.values():
+            if layer.size_counts is not False or layer.skipped:
+                continue
+            other = compared.other(layer)
+            lines[id(compared.run), layer.name] = line(WITH, what(layer), name=layer.name)
+            if other is not None:
+                drawn = line(WITHOUT, what(other), name=other.name)
+                lines[id(compared.baseline), other.name] = drawn
+    return sorted(lines.values(), key=lambda drawn: drawn.label != WITH)

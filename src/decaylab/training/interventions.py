@@ -37,6 +37,7 @@ from decaylab.errors import DecaylabError, Mismatch
 from decaylab.networks.sharded import Parts, local
 from decaylab.optim.decay import OUTSIDE
 from decaylab.optim.kfac import KFAC
+from decaylab.optim.optimizer_behaviour import decay_setting
 from decaylab.optim.scale_free import ScaleFree
 from decaylab.training.paths import LayerPaths, Targets
 
@@ -232,14 +233,16 @@ class _Stepper:
             self.optimizer.param_groups = groups
             for group, (first, *_) in lent:
                 if first is not group:  # counters and estimates that some keep in their groups
-                    fixed = ("params", "weight_decay", OUTSIDE, *_NAMES)
+                    decay = decay_setting(self.optimizer, group)
+                    fixed = ("params", decay, OUTSIDE, *_NAMES)
                     group.update({k: v for k, v in first.items() if k not in fixed})
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         off = [id(p) in self._undecayed for p in group["params"]]
         if not any(off):
             return [group]
-        zero = {key: 0.0 for key in ("weight_decay", OUTSIDE) if key in group}
+        names = (decay_setting(self.optimizer, group), OUTSIDE)
+        zero = {key: 0.0 for key in names if key in group}
         if all(off):
             return [{**group, **zero}]
         return [

@@ -203,6 +203,8 @@ def exposure_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
         return 0.0
     lr = learning_rate(group, optimizer)
     lr = math.nan if lr is None else lr
+    if decay == "scaled":
+        return math.nan
     if decay == "l2" and sums_up(optimizer, group):
         momentum, dampening = (float(group.get(k) or 0.0) for k in ("momentum", "dampening"))
         return Sgd(momentum, dampening).shrink(strength, decay, lr)
