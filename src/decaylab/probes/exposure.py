@@ -11,8 +11,10 @@ from decaylab.optim.decay import strength
 from decaylab.optim.laws import exposure_rate
 from decaylab.probes.layers import Layers, groups_of
 from decaylab.probes.movement import with_vectors
-from decaylab.probes.reading import Reading
+from decaylab.probes.reading import Reading, row_name
 from decaylab.probes.registry import Probe, register
+
+NAME = "decay_exposure"
 
 
 class Exposure:
@@ -71,7 +73,9 @@ class Exposure:
 class ModelExposure:
     """The decay exposure of a model's layers under all of its optimizers, some of them replaced.
 
-    `earlier`: what each layer had before.
+    Gains and other vectors are among them.
+
+    `earlier`: the latest rows of the run that is continued, by name.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class ModelExposure:
         layers: Layers,
         earlier: Mapping[str, float] | None = None,
     ) -> None:
-        self._earlier = dict(earlier or {})
+        self._earlier = dict(earlier or {})  # by row name, with what optimizers that left have done
         self._by_optimizer: dict[torch.optim.Optimizer, Exposure] = {}
         for optimizer in optimizers:
             self.join(optimizer, layers)
@@ -106,17 +110,19 @@ class ModelExposure:
 
     def leave(self, optimizer: torch.optim.Optimizer, layers: Layers) -> None:
         """An optimizer steps the model no longer; what it did counts."""
-        for layer, total in self._by_optimizer.pop(optimizer).by_layer(with_vectors(layers)).items():
-            self._earlier[layer] = self._earlier.get(layer, 0.0) + total
+        totals = self._by_optimizer.pop(optimizer).by_layer(with_vectors(layers))
+        for layer, total in totals.items():
+            self._earlier[row_name(NAME, layer)] = self._before(layer) + total
 
     def by_layer(self, layers: Layers) -> dict[str, float]:
         """The total of each layer since the start."""
         totals: dict[str, float] = {}
         for exposure in self._by_optimizer.values():
             totals |= exposure.by_layer(with_vectors(layers))
-        return {layer: total + self._earlier.get(layer, 0.0) for layer, total in totals.items()}
+        return {layer: self._before(layer) + total for layer, total in totals.items()}
+
+    def _before(self, layer: str) -> float:
+        return self._earlier.get(row_name(NAME, layer), 0.0)
 
 
-register(
-    Probe("decay_exposure", "free", lambda m: Reading("decay_exposure", "1", m.exposure), unit="1")
-)
+register(Probe(NAME, "free", lambda moment: Reading(NAME, "1", moment.exposure), unit="1"))

@@ -126,16 +126,17 @@ class Watch:
         self.steps = max(step, 0)
         if team is None:
             recorder.resume(step)
-            earlier = _last_exposure(recorder)
+            in_file = recorder.folder is not None
         else:  # all count records alike, and go on with the first one's
 
             def resume_first() -> list[Any]:
                 recorder.resume(step)
-                return [[astuple(row) for row in recorder.rows.rows], _last_exposure(recorder)]
+                return [recorder.folder is not None, list(map(astuple, recorder.rows.rows))]
 
-            rows, earlier = team.by_first("watched.resume(...)", resume_first)
+            in_file, rows = team.by_first("watched.resume(...)", resume_first)
             if not team.first:
                 recorder.resume(step, [Row(*row) for row in rows])
+        earlier = recorder.rows.latest if in_file else {}
         self._exposure = ModelExposure(self.optimizers, self.layers, earlier)
         self._records = len({row.step for row in recorder.rows.rows})
         if self._rounds is not None:  # runs of ours have it in their manifest
@@ -411,12 +412,6 @@ def _meta(probes: Iterable[Probe], steps_per_epoch: int | None) -> dict[str, Any
     how = {probe.name: dict(probe.how) for probe in probes if probe.how}
     per_epoch = {"steps_per_epoch": steps_per_epoch} if steps_per_epoch else {}
     return {"version": decaylab.__version__, "probes": how, **per_epoch}
-
-
-def _last_exposure(recorder: Recorder) -> dict[str, float]:
-    """What was last recorded of each layer's, where there is a file."""
-    start, latest = "decay_exposure/", {} if recorder.folder is None else recorder.rows.latest
-    return {n.removeprefix(start): value for n, value in latest.items() if n.startswith(start)}
 
 
 def _one_number(name: str, value: float | Tensor) -> float | Tensor:
