@@ -112,16 +112,16 @@ class ModelExposure:
         """An optimizer steps the model no longer; what it did counts."""
         totals = self._by_optimizer.pop(optimizer).by_layer(with_vectors(layers))
         for layer, total in totals.items():
-            self._earlier[row_name(NAME, layer)] = self._before(layer) + total
+            self._earlier[row_name(NAME, layer)] = self._earlier_total(layer) + total
 
     def by_layer(self, layers: Layers) -> dict[str, float]:
         """The total of each layer since the start."""
         totals: dict[str, float] = {}
         for exposure in self._by_optimizer.values():
             totals |= exposure.by_layer(with_vectors(layers))
-        return {layer: self._before(layer) + total for layer, total in totals.items()}
+        return {layer: self._earlier_total(layer) + total for layer, total in totals.items()}
 
-    def _before(self, layer: str) -> float:
+    def _earlier_total(self, layer: str) -> float:
         return self._earlier.get(row_name(NAME, layer), 0.0)
 
 

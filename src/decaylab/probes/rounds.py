@@ -39,7 +39,7 @@ class Observer(Protocol):
         """An optimizer is about to step; `closure`: it takes its gradients in the step."""
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped."""
+        """An optimizer has stepped, in this round or, when it has just joined, before it."""
 
     def round_ended(self) -> None:
         """The round is over."""

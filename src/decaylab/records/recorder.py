@@ -59,7 +59,8 @@ class Recorder:
         self._now, self._meta, self._warns = now, meta, warns
         self._writer, self._trackers = writer, list(trackers)
         self.continues = False
-        self._voids, self._begun = True, False  # the file's rows, with the first of ours
+        self._voids = True  # whether the first rows that are written void those in the file
+        self._begun = False  # whether any were written to it
         self._rows: list[Row] = []
         self._changes: list[SettingsChange] = []
         self._events: list[Event] = []
