@@ -54,11 +54,11 @@ def problem():
     return model, [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in range(3)]
 
 
-def heard(steps, watched=2, end=True, arrange=None):
-    """What is heard where optimizers step in this order; the first `watched` are watched."""
+def heard(steps, end=True, arrange=None):
+    """What is heard where three optimizers step in this order, of which a and b are watched."""
     model, optimizers = problem()
     by_name = dict(zip("abc", optimizers, strict=True))
-    listener = Listener(model, optimizers[:watched])
+    listener = Listener(model, optimizers[:2])
     rounds = Rounds(listener)
     if arrange is not None:
         arrange(listener, by_name)
