@@ -62,7 +62,6 @@ def watch_ratio(model: nn.Module, inputs: Tensor, rounds: int) -> float:
     def watched() -> float:
         with probes.watch(model, optimizer, every=EVERY) as watch:
             watch.steps = EVERY  # past the extra record of the first step
-            watch._listen_if_due()
             seconds = timed(steps, inputs.device)
         assert len(watch.records.series("weight_norm")) == 1
         return seconds

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decaylab import watch
-from decaylab.probes import PROBES
+from decaylab.probes import FREE, PROBES
 from decaylab.probes.size_response import measured_invariance
-from decaylab.probes.watch import free_probes
 
 
 class GPT(nn.Module):
@@ -52,7 +51,7 @@ def costs(model: nn.Module, x: Tensor, y: Tensor, probe: str, rounds: int) -> di
 
     def record() -> None:
         watched.before_step()
-        watched.measure([PROBES[name] for name in free_probes()])
+        watched.measure([PROBES[name] for name in FREE])
 
     parts: dict[str, Callable[[], object]] = {
         "step": step,

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from decaylab import diagnose, watch
-from decaylab.probes.watch import Watch
+from decaylab.probes import Watch
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:

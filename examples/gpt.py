@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decaylab import KFAC, diagnose, watch
-from decaylab.probes.watch import Watch
+from decaylab.probes import Watch
 
 OPTIMIZERS = ("adamw", "sgd", "kfac-f", "kfac-g")
 # Learning rate and weight decay, where none is asked for: decay acts over 1 / (lr * wd) steps, and

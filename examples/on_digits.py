@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from decaylab import KFAC, diagnose, watch
-from decaylab.probes.watch import Watch
+from decaylab.probes import Watch
 
 OPTIMIZERS = ("adamw", "sgd", "kfac-f", "kfac-g")
 Build = Callable[[int, int], nn.Module]

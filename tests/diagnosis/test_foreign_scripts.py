@@ -13,7 +13,8 @@ from decaylab.diagnosis import Reason, Verdict, suggest
 from decaylab.diagnosis.reasons import has
 from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.runs import read_run
-from decaylab.diagnosis.words import headline, insight, motion_table, next_reason
+from decaylab.diagnosis.words.headline import headline, next_reason
+from decaylab.diagnosis.words.motions import insight, motion_table
 from decaylab.networks.scale_invariance import measure_invariance
 from decaylab.probes import jacobian_norm
 from decaylab.probes.layers import layers_of

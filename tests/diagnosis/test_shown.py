@@ -15,7 +15,10 @@ from rich.console import Console
 from torch import nn
 
 from decaylab import decay_table, diagnose
-from decaylab.diagnosis import layout, words
+from decaylab.diagnosis import layout
+from decaylab.diagnosis.words.findings import finding_text, verdict_title
+from decaylab.diagnosis.words.headline import headline
+from decaylab.diagnosis.words.motions import motion_legend, motion_table, motion_title
 from decaylab.errors import BadValue
 from decaylab.notebook import html_table
 from decaylab.records import Row, Rows
@@ -41,10 +44,10 @@ def test_it_prints_within_the_terminal(result, columns, monkeypatch):
     text = str(result)
     assert max(map(len, text.splitlines())) <= columns
     said = " ".join(text.split())
-    assert words.headline(result) in said
+    assert headline(result) in said
     for finding in result.findings:
-        assert words.verdict_title(finding) in said
-        assert words.finding_text(finding) in said
+        assert verdict_title(finding) in said
+        assert finding_text(finding) in said
     assert "\x1b" not in text
 
 
@@ -55,7 +58,7 @@ def test_rich_shows_every_layer_and_cuts_no_number(result, width):
     text = console.file.getvalue()
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
-    for row in words.motion_table(result)[1]:
+    for row in motion_table(result)[1]:
         assert all(cell in text for cell in row)
 
 
@@ -74,7 +77,7 @@ def test_every_form_shows_the_whole_layout(tmp_path):
     forms.append(result.report(tmp_path / "page.html").read_text(encoding="utf-8"))
     for form in forms:
         shown = unescape(re.sub(r"</?code>|`", "", form))
-        assert words.headline(result).replace("`", "") in shown
+        assert headline(result).replace("`", "") in shown
         assert all(text in shown for text in layout.warnings(result))
         for section in layout.sections(result):
             assert section.title in shown
@@ -87,19 +90,19 @@ def test_a_long_table_is_not_printed_and_leaves_no_bare_title():
     rows = records({name: sgd() for name in names}).rows
     turns = [Row(1000, 0, 0.0, f"rotation/{name}", 0.01) for name in names]
     many = diagnose(Rows((*rows, *turns)))
-    assert words.motion_title(many) not in str(many)
-    assert words.motion_title(many) in many.to_markdown()
+    assert motion_title(many) not in str(many)
+    assert motion_title(many) in many.to_markdown()
 
 
 def test_columns_of_which_nothing_is_known_are_left_out():
     nothing = diagnose(records({"conv": sgd()}))
-    assert words.motion_table(nothing) == (["layer"], [["conv"]])
-    assert words.motion_title(nothing) not in nothing.to_markdown()
+    assert motion_table(nothing) == (["layer"], [["conv"]])
+    assert motion_title(nothing) not in nothing.to_markdown()
     alone = diagnose(records({"conv": sgd(weight_decay=STRONG)}))
-    headings, rows = words.motion_table(alone)
+    headings, rows = motion_table(alone)
     assert headings == ["layer", "balance", "turns", "norm"]
     assert "-" not in rows[0]
-    legend = words.motion_legend(alone)
+    legend = motion_legend(alone)
     assert "balance:" in legend
     assert "turns, norm: as a multiple of a reconstruction" in legend
     assert "angle/step" not in legend
@@ -115,7 +118,7 @@ def test_a_notebook_shows_verdicts_and_escapes_names(result):
     html = result._repr_html_()
     assert "`" not in html  # commands are code
     for finding in result.findings:
-        assert f">{finding.verdict}</span> <b>{words.verdict_title(finding)}</b>" in html
+        assert f">{finding.verdict}</span> <b>{verdict_title(finding)}</b>" in html
     odd = diagnose(records({"<script>": sgd(weight_decay=STRONG)}))._repr_html_()
     assert "&lt;script&gt;" in odd
     assert "<script>" not in odd
@@ -150,7 +153,7 @@ def test_a_layer_is_drawn_of_both_runs_though_its_size_counts_in_one_alone():
 
 def test_a_page_is_written_where_one_says(result, tmp_path):
     path = result.report(tmp_path / "new" / "page.html")
-    assert words.verdict_title(result.findings[0]) in path.read_text(encoding="utf-8")
+    assert verdict_title(result.findings[0]) in path.read_text(encoding="utf-8")
     with refuses(BadValue, name="the report"):
         result.report(tmp_path / "page.txt")
 

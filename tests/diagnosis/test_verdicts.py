@@ -15,7 +15,7 @@ from decaylab.diagnosis import Mechanism, Reason, suggest
 from decaylab.diagnosis.layout import markdown
 from decaylab.diagnosis.outcome import Helped
 from decaylab.diagnosis.rules import RULES
-from decaylab.diagnosis.words import left_out
+from decaylab.diagnosis.words.findings import left_out
 from decaylab.errors import Lacks, WrongType
 from decaylab.optim.laws import balance
 from decaylab.optim.laws.dynamics import norms_without_decay

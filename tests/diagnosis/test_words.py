@@ -17,13 +17,18 @@ import pytest
 from diagnosis.recorded import ScriptedLayer, records
 
 import decaylab.diagnosis
-from decaylab.diagnosis import Because, Diagnosis, Mechanism, Reason, Verdict, diagnose, words
+from decaylab.diagnosis import Because, Diagnosis, Mechanism, Reason, Verdict, diagnose
 from decaylab.diagnosis.advice import GroupAdvice
 from decaylab.diagnosis.bursts import Burst
 from decaylab.diagnosis.commands import Address, Places
 from decaylab.diagnosis.effects import Change, ComparedWith, Effect, Motion, Spread
 from decaylab.diagnosis.mechanisms import SecondOrderShares
 from decaylab.diagnosis.outcome import Helped, Outcome
+from decaylab.diagnosis.words.advice import group_text
+from decaylab.diagnosis.words.findings import verdict_title
+from decaylab.diagnosis.words.headline import headline
+from decaylab.diagnosis.words.motions import insight, motion_legend, motion_table, motion_title
+from decaylab.diagnosis.words.reasons import KINDS, sentence
 
 SNAPSHOT = Path(__file__).with_name("words.txt")
 EFFECT = Effect(
@@ -152,61 +157,61 @@ def everything(result: Diagnosis):
         several = PLACES if "{places" in reason.value else {"": Places()}
         for kind, places in several.items():
             name = f"{reason.name}, {kind}" if kind else reason.name
-            yield name, words.sentence(told(reason), places)
+            yield name, sentence(told(reason), places)
     for helped in Helped:
-        yield f"headline, {helped}", words.headline(replace(result, outcome=outcome(helped)))
+        yield f"headline, {helped}", headline(replace(result, outcome=outcome(helped)))
     for diverged, seeds in (((1, 0), (1, 1)), ((0, 1), (1, 1)), ((1, 1), (1, 1)), ((1, 0), (3, 2))):
         mine, theirs = (a / b for a, b in zip(diverged, seeds, strict=True))
         helped = Helped.WORSE if mine > theirs else Helped.BETTER if mine < theirs else None
         ended = Outcome(helped or Helped.UNDECIDED, seeds=seeds, diverged=diverged)
         yield (
             f"headline, {diverged} of {seeds} diverged",
-            words.headline(replace(result, outcome=ended)),
+            headline(replace(result, outcome=ended)),
         )
     near = replace(outcome(Helped.WORSE), run=2.201, baseline=2.2, gain=-0.001)
-    yield "headline, slightly worse", words.headline(replace(result, outcome=near))
-    yield "headline, no decay", words.headline(replace(result, decays=False))
+    yield "headline, slightly worse", headline(replace(result, outcome=near))
+    yield "headline, no decay", headline(replace(result, decays=False))
     for finding in result.findings:
         for verdict in Verdict:
             yield (
                 f"title, {finding.mechanism}, {verdict}",
-                words.verdict_title(replace(finding, verdict=verdict)),
+                verdict_title(replace(finding, verdict=verdict)),
             )
     less = replace(EFFECT, value=0.5)
     turned_less = replace(result.findings[0], verdict=Verdict.DOES_NOT_ACT, effect=less)
     for quantity in ("effective_lr", "rotation"):
         other_way = replace(turned_less, quantity=quantity)
-        yield f"title, the other way, {quantity}", words.verdict_title(other_way)
+        yield f"title, the other way, {quantity}", verdict_title(other_way)
     none_acts = (other_way, *(replace(f, effect=None) for f in result.findings[1:]))
     ended = replace(result, outcome=outcome(Helped.WORSE), findings=none_acts)
-    yield "headline, the other way", words.headline(ended)
+    yield "headline, the other way", headline(ended)
     moving = with_motions(result, motions())
-    for number, line in enumerate(words.insight(moving)):
+    for number, line in enumerate(insight(moving)):
         yield f"insight {number}", line
     settled = with_motions(result, motions()[:1])
-    yield "insight, settled", words.insight(settled)[-1]
-    yield "insight, none settled", words.insight(with_motions(result, motions()[1:2]))[-1]
+    yield "insight, settled", insight(settled)[-1]
+    yield "insight, none settled", insight(with_motions(result, motions()[1:2]))[-1]
     hardly = with_motions(result, motions()[2:3])
-    yield "insight, no layer turns further", words.insight(hardly)[0]
-    yield "legend", words.motion_legend(moving)
+    yield "insight, no layer turns further", insight(hardly)[0]
+    yield "legend", motion_legend(moving)
     none = tuple(replace(f, verdict=Verdict.DOES_NOT_ACT) for f in moving.findings)
     worse = {"outcome": outcome(Helped.WORSE), "findings": none}
     yield (
         "headline, layers turn, no mechanism",
-        words.headline(with_motions(replace(result, **worse), motions())),
+        headline(with_motions(replace(result, **worse), motions())),
     )
     by_angle = replace(moving.findings[0], quantity="rotation")
     rows = tuple(replace(by_angle.layers[0], layer=m.layer) for m in motions()[:2])
     by_angle = replace(by_angle, layers=rows)
     some = with_motions(replace(result, findings=(by_angle, *none[1:])), motions())
-    yield "headline, some layers turn", words.headline(some)
+    yield "headline, some layers turn", headline(some)
     group = replace(motions()[0], layer="a + 2 more", role="", members=("a", "b", "c"))
-    yield "legend, layers together", words.motion_legend(with_motions(result, (group,)))
-    yield "title of several seeds", words.motion_title(replace(result, seeds=(result, result)))
+    yield "legend, layers together", motion_legend(with_motions(result, (group,)))
+    yield "title of several seeds", motion_title(replace(result, seeds=(result, result)))
     for steps in (200.0, 900.0):
         group = GroupAdvice(("a", "b"), "AdamW", "decoupled", 1e-3, 0.5, (0.3, 0.8), steps)
-        yield f"suggested, {steps:g} steps", words.group_text(group, 400)
-    headings, rows = words.motion_table(moving)
+        yield f"suggested, {steps:g} steps", group_text(group, 400)
+    headings, rows = motion_table(moving)
     yield "table", " | ".join([*headings, *rows[1]])
 
 
@@ -221,20 +226,20 @@ def test_the_words_are_those_of_the_snapshot(result):
 
 def test_outcomes_have_the_digits_that_tell_them_apart(result):
     near = Outcome(Helped.WORSE, "d_loss", False, 1.38213, 1.38207, (1, 1), -6e-5)
-    text = words.headline(replace(result, outcome=near))
+    text = headline(replace(result, outcome=near))
     assert "d loss 1.38213 with decay, 1.38207 without" in text
     far = replace(near, run=1.5)
-    assert "1.500 with decay, 1.382 without" in words.headline(replace(result, outcome=far))
+    assert "1.500 with decay, 1.382 without" in headline(replace(result, outcome=far))
 
 
 def test_the_data_of_every_reason_is_written_in_a_known_way():
     for reason in Reason:
         for _, name, spec, _ in string.Formatter().parse(reason.value):
-            assert not spec or spec in words.KINDS or re.fullmatch(r"\.?\d*g", spec), (reason, name)
+            assert not spec or spec in KINDS or re.fullmatch(r"\.?\d*g", spec), (reason, name)
 
 
 def test_what_names_of_layers_have_in_them_is_no_template():
-    odd = words.sentence(Because(Reason.COLLAPSED, {"layers": ["{step}"]}))
+    odd = sentence(Because(Reason.COLLAPSED, {"layers": ["{step}"]}))
     assert "{step}" in odd
 
 

@@ -160,7 +160,7 @@ def test_a_step_whose_gradients_cannot_be_measured_has_none(monkeypatch):
         trained()
         with monkeypatch.context() as patched:
             # the module, which shares its name with the function
-            patched.setattr(sys.modules["decaylab.probes.watch"], "radial_gradients", broken)
+            patched.setattr(sys.modules["decaylab.probes.watching"], "radial_gradients", broken)
             with pytest.warns(UserWarning, match="no gradients"):
                 trained()
         trained()

@@ -104,6 +104,22 @@ def test_exposure_is_counted_from_where_a_run_is_resumed():
     assert found == [(1, pytest.approx(1e-3)), (4, pytest.approx(4e-3)), (8, pytest.approx(4e-3))]
 
 
+@pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(3, 2)), nn.Linear(3, 2)])
+def test_exposure_continues_from_the_last_row_in_the_folder(tmp_path, model):
+    """Of a weight that the model itself holds too, which has no name but "model" in rows."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
+    for step in (0, 4):
+        with probes.watch(model, optimizer, every=2, folder=tmp_path) as watched:
+            if step:
+                watched.resume(step)
+            for _ in range(5):  # the fifth of the first run is lost
+                model(torch.ones(4, 3)).sum().backward()
+                optimizer.step()
+    layer = "0" if isinstance(model, nn.Sequential) else "model"
+    found = {row.step: row.value for row in watched.records.series(f"decay_exposure/{layer}")}
+    assert found == pytest.approx({step: step * 1e-3 for step in (1, 2, 4, 6, 8)})
+
+
 def test_exposure_of_a_module_of_which_one_weight_is_left_alone():
     model = nn.LSTM(3, 2)
     optimizer = torch.optim.SGD([model.weight_hh_l0], lr=0.1, weight_decay=0.01)

@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 from decaylab import diagnose, watch
 from decaylab.cli import app
-from decaylab.diagnosis import Reason, words
+from decaylab.diagnosis import Reason
+from decaylab.diagnosis.words.findings import finding_text, layer_heading, verdict_title
+from decaylab.diagnosis.words.headline import headline
 from decaylab.document import Subsection
 from decaylab.paper import cells
 from decaylab.records import Manifest, Row, RunStore
@@ -78,7 +80,7 @@ def test_runs_are_paired_with_the_same_run_without_decay(tmp_path):
     ]
     assert [cell.tone for cell in rows[0][1:4]] == ["good", "good", "plain"]
     assert rows[1][4].text == "judged alone, one seed"
-    by_layer = f"By layer: {words.layer_heading(first.diagnoses[0].findings[0])}"
+    by_layer = f"By layer: {layer_heading(first.diagnoses[0].findings[0])}"
     (layers,) = [grid for grid in section.blocks[1].grids if grid.caption == by_layer]
     assert [row[0].text for row in layers.rows] == ["features.0", "features.3", "head"]
     assert len(layers.rows[0]) == 3  # a column per seed
@@ -214,9 +216,9 @@ def test_a_page_of_its_own(watched, tmp_path):
     result = diagnose(*pair)
     assert result["effective l"].verdict == "acts"
     for finding in result.findings:
-        assert f"{words.verdict_title(finding)[1:]}</h3>" in text
-        assert words.finding_text(finding).replace("'", "&#39;") in text
-    assert words.headline(result).split(":")[0] in text
+        assert f"{verdict_title(finding)[1:]}</h3>" in text
+        assert finding_text(finding).replace("'", "&#39;") in text
+    assert headline(result).split(":")[0] in text
     assert "frozen: it is not trained" in text
     assert text.count('<script type="application/json">') >= 2
     assert not re.search(r"https?://(?!github.com/leeoniya/uPlot)|@import|url\(|<script src", text)

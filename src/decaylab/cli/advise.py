@@ -18,10 +18,12 @@ from decaylab.diagnosis import (
     equivalent_schedule,
     scale_decay,
     suggest,
-    words,
 )
 from decaylab.diagnosis.advice import tokens_per_parameter
 from decaylab.diagnosis.runs import read_run
+from decaylab.diagnosis.words.advice import group_text, note_texts
+from decaylab.diagnosis.words.phrases import three_digits, times
+from decaylab.diagnosis.words.reasons import sentence
 from decaylab.errors import BadValue
 from decaylab.optim.laws import OPTIMIZER_NAMES, law_named
 from decaylab.text_table import Column, TextTable
@@ -76,13 +78,13 @@ def suggest_command(
         print_json(suggestion.as_dict())
         return
     for note in suggestion.notes:
-        say(words.sentence(note))
+        say(sentence(note))
     show(_table(suggestion))
     if not suggestion.groups:
         return
     say("", LEGEND)
     for group in suggestion.groups:
-        say(words.group_text(group, suggestion.budget))
+        say(group_text(group, suggestion.budget))
 
 
 @app.command("scale")
@@ -110,13 +112,13 @@ def scale_command(
         steps_now, scaled_steps = rule.timescales
         say(
             f"{rule.rule}: weight decay {rule.weight_decay:.4g} at lr {rule.lr:.4g} (averages over"
-            f" {words.three_digits(scaled_steps)} steps, {words.three_digits(steps_now)} before)"
+            f" {three_digits(scaled_steps)} steps, {three_digits(steps_now)} before)"
         )
         say(RULES_HELP[rule.rule], indent="  ")
     ratio = tokens_per_parameter(**factors)
     if not math.isclose(ratio, 1):
         note = (
-            f"note: tokens per parameter change to {words.times(ratio)} (if parameters grow with"
+            f"note: tokens per parameter change to {times(ratio)} (if parameters grow with"
             " the width squared). Power Lines finds that the best fraction of the run to average"
             " over falls as a power of this ratio, so the second rule is rough here"
         )
@@ -171,7 +173,7 @@ def convert_command(
         return
     say(
         f"both remove the fraction {converted.shrink:.3g} of the weights per step, so decay needs"
-        f" about {words.three_digits(converted.steps)} steps to take effect"
+        f" about {three_digits(converted.steps)} steps to take effect"
     )
     before, after = converted.rotations
     if before is not None and after is not None:
@@ -216,7 +218,7 @@ def schedule_command(
     source = found_records(run, runs)
     read = read_run(source)
     for trouble in read.troubles:
-        warn(f"{run}: {words.sentence(trouble)}")
+        warn(f"{run}: {sentence(trouble)}")
     fisher = [x for x in read.layers.values() if x.settings and x.first.curvature == "fisher"]
     if fisher:
         warn(
@@ -254,6 +256,6 @@ def _table(suggestion: Suggestion) -> TextTable:
             *(row.weight_decay, row.suggested, row.norm, row.target),
             *(row.equilibrium, row.rotation, row.steps),
         )
-        cells = ["-" if value is None else words.three_digits(value) for value in numbers]
-        table.add(row.layer, *cells, words.note_texts(row.notes))
+        cells = ["-" if value is None else three_digits(value) for value in numbers]
+        table.add(row.layer, *cells, note_texts(row.notes))
     return table

@@ -22,6 +22,7 @@ from decaylab.diagnosis.layers import RecordedLayer, decay_rate, known_rate, shr
 from decaylab.diagnosis.reasons import Because, Reason, because
 from decaylab.diagnosis.rules import RULES
 from decaylab.diagnosis.runs import Run, read_run
+from decaylab.diagnosis.words.reasons import sentence
 from decaylab.errors import AT_LEAST_ONE, POSITIVE, Conflict, Lacks, Range
 from decaylab.optim.decay import check_decay
 from decaylab.optim.laws import Law, Sgd, balance, law_for, law_named, shrink_for_norm
@@ -222,8 +223,6 @@ class Suggestion:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; None where a number is not known."""
-        from decaylab.diagnosis.words import sentence
-
         layers = [
             {**asdict(replace(row, notes=())), "notes": [sentence(note) for note in row.notes]}
             for row in self.layers

@@ -10,9 +10,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from decaylab.diagnosis import words
 from decaylab.diagnosis.layout import sections, warnings
 from decaylab.diagnosis.verdict import Diagnosis
+from decaylab.diagnosis.words.findings import compared
+from decaylab.diagnosis.words.headline import headline
 from decaylab.document import Grid, Subsection
 from decaylab.notebook import html_badge, html_folded, html_table
 from decaylab.text_table import Column, Styled, TextTable
@@ -46,11 +47,11 @@ def text_of(diagnosis: Diagnosis) -> str:
 
 def _compared(diagnosis: Diagnosis) -> Text:
     """The runs, and what they are compared with; a title would cut long names."""
-    return Text(words.compared(diagnosis), "dim")
+    return Text(compared(diagnosis), "dim")
 
 
 def _body(diagnosis: Diagnosis, most_rows: int | None = None) -> list[RenderableType]:
-    parts: list[RenderableType] = [Text(words.headline(diagnosis), "bold")]
+    parts: list[RenderableType] = [Text(headline(diagnosis), "bold")]
     parts += [Text(text, "bold red") for text in warnings(diagnosis)]
     for section in sections(diagnosis):
         if inside := _inside(section, most_rows):
@@ -88,7 +89,7 @@ def _table(grid: Grid) -> TextTable:
 
 def html_of(diagnosis: Diagnosis) -> str:
     """What a notebook shows: the answer, the verdicts, what follows; tables behind a click."""
-    parts = [f"<p><b>{_html(words.headline(diagnosis))}</b></p>"]
+    parts = [f"<p><b>{_html(headline(diagnosis))}</b></p>"]
     parts += [f'<p style="color:#b03000">{_html(text)}</p>' for text in warnings(diagnosis)]
     parts += map(_section_html, sections(diagnosis))
     return f'<div style="max-width:52em">{"".join(parts)}</div>'

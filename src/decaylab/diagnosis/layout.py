@@ -1,13 +1,30 @@
 """How a verdict is laid out, once for terminals, notebooks, Markdown and the report."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
-from decaylab.diagnosis import words
 from decaylab.diagnosis.commands import Places
 from decaylab.diagnosis.mechanisms import Finding
-from decaylab.diagnosis.reasons import Reason, Verdict
+from decaylab.diagnosis.reasons import Because, Reason, Verdict
 from decaylab.diagnosis.verdict import Diagnosis
+from decaylab.diagnosis.words.findings import (
+    compared,
+    finding_text,
+    first_text,
+    follow_texts,
+    layer_heading,
+    layer_table,
+    left_out,
+    records_words,
+    remedy_text,
+    verdict_title,
+)
+from decaylab.diagnosis.words.headline import headline, next_reason
+from decaylab.diagnosis.words.motions import insight, motion_legend, motion_table, motion_title
+from decaylab.diagnosis.words.reasons import sentence
 from decaylab.document import Grid, GridCell, Subsection, Tone, joined, listed, subsection_markdown
+from decaylab.records.files import without_nan
 
 TONES: dict[str, Tone] = {
     Verdict.ACTS: "good",
@@ -19,27 +36,27 @@ TONES: dict[str, Tone] = {
 def sections(diagnosis: Diagnosis) -> list[Subsection]:
     """A section per mechanism, how far layers turn, which were left out, what follows.
 
-    Before them come `words.headline` and `warnings`.
+    Before them come `headline` and `warnings`.
     """
     shown = mechanisms(diagnosis)
-    text, grids = words.insight(diagnosis), _motions(diagnosis)
+    text, grids = insight(diagnosis), _motions(diagnosis)
     if text or grids:
-        shown.append(Subsection("motions", words.motion_title(diagnosis), text, grids=grids))
+        shown.append(Subsection("motions", motion_title(diagnosis), text, grids=grids))
     if diagnosis.skipped:
-        skipped = [f"{layers}: {why}" for why, layers in words.left_out(diagnosis).items()]
+        skipped = [f"{layers}: {why}" for why, layers in left_out(diagnosis).items()]
         shown.append(Subsection("skipped", "Layers left out", items=skipped))
-    follows = words.follow_texts(diagnosis)
+    follows = follow_texts(diagnosis)
     return [*shown, Subsection("follows", "What follows", items=follows)]
 
 
 def warnings(diagnosis: Diagnosis) -> list[str]:
     """What is to be known first."""
-    return [words.first_text(*item) for item in diagnosis.first]
+    return [first_text(*item) for item in diagnosis.first]
 
 
 def mechanisms(diagnosis: Diagnosis) -> list[Subsection]:
     """What decay does to each mechanism."""
-    above = words.next_reason(diagnosis)
+    above = next_reason(diagnosis)
     return [mechanism(finding, diagnosis.places, above) for finding in diagnosis.findings]
 
 
@@ -48,14 +65,14 @@ def mechanism(finding: Finding, places: Places, above: Reason | None = None) -> 
 
     A remedy that was given `above` is not repeated.
     """
-    text = [words.finding_text(finding)]
+    text = [finding_text(finding)]
     if finding.remedies:
-        text.append(f"To decide it: {words.remedy_text(finding, places, above)}.")
+        text.append(f"To decide it: {remedy_text(finding, places, above)}.")
     return Subsection(
         finding.mechanism.replace(" ", "-"),
-        words.verdict_title(finding),
+        verdict_title(finding),
         text,
-        note=words.records_words(finding),
+        note=records_words(finding),
         grids=[_layers(finding)] if any(row.effect for row in finding.layers) else (),
         badge=finding.verdict,
         tone=TONES[finding.verdict],
@@ -63,25 +80,25 @@ def mechanism(finding: Finding, places: Places, above: Reason | None = None) -> 
 
 
 def _layers(finding: Finding) -> Grid:
-    header = [GridCell("layer"), GridCell("verdict"), GridCell(words.layer_heading(finding))]
+    header = [GridCell("layer"), GridCell("verdict"), GridCell(layer_heading(finding))]
     rows = [
         [  # a name is not broken, a list of them is
             GridCell(names, "words" if "," in names else "key"),
             GridCell(verdict, tone=TONES.get(verdict, "")),
             GridCell(text, "words"),
         ]
-        for names, verdict, text in words.layer_table(finding)
+        for names, verdict, text in layer_table(finding)
     ]
     return Grid(header, rows)
 
 
 def _motions(diagnosis: Diagnosis) -> list[Grid]:
     """A table, if anything is known of how layers turn."""
-    headings, table = words.motion_table(diagnosis)
+    headings, table = motion_table(diagnosis)
     if len(headings) < 2:
         return []
     header, *rows = (_numbers(cells) for cells in (headings, *table))
-    return [Grid(header, rows, legend=words.motion_legend(diagnosis))]
+    return [Grid(header, rows, legend=motion_legend(diagnosis))]
 
 
 def _numbers(cells: Sequence[str]) -> list[GridCell]:
@@ -90,8 +107,45 @@ def _numbers(cells: Sequence[str]) -> list[GridCell]:
 
 def markdown(diagnosis: Diagnosis) -> str:
     """The whole result as Markdown."""
-    parts = [f"# What weight decay does in {words.compared(diagnosis)}\n"]
-    parts.append(f"**{words.headline(diagnosis)}**\n")
+    parts = [f"# What weight decay does in {compared(diagnosis)}\n"]
+    parts.append(f"**{headline(diagnosis)}**\n")
     if diagnosis.first:
         parts.append(listed([f"**{text}**" for text in warnings(diagnosis)]))
     return joined([*parts, *(subsection_markdown(block, 2) for block in sections(diagnosis))])
+
+
+def plain(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Plain values, for JSON: the data, and the words for them."""
+
+    def written(reasons: Iterable[Because]) -> list[dict[str, str]]:
+        codes = [why.reason.name.lower().replace("_", "-") for why in reasons]
+        texts = [sentence(why, diagnosis.places) for why in reasons]
+        return [{"reason": a, "text": b} for a, b in zip(codes, texts, strict=True)]
+
+    findings = [
+        asdict(replace(f, layers=(), reasons=(), remedies=()))
+        | {
+            "title": verdict_title(f),
+            "text": finding_text(f),
+            "reasons": written(f.reasons),
+            "remedies": written(f.remedies),
+            "layers": [
+                asdict(replace(row, why=None)) | {"why": sentence(row.why) if row.why else ""}
+                for row in f.layers
+            ],
+        }
+        for f in diagnosis.findings
+    ]
+    values: dict[str, Any] = {
+        "headline": headline(diagnosis),
+        "runs": list(diagnosis.runs),
+        "baselines": list(diagnosis.baselines),
+        "outcome": asdict(diagnosis.outcome),
+        "first": [first_text(*item) for item in diagnosis.first],
+        "findings": findings,
+        "motions": [asdict(m) for m in diagnosis.motions],
+        "insights": insight(diagnosis),
+        "follows": follow_texts(diagnosis),
+        "skipped": {layer: sentence(why) for layer, why in diagnosis.skipped.items()},
+    }
+    return dict(without_nan(values))

@@ -26,8 +26,8 @@ class Mechanism(StrEnum):
 class Reason(Enum):
     """The name identifies a reason; the value is its words. Grouped by what they are about.
 
-    `{layers:names}` is the data `layers`, written by `words.KINDS["names"]`; `{places:...}` is
-    where the runs are. No code depends on these words.
+    `{layers:names}` is the data `layers`, written by `words.reasons.KINDS["names"]`;
+    `{places:...}` is where the runs are. No code depends on these words.
     """
 
     # the records as a whole, printed first

@@ -15,6 +15,7 @@ from torch import nn
 from decaylab.diagnosis.layers import RecordedLayer, known_rate
 from decaylab.diagnosis.reasons import Reason
 from decaylab.diagnosis.runs import read_run
+from decaylab.diagnosis.words.reasons import sentence
 from decaylab.errors import BadValue, Damaged, DecaylabError, Lacks, check_name
 from decaylab.networks import roles
 from decaylab.optim.laws import Adam, Kfac, ScheduleFree, Sgd
@@ -159,8 +160,6 @@ def equivalent_schedule(run: Source) -> EquivalentSchedule:
             " without clipping"
         )
     if (unknown := first.unknown) is not None:
-        from decaylab.diagnosis.words import sentence
-
         rounded = unknown.reason is Reason.ROUNDED_AWAY
         kind = "32-bit weights" if rounded else "a fixed fraction"
         raise DecaylabError(

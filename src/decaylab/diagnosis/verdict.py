@@ -111,7 +111,7 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, and the sentences; None where a number is not known."""
-        from decaylab.diagnosis.words import plain
+        from decaylab.diagnosis.layout import plain
 
         return plain(self)
 

@@ -16,10 +16,11 @@ from decaylab.probes.layers import Layers, layers_of
 from decaylab.probes.moments import second_moments
 from decaylab.probes.movement import rotations, snapshot, update_norms
 from decaylab.probes.reading import NonFiniteWarning, Reading, row_name
-from decaylab.probes.registry import PROBES, Moment, Probe, load_all, register
+from decaylab.probes.registry import PROBES, Moment, Probe, free_probes, load_all, register
 from decaylab.probes.spectra import head_ranks, spectra
 from decaylab.probes.traces import TraceReading, curvature_traces, kfac_traces
-from decaylab.probes.watch import Watch, free_probes, watch
+from decaylab.probes.watch import watch
+from decaylab.probes.watching import Watch
 from decaylab.probes.weight_norm import weight_norms
 
 load_all(__name__, __path__)

@@ -1,6 +1,7 @@
 """The decay exposure of a run, added up while it trains."""
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -9,8 +10,11 @@ from torch import Tensor
 from decaylab.optim.decay import strength
 from decaylab.optim.laws import exposure_rate
 from decaylab.probes.layers import Layers, groups_of
-from decaylab.probes.reading import Reading
+from decaylab.probes.movement import with_vectors
+from decaylab.probes.reading import Reading, row_name
 from decaylab.probes.registry import Probe, register
+
+NAME = "decay_exposure"
 
 
 class Exposure:
@@ -66,6 +70,59 @@ class Exposure:
         }
 
 
-register(
-    Probe("decay_exposure", "free", lambda m: Reading("decay_exposure", "1", m.exposure), unit="1")
-)
+class ModelExposure:
+    """The decay exposure of a model's layers under all of its optimizers, some of them replaced.
+
+    Gains and other vectors are among them.
+
+    `earlier`: the latest rows of the run that is continued, by name.
+    """
+
+    def __init__(
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        layers: Layers,
+        earlier: Mapping[str, float] | None = None,
+    ) -> None:
+        self._earlier = dict(earlier or {})  # by row name, with what optimizers that left have done
+        self._by_optimizer: dict[torch.optim.Optimizer, Exposure] = {}
+        for optimizer in optimizers:
+            self.join(optimizer, layers)
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step of one optimizer."""
+        self._by_optimizer[optimizer].add()
+
+    def add_all(self, steps: int) -> None:
+        """Steps of every optimizer."""
+        for exposure in self._by_optimizer.values():
+            exposure.add(steps)
+
+    def begin(self, layers: Layers) -> None:
+        """Count from now on for the layers that are new."""
+        for exposure in self._by_optimizer.values():
+            exposure.begin(with_vectors(layers))
+
+    def join(self, optimizer: torch.optim.Optimizer, layers: Layers) -> None:
+        """Another optimizer steps the model from now on."""
+        self._by_optimizer[optimizer] = Exposure(optimizer)
+        self._by_optimizer[optimizer].begin(with_vectors(layers))
+
+    def leave(self, optimizer: torch.optim.Optimizer, layers: Layers) -> None:
+        """An optimizer steps the model no longer; what it did counts."""
+        totals = self._by_optimizer.pop(optimizer).by_layer(with_vectors(layers))
+        for layer, total in totals.items():
+            self._earlier[row_name(NAME, layer)] = self._earlier_total(layer) + total
+
+    def by_layer(self, layers: Layers) -> dict[str, float]:
+        """The total of each layer since the start."""
+        totals: dict[str, float] = {}
+        for exposure in self._by_optimizer.values():
+            totals |= exposure.by_layer(with_vectors(layers))
+        return {layer: self._earlier_total(layer) + total for layer, total in totals.items()}
+
+    def _earlier_total(self, layer: str) -> float:
+        return self._earlier.get(row_name(NAME, layer), 0.0)
+
+
+register(Probe(NAME, "free", lambda moment: Reading(NAME, "1", moment.exposure), unit="1"))

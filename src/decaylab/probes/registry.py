@@ -137,3 +137,8 @@ def probe_named(name: str) -> Probe:
         return by_row[name]
     check_name("probe", name, PROBES)
     return PROBES[name]
+
+
+def free_probes() -> tuple[str, ...]:
+    """The names of the probes that cost nothing and are always measured."""
+    return tuple(n for n, probe in PROBES.items() if probe.cost == "free" and not probe.follows)

@@ -10,11 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import decaylab
-from decaylab.diagnosis import Diagnosis, Finding, Mechanism, diagnose, words
+from decaylab.diagnosis import Diagnosis, Finding, Mechanism, diagnose
 from decaylab.diagnosis.comparable import FREE_TO_DIFFER
 from decaylab.diagnosis.layers import RecordedLayer
 from decaylab.diagnosis.layout import TONES, mechanism, sections, warnings
 from decaylab.diagnosis.runs import Comparison, read_run
+from decaylab.diagnosis.words.findings import (
+    effect_words,
+    follow_texts,
+    layer_heading,
+    layer_text,
+    left_out,
+)
+from decaylab.diagnosis.words.headline import headline
+from decaylab.diagnosis.words.phrases import QUANTITIES, three_digits
 from decaylab.document import Grid, GridCell, Report, Section, Subsection, cells
 from decaylab.errors import DecaylabError, Lacks
 from decaylab.optim.laws.dynamics import Series
@@ -173,7 +182,7 @@ def _verdicts(case: DiagnosedSetting, link: str) -> Iterable[GridCell]:
             tone = "near"
         factors = [finding.effect.value for finding in findings if finding.effect]
         if factors:
-            low, high = words.three_digits(min(factors)), words.three_digits(max(factors))
+            low, high = three_digits(min(factors)), three_digits(max(factors))
             text += f" ({low}x)" if low == high else f" ({low}x to {high}x)"
         yield GridCell(text, tone=tone, link=link)
 
@@ -191,14 +200,15 @@ def _details(anchor: str, title: str, case: DiagnosedSetting) -> Subsection:
     """The evidence of a setting: what to know first, the reasons, factors by layer and seed."""
     first = [text for result in case.diagnoses for text in warnings(result)]
     seeds = [str(seed) for seed in case.seeds]
-    follows = _by_seed([words.follow_texts(result) for result in case.diagnoses], seeds)
+    follows = _by_seed([follow_texts(result) for result in case.diagnoses], seeds)
     by_layer = [
         _layers_by_seed(findings, seeds)
         for findings in case.by_mechanism
         if any(row.effect for finding in findings for row in finding.layers)
     ]
-    left_out = words.left_out(case.diagnoses[0]).items()
-    skipped = [f"Left out: {layers} ({why})." for why, layers in left_out]
+    skipped = [
+        f"Left out: {layers} ({why})." for why, layers in left_out(case.diagnoses[0]).items()
+    ]
     return Subsection(
         anchor,
         title,
@@ -247,13 +257,13 @@ def _layers_by_seed(findings: Sequence[Finding], seeds: Sequence[str]) -> Grid:
     rows: list[list[GridCell]] = []
     for name in names:
         layer_rows = [next((x for x in f.layers if x.layer == name), None) for f in findings]
-        texts = cells([words.layer_text(x) if x else "—" for x in layer_rows], "words")
+        texts = cells([layer_text(x) if x else "—" for x in layer_rows], "words")
         if rows and rows[-1][1:] == texts and not any(x and x.effect for x in layer_rows):
             rows[-1][0] = GridCell(f"{rows[-1][0].text}, {name}", "words")  # layers for one reason
         else:
             rows.append([GridCell(name, "key"), *texts])
     header = cells(["layer", *(f"seed {seed}" for seed in seeds)])
-    return Grid(header, rows, f"By layer: {words.layer_heading(findings[0])}")
+    return Grid(header, rows, f"By layer: {layer_heading(findings[0])}")
 
 
 # ---------------------------------------------------------------- a page of its own
@@ -313,12 +323,12 @@ def _overview(result: Diagnosis) -> Subsection:
         [
             GridCell(finding.mechanism, "key"),
             GridCell(finding.verdict, tone=TONES[finding.verdict], link=f"mechanism-{number}"),
-            GridCell(words.effect_words(finding) or "—", "words"),
+            GridCell(effect_words(finding) or "—", "words"),
         ]
         for number, finding in enumerate(result.findings, start=1)
     ]
     grid = Grid(cells(["mechanism", "verdict", "effect"]), rows)
-    return Subsection("verdicts", "Verdicts", [words.headline(result)], grids=[grid])
+    return Subsection("verdicts", "Verdicts", [headline(result)], grids=[grid])
 
 
 def _panels(finding: Finding, result: Diagnosis) -> list[Panel]:
@@ -332,7 +342,7 @@ def _panels(finding: Finding, result: Diagnosis) -> list[Panel]:
     if finding.mechanism is Mechanism.JACOBIAN:
         row = next(iter(finding.effect.probes if finding.effect else ()), "")
         lines = [line(label, run.totals.get(row, ())) for label, run in runs]
-        quantity = words.QUANTITIES.get(row, row)
+        quantity = QUANTITIES.get(row, row)
         panels = [Panel("Whole model", "step", quantity, lines, log_y=True)]
     elif finding.mechanism is Mechanism.EFFECTIVE_LR:
         kfac = all(layer.preconditioned for run in mine for layer in run.layers.values())

@@ -12,9 +12,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from decaylab.diagnosis import Diagnosis, diagnose, words
+from decaylab.diagnosis import Diagnosis, diagnose
 from decaylab.diagnosis.layout import mechanisms, warnings
 from decaylab.diagnosis.runs import Run, read_run
+from decaylab.diagnosis.words.headline import headline
 from decaylab.errors import DecaylabError, Failed
 from decaylab.optim.laws.dynamics import Series
 from decaylab.records.files import json_text
@@ -188,7 +189,7 @@ def state(standing: Standing | None, folder: Path) -> dict[str, Any]:
     return {
         "name": standing.name,
         "progress": f"{standing.progress}; {standing.last_record}",
-        "headline": words.headline(judged) if judged else "Too few records for a verdict yet.",
+        "headline": headline(judged) if judged else "Too few records for a verdict yet.",
         "first": warnings(judged) if judged else [],
         "verdicts": [
             {

@@ -25,7 +25,7 @@ from decaylab.optim.decay import OPTIMIZERS, decay_rate
 from decaylab.optim.first_order import lay_out_state
 from decaylab.optim.kfac import KFAC
 from decaylab.probes.registry import When, probe_named
-from decaylab.probes.watch import Watch
+from decaylab.probes.watching import Watch
 from decaylab.records import TestHits
 from decaylab.training.arithmetic import arithmetic, prepare_deterministic
 from decaylab.training.backlog import Backlog
@@ -117,6 +117,11 @@ class TrainingRun:
         self.train_seconds = 0.0
         self.norms: Norms | None = None  # of another run, taken over after each epoch
         self._settings_lr: float | None = None  # under which settings were recorded last
+        self.intervention: Intervention | None = None  # records its paths, follows another's
+        self.keep_before = False  # whether the last step of each epoch is one to be measured
+        self._random = _seeded_states(spec.seed, self.device)
+        self._seconds = 0.0
+        self._since: float | None = None  # when it went to work; None while it rests
         self.watched = Watch(
             self.model,
             [self.optimizer],
@@ -127,11 +132,6 @@ class TrainingRun:
             hooks=False,
         )
         self.layers = self.watched.layers
-        self.intervention: Intervention | None = None  # records its paths, follows another's
-        self.keep_before = False  # whether the last step of each epoch is one to be measured
-        self._random = _seeded_states(spec.seed, self.device)
-        self._seconds = 0.0
-        self._since: float | None = None  # when it went to work; None while it rests
 
     @property
     def step(self) -> int:
