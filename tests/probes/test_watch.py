@@ -120,6 +120,24 @@ def test_exposure_continues_from_the_last_row_in_the_folder(tmp_path, model):
     assert found == pytest.approx({step: step * 1e-3 for step in (1, 2, 4, 6, 8)})
 
 
+def test_a_resumed_run_measures_as_seldom_as_one_that_went_on(tmp_path):
+    """At its 1st, 4th and 16th record, although outcomes are logged at every step."""
+    stops = {"whole": [40], "resumed": [11, 40]}
+    for name, ends in stops.items():
+        model, inputs, labels = tiny_net("mlp")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"every": 2, "inputs": inputs, "probes": ["size_response", "update_correlation"]}
+        for end in ends:
+            with probes.watch(model, optimizer, **options, folder=tmp_path / name) as watched:
+                if end != ends[0]:
+                    watched.resume(ends[0])
+                while watched.steps < end:
+                    train(model, optimizer, inputs, labels, 1)
+                    watched.log(loss=0.5)
+        measured = {row.step for row in watched.records.series("size_response/0")}
+        assert measured == {1, 6, 30}, name
+
+
 def test_exposure_of_a_module_of_which_one_weight_is_left_alone():
     model = nn.LSTM(3, 2)
     optimizer = torch.optim.SGD([model.weight_hh_l0], lr=0.1, weight_decay=0.01)

@@ -138,7 +138,8 @@ class Watch:
                 recorder.resume(step, [Row(*row) for row in rows])
         earlier = recorder.rows.latest if in_file else {}
         self._exposure = ModelExposure(self.optimizers, self.layers, earlier)
-        self._records = len({row.step for row in recorder.rows.rows})
+        steps = {row.step for row in recorder.rows.rows}  # also those at which outcomes were logged
+        self._records = len(list(filter(self._at, steps)))
         if self._rounds is not None:  # runs of ours have it in their manifest
             recorder.note("resumed")
 
@@ -177,7 +178,7 @@ class Watch:
 
     def wants_step(self) -> bool:
         """Whether the coming step is recorded, so that it must not be a replay of a graph."""
-        return bool(self._due_probes(self.steps + 1)) or self._earlier is not None
+        return bool(self._at(self.steps + 1)) or self._earlier is not None
 
     def count(self, steps: int) -> None:
         """Count steps of all optimizers that no hook reports."""
@@ -208,8 +209,8 @@ class Watch:
         try:
             if self._earlier is not None:  # written below: the first process's disk may be full
                 self._record_following(self._earlier)
-            if due := self._due_probes(self.steps):
-                self.record(due, self._step.gradients)
+            if probes := self._at(self.steps):
+                self.record(self._without_seldom(probes), self._step.gradients)
             else:
                 self._recorder.flush()
         finally:
@@ -237,17 +238,19 @@ class Watch:
         """Warn once: the training must not stop for a probe."""
         self._recorder.warn_once(what, error)
 
-    def _due_probes(self, step: int) -> list[Probe]:
-        """The probes of a record after this step; "seldom" ones at the 1st, 4th, 16th ... one."""
-        number = self._records + 1
-        seldom = number & (number - 1) == 0 and number.bit_length() % 2 == 1
+    def _at(self, step: int) -> list[Probe]:
+        """The probes of a record after this step, if there is one."""
         return [
             probe
             for probe, every in self.probes.items()
-            if (step == 1 or step % every == 0)
-            and not probe.follows
-            and (probe.when != "seldom" or seldom)
+            if (step == 1 or step % every == 0) and not probe.follows
         ]
+
+    def _without_seldom(self, probes: Sequence[Probe]) -> list[Probe]:
+        """All but the "seldom" ones, which are measured at the 1st, 4th, 16th ... record."""
+        number = self._records + 1
+        seldom = number & (number - 1) == 0 and number.bit_length() % 2 == 1
+        return [probe for probe in probes if seldom or probe.when != "seldom"]
 
     # ------------------------------------------------------------ measuring and recording
 
