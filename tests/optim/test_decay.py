@@ -334,6 +334,26 @@ def test_the_table_says_which_decay_is_lost_to_rounding():
     assert str(late).splitlines()[-1] == "decoupled: outside the step, times lr (0 now)"
 
 
+def test_the_table_measures_what_the_order_of_modules_does_not_show():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide, self.back = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+            self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.norm(x + self.back(self.wide(x).relu())))
+
+    torch.manual_seed(0)
+    model = Residual()
+    optimizer = torch.optim.AdamW(model.parameters())
+    by_order = decay_table(model, optimizer)
+    measured = decay_table(model, optimizer, inputs=torch.randn(6, 4))
+    for table, role in ((by_order, "invariant"), (measured, "weight")):
+        assert {row.parameter: row.role for row in table}["back.weight"] == role
+        assert ("inputs=batch" in str(table)) == (table is by_order)
+
+
 def test_names_that_share_a_line_keep_the_numbers_they_share():
     pairs = [[nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)] for _ in range(3)]
     blocks = nn.ModuleList(map(nn.ModuleList, pairs))

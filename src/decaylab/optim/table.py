@@ -11,6 +11,7 @@ from torch import nn
 
 from decaylab.errors import WrongType, needed
 from decaylab.networks import ParameterRole, roles
+from decaylab.networks.calling import Inputs
 from decaylab.optim.decay import (
     first_lr,
     learning_rate,
@@ -22,6 +23,7 @@ from decaylab.optim.decay_operator import NONE, TOLERANCE, DecayOperator
 from decaylab.optim.laws import sums_up
 from decaylab.optim.optimizer_behaviour import unwrapped
 from decaylab.optim.table_words import (
+    BY_ORDER,
     Cells,
     explain_operator,
     explain_problem,
@@ -94,6 +96,7 @@ class DecayTable(Sequence[DecayRow]):
 
     rows: tuple[DecayRow, ...]
     problems: tuple[DecayProblem, ...] = ()
+    measured: bool = False  # which layers are invariant, not read from the order of modules
 
     @overload
     def __getitem__(self, index: int) -> DecayRow: ...
@@ -115,8 +118,10 @@ class DecayTable(Sequence[DecayRow]):
         ]
 
     def _meanings(self) -> dict[str, str]:
-        """By kind; of one kind that is scaled in some parameters alone, by what."""
+        """Of roles and kinds; of one kind that is scaled in some parameters alone, by what."""
         meanings: dict[str, list[str]] = {}
+        if not self.measured and any(row.role == "invariant" for row in self.rows):
+            meanings["invariant"] = [BY_ORDER]
         for row in self.rows:
             how = f"{row.how} (0 now)" if row.factor == 1 and row.how.endswith(" lr") else row.how
             if row.decay != "none" and how not in meanings.setdefault(row.decay, []):
@@ -145,11 +150,14 @@ class DecayTable(Sequence[DecayRow]):
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
-def decay_table(model: nn.Module, optimizers: Optimizers) -> DecayTable:
+def decay_table(model: nn.Module, optimizers: Optimizers, *, inputs: Inputs = None) -> DecayTable:
     """What decays, how, and by what factor per step: one row per parameter, in model order.
 
     Takes any torch optimizer, or several. Optimizers that are not torch's are tested (`behaviour`)
     on parameters made for the test.
+
+    inputs: a batch, as for `watch`. With it, the role `invariant` is measured; without, it goes by
+    the order of modules, which does not show a residual sum in front of a normalisation.
 
     factor: what the decay term alone multiplies W by in one step, from rest;
     long_run: the same once the momentum has settled (`steady_shrink`). Both are None for L2 behind
@@ -165,7 +173,7 @@ def decay_table(model: nn.Module, optimizers: Optimizers) -> DecayTable:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 owners.setdefault(id(parameter), []).append((unwrapped(optimizer), group))
-    known = roles(model)
+    known = roles(model, inputs)
     rows: list[DecayRow] = []
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
@@ -174,7 +182,8 @@ def decay_table(model: nn.Module, optimizers: Optimizers) -> DecayTable:
         for optimizer, group in owners.get(id(parameter), ()):
             alone = {**group, "params": [parameter]}  # some step vectors otherwise than matrices
             rows.append(_row(known[name], optimizer, alone))
-    return DecayTable(tuple(rows), tuple(_problems(rows, parameters, owners)))
+    problems = tuple(_problems(rows, parameters, owners))
+    return DecayTable(tuple(rows), problems, measured=inputs is not None)
 
 
 def _row(

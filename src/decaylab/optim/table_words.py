@@ -30,6 +30,7 @@ KINDS = {
 LR_SQUARED = "outside the step, times lr squared"
 PRECONDITIONED = "in the gradient, then preconditioned"
 NOT_STEPPED = "not in this optimizer"
+BY_ORDER = "a normalisation comes next in the model; decay_table(..., inputs=batch) measures it"
 
 
 def explain_operator(
