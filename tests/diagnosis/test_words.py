@@ -170,6 +170,12 @@ def everything(result: Diagnosis):
         )
     near = replace(outcome(Helped.WORSE), run=2.201, baseline=2.2, gain=-0.001)
     yield "headline, slightly worse", headline(replace(result, outcome=near))
+    acts = {"verdict": Verdict.ACTS, "effect": EFFECT}
+    quantities = ("effective_lr", "jacobian_norm", "effective_damping")
+    each = zip(result.findings, quantities, strict=True)
+    all_act = tuple(replace(finding, **acts, quantity=name) for finding, name in each)
+    for which in (all_act[:2], all_act):
+        yield f"headline, {len(which)} act", headline(replace(result, findings=which))
     yield "headline, no decay", headline(replace(result, decays=False))
     for finding in result.findings:
         for verdict in Verdict:

@@ -16,7 +16,8 @@ from decaylab.diagnosis.words.reasons import sentence
 
 def headline(diagnosis: Diagnosis) -> str:
     """Whether decay helped, through what, and what to try next."""
-    outcome, acts = diagnosis.outcome, " and ".join(_ways(diagnosis))
+    outcome, (*ways, last) = diagnosis.outcome, _ways(diagnosis) or [""]
+    acts = f"{', '.join(ways)} and {last}" if ways else last
     if not diagnosis.decays:
         what = "This run has no weight decay"
         if _troubled(diagnosis, Reason.LOST_TO_ROUNDING):
