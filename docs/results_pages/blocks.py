@@ -275,20 +275,18 @@ def verdicts(results: Results) -> str:
     return "".join(lines) or "*No runs yet.*\n"
 
 
-def decided(results: Results) -> dict[str, Claim]:
-    """Each claim at the fullest tier that settles it; where none does, at the fullest with runs.
+SETTLED = ("supported", "contradicted", "undecided")  # every run is there that it takes
 
-    Where nothing is missing at the fullest, that decides: what is open there stays open, whatever
-    a shorter schedule says.
-    """
+
+def decided(results: Results) -> dict[str, Claim]:
+    """Each claim at the fullest tier that settles it; where none does, at the fullest with runs."""
     judgements = [results.claims(tier) for tier in results.tiers]
     chosen = {}
     for name in CLAIMS:
         claims = [judgement[name] for judgement in judgements]
-        settled = [claim for claim in claims if _grouped(claim) != "open"]
+        settled = [claim for claim in claims if claim.verdict in SETTLED]
         run = [claim for claim in claims if claim.status != "not run"]
-        complete = bool(run) and not any(run[0].lacking)
-        chosen[name] = run[0] if complete else (settled or run or claims)[0]
+        chosen[name] = (settled or run or claims)[0]
     return chosen
 
 

@@ -377,16 +377,17 @@ def test_the_report_takes_the_fullest_schedule_that_settles_a_claim(store):
 
 
 @pytest.mark.parametrize(
-    ("lacking", "tier"), [((1, 0), "short"), ((0, 1), "short"), ((0, 0), "full")]
+    ("verdict", "tier"),
+    [("not enough runs", "short"), ("not enough schedule", "short"), ("undecided", "full")],
 )
-def test_what_is_open_with_every_run_of_a_fuller_schedule_stays_open(
-    store, monkeypatch, lacking, tier
+def test_what_is_undecided_with_every_run_of_a_fuller_schedule_stays_open(
+    store, monkeypatch, verdict, tier
 ):
     for name in ("full", "short"):
         write(store, select(cells("table1", name), SGD)[0].runs[0], 0.9, tier=name)
     results = Results(store.root)
     e6 = results.claims("full")["E6"]
-    full = replace(e6, n=1, verdict="not enough runs", lacking=lacking)
+    full = replace(e6, n=1, verdict=verdict)
     short = replace(e6, n=1, verdict="supported", tier="short")
     judged = {name: {**results.claims(name)} for name in ("full", "short")}
     judged["full"]["E6"], judged["short"]["E6"] = full, short

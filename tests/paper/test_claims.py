@@ -72,7 +72,7 @@ def test_the_papers_own_numbers(tmp_path):
     claims = records.claims()
     for name in ("E3", "E13", "E14"):
         assert claims[name].verdict == "supported", claims[name]
-    assert claims["E1"].verdict == "not enough runs"  # +0.27 points of Adam on VGG16, one of 32
+    assert claims["E1"].verdict == "undecided"  # +0.27 points of Adam on VGG16, one of 32
     assert claims["E1"].n == 64
     # the mean of the paper's 32 differences, by hand from its table
     gains = {}
@@ -101,7 +101,7 @@ def test_table_2_supports_e8_of_each_network(tmp_path):
         ({("vgg16", "sgd", 0): 5766.0}, "contradicted"),  # 41x under SGD, the paper's 4x: too much
         ({("vgg16", "sgd", 1): 600.0}, "contradicted"),  # 0.9x, too little by more than four
         ({("vgg16", "kfac-g", 1): 249.0}, "contradicted"),  # 2x, less than SGD's
-        ({("vgg16", "kfac-g", 1): 17.0}, "not enough runs"),  # 29x: three times the paper's
+        ({("vgg16", "kfac-g", 1): 17.0}, "undecided"),  # 29x: three times the paper's
     ],
 )
 def test_a_factor_of_e8_has_two_sides_and_says_its_network(tmp_path, change, verdict):
@@ -167,7 +167,7 @@ def test_table_3_supports_e11_where_lr_and_decay_were_searched(tmp_path):
     records.fill("table3", papers)
     claims = records.claims()
     assert claims["E11"].verdict == "supported", claims["E11"]
-    assert claims["E15"].verdict == "not enough runs"  # a loss of 1e-3 is neither zero nor not
+    assert claims["E15"].verdict == "undecided"  # a loss of 1e-3 is neither zero nor not
 
 
 def test_table_3_is_not_judged_at_a_decay_that_was_not_searched(tmp_path):
@@ -181,7 +181,7 @@ def test_table_3_is_not_judged_at_a_decay_that_was_not_searched(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("left", "verdict"), [(0.2, "supported"), (0.52, "not enough runs"), (0.9, "contradicted")]
+    ("left", "verdict"), [(0.2, "supported"), (0.52, "undecided"), (0.9, "contradicted")]
 )
 def test_most_of_a_loss_is_more_than_half_of_it(tmp_path, left, verdict):
     """E11: without decay five points are lost at batch 2000, with it a part `left` of them."""
@@ -208,7 +208,7 @@ def test_a_gain_at_large_batches_is_no_loss(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("left", "verdict"), [(0.1, "supported"), (0.52, "not enough runs"), (0.9, "contradicted")]
+    ("left", "verdict"), [(0.1, "supported"), (0.52, "undecided"), (0.9, "contradicted")]
 )
 def test_most_of_a_spread_is_more_than_half_of_it(tmp_path, left, verdict):
     """E13: SGD is six points below the others without decay, a part `left` of that with it."""
@@ -248,7 +248,7 @@ def test_one_pair_clearly_the_other_way_contradicts_and_a_slight_one_asks_for_se
 
         return values
 
-    for by, verdict in ((0.002, "not enough runs"), (0.05, "contradicted")):
+    for by, verdict in ((0.002, "undecided"), (0.05, "contradicted")):
         records = Records(tmp_path / str(by))
         records.fill("table1", turned(by))
         claim = records.claims()["E1"]
@@ -277,7 +277,7 @@ def test_a_short_schedule_without_exposure_tells_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     ("gain", "verdict"),
-    [(0.015, "supported"), (0.003, "not enough runs"), (-0.003, "not enough runs"),
+    [(0.015, "supported"), (0.003, "undecided"), (-0.003, "undecided"),
      (-0.02, "contradicted")],
 )  # fmt: skip
 def test_all_32_by_the_pooled_spread_of_seeds(tmp_path, gain, verdict):
@@ -333,7 +333,7 @@ def test_a_single_two_sigma_loss_of_32_does_not_contradict(tmp_path):
         return values
 
     error = math.sqrt(2 * 0.6988 * 0.3012 / 10_000)
-    for times, verdict in ((2.3, "not enough runs"), (5.0, "contradicted")):
+    for times, verdict in ((2.3, "undecided"), (5.0, "contradicted")):
         records = Records(tmp_path / str(times))
         records.fill("table1", turned(times * error))
         assert records.claims()["E1"].verdict == verdict
@@ -367,14 +367,14 @@ def test_pairs_are_compared_on_the_same_images_where_their_hits_are_recorded(tmp
         records = Records(tmp_path / name)
         write(records, hits)
         found[name] = records.claims()["E1"].verdict
-    assert found == {"none": "supported", "shuffled": "not enough runs", "same": "supported"}
+    assert found == {"none": "supported", "shuffled": "undecided", "same": "supported"}
 
 
 def test_what_is_within_the_noise_asks_for_more_seeds(tmp_path):
     records = Records(tmp_path)
     records.fill("table1", lambda cell, seed: {**TRAINED, "test/accuracy": 0.9})
     claim = records.claims()["E1"]
-    assert claim.verdict == "not enough runs"
+    assert claim.verdict == "undecided"
     assert any("more seeds" in note for note in claim.notes)
 
 
@@ -382,7 +382,7 @@ def test_asking_for_the_verdict_changes_nothing():
     noise = Noise({Pool("seeds", 1.0): 1.0})
     open_still = Comparison("by", True, (), value=-0.1, p=noise.p_value(-0.1), noise=noise)
     evidence = Evidence([open_still])
-    assert [evidence.verdict(), evidence.verdict()] == ["not enough runs"] * 2
+    assert [evidence.verdict(), evidence.verdict()] == ["undecided"] * 2
     assert evidence == Evidence([open_still])
     assert evidence.doubt.startswith("1 of 1 differences are negative, within the noise")
     assert not Evidence([open_still], {"": 1}).doubt
@@ -393,8 +393,8 @@ def test_asking_for_the_verdict_changes_nothing():
     [
         (0.76, 0.77, "supported"),
         (0.71, 0.73, "contradicted"),
-        (0.755, 0.73, "not enough runs"),  # most of it, and less with wd-fc
-        (0.745, 0.77, "not enough runs"),
+        (0.755, 0.73, "undecided"),  # most of it, and less with wd-fc
+        (0.745, 0.77, "undecided"),
     ],
 )
 def test_the_share_of_the_gap_that_norm_transfer_closes(tmp_path, transferred, both, verdict):
@@ -408,7 +408,7 @@ def test_the_share_of_the_gap_that_norm_transfer_closes(tmp_path, transferred, b
 
 
 @pytest.mark.parametrize(
-    ("flat", "verdict"), [(1.0, "supported"), (0.15, "not enough runs"), (0.02, "contradicted")]
+    ("flat", "verdict"), [(1.0, "supported"), (0.15, "undecided"), (0.02, "contradicted")]
 )
 def test_effective_lr_falls_without_decay_and_stays_with_it(tmp_path, flat, verdict):
     records = Records(tmp_path)
@@ -439,7 +439,7 @@ def traces(fisher, newton, mode="_train"):
 
 
 @pytest.mark.parametrize(
-    ("fall", "verdict"), [(1e4, "supported"), (30, "not enough runs"), (1.5, "contradicted")]
+    ("fall", "verdict"), [(1e4, "supported"), (30, "undecided"), (1.5, "contradicted")]
 )
 def test_traces_of_fisher_and_gauss_newton(tmp_path, fall, verdict):
     """From the initialisation to epoch 50; what comes later does not count."""
@@ -493,7 +493,7 @@ def test_traces_of_a_short_schedule_that_did_not_fit_the_data_are_not_judged(tmp
 
 
 @pytest.mark.parametrize(
-    ("sign", "verdict"), [(1, "supported"), (0, "not enough runs"), (-1, "contradicted")]
+    ("sign", "verdict"), [(1, "supported"), (0, "undecided"), (-1, "contradicted")]
 )
 def test_correlation_over_nets_that_were_trained_to_the_end(tmp_path, sign, verdict):
     """E7: the GN norm with the others; where it goes against one, E17's pair still goes along."""
@@ -519,7 +519,7 @@ def test_correlation_over_nets_that_were_trained_to_the_end(tmp_path, sign, verd
 
 def test_the_jacobian_norm_against_the_gap(tmp_path):
     """E17 is open where they have nothing to do with each other, and can be contradicted."""
-    for sign, verdict in ((0, "not enough runs"), (-1, "contradicted")):
+    for sign, verdict in ((0, "undecided"), (-1, "contradicted")):
         records, number = Records(tmp_path / str(sign)), iter(range(100))
 
         def values(cell, seed, sign=sign, number=number):
@@ -594,12 +594,12 @@ def test_who_never_arrives_is_not_ahead(tmp_path):
     records = Records(tmp_path)
     converging(records, dict.fromkeys(USUAL, 99))
     claims = records.claims()
-    assert claims["E12"].parts == {WITHIN: "contradicted", FIRST: "not enough runs"}
-    assert claims["E16"].verdict == "not enough runs"
+    assert claims["E12"].parts == {WITHIN: "contradicted", FIRST: "undecided"}
+    assert claims["E16"].verdict == "undecided"
 
 
 @pytest.mark.parametrize(
-    ("kfac_f", "verdict"), [(20, "supported"), (8, "not enough runs"), (5, "contradicted")]
+    ("kfac_f", "verdict"), [(20, "supported"), (8, "undecided"), (5, "contradicted")]
 )
 def test_kfac_g_against_kfac_f(tmp_path, kfac_f, verdict):
     records = Records(tmp_path)
@@ -717,9 +717,9 @@ TEXT = "text: the last layer does not matter (within 1 point)"
     ("accuracies", "caption", "text"),
     [
         # baseline, wd-conv, wd-fc, wd-all
-        ((0.68, 0.735, 0.68, 0.735), "supported", "not enough runs"),
+        ((0.68, 0.735, 0.68, 0.735), "supported", "undecided"),
         ((0.68, 0.685, 0.70, 0.735), "contradicted", "contradicted"),
-        ((0.65, 0.73, 0.6899, 0.73), "not enough runs", "contradicted"),
+        ((0.65, 0.73, 0.6899, 0.73), "undecided", "contradicted"),
         ((0.65, 0.71, 0.68, 0.74), "supported", "contradicted"),
     ],
 )
@@ -757,7 +757,7 @@ def of_kfac(found, more=0.03, equal_lr=None):
     ("found", "verdicts"),
     [
         ({"wd-conv": 0.70, "wd-fc": 0.72}, ("supported", "supported", "supported")),
-        ({"wd-conv": 0.70, "wd-fc": 0.7001}, ("not enough runs", "supported", "supported")),
+        ({"wd-conv": 0.70, "wd-fc": 0.7001}, ("undecided", "supported", "supported")),
         ({"wd-conv": 0.72, "wd-fc": 0.68}, ("contradicted", "supported", "supported")),
         ({"wd-conv": 0.60, "wd-fc": 0.72}, ("supported", "contradicted", "supported")),
     ],
@@ -773,7 +773,7 @@ def test_each_part_of_e9_has_a_verdict(tmp_path, found, verdicts):
     ("conv", "more", "helps", "fisher"),
     [
         (0.70, 0.03, "supported", "supported"),
-        (0.652, 0.0, "not enough runs", "not enough runs"),
+        (0.652, 0.0, "undecided", "undecided"),
         (0.60, -0.03, "contradicted", "contradicted"),
     ],
 )
@@ -825,7 +825,7 @@ def test_l2_against_weight_decay_needs_the_searched_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("loss", "verdict"), [(0.2, "supported"), (5e-3, "not enough runs"), (1e-5, "contradicted")]
+    ("loss", "verdict"), [(0.2, "supported"), (5e-3, "undecided"), (1e-5, "contradicted")]
 )
 def test_large_batches_without_decay_keep_a_training_loss(tmp_path, loss, verdict):
     """E15: one row of nine ends there, the others well above zero."""
@@ -844,7 +844,7 @@ def test_large_batches_without_decay_keep_a_training_loss(tmp_path, loss, verdic
     [
         (0, 1.0, "supported"),
         (1, 1.0, "not enough runs"),
-        (0, 0.996, "not enough runs"),  # printed as 100 %, and not 100 %
+        (0, 0.996, "undecided"),  # printed as 100 %, and not 100 %
         (1, 0.994, "contradicted"),
     ],
 )
@@ -883,7 +883,7 @@ tier = "full"
     ("l2", "odd", "verdict"),
     [
         (0.91, 0.91, "supported"),
-        (0.93, 0.93, "not enough runs"),  # as good as weight decay
+        (0.93, 0.93, "undecided"),  # as good as weight decay
         (0.91, 0.99, "contradicted"),  # far ahead in one cell of 18
     ],
 )
@@ -911,7 +911,7 @@ def test_e2_by_l2_with_its_own_search(tmp_path, l2, odd, verdict):
     ("vgg16", "resnet32", "verdict"),
     [
         (0.05, 0.05, "supported"),
-        (0.022, 0.022, "not enough runs"),  # as the larger of SGD's and Adam's
+        (0.022, 0.022, "undecided"),  # as the larger of SGD's and Adam's
         (0.05, -0.05, "contradicted"),  # K-FAC-G loses on one network
     ],
 )

@@ -214,7 +214,7 @@ class Claim:
         id: E1 to E17.
         where: the table or figure.
         claim: what the paper says.
-        verdict: supported, contradicted, not enough runs or not enough schedule.
+        verdict: supported, contradicted, not enough runs, not enough schedule or undecided.
         effect: what was found, in a sentence; "" if nothing was.
         value: the headline number of `effect`: points of accuracy, a ratio, a correlation.
         spread: standard deviation over seeds of a comparison; None with one seed.

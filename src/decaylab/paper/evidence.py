@@ -9,7 +9,8 @@ The rules (the same for every claim):
   has to be for a claim, more of them make support harder, not easier.) It is supported when every
   run it needs is there and every comparison is for it; where it is not about every single case,
   also when none is against and the mean over its comparisons is for it. Else it is open: there are
-  not enough runs. Where a claim has several parts, each has a verdict.
+  "not enough runs", or all are there and leave it "undecided". Where a claim has several parts,
+  each has a verdict.
 - At a shortened schedule a run with decay whose exposure in the first stage is below 1 tells
   nothing: the claim has "not enough schedule", unless the others contradict it.
 - Runs with superseded numerics (`superseded.toml`) and records of another kind than the claim
@@ -32,7 +33,9 @@ from decaylab.paper.suite import Cell, artefact_of, artefacts, cells
 from decaylab.paper.tiers import TIERS, tier_of
 from decaylab.training import RunSpec
 
-Verdict = Literal["supported", "contradicted", "not enough runs", "not enough schedule"]
+Verdict = Literal[
+    "supported", "contradicted", "not enough runs", "not enough schedule", "undecided"
+]
 Leaning = Literal["for", "against", "unclear"]
 LEAST_EXPOSURE = 1.0
 Group = tuple[dict[str, object], dict[object, Cell]]
@@ -149,7 +152,7 @@ class Evidence:
     def verdict(self) -> Verdict:
         """Of the whole claim: contradicted by any part, supported if every part is."""
         verdicts = self.verdicts().values()
-        for verdict in ("contradicted", "not enough runs", "not enough schedule"):
+        for verdict in ("contradicted", "not enough runs", "not enough schedule", "undecided"):
             if verdict in verdicts:
                 return verdict
         return "supported" if verdicts else "not enough runs"
@@ -169,13 +172,13 @@ class Evidence:
             mean = plain_statistics.fmean(c.value for c, _ in needed)
             if mean > 0 and Noise.of_mean(noises).p_value(mean) <= ALPHA:
                 return "supported"
-        return "not enough runs"
+        return "undecided"
 
     @property
     def doubt(self) -> str:
         """What more seeds would tell, where all runs are there and do not; else empty."""
         tested = [c for c in self.comparisons if c.p is not None]
-        if self.verdict() != "not enough runs" or self.missing or not tested:
+        if self.verdict() != "undecided" or not tested:
             return ""
         turned, total = sum(c.value <= 0 for c in tested), len(tested)
         those = f"{turned} of {total} differences are negative," if turned else "it is"
