@@ -110,6 +110,10 @@ def misses(results: Results) -> str:
     text = f"{len(near)} of the {len(entries)} cells that were run at tier full are within"
     text += f" {NEAR:g} point of the paper at seed 0 and the published settings"
     text += f", {len(marked)} more at those of our own search (‡)." if marked else "."
+    firsts = [results.finished_runs.of(cell.runs[0]) for cell in filled.cells if cell.runs]
+    if old := sum(run is not None and bool(run.superseded) for run in firsts):
+        were = "was" if old == 1 else "were"
+        text += f" {old} of them {were} made before a fix of the numerics and will be made again."
     wrong = [pair for pair in pairs(filled.table) if _other_order(pair)]
     by_column = filled.table.by_column
     text += "\n" + "".join(
