@@ -113,7 +113,8 @@ def misses(results: Results) -> str:
     firsts = [results.finished_runs.of(cell.runs[0]) for cell in filled.cells if cell.runs]
     if old := sum(run is not None and bool(run.superseded) for run in firsts):
         were = "was" if old == 1 else "were"
-        text += f" {old} of them {were} made before a fix of the numerics and will be made again."
+        text += f" {old} of the {len(entries)} {were} made before a fix of the numerics and will be"
+        text += " made again."
     wrong = [pair for pair in pairs(filled.table) if _other_order(pair)]
     by_column = filled.table.by_column
     text += "\n" + "".join(

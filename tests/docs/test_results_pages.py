@@ -92,7 +92,7 @@ def test_runs_with_superseded_numerics_are_listed_with_what_was_wrong(store):
     folder.write_manifest(replace(folder.manifest(), commit="04df10a7291a8f5231c7"))
     (row,) = rows(block("superseded", store))
     assert row == ["The first layer's A was rounded to bfloat16", f"`{spec.id}` (full)"]
-    assert "1 of them was made before a fix" in block("misses", store).splitlines()[0]
+    assert "1 of the 1 was made before a fix" in block("misses", store).splitlines()[0]
 
 
 def test_decay_alone_shows_runs_without_decay_as_such(store):
