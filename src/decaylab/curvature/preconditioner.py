@@ -277,7 +277,7 @@ class Preconditioner:
         self.shards = shards
         self.device = device = factors.device
         streams = STREAMS - 1 if device.type == "cuda" else 0  # beside the current one
-        self._streams = [own_stream(device) for _ in range(streams)]
+        self._streams = [own_stream(self, device) for _ in range(streams)]
         self._vectors: dict[Any, Tensor] = {}
         self._pending: dict[Shape, list[Inversion]] = {}  # by bank: of each of its parts
         self._tried = factors.ready  # which entries it is for

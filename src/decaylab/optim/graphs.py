@@ -80,7 +80,7 @@ class CudaGraphs:
         if current != torch.cuda.default_stream(self._device):
             return current
         if self._stream is None:
-            self._stream = own_stream(self._device)
+            self._stream = own_stream(self, self._device)
         return self._stream
 
     @contextmanager

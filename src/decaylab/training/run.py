@@ -103,7 +103,7 @@ class TrainingRun:
         self.loss_sum, self.correct = self._steps.loss_sum, self._steps.correct
         cuda = self.device.type == "cuda"
         # ahead of the stream on which K-FAC inverts beside it
-        self._stream = own_stream(self.device, priority=-1) if cuda else None
+        self._stream = own_stream(self, self.device, priority=-1) if cuda else None
         self.backlog = Backlog()
         self._behind = True  # whether the outer stream has work that the run's must wait for
         self.beside_others = False  # whether other runs take turns with this one
