@@ -37,7 +37,7 @@ def graphs(monkeypatch):
     default = Stream()
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capturing)
-    monkeypatch.setattr("decaylab.optim.graphs.own_stream", lambda device: Stream())
+    monkeypatch.setattr("decaylab.optim.graphs.own_stream", lambda owner, device: Stream())
     for name in ("current_stream", "default_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda device: default)
     return CudaGraphs(torch.device("cuda", 0), pool=(0, 1))

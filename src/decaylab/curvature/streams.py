@@ -11,9 +11,7 @@ IN_TORCH = 32
 _owned: WeakKeyDictionary[object, set[int]] = WeakKeyDictionary()
 
 
-def own_stream(
-    owner: object, device: torch.device | None, priority: int = 0
-) -> torch.cuda.Stream:
+def own_stream(owner: object, device: torch.device | None, priority: int = 0) -> torch.cuda.Stream:
     """A stream that nobody else owns now; one of all, if there is no such left.
 
     It is the owner's until the owner is gone.

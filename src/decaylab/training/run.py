@@ -403,7 +403,8 @@ class TrainingRun:
     def record_settings(self) -> None:
         """Record how layers are stepped from the coming step on, if that has changed."""
         if self.world.first and self.lr != self._settings_lr:  # nothing else changes on the way
-            self.watched.record_settings()
+            with self._on_stream():  # it reads tensors: on the outer one it would wait for all runs
+                self.watched.record_settings()
             self._settings_lr = self.lr
 
     def next_epoch(self) -> None:
