@@ -7,7 +7,8 @@ import torch
 # How many streams of a priority torch makes; it hands them out in turn, again and again.
 IN_TORCH = 32
 
-# Their handles. Kept by owner, since before torch 2.13 a weak reference to a stream outlives it.
+# Their handles, by owner: torch leaves weak references to a stream dangling when it goes
+# (pytorch/pytorch pull request 183403).
 _owned: WeakKeyDictionary[object, set[int]] = WeakKeyDictionary()
 
 
