@@ -64,10 +64,16 @@ class Trainer:
 
         def evaluate():
             with torch.no_grad():
+                model.eval()
+                evaluated = model(images[1200:])
+                model.train()
                 logits = model(images[1200:])
             accuracy = (logits.argmax(1) == labels[1200:]).double().mean()
             return {
                 "test/loss": float(nn.functional.cross_entropy(logits, labels[1200:])),
+                "test/loss in evaluation mode": float(
+                    nn.functional.cross_entropy(evaluated, labels[1200:])
+                ),
                 "test/accuracy": float(accuracy),
                 "turned": sum(
                     float((now - start[name]).norm()) for name, now in directions(model).items()

@@ -54,6 +54,18 @@ def test_with_momentum_the_rotation_carries_it_within_the_interval():
     assert 0.0 in result.shares["size"]
 
 
+def test_running_statistics_that_lag_show_the_size_in_evaluation_mode_alone():
+    def net():
+        model = batch_norm_net()
+        model[1].momentum = model[4].momentum = 0.01
+        return model
+
+    result = decaylab.attribute(Trainer(net, sgd_on_convs(momentum=0.0)), seeds=1, steps=100)
+    training, evaluation = map(result.shares_of, ("test/loss", "test/loss in evaluation mode"))
+    assert training.alone["size"].value == pytest.approx(0, abs=1e-5)
+    assert abs(evaluation.alone["size"].value) > 0.1
+
+
 class Turning(torch.optim.Optimizer):
     """Turns every weight by the angle lr against its gradient; decay only makes it shorter.
 
