@@ -297,6 +297,7 @@ def test_the_command(spec_file, tmp_path):
     by_run = run(SPEC.id, "--runs", tmp_path / "runs" / "attribution", "--seeds", 1, "--json")
     assert by_run.exit_code == 0, by_run.output
     assert found["title"] == "SGD, MLP BN on digits"
+    assert RunSpec.from_mapping(found["spec"]).id == found["id"] == SPEC.id
     held = run(spec_file, "--seeds", 1, *runs, "--json", "--only", "layers=conv")
     assert json.loads(held.stdout)["title"] == "SGD, MLP BN on digits, held: conv"
 

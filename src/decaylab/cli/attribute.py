@@ -1,6 +1,7 @@
 """`decaylab attribute`: which path carries decay's effect, by experiment."""
 
 import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -218,7 +219,9 @@ def _show(
         words = f"{named(spec.optimizer)}, {named(spec.network)} {' + '.join(extra)}".strip()
         title = f"{words} on {named(spec.data)}"
         title += "" if layers == "all" else f", held: {layers}"
-        print_json({"title": title, "spec": spec.id, "about": about, **result.as_dict()})
+        settings = tomllib.loads(spec.to_toml())
+        named_by = {"title": title, "id": spec.id, "spec": settings, "about": about}
+        print_json({**named_by, **result.as_dict()})
         return
     say(f"\n{result}")
     if report is not None:
