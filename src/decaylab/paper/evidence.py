@@ -233,7 +233,7 @@ class Bench:
     ) -> None:
         self.finished_runs, self.tier = finished_runs, tier_of(tier)
         self._seeds, self._folder = seeds, searched_folder
-        self.left_out: dict[str, str] = {}  # run -> why its numerics are superseded
+        self.left_out: dict[str, str] = {}  # run -> why it decides nothing
 
         self._pools: dict[tuple[str, str], Pool | None] = {}
 
@@ -262,6 +262,10 @@ class Bench:
         finished = [run for spec in cell.runs if (run := self.finished_runs.of(spec)) is not None]
         self.left_out |= {run.spec.id: run.superseded for run in finished if run.superseded}
         return [run for run in finished if not run.superseded]
+
+    def leave_out(self, runs: Iterable[FinishedRun], why: str) -> None:
+        """Note runs that decide nothing."""
+        self.left_out |= {run.spec.id: why for run in runs}
 
     def sample(self, cell: Cell | None, metric: str = "test/accuracy") -> Sample | None:
         """A metric in the finished runs of a cell; None if there is none."""

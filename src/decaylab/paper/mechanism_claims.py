@@ -22,6 +22,9 @@ RUNNING_ACCURACY = "train/running_accuracy"
 PRINTED = 0.995  # E14: below, it does not round to the paper's 100 %
 NOT_ZERO, ZERO = 1e-2, 1e-3  # E15
 EVAL_TRACES = "gn_trace_normalised"  # of runs before traces were taken in train mode
+# why runs are left out
+IN_EVAL_MODE = "their traces are of batch norm in eval mode, where Eq. 13 does not hold"
+WITHOUT_PASS = "they were recorded without a pass over the training set after each epoch"
 FISHER_TRACE, NEWTON_TRACE = "fisher_trace_normalised_train", "gn_trace_normalised_train"
 
 
@@ -181,12 +184,8 @@ def e10(bench: Bench) -> Evidence:
             part = "with decay" if decay else "without decay"
             finished = bench.runs(cell)
             runs = [run for run in finished if not run.lacking(("traces",))]
-            left_out = (run for run in finished if run not in runs)
-            if others := [run.spec.id for run in left_out if run.first_layer(EVAL_TRACES)]:
-                evidence.notes.append(
-                    f"left out, since their traces are of batch norm in eval mode, where Eq. 13"
-                    f" does not hold: {', '.join(others)}"
-                )
+            lacking = (run for run in finished if run not in runs)
+            bench.leave_out((run for run in lacking if run.first_layer(EVAL_TRACES)), IN_EVAL_MODE)
             papers_own = key["network"] == "resnet32"
             if not runs:
                 if papers_own:
@@ -219,7 +218,6 @@ class _Convergence:
         self.guessed: dict[str, Cell] = {}  # at a learning rate that is not known to be good
         self._by_epoch: dict[str, FinishedRun] = {}
         self._by_time: dict[str, TimedCurve] = {}
-        self.left_out: list[str] = []
         for key, pair in bench.groups("fig9"):
             if key["network"] != network:
                 continue
@@ -230,7 +228,7 @@ class _Convergence:
             spec = cell.runs[0]
             stored = [bench.finished_runs.of(spec), bench.finished_runs.repeats.of(spec)]
             runs = [run for run in stored if run is not None and not run.superseded]
-            self.left_out += [run.spec.id for run in runs if not run.curve(PASS_LOSS)]
+            bench.leave_out((run for run in runs if not run.curve(PASS_LOSS)), WITHOUT_PASS)
             measured = [run for run in runs if run.curve(PASS_LOSS)]
             if measured:
                 self._by_epoch[optimizer] = measured[0]
@@ -275,7 +273,6 @@ def e12(bench: Bench) -> Evidence:
         convergence = _Convergence(bench, network)
         _add_within(bench, evidence, convergence, within)
         _add_first(bench, evidence, convergence, ("sgd", "adam"), first)
-        _note_left_out(evidence, convergence)
     evidence.unjudged += _under_batch_norm(bench)
     return evidence.summarised()
 
@@ -356,14 +353,6 @@ def _at_a_guess(
     return True
 
 
-def _note_left_out(evidence: Evidence, convergence: _Convergence) -> None:
-    if convergence.left_out:
-        evidence.notes.append(
-            "left out, without a pass over the training set after each epoch:"
-            f" {', '.join(dict.fromkeys(convergence.left_out))}"
-        )
-
-
 def _under_batch_norm(bench: Bench) -> list[str]:
     """The same with batch normalisation, by the running mean of the loss: shown, not judged."""
     epochs: dict[str, list[str]] = {}
@@ -396,7 +385,6 @@ def e16(bench: Bench) -> Evidence:
                 runs = convergence.runs()
                 evidence.add(Comparison(text, enough, runs, kfac_f, rule=rule, part=in_epochs))
         _add_first(bench, evidence, convergence, ("kfac-f",), in_time)
-        _note_left_out(evidence, convergence)
     return evidence.summarised()
 
 
