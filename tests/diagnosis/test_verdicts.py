@@ -256,6 +256,20 @@ def test_decay_is_not_said_to_be_dispensable_in_a_run_that_diverged(diverged):
     assert (Reason.NO_EFFECT in reasons(found.follows)) is not diverged
 
 
+def test_layers_that_lack_different_things_are_named():
+    layers = {name: kfac(weight_decay=STRONG) for name in ("short", "long")}
+    rows = [
+        row
+        for row in records(layers).rows
+        if row.name != "second_order_share/long"
+        and ("order_share" not in row.name or row.step in (1, 1000))
+    ]
+    assert (
+        "There is nothing to compare with: its second-order share is recorded too rarely (short);"
+        " its second-order share is not recorded (long)."
+    ) in [finding["text"] for finding in diagnose(Rows(tuple(rows))).as_dict()["findings"]]
+
+
 def test_damping_cannot_be_told_without_shares():
     finding = diagnose(records({"conv": kfac(weight_decay=STRONG, share=None)}))["effective d"]
     assert finding.verdict == "cannot tell"

@@ -90,7 +90,7 @@ DATA = {
     "taken": 0.3,
     "turned": EFFECT,
     "way": "strong",
-    "why": [Because(Reason.LAW_UNKNOWN)],
+    "why": [(Because(Reason.LAW_UNKNOWN), ["conv", "head"])],
 }
 OTHER_DATA = {
     Reason.BURST: {

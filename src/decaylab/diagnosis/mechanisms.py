@@ -460,7 +460,8 @@ def _judged_factor(
     if effect is None:
         why = distinct(row.why for row in rows if row.verdict and row.why)
         remedy = Reason.SAME_STEPS if has(why, Reason.NO_COMMON_STEP) else Reason.GIVE_BASELINE
-        nothing = because(Reason.NOTHING_TO_COMPARE, why=why)
+        layers = [[row.layer for row in rows if row.verdict and row.why == each] for each in why]
+        nothing = because(Reason.NOTHING_TO_COMPARE, why=list(zip(why, layers, strict=True)))
         return _cannot_tell(mechanism, nothing, remedy, layers=rows, quantity=quantity)
     change, verdict = Change(quantity, effect), judged(effect, *thresholds)
     finding = Finding(mechanism, verdict, (), effect, rows, quantity=quantity)

@@ -207,7 +207,7 @@ class Reason(Enum):
     )
     SENSITIVITY_FAILED = "`{probe}` could not be measured: {error}."
     THROUGH_OTHERS = "Part of it may come through the {mechanisms:and the} of the other layers."
-    NOTHING_TO_COMPARE = "There is nothing to compare with: {why:sentences}."
+    NOTHING_TO_COMPARE = "There is nothing to compare with: {why:by layers}."
     CHANGED = "{change:change}."
     LOWER_ESTIMATE = (
         "This is a lower estimate: after so much decay, SGD's gradients are no longer those of a"

@@ -105,6 +105,13 @@ def _attribute(places: Places) -> str:
     return f"`{command}` separates the mechanisms by experiment{where}"
 
 
+def _by_layers(groups: Sequence[tuple[Because, Sequence[str]]]) -> list[str]:
+    """What is said of layers; of which ones, if it is not the same of all."""
+    if len(groups) == 1:
+        return [sentence(why) for why, _ in groups]
+    return [f"{sentence(why)} ({names(layers)})" for why, layers in groups]
+
+
 KINDS: dict[str, Callable[[Any], str]] = {
     # numbers
     "times": times,
@@ -148,7 +155,7 @@ KINDS: dict[str, Callable[[Any], str]] = {
     ),
     # other reasons
     "sentence": lambda why: sentence(why),
-    "sentences": lambda reasons: "; ".join(map(sentence, reasons)),
+    "by layers": lambda groups: "; ".join(_by_layers(groups)),
     "and then": lambda reasons: "".join(f" {sentence(why)}" for why in reasons),
     # where the runs are
     "give baseline": _give_baseline,
