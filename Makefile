@@ -20,7 +20,7 @@ test: $(INSTALLED)
 	$(MAKE) --jobs=2 check unit
 
 unit: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+	$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 # CUDA kernels in Triton's interpreter, on the CPU. Beside the environment: nothing else is to find Triton.
 test-kernels: .venv/triton

@@ -3,6 +3,12 @@ import signal
 from contextlib import nullcontext, suppress
 
 import pytest
+
+# Processes side by side (pytest -n): with more threads than cores they wait for each other, and the
+# tests take many times as long. Before torch is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 # A shell or a CI may have set these, and they change what is printed. Before typer is imported.
