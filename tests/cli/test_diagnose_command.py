@@ -7,7 +7,16 @@ from refusals import refused
 from typer.testing import CliRunner
 
 from decaylab.cli import app
-from decaylab.errors import BadValue, Lacks, Misplaced, NotFinished, OutOfRange, Range, UnknownName
+from decaylab.errors import (
+    BadValue,
+    Conflict,
+    Lacks,
+    Misplaced,
+    NotFinished,
+    OutOfRange,
+    Range,
+    UnknownName,
+)
 
 runner = CliRunner()
 TINY = ["--hidden", "32,32", "--batch-norm", "--batch-size", "64", "--epochs", "12"]
@@ -53,8 +62,14 @@ def test_card_markdown_and_json_are_one_result(runs):
         assert " ".join(plain["headline"].split()[:6]) in text
     assert plain["outcome"]["name"] == "test_accuracy"
     assert plain["outcome"]["verdict"] in ("better in one seed", "worse in one seed")
-    alone = json.loads(run("diagnose", of["l2", 0.1], "--runs", runs, "--json").stdout)
+    beside = run("diagnose", of["l2", 0.1], "--runs", runs, "--json").stdout
+    assert json.loads(beside) == plain
+    alone = json.loads(run("diagnose", of["l2", 0.1], "--alone", "--runs", runs, "--json").stdout)
+    assert alone["baselines"] == []
     assert alone["findings"][0]["effect"]["source"] == "reconstruction"
+    other_lr = json.loads(run("diagnose", of["l2", 0.05], "--runs", runs, "--json").stdout)
+    assert other_lr["baselines"] == []  # the one without decay has another
+    assert isinstance(refused("diagnose", *pair, "--alone"), Conflict)
     by_path = run("diagnose", runs / of["l2", 0.1], runs / of["none", 0.1], "--json")
     assert json.loads(by_path.stdout) == plain
 

@@ -14,9 +14,10 @@ from decaylab.diagnosis.card import card
 from decaylab.diagnosis.runs import read_run
 from decaylab.errors import Conflict, Misplaced, NotFinished
 from decaylab.records import RunFolder, RunStore
-from decaylab.report.diagnoses import other_seeds
+from decaylab.report.diagnoses import baseline_of, other_seeds
 from decaylab.report.page import check_page
 from decaylab.sweeps.run_index import indexed_runs
+from decaylab.training import RunSpec
 
 Runs = Annotated[
     list[str], typer.Argument(metavar="RUN", help="Runs with decay: one, or several seeds.")
@@ -28,6 +29,9 @@ Against = Annotated[
 Markdown = Annotated[bool, option("--markdown", "Print the result as Markdown.")]
 AllSeeds = Annotated[
     bool, option("--all-seeds", "Add RUN's other seeds and its baselines from the same folder.")
+]
+Alone = Annotated[
+    bool, option("--alone", "Judge RUN by itself: look for no run without decay in its folder.")
 ]
 ReportFile = Annotated[
     Path | None,
@@ -64,6 +68,7 @@ def diagnose_command(
     run: Runs,
     against: Against = None,
     all_seeds: AllSeeds = False,
+    alone: Alone = False,
     runs: options.Runs = options.RUNS,
     json_output: options.Json = False,
     markdown: Markdown = False,
@@ -72,18 +77,24 @@ def diagnose_command(
     """Say whether weight decay helped, through which mechanism, and what to try next.
 
     RUN and BASE are runs of `decaylab train` or folders written by watch(folder=...). If you give
-    several runs without --against, those without decay serve as baselines. The verdict is based on
-    the records alone. If something was not recorded, it says what, and which command records it.
+    several runs without --against, those without decay serve as baselines; for one run of
+    `decaylab train`, the run in its folder that differs in nothing but the decay. The verdict is
+    based on the records alone. If something was not recorded, it says what, and which command
+    records it.
     """
     if json_output and markdown:
         raise Conflict(["--json", "--markdown"], "a result is printed once")
+    if alone and (against or all_seeds or len(run) > 1):
+        raise Conflict(["--alone", "other runs"], "a run alone is compared with none")
     if report:
         check_page(report)  # before the work, not after it
     if all_seeds:
         run, against = seeds_beside(run[0], runs)
     mine: list[Any] = [found_records(name, runs) for name in run]
     others: list[Any] = [found_records(name, runs) for name in against or ()]
-    if against is None and len(mine) > 1:
+    if against is None and len(mine) == 1 and not alone:
+        others = baseline_beside(mine[0])
+    elif against is None:
         decays = [read_run(source).decays for source in mine]
         if any(decays):
             others = [source for source, decay in zip(mine, decays, strict=True) if not decay]
@@ -99,6 +110,17 @@ def diagnose_command(
         console(100).print(card(result))
         if report:
             print(f"report: {report}")
+
+
+def baseline_beside(folder: RunFolder | Path) -> list[Path]:
+    """The finished run of the same folder that differs from a finished one in the decay alone."""
+    if not isinstance(folder, RunFolder) or not folder.is_finished():
+        return []
+    spec = RunSpec.of_run(folder)
+    if spec.decay == "none":
+        return []
+    baseline = baseline_of(spec.resolved(), indexed_runs(RunStore(folder.path.parent))[0])
+    return [] if baseline is None else [baseline.folder.path]
 
 
 def seeds_beside(name: str, runs: Path) -> tuple[list[str], list[str]]:
