@@ -30,7 +30,7 @@ def headline(diagnosis: Diagnosis) -> str:
         if outcome.name:
             missing = f"the name {outcome.name!r} does not say whether larger is better"
         if outcome.verdict is Helped.NOT_COMPARED:
-            missing = "there is no comparable run without decay"
+            missing = "it was not compared with a run without decay"
         mechanisms = f"Decay {acts}" if acts else _no_way(diagnosis)
         return f"{mechanisms}. Whether it helped is unknown: {missing}. {_next(diagnosis)}."
     if not acts or all(outcome.diverged):
