@@ -74,6 +74,23 @@ def test_card_markdown_and_json_are_one_result(runs):
     assert json.loads(by_path.stdout) == plain
 
 
+def test_a_run_from_before_a_field_came_is_comparable(runs, tmp_path):
+    of, old = names(runs), tmp_path / "runs"
+    shutil.copytree(runs, old)
+    spec = old / of["none", 0.1] / "spec.toml"
+    kept = [
+        line
+        for line in spec.read_text().splitlines(keepends=True)
+        if not line.startswith(("size_source", "step_scaling", "keep_last_batch", "deterministic"))
+    ]
+    assert len(kept) == len(spec.read_text().splitlines()) - 4
+    spec.write_text("".join(kept))
+    pair = [of["l2", 0.1], of["none", 0.1], "--runs", old, "--json"]
+    result = json.loads(run("diagnose", *pair).stdout)
+    assert result["baselines"] == [of["none", 0.1]]
+    assert not result["first"]
+
+
 def test_training_records_what_all_three_mechanisms_need(runs):
     """`decaylab train`, then `diagnose`, with no command in between."""
     of = names(runs)

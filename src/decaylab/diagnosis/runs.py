@@ -3,7 +3,8 @@
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +16,12 @@ from decaylab.diagnosis.layers import RecordedLayer, Timeline, joined, known_rat
 from decaylab.diagnosis.limits import clipped, cut_entries, eps_counts
 from decaylab.diagnosis.reasons import Because, Reason, because
 from decaylab.diagnosis.rules import RULES
+from decaylab.errors import DecaylabError
 from decaylab.optim.laws.dynamics import Series
 from decaylab.records.recording import Recording
 from decaylab.records.settings import LayerSettings
 from decaylab.records.sources import Source, as_recording
+from decaylab.training.spec import RunSpec
 
 # By layer and of the whole model, what a diagnosis reads.
 QUANTITIES = (
@@ -54,10 +57,16 @@ class Run:
         """What it is called."""
         return self.recording.name
 
-    @property
+    @cached_property
     def spec(self) -> Mapping[str, Any] | None:
-        """The spec of a run of our own trainer, else None."""
-        return self.recording.meta.spec
+        """The spec of a run of our own trainer, else None.
+
+        Resolved, since a run from before a field came has its default; as it is if unreadable.
+        """
+        spec = self.recording.meta.spec
+        with suppress(DecaylabError):
+            return spec and asdict(RunSpec.from_mapping(spec).resolved())
+        return spec
 
     @property
     def address(self) -> Address:
