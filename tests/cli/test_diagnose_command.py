@@ -105,6 +105,9 @@ def test_what_is_wrong_is_said_first(runs, tmp_path):
     words = ["--against", of["l2", 0.1], "--runs", runs, "--markdown"]
     swapped = run("diagnose", of["none", 0.1], *words).stdout
     assert "did you swap the two?" in swapped
+    plain = json.loads(run("diagnose", of["none", 0.1], "--runs", runs, "--json").stdout)
+    assert plain["first"] == []  # nothing is hidden: the headline says it
+    assert plain["headline"].startswith("This run has no weight decay.")
     told = [of["none", 0.1], of["l2", 0.1], "--runs", runs, "--json"]  # told apart by their decay
     assert json.loads(run("diagnose", *told).stdout)["runs"] == [of["l2", 0.1]]
     words = ["--against", of["l2", 0.05], "--runs", runs, "--json"]

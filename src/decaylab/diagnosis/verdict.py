@@ -184,8 +184,10 @@ def _one(run: Run, candidate: Run | None) -> Diagnosis:
         first.append((run.name, because(Reason.COLLAPSED, layers=collapsed)))
     lost = has(run.troubles, Reason.LOST_TO_ROUNDING)
     if not run.decays and run.settled and not run.unwatched and not lost:
-        swapped = candidate is not None and candidate.decays
-        first.append((run.name, because(Reason.SWAPPED if swapped else Reason.NO_DECAY)))
+        if candidate is not None and candidate.decays:
+            first.append((run.name, because(Reason.SWAPPED)))
+        elif run.spec is None:  # our trainer decays weights in its optimizer and nowhere else
+            first.append((run.name, because(Reason.NO_DECAY)))
     compared = Comparison(run, baseline)
     mechanisms = findings(compared)
     baselines = [baseline] if baseline is not None else []
