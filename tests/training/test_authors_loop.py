@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from decaylab.data import load
 from decaylab.errors import Misplaced
 from decaylab.records import RunStore
-from decaylab.training import RunSpec, train, train_to_end
+from decaylab.records.recording import read_recording
+from decaylab.training import Execution, RunSpec, train, train_to_end
 from decaylab.training.build import build_batches, build_model
 from decaylab.training.run import TrainingRun
 
@@ -45,6 +46,27 @@ def test_it_is_the_plain_loop_over_all_images_with_drops_inside_an_epoch(digits)
     for key, value in model.state_dict().items():
         torch.testing.assert_close(last.model.state_dict()[key], value, rtol=1e-5, atol=1e-6)
     assert last.values["lr"] == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("stopped_after", [None, 7, 10, 17])
+def test_drops_inside_an_epoch_are_recorded(digits, tmp_path, stopped_after):
+    """Drops after 8 and 16 steps, epochs of 6: also where the run is stopped before or after."""
+    spec = replace(SPEC, weight_decay=0.5, decay="decoupled")
+    store = RunStore(tmp_path)
+    how = Execution(every_step=True, probes=("decay_exposure",))
+    if stopped_after is not None:
+        training = train(spec, data=digits, store=store, execution=how)
+        while next(training).step < stopped_after:
+            pass
+        training.close()
+    train_to_end(spec, data=digits, store=store, execution=how)
+    recording = read_recording(store.folder(spec.id))
+    assert [(step, s.lr) for step, s in recording.settings["head"]] == [
+        (1, pytest.approx(0.1)), (9, pytest.approx(0.01)), (17, pytest.approx(0.001))
+    ]  # fmt: skip
+    rates = [0.1 / 10 ** (step // 8) for step in range(18)]
+    for step, exposure in recording.series("decay_exposure/head"):
+        assert exposure == pytest.approx(0.5 * sum(rates[:step]), rel=1e-6, abs=1e-12)
 
 
 def test_stopped_in_an_epoch_it_goes_on_with_the_learning_rate_of_its_step(digits, tmp_path):

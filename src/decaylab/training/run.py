@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -157,12 +158,11 @@ class TrainingRun:
     def lr(self) -> float:
         """The learning rate of the running epoch (recipe line 14), or of the coming step."""
         assert self.spec.lr is not None
-        return self._schedule(self._stages, self.spec.lr)
+        return self._schedule(self._stage(self.step), self.spec.lr)
 
-    @property
-    def _stages(self) -> int:
-        """What the schedule counts: epochs, or steps."""
-        return self.step if self.spec.lr_drop_steps else self.epoch
+    def _stage(self, step: int) -> int:
+        """What the schedule counts, at a step of the running epoch: steps, or epochs."""
+        return step if self.spec.lr_drop_steps else self.epoch
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -250,7 +250,7 @@ class TrainingRun:
                 self.drawn, self.recorded = True, False
                 if self.norms is not None and self.epoch:
                     rescale(self.model, self.norms[self.epoch])
-            self._steps.begin_epoch(self.position, self._rates())
+            self._steps.begin_epoch(self.position, self._rates(self.step))
         self.model.train()
         self.whole = True
 
@@ -260,15 +260,15 @@ class TrainingRun:
         if self.keep_before and self.position + 1 == self.steps_per_epoch:
             self.watched.before_step()
         if self.spec.lr_drop_steps and self.step % self.spec.lr_drop_steps == 0:
-            self._steps.set_learning_rates(self._rates())
+            self._steps.set_learning_rates(self._rates(self.step))
         loss = self._steps.take()
         self.position += 1
         self.whole = True
         return loss
 
-    def _rates(self) -> list[float]:
-        """The learning rates of the param groups, from here on."""
-        return [self._schedule(self._stages, base) for base in self._base_lrs]
+    def _rates(self, step: int) -> list[float]:
+        """The learning rates of the param groups from a step of the running epoch on."""
+        return [self._schedule(self._stage(step), base) for base in self._base_lrs]
 
     @property
     def evaluating(self) -> bool:
@@ -337,8 +337,14 @@ class TrainingRun:
         return self.watched.record(due, values)
 
     def _catch_up(self) -> None:
-        """Tell the watch of the steps since; all of them had the learning rate of this epoch."""
-        self.watched.count(self.step - self.watched.steps)
+        """Tell the watch of the steps since, and of the drops of the learning rate among them."""
+        start, every = self.watched.steps, self.spec.lr_drop_steps
+        drops = range(start + every - start % every, self.step, every) if every else ()
+        for begin, end in pairwise([start, *drops, self.step]):
+            if drops:
+                self._steps.set_learning_rates(self._rates(begin))
+                self.watched.record_settings()
+            self.watched.count(end - begin)
 
     def _due(self, when: When) -> bool:
         done = self.complete_epochs
@@ -401,10 +407,12 @@ class TrainingRun:
         )
 
     def record_settings(self) -> None:
-        """Record how layers are stepped from the coming step on, if that has changed."""
+        """Record how layers are stepped from the running epoch on, if that has changed."""
         if self.world.first and self.lr != self._settings_lr:  # nothing else changes on the way
             with self._on_stream():  # it reads tensors: on the outer one it would wait for all runs
+                self._steps.set_learning_rates(self._rates(self.watched.steps))
                 self.watched.record_settings()
+                self._steps.set_learning_rates(self._rates(self.step))
             self._settings_lr = self.lr
 
     def next_epoch(self) -> None:
