@@ -91,6 +91,20 @@ def test_a_run_from_before_a_field_came_is_comparable(runs, tmp_path):
     assert not result["first"]
 
 
+def test_a_spec_of_another_version_and_a_run_without_decay(runs, tmp_path):
+    of, other = names(runs), tmp_path / "runs"
+    shutil.copytree(runs, other)
+    with (other / of["l2", 0.1] / "spec.toml").open("a") as spec:
+        spec.write("future_field = 1\n")
+    result = json.loads(run("diagnose", of["l2", 0.1], "--runs", other, "--json").stdout)
+    assert result["baselines"] == []
+    error = refused("diagnose", of["l2", 0.1], "--all-seeds", "--runs", other)
+    assert isinstance(error, UnknownName)
+    assert error.name == "future_field"
+    alone = run("diagnose", of["none", 0.1], "--all-seeds", "--runs", runs, "--json")
+    assert json.loads(alone.stdout)["baselines"] == []
+
+
 def test_training_records_what_all_three_mechanisms_need(runs):
     """`decaylab train`, then `diagnose`, with no command in between."""
     of = names(runs)

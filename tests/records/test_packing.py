@@ -58,6 +58,18 @@ def test_packed_rows_are_the_same(tmp_path):
     assert (tmp_path / "rows.json.gz").read_bytes() == first
 
 
+def test_the_compact_file_may_be_named_and_belongs_to_no_other(tmp_path):
+    path = filled(tmp_path)
+    by_lines = read_recording(path)
+    pack(tmp_path)
+    named = read_recording(tmp_path / "rows.json.gz")
+    assert repr(ordered(named.rows.rows)) == repr(ordered(by_lines.rows.rows))
+    assert named.rows.left_out == by_lines.rows.left_out
+    other = tmp_path / "other.jsonl"
+    RowWriter(other).append([Row(1, 0, 0.0, "alone", 1.0)])
+    assert [row.name for row in read_contents(other).rows.rows] == ["alone"]
+
+
 def test_a_packed_run_goes_on(tmp_path):
     path = filled(tmp_path)
     pack(tmp_path)

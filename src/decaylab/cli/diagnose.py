@@ -16,7 +16,7 @@ from decaylab.errors import Conflict, Misplaced, NotFinished
 from decaylab.records import RunFolder, RunStore
 from decaylab.report.diagnoses import baseline_of, other_seeds
 from decaylab.report.page import check_page
-from decaylab.sweeps.run_index import indexed_runs
+from decaylab.sweeps.run_index import IndexedRun, indexed_runs
 from decaylab.training import RunSpec
 
 Runs = Annotated[
@@ -90,15 +90,13 @@ def diagnose_command(
         check_page(report)  # before the work, not after it
     if all_seeds:
         run, against = seeds_beside(run[0], runs)
-    mine: list[Any] = [found_records(name, runs) for name in run]
-    others: list[Any] = [found_records(name, runs) for name in against or ()]
-    if against is None and len(mine) == 1 and not alone:
-        others = baseline_beside(mine[0])
-    elif against is None:
-        decays = [read_run(source).decays for source in mine]
-        if any(decays):
-            others = [source for source, decay in zip(mine, decays, strict=True) if not decay]
-            mine = [source for source, decay in zip(mine, decays, strict=True) if decay]
+    if against is None and len(run) == 1 and not alone:
+        against = baseline_beside(run[0], runs)
+    mine = [read_run(found_records(name, runs)) for name in run]
+    others = [read_run(found_records(name, runs)) for name in against or ()]
+    if against is None and any(each.decays for each in mine):
+        others = [each for each in mine if not each.decays]
+        mine = [each for each in mine if each.decays]
     result = diagnose(mine, others)
     if report:
         result.report(report)
@@ -112,15 +110,16 @@ def diagnose_command(
             print(f"report: {report}")
 
 
-def baseline_beside(folder: RunFolder | Path) -> list[Path]:
-    """The finished run of the same folder that differs from a finished one in the decay alone."""
+def baseline_beside(name: str, runs: Path) -> list[str]:
+    """The finished run beside a finished one that differs in the decay, and at most in the seed."""
+    folder = found_records(name, runs)
     if not isinstance(folder, RunFolder) or not folder.is_finished():
         return []
-    spec = RunSpec.of_run(folder)
-    if spec.decay == "none":
+    chosen, known = with_those_beside(folder)
+    if chosen is None or chosen.spec.decay == "none":
         return []
-    baseline = baseline_of(spec.resolved(), indexed_runs(RunStore(folder.path.parent))[0])
-    return [] if baseline is None else [baseline.folder.path]
+    baseline = baseline_of(chosen.spec, known)
+    return [] if baseline is None else [str(baseline.folder.path)]
 
 
 def seeds_beside(name: str, runs: Path) -> tuple[list[str], list[str]]:
@@ -129,9 +128,15 @@ def seeds_beside(name: str, runs: Path) -> tuple[list[str], list[str]]:
     if not isinstance(folder, RunFolder):
         remedy = "name all folders: decaylab diagnose SEED SEED --against BASE BASE"
         raise Misplaced(["--all-seeds"], "runs of `decaylab train`", remedy)
-    known, _ = indexed_runs(RunStore(folder.path.parent))
-    indexed_run = next((run for run in known if run.folder.id == folder.id), None)
-    if indexed_run is None:
+    chosen, known = with_those_beside(folder)
+    if chosen is None:
+        RunSpec.of_run(folder)  # says why, if it cannot be read
         raise NotFinished(name, "train it first; it has not started")
-    alike, baselines = other_seeds(indexed_run, known)
+    alike, baselines = other_seeds(chosen, known)
     return [str(run.folder.path) for run in alike], [str(run.folder.path) for run in baselines]
+
+
+def with_those_beside(folder: RunFolder) -> tuple[IndexedRun | None, list[IndexedRun]]:
+    """A run, None if it cannot be read or has not started, and all of its folder that can."""
+    known, _ = indexed_runs(RunStore(folder.path.parent))
+    return next((run for run in known if run.folder.id == folder.id), None), known

@@ -25,7 +25,7 @@ def comparable(run: Run, baseline: Run) -> tuple[Because | None, list[Because]]:
 
 
 def same_training(run: Run, other: Run, *, free: set[str]) -> tuple[Because | None, list[Because]]:
-    """The same of two runs that differ in nothing but `free` (fields of a spec)."""
+    """Why two runs are not the same training, but for `free` fields (None: they are), and notes."""
     if run.spec is not None and other.spec is not None:
         keys = list(dict.fromkeys([*run.spec, *other.spec]))
         pairs = {key: (run.spec.get(key), other.spec.get(key)) for key in keys}

@@ -30,12 +30,13 @@ def read_rows(path: Path) -> Rows:
 
 
 def read_contents(path: Path) -> Contents:
-    """Everything in a file of rows (`rows.jsonl`) and in its compact form beside it.
+    """Everything in a file of rows; of `rows.jsonl` also what is in its compact form beside it.
 
     Where one of the two is missing the other is all; nothing where both are.
     """
     packed = path.with_name(PACKED)
-    contents = read_packed(packed) if packed.exists() else Contents()
+    whole = path.name != "rows.jsonl" or not packed.exists()
+    contents = Contents() if whole else read_packed(packed)
     return read_lines(path, contents) if path.exists() else contents
 
 

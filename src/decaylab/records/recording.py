@@ -12,7 +12,7 @@ from decaylab.errors import Damaged, Lacks
 from decaylab.records import migration
 from decaylab.records.files import MALFORMED, TRAIN_AGAIN
 from decaylab.records.packing import has_rows, read_contents
-from decaylab.records.rows import Contents, Event, Rows, SettingsChange
+from decaylab.records.rows import PACKED, Contents, Event, Rows, SettingsChange
 from decaylab.records.settings import LayerSettings
 from decaylab.records.store import RunFolder
 
@@ -95,7 +95,7 @@ def read_recording(source: str | Path | RunFolder) -> Recording:
     """
     path = source.path if isinstance(source, RunFolder) else Path(source)
     folder = path.parent if path.is_file() else path
-    rows = path if path.is_file() else path / "rows.jsonl"
+    rows = path if path.is_file() and path.name != PACKED else folder / "rows.jsonl"
     by_trainer = (folder / "spec.toml").exists()
     if not (by_trainer or rows.exists() or has_rows(folder)):
         raise _no_records(path)

@@ -4,7 +4,7 @@ One JSON object per line, of these kinds:
 
     {"step": 10, "epoch": 0, "seconds": 1.5, "values": {"weight_norm/fc": 2.0}}    numbers
     {"step": 10, "layer": "fc", "settings": {"law": "sgd", "lr": 0.1}}             `LayerSettings`
-    {"step": 10, "event": "optimizer changed", "data": {"from": "SGD"}}            `Event`
+    {"step": 10, "event": "resumed", "data": {}}                                   `Event`
     {"meta": {"version": "0.1.0"}}                                                 facts of the run
     {"resumed_from": 10}                        lines above, recorded after this step, do not count
 

@@ -107,12 +107,13 @@ def _baselines(indexed: Iterable[IndexedRun]) -> Mapping[Setting, list[IndexedRu
 def other_seeds(
     chosen: IndexedRun, indexed: Iterable[IndexedRun]
 ) -> tuple[list[IndexedRun], list[IndexedRun]]:
-    """A run with the finished ones that differ in the seed alone; and those without decay."""
+    """A run with the finished ones that differ in the seed alone; and its baselines, if any."""
     ours = _setting(chosen.spec, {"seed"})
     finished = [run for run in indexed if run.manifest.status == "finished"]
     finished.sort(key=lambda run: run.spec.seed)
     others = [run for run in finished if _setting(run.spec, {"seed"}) == ours and run is not chosen]
-    return [chosen, *others], _baselines(finished)[_setting(chosen.spec, FREE)]
+    decays = chosen.spec.decay != "none"
+    return [chosen, *others], _baselines(finished)[_setting(chosen.spec, FREE)] if decays else []
 
 
 def _setting(spec: RunSpec, without: AbstractSet[str]) -> Setting:
