@@ -217,7 +217,9 @@ class Content:
     @property
     def size(self) -> int:
         """In a compressed tar, at most."""
-        return len(self.data if self.optional else zlib.compress(self.data, LEVEL)) + OVERHEAD
+        if self.optional:  # weights do not compress: deflate makes them longer
+            return len(self.data) + len(self.data) // 1000 + OVERHEAD
+        return len(zlib.compress(self.data, LEVEL)) + OVERHEAD
 
 
 def changed(folders: Sequence[Path], largest: int) -> list[Content]:
@@ -272,6 +274,15 @@ def packed(contents: Sequence[Content], limit: int, most: int) -> list[list[Cont
     return tars
 
 
+def write_tar(path: Path, contents: Sequence[Content]) -> None:
+    """Write files to a compressed tar."""
+    with tarfile.open(path, "w:gz", compresslevel=LEVEL) as tar:
+        for content in contents:
+            entry = tarfile.TarInfo(content.path.as_posix())
+            entry.size, entry.mtime = len(content.data), int(content.modified)
+            tar.addfile(entry, io.BytesIO(content.data))
+
+
 def collect(out: Path, wait: float, folders: Sequence[Path], limit: int, most: int) -> None:
     """Write what has changed since the first start to tars, and the end of the log."""
     if not BEGAN.exists():
@@ -285,11 +296,7 @@ def collect(out: Path, wait: float, folders: Sequence[Path], limit: int, most: i
     tars = packed(changed(folders, limit), limit, most)
     for number, contents in enumerate(tars, start=1):
         path = out / f"collected-{number}.tar.gz"
-        with tarfile.open(path, "w:gz", compresslevel=LEVEL) as tar:
-            for content in contents:
-                entry = tarfile.TarInfo(content.path.as_posix())
-                entry.size, entry.mtime = len(content.data), int(content.modified)
-                tar.addfile(entry, io.BytesIO(content.data))
+        write_tar(path, contents)
         print(f"{path}: {len(contents)} files, {path.stat().st_size / MEGABYTE:.1f} MB")
     tail = LOG.read_text(errors="replace").splitlines()[-200:]
     (out / "log.txt").write_text("\n".join(tail) + "\n")
@@ -298,7 +305,7 @@ def collect(out: Path, wait: float, folders: Sequence[Path], limit: int, most: i
 
 
 def unpack(tars: Sequence[Path], target: Path) -> None:
-    """Extract tars of `collect`; of a run folder that is there, only a checkpoint stays."""
+    """Extract tars of `collect`; of a run folder there, only checkpoints and paths stay."""
     opened = [tarfile.open(path) for path in tars]  # noqa: SIM115 - read twice
     names = {name for tar in opened for name in tar.getnames()}
     for name in names:

@@ -94,6 +94,18 @@ def until(condition):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["checkpoint.safetensors", "rows.jsonl"])
+def test_a_file_takes_no_more_room_in_a_tar_than_is_counted(name, tmp_path):
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import lent_machine
+    finally:
+        sys.path.pop(0)
+    content = lent_machine.Content(Path(name), random.Random(0).randbytes(2**22), 0.0)
+    lent_machine.write_tar(tmp_path / "one.tar.gz", [content])
+    assert (tmp_path / "one.tar.gz").stat().st_size <= content.size
+
+
 def test_from_start_to_the_records_at_home(machine, tmp_path):
     old = machine.folder / "results" / "old.json"
     old.write_text("{}")
