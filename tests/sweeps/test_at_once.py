@@ -1,5 +1,6 @@
 """Runs that take turns give what each gives alone."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -48,6 +49,14 @@ def test_taking_turns_changes_nothing(tmp_path, at_once):
             models = [load_run(store.folder(spec.id))[0] for store in (alone, together)]
             first, second = (model.state_dict() for model in models)
             assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_cublas_is_prepared_before_data_go_to_a_device(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    planned = [PlannedRun(s.resolved(), (), ()) for s in (SPEC, replace(SPEC, deterministic=True))]
+    for runs, prepared in ((planned[:1], ""), (planned, ":4096:8")):
+        Worker(runs, RunStore(tmp_path), WorkerOptions(torch.device("cuda")))
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == prepared
 
 
 def test_the_record_says_how_many_runs_shared_the_device(tmp_path):

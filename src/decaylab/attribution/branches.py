@@ -76,7 +76,7 @@ def branch_from(
             if not run.drawn or not run.whole:
                 run.begin_epoch()
             with run.at_work():
-                return run.train_step().clone()  # a graph's is overwritten by the next replay
+                return run.train_step()
 
         def evaluate() -> Mapping[str, float]:
             with run.at_work():

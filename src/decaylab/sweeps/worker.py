@@ -18,6 +18,7 @@ from decaylab.records import RunStore
 from decaylab.sweeps.estimate import Estimator
 from decaylab.sweeps.plan import PlannedRun, State, state_of
 from decaylab.training import Execution, Interrupted, Progress, Pruned, interleave, train
+from decaylab.training.arithmetic import prepare_deterministic
 from decaylab.training.signals import is_stopping, requests
 from decaylab.training.world import World
 
@@ -113,6 +114,8 @@ class Worker:
         self._late: set[str] = set()  # runs that did not fit when they were looked at
         self._ends = math.inf
         self._joined, self._look_at = 0, 0.0
+        if any(run.spec.deterministic for run in planned):  # before the data start CUDA
+            prepare_deterministic(options.device)
         self.stop_early: Callable[[PlannedRun, Progress], bool] | None = None
         """Asked after each epoch; a run that it says yes to ends there, as pruned."""
 

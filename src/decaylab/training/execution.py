@@ -21,7 +21,8 @@ class Execution:
         every_step: yield after each step too.
         train_set_each_epoch: evaluate the training set after each epoch, not the last one alone.
         tier: a label kept with the results.
-        at_once: how many runs take turns, this one included; recorded, since their seconds mingle.
+        at_once: how many runs share the device, this one included; recorded, as their seconds
+            mingle.
         compiled: the network goes through torch.compile, which rounds otherwise; recorded too.
         world: the processes that train it together, of which the first writes (`training.world`).
         record_paths: record what each layer goes through at every step, for other runs to follow:

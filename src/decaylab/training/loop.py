@@ -211,8 +211,6 @@ def _advance(run: TrainingRun, journal: Journal | None, how: Execution) -> Tenso
     while True:
         started = perf_counter()
         loss = run.train_step()
-        if how.every_step:
-            loss = loss.clone()  # a graph's is overwritten by what is replayed next
         done = run.position == run.steps_per_epoch
         if done and how.at_once > 1:  # the others go on before this one waits for the device
             run.train_seconds += perf_counter() - started
