@@ -108,6 +108,13 @@ PLACES = {
     "our own": Places(
         (Address("runs/a", ours=True, seed=0),), (Address("r b", ours=True, seed=0),)
     ),
+    "our own, without checkpoints": Places(
+        (Address("runs/a", True, 0, kept=False),), (Address("runs/b", True, 0),)
+    ),
+    "our own, unfinished": Places((Address("runs/a", True, 0, "interrupted"),)),
+    "our own, of several": Places(
+        (Address("runs/a", True, 0),), left_runs=True, left_baselines=True
+    ),
     "in memory": Places((Address(),), (Address(),)),
 }
 

@@ -1,5 +1,7 @@
 """`decaylab diagnose`: did weight decay help, and through what."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,12 +13,13 @@ from decaylab.cli.options import option
 from decaylab.cli.terminal import console, print_json
 from decaylab.diagnosis import diagnose
 from decaylab.diagnosis.card import card
+from decaylab.diagnosis.commands import Places
 from decaylab.diagnosis.runs import read_run
 from decaylab.errors import Conflict, Misplaced, NotFinished
 from decaylab.records import RunFolder, RunStore
 from decaylab.report.diagnoses import baseline_of, other_seeds
 from decaylab.report.page import check_page
-from decaylab.sweeps.run_index import indexed_runs
+from decaylab.sweeps.run_index import IndexedRun, indexed_runs
 from decaylab.training import RunSpec
 
 Runs = Annotated[
@@ -100,6 +103,7 @@ def diagnose_command(
             others = [source for source, decay in zip(mine, decays, strict=True) if not decay]
             mine = [source for source, decay in zip(mine, decays, strict=True) if decay]
     result = diagnose(mine, others)
+    result = replace(result, places=with_what_was_left(result.places, mine[0], [*mine, *others]))
     if report:
         result.report(report)
     if json_output:
@@ -123,15 +127,30 @@ def baseline_beside(folder: RunFolder | Path) -> list[Path]:
     return [] if baseline is None else [baseline.folder.path]
 
 
+def with_what_was_left(places: Places, folder: Any, given: Sequence[Any]) -> Places:
+    """`places` with whether finished runs beside `folder` belong to it, but were not given."""
+    if not isinstance(folder, RunFolder):
+        return places
+    taken = {getattr(source, "path", source).resolve() for source in given}
+    alike, baselines = _seeds_beside(folder)
+    runs, others = ({run.folder.path.resolve() for run in side} for side in (alike, baselines))
+    return replace(places, left_runs=not runs <= taken, left_baselines=not others <= taken)
+
+
 def seeds_beside(name: str, runs: Path) -> tuple[list[str], list[str]]:
     """The finished runs that differ from this one in nothing but the seed; those without decay."""
     folder = found_records(name, runs)
     if not isinstance(folder, RunFolder):
         remedy = "name all folders: decaylab diagnose SEED SEED --against BASE BASE"
         raise Misplaced(["--all-seeds"], "runs of `decaylab train`", remedy)
+    alike, baselines = _seeds_beside(folder)
+    if not alike:
+        raise NotFinished(name, "train it first; it has not started")
+    return [str(run.folder.path) for run in alike], [str(run.folder.path) for run in baselines]
+
+
+def _seeds_beside(folder: RunFolder) -> tuple[list[IndexedRun], list[IndexedRun]]:
+    """Runs as `other_seeds` has them; none if the run has not started."""
     known, _ = indexed_runs(RunStore(folder.path.parent))
     indexed_run = next((run for run in known if run.folder.id == folder.id), None)
-    if indexed_run is None:
-        raise NotFinished(name, "train it first; it has not started")
-    alike, baselines = other_seeds(indexed_run, known)
-    return [str(run.folder.path) for run in alike], [str(run.folder.path) for run in baselines]
+    return ([], []) if indexed_run is None else other_seeds(indexed_run, known)

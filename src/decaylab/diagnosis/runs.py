@@ -21,6 +21,7 @@ from decaylab.optim.laws.dynamics import Series
 from decaylab.records.recording import Recording
 from decaylab.records.settings import LayerSettings
 from decaylab.records.sources import Source, as_recording
+from decaylab.records.store import RunFolder
 from decaylab.training.spec import RunSpec
 
 # By layer and of the whole model, what a diagnosis reads.
@@ -75,7 +76,10 @@ class Run:
         seed = None if spec is None else spec.get("seed", 0)
         if folder is not None and folder.is_relative_to(Path.cwd()):
             folder = folder.relative_to(Path.cwd())  # as short as it can be typed
-        return Address("" if folder is None else str(folder), spec is not None, seed)
+        if folder is None or spec is None:
+            return Address("" if folder is None else str(folder), spec is not None, seed)
+        kept = RunFolder(folder).has_checkpoint()
+        return Address(str(folder), True, seed, self.recording.meta.status, kept)
 
     @cached_property
     def failed_probes(self) -> dict[str, str]:
