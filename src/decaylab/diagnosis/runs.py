@@ -273,7 +273,8 @@ def _said_of_layers(
         layer.skipped is not None and layer.skipped.reason is Reason.RECORDED_ONCE
         for layer in layers.values()
     ):
-        troubles.append(because(Reason.TOO_FEW_NORMS))
+        ours = recording.meta.spec is not None  # which always records them, after each epoch
+        troubles.append(because(Reason.TOO_FEW_EPOCHS if ours else Reason.TOO_FEW_NORMS))
     along = [k for k, x in layers.items() if not x.invariant and f"radial_gradient/{k}" in series]
     if along:
         troubles.append(because(Reason.GRADIENTS_ALONG, layers=along))
