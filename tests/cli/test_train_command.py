@@ -324,6 +324,15 @@ def test_a_divergence_without_decay_does_not_blame_the_decay(tmp_path):
     assert "every" not in json.dumps(told)  # which no option of `decaylab train` sets
 
 
+def test_a_warning_of_ours_is_a_sentence_without_a_line_of_code(tmp_path):
+    options = ["--hidden", "16", "--epochs", "3", "--lr", "3", "--batch-norm"]
+    options += ["--decay", "l2", "--weight-decay", "5", "--runs", str(tmp_path)]
+    command = [sys.executable, "-c", "from decaylab.cli import main; main()", "train", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert "warning: watch: " in done.stderr
+    assert ".py" not in done.stderr
+
+
 def test_a_loss_out_of_all_proportion_fits_the_line():
     values = {"train/running_loss": 4.7e20, "test/loss": 4.8e23, "test/accuracy": 0.1, "lr": 3.0}
     progress = Progress("epoch", "run", 2, 3, 22, 33, 0.2, values)
