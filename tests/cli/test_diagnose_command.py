@@ -67,6 +67,10 @@ def test_card_markdown_and_json_are_one_result(runs):
     alone = json.loads(run("diagnose", of["l2", 0.1], "--alone", "--runs", runs, "--json").stdout)
     assert alone["baselines"] == []
     assert alone["findings"][0]["effect"]["source"] == "reconstruction"
+    undecayed = json.loads(
+        run("diagnose", of["none", 0.1], "--all-seeds", "--runs", runs, "--json").stdout
+    )
+    assert (undecayed["runs"], undecayed["baselines"]) == ([of["none", 0.1]], [])
     other_lr = json.loads(run("diagnose", of["l2", 0.05], "--runs", runs, "--json").stdout)
     assert other_lr["baselines"] == []  # the one without decay has another
     assert isinstance(refused("diagnose", *pair, "--alone"), Conflict)

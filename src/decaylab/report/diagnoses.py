@@ -112,7 +112,9 @@ def other_seeds(
     finished = [run for run in indexed if run.manifest.status == "finished"]
     finished.sort(key=lambda run: run.spec.seed)
     others = [run for run in finished if _setting(run.spec, {"seed"}) == ours and run is not chosen]
-    return [chosen, *others], _baselines(finished)[_setting(chosen.spec, FREE)]
+    alike = [chosen, *others]
+    baselines = _baselines(finished)[_setting(chosen.spec, FREE)]
+    return alike, [run for run in baselines if run not in alike]  # of a run without decay, itself
 
 
 def _setting(spec: RunSpec, without: AbstractSet[str]) -> Setting:
