@@ -184,6 +184,8 @@ def everything(result: Diagnosis):
     for which in (all_act[:2], all_act):
         yield f"headline, {len(which)} act", headline(replace(result, findings=which))
     yield "headline, no decay", headline(replace(result, decays=False))
+    several = replace(result, decays=False, runs=("a", "b"))
+    yield "headline, no decay in several runs", headline(several)
     for finding in result.findings:
         for verdict in Verdict:
             yield (

@@ -319,7 +319,7 @@ class Reason(Enum):
         "Decay of the adapters ({layers:names}) pulls the network back towards the frozen one."
     )
     NOTHING_YET = "Nothing yet: no layer with decay could be judged."
-    NOTHING_TO_DROP = "This run has no weight decay to keep or to drop."
+    NOTHING_TO_DROP = "There is no weight decay to keep or to drop."
     BURST = (
         "A burst: after step {burst.step} the norm of {burst.layer:layer} grew from"
         " {burst.before:.3g} to {burst.after:.3g} by the next record.{others:more like it} Decay"
