@@ -1,4 +1,5 @@
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -6,7 +7,9 @@ import torch
 from refusals import refuses
 from typer.testing import CliRunner
 
-from decaylab.attribution.matching import match, matched_spec
+from decaylab.attribution.matching import Match, match, matched_spec
+from decaylab.attribution.shares import Estimate
+from decaylab.attribution.words import match_sentence
 from decaylab.cli import app
 from decaylab.errors import Lacks, Mismatch, UnknownName
 from decaylab.records import RunStore
@@ -91,6 +94,19 @@ def test_what_cannot_be_matched_is_refused(a, b, path, kind, what):
         matched_spec(a, b, path)
     with refuses(UnknownName, name="colour"):
         matched_spec(A, B, "colour")
+
+
+def test_a_difference_that_grows_is_not_said_to_be_gone():
+    def of(value):
+        return {"test/accuracy": Estimate(value, math.nan, math.nan, 1)}
+
+    differences = of(0.04)
+    for left, gone, said in (
+        (0.05, -0.25, "the difference is no smaller."),
+        (0.03, 0.25, "25 % of the difference is gone."),
+    ):
+        found = Match("a", "b", "rotation", (0,), differences, of(left), of(gone))
+        assert match_sentence(found).endswith(said)
 
 
 def test_the_command(tmp_path):

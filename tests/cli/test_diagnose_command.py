@@ -67,6 +67,10 @@ def test_card_markdown_and_json_are_one_result(runs):
     alone = json.loads(run("diagnose", of["l2", 0.1], "--alone", "--runs", runs, "--json").stdout)
     assert alone["baselines"] == []
     assert alone["findings"][0]["effect"]["source"] == "reconstruction"
+    undecayed = json.loads(
+        run("diagnose", of["none", 0.1], "--all-seeds", "--runs", runs, "--json").stdout
+    )
+    assert (undecayed["runs"], undecayed["baselines"]) == ([of["none", 0.1]], [])
     other_lr = json.loads(run("diagnose", of["l2", 0.05], "--runs", runs, "--json").stdout)
     assert other_lr["baselines"] == []  # the one without decay has another
     assert isinstance(refused("diagnose", *pair, "--alone"), Conflict)
@@ -204,6 +208,11 @@ def test_advice(runs, tmp_path):
     assert suggested.exit_code == 0
     assert "suggested for features.0, features.3: SGD: l2 weight decay of" in suggested.stdout
     assert "over layers) at lr 0.1, to act within 264 steps" in suggested.stdout
+    # a layer's line and the sentence below count the same steps
+    short = run("advise", "suggest", of["none", 0.1], "--runs", runs, "--steps", "10").stdout
+    table = [line.split() for line in short.splitlines() if line.startswith("features.")][:2]
+    assert {line[7] for line in table} == {"10"}
+    assert "to act within 10 steps" in " ".join(short.split())
     plain = json.loads(run("advise", "suggest", of["l2", 0.1], "--runs", runs, "--json").stdout)
     assert plain["decay"] == "l2"
     assert [row["layer"] for row in plain["layers"]] == ["features.0", "features.3", "head"]

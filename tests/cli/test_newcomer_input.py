@@ -195,3 +195,8 @@ def test_a_page_that_cannot_be_written_is_not_blamed_on_the_runs(runs, tmp_path)
     result = run("diagnose", of(runs, "finished").path, "--report", page)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "--runs" not in result.stderr
+
+
+def test_claims_do_not_deny_the_runs_there_are(runs):
+    said = " ".join(run("claims", "--runs", runs).stdout.split())
+    assert said.startswith("no runs of a tier (smoke, quick, short, full) in")

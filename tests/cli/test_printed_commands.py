@@ -13,6 +13,7 @@ import decaylab
 from decaylab import diagnose, watch
 from decaylab.cli import app
 from decaylab.diagnosis import Reason
+from decaylab.records import RunFolder
 
 TINY = ["--hidden", "16,16", "--batch-norm", "--batch-size", "128", "--epochs", "6", "--lr", "0.1"]
 DECAY = ["--decay", "l2", "--weight-decay", "0.01"]
@@ -65,12 +66,37 @@ def test_a_run_of_ours_alone_then_with_what_it_asked_for(how, tmp_path, monkeypa
     for command in commands_in(advice_in(paired)):
         if not command.startswith("decaylab attribute"):  # below
             typed(command)
+    for one in (told(name), told(name, "--alone")):  # what is there is not to be trained again
+        assert commands_in([one["headline"]]) == [f"decaylab diagnose '{name}' --all-seeds"]
     several = told(name, "--all-seeds")
     assert (len(several["runs"]), len(several["baselines"])) == (2, 2)
     assert several["outcome"]["interval"] is not None
     for command in commands_in(advice_in(several)):
         if not command.startswith("decaylab attribute"):
             typed(command)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_a_run_lacks_is_recorded_with_and_without_its_checkpoint(kept, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for decay in ([], DECAY):
+        typed(shlex.join(["decaylab", "train", *TINY, *decay]))
+    for folder in (tmp_path / "runs").iterdir():
+        rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+        for row in rows:
+            kept_values = {k: v for k, v in row.get("values", {}).items() if "jacobian" not in k}
+            row |= {"values": kept_values} if "values" in row else {}
+        (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        if not kept:
+            RunFolder(folder).remove_checkpoints()
+    (run,) = (tmp_path / "runs").glob("*-l2-*")
+    lacking = told(run.name)
+    assert lacking["findings"][1]["verdict"] == "cannot tell"
+    (asked,) = [x["text"] for x in lacking["findings"][1]["remedies"] if "record" in x["text"]]
+    for command in commands_in([asked]):
+        typed(command)
+    again = tmp_path / "runs" / ("" if kept else "again") / run.name
+    assert told(str(again))["findings"][1]["effect"]
 
 
 def test_what_cannot_be_told_is_settled_by_the_experiment_it_names(tmp_path, monkeypatch):

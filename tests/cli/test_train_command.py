@@ -12,9 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from decaylab.cli import app
+from decaylab.cli.progress import line
 from decaylab.errors import DecaylabError
 from decaylab.records import RunStore, files, store
 from decaylab.training import RunSpec, checkpoint
+from decaylab.training.loop import Progress
 
 TINY = ["--hidden", "16", "--batch-size", "256", "--epochs", "2", "--device", "cpu"]
 runner = CliRunner()
@@ -305,6 +307,36 @@ def test_a_signal_leaves_a_checkpoint_and_the_same_command_continues(tmp_path, n
     ]
     assert whole.exit_code == 0
     assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[1])
+
+
+@pytest.mark.filterwarnings("ignore:watch")  # of the norms, which are not finite
+def test_a_divergence_without_decay_does_not_blame_the_decay(tmp_path):
+    options = ["--hidden", "16", "--epochs", "1", "--lr", "1e20", "--runs", str(tmp_path)]
+    for decay in ([], ["--decay", "l2", "--weight-decay", "0.01"]):
+        result = runner.invoke(app, ["train", *options, *decay])
+        assert result.exit_code == 3
+        assert ("weight decay" in " ".join(result.stderr.split())) == bool(decay)
+    undecayed = next(tmp_path.glob("*-none-*"))
+    shown = runner.invoke(app, ["runs", "show", undecayed.name, "--runs", str(tmp_path)]).stdout
+    assert "diverged after 1 epoch," in shown
+    told = json.loads(runner.invoke(app, ["diagnose", str(undecayed), "--json"]).stdout)
+    assert [finding["verdict"] for finding in told["findings"]] == ["does not act"] * 3
+    assert "every" not in json.dumps(told)  # which no option of `decaylab train` sets
+
+
+def test_a_warning_of_ours_is_a_sentence_without_a_line_of_code(tmp_path):
+    options = ["--hidden", "16", "--epochs", "3", "--lr", "3", "--batch-norm"]
+    options += ["--decay", "l2", "--weight-decay", "5", "--runs", str(tmp_path)]
+    command = [sys.executable, "-c", "from decaylab.cli import main; main()", "train", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert "warning: watch: " in done.stderr
+    assert ".py" not in done.stderr
+
+
+def test_a_loss_out_of_all_proportion_fits_the_line():
+    values = {"train/running_loss": 4.7e20, "test/loss": 4.8e23, "test/accuracy": 0.1, "lr": 3.0}
+    progress = Progress("epoch", "run", 2, 3, 22, 33, 0.2, values)
+    assert len(line(progress)) < 80
 
 
 def test_a_second_process_is_kept_out_after_a_second(tmp_path, monkeypatch):

@@ -108,6 +108,13 @@ PLACES = {
     "our own": Places(
         (Address("runs/a", ours=True, seed=0),), (Address("r b", ours=True, seed=0),)
     ),
+    "our own, without checkpoints": Places(
+        (Address("runs/a", True, 0, kept=False),), (Address("runs/b", True, 0),)
+    ),
+    "our own, unfinished": Places((Address("runs/a", True, 0, "interrupted"),)),
+    "our own, of several": Places(
+        (Address("runs/a", True, 0),), left_runs=True, left_baselines=True
+    ),
     "in memory": Places((Address(),), (Address(),)),
 }
 
@@ -177,6 +184,8 @@ def everything(result: Diagnosis):
     for which in (all_act[:2], all_act):
         yield f"headline, {len(which)} act", headline(replace(result, findings=which))
     yield "headline, no decay", headline(replace(result, decays=False))
+    several = replace(result, decays=False, runs=("a", "b"))
+    yield "headline, no decay in several runs", headline(several)
     for finding in result.findings:
         for verdict in Verdict:
             yield (

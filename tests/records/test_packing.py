@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -21,6 +22,13 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 def ordered(rows):
     return sorted(rows, key=lambda row: (row.step, row.name))
+
+
+def test_packed_records_are_as_old_as_before(tmp_path):
+    path = filled(tmp_path)
+    os.utime(path, (1000, 1000))
+    pack(tmp_path)
+    assert [file.stat().st_mtime for file in tmp_path.glob("rows.json*")] == [1000]
 
 
 def filled(folder: Path) -> Path:

@@ -219,7 +219,7 @@ def test_a_page_of_its_own(watched, tmp_path):
         assert f"{verdict_title(finding)[1:]}</h3>" in text
         assert finding_text(finding).replace("'", "&#39;") in text
     assert headline(result).split(":")[0] in text
-    assert "frozen: it is not trained" in text
+    assert "frozen: not trained" in text
     assert text.count('<script type="application/json">') >= 2
     assert not re.search(r"https?://(?!github.com/leeoniya/uPlot)|@import|url\(|<script src", text)
     printed = runner.invoke(app, ["diagnose", *pair, "--report", str(out), "--json"]).stdout

@@ -175,10 +175,10 @@ def match_sentence(match: "Match") -> str:
     text = f"A and B differ in {metric} by {amount(total, points)}"
     if total.seeds > 1 and 0.0 in total:
         return f"{text}, which cannot be told apart from zero."
-    return (
-        f"{text}; if B follows A's {match.path}, by {amount(left, points)}:"
-        f" {fraction(match.gone[metric])} of the difference is gone."
-    )
+    gone = f"{fraction(match.gone[metric])} of the difference is gone"
+    if match.gone[metric].value < 0:
+        gone = "the difference is no smaller"
+    return f"{text}; if B follows A's {match.path}, by {amount(left, points)}: {gone}."
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

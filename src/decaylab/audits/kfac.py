@@ -47,9 +47,9 @@ def audit(
 ) -> Audit:
     """Check the steps of `factory(model)`, any K-FAC-like optimizer, against the exact block.
 
-    Build it without weight decay and KL clip. It takes `steps` steps from the same weights on the
-    same batch, so that running averages settle, and the last one is compared. The loss is the
-    mean cross entropy.
+    Build it without weight decay, KL clip and scaled steps. It takes `steps` steps from the same
+    weights on the same batch, so that running averages settle, and the last one is compared. The
+    loss is the mean cross entropy.
 
     Args:
         factory: model -> optimizer with `step()` and torch's `param_groups`.

@@ -4,7 +4,9 @@ import errno
 import io
 import sys
 import traceback
-from typing import Annotated, Any
+import warnings
+from pathlib import Path
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -29,6 +31,8 @@ from decaylab.cli.theory import theory_command
 from decaylab.cli.train import train_command
 from decaylab.errors import DecaylabError, printable
 from decaylab.training import Interrupted, world
+
+_shown_by_python = warnings.showwarning
 
 
 class _Commands(TyperGroup):
@@ -125,8 +129,24 @@ app.command("claims", rich_help_panel=PAPER)(claims_command)
 app.command("report", rich_help_panel=PAPER)(report_command)
 
 
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning of our own as a sentence, any other with the line that gave it."""
+    if Path(filename).is_relative_to(Path(__file__).parents[1]):
+        warn(f"warning: {message}")
+    else:
+        _shown_by_python(message, category, filename, lineno, file, line)
+
+
 def main() -> None:
     """Run the command line."""
+    warnings.showwarning = _show_warning
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # an old locale may have no letter for a curve
             stream.reconfigure(errors="replace")

@@ -21,7 +21,7 @@ from decaylab.diagnosis import (
 )
 from decaylab.diagnosis.advice import tokens_per_parameter
 from decaylab.diagnosis.runs import read_run
-from decaylab.diagnosis.words.advice import group_text, note_texts
+from decaylab.diagnosis.words.advice import group_text, note_texts, steps_to_act
 from decaylab.diagnosis.words.phrases import three_digits, times
 from decaylab.diagnosis.words.reasons import sentence
 from decaylab.errors import BadValue
@@ -240,10 +240,12 @@ def schedule_command(
         return
     count = len(schedule.layers)
     layers = f"{count} scale-invariant layer{'s' * (count != 1)}"
+    before, after = (f"{lr:.3g}" for lr in (schedule.others[0], schedule.others[-1]))
+    others = before if before == after else f"{before} to {after}"
     say(
         f"{out}: {len(schedule.lr)} steps. Without decay, lr goes from {schedule.lr[0]:.3g} to"
-        f" {schedule.lr[-1]:.3g} for {layers}; for all other parameters it stays"
-        f" ({schedule.others[0]:.3g} to {schedule.others[-1]:.3g})"
+        f" {schedule.lr[-1]:.3g} for {layers}; for all other parameters it is that of the run"
+        f" ({others})"
     )
 
 
@@ -254,7 +256,7 @@ def _table(suggestion: Suggestion) -> TextTable:
     for row in suggestion.layers:
         numbers = (
             *(row.weight_decay, row.suggested, row.norm, row.target),
-            *(row.equilibrium, row.rotation, row.steps),
+            *(row.equilibrium, row.rotation, steps_to_act(row.steps)),
         )
         cells = ["-" if value is None else three_digits(value) for value in numbers]
         table.add(row.layer, *cells, note_texts(row.notes))

@@ -40,9 +40,9 @@ def audit_command(
     """Compare a K-FAC-like optimizer's steps with the exact curvature block.
 
     MODULE:NAME is a function that takes a model and returns the optimizer, built without weight
-    decay and clipping. The module may be in the current folder. If the scale is wrong, the audit
-    names the power of the batch size or of the positions that is off. Takes seconds on a CPU. Exits
-    with 1 if a check fails.
+    decay, clipping or scaled steps (for decaylab's KFAC: step_scaling="none"). The module may be in
+    the current folder. If the scale is wrong, the audit names the power of the batch size or of the
+    positions that is off. Takes seconds on a CPU. Exits with 1 if a check fails.
     """
     factory = imported(optimizer)
     threads = torch.get_num_threads()

@@ -8,7 +8,7 @@ from decaylab.cli import options
 from decaylab.cli.options import option
 from decaylab.cli.progress import stages
 from decaylab.cli.terminal import print_json, say, warn
-from decaylab.paper import FinishedRuns
+from decaylab.paper import TIERS, FinishedRuns
 from decaylab.paper.claims import Claim, judge
 from decaylab.records import RunStore
 from decaylab.report.provenance import seeds_of, tiers_of
@@ -41,7 +41,10 @@ def claims_command(
         print_json([asdict(claim) for claim in claims])
         return
     if not claims:
-        say(f"no runs of any tier in {runs}: make some with `decaylab reproduce table1`")
+        say(
+            f"no runs of a tier ({', '.join(TIERS)}) in {runs}: make some with `decaylab reproduce"
+            " table1`"
+        )
     for claim in claims:
         say(_told(claim))
 

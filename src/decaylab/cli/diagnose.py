@@ -1,5 +1,7 @@
 """`decaylab diagnose`: did weight decay help, and through what."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +13,8 @@ from decaylab.cli.options import option
 from decaylab.cli.terminal import console, print_json
 from decaylab.diagnosis import diagnose
 from decaylab.diagnosis.card import card
-from decaylab.diagnosis.runs import read_run
+from decaylab.diagnosis.commands import Places
+from decaylab.diagnosis.runs import Run, read_run
 from decaylab.errors import Conflict, Misplaced, NotFinished
 from decaylab.records import RunFolder, RunStore
 from decaylab.report.diagnoses import baseline_of, other_seeds
@@ -98,6 +101,7 @@ def diagnose_command(
         others = [each for each in mine if not each.decays]
         mine = [each for each in mine if each.decays]
     result = diagnose(mine, others)
+    result = replace(result, places=with_what_was_left(result.places, [*mine, *others]))
     if report:
         result.report(report)
     if json_output:
@@ -120,6 +124,19 @@ def baseline_beside(name: str, runs: Path) -> list[str]:
         return []
     baseline = baseline_of(chosen.spec, known)
     return [] if baseline is None else [str(baseline.folder.path)]
+
+
+def with_what_was_left(places: Places, given: Sequence[Run]) -> Places:
+    """`places` with whether finished runs beside the first belong to it, but were not given."""
+    folders = [run.recording.meta.folder for run in given]
+    if given[0].spec is None or folders[0] is None:
+        return places
+    chosen, known = with_those_beside(RunFolder(folders[0]))
+    if chosen is None:
+        return places
+    taken = {folder.resolve() for folder in folders if folder is not None}
+    runs, others = ({r.folder.path.resolve() for r in side} for side in other_seeds(chosen, known))
+    return replace(places, left_runs=not runs <= taken, left_baselines=not others <= taken)
 
 
 def seeds_beside(name: str, runs: Path) -> tuple[list[str], list[str]]:

@@ -61,11 +61,15 @@ def line(progress: Progress) -> str:
     values = progress.values
     return (
         f"epoch {progress.epoch}/{progress.epochs}"
-        f"  loss {values['train/running_loss']:.4f}"
-        f"  test loss {values['test/loss']:.4f}"
+        f"  loss {_loss(values['train/running_loss'])}"
+        f"  test loss {_loss(values['test/loss'])}"
         f"  accuracy {100 * values['test/accuracy']:.2f} %"
         f"  lr {values['lr']:g}  {progress.seconds:.1f} s"
     )
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e5 else f"{value:.4g}"
 
 
 def _with_bar(training: Iterator[Progress], console: Console) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import typer
 
+from decaylab.attribution.words import counted
 from decaylab.cli import options
 from decaylab.cli.terminal import print_json, say, show, warn
 from decaylab.errors import printable
@@ -100,7 +101,8 @@ def show_run(
         }
         print_json(entry)
         return
-    say(f"{entry['id']}: {entry['status']} after {entry['epoch']} epochs, {entry['folder']}", "")
+    epochs = counted(entry["epoch"], "epoch")
+    say(f"{entry['id']}: {entry['status']} after {epochs}, {entry['folder']}", "")
     print(printable(folder.spec_text()))
     for key, value in (entry["manifest"] or {}).items():
         if key in ("started", "updated"):

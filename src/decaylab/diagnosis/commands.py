@@ -6,22 +6,33 @@ which the run is called `watched` and its baseline `baseline`.
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a run lies. `folder`: "" in memory. `ours`: by our trainer, then with its `seed`."""
+    """Where a run lies. `folder`: "" in memory. `ours`: by our trainer, then with its `seed`.
+
+    `status`: of a run of ours. `kept`: whether its last checkpoint is still there.
+    """
 
     folder: str = ""
     ours: bool = False
     seed: int | None = None
+    status: str = "finished"
+    kept: bool = True
 
     @property
     def runs(self) -> str:
         """The folder that run folders lie in."""
         return str(Path(self.folder).parent)
+
+    @property
+    def again(self) -> "Address":
+        """The same run, trained once more into a folder of its own."""
+        runs = Path(self.folder).parent / "again"
+        return replace(self, folder=str(runs / Path(self.folder).name))
 
     def beside(self, ending: str) -> "Address":
         """A folder next to it, that a run to come may be recorded in."""
@@ -30,10 +41,16 @@ class Address:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the runs of a diagnosis lie, and their baselines; one of each seed."""
+    """Where the runs of a diagnosis lie, and their baselines; one of each seed.
+
+    `left_runs`, `left_baselines`: whether finished runs of ours that belong to these lie beside
+    them, but were not compared.
+    """
 
     runs: tuple[Address, ...] = (Address(),)
     baselines: tuple[Address, ...] = ()
+    left_runs: bool = False
+    left_baselines: bool = False
 
     @property
     def run(self) -> Address:
@@ -61,9 +78,11 @@ def diagnose_all_seeds(run: Address) -> str:
     return shlex.join(["decaylab", "diagnose", run.folder, "--all-seeds"])
 
 
-def train_again(run: Address, *, decay: bool = True, seed: int | None = None) -> str:
-    """Train a run of ours once more, without decay or with another seed."""
-    words = ["decaylab", "train", "--config", f"{run.folder}/spec.toml", "--runs", run.runs]
+def train_again(
+    run: Address, *, decay: bool = True, seed: int | None = None, runs: str | None = None
+) -> str:
+    """Train a run of ours once more: without decay, with another seed, or into another folder."""
+    words = ["decaylab", "train", "--config", f"{run.folder}/spec.toml", "--runs", runs or run.runs]
     words += [] if decay else ["--decay", "none", "--weight-decay", "0"]
     return shlex.join([*words, *([] if seed is None else ["--seed", str(seed)])])
 

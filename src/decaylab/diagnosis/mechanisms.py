@@ -105,7 +105,8 @@ def _nothing_acts(run: Run, mechanism: Mechanism, *, joint: bool = False) -> Fin
     skipped = [layer.skipped for layer in run.layers.values()]
     if skipped and all(why is not None and why.reason is Reason.FROZEN for why in skipped):
         return _no(mechanism, because(Reason.ALL_FROZEN))
-    if all(why is not None for why in skipped):
+    known = run.layers and all(layer.settings for layer in run.layers.values())
+    if all(why is not None for why in skipped) and (run.decays or not known):
         remedy = Reason.TRAIN_LONGER if run.spec is not None else Reason.RECORD_MORE
         return _cannot_tell(mechanism, because(Reason.NONE_JUDGEABLE), remedy)
     if run.decayed_layers or run.gains:

@@ -58,6 +58,10 @@ class Reason(Enum):
         "it has fewer than two records of the norms, so no layer can be judged: keep `weight_norm`"
         " among the probes, and lower `every`"
     )
+    TOO_FEW_EPOCHS = (
+        "it has fewer than two records of the norms, which are recorded after each epoch, so no"
+        " layer can be judged"
+    )
     GRADIENTS_ALONG = (
         "{layers:names}: a normalisation comes next in the model, but the gradients point along the"
         " weights, so they do not count as scale-invariant. To measure it, pass inputs=batch to"
@@ -109,13 +113,13 @@ class Reason(Enum):
     SEED_LEFT_OUT = "left out: {why:sentence}"
     DIFFERS = "{name} differs: {pair[0]:value} and {pair[1]:value}"
     STEPS_DIFFER = "steps differ: {pair[0]} and {pair[1]}; only those in both are compared"
-    # a layer that cannot be judged
-    FROZEN = "frozen: it is not trained"
-    NOT_STEPPED = "no watched optimizer steps it"
-    NO_LAYER_SETTINGS = "its optimizer's settings are not in the records"
-    RECORDED_ONCE = "its norm has fewer than two records: record weight_norm more often"
-    ZEROS = "its weights are zero: it has no direction"
-    NEVER_MOVED = "no step has moved it: it has no gradient, or a learning rate of 0"
+    # layers that cannot be judged: one, or several for the same reason
+    FROZEN = "frozen: not trained"
+    NOT_STEPPED = "stepped by no watched optimizer"
+    NO_LAYER_SETTINGS = "the optimizer's settings are not in the records"
+    RECORDED_ONCE = "fewer than two records of the norm"
+    ZEROS = "weights of zero, which have no direction"
+    NEVER_MOVED = "moved by no step: no gradient, or a learning rate of 0"
     # how much decay removes from a layer is not known
     L2_RESCALED = "the optimizer rescales L2"
     KIND_UNKNOWN = "its decay is {kind!r}, which removes no fixed fraction of the weights"
@@ -315,7 +319,7 @@ class Reason(Enum):
         "Decay of the adapters ({layers:names}) pulls the network back towards the frozen one."
     )
     NOTHING_YET = "Nothing yet: no layer with decay could be judged."
-    NOTHING_TO_DROP = "This run has no weight decay to keep or to drop."
+    NOTHING_TO_DROP = "There is no weight decay to keep or to drop."
     BURST = (
         "A burst: after step {burst.step} the norm of {burst.layer:layer} grew from"
         " {burst.before:.3g} to {burst.after:.3g} by the next record.{others:more like it} Decay"

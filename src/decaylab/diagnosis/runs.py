@@ -21,6 +21,7 @@ from decaylab.optim.laws.dynamics import Series
 from decaylab.records.recording import Recording
 from decaylab.records.settings import LayerSettings
 from decaylab.records.sources import Source, as_recording
+from decaylab.records.store import RunFolder
 from decaylab.training.spec import RunSpec
 
 # By layer and of the whole model, what a diagnosis reads.
@@ -75,7 +76,10 @@ class Run:
         seed = None if spec is None else spec.get("seed", 0)
         if folder is not None and folder.is_relative_to(Path.cwd()):
             folder = folder.relative_to(Path.cwd())  # as short as it can be typed
-        return Address("" if folder is None else str(folder), spec is not None, seed)
+        if folder is None or spec is None:
+            return Address("" if folder is None else str(folder), spec is not None, seed)
+        kept = RunFolder(folder).has_checkpoint()
+        return Address(str(folder), True, seed, self.recording.meta.status, kept)
 
     @cached_property
     def failed_probes(self) -> dict[str, str]:
@@ -269,7 +273,8 @@ def _said_of_layers(
         layer.skipped is not None and layer.skipped.reason is Reason.RECORDED_ONCE
         for layer in layers.values()
     ):
-        troubles.append(because(Reason.TOO_FEW_NORMS))
+        ours = recording.meta.spec is not None  # which always records them, after each epoch
+        troubles.append(because(Reason.TOO_FEW_EPOCHS if ours else Reason.TOO_FEW_NORMS))
     along = [k for k, x in layers.items() if not x.invariant and f"radial_gradient/{k}" in series]
     if along:
         troubles.append(because(Reason.GRADIENTS_ALONG, layers=along))

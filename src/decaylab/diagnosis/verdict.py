@@ -209,7 +209,8 @@ def _named(
     """The names of runs and of baselines, and where they lie."""
     sides = (runs, baselines)
     mine, theirs = (tuple(run.name for run in side) for side in sides)
-    return mine, theirs, Places(*(tuple(run.address for run in side) for side in sides))
+    my_places, their_places = (tuple(run.address for run in side) for side in sides)
+    return mine, theirs, Places(my_places, their_places)
 
 
 # ---------------------------------------------------------------- several seeds

@@ -12,6 +12,7 @@ rounded. What is recorded later goes to `rows.jsonl` beside it, and both are rea
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def pack(folder: Path) -> int:
     again = read_packed(packed)
     if not _same(again, contents):
         raise DecaylabError(f"{packed} does not read as {path}: nothing was deleted")
+    shutil.copystat(path, packed)  # records are as old as before
     path.unlink()
     return before - packed.stat().st_size
 

@@ -265,9 +265,10 @@ def _diverge(run: TrainingRun, *, recorded: bool = False) -> None:
     if not recorded and run.world.first:
         run.watched.steps = run.step
         run.watched.record([], {"train/running_loss": float("nan"), "lr": run.lr})
+    decay = ", or the weight decay" if run.spec.weight_decay else ""
     raise Diverged(
         f"the loss is not finite in epoch {run.epoch + 1} (step {run.step}): lower the learning"
-        f" rate, now {run.lr:g}, or the weight decay"
+        f" rate, now {run.lr:g}{decay}"
     )
 
 

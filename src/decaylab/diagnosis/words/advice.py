@@ -18,10 +18,18 @@ def group_text(group: GroupAdvice, budget: int) -> str:
         f"suggested for {names(group.layers)}: {who}{group.decay} weight decay of"
         f" {group.weight_decay:.3g}{spread} at lr {group.lr:.3g}"
     )
-    if group.steps is None or RULES.timescales * group.steps < RULES.alike * budget:
+    needed = steps_to_act(group.steps)
+    if needed is None or needed < RULES.alike * budget:
         return f"{text}, to act within {budget} steps"
-    needed = three_digits(RULES.timescales * group.steps)
-    return f"{text}. It needs about {needed} steps to act, more than the {budget} of the budget"
+    return (
+        f"{text}. It needs about {three_digits(needed)} steps to act, more than the {budget} of the"
+        " budget"
+    )
+
+
+def steps_to_act(timescale: float | None) -> float | None:
+    """After how many steps a decay of this timescale (`LayerAdvice.steps`) has acted."""
+    return None if timescale is None else RULES.timescales * timescale
 
 
 def note_texts(notes: Iterable[Because]) -> str:

@@ -20,6 +20,8 @@ def headline(diagnosis: Diagnosis) -> str:
     acts = f"{', '.join(ways)} and {last}" if ways else last
     if not diagnosis.decays:
         what = "This run has no weight decay"
+        if len(diagnosis.runs) > 1:
+            what = "These runs have no weight decay"
         if _troubled(diagnosis, Reason.LOST_TO_ROUNDING):
             what = "Rounding undoes all weight decay of this run"
         elif _troubled(diagnosis, Reason.NOTHING_RECORDED):

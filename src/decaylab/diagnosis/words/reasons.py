@@ -2,7 +2,7 @@
 
 import math
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from decaylab.diagnosis import commands
@@ -66,6 +66,9 @@ def _watched_in(*addresses: commands.Address) -> str:
 
 def _give_baseline(places: Places) -> str:
     run = places.run
+    if places.left_baselines:
+        there = "compare it with its run without decay in the same folder"
+        return f"{there}: `{commands.diagnose_all_seeds(run)}`"
     if places.all_ours:
         again = commands.train_again(run, decay=False)
         return f"train it without decay (`{again}`), then `{commands.diagnose_all_seeds(run)}`"
@@ -78,12 +81,14 @@ def _give_baseline(places: Places) -> str:
 
 def _more_seeds(places: Places) -> str:
     run, baselines = places.run, places.baselines
+    if places.left_runs or places.left_baselines:
+        there = "compare the other seeds in the same folder too"
+        return f"{there}: `{commands.diagnose_all_seeds(run)}`"
     again = f"train another seed{' of each' if baselines else ''}"
     if places.all_ours:
         seed = 1 + max(address.seed or 0 for address in (*places.runs, *baselines))
         commands_ = [commands.train_again(each, seed=seed) for each in (run, *baselines[:1])]
-        trained = " and ".join(f"`{command}`" for command in commands_)
-        return f"{again} ({trained}), then `{commands.diagnose_all_seeds(run)}`"
+        return f"{again} ({_typed(commands_)}), then `{commands.diagnose_all_seeds(run)}`"
     if not all(address.folder for address in (*places.runs, *baselines)):
         return f"{again}, then `{commands.diagnose([run, run], [run, run])}`"
     new = [address.beside(f"seed-{1 + len(places.runs)}") for address in (run, *baselines[:1])]
@@ -94,8 +99,17 @@ def _more_seeds(places: Places) -> str:
 def _record(places: Places) -> str:
     if not places.all_ours:
         return ' in all runs, with watch(..., probes="diagnosis", inputs=batch)'
-    probes = [commands.probe(run) for run in (*places.runs, *places.baselines)]
-    return ": " + " and ".join(f"`{probe}`" for probe in probes)
+    runs = [run for run in (*places.runs, *places.baselines) if run.status != "diverged"]
+    if any(run.status == "finished" and not run.kept for run in runs):
+        trained = _typed(commands.train_again(run, runs=run.again.runs) for run in runs)
+        check = commands.diagnose_all_seeds(places.run.again)
+        return f" by training once more, since no checkpoint was kept: {trained}, then `{check}`"
+    finished = {True: commands.probe, False: commands.train_again}  # training records it at its end
+    return ": " * bool(runs) + _typed(finished[run.status == "finished"](run) for run in runs)
+
+
+def _typed(lines: Iterable[str]) -> str:
+    return " and ".join(f"`{line}`" for line in lines)
 
 
 def _attribute(places: Places) -> str:
