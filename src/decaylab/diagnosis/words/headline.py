@@ -27,6 +27,8 @@ def headline(diagnosis: Diagnosis) -> str:
         return f"{what}. {_next(diagnosis)}."
     if outcome.verdict in (Helped.UNKNOWN, Helped.NOT_COMPARED) and not any(outcome.diverged):
         missing = "no loss or score was logged"
+        if outcome.step is not None:
+            missing += f" in all runs by step {outcome.step}, where the shortest ends"
         if outcome.name:
             missing = f"the name {outcome.name!r} does not say whether larger is better"
         if outcome.verdict is Helped.NOT_COMPARED:
@@ -46,7 +48,8 @@ def _outcome(outcome: Outcome) -> str:
         return _diverged(outcome)
     name = outcome.name.replace("_", " ").replace("/", " ")
     ends = _told_apart(outcome.run, outcome.baseline)
-    numbers = f"{name} {ends[0]} with decay, {ends[1]} without"
+    at = "" if outcome.step is None else f" at step {outcome.step}"
+    numbers = f"{name} {ends[0]} with decay, {ends[1]} without{at}"
     seeds = "one seed"
     if outcome.interval is not None:
         count = f"{outcome.seeds[0]} and {outcome.seeds[1]} seeds"
@@ -57,12 +60,13 @@ def _outcome(outcome: Outcome) -> str:
         Helped.YES: "Decay helped",
         Helped.NO: "Decay hurt",
         Helped.UNDECIDED: "Decay made no clear difference",
-        Helped.BETTER: "The run with decay ended{} better",
-        Helped.WORSE: "The run with decay ended{} worse",
+        Helped.BETTER: "The run with decay {}{} better",
+        Helped.WORSE: "The run with decay {}{} worse",
     }
     slight = abs(outcome.gain) < RULES.slight * abs(outcome.baseline)
+    state = "ended" if outcome.step is None else "was"
     slightly = " slightly" if slight and outcome.interval is None else ""
-    return f"{words[outcome.verdict].format(slightly)} ({numbers}; {seeds})"
+    return f"{words[outcome.verdict].format(state, slightly)} ({numbers}; {seeds})"
 
 
 def _told_apart(*values: float) -> list[str]:
