@@ -51,6 +51,8 @@ def same_training(run: Run, other: Run, *, free: set[str]) -> tuple[Because | No
 def _same_layers(run: Run, other: Run, decay: Sequence[str]) -> Because | None:
     if run.layers.keys() != other.layers.keys() and not _split(run, other):
         return because(Reason.OTHER_LAYERS)
+    if why_not := _frozen_otherwise(run, other):
+        return why_not
     for name, layer in run.layers.items():
         counterpart = other.layers.get(name)
         if counterpart is None or not layer.settings or not counterpart.settings:
@@ -66,6 +68,19 @@ def _same_layers(run: Run, other: Run, decay: Sequence[str]) -> Because | None:
         )
         if why_not:
             return why_not
+    return None
+
+
+def _frozen_otherwise(run: Run, other: Run) -> Because | None:
+    """The first layer that is trained in only one of them at a step that both have recorded."""
+    mine, its = ({s for x in each.layers.values() for s, _ in x.norms} for each in (run, other))
+    for step in sorted(mine & its):
+        for name, layer in run.layers.items():
+            pair = layer.frozen_at(step), other.layers.get(name, layer).frozen_at(step)
+            if pair[0] != pair[1]:
+                return because(
+                    Reason.OTHER_SETTING, layer=name, name="frozen", pair=pair, step=step
+                )
     return None
 
 

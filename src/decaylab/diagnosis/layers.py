@@ -57,7 +57,7 @@ class RecordedLayer:
     """One layer in the records, or several that are scale-invariant together (`members`).
 
     Attributes:
-        settings: how it is stepped.
+        settings: how it is stepped. frozen: by step, whether it is not trained from there on.
         norms: above zero. exposure: the decay exposure at the steps of `norms`.
         invariant: whether its size is not part of the function; None if that is not known.
         skipped: why it cannot be judged. clipped: whether its gradients are.
@@ -80,6 +80,7 @@ class RecordedLayer:
     role: str = "weight"
     normalised_net: bool = False
     size_limit: float = RULES.size_little
+    frozen: tuple[tuple[int, bool], ...] = ()
 
     # ------------------------------------------------------------ how it is stepped
 
@@ -151,6 +152,10 @@ class RecordedLayer:
     def settings_at(self, step: int) -> LayerSettings:
         """Those that step `step` (from 1) was taken with."""
         return self.settings[self._place(step)][1]
+
+    def frozen_at(self, step: int) -> bool:
+        """Whether it was not trained at this step."""
+        return next((frozen for start, frozen in reversed(self.frozen) if start <= step), False)
 
     def rate_at(self, step: int) -> float:
         """What this step adds to the decay exposure; 0 where that is not known."""

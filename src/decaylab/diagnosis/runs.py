@@ -290,7 +290,8 @@ def _layer(
     recorded = series.get(f"weight_norm/{name}", ())
     norms = tuple((step, norm) for step, norm in recorded if norm > 0)  # zeros: no direction
     below = latest.floor is not None and any(norm < latest.floor for _, norm in norms)
-    exposure = _exposure(series.get(f"decay_exposure/{name}", ()), usable, norms)
+    counted = tuple(item for item in timeline if item[1].recorded or item[1].frozen)
+    exposure = _exposure(series.get(f"decay_exposure/{name}", ()), counted, norms)
     return RecordedLayer(
         name,
         settings=usable,
@@ -303,6 +304,7 @@ def _layer(
         off_law=below or eps_counts(series, name, latest),
         role=latest.role,
         normalised_net=any(x[-1][1].role == "gain" for x in recording.settings.values()),
+        frozen=tuple((step, own.frozen) for step, own in timeline),
     )
 
 

@@ -64,6 +64,7 @@ class Watch:
         self._recorder = Recorder(self._now, meta, writer, trackers, warns=first)
         self._detached = False
         self._records = 0  # moments recorded so far
+        self._to_measure = False  # whether layers have come that invariance was not measured of
         self._step: _RecordedStep | None = None  # the one that is being taken
         self._earlier: Snapshot | None = None  # the move of the last one, for probes that follow it
         measured = None if inputs is None else measured_invariance(model, inputs, logits)
@@ -186,7 +187,8 @@ class Watch:
         self._exposure.add_all(steps)
 
     def round_begins(self) -> None:
-        """Prepare for a step that will be recorded."""
+        """Prepare for a step, which may be recorded."""
+        self._notice_thawed()
         if self.wants_step():
             self.before_step()
 
@@ -257,11 +259,9 @@ class Watch:
     def before_step(self) -> None:
         """Keep a copy of the weights before a step that will be recorded."""
         self._recorder.continues = not self.steps and any(map(has_stepped, self.optimizers))
-        if self._trained != [p.requires_grad for p in self.model.parameters()]:
-            if self.inputs is not None:
-                self._measure_invariance_again()
-            self._find_layers(self.layers.measured)  # some were frozen or thawed
-            self._exposure.begin(self.layers)
+        self._notice_thawed()
+        if self._to_measure and self.inputs is not None:
+            self._measure_invariance_again()
         self._step = _RecordedStep(self.layers)
 
     def measure(self, probes: Sequence[Probe]) -> dict[str, float]:
@@ -347,7 +347,15 @@ class Watch:
         if measured is not None:
             self.layers = with_invariance(self.layers, measured)
 
+    def _notice_thawed(self) -> None:
+        """Go on with other layers where some were frozen or thawed, or added to the model."""
+        if self._trained != [p.requires_grad for p in self.model.parameters()]:
+            self._find_layers(self.layers.measured)
+            self._exposure.begin(self.layers)
+            self._to_measure = True
+
     def _measure_invariance_again(self) -> None:
+        self._to_measure = False
         try:
             measured = measured_invariance(self.model, self.inputs, self._logits)
         except Exception as error:
