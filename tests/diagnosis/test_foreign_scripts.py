@@ -231,6 +231,32 @@ def test_of_records_without_a_number_no_decay_is_denied(tmp_path):
     assert headline(diagnose(tmp_path)).startswith("There is nothing to judge. Next: train inside")
 
 
+def test_decay_that_is_not_known_is_not_denied():
+    model = normalised_net()
+    watched = trained(model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5))
+    said = headline(diagnose(watched.records))  # numbers alone: how layers are stepped is not there
+    assert said.startswith("Whether this run has weight decay is not known. Next: give the watch")
+    model = normalised_net()
+    *body, head = model.children()
+    plain = torch.optim.SGD(head.parameters(), lr=0.1)
+    decayed = torch.optim.AdamW([p for m in body for p in m.parameters()], weight_decay=0.5)
+    plain.register_step_post_hook(lambda *_: decayed.step())  # which no hook of `watch` reports
+    said = headline(diagnose(trained(model, plain)))
+    assert said.startswith("Whether this run has weight decay is not known. Next: watch all")
+
+
+def test_more_seeds_beside_records_in_memory_are_no_command(tmp_path):
+    runs = []
+    for weight_decay in (0.5, 0.0):
+        model = normalised_net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=weight_decay)
+        folder = tmp_path / "run" if weight_decay else None
+        runs.append(trained(model, optimizer, folder=folder))
+        runs[-1].log(loss=weight_decay)
+    said = headline(diagnose(*runs))
+    assert "then `diagnose([watched, watched_2], [baseline, baseline_2])`" in said
+
+
 @pytest.mark.parametrize("invariant", [True, False])
 def test_only_scale_invariant_layers_burst(invariant):
     rows = scripted(0.02, *(0.1 * 0.9**i for i in range(6)), 0.5, invariant=invariant).rows

@@ -266,6 +266,10 @@ class Reason(Enum):
         'pass probes="diagnosis" and inputs=batch to watch, which then measures how the outputs'
         " respond to each layer's size (logits= says which outputs)"
     )
+    GIVE_SETTINGS = (
+        "give the watch itself or its folder, which say how the layers are stepped, or record the"
+        " run again"
+    )
     WATCH_ALL = "watch all optimizers: watch(model, [first, second])"
     # what follows
     DIRECTION_ONLY = (

@@ -13,6 +13,7 @@ from decaylab.probes.layers import Layers, groups_of
 from decaylab.probes.movement import with_vectors
 from decaylab.probes.reading import Reading, row_name
 from decaylab.probes.registry import Probe, register
+from decaylab.records.rows import Rows
 
 NAME = "decay_exposure"
 
@@ -129,6 +130,11 @@ class ModelExposure:
 
     def _earlier_total(self, layer: str) -> float:
         return self._earlier.get(row_name(NAME, layer), 0.0)
+
+
+def last_counted(rows: Rows) -> int | None:
+    """The last step at which the exposure of any layer was recorded."""
+    return max((row.step for row in rows.rows if row.name.startswith(f"{NAME}/")), default=None)
 
 
 register(Probe(NAME, "free", lambda moment: Reading(NAME, "1", moment.exposure), unit="1"))

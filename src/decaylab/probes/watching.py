@@ -15,7 +15,7 @@ from decaylab.errors import Lacks, WrongType
 from decaylab.networks.calling import Inputs, LogitsRule
 from decaylab.networks.scale_invariance import Invariance
 from decaylab.networks.sharded import is_sharded, local, team_of
-from decaylab.probes.exposure import ModelExposure
+from decaylab.probes.exposure import ModelExposure, last_counted
 from decaylab.probes.gradients import Scaled, gradient_sizes, radial_gradients
 from decaylab.probes.layers import Layers, layers_of
 from decaylab.probes.moments import has_stepped
@@ -118,8 +118,8 @@ class Watch:
         -1 continues from the start: no row counts.
 
         With a folder, `records` has its rows up to there, and exposure to decay continues from the
-        last of them. Without one, exposure is counted from here. All processes of a sharded model
-        must call this.
+        last of them, with the present lr and decay in the steps since. Without one, exposure is
+        counted from here. All processes of a sharded model must call this.
         """
         recorder, team = self._recorder, self._team
         if team is not None:
@@ -139,6 +139,8 @@ class Watch:
                 recorder.resume(step, [Row(*row) for row in rows])
         earlier = recorder.rows.latest if in_file else {}
         self._exposure = ModelExposure(self.optimizers, self.layers, earlier)
+        if (last := last_counted(recorder.rows)) is not None and in_file:
+            self._exposure.add_all(self.steps - last)  # taken, but not recorded, before the stop
         steps = {row.step for row in recorder.rows.rows}  # also those at which outcomes were logged
         self._records = len(list(filter(self._at, steps)))
         if self._rounds is not None:  # runs of ours have it in their manifest

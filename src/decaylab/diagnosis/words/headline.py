@@ -24,6 +24,8 @@ def headline(diagnosis: Diagnosis) -> str:
             what = "Rounding undoes all weight decay of this run"
         elif _troubled(diagnosis, Reason.NOTHING_RECORDED):
             what = "There is nothing to judge"
+        elif _unknown_decay(diagnosis) is not None:
+            what = "Whether this run has weight decay is not known"
         return f"{what}. {_next(diagnosis)}."
     if outcome.verdict in (Helped.UNKNOWN, Helped.NOT_COMPARED) and not any(outcome.diverged):
         missing = "no loss or score was logged"
@@ -161,6 +163,12 @@ def _troubled(diagnosis: Diagnosis, reason: Reason) -> bool:
     return any(name in diagnosis.runs and why.reason is reason for name, why in diagnosis.first)
 
 
+def _unknown_decay(diagnosis: Diagnosis) -> Reason | None:
+    """What to do where it is not known whether anything decays; None where that is known."""
+    remedies = {Reason.NO_SETTINGS: Reason.GIVE_SETTINGS, Reason.UNWATCHED: Reason.WATCH_ALL}
+    return next((do for why, do in remedies.items() if _troubled(diagnosis, why)), None)
+
+
 def next_reason(diagnosis: Diagnosis) -> Reason | None:
     """What to try next, if a finding may ask for the same."""
     outcome = diagnosis.outcome
@@ -179,6 +187,8 @@ def _next(diagnosis: Diagnosis) -> str:
     places, outcome = diagnosis.places, diagnosis.outcome
     if _troubled(diagnosis, Reason.NOTHING_RECORDED):
         return f"Next: {sentence(Because(Reason.RECORD_MORE))}"
+    if not diagnosis.decays and (remedy := _unknown_decay(diagnosis)) is not None:
+        return f"Next: {sentence(Because(remedy))}"
     if not diagnosis.decays:
         lost = _troubled(diagnosis, Reason.LOST_TO_ROUNDING)
         precise = " and float32 weights" if lost else ""

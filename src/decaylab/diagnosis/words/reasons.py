@@ -85,7 +85,7 @@ def _more_seeds(places: Places) -> str:
         trained = " and ".join(f"`{command}`" for command in commands_)
         return f"{again} ({trained}), then `{commands.diagnose_all_seeds(run)}`"
     if not all(address.folder for address in (*places.runs, *baselines)):
-        return f"{again}, then `{commands.diagnose([run, run], [run, run])}`"
+        return f"{again}, then `{commands.diagnose([commands.Address()] * 2)}`"
     new = [address.beside(f"seed-{1 + len(places.runs)}") for address in (run, *baselines[:1])]
     command = commands.diagnose([*places.runs, new[0]], [*baselines, *new[1:]])
     return f"{again}, {_watched_in(*new)}, then `{command}`"
