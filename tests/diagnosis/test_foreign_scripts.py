@@ -245,6 +245,31 @@ def test_decay_that_is_not_known_is_not_denied():
     assert said.startswith("Whether this run has weight decay is not known. Next: watch all")
 
 
+@pytest.mark.parametrize(("on", "off", "more"), [(0, 100, True), (80, 100, True), (0, 20, False)])
+def test_how_long_decay_takes_is_said_for_the_steps_with_decay(on, off, more):
+    """It is switched on late, or off early; 1/(lr wd) is 500 steps."""
+    runs = []
+    for weight_decay in (0.2, 0.0):
+        model = normalised_net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        steps = iter(range(100))
+
+        def switch(*_, group=optimizer.param_groups[0], steps=steps, weight_decay=weight_decay):
+            group["weight_decay"] = weight_decay if on <= next(steps) < off else 0.0
+
+        optimizer.register_step_pre_hook(switch)
+        runs.append(trained(model, optimizer, steps=100, probes="diagnosis", inputs=INPUTS))
+    result = diagnose(*runs)
+    assert [m.timescale for m in result.motions] == pytest.approx([500] * len(result.motions))
+    assert "Decay needs about 500 steps" in " ".join(insight(result))
+    little = result["effective l"].because_of(Reason.TOO_LITTLE)
+    if little is not None:
+        assert little["enough"] == pytest.approx(500 * math.log(RULES.acts))
+    said = [why for f in result.findings for why in f.reasons if why.reason is Reason.MAY_SHOW_MORE]
+    assert [why["full"] for why in said] == [pytest.approx(500)] * len(said)
+    assert more or not said
+
+
 def test_more_seeds_beside_records_in_memory_are_no_command(tmp_path):
     runs = []
     for weight_decay in (0.5, 0.0):

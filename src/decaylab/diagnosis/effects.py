@@ -253,8 +253,8 @@ class Motion:
         decayed: whether decay acts on it at all.
         rotation: recorded angle per step in radians, over the judged part of the run.
         expected: the law's at equilibrium, for the settings at these steps (root mean square).
-        timescale: steps in which decay alone takes the weights to 1/e, at the run's mean lr: 1/(lr
-            wd), decoupled.
+        timescale: steps in which decay alone takes the weights to 1/e, at the mean lr and decay of
+            the steps with decay: 1/(lr wd), decoupled.
         steps: of the run. epochs: the timescale in epochs.
         turned: by which factor decay makes it turn further (`rotation_effect`).
         invariant: whether it is scale-invariant.
@@ -293,7 +293,7 @@ def motion(
     layer: RecordedLayer, baseline: RecordedLayer | None, steps: int, per_epoch: int | None
 ) -> Motion:
     """How this layer moves (`Motion`)."""
-    rate = _mean_rate(layer)
+    rate = layer.mean_rate
     without = baseline.norms if baseline is not None else layer.without_decay
     return Motion(
         layer.name,
@@ -346,11 +346,3 @@ def _root_mean_square(values: Sequence[float]) -> float | None:
 
 def _mean(series: Series) -> float | None:
     return geometric_mean([value for _, value in series]) if series else None
-
-
-def _mean_rate(layer: RecordedLayer) -> float:
-    """What decay takes of the weights a step, in the mean over the run; 0 where it is not known."""
-    if len(layer.exposure) < 2 or layer.unknown:
-        return 0.0
-    (begin, before), (end, total) = layer.exposure[0], layer.exposure[-1]
-    return (total - before) / (end - begin)

@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from statistics import fmean
 
 from decaylab.diagnosis.reasons import Because, Reason, because
@@ -195,6 +196,18 @@ class RecordedLayer:
     def total_exposure(self) -> float | None:
         """The decay exposure at the end; None if it is not known."""
         return self.exposure[-1][1] if self.exposure and not self.unknown else None
+
+    @cached_property
+    def mean_rate(self) -> float:
+        """What decay takes of it a step, in the mean over steps with decay; 0 where not known."""
+        grown = [
+            (end - begin, after - before)
+            for (begin, before), (end, after) in pairwise(self.exposure)
+            if after > before
+        ]
+        if not grown or self.unknown:
+            return 0.0
+        return sum(taken for _, taken in grown) / sum(steps for steps, _ in grown)
 
     @property
     def collapsed(self) -> bool:

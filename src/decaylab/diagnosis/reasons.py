@@ -222,7 +222,7 @@ class Reason(Enum):
     SCATTERS = "{change:change}, but the records scatter too widely to tell."
     MAY_SHOW_MORE = (
         "Decay has removed {taken:removed} of the initial weights so far and needs about"
-        " {full:digits} steps to take full effect: a longer run may show more."
+        " {full:step count} steps to take full effect: a longer run may show more."
     )
     OPPOSITE = "{change:change}. The mechanism predicts the opposite."
     SOME_LAYERS_MORE = "But in some layers it changes more: {layers:names}."

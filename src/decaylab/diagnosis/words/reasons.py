@@ -18,6 +18,7 @@ from decaylab.diagnosis.words.phrases import (
     outputs_percent,
     percent,
     range_of,
+    step_count,
     three_digits,
     times,
 )
@@ -116,6 +117,7 @@ KINDS: dict[str, Callable[[Any], str]] = {
     # numbers
     "times": times,
     "digits": three_digits,
+    "step count": step_count,
     "percent": percent,
     "taken": lambda exposure: f"{100 * exposure:.2g} %",
     "removed": _removed,
@@ -142,7 +144,7 @@ KINDS: dict[str, Callable[[Any], str]] = {
     # what is added to a sentence under a condition
     "at": lambda step: "" if step is None else f" at step {step}",
     "enough steps": lambda x: (
-        f" At this rate it takes about {three_digits(x)} steps, or proportionally more decay."
+        f" At this rate it takes about {step_count(x)} steps, or proportionally more decay."
         if x
         else ""
     ),
