@@ -270,6 +270,20 @@ def test_how_long_decay_takes_is_said_for_the_steps_with_decay(on, off, more):
     assert more or not said
 
 
+def test_jacobians_on_inputs_of_another_kind_are_not_compared():
+    runs = []
+    for weight_decay, inputs in ((2.0, INPUTS), (0.0, INPUTS.flip(0) * 1.1), (0.0, 255 * INPUTS)):
+        model = normalised_net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=weight_decay)
+        runs.append(trained(model, optimizer, steps=200, probes="diagnosis", inputs=inputs))
+    alike, other = (diagnose(runs[0], baseline)["Jacobian"] for baseline in runs[1:])
+    assert alike.verdict is Verdict.ACTS
+    assert other.verdict is Verdict.CANNOT_TELL
+    why = other.because_of(Reason.OTHER_INPUTS)
+    assert why["pair"][1] / why["pair"][0] == pytest.approx(255)
+    assert only(other.remedies, Reason.RECORD_SAME_INPUTS)
+
+
 def test_more_seeds_beside_records_in_memory_are_no_command(tmp_path):
     runs = []
     for weight_decay in (0.5, 0.0):

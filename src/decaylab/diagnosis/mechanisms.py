@@ -326,6 +326,10 @@ def _jacobian(compared: Comparison) -> Finding:
         if probe is not None:
             reason = because(Reason.SENSITIVITY_FAILED, probe=probe, error=failed[probe])
         return _cannot_tell(mechanism, reason, record, layers=rows)
+    if (apart := _other_inputs(run, baseline)) is not None:
+        reason = because(Reason.OTHER_INPUTS, change=Change(quantity, effect), pair=apart)
+        how = {"effect": effect, "quantity": quantity, "layers": rows}
+        return _cannot_tell(mechanism, reason, Reason.RECORD_SAME_INPUTS, **how)
     thresholds = (RULES.jacobian_acts, RULES.jacobian_nothing)
     finding = _judged_factor(
         mechanism, quantity, effect, rows, run, thresholds=thresholds, joint=True
@@ -335,6 +339,15 @@ def _jacobian(compared: Comparison) -> Finding:
         through = because(Reason.THROUGH_OTHERS, mechanisms=ways)
         finding = replace(finding, reasons=(*finding.reasons, through))
     return finding
+
+
+def _other_inputs(run: Run, baseline: Run) -> tuple[float, float] | None:
+    """The sizes of two inputs that runs measured on, if they are not of one kind."""
+    mine, its = run.recording.meta.inputs or (), baseline.recording.meta.inputs or ()
+    for pair in zip(mine, its, strict=False):
+        if max(pair) > RULES.same_inputs * min(pair):
+            return pair
+    return None
 
 
 def _ways(layer: RecordedLayer) -> list[Mechanism]:

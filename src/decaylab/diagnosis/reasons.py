@@ -206,6 +206,10 @@ class Reason(Enum):
         "Neither a Jacobian nor a Gauss-Newton norm is recorded in both runs at a common step."
     )
     SENSITIVITY_FAILED = "`{probe}` could not be measured: {error}."
+    OTHER_INPUTS = (
+        "{change:change}. But the runs measured it on other inputs, of root mean square"
+        " {pair[0]:digits} and {pair[1]:digits}."
+    )
     THROUGH_OTHERS = "Part of it may come through the {mechanisms:and the} of the other layers."
     NOTHING_TO_COMPARE = "There is nothing to compare with: {why:by layers}."
     CHANGED = "{change:change}."
@@ -248,6 +252,7 @@ class Reason(Enum):
         " probes=[...], inputs=batch)"
     )
     RECORD_SAME_WAY = "{places:record the same}"
+    RECORD_SAME_INPUTS = "give watch the same inputs= in both runs"
     RECORD_SHARE = "record it{places:record}"
     SAME_STEPS = "record both runs at the same steps (the same every=)"
     RECORD_FURTHER = "record both runs further into training"

@@ -64,6 +64,8 @@ class Rules:
     # Last records nearer than this: one length. Norms nearer than this: one start, of two seeds.
     same_length: float = 0.9
     same_start: float = 1.25
+    # Root mean squares of inputs nearer than this: of one kind, as batches of one data set are.
+    same_inputs: float = 1.25
     # Learning rates nearer than this part of the largest are one: schedules of nearly one length.
     same_lr: float = 0.01
     # While the exposure is below `early`, squared norms of true pairs leave the range that decay

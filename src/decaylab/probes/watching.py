@@ -15,6 +15,7 @@ from decaylab.errors import Lacks, WrongType
 from decaylab.networks.calling import Inputs, LogitsRule
 from decaylab.networks.scale_invariance import Invariance
 from decaylab.networks.sharded import is_sharded, local, team_of
+from decaylab.probes.applied import input_sizes
 from decaylab.probes.exposure import ModelExposure, last_counted
 from decaylab.probes.gradients import Scaled, gradient_sizes, radial_gradients
 from decaylab.probes.layers import Layers, layers_of
@@ -60,7 +61,7 @@ class Watch:
         self._logits, self._images = logits, images
         self._steps_per_epoch, self._clock = steps_per_epoch, clock or self._own_clock
         self._began = time.perf_counter()
-        meta = _meta(self.probes, steps_per_epoch)
+        meta = _meta(self.probes, steps_per_epoch, inputs)
         self._recorder = Recorder(self._now, meta, writer, trackers, warns=first)
         self._detached = False
         self._records = 0  # moments recorded so far
@@ -420,11 +421,12 @@ class _RecordedStep:
         self.gradients = known | radial_gradients(self._layers, weights) | sizes
 
 
-def _meta(probes: Iterable[Probe], steps_per_epoch: int | None) -> dict[str, Any]:
+def _meta(probes: Iterable[Probe], steps_per_epoch: int | None, inputs: Inputs) -> dict[str, Any]:
     """Facts of the run."""
     how = {probe.name: dict(probe.how) for probe in probes if probe.how}
     per_epoch = {"steps_per_epoch": steps_per_epoch} if steps_per_epoch else {}
-    return {"version": decaylab.__version__, "probes": how, **per_epoch}
+    given = {} if inputs is None else {"inputs": input_sizes(inputs)}
+    return {"version": decaylab.__version__, "probes": how, **per_epoch, **given}
 
 
 def _one_number(name: str, value: float | Tensor) -> float | Tensor:
