@@ -45,7 +45,11 @@ def same_training(run: Run, other: Run, *, free: set[str]) -> tuple[Because | No
         why_not = because(Reason.OTHER_LR, **why_not.data, lengths=(run.steps, other.steps))
     shorter, longer = sorted((run.steps, other.steps))
     differs = because(Reason.STEPS_DIFFER, pair=(run.steps, other.steps))
-    return why_not, [differs] if not why_not and shorter < RULES.same_length * longer else []
+    if why_not is not None:
+        return why_not, []
+    notes = [differs] if shorter < RULES.same_length * longer else []
+    clipping = _clipped_otherwise(run, other)
+    return None, [*notes, clipping] if clipping is not None else notes
 
 
 def _same_layers(run: Run, other: Run, decay: Sequence[str]) -> Because | None:
@@ -68,6 +72,16 @@ def _same_layers(run: Run, other: Run, decay: Sequence[str]) -> Because | None:
         )
         if why_not:
             return why_not
+    return None
+
+
+def _clipped_otherwise(run: Run, other: Run) -> Because | None:
+    """That gradients of one are clipped to a norm that those of the other exceed."""
+    for clipped, free in ((run, other), (other, run)):
+        largest = max((size for _, size in free.totals.get("gradient_norm", ())), default=0.0)
+        if largest > RULES.same_bound * clipped.norm_bound:
+            bound = clipped.norm_bound
+            return because(Reason.OTHER_CLIPPING, name=clipped.name, bound=bound, largest=largest)
     return None
 
 

@@ -109,6 +109,10 @@ class Reason(Enum):
     SEED_LEFT_OUT = "left out: {why:sentence}"
     DIFFERS = "{name} differs: {pair[0]:value} and {pair[1]:value}"
     STEPS_DIFFER = "steps differ: {pair[0]} and {pair[1]}; only those in both are compared"
+    OTHER_CLIPPING = (
+        "the gradients of {name} are clipped to a norm of {bound:digits}, those of the other run"
+        " reach {largest:digits}: what differs may be due to that, not to decay. Clip both alike"
+    )
     # a layer that cannot be judged
     FROZEN = "frozen: it is not trained"
     NOT_STEPPED = "no watched optimizer steps it"

@@ -13,7 +13,7 @@ from typing import Any
 
 from decaylab.diagnosis.commands import Address
 from decaylab.diagnosis.layers import RecordedLayer, Timeline, joined, known_rate
-from decaylab.diagnosis.limits import clipped, cut_entries, eps_counts
+from decaylab.diagnosis.limits import clipped, cut_entries, eps_counts, norm_bound
 from decaylab.diagnosis.reasons import Because, Reason, because
 from decaylab.diagnosis.rules import RULES
 from decaylab.errors import DecaylabError
@@ -32,7 +32,7 @@ EVENT_REASONS = {
     "shared-parameters": Reason.SHARED_PARAMETERS,
     "unstepped-parameters": Reason.UNSTEPPED_PARAMETERS,
 }
-TOTALS = ("jacobian_norm", "kfac_gn_norm", "gn_norm", "clip_coefficient")
+TOTALS = ("jacobian_norm", "kfac_gn_norm", "gn_norm", "clip_coefficient", "gradient_norm")
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Run:
     gains: tuple[str, ...] = ()
     clipped: float = 0.0
     diverged: bool = False
+    norm_bound: float = math.inf
 
     @property
     def name(self) -> str:
@@ -173,6 +174,7 @@ def read_run(source: Source, name: str | None = None) -> Run:
         decayed_gains,
         max(clips.values(), default=0.0),
         diverged,
+        norm_bound(series, max((_latest(recording, x).rounding for x in names), default=0.0)),
     )
 
 
