@@ -1,6 +1,7 @@
 """Loops as other people write them, each with a truth that is known from how it was made."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -478,6 +479,26 @@ def test_an_estimate_is_held_against_the_same_quantity_of_two_runs():
         assert ratio == pytest.approx(estimates[layer] / measured[layer])
     assert "as the same gradients would without it" in insight(diagnose(runs[0]))[0]
     assert "same gradients" not in insight(diagnose(*runs))[0]
+
+
+def test_layers_are_held_against_a_shorter_baseline_up_to_its_end():
+    def until(watched, step):
+        recording = watched.recording
+        return replace(
+            recording, rows=Rows(tuple(r for r in recording.rows.rows if r.step <= step))
+        )
+
+    run, baseline = (
+        trained(model, torch.optim.AdamW(model.parameters(), 0.01, weight_decay=wd), steps=200)
+        for wd in (0.5, 0.0)
+        for model in [normalised_net()]
+    )
+    both = [diagnose(until(run, 100), until(baseline, 100)), diagnose(run, until(baseline, 100))]
+    foretold = [[m.foretold for m in each.motions if m.foretold is not None] for each in both]
+    assert foretold[0] == pytest.approx(foretold[1])
+    assert len(foretold[0]) == 2
+    early = diagnose(run, until(baseline, 5))  # decay had taken 2.5 % of the weights, later 63 %
+    assert {(m.turned, m.foretold, m.by_decay) for m in early.motions} == {(None, None, None)}
 
 
 def test_layers_of_which_no_size_is_known_are_not_said_to_count():
