@@ -481,6 +481,21 @@ def test_an_estimate_is_held_against_the_same_quantity_of_two_runs():
     assert "same gradients" not in insight(diagnose(*runs))[0]
 
 
+def test_steps_before_the_watch_are_said_to_be_missing(tmp_path):
+    model = normalised_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
+    whole = diagnose(trained(model, optimizer, folder=tmp_path / "whole"))
+    assert Reason.STEPPED_BEFORE not in reasons(whole.troubles)
+    rest = diagnose(trained(model, optimizer))
+    assert Reason.STEPPED_BEFORE in reasons(rest.troubles)
+    with watch(model, optimizer, every=5, folder=tmp_path / "whole") as watched:
+        watched.resume(60)
+        for _ in range(10):
+            F.cross_entropy(model(INPUTS), INPUTS[:, :3].argmax(1)).backward()
+            optimizer.step()
+    assert Reason.STEPPED_BEFORE not in reasons(diagnose(watched).troubles)
+
+
 def test_layers_are_held_against_a_shorter_baseline_up_to_its_end():
     def until(watched, step):
         recording = watched.recording

@@ -42,6 +42,10 @@ class Reason(Enum):
         "its records begin at step {step}, so what decay did before that is not judged (with"
         " watch(folder=...), a run that is resumed keeps its records)"
     )
+    STEPPED_BEFORE = (
+        "its optimizer had taken steps before it was watched: steps are counted from there, and"
+        " what decay did before is not judged"
+    )
     OPTIMIZER_CHANGED = "its optimizer changed at step {step}; the run is still judged as a whole"
     OPTIMIZER_JOINED = (
         "{optimizer} was not passed to watch, so it is watched only from its first step, after step"

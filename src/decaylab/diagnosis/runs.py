@@ -247,7 +247,9 @@ def _said_of_optimizers(recording: Recording) -> list[Because]:
     """Which came and went, and which parameters are then stepped by two or by none."""
     troubles, parameters = [], {}
     for event in recording.events:
-        if event.kind in EVENT_REASONS:
+        if event.kind == "stepped-before":
+            troubles.append(because(Reason.STEPPED_BEFORE))
+        elif event.kind in EVENT_REASONS:
             parameters[event.kind] = event.data["parameters"]
         elif event.kind in ("optimizer-changed", "optimizer-joined"):
             parameters = {}  # what holds of those that are there now is recorded after it

@@ -262,6 +262,8 @@ class Watch:
     def before_step(self) -> None:
         """Keep a copy of the weights before a step that will be recorded."""
         self._recorder.continues = not self.steps and any(map(has_stepped, self.optimizers))
+        if self._recorder.continues and self._rounds is not None:
+            self._recorder.note("stepped-before")
         self._notice_thawed()
         if self._to_measure and self.inputs is not None:
             self._measure_invariance_again()
